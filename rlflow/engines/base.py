@@ -1,0 +1,132 @@
+"""The capabilities: what a node may ask of the model in its role.
+
+A capability is a protocol. An engine is a class that meets some of them; nothing else declares what it can do.
+Tensors of losses have shape [T], the response tokens of a micro-batch.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlflow.batch import Logprobs, Metrics, Minibatch, Prompts, Rewards, Rollouts, Sequences, ValueEstimates
+from rlflow.recipe import Model, Optimizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    max_tokens: int
+    group_size: int = 1
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+
+
+class TokenLoss(Protocol):
+    """What training minimises: a value a response token, from the model's logprobs and the minibatch's columns."""
+
+    @property
+    def temperature(self) -> float:
+        """The logits are divided by it."""
+
+    def __call__(
+        self, logprobs: "Tensor", columns: "Mapping[str, Tensor]"
+    ) -> "tuple[Tensor, Mapping[str, Tensor]]":
+        """The loss [T], and metrics [T] that are averaged as the loss is."""
+
+
+@runtime_checkable
+class Generates(Protocol):
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+        """``group_size`` rollouts of each prompt, in the order of keys."""
+
+
+@runtime_checkable
+class Scores(Protocol):
+    def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
+        """Of every response token under this model."""
+
+
+@runtime_checkable
+class Values(Protocol):
+    def values(self, sequences: Sequences) -> ValueEstimates:
+        """The return expected before each response token."""
+
+
+@runtime_checkable
+class Evaluates(Protocol):
+    def evaluate(self, rollouts: Rollouts) -> Rewards:
+        """A number for each rollout."""
+
+
+@runtime_checkable
+class Trains(Protocol):
+    def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
+        """One optimizer step. The loss is the sum over tokens of their weight times their loss."""
+
+    def save(self, folder: Path) -> None:
+        """All that training goes on from."""
+
+    def restore(self, folder: Path) -> None:
+        """From what ``save`` wrote."""
+
+    def export(self, folder: Path) -> None:
+        """The model and its tokenizer, for ``from_pretrained``."""
+
+    def weights(self) -> "Mapping[str, Tensor]":
+        """The present weights by name. They may change with the next update: read them before."""
+
+
+@runtime_checkable
+class Follows(Protocol):
+    """Not asked by nodes: an engine whose role ``follows`` a trained one."""
+
+    def load_weights(self, weights: "Mapping[str, Tensor]", version: int) -> None:
+        """Takes the weights over, all or none, and writes ``version`` on what it generates from now on."""
+
+
+CAPABILITIES: dict[str, type] = {
+    protocol.__name__: protocol for protocol in (Generates, Scores, Values, Evaluates, Trains, Follows)
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """All that an engine is built from."""
+
+    role: str
+    model_name: str
+    """The model's name in the recipe, for messages."""
+    model: Model
+    capabilities: frozenset[str]
+    """Those that the graph asks of this role."""
+    seed: int
+    steps: int
+    """Of the whole run, for the learning rate's schedule."""
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    micro_batch_tokens: int
+    gradient_checkpointing: bool = False
+
+
+class Engine(Protocol):
+    """An engine of any library."""
+
+    def __init__(self, spec: EngineSpec) -> None: ...
+
+
+def capabilities_of(engine: type[Any]) -> frozenset[str]:
+    """The names of the capabilities that a class meets."""
+    return frozenset(name for name, protocol in CAPABILITIES.items() if issubclass(engine, protocol))
+
+
+def sample_seed(seed: int, key: NDArray[np.int64]) -> int:
+    """Of one sample: a hash of the run's seed and the sample's key, the same wherever and whenever it is drawn."""
+    text = ",".join(str(int(part)) for part in (seed, *key))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,123 @@
+"""Attention over packed streams and over a cache of live sequences, as an attention function of transformers.
+
+The model is called with ``layout=``, which transformers hands through to every layer's attention.
+Shapes: N tokens of the stream, B rows, S slots, H query heads, K key heads, D head size, C capacity of the cache.
+Importing this file imports torch and transformers.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from rlflow.engines.causal_lm.packing import Stream
+from rlflow.errors import EngineError
+
+NAME = "rlflow"
+
+
+class Layout(Protocol):
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """query [1 or B, H, N or 1, D], key and value with K heads; returns [1 or B, N or 1, H, D]."""
+
+
+class PackedLayout:
+    """Each row of a stream attends to itself, causally. Exact: the padding of a block lies behind its rows."""
+
+    def __init__(self, stream: Stream, device: torch.device, *, keep_keys: bool = False) -> None:
+        self._blocks = [torch.from_numpy(block).to(device) for block in stream.blocks]
+        self._owners = torch.from_numpy(stream.owners).to(device)
+        self.kept: list[tuple[Tensor, Tensor]] | None = [] if keep_keys else None
+        """Keys and values [K, N, D] of each layer, for the cache of a generation that goes on from here."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        if self.kept is not None:
+            self.kept.append((key[0], value[0]))
+        packed = [x[0].transpose(0, 1) for x in (query, key, value)]
+        outputs = []
+        for block in self._blocks:
+            rows, slots = block.shape
+            q, k, v = (x.index_select(0, block.view(-1)).view(rows, slots, -1, x.shape[-1]) for x in packed)
+            out = scaled_dot_product_attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=scale, enable_gqa=True
+            )
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, self._owners)[None]
+
+
+class CacheLayout:
+    """One new token for each of B live sequences, with the keys and values of all before it."""
+
+    def __init__(self, prefill: PackedLayout, row_of: Tensor, lengths: Tensor, capacity: int) -> None:
+        """``row_of`` [B, S]: places of each sequence's prompt in the stream, of which the first ``lengths`` [B] count."""
+        assert prefill.kept is not None
+        self._lengths = lengths
+        self._cache: list[tuple[Tensor, Tensor]] = []
+        for pair in prefill.kept:
+            # Zeros, since a masked place still counts nought times its value.
+            keys, values = (x.new_zeros(len(row_of), x.shape[0], capacity, x.shape[2]) for x in pair)
+            for cache, kept in zip((keys, values), pair, strict=True):
+                cache[:, :, : row_of.shape[1]] = kept[:, row_of].transpose(0, 1)
+            self._cache.append((keys, values))
+
+    def drop(self, done: Tensor) -> Tensor:
+        """Drops the sequences where ``done`` [B]. Returns the old rows of the new ones [B']: the last fill the gaps."""
+        rows = torch.arange(len(done), device=done.device)
+        live = int((~done).sum())
+        gaps = rows[:live][done[:live]]
+        movers = rows[live:][~done[live:]]
+        rows[gaps] = movers
+        for keys, values in self._cache:
+            keys[gaps] = keys[movers]
+            values[gaps] = values[movers]
+        self._cache = [(keys[:live], values[:live]) for keys, values in self._cache]
+        self._lengths = self._lengths[rows[:live]]
+        return rows[:live]
+
+    def next_positions(self) -> Tensor:
+        """Makes room for one more token of every sequence; returns their positions [B, 1]."""
+        self._at = self._lengths
+        self._lengths = self._lengths + 1
+        self._longest = int(self._lengths.max())
+        self._rows = torch.arange(len(self._at), device=self._at.device)
+        places = torch.arange(self._longest, device=self._at.device)
+        behind = places[None, :] >= self._lengths[:, None]
+        self._behind = behind[:, None, None, :] if bool(behind.any()) else None
+        return self._at[:, None]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        batch, heads, _, size = query.shape
+        keys, values = self._cache[layer]
+        keys[self._rows, :, self._at] = key[:, :, 0]
+        values[self._rows, :, self._at] = value[:, :, 0]
+        # The query heads that share a key head stand in the place of query positions: keys are never repeated.
+        grouped = query.reshape(batch, keys.shape[1], -1, size)
+        mask = None
+        if self._behind is not None:
+            mask = query.new_zeros(self._behind.shape).masked_fill(self._behind, float("-inf"))
+            mask = mask.expand(-1, -1, grouped.shape[2], -1)
+        keys, values = keys[:, :, : self._longest], values[:, :, : self._longest]
+        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        return out.reshape(batch, 1, heads, size)
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    layout: Layout,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls in every layer."""
+    unsupported = [name for name in ("sliding_window", "softcap", "s_aux") if options.get(name) is not None]
+    if unsupported:
+        raise EngineError(f"attention with {unsupported[0]}, which {type(module).__name__} uses, is not supported.")
+    return layout.attend(module.layer_idx, query, key, value, scaling), None
+
+
+AttentionInterface.register(NAME, attention)

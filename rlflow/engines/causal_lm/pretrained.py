@@ -1,0 +1,84 @@
+"""A model and its tokenizer, from a folder, from the hub, or new."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlflow.errors import RecipeError
+from rlflow.recipe import Model
+
+if TYPE_CHECKING:
+    from torch import dtype
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+END_TOKEN = "<|end|>"
+
+
+def load_tokenizer(name: str, model: Model) -> "PreTrainedTokenizerBase":
+    """Raises RecipeError when ``models.<name>`` names none that can be loaded."""
+    from transformers import AutoTokenizer
+
+    if model.characters is not None:
+        return _character_tokenizer(model.characters)
+    assert model.path is not None
+    return _from(name, model.path, AutoTokenizer.from_pretrained)
+
+
+def load_model(
+    name: str, model: Model, *, dtype: "dtype", seed: int, value_head: bool = False
+) -> "PreTrainedModel":
+    """In evaluation mode, on the GPU if there is one. ``seed`` draws new weights and a new value head."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+
+    from rlflow.engines.causal_lm.attention import NAME
+
+    auto = AutoModelForTokenClassification if value_head else AutoModelForCausalLM
+    extra: dict[str, Any] = {"num_labels": 1} if value_head else {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if model.path is not None:
+            load = lambda path: auto.from_pretrained(path, dtype=dtype, attn_implementation=NAME, **extra)  # noqa: E731
+            built = _from(name, model.path, load)
+        else:
+            tokenizer = load_tokenizer(name, model)
+            config = AutoConfig.for_model(**_config_fields(model), eos_token_id=tokenizer.eos_token_id, **extra)
+            built = auto.from_config(config, dtype=dtype, attn_implementation=NAME)
+    built.eval()
+    return built.to("cuda") if torch.cuda.is_available() else built
+
+
+def _config_fields(model: Model) -> dict[str, Any]:
+    """Of a new model: its architecture, in the form of a ``config.json``."""
+    assert model.architecture is not None
+    figures = dict(vars(model.architecture))
+    theta = figures.pop("rope_theta")
+    return figures | {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+def _from(name: str, path: str, load: Callable[[str], Any]) -> Any:
+    where = f"models.{name}.path"
+    if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
+        raise RecipeError(where, f"'{path}' is not a folder", fix="give the folder that save_pretrained wrote")
+    try:
+        return load(str(Path(path).expanduser()) if path.startswith("~") else path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise RecipeError(
+            where, f"'{path}' cannot be loaded: {reason}", fix="give a folder with a model, or a name on the hub"
+        ) from None
+
+
+def _character_tokenizer(characters: str) -> "PreTrainedTokenizerBase":
+    """A token for each character, and one for the end, which also pads."""
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.decoders import Fuse
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate([END_TOKEN, *dict.fromkeys(characters)])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=END_TOKEN))
+    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_TOKEN, pad_token=END_TOKEN)

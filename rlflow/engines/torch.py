@@ -1,0 +1,131 @@
+"""Trains, scores and values with plain PyTorch, in this process."""
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Sequences, ValueEstimates
+from rlflow.engines.base import EngineSpec, TokenLoss
+from rlflow.engines.causal_lm.packing import micro_batches
+from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
+from rlflow.engines.causal_lm.scoring import token_logprobs, token_values
+from rlflow.errors import EngineError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_STATE = "state.pt"
+
+
+class TorchEngine:
+    """Weights and moments in float32; a bfloat16 model computes under autocast."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        import torch
+
+        self._spec = spec
+        self._has_values = "Values" in spec.capabilities
+        self._model = load_model(
+            spec.model_name, spec.model, dtype=torch.float32, seed=spec.seed, value_head=self._has_values
+        )
+        self._tokenizer = load_tokenizer(spec.model_name, spec.model)
+        if spec.gradient_checkpointing:
+            self._model.gradient_checkpointing_enable()
+        options = spec.optimizer
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=options.learning_rate,
+            betas=options.betas,
+            weight_decay=options.weight_decay,
+            fused=True,
+        )
+
+    def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
+        return Logprobs(values=self._forward(sequences, temperature))
+
+    def values(self, sequences: Sequences) -> ValueEstimates:
+        return ValueEstimates(values=self._forward(sequences, 1.0))
+
+    def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
+        import torch
+
+        step = int(minibatch.keys[0, 0])
+        learning_rate = self._spec.optimizer.learning_rate_at(step, self._spec.steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.zero_grad(set_to_none=True)
+        self._model.train()
+        sums: Counter[str] = Counter()
+        for rows in micro_batches(minibatch, self._spec.micro_batch_tokens):
+            part = minibatch.take(rows)
+            with self._autocast():
+                outputs = self._outputs(part, loss.temperature)
+            columns = {name: self._tensor(column) for name, column in part.columns.items()}
+            losses, metrics = loss(outputs, columns)
+            weights = self._tensor(part.weights)
+            total = (losses * weights).sum()
+            total.backward()
+            sums["loss"] += float(total.detach())
+            for name, values in metrics.items():
+                sums[name] += float((values.detach() * weights).sum())
+        self._model.eval()
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._spec.optimizer.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise EngineError(f"step {step}, role {self._spec.role}: the gradient's norm is {float(norm)}.")
+        self._optimizer.step()
+        return Metrics(values={**sums, "grad_norm": float(norm), "learning_rate": learning_rate})
+
+    def weights(self) -> "Mapping[str, Tensor]":
+        return self._model.state_dict()
+
+    def save(self, folder: Path) -> None:
+        import torch
+
+        state = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        torch.save(state, folder / _STATE)
+
+    def restore(self, folder: Path) -> None:
+        import torch
+
+        state = torch.load(folder / _STATE, map_location=self._model.device, weights_only=True)
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def export(self, folder: Path) -> None:
+        import torch
+
+        dtype = getattr(torch, self._spec.model.dtype)
+        weights = {name: tensor.to(dtype) for name, tensor in self._model.state_dict().items()}
+        self._model.save_pretrained(folder, state_dict=weights)
+        self._tokenizer.save_pretrained(folder)
+
+    def _forward(self, sequences: Sequences, temperature: float) -> Packed:
+        import torch
+
+        with torch.inference_mode(), self._autocast():
+            pieces = [
+                self._outputs(sequences.take(rows), temperature)
+                for rows in micro_batches(sequences, self._spec.micro_batch_tokens)
+            ]
+        return sequences.response_ids.like(torch.cat(pieces).cpu().numpy())
+
+    def _outputs(self, sequences: Sequences, temperature: float) -> "Tensor":
+        if self._has_values:
+            return token_values(self._model, sequences)
+        return token_logprobs(self._model, sequences, temperature)
+
+    def _autocast(self) -> "AbstractContextManager[object]":
+        import torch
+
+        mixed = self._spec.model.dtype == "bfloat16"
+        return torch.autocast(self._model.device.type, torch.bfloat16, enabled=mixed)
+
+    def _tensor(self, column: Packed) -> "Tensor":
+        import torch
+
+        return torch.from_numpy(column.values).to(self._model.device)
+
+
+ENGINE = TorchEngine

@@ -1,0 +1,84 @@
+"""Generates and scores with a model of the transformers library, in this process."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlflow.batch import Logprobs, Packed, Prompts, Rollouts, Sequences
+from rlflow.engines.base import EngineSpec, Sampling, sample_seed
+from rlflow.engines.causal_lm.decoding import decode
+from rlflow.engines.causal_lm.packing import micro_batches
+from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
+from rlflow.engines.causal_lm.scoring import token_logprobs
+from rlflow.errors import EngineError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Sequences that are generated at once; their keys and values are held in memory.
+_MAX_LIVE = 256
+
+
+class TransformersEngine:
+    def __init__(self, spec: EngineSpec) -> None:
+        import torch
+
+        self._spec = spec
+        dtype = getattr(torch, spec.model.dtype)
+        self._model = load_model(spec.model_name, spec.model, dtype=dtype, seed=spec.seed)
+        self._tokenizer = load_tokenizer(spec.model_name, spec.model)
+        self._version = 0
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+        samples = prompts.repeat(sampling.group_size)
+        seeds = [sample_seed(self._spec.seed, key) for key in samples.keys]
+        at_once = max(1, _MAX_LIVE // sampling.group_size)
+        ids, logprobs, finished = [], [], []
+        for start in range(0, len(prompts), at_once):
+            part = prompts.ids.take(np.arange(start, min(start + at_once, len(prompts))))
+            part_seeds = seeds[start * sampling.group_size :][: len(part) * sampling.group_size]
+            decoded = decode(self._model, part, sampling, part_seeds, [self._tokenizer.eos_token_id])
+            ids += decoded.ids
+            logprobs += decoded.logprobs
+            finished.append(decoded.finished)
+        response_ids = Packed.from_rows(ids, np.int32)
+        return Rollouts(
+            keys=samples.keys,
+            prompt_ids=samples.ids,
+            response_ids=response_ids,
+            logprobs=response_ids.like(np.concatenate(logprobs)),
+            versions=response_ids.like(np.full(len(response_ids.values), self._version, np.int32)),
+            finished=np.concatenate(finished),
+            texts=tuple(self._tokenizer.batch_decode(ids, skip_special_tokens=True)),
+            rows=samples.rows,
+        )
+
+    def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
+        import torch
+
+        with torch.inference_mode():
+            pieces = [
+                token_logprobs(self._model, sequences.take(rows), temperature)
+                for rows in micro_batches(sequences, self._spec.micro_batch_tokens)
+            ]
+        return Logprobs(values=sequences.response_ids.like(torch.cat(pieces).cpu().numpy()))
+
+    def load_weights(self, weights: "Mapping[str, Tensor]", version: int) -> None:
+        import torch
+
+        own = self._model.state_dict()
+        unlike = [name for name in own.keys() | weights.keys() if _shape(own, name) != _shape(weights, name)]
+        if unlike:
+            raise EngineError(f"role {self._spec.role}: the weights do not fit the model at '{sorted(unlike)[0]}'.")
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+        self._version = version
+
+
+def _shape(weights: "Mapping[str, Tensor]", name: str) -> tuple[int, ...] | None:
+    return tuple(weights[name].shape) if name in weights else None
+
+
+ENGINE = TransformersEngine

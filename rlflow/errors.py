@@ -1,0 +1,74 @@
+"""The errors of rlflow.
+
+    Exception
+    ├── ValueError
+    │   └── UserError            something a person can mend in the recipe or on the command line; exit code 2
+    │       ├── RecipeError      a value in the recipe, a file or a figure that it names
+    │       ├── GraphError       the algorithm's graph: nodes, edges, roles
+    │       └── PlacementError   the recipe does not fit the cluster
+    └── RuntimeError
+        └── EngineError          a model or a worker failed while running; exit code 1
+
+Every message has one form: ``<recipe path>: <fact with values>.`` and indented lines *Known*, *Free*, *Fix*.
+"""
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+
+class UserError(ValueError):
+    """A mistake that the person who wrote the recipe can mend.
+
+    ``path`` is the place in the recipe (``roles.rollout.engine``), ``fact`` says what is wrong with the value in it.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        fact: str,
+        *,
+        known: Iterable[object] = (),
+        free: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        self.path = path
+        self.fact = fact
+        self.notes = {"Known": ", ".join(str(name) for name in known), "Free": free, "Fix": fix}
+        super().__init__(path, fact)
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {self.fact}.", *(f"{name}: {text}" + ("" if text.endswith("?") else ".") for name, text in self.notes.items() if text)]
+        return "\n  ".join(lines)
+
+
+class RecipeError(UserError):
+    """A value in the recipe, or a file that it names, is wrong."""
+
+
+class GraphError(UserError):
+    """The graph of the algorithm does not hold together."""
+
+
+class PlacementError(UserError):
+    """What the roles ask for cannot be had from the cluster."""
+
+
+class EngineError(RuntimeError):
+    """A model or a worker failed while running. Says the step and the role."""
+
+
+@contextmanager
+def below(path: str) -> Iterator[None]:
+    """Puts ``path`` before that of a UserError from inside, which knows its place only from there on."""
+    try:
+        yield
+    except UserError as error:
+        error.path = f"{path}.{error.path}"
+        raise
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str | None:
+    """The *Fix* line for a misspelt name, or None when nothing known is near it."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"did you mean '{near[0]}'?" if near else None

@@ -1,0 +1,73 @@
+"""A node is a function with options: its fields are the options, the parameters of ``run`` the inputs.
+
+A parameter ``engine`` names the capability asked of the node's role; a parameter with a default is an optional input.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
+
+from rlflow.schema import Section
+
+Unit = Literal["sample", "group", "batch"]
+
+KINDS: dict[str, type["Node"]] = {}
+"""The nodes that a recipe may name by kind."""
+
+
+@dataclass(frozen=True)
+class Input:
+    name: str
+    type: type
+    required: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node(Section):
+    kind: ClassVar[str]
+    unit: ClassVar[Unit]
+    """How much the node needs at once."""
+
+    def __init_subclass__(cls, *, kind: str, unit: Unit) -> None:
+        cls.kind = kind
+        cls.unit = unit
+        KINDS[kind] = cls
+
+    @classmethod
+    def inputs(cls) -> tuple[Input, ...]:
+        """In the order of ``run``'s parameters, without the engine."""
+        return tuple(item for item in _signature(cls)[0] if item.name != "engine")
+
+    @classmethod
+    def capability(cls) -> type | None:
+        """What the node asks of its role's engine; None for a node without a role."""
+        return next((item.type for item in _signature(cls)[0] if item.name == "engine"), None)
+
+    @classmethod
+    def output(cls) -> type:
+        return _signature(cls)[1]
+
+    def check(self, connected: frozenset[str]) -> None:
+        """Raises a UserError, its path counted from the node, if the options do not go with the inputs connected."""
+
+
+@cache
+def _signature(cls: type[Node]) -> tuple[tuple[Input, ...], type]:
+    run: Any = vars(cls)["run"]
+    hints: Mapping[str, Any] = get_type_hints(run)
+    inputs = tuple(
+        Input(name, _without_none(hints[name]), parameter.default is inspect.Parameter.empty)
+        for name, parameter in inspect.signature(run).parameters.items()
+        if name != "self"
+    )
+    return inputs, hints["return"]
+
+
+def _without_none(hint: Any) -> type:
+    if isinstance(hint, UnionType):
+        hint = next(part for part in get_args(hint) if part is not type(None))
+    assert isinstance(hint, type)
+    return hint

@@ -1,0 +1,86 @@
+"""Training a role's model on the step's data."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+from annotated_types import Ge, Gt
+
+from rlflow.batch import Advantages, Examples, Logprobs, Metrics, Minibatch, Packed, Rollouts, Sequences
+from rlflow.engines.base import TokenLoss, Trains
+from rlflow.errors import GraphError
+from rlflow.nodes.base import Node
+from rlflow.nodes.losses import ClippedPolicyLoss, LikelihoodLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyUpdate(Node, kind="policy_update", unit="batch"):
+    """Policy gradient with a clipped ratio, every token counting the same within its minibatch.
+
+    The ratio is taken to ``old_logprobs`` where such a node is there, else to those that the engine sampled with.
+    """
+
+    clip_eps: Annotated[float, Gt(0)] = 0.2
+    kl_coef: Annotated[float, Ge(0)] = 0.0
+    """Needs a ``reference``."""
+    num_minibatches: Annotated[int, Ge(1)] = 1
+    """Optimizer steps that the rollouts are divided among."""
+    num_epochs: Annotated[int, Ge(1)] = 1
+    temperature: Annotated[float, Gt(0)] = 1.0
+    """That of the node that generated."""
+
+    def check(self, connected: frozenset[str]) -> None:
+        if self.kl_coef > 0 and "reference" not in connected:
+            raise GraphError(
+                "kl_coef",
+                f"{self.kl_coef} asks for the reference's logprobs, and no node 'reference' gives them",
+                fix="add reference: {node: logprobs, role: reference}, or kl_coef: 0",
+            )
+
+    def run(
+        self,
+        engine: Trains,
+        rollouts: Rollouts,
+        advantages: Advantages,
+        reference: Logprobs | None = None,
+        old_logprobs: Logprobs | None = None,
+    ) -> Metrics:
+        response = rollouts.response_ids
+        columns = {
+            "old_logprobs": old_logprobs.values if old_logprobs else rollouts.logprobs,
+            "advantages": response.like(np.repeat(advantages.values, response.lengths)),
+        }
+        if reference is not None:
+            columns["reference"] = reference.values
+        loss = ClippedPolicyLoss(clip_eps=self.clip_eps, kl_coef=self.kl_coef, temperature=self.temperature)
+        return train(engine, rollouts, columns, loss, self.num_minibatches, self.num_epochs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftUpdate(Node, kind="sft_update", unit="batch"):
+    """Supervised training on the responses of the data set."""
+
+    num_minibatches: Annotated[int, Ge(1)] = 1
+
+    def run(self, engine: Trains, examples: Examples) -> Metrics:
+        return train(engine, examples, {}, LikelihoodLoss(), self.num_minibatches, num_epochs=1)
+
+
+def train(
+    engine: Trains,
+    sequences: Sequences,
+    columns: dict[str, Packed],
+    loss: TokenLoss,
+    num_minibatches: int,
+    num_epochs: int,
+) -> Metrics:
+    """One optimizer step a minibatch, the metrics averaged. A minibatch is cut in the order of keys: the data's own
+    order is random already. Fewer rows than minibatches make fewer minibatches."""
+    steps = []
+    for rows in num_epochs * np.array_split(np.arange(len(sequences)), min(num_minibatches, len(sequences))):
+        part = sequences.take(rows)
+        size = len(part.response_ids.values)
+        weights = part.response_ids.like(np.full(size, 1 / size, np.float32))
+        taken = {name: column.take(rows) for name, column in columns.items()}
+        steps.append(engine.update(Minibatch(**vars(part), columns=taken, weights=weights), loss).values)
+    return Metrics(values={name: float(np.mean([step[name] for step in steps])) for name in steps[0]})

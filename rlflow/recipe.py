@@ -1,0 +1,166 @@
+"""What a person writes for one run, and load(), which checks it. The only file that sees OmegaConf."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, cast
+
+from annotated_types import Ge, Gt, Le, Lt
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlflow.errors import RecipeError
+from rlflow.resources.model import Architecture
+from rlflow.schema import Section, parse
+
+Auto = Literal["auto"]
+Count = Annotated[int, Ge(1)]
+Size = Annotated[float, Ge(0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Section):
+    """Weights and tokenizer, from exactly one of ``path``, ``recipe`` and ``random_weights``."""
+
+    path: str | None = None
+    """A folder, or a name on the Hugging Face hub."""
+    recipe: "Recipe | None" = None
+    """The model that this recipe makes. It is run when its result is not in the cache. Written as a name."""
+    random_weights: bool = False
+    """New weights by ``architecture``, with a tokenizer of single ``characters``."""
+    characters: str | None = None
+    architecture: Architecture | None = None
+    """The figures that planning needs; a card of conf/model has them."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(Section):
+    """AdamW, its learning rate a function of the step alone."""
+
+    learning_rate: Annotated[float, Gt(0)] = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: stay, or fall to zero at the last step."""
+    warmup_steps: Annotated[int, Ge(0)] = 0
+    betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999)
+    weight_decay: Size = 0.0
+    max_grad_norm: Annotated[float, Gt(0)] = 1.0
+
+    def learning_rate_at(self, step: int, steps: int) -> float:
+        """At ``step``, counted from 0, of a run of ``steps``."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.learning_rate
+        done = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
+        left = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.learning_rate * left
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role(Section):
+    """A model doing one job. What is ``auto`` the planner decides; a value is a constraint."""
+
+    model: str
+    engine: str
+    follows: str | None = None
+    """The trained role whose weights this one takes over after every step."""
+    optimizer: Optimizer | None = None
+    """Of a trained role."""
+
+    gpus: Count | Auto = "auto"
+    colocate: tuple[str, ...] | Auto = "auto"
+    """Roles that use the same GPUs; ``[]``: GPUs of its own."""
+    tensor_parallel_size: Count | Auto = "auto"
+    pipeline_parallel_size: Count | Auto = "auto"
+    data_parallel_size: Count | Auto = "auto"
+    sequence_parallel_size: Count | Auto = "auto"
+    zero_stage: Annotated[int, Ge(0), Le(3)] | Auto = "auto"
+    offload: Literal["none", "optimizer", "weights"] | Auto = "auto"
+    micro_batch_tokens: Count | Auto = "auto"
+    """Tokens that go through the model at once."""
+    gradient_checkpointing: bool | Auto = "auto"
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | Auto = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Section):
+    """Where prompts come from."""
+
+    source: str
+    """A JSONL or Parquet file, a folder of them, a data set on the hub, or ``package.module:function``."""
+    name: str | None = None
+    """The configuration of a data set on the hub."""
+    split: str = "train"
+    eval_split: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the function."""
+    columns: Mapping[Literal["prompt", "response"], str] = field(default_factory=dict)
+    """The names that the data set gives them, where they differ."""
+    system_prompt: str | None = None
+    """Where the tokenizer has a chat template."""
+    batch_size: Count
+    """Rows a step."""
+    max_prompt_tokens: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Section):
+    """Greedy decoding of held-out prompts, scored by the graph's own reward."""
+
+    every: Count
+    """Steps between two; the first is before training, the last after it."""
+    num_prompts: Count
+    """The first so many of the held-out rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints(Section):
+    every: Count
+    """Steps between two; the last is at the end of the run."""
+    keep: Count = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Section):
+    name: str
+    seed: Annotated[int, Ge(0)] = 0
+    steps: Count
+    models: Mapping[str, Model]
+    roles: Mapping[str, Role]
+    graph: Mapping[str, Mapping[str, Any]]
+    """Each node's kind, role, options and inputs; ``wire`` reads them."""
+    data: Data
+    evaluation: Evaluation | None = None
+    checkpoints: Checkpoints
+
+
+def load(config: DictConfig) -> Recipe:
+    """Checks the recipe's part of a composed configuration. Raises RecipeError."""
+    return recipe_from(plain(config))
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The configuration with its interpolations resolved, as dicts and lists."""
+    try:
+        container = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        place = str(error.full_key or "recipe")
+        raise RecipeError(place, str(error.msg or error).splitlines()[0].rstrip(".")) from None
+    return cast(dict[str, Any], container)
+
+
+def recipe_from(mapping: Mapping[str, Any]) -> Recipe:
+    """The recipe in ``mapping``, as a YAML file or a plan.json holds it. Raises RecipeError."""
+    recipe = parse(Recipe, mapping, "")
+    for name, model in recipe.models.items():
+        given = [key for key in ("path", "recipe", "random_weights") if getattr(model, key)]
+        if len(given) != 1:
+            raise RecipeError(
+                f"models.{name}",
+                f"needs exactly one source of weights, has {' and '.join(given) or 'none'}",
+                known=("path", "recipe", "random_weights"),
+            )
+        if model.random_weights and (model.architecture is None or model.characters is None):
+            raise RecipeError(f"models.{name}.random_weights", "needs 'architecture' and 'characters' beside it")
+    return recipe

@@ -1,0 +1,88 @@
+"""Hosts and their GPUs: an input of planning."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt
+
+from rlflow.errors import RecipeError
+from rlflow.schema import Section, parse
+
+DEFAULT_GPU = "h100_80gb"
+_TERM = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)(?:@(\w+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu(Section):
+    """A kind of GPU, or the CPU in its place."""
+
+    memory_gib: Annotated[float, Gt(0)] | None = None
+    """As the driver reports it; None where memory is the host's own."""
+    device_name: str | None = None
+    """What nvidia-smi calls it."""
+    source: str
+    """Where the figures come from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host(Section):
+    name: str
+    gpus: Annotated[int, Ge(1)]
+    gpu: str
+    """The kind, a key of ``Cluster.gpus``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster(Section):
+    hosts: tuple[Host, ...]
+    gpus: Mapping[str, Gpu]
+    """The kinds that the hosts have."""
+
+    @property
+    def shape(self) -> str:
+        """The shortest ``HOSTSxGPUS@KIND`` text for the hosts in their order."""
+        runs = [(len(list(run)), *like) for like, run in groupby(self.hosts, lambda host: (host.gpus, host.gpu))]
+        return "+".join(f"{count}x{gpus}@{gpu}" for count, gpus, gpu in runs)
+
+    def memory_gib(self, host: Host) -> float | None:
+        """Of each of the host's GPUs."""
+        return self.gpus[host.gpu].memory_gib
+
+
+def parse_shape(shape: str) -> list[tuple[int, int, str]]:
+    """``7x8+1x7@h200`` as [(hosts, GPUs of each, kind), ...]. Raises RecipeError for any other form."""
+    terms = [_TERM.fullmatch(term) for term in shape.split("+")]
+    if not all(terms):
+        raise RecipeError(
+            "cluster",
+            f"'{shape}' is neither a cluster of conf/cluster nor a shape",
+            fix="write HOSTSxGPUS with numbers from 1, as 2x8, 7x8+1x7 or 2x8@h200",
+        )
+    return [(int(term[1]), int(term[2]), term[3] or DEFAULT_GPU) for term in terms if term]
+
+
+def cluster_from(mapping: Mapping[str, Any]) -> Cluster:
+    """A cluster from its part of the configuration: ``shape`` or ``hosts``, and the figures of its kinds of GPU."""
+    fields = dict(mapping)
+    if (shape := fields.pop("shape", None)) is not None:
+        kinds = [(gpus, kind) for count, gpus, kind in parse_shape(str(shape)) for _ in range(count)]
+        fields["hosts"] = [{"name": f"host-{i}", "gpus": gpus, "gpu": kind} for i, (gpus, kind) in enumerate(kinds)]
+    cluster = parse(Cluster, fields, "cluster")
+    if not cluster.hosts:
+        raise RecipeError("cluster.hosts", "no hosts", fix="name at least one: {name: host-0, gpus: 8, gpu: h200}")
+    for index, host in enumerate(cluster.hosts):
+        if host.gpu not in cluster.gpus:
+            raise RecipeError(
+                f"cluster.hosts.{index}.gpu",
+                f"no figures for '{host.gpu}'",
+                known=sorted(cluster.gpus),
+                fix=f"add '- /gpu@gpus.{host.gpu}: {host.gpu}' to the cluster's defaults, or cluster.gpus.{host.gpu}",
+            )
+    twice = [name for name, count in Counter(host.name for host in cluster.hosts).items() if count > 1]
+    if twice:
+        raise RecipeError("cluster.hosts", f"the name '{twice[0]}' is given twice", fix="give every host its own name")
+    return cluster

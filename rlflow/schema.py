@@ -1,0 +1,92 @@
+"""From a mapping to a frozen dataclass, strictly, with errors that name the recipe's path."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from rlflow.errors import RecipeError, did_you_mean
+
+T = TypeVar("T")
+
+
+class Section:
+    """Base of everything that is written in a recipe: no unknown keys, no coercion, no NaN, no infinity."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def parse(kind: type[T], mapping: Mapping[str, Any], path: str) -> T:
+    """Builds ``kind``, a dataclass derived from Section, from ``mapping``, which stands at ``path`` in the recipe.
+
+    Raises RecipeError for an unknown or missing key or a value of the wrong type or size.
+    """
+    try:
+        # As JSON, because strict validation takes a mapping for a dataclass and a list for a tuple only from there.
+        return _adapter(kind).validate_json(json.dumps(mapping))
+    except ValidationError as error:
+        raise _recipe_error(kind, mapping, path, error) from None
+
+
+@cache
+def _adapter(kind: type[T]) -> TypeAdapter[T]:
+    return TypeAdapter(kind)
+
+
+def _recipe_error(kind: type, mapping: Mapping[str, Any], path: str, error: ValidationError) -> RecipeError:
+    """The first place that is wrong. The branches of a union each report, so their messages are joined."""
+    details = error.errors(include_url=False)
+    first = details[0]
+    if first["type"] == "unexpected_keyword_argument":
+        *parents, key = (str(part) for part in first["loc"])
+        owner = _follow(kind, parents)
+        known = [field.name for field in fields(owner) if field.init] if is_dataclass(owner) else []
+        place = ".".join(filter(None, [path, *parents]))
+        at_place = f"{place}.{key}" if place else key
+        return RecipeError(at_place, "unknown key", known=sorted(known), fix=did_you_mean(key, known))
+    value, place = _value_at(mapping, first["loc"])
+    where = ".".join(filter(None, [path, place]))
+    if first["type"] == "missing":
+        return RecipeError(where, "is missing", fix=f"add {where}=...")
+    wanted = {_lower_first(d["msg"]) for d in details if _value_at(mapping, d["loc"])[1] == place}
+    return RecipeError(where, f"{value!r} is not valid: {', or '.join(sorted(wanted))}")
+
+
+def _value_at(mapping: Any, loc: tuple[int | str, ...]) -> tuple[Any, str]:
+    """The value at ``loc`` and its path, leaving out the labels that pydantic adds for the branches of a union."""
+    names: list[str] = []
+    value: Any = mapping
+    for part in loc:
+        if isinstance(value, Mapping) and (part in value or part is loc[-1]):
+            value = value.get(part)
+        elif isinstance(value, tuple | list) and isinstance(part, int):
+            value = value[part]
+        else:
+            continue
+        names.append(str(part))
+    return value, ".".join(names)
+
+
+def _follow(kind: Any, parents: list[str]) -> Any:
+    """The dataclass found below ``kind`` by field names; keys of mappings and labels of unions are passed over."""
+    for name in parents:
+        inner = {f.name: f.type for f in fields(kind)}.get(name) if is_dataclass(kind) else None
+        if inner is not None:
+            kind = _dataclass_in(inner)
+    return kind
+
+
+def _dataclass_in(annotation: Any) -> Any:
+    if is_dataclass(annotation):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        if (found := _dataclass_in(argument)) is not None:
+            return found
+    return None
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
