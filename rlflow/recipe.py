@@ -1,20 +1,19 @@
 """What a person writes for one run, and load(), which checks it. The only file that sees OmegaConf."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, cast
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Lt
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlflow.errors import RecipeError
-from rlflow.resources.model import Architecture
+from rlflow.errors import RecipeError, below
+from rlflow.resources.layout import Resources
+from rlflow.resources.model import Architecture, Count
 from rlflow.schema import Section, parse
 
-Auto = Literal["auto"]
-Count = Annotated[int, Ge(1)]
 Size = Annotated[float, Ge(0)]
 
 
@@ -58,8 +57,8 @@ class Optimizer(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Role(Section):
-    """A model doing one job. What is ``auto`` the planner decides; a value is a constraint."""
+class Role(Resources):
+    """A model doing one job."""
 
     model: str
     engine: str
@@ -67,20 +66,6 @@ class Role(Section):
     """The trained role whose weights this one takes over after every step."""
     optimizer: Optimizer | None = None
     """Of a trained role."""
-
-    gpus: Count | Auto = "auto"
-    colocate: tuple[str, ...] | Auto = "auto"
-    """Roles that use the same GPUs; ``[]``: GPUs of its own."""
-    tensor_parallel_size: Count | Auto = "auto"
-    pipeline_parallel_size: Count | Auto = "auto"
-    data_parallel_size: Count | Auto = "auto"
-    sequence_parallel_size: Count | Auto = "auto"
-    zero_stage: Annotated[int, Ge(0), Le(3)] | Auto = "auto"
-    offload: Literal["none", "optimizer", "weights"] | Auto = "auto"
-    micro_batch_tokens: Count | Auto = "auto"
-    """Tokens that go through the model at once."""
-    gradient_checkpointing: bool | Auto = "auto"
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | Auto = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +120,18 @@ class Recipe(Section):
     checkpoints: Checkpoints
 
 
-def load(config: DictConfig) -> Recipe:
-    """Checks the recipe's part of a composed configuration. Raises RecipeError."""
-    return recipe_from(plain(config))
+def load(config: DictConfig, recipe_named: Callable[[str], Mapping[str, Any]]) -> Recipe:
+    """Checks the recipe's part of a composed configuration.
+
+    ``recipe_named`` gives the parts of the recipe that ``models.<name>.recipe`` names. Raises RecipeError.
+    """
+    mapping = plain(config)
+    models = mapping.get("models")
+    for name, model in models.items() if isinstance(models, dict) else ():
+        if isinstance(model, dict) and isinstance(model.get("recipe"), str):
+            with below(f"models.{name}"):
+                model["recipe"] = recipe_named(model["recipe"])
+    return recipe_from(mapping)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -164,3 +158,8 @@ def recipe_from(mapping: Mapping[str, Any]) -> Recipe:
         if model.random_weights and (model.architecture is None or model.characters is None):
             raise RecipeError(f"models.{name}.random_weights", "needs 'architecture' and 'characters' beside it")
     return recipe
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The resolved recipe."""
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(recipe)))

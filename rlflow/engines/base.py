@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,6 +117,9 @@ class EngineSpec:
 
 class Engine(Protocol):
     """An engine of any library."""
+
+    parallel: ClassVar[frozenset[str]]
+    """The ways in which it can be spread over GPUs: tensor, pipeline, data, sequence."""
 
     def __init__(self, spec: EngineSpec) -> None: ...
 

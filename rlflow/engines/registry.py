@@ -1,34 +1,49 @@
-"""From an engine's name to its class and what it can do, importing no model library."""
+"""From an engine's name to what it can do and to its class, importing no model library."""
 
 import pkgutil
+from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
 from rlflow.engines.base import Engine, capabilities_of
 from rlflow.errors import EngineError
 
+
+@dataclass(frozen=True)
+class EngineKind:
+    capabilities: frozenset[str]
+    parallel: frozenset[str]
+    """The ways in which it can be spread over GPUs: tensor, pipeline, data, sequence."""
+
+
 # Engines that a plan may place and that this version does not start.
-PLANNED_ONLY: dict[str, frozenset[str]] = {
-    "deepspeed": frozenset({"Trains", "Scores", "Values"}),
-    "vllm": frozenset({"Generates", "Follows"}),
+_PLANNED_ONLY = {
+    "deepspeed": EngineKind(frozenset({"Trains", "Scores", "Values"}), frozenset({"data", "sequence"})),
+    "vllm": EngineKind(frozenset({"Generates", "Follows"}), frozenset({"data", "tensor", "pipeline"})),
 }
-_SHARED = {"base", "registry", "attention", "decoding", "packing", "pretrained"}
+_NOT_ENGINES = {"base", "registry"}
 
 
+@cache
 def engine_names() -> list[str]:
-    """All names that a recipe may use: the files of this folder, and what is planned only."""
-    files = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])}
-    return sorted((files - _SHARED) | PLANNED_ONLY.keys())
+    """All names that a recipe may use: the modules of this folder, and what is planned only."""
+    modules = {found.name for found in pkgutil.iter_modules([str(Path(__file__).parent)]) if not found.ispkg}
+    return sorted((modules - _NOT_ENGINES) | _PLANNED_ONLY.keys())
 
 
-def engine_capabilities(name: str) -> frozenset[str]:
+@cache
+def engine_kind(name: str) -> EngineKind:
     """``name`` must be one of ``engine_names()``."""
-    return PLANNED_ONLY[name] if name in PLANNED_ONLY else capabilities_of(engine_class(name))
+    if name in _PLANNED_ONLY:
+        return _PLANNED_ONLY[name]
+    engine = engine_class(name)
+    return EngineKind(capabilities_of(engine), engine.parallel)
 
 
 def engine_class(name: str) -> type[Engine]:
     """Raises EngineError for an engine that can be planned for and not started."""
-    if name in PLANNED_ONLY:
+    if name in _PLANNED_ONLY:
         raise EngineError(f"engine '{name}' can be planned for, but this version of rlflow does not start it.")
     engine: type[Engine] = import_module(f"rlflow.engines.{name}").ENGINE
     return engine

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Sequences, ValueEstimates
 from rlflow.engines.base import EngineSpec, TokenLoss
@@ -21,6 +21,8 @@ _STATE = "state.pt"
 
 class TorchEngine:
     """Weights and moments in float32; a bfloat16 model computes under autocast."""
+
+    parallel: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, spec: EngineSpec) -> None:
         import torch

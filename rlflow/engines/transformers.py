@@ -1,7 +1,7 @@
 """Generates and scores with a model of the transformers library, in this process."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ _MAX_LIVE = 256
 
 
 class TransformersEngine:
+    parallel: ClassVar[frozenset[str]] = frozenset()
+
     def __init__(self, spec: EngineSpec) -> None:
         import torch
 

@@ -1,0 +1,1 @@
+"""Commands that print a table: ``python -m benchmarks.NAME [--json FILE]``."""

@@ -1,0 +1,52 @@
+"""rlflow: from a recipe to a placed graph, and from there to a trained model.
+
+``load`` composes and checks a recipe, ``compile`` plans it for a cluster, ``run`` trains.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlflow.compiler.plan import Plan
+    from rlflow.recipe import Recipe
+    from rlflow.resources.cluster import Cluster
+    from rlflow.runtime.base import Report
+
+__version__ = "0.1.0"
+__all__ = ["compile", "load", "run"]
+
+
+def load(overrides: Sequence[str] = (), config_dir: Path | None = None) -> "Recipe":
+    """The recipe that these overrides of the command line compose; ``config_dir`` holds the user's own parts.
+
+    Raises RecipeError.
+    """
+    from rlflow.compose import compose, recipe_of
+
+    return recipe_of(compose(overrides, config_dir))
+
+
+def compile(recipe: "Recipe", cluster: "Cluster | str | None" = None) -> "Plan":
+    """What runs where, on ``cluster``: hosts, or a shape as ``2x8@h200``; by default this machine's processor.
+
+    Raises GraphError, RecipeError and PlacementError.
+    """
+    from rlflow.compiler.plan import compile_recipe
+    from rlflow.compose import cluster_named
+
+    hosts = cluster_named(cluster or "local") if cluster is None or isinstance(cluster, str) else cluster
+    return compile_recipe(recipe, hosts)
+
+
+def run(plan: "Plan", directory: Path | None = None) -> "Report":
+    """Trains as planned, and writes plan, metrics, checkpoints, model and report to ``directory``, by default a new
+    folder below ``outputs``. Raises EngineError, and RecipeError for what the recipe names and is not there."""
+    from datetime import datetime
+
+    from rlflow.report.metrics import MetricsWriter
+    from rlflow.runtime.local import LocalRuntime
+    from rlflow.runtime.run import run as run_plan
+
+    folder = directory or Path("outputs") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
+    return run_plan(plan, folder, LocalRuntime(), [MetricsWriter()])

@@ -1,0 +1,7 @@
+"""``python -m rlflow``."""
+
+import sys
+
+from rlflow.cli import main
+
+sys.exit(main())

@@ -1,0 +1,174 @@
+"""Hydra's door: the command line, its exit codes, and no traceback for a mistake of the user's.
+
+0: done. 1: an engine failed. 2: a mistake in the recipe or on the command line. 130: stopped by Ctrl-C.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+from rlflow.compiler.plan import Plan, compile_recipe, read_plan
+from rlflow.compiler.render import render
+from rlflow.compose import CONF, cluster_of_machine, composing_error, free_keys, recipe_of, register_shapes
+from rlflow.errors import EngineError, RecipeError, UserError
+from rlflow.recipe import plain, to_yaml
+from rlflow.resources.cluster import cluster_from
+
+STOPPED = 130
+
+
+def main() -> int:
+    """The exit code of ``python -m rlflow`` with the arguments of this process."""
+    # Lets Hydra's errors through to here, where they are put into our form.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    register_shapes()
+    sys.argv[1:] = free_keys(sys.argv[1:])
+    codes: list[int] = []
+
+    @hydra.main(config_path=str(CONF.resolve()), config_name="config", version_base="1.3")
+    def job(config: DictConfig) -> None:
+        codes.append(_job(config))
+
+    try:
+        job()
+    except (HydraException, OmegaConfBaseException) as error:
+        return _tell(composing_error(error))
+    except UserError as error:
+        return _tell(error)
+    return max(codes, default=0)
+
+
+def _job(config: DictConfig) -> int:
+    """One run, or one dry run, of a sweep or alone."""
+    directory = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        return _plan_and_run(config, directory)
+    except (UserError, EngineError) as error:
+        return _tell(error)
+    except KeyboardInterrupt:
+        print("Stopped before the first checkpoint.", file=sys.stderr)
+        return STOPPED
+    finally:
+        # A folder without a plan is no run: nothing half done stays behind.
+        if not (directory / "plan.json").exists():
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _plan_and_run(config: DictConfig, directory: Path) -> int:
+    console = Console(highlight=False)
+    plan = _plan(config)
+    console.print(render(plan))
+    if config.dry_run:
+        _write(plan, directory)
+        console.print(f"\nplan: {directory / 'plan.json'}", soft_wrap=True)
+        return 0
+    resumed = _run_to_resume(config.resume, plan, directory)
+    console.print()
+    return _run(plan, resumed or directory, console, resume=resumed is not None)
+
+
+def _plan(config: DictConfig) -> Plan:
+    options = {override.lstrip("+").split("=")[0] for override in HydraConfig.get().overrides.task}
+    if config.plan is not None:
+        if others := sorted(options - {"plan", "dry_run", "resume"}):
+            raise RecipeError(
+                "plan", f"a plan is whole, and '{others[0]}' would change it", fix=f"leave out {', '.join(others)}"
+            )
+        return read_plan(Path(str(config.plan)))
+    config_dir = _config_dir()
+    recipe = recipe_of(config, config_dir)
+    written = plain(config)["cluster"]
+    if written.get("shape") != "auto":
+        return compile_recipe(recipe, cluster_from(written))
+    from rlflow.runtime.local import gpus_of_this_machine
+
+    return compile_recipe(recipe, cluster_of_machine(gpus_of_this_machine(), config_dir))
+
+
+def _config_dir() -> Path | None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    known: Path | None = parser.parse_known_args()[0].config_dir
+    return known
+
+
+def _write(plan: Plan, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "recipe.yaml").write_text(to_yaml(plan.recipe))
+    (directory / "plan.json").write_text(json.dumps(plan.to_dict(), indent=1, sort_keys=True))
+
+
+def _run_to_resume(resume: object, plan: Plan, directory: Path) -> Path | None:
+    """The folder of the run that ``resume`` asks for: a path, or the newest of this recipe beside ``directory``."""
+    if not resume:
+        return None
+    if resume is not True:
+        return Path(str(resume))
+    candidates = []
+    for path in directory.parents[1].glob("*/*/plan.json"):
+        if any((path.parent / "checkpoints").glob("step-*")) and json.loads(path.read_text())["fingerprint"] == plan.fingerprint:
+            candidates.append(path)
+    if not candidates:
+        raise RecipeError(
+            "resume",
+            f"no run of this recipe with a checkpoint below '{directory.parents[1]}' (fingerprint {plan.fingerprint})",
+            fix="resume=FOLDER, or leave out resume",
+        )
+    return max(candidates, key=lambda path: path.stat().st_mtime).parent
+
+
+def _run(plan: Plan, directory: Path, console: Console, *, resume: bool) -> int:
+    # Imported only now: a dry run needs no torch.
+    from rlflow.report.metrics import MetricsWriter
+    from rlflow.report.progress import ProgressDisplay
+    from rlflow.runtime.local import LocalRuntime
+    from rlflow.runtime.run import run
+
+    display = ProgressDisplay(console)
+    try:
+        with _stop_on_interrupt(console) as stopping:
+            observers = [MetricsWriter(), display]
+            report = run(plan, directory, LocalRuntime(), observers, resume=resume, stop=lambda: bool(stopping))
+    finally:
+        display.close()
+    if report.status == "stopped":
+        console.print(f"go on with: python -m rlflow plan={directory}/plan.json resume={directory}", soft_wrap=True)
+        return STOPPED
+    return 0
+
+
+@contextmanager
+def _stop_on_interrupt(console: Console) -> Iterator[list[int]]:
+    """A list that is no longer empty after Ctrl-C. A second Ctrl-C interrupts at once."""
+    signals: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if signals:
+            raise KeyboardInterrupt
+        signals.append(number)
+        console.print("stopping after this step, with a checkpoint; Ctrl-C again stops at once")
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield signals
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _tell(error: UserError | EngineError) -> int:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    return 2 if isinstance(error, UserError) else 1

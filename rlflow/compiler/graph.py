@@ -1,0 +1,195 @@
+"""wire: from a recipe to its graph, with every edge and every role checked."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import networkx as nx
+
+import rlflow.nodes  # noqa: F401 (makes the kinds of nodes known)
+from rlflow.batch import Examples, Metrics, Prompts
+from rlflow.engines.registry import engine_kind, engine_names
+from rlflow.errors import GraphError, RecipeError, below, did_you_mean
+from rlflow.nodes.base import KINDS, Node
+from rlflow.plugins import load_object
+from rlflow.recipe import Recipe
+from rlflow.schema import parse
+
+SOURCES: Mapping[str, type] = {"prompts": Prompts, "examples": Examples}
+"""Edges that come from the recipe's data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphNode:
+    name: str
+    operation: Node
+    role: str | None
+    inputs: Mapping[str, str]
+    """From each connected parameter of ``run`` to the node, or the source, that gives it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    nodes: tuple[GraphNode, ...]
+    """In an order in which every node stands behind those it reads; equal recipes give equal orders."""
+
+    @property
+    def sources(self) -> frozenset[str]:
+        return frozenset(origin for node in self.nodes for origin in node.inputs.values() if origin in SOURCES)
+
+    def trained_roles(self) -> list[str]:
+        names = [node.role for node in self.nodes if node.role and _capability(node) == "Trains"]
+        return list(dict.fromkeys(names))
+
+    def capabilities(self, role: str) -> frozenset[str]:
+        """What the nodes ask of a role's engine."""
+        return frozenset(name for node in self.nodes if node.role == role and (name := _capability(node)))
+
+
+def wire(recipe: Recipe) -> Graph:
+    """Raises GraphError, and RecipeError for options, with the recipe's path."""
+    nodes = {name: _node(name, dict(entry), recipe) for name, entry in recipe.graph.items()}
+    for node in nodes.values():
+        _check_edges(node, nodes)
+        with below(f"graph.{node.name}"):
+            node.operation.check(frozenset(node.inputs))
+    graph = Graph(nodes=tuple(nodes[name] for name in _order(nodes)))
+    _check_outputs_read(graph)
+    _check_roles(recipe, graph)
+    return graph
+
+
+def _node(name: str, entry: dict[str, Any], recipe: Recipe) -> GraphNode:
+    path = f"graph.{name}"
+    if name in SOURCES:
+        raise GraphError(path, f"'{name}' is what the data gives, and cannot be a node", fix="another name")
+    kind = _kind(entry.pop("node", None), path)
+    role = entry.pop("role", None)
+    capability = kind.capability()
+    if capability is None and role is not None:
+        raise GraphError(f"{path}.role", f"'{kind.kind}' asks nothing of a model, but has the role '{role}'")
+    if capability is not None and role not in recipe.roles:
+        fact = f"no role '{role}'" if role else f"is missing: '{kind.kind}' asks a role's engine for {capability.__name__}"
+        fix = did_you_mean(str(role), recipe.roles) if role else None
+        raise GraphError(f"{path}.role", fact, known=recipe.roles, fix=fix)
+    given = {item.name: str(entry.pop(item.name)) for item in kind.inputs() if item.name in entry}
+    operation = parse(kind, entry, path)
+    inputs = {}
+    for item in kind.inputs():
+        origin = given.get(item.name, item.name)
+        if origin in recipe.graph or origin in SOURCES:
+            inputs[item.name] = origin
+        elif item.required or item.name in given:
+            raise GraphError(
+                f"{path}.{item.name}",
+                f"no node '{origin}', which '{kind.kind}' reads",
+                known=[*recipe.graph, *SOURCES],
+                fix=did_you_mean(origin, recipe.graph) or f"add a node '{origin}', or name another: {item.name}: NODE",
+            )
+    return GraphNode(name=name, operation=operation, role=role, inputs=inputs)
+
+
+def _kind(name: Any, path: str) -> type[Node]:
+    if isinstance(name, str) and ":" in name:
+        kind = load_object(name, f"{path}.node")
+        if not (isinstance(kind, type) and issubclass(kind, Node)):
+            raise GraphError(f"{path}.node", f"'{name}' is not a Node", fix="derive it from rlflow.nodes.base.Node")
+        return kind
+    if name not in KINDS:
+        fact = "is missing" if name is None else f"no kind of node '{name}'"
+        raise GraphError(
+            f"{path}.node", fact, known=[*sorted(KINDS), "package.module:Class"], fix=did_you_mean(str(name), KINDS)
+        )
+    return KINDS[name]
+
+
+def _check_edges(node: GraphNode, nodes: Mapping[str, GraphNode]) -> None:
+    types = {item.name: item.type for item in node.operation.inputs()}
+    for name, origin in node.inputs.items():
+        output = SOURCES[origin] if origin in SOURCES else nodes[origin].operation.output()
+        if not issubclass(output, types[name]):
+            raise GraphError(
+                f"graph.{node.name}.{name}",
+                f"'{origin}' gives {output.__name__}, '{node.operation.kind}' reads {types[name].__name__}",
+                known=[n.name for n in nodes.values() if issubclass(n.operation.output(), types[name])],
+                fix=f"name a node that gives {types[name].__name__}",
+            )
+
+
+def _order(nodes: Mapping[str, GraphNode]) -> list[str]:
+    edges: nx.DiGraph[str] = nx.DiGraph()
+    edges.add_nodes_from(nodes)
+    edges.add_edges_from((o, node.name) for node in nodes.values() for o in node.inputs.values() if o in nodes)
+    try:
+        return list(nx.lexicographical_topological_sort(edges))
+    except nx.NetworkXUnfeasible:
+        cycle = [edge[0] for edge in nx.find_cycle(edges)]
+        way = " -> ".join([*cycle, cycle[0]])
+        raise GraphError(f"graph.{cycle[0]}", f"goes in a circle: {way}", fix="let one read another node") from None
+
+
+def _check_outputs_read(graph: Graph) -> None:
+    read = {origin for node in graph.nodes for origin in node.inputs.values()}
+    for node in graph.nodes:
+        if node.name not in read and node.operation.output() is not Metrics:
+            raise GraphError(
+                f"graph.{node.name}",
+                f"nobody reads its {node.operation.output().__name__}",
+                fix="remove the node, or name it as an input of another",
+            )
+
+
+def _check_roles(recipe: Recipe, graph: Graph) -> None:
+    trained = graph.trained_roles()
+    used: dict[str, list[GraphNode]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.role is not None:
+            used[node.role].append(node)
+    for name, role in recipe.roles.items():
+        path = f"roles.{name}"
+        for field, value, known in (
+            ("model", role.model, list(recipe.models)),
+            ("engine", role.engine, engine_names()),
+            *(("colocate", other, list(recipe.roles)) for other in _names(role.colocate)),
+        ):
+            if value not in known:
+                error = RecipeError(f"{path}.{field}", f"no {field} '{value}'" if field != "colocate" else f"no role '{value}'", known=known, fix=did_you_mean(value, known))
+                raise error
+        if not used[name]:
+            raise GraphError(path, "no node uses this role", fix="remove it, or give a node role: " + name)
+        can = engine_kind(role.engine).capabilities
+        for node in used[name]:
+            if (asked := _capability(node)) not in can:
+                able = [engine for engine in engine_names() if asked in engine_kind(engine).capabilities]
+                raise GraphError(
+                    f"{path}.engine",
+                    f"'{role.engine}' cannot do what graph.{node.name} asks ({asked}); it can {', '.join(sorted(can))}",
+                    known=able,
+                    fix=f"an engine that {asked}".replace("that Values", "that gives Values"),
+                )
+        if role.optimizer is not None and name not in trained:
+            raise GraphError(f"{path}.optimizer", f"'{name}' is never trained", fix="remove it")
+        if role.follows is not None:
+            _check_follows(recipe, name, role.follows, trained)
+
+
+def _check_follows(recipe: Recipe, name: str, leader: str, trained: list[str]) -> None:
+    path = f"roles.{name}"
+    if leader not in trained:
+        fact = f"'{leader}' is never trained" if leader in recipe.roles else f"no role '{leader}'"
+        raise GraphError(f"{path}.follows", fact, known=trained, fix=did_you_mean(leader, trained) or "a trained role")
+    if recipe.roles[leader].model != recipe.roles[name].model:
+        models = f"'{recipe.roles[name].model}', '{leader}' has '{recipe.roles[leader].model}'"
+        raise GraphError(f"{path}.follows", f"its model is {models}", fix="the same model for both")
+    if "Follows" not in engine_kind(recipe.roles[name].engine).capabilities:
+        raise GraphError(f"{path}.follows", f"engine '{recipe.roles[name].engine}' cannot take weights over")
+
+
+def _names(colocate: tuple[str, ...] | str) -> Iterator[str]:
+    yield from () if isinstance(colocate, str) else colocate
+
+
+def _capability(node: GraphNode) -> str | None:
+    capability = node.operation.capability()
+    return capability.__name__ if capability else None

@@ -1,0 +1,75 @@
+"""lower: from a graph to what every role requires, and the weight copies between roles."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlflow.compiler.graph import Graph, wire
+from rlflow.engines.registry import engine_kind
+from rlflow.errors import RecipeError
+from rlflow.recipe import Model, Recipe
+from rlflow.resources.layout import Demand, Resources
+from rlflow.resources.model import Architecture
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightCopy:
+    """After every step, from a trained role to one that follows it."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirements:
+    demands: tuple[Demand, ...]
+    """One a role, in the recipe's order of names."""
+    copies: tuple[WeightCopy, ...]
+
+
+def lower(recipe: Recipe, graph: Graph) -> Requirements:
+    trained = graph.trained_roles()
+    demands = []
+    for name, role in sorted(recipe.roles.items()):
+        model = recipe.models[role.model]
+        architecture = architecture_of(model)
+        demands.append(
+            Demand(
+                role=name,
+                engine=role.engine,
+                parallel=engine_kind(role.engine).parallel,
+                trains=name in trained,
+                generates="Generates" in graph.capabilities(name),
+                weight_bytes=architecture.num_parameters * _BYTES[model.dtype] if architecture else None,
+                wants=_resources(role),
+            )
+        )
+    copies = tuple(
+        WeightCopy(source=role.follows, target=name) for name, role in sorted(recipe.roles.items()) if role.follows
+    )
+    return Requirements(demands=tuple(demands), copies=copies)
+
+
+def architecture_of(model: Model) -> Architecture | None:
+    """The model's own figures, or those of the model that its recipe trains."""
+    if model.architecture is None and model.recipe is not None:
+        return architecture_of(model.recipe.models[model.recipe.roles[trained_role(model.recipe)].model])
+    return model.architecture
+
+
+def trained_role(recipe: Recipe) -> str:
+    """The one role that a recipe for a model trains. Raises RecipeError when there are several."""
+    trained = wire(recipe).trained_roles()
+    if len(trained) != 1:
+        raise RecipeError("roles", f"a recipe for a model trains one role, '{recipe.name}' trains {len(trained)}")
+    return trained[0]
+
+
+def _resources(role: Resources) -> Resources:
+    return Resources(**{name: getattr(role, name) for name in Resources.__dataclass_fields__})
+
+
+def models_in_use(recipe: Recipe) -> Mapping[str, Model]:
+    """Those that a role plays."""
+    return {name: recipe.models[name] for name in sorted({role.model for role in recipe.roles.values()})}

@@ -1,0 +1,99 @@
+"""The plan as a person sees it: the graph, the placement with one row a host and one cell a GPU, the roles."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rlflow.compiler.graph import SOURCES, GraphNode
+from rlflow.compiler.lower import architecture_of
+from rlflow.compiler.plan import Plan
+from rlflow.resources.planner import RolePlacement
+
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
+
+def render(plan: Plan) -> RenderableType:
+    colours = {role: _COLOURS[index % len(_COLOURS)] for index, role in enumerate(plan.roles)}
+    used = {bundle for placement in plan.roles.values() for worker in placement.workers for bundle in worker.bundles}
+    total = sum(host.gpus for host in plan.cluster.hosts)
+    title = Text.assemble((plan.recipe.name, "bold"), f" on {plan.cluster.shape}: {len(used)} of {total} GPUs in use")
+    title.append(f"   fingerprint {plan.fingerprint}", "dim")
+    parts = [title, Text(), _graph(plan, colours), Text(), _placement(plan, colours), Text(), _roles(plan, colours)]
+    return Group(*parts)
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
+
+
+def _graph(plan: Plan, colours: Mapping[str, str]) -> Table:
+    table = _table("node", "kind", "reads", "gives", "role")
+    for node in plan.graph.nodes:
+        table.add_row(node.name, node.operation.kind, _reads(node), node.operation.output().__name__, _role(node, colours))
+    for copy in plan.copies:
+        table.add_row("(weights)", "copy", copy.source, "weights", Text(copy.target, colours[copy.target]))
+    return table
+
+
+def _reads(node: GraphNode) -> str:
+    return ", ".join(f"{origin} (data)" if origin in SOURCES else origin for origin in node.inputs.values())
+
+
+def _role(node: GraphNode, colours: Mapping[str, str]) -> Text:
+    return Text(node.role, colours[node.role]) if node.role else Text("-", "dim")
+
+
+def _placement(plan: Plan, colours: Mapping[str, str]) -> Table:
+    cells: dict[tuple[str, int], list[Text]] = defaultdict(list)
+    for role, placement in plan.roles.items():
+        for index, worker in enumerate(placement.workers):
+            for bundle in worker.bundles:
+                cells[bundle.host, bundle.gpu].append(Text(f"{role} {index}", colours[role]))
+    widest = max(host.gpus for host in plan.cluster.hosts)
+    table = _table("host", *(str(gpu) for gpu in range(widest)))
+    for host in plan.cluster.hosts:
+        row = [Text("\n").join(cells[host.name, gpu]) or Text("-", "dim") for gpu in range(host.gpus)]
+        table.add_row(host.name, *row, *[""] * (widest - host.gpus))
+    return table
+
+
+def _roles(plan: Plan, colours: Mapping[str, str]) -> Table:
+    table = _table("role", "model", "engine", "layout")
+    for role, placement in plan.roles.items():
+        written = plan.recipe.roles[role]
+        architecture = architecture_of(plan.recipe.models[written.model])
+        size = f" {_billions(architecture.num_parameters)}" if architecture else ""
+        table.add_row(Text(role, colours[role]), written.model + size, written.engine, _layout(placement))
+    return table
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
+
+
+def _layout(placement: RolePlacement) -> str:
+    layout = placement.layout
+    degrees = (
+        ("dp", layout.data_parallel_size),
+        ("tp", layout.tensor_parallel_size),
+        ("pp", layout.pipeline_parallel_size),
+        ("sp", layout.sequence_parallel_size),
+    )
+    words = [f"{name} {size}" for name, size in degrees if size > 1] or ["1 worker"]
+    if layout.zero_stage is not None:
+        words.append(f"zero {layout.zero_stage}")
+    if layout.offload not in (None, "none"):
+        words.append(f"offload {layout.offload}")
+    words.append(f"{layout.micro_batch_tokens} tokens")
+    if layout.gradient_checkpointing:
+        words.append("checkpointing")
+    if layout.gpu_memory_utilization is not None:
+        words.append(f"util {layout.gpu_memory_utilization:g}")
+    return ", ".join(words)

@@ -1,0 +1,157 @@
+"""compose: from file names and overrides to one configuration, by Hydra.
+
+Shapes such as ``2x8@h200`` are configurations of the group ``cluster`` that exist without a file.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlflow.errors import RecipeError, did_you_mean
+from rlflow.recipe import Recipe, load, plain
+from rlflow.resources.cluster import Cluster, cluster_from, parse_shape
+
+_HERE = Path(__file__).parent
+# Beside the package in a checkout, inside it in a wheel.
+CONF = _HERE / "conf" if (_HERE / "conf").is_dir() else _HERE.parent / "conf"
+# What the configuration holds besides the recipe.
+FRONT_DOOR = ("cluster", "dry_run", "plan", "resume")
+
+
+class ShapeSource(ConfigSource):
+    """Gives ``cluster/<shape>`` a configuration: the shape, and the figures of the kinds of GPU in it."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "shape"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        shape = self._shape(config_path)
+        kinds = sorted({kind for _, _, kind in parse_shape(shape)})
+        config = OmegaConf.create(
+            {"defaults": [{f"/gpu@gpus.{kind}": kind} for kind in kinds], "shape": shape},
+        )
+        header: dict[str, str | None] = {"package": None}
+        return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header=header)
+
+    def is_config(self, config_path: str) -> bool:
+        shape = self._shape(config_path)
+        # Whatever begins like a shape is one, so that a wrong one is told what it lacks.
+        return config_path.startswith("cluster/") and re.match(r"\d", shape) is not None
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path in ("", "cluster")
+
+    def available(self) -> bool:
+        return True
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> "list[str]":
+        return []
+
+    @staticmethod
+    def _shape(config_path: str) -> str:
+        return config_path.removeprefix("cluster/").removesuffix(".yaml")
+
+
+class ShapeSearchPath(SearchPathPlugin):
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append("rlflow", "shape://")
+
+
+def register_shapes() -> None:
+    """Tells Hydra of them; once is enough, more does no harm."""
+    for plugin in (ShapeSource, ShapeSearchPath):
+        Plugins.instance().register(plugin)
+
+
+def free_keys(overrides: Sequence[str]) -> list[str]:
+    """Lets ``key=value`` set what no file has written, as the ``auto`` fields of a role: the recipe's own check,
+    which knows all keys, is the better judge. Groups and Hydra's own keys stay as they are."""
+    groups = "|".join(entry.name for entry in CONF.iterdir() if entry.is_dir())
+    plain_key = re.compile(rf"(?!(?:hydra|{groups})[.=])[A-Za-z_][\w.]*=")
+    return [f"++{override}" if plain_key.match(override) else override for override in overrides]
+
+
+def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> DictConfig:
+    """The whole configuration for ``overrides``, as on the command line. ``config_dir`` holds the user's own parts.
+
+    Raises RecipeError.
+    """
+    register_shapes()
+    extra = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
+    # Composing works inside a job that Hydra runs, too.
+    hydra = GlobalHydra.instance()
+    outer = hydra.hydra
+    hydra.clear()
+    try:
+        with initialize_config_dir(str(CONF.resolve()), version_base="1.3"):
+            return hydra_compose("config", [*extra, *free_keys(overrides)])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise composing_error(error) from None
+    finally:
+        hydra.hydra = outer
+
+
+def recipe_of(config: DictConfig, config_dir: Path | None = None) -> Recipe:
+    """The recipe's part, with the recipes of its models composed in their turn. Raises RecipeError."""
+    return load(_without_front_door(config), lambda name: _parts(name, config_dir))
+
+
+def _parts(name: str, config_dir: Path | None) -> Mapping[str, Any]:
+    return asdict(recipe_of(compose([f"recipe={name}"], config_dir), config_dir))
+
+
+def _without_front_door(config: DictConfig) -> DictConfig:
+    return OmegaConf.masked_copy(config, [str(key) for key in config if key not in FRONT_DOOR])
+
+
+def cluster_named(name: str, config_dir: Path | None = None) -> Cluster:
+    """A cluster of conf/cluster, or a shape. Raises RecipeError."""
+    return cluster_from(plain(compose([f"cluster={name}"], config_dir))["cluster"])
+
+
+def cluster_of_machine(device_names: Sequence[str], config_dir: Path | None = None) -> Cluster:
+    """One host with these GPUs, or the processor where there are none. Raises RecipeError for a GPU without figures."""
+    if not device_names:
+        return cluster_named("local", config_dir)
+    folders = [CONF / "gpu", *([config_dir / "gpu"] if config_dir else [])]
+    files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
+    kinds = {str(OmegaConf.load(path).get("device_name")): path.stem for path in files}
+    if unknown := [name for name in device_names if name not in kinds]:
+        raise RecipeError(
+            "cluster",
+            f"no figures for this machine's GPU '{unknown[0]}'",
+            known=[f"{kind} ({name})" for name, kind in kinds.items() if name != "None"],
+            fix="a file gpu/NAME.yaml with its memory_gib and device_name in a folder given by --config-dir",
+        )
+    return cluster_named(f"1x{len(device_names)}@{kinds[device_names[0]]}", config_dir)
+
+
+def composing_error(error: Exception) -> RecipeError:
+    """What Hydra found wrong, in our form."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        options = sorted(str(option) for option in error.options or [])
+        known = [*options, "shapes as 2x8 or 7x8+1x7@h200"] if group == "cluster" else options
+        return RecipeError(
+            group or "command line",
+            f"no {group.rpartition('/')[2] or 'configuration'} '{name}'",
+            known=known,
+            fix=did_you_mean(name, options) or f"a file {group}/{name}.yaml in a folder given by --config-dir",
+        )
+    reason = " ".join(str(error).split("\nSee ")[0].split()).rstrip(".")
+    return RecipeError("command line", reason)

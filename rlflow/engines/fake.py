@@ -1,0 +1,82 @@
+"""Every capability without a model, deterministic: for tests of the runtime, never for figures about learning."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Prompts, Rewards, Rollouts, Sequences, ValueEstimates
+from rlflow.engines.base import EngineSpec, Sampling, TokenLoss, sample_seed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_STATE = "state.json"
+
+
+class FakeEngine:
+    """Its only weight is the number of updates so far. It writes up to four tokens, which are their own text."""
+
+    parallel: ClassVar[frozenset[str]] = frozenset({"data", "tensor", "pipeline", "sequence"})
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._weight = 0
+        self._version = 0
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+        samples = prompts.repeat(sampling.group_size)
+        draws = [np.random.default_rng(sample_seed(self._spec.seed, key)) for key in samples.keys]
+        ids = [draw.integers(0, 10, draw.integers(1, min(4, sampling.max_tokens), endpoint=True)) for draw in draws]
+        response_ids = Packed.from_rows(ids, np.int32)
+        return Rollouts(
+            keys=samples.keys,
+            prompt_ids=samples.ids,
+            response_ids=response_ids,
+            logprobs=self._logprobs(response_ids),
+            versions=response_ids.like(np.full(len(response_ids.values), self._version, np.int32)),
+            finished=response_ids.lengths < sampling.max_tokens,
+            texts=tuple("".join(str(token) for token in row) for row in ids),
+            rows=samples.rows,
+        )
+
+    def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
+        return Logprobs(values=self._logprobs(sequences.response_ids))
+
+    def values(self, sequences: Sequences) -> ValueEstimates:
+        response = sequences.response_ids
+        return ValueEstimates(values=response.like(np.zeros(len(response.values), np.float32)))
+
+    def evaluate(self, rollouts: Rollouts) -> Rewards:
+        return Rewards(values=np.array([len(text) for text in rollouts.texts], np.float32))
+
+    def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
+        self._weight += 1
+        return Metrics(values={"loss": 1 / self._weight})
+
+    def weights(self) -> "Mapping[str, Tensor]":
+        import torch
+
+        return {"updates": torch.tensor(self._weight)}
+
+    def load_weights(self, weights: "Mapping[str, Tensor]", version: int) -> None:
+        self._weight = int(weights["updates"])
+        self._version = version
+
+    def save(self, folder: Path) -> None:
+        (folder / _STATE).write_text(json.dumps({"updates": self._weight}))
+
+    def restore(self, folder: Path) -> None:
+        self._weight = json.loads((folder / _STATE).read_text())["updates"]
+
+    def export(self, folder: Path) -> None:
+        self.save(folder)
+
+    @staticmethod
+    def _logprobs(response_ids: Packed) -> Packed:
+        return response_ids.like(-response_ids.values.astype(np.float32) / 10)
+
+
+ENGINE = FakeEngine

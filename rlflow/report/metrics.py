@@ -1,0 +1,44 @@
+"""metrics.jsonl and TensorBoard events."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from rlflow.compiler.plan import Plan
+from rlflow.runtime.base import Report
+
+
+class MetricsWriter:
+    """A line a step and a line an evaluation, in ``metrics.jsonl``; the same as TensorBoard events."""
+
+    def __init__(self) -> None:
+        self._file: IO[str]
+        self._events: Any
+
+    def started(self, plan: Plan, directory: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = directory / "metrics.jsonl"
+        lines = path.read_text().splitlines() if step and path.exists() else []
+        # What a resumed run does again is not to stand there twice.
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        self._file = path.open("w")
+        self._file.writelines(f"{line}\n" for line in kept)
+        self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def evaluated(self, step: int, reward: float) -> None:
+        self._write(step, {"evaluation/reward": reward})
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._write(step, metrics)
+
+    def ended(self, report: Report) -> None:
+        self._file.close()
+        self._events.close()
+
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+        for name, value in metrics.items():
+            self._events.add_scalar(name, value, step)

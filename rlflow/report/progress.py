@@ -1,0 +1,76 @@
+"""The run as it goes: a live line on a terminal, plain lines elsewhere."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from rlflow.compiler.plan import Plan
+from rlflow.runtime.base import Report
+
+# Plain lines of a whole run, besides those of evaluations.
+_LINES = 20
+
+
+class ProgressDisplay:
+    """Step, reward, KL, response length, tokens a second, time left."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+
+    def started(self, plan: Plan, directory: Path, step: int) -> None:
+        self._steps = plan.recipe.steps
+        self._names = _names(plan)
+        self._seconds: list[float] = []
+        since = f", from step {step}" if step else ""
+        self._console.print(f"[bold]{plan.recipe.name}[/]: {self._steps} steps{since}, in {directory}", soft_wrap=True)
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            self._bar = Progress(*columns, TextColumn("{task.fields[text]}"), TimeRemainingColumn(), console=self._console)
+            self._task = self._bar.add_task("step", total=self._steps, completed=step, text="")
+            self._bar.start()
+
+    def evaluated(self, step: int, reward: float) -> None:
+        self._console.print(f"step {step:>5}  held-out reward {reward:.3f}")
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._seconds = [*self._seconds[-19:], metrics["seconds"]]
+        text = "  ".join(f"{label} {metrics[name]:{form}}" for label, name, form in self._names if name in metrics)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, text=text)
+        elif step % max(1, self._steps // _LINES) == 0:
+            left = (self._steps - step) * sum(self._seconds) / len(self._seconds)
+            self._console.print(f"step {step:>5}  {text}  {left:.0f} s left", soft_wrap=True)
+
+    def ended(self, report: Report) -> None:
+        self.close()
+        if report.eval_before is not None and report.eval_after is not None:
+            self._console.print(f"held-out reward: {report.eval_before:.3f} before, {report.eval_after:.3f} after")
+        verb = "finished" if report.status == "finished" else f"stopped after step {report.steps}"
+        self._console.print(f"{report.name} {verb}: {report.seconds:.0f} s")
+        for role, folder in report.models.items():
+            self._console.print(f"  model of {role}: {folder}", soft_wrap=True)
+
+    def close(self) -> None:
+        """Takes the live line off the terminal."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _names(plan: Plan) -> list[tuple[str, str, str]]:
+    """Label, metric and format of what is shown, by the kinds of the graph's nodes."""
+    shown = []
+    for node in plan.graph.nodes:
+        match node.operation.kind:
+            case "reward":
+                shown.append(("reward", f"{node.name}/mean", ".3f"))
+            case "generate":
+                shown.append(("length", f"{node.name}/length_mean", ".1f"))
+            case "policy_update":
+                shown.append(("kl", f"{node.name}/kl", ".4f"))
+            case "sft_update":
+                shown.append(("loss", f"{node.name}/loss", ".4f"))
+    return [*shown, ("tokens/s", "tokens_per_second", ".0f")]

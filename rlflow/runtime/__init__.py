@@ -1,0 +1,1 @@
+"""Where workers live, and the run itself."""

@@ -1,0 +1,55 @@
+"""The seam to where workers live, to those who watch a run, and what a run ends in."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from rlflow.compiler.plan import Plan
+from rlflow.recipe import Model
+
+
+class Runtime(Protocol):
+    def start(self, plan: Plan, models: Mapping[str, Model]) -> AbstractContextManager[Mapping[str, Any]]:
+        """An engine for each role, with the capabilities that the graph asks of it; all are stopped on exit.
+
+        ``models`` are the recipe's, each with a path or random weights.
+        """
+
+
+class Observer(Protocol):
+    """Is told what happens in a run, in the run's own process."""
+
+    def started(self, plan: Plan, directory: Path, step: int) -> None:
+        """``step`` steps are behind it: 0, or those of the checkpoint that it goes on from."""
+
+    def evaluated(self, step: int, reward: float) -> None:
+        """The mean reward of held-out prompts under greedy decoding, after ``step`` steps."""
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        """After step number ``step``, counted from 1."""
+
+    def ended(self, report: "Report") -> None:
+        """The run is over, by itself or because it was asked to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a run ended in; ``report.json``."""
+
+    name: str
+    fingerprint: str
+    status: Literal["finished", "stopped"]
+    directory: str
+    steps: int
+    """Behind the run, those before a resume included."""
+    seconds: float
+    """Of this process's training, evaluations included."""
+    eval_before: float | None
+    eval_after: float | None
+    models: Mapping[str, str]
+    """The folder of each trained role's model, when finished."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,62 @@
+"""Every role in this process: the runtime of one machine."""
+
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rlflow.compiler.plan import Plan
+from rlflow.engines.base import EngineSpec
+from rlflow.engines.registry import engine_class
+from rlflow.errors import EngineError, PlacementError, UserError
+from rlflow.recipe import Model, Optimizer
+
+
+class LocalRuntime:
+    @contextmanager
+    def start(self, plan: Plan, models: Mapping[str, Model]) -> Iterator[Mapping[str, Any]]:
+        """Raises PlacementError for a plan of more than one host or GPU, EngineError for an engine that fails."""
+        _check_one_gpu(plan)
+        yield {role: _build(plan, role, models[plan.recipe.roles[role].model]) for role in plan.roles}
+
+
+def _check_one_gpu(plan: Plan) -> None:
+    bundles = {b for placement in plan.roles.values() for worker in placement.workers for b in worker.bundles}
+    if len(bundles) > 1:
+        raise PlacementError(
+            "cluster",
+            f"the plan uses {len(bundles)} GPUs of {plan.cluster.shape}, and this version runs plans of one",
+            fix="dry_run=true prints the plan; cluster=local runs a small recipe here",
+        )
+
+
+def _build(plan: Plan, role: str, model: Model) -> Any:
+    written = plan.recipe.roles[role]
+    layout = plan.roles[role].layout
+    spec = EngineSpec(
+        role=role,
+        model_name=written.model,
+        model=model,
+        capabilities=plan.graph.capabilities(role),
+        seed=plan.recipe.seed,
+        steps=plan.recipe.steps,
+        optimizer=written.optimizer or Optimizer(),
+        micro_batch_tokens=layout.micro_batch_tokens,
+        gradient_checkpointing=layout.gradient_checkpointing,
+    )
+    try:
+        return engine_class(written.engine)(spec)
+    except UserError:
+        raise
+    except Exception as error:
+        raise EngineError(f"role {role}: engine '{written.engine}' did not start: {error}") from error
+
+
+def gpus_of_this_machine() -> list[str]:
+    """The names of its GPUs, as nvidia-smi tells them; empty without one."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]

@@ -1,0 +1,43 @@
+"""Models that other recipes make, run when the cache does not have them."""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from rlflow.compiler.lower import models_in_use, trained_role
+from rlflow.compiler.plan import Plan, compile_recipe
+from rlflow.recipe import Model
+from rlflow.runtime.base import Report
+from rlflow.runtime.checkpoint import write_whole
+
+
+def cache_folder() -> Path:
+    """RLFLOW_CACHE, or ``rlflow`` in the user's cache folder."""
+    if given := os.environ.get("RLFLOW_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlflow"
+
+
+def resolve_models(plan: Plan, run: Callable[[Plan, str], Report]) -> dict[str, Model]:
+    """The recipe's models in use, each with a path or random weights.
+
+    ``run`` runs the plan of another recipe, for the model of that name. Raises KeyboardInterrupt when that was stopped.
+    """
+    models: Mapping[str, Model] = models_in_use(plan.recipe)
+    return {name: _resolve(plan, name, model, run) for name, model in models.items()}
+
+
+def _resolve(plan: Plan, name: str, model: Model, run: Callable[[Plan, str], Report]) -> Model:
+    if model.recipe is None:
+        return model
+    base = compile_recipe(model.recipe, plan.cluster)
+    folder = cache_folder() / f"{model.recipe.name}-{base.fingerprint}"
+    if not folder.exists():
+        report = run(base, name)
+        if report.status == "stopped":
+            raise KeyboardInterrupt
+        made = report.models[trained_role(model.recipe)]
+        write_whole(folder, lambda temporary: shutil.copytree(made, temporary, dirs_exist_ok=True))
+    return replace(model, path=str(folder), recipe=None)

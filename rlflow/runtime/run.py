@@ -1,0 +1,128 @@
+"""run: from a plan to a trained model."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlflow.compiler.plan import Plan
+from rlflow.data.source import DataSource, held_out_prompts, open_training_data
+from rlflow.engines.causal_lm.pretrained import load_tokenizer
+from rlflow.errors import EngineError
+from rlflow.recipe import Model
+from rlflow.runtime import checkpoint
+from rlflow.runtime.base import Observer, Report, Runtime
+from rlflow.runtime.models import resolve_models
+from rlflow.runtime.step import Evaluator, evaluator, run_graph, summary
+
+
+def run(
+    plan: Plan,
+    directory: Path,
+    runtime: Runtime,
+    observers: Sequence[Observer] = (),
+    *,
+    resume: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+) -> Report:
+    """Runs ``plan`` in ``directory``; with ``resume`` from the last checkpoint there.
+
+    ``stop`` is asked after every step; when it says so, the run ends with a checkpoint. Raises RecipeError for what
+    the recipe names and is not there, EngineError for what fails on the way.
+    """
+    last = checkpoint.last(directory, plan.fingerprint) if resume else None
+    behind = last.progress if last else checkpoint.Progress(plan.fingerprint, 0, {})
+    models = resolve_models(
+        plan, lambda base, name: run(base, directory / "base" / name, runtime, observers, stop=stop)
+    )
+    data, evaluation = _open_data(plan, models)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "plan.json").write_text(json.dumps(plan.to_dict(), indent=1, sort_keys=True))
+    began = time.perf_counter()
+    with runtime.start(plan, models) as engines:
+        trained = {role: engines[role] for role in plan.graph.trained_roles()}
+        if last:
+            checkpoint.restore(last, trained)
+        for observer in observers:
+            observer.started(plan, directory, behind.step)
+        steps, options = plan.recipe.steps, plan.recipe.checkpoints
+        step, evaluations = behind.step, dict(behind.evaluations)
+        _copy_weights(plan, engines, version=step)
+        while True:
+            if evaluation and _is_due(plan, step) and str(step) not in evaluations:
+                evaluations[str(step)] = evaluation.run(engines)
+                for observer in observers:
+                    observer.evaluated(step, evaluations[str(step)])
+            stopped = stop()
+            if step > behind.step and (stopped or step == steps or step % options.every == 0):
+                done = checkpoint.Progress(plan.fingerprint, step, evaluations)
+                checkpoint.save(directory, done, trained, options.keep)
+            if stopped or step == steps:
+                break
+            metrics = _step(plan, engines, data, step)
+            step += 1
+            for observer in observers:
+                observer.stepped(step, metrics)
+        exported = _export(directory, trained) if step == steps else {}
+    scores = list(evaluations.values())
+    report = Report(
+        name=plan.recipe.name,
+        fingerprint=plan.fingerprint,
+        status="finished" if step == steps else "stopped",
+        directory=str(directory),
+        steps=step,
+        seconds=time.perf_counter() - began,
+        eval_before=scores[0] if scores else None,
+        eval_after=scores[-1] if scores and step == steps else None,
+        models=exported,
+    )
+    (directory / "report.json").write_text(json.dumps(report.to_dict(), indent=1))
+    for observer in observers:
+        observer.ended(report)
+    return report
+
+
+def _step(plan: Plan, engines: Mapping[str, Any], data: DataSource, step: int) -> dict[str, float]:
+    """One pass over the graph, and the weights to those that follow. Times are named ``seconds`` or ``.._per_second``."""
+    began = time.perf_counter()
+    read = {"prompts": data.prompts, "examples": data.examples}
+    try:
+        outputs, seconds = run_graph(plan.graph, engines, {name: read[name](step) for name in plan.graph.sources})
+    except EngineError as error:
+        raise EngineError(f"step {step + 1}: {error}") from error
+    seconds["copy"] = _copy_weights(plan, engines, version=step + 1)
+    metrics = summary(outputs)
+    total = time.perf_counter() - began
+    tokens = sum(value for name, value in metrics.items() if name.endswith("/tokens"))
+    times = {f"seconds/{name}": value for name, value in seconds.items()}
+    return {**metrics, "tokens_per_second": tokens / total, "seconds": total, **times}
+
+
+def _copy_weights(plan: Plan, engines: Mapping[str, Any], version: int) -> float:
+    began = time.perf_counter()
+    for copy in plan.copies:
+        engines[copy.target].load_weights(engines[copy.source].weights(), version)
+    return time.perf_counter() - began
+
+
+def _open_data(plan: Plan, models: Mapping[str, Model]) -> tuple[DataSource, Evaluator | None]:
+    recipe, graph = plan.recipe, plan.graph
+    name = recipe.roles[graph.trained_roles()[0]].model
+    tokenizer = load_tokenizer(name, models[name])
+    data = open_training_data(recipe.data, tokenizer, recipe.seed, with_responses="examples" in graph.sources)
+    if recipe.evaluation is None:
+        return data, None
+    return data, evaluator(graph, held_out_prompts(recipe.data, tokenizer, recipe.evaluation.num_prompts))
+
+
+def _is_due(plan: Plan, step: int) -> bool:
+    every = plan.recipe.evaluation.every if plan.recipe.evaluation else 1
+    return step % every == 0 or step == plan.recipe.steps
+
+
+def _export(directory: Path, trained: Mapping[str, Any]) -> dict[str, str]:
+    folders = {role: directory / "model" / role for role in trained}
+    for role, folder in folders.items():
+        checkpoint.write_whole(folder, trained[role].export)
+    return {role: str(folder) for role, folder in folders.items()}
