@@ -120,7 +120,10 @@ def _run_to_resume(resume: object, plan: Plan, directory: Path) -> Path | None:
         return Path(str(resume))
     candidates = []
     for path in directory.parents[1].glob("*/*/plan.json"):
-        if any((path.parent / "checkpoints").glob("step-*")) and json.loads(path.read_text())["fingerprint"] == plan.fingerprint:
+        if (
+            any((path.parent / "checkpoints").glob("step-*"))
+            and json.loads(path.read_text())["fingerprint"] == plan.fingerprint
+        ):
             candidates.append(path)
     if not candidates:
         raise RecipeError(

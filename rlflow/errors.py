@@ -38,7 +38,10 @@ class UserError(ValueError):
         super().__init__(path, fact)
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {self.fact}.", *(f"{name}: {text}" + ("" if text.endswith("?") else ".") for name, text in self.notes.items() if text)]
+        lines = [
+            f"{self.path}: {self.fact}.",
+            *(f"{name}: {text}" + ("" if text.endswith("?") else ".") for name, text in self.notes.items() if text),
+        ]
         return "\n  ".join(lines)
 
 

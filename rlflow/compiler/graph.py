@@ -70,7 +70,9 @@ def _node(name: str, entry: dict[str, Any], recipe: Recipe) -> GraphNode:
     if capability is None and role is not None:
         raise GraphError(f"{path}.role", f"'{kind.kind}' asks nothing of a model, but has the role '{role}'")
     if capability is not None and role not in recipe.roles:
-        fact = f"no role '{role}'" if role else f"is missing: '{kind.kind}' asks a role's engine for {capability.__name__}"
+        fact = (
+            f"no role '{role}'" if role else f"is missing: '{kind.kind}' asks a role's engine for {capability.__name__}"
+        )
         fix = did_you_mean(str(role), recipe.roles) if role else None
         raise GraphError(f"{path}.role", fact, known=recipe.roles, fix=fix)
     given = {item.name: str(entry.pop(item.name)) for item in kind.inputs() if item.name in entry}
@@ -154,7 +156,12 @@ def _check_roles(recipe: Recipe, graph: Graph) -> None:
             *(("colocate", other, list(recipe.roles)) for other in _names(role.colocate)),
         ):
             if value not in known:
-                error = RecipeError(f"{path}.{field}", f"no {field} '{value}'" if field != "colocate" else f"no role '{value}'", known=known, fix=did_you_mean(value, known))
+                error = RecipeError(
+                    f"{path}.{field}",
+                    f"no {field} '{value}'" if field != "colocate" else f"no role '{value}'",
+                    known=known,
+                    fix=did_you_mean(value, known),
+                )
                 raise error
         if not used[name]:
             raise GraphError(path, "no node uses this role", fix="remove it, or give a node role: " + name)

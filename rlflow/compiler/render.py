@@ -36,7 +36,9 @@ def _table(*headings: str) -> Table:
 def _graph(plan: Plan, colours: Mapping[str, str]) -> Table:
     table = _table("node", "kind", "reads", "gives", "role")
     for node in plan.graph.nodes:
-        table.add_row(node.name, node.operation.kind, _reads(node), node.operation.output().__name__, _role(node, colours))
+        table.add_row(
+            node.name, node.operation.kind, _reads(node), node.operation.output().__name__, _role(node, colours)
+        )
     for copy in plan.copies:
         table.add_row("(weights)", "copy", copy.source, "weights", Text(copy.target, colours[copy.target]))
     return table

@@ -7,19 +7,20 @@ from typing import Literal
 Row = dict[str, str]
 
 
-def additions(split: Literal["train", "test"], max_operand: int, num_rows: int, seed: int = 0) -> list[Row]:
-    """``num_rows`` different sums of two numbers up to ``max_operand``, as prompt, answer and response.
+def additions(split: Literal["train", "test"], digits: int, seed: int = 0) -> list[Row]:
+    """All sums of two numbers of ``digits`` digits, leading zeros written, as prompt, answer and response.
 
     Every tenth sum, chosen by a hash, belongs to ``test``, in both orders of its operands: the splits share nothing.
     """
+    numbers = range(10**digits)
     rows = [
-        {"prompt": f"{left}+{right}=", "answer": str(left + right), "response": str(left + right)}
-        for left in range(max_operand + 1)
-        for right in range(max_operand + 1)
+        {"prompt": f"{left:0{digits}}+{right:0{digits}}=", "answer": f"{left + right:0{digits + 1}}"}
+        for left in numbers
+        for right in numbers
         if _is_test(left, right, seed) == (split == "test")
     ]
     random.Random(seed).shuffle(rows)
-    return rows[:num_rows]
+    return rows
 
 
 def _is_test(left: int, right: int, seed: int) -> bool:

@@ -41,7 +41,9 @@ class DataSource:
         assert self.response_ids is not None
         rows = self._rows_of(step)
         return Examples(
-            keys=_keys(step, len(rows)), prompt_ids=self.prompt_ids.take(rows), response_ids=self.response_ids.take(rows)
+            keys=_keys(step, len(rows)),
+            prompt_ids=self.prompt_ids.take(rows),
+            response_ids=self.response_ids.take(rows),
         )
 
     def _rows_of(self, step: int) -> NDArray[np.int64]:
@@ -100,9 +102,7 @@ def _read(data: Data, field: str, split: str) -> list[dict[str, Any]]:
     path = Path(data.source).expanduser()
     local = path.exists() or path.suffix in _FORMATS or data.source.startswith((".", "/", "~"))
     if local and not path.exists():
-        raise RecipeError(
-            "data.source", f"'{data.source}' does not exist", fix=f"it is looked for from {Path.cwd()}"
-        )
+        raise RecipeError("data.source", f"'{data.source}' does not exist", fix=f"it is looked for from {Path.cwd()}")
     try:
         if path.is_file():
             if path.suffix not in _FORMATS:
@@ -114,9 +114,7 @@ def _read(data: Data, field: str, split: str) -> list[dict[str, Any]]:
         raise
     except Exception as error:  # the library lets errors of many others through
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}".rstrip(".")
-        raise RecipeError(
-            f"data.{field}", f"'{split}' of '{data.source}' cannot be read ({reason})"
-        ) from None
+        raise RecipeError(f"data.{field}", f"'{split}' of '{data.source}' cannot be read ({reason})") from None
     return list(loaded)
 
 
@@ -125,7 +123,10 @@ def _column(data: Data, rows: Sequence[Mapping[str, Any]], name: str) -> list[An
     if column not in rows[0]:
         known = sorted(rows[0])
         raise RecipeError(
-            f"data.columns.{name}", f"no column '{column}' in '{data.source}'", known=known, fix=did_you_mean(column, known)
+            f"data.columns.{name}",
+            f"no column '{column}' in '{data.source}'",
+            known=known,
+            fix=did_you_mean(column, known),
         )
     return [row[column] for row in rows]
 

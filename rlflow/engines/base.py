@@ -36,9 +36,7 @@ class TokenLoss(Protocol):
     def temperature(self) -> float:
         """The logits are divided by it."""
 
-    def __call__(
-        self, logprobs: "Tensor", columns: "Mapping[str, Tensor]"
-    ) -> "tuple[Tensor, Mapping[str, Tensor]]":
+    def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
         """The loss [T], and metrics [T] that are averaged as the loss is."""
 
 

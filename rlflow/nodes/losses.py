@@ -24,9 +24,7 @@ class ClippedPolicyLoss:
     kl_coef: float
     temperature: float
 
-    def __call__(
-        self, logprobs: "Tensor", columns: "Mapping[str, Tensor]"
-    ) -> "tuple[Tensor, Mapping[str, Tensor]]":
+    def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
         difference = logprobs - columns["old_logprobs"]
         ratio = difference.exp()
         advantages = columns["advantages"]
@@ -50,7 +48,5 @@ class LikelihoodLoss:
 
     temperature: float = 1.0
 
-    def __call__(
-        self, logprobs: "Tensor", columns: "Mapping[str, Tensor]"
-    ) -> "tuple[Tensor, Mapping[str, Tensor]]":
+    def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
         return -logprobs, {}

@@ -28,7 +28,9 @@ class ProgressDisplay:
         self._console.print(f"[bold]{plan.recipe.name}[/]: {self._steps} steps{since}, in {directory}", soft_wrap=True)
         if self._console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-            self._bar = Progress(*columns, TextColumn("{task.fields[text]}"), TimeRemainingColumn(), console=self._console)
+            self._bar = Progress(
+                *columns, TextColumn("{task.fields[text]}"), TimeRemainingColumn(), console=self._console
+            )
             self._task = self._bar.add_task("step", total=self._steps, completed=step, text="")
             self._bar.start()
 

@@ -64,7 +64,9 @@ def _pools(demands: Sequence[Demand], cluster: Cluster) -> list[_Pool]:
     sizes = {demand.role: tensor_parallel_size(demand, cluster) for demand in demands}
     open_ended = [d.role for d in demands if d.wants.colocate == "auto" and d.wanted_gpus(sizes[d.role]) is None]
     sets: list[set[str]] = [set(open_ended)] if open_ended else []
-    sets += [{d.role, *(() if d.wants.colocate == "auto" else d.wants.colocate)} for d in demands if d.role not in open_ended]
+    sets += [
+        {d.role, *(() if d.wants.colocate == "auto" else d.wants.colocate)} for d in demands if d.role not in open_ended
+    ]
     merged: list[set[str]] = []
     for group in sets:
         touching = [other for other in merged if other & group]
@@ -111,7 +113,10 @@ def _divide(pools: Sequence[_Pool], cluster: Cluster) -> list[list[tuple[str, li
     wanted = tuple((pool.gpus or 0) // pool.unit for pool in pinned)
     units = tuple(pool.unit for pool in pinned)
     counts = _best_counts(tuple(host.gpus for host in cluster.hosts), wanted, units, open_unit or 0)
-    if counts is None or (open_unit is not None and not any(_left(c, units, h) >= open_unit for c, h in zip(counts, cluster.hosts, strict=True))):
+    if counts is None or (
+        open_unit is not None
+        and not any(_left(c, units, h) >= open_unit for c, h in zip(counts, cluster.hosts, strict=True))
+    ):
         raise _no_room(pools, cluster)
     shares: list[list[tuple[str, list[int]]]] = [[] for _ in pools]
     for host, taken in zip(cluster.hosts, counts, strict=True):
@@ -198,9 +203,7 @@ def _no_room(pools: Sequence[_Pool], cluster: Cluster) -> PlacementError:
     largest = max(host.gpus for host in cluster.hosts)
     pool = max(pools, key=lambda pool: pool.unit)
     if pool.unit <= largest:
-        fitting = next(
-            i for i in range(len(pools)) if not _fits(pools[: i + 1], cluster)
-        )
+        fitting = next(i for i in range(len(pools)) if not _fits(pools[: i + 1], cluster))
         pool = pools[fitting]
     role = pool.demands[pool.sizes.index(pool.unit)].role
     asked = f"{pool.gpus} GPUs" if pool.gpus else "GPUs"

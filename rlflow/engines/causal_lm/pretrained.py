@@ -24,9 +24,7 @@ def load_tokenizer(name: str, model: Model) -> "PreTrainedTokenizerBase":
     return _from(name, model.path, AutoTokenizer.from_pretrained)
 
 
-def load_model(
-    name: str, model: Model, *, dtype: "dtype", seed: int, value_head: bool = False
-) -> "PreTrainedModel":
+def load_model(name: str, model: Model, *, dtype: "dtype", seed: int, value_head: bool = False) -> "PreTrainedModel":
     """In evaluation mode, on the GPU if there is one. ``seed`` draws new weights and a new value head."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification

@@ -1,0 +1,29 @@
+# Needs Python 3.11 and pip, nothing else.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check
+
+demo: .venv/runtime
+	$(BIN)/python -m rlflow
+
+test: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+check: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -m "not slow" -q
+
+.venv/runtime: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+.venv/dev: .venv/runtime
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
