@@ -53,6 +53,7 @@ class Packed:
 
 
 def offsets_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """[rows + 1] from [rows]."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 

@@ -29,6 +29,8 @@ from rlflow.recipe import plain, to_yaml
 from rlflow.resources.cluster import cluster_from
 
 STOPPED = 130
+# Of what is printed to a file or a pipe.
+WIDTH = 100
 
 
 def main() -> int:
@@ -69,7 +71,7 @@ def _job(config: DictConfig) -> int:
 
 
 def _plan_and_run(config: DictConfig, directory: Path) -> int:
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     plan = _plan(config)
     console.print(render(plan))
     if config.dry_run:
@@ -138,13 +140,14 @@ def _run(plan: Plan, directory: Path, console: Console, *, resume: bool) -> int:
     # Imported only now: a dry run needs no torch.
     from rlflow.report.metrics import MetricsWriter
     from rlflow.report.progress import ProgressDisplay
+    from rlflow.runtime.base import Observer
     from rlflow.runtime.local import LocalRuntime
     from rlflow.runtime.run import run
 
     display = ProgressDisplay(console)
     try:
         with _stop_on_interrupt(console) as stopping:
-            observers = [MetricsWriter(), display]
+            observers: list[Observer] = [MetricsWriter(), display]
             report = run(plan, directory, LocalRuntime(), observers, resume=resume, stop=lambda: bool(stopping))
     finally:
         display.close()

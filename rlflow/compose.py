@@ -130,7 +130,7 @@ def cluster_of_machine(device_names: Sequence[str], config_dir: Path | None = No
         return cluster_named("local", config_dir)
     folders = [CONF / "gpu", *([config_dir / "gpu"] if config_dir else [])]
     files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
-    kinds = {str(OmegaConf.load(path).get("device_name")): path.stem for path in files}
+    kinds = {str(_device_name(path)): path.stem for path in files}
     if unknown := [name for name in device_names if name not in kinds]:
         raise RecipeError(
             "cluster",
@@ -139,6 +139,11 @@ def cluster_of_machine(device_names: Sequence[str], config_dir: Path | None = No
             fix="a file gpu/NAME.yaml with its memory_gib and device_name in a folder given by --config-dir",
         )
     return cluster_named(f"1x{len(device_names)}@{kinds[device_names[0]]}", config_dir)
+
+
+def _device_name(path: Path) -> object:
+    figures = OmegaConf.load(path)
+    return figures.get("device_name") if isinstance(figures, DictConfig) else None
 
 
 def composing_error(error: Exception) -> RecipeError:

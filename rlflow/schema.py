@@ -26,13 +26,15 @@ def parse(kind: type[T], mapping: Mapping[str, Any], path: str) -> T:
     """
     try:
         # As JSON, because strict validation takes a mapping for a dataclass and a list for a tuple only from there.
-        return _adapter(kind).validate_json(json.dumps(mapping))
+        hashable: Any = kind  # a type always is; mypy thinks of the type's instances
+        parsed: T = _adapter(hashable).validate_json(json.dumps(mapping))
+        return parsed
     except ValidationError as error:
         raise _recipe_error(kind, mapping, path, error) from None
 
 
 @cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 

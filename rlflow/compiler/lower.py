@@ -29,6 +29,7 @@ class Requirements:
 
 
 def lower(recipe: Recipe, graph: Graph) -> Requirements:
+    """What each role asks of a cluster, whichever it will be. Raises RecipeError."""
     trained = graph.trained_roles()
     demands = []
     for name, role in sorted(recipe.roles.items()):

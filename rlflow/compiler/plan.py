@@ -81,7 +81,8 @@ def read_plan(path: Path) -> Plan:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise RecipeError("plan", f"'{path}' cannot be read ({error})", fix="give the plan.json of a run") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RecipeError("plan", f"'{path}' cannot be read ({reason})", fix="give the plan.json of a run") from None
     if not isinstance(content, dict):
         raise RecipeError("plan", f"'{path}' is not a plan", fix="give the plan.json of a run")
     return plan_from(content)

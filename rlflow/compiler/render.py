@@ -1,6 +1,5 @@
 """The plan as a person sees it: the graph, the placement with one row a host and one cell a GPU, the roles."""
 
-from collections import defaultdict
 from collections.abc import Mapping
 
 from rich import box
@@ -17,12 +16,21 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 def render(plan: Plan) -> RenderableType:
+    """For a console of 100 columns."""
     colours = {role: _COLOURS[index % len(_COLOURS)] for index, role in enumerate(plan.roles)}
     used = {bundle for placement in plan.roles.values() for worker in placement.workers for bundle in worker.bundles}
     total = sum(host.gpus for host in plan.cluster.hosts)
     title = Text.assemble((plan.recipe.name, "bold"), f" on {plan.cluster.shape}: {len(used)} of {total} GPUs in use")
     title.append(f"   fingerprint {plan.fingerprint}", "dim")
-    parts = [title, Text(), _graph(plan, colours), Text(), _placement(plan, colours), Text(), _roles(plan, colours)]
+    parts: list[RenderableType] = [
+        title,
+        Text(),
+        _graph(plan, colours),
+        Text(),
+        _placement(plan, colours),
+        Text(),
+        _roles(plan, colours),
+    ]
     return Group(*parts)
 
 
@@ -53,16 +61,22 @@ def _role(node: GraphNode, colours: Mapping[str, str]) -> Text:
 
 
 def _placement(plan: Plan, colours: Mapping[str, str]) -> Table:
-    cells: dict[tuple[str, int], list[Text]] = defaultdict(list)
-    for role, placement in plan.roles.items():
-        for index, worker in enumerate(placement.workers):
-            for bundle in worker.bundles:
-                cells[bundle.host, bundle.gpu].append(Text(f"{role} {index}", colours[role]))
+    """A row a host, a cell a GPU: in the line of each role the number of its worker there."""
+    workers: dict[str, dict[tuple[str, int], int]] = {
+        role: {(bundle.host, bundle.gpu): n for n, worker in enumerate(placement.workers) for bundle in worker.bundles}
+        for role, placement in plan.roles.items()
+    }
     widest = max(host.gpus for host in plan.cluster.hosts)
-    table = _table("host", *(str(gpu) for gpu in range(widest)))
+    table = _table("host", "gpu", *(str(gpu) for gpu in range(widest)))
     for host in plan.cluster.hosts:
-        row = [Text("\n").join(cells[host.name, gpu]) or Text("-", "dim") for gpu in range(host.gpus)]
-        table.add_row(host.name, *row, *[""] * (widest - host.gpus))
+        places = [(host.name, gpu) for gpu in range(host.gpus)]
+        here = [role for role, at in workers.items() if any(place in at for place in places)]
+        labels = Text("\n").join(Text(role, colours[role]) for role in here)
+        cells = [
+            Text("\n").join(Text(str(workers[role].get(place, "-")), colours[role]) for role in here)
+            for place in places
+        ]
+        table.add_row(host.name, labels or Text("(unused)", "dim"), *cells)
     return table
 
 

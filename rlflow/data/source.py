@@ -49,7 +49,9 @@ class DataSource:
     def _rows_of(self, step: int) -> NDArray[np.int64]:
         places = np.arange(step * self.data.batch_size, (step + 1) * self.data.batch_size)
         epochs = places // len(self.rows)
-        orders = {epoch: np.random.default_rng([self.seed, epoch]).permutation(len(self.rows)) for epoch in set(epochs)}
+        orders = {
+            epoch: np.random.default_rng([self.seed, int(epoch)]).permutation(len(self.rows)) for epoch in set(epochs)
+        }
         return np.array([orders[epoch][place % len(self.rows)] for epoch, place in zip(epochs, places, strict=True)])
 
 

@@ -1,6 +1,6 @@
 """Trains, scores and values with plain PyTorch, in this process."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -59,7 +59,7 @@ class TorchEngine:
             group["lr"] = learning_rate
         self._optimizer.zero_grad(set_to_none=True)
         self._model.train()
-        sums: Counter[str] = Counter()
+        sums: defaultdict[str, float] = defaultdict(float)
         for rows in micro_batches(minibatch, self._spec.micro_batch_tokens):
             part = minibatch.take(rows)
             with self._autocast():
@@ -68,7 +68,7 @@ class TorchEngine:
             losses, metrics = loss(outputs, columns)
             weights = self._tensor(part.weights)
             total = (losses * weights).sum()
-            total.backward()
+            torch.autograd.backward(total)
             sums["loss"] += float(total.detach())
             for name, values in metrics.items():
                 sums[name] += float((values.detach() * weights).sum())
@@ -80,7 +80,8 @@ class TorchEngine:
         return Metrics(values={**sums, "grad_norm": float(norm), "learning_rate": learning_rate})
 
     def weights(self) -> "Mapping[str, Tensor]":
-        return self._model.state_dict()
+        weights: Mapping[str, Tensor] = self._model.state_dict()
+        return weights
 
     def save(self, folder: Path) -> None:
         import torch

@@ -6,7 +6,6 @@ A parameter ``engine`` names the capability asked of the node's role; a paramete
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
@@ -54,7 +53,6 @@ class Node(Section):
         """Raises a UserError, its path counted from the node, if the options do not go with the inputs connected."""
 
 
-@cache
 def _signature(cls: type[Node]) -> tuple[tuple[Input, ...], type]:
     run: Any = vars(cls)["run"]
     hints: Mapping[str, Any] = get_type_hints(run)

@@ -1,7 +1,7 @@
 """What a role asks for, and how it is cut up over its GPUs."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar, cast
+from typing import Annotated, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le
 
@@ -166,4 +166,4 @@ def choose_layout(demand: Demand, size: int, num_workers: int, *, colocated: boo
 
 
 def _or(value: T | Auto, default: T) -> T:
-    return default if value == "auto" else cast(T, value)
+    return default if value == "auto" else value

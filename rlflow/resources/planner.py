@@ -59,7 +59,8 @@ def place(demands: Sequence[Demand], cluster: Cluster) -> Mapping[str, RolePlace
 
 def _pools(demands: Sequence[Demand], cluster: Cluster) -> list[_Pool]:
     """Roles that name each other share a pool, and so do those that leave it open; a pinned number of GPUs alone
-    makes a pool of its own. Pinned pools come first."""
+    makes a pool of its own. Where pinned pools take all there is, the open roles join the first that trains.
+    Pinned pools come first."""
     by_role = {demand.role: demand for demand in demands}
     sizes = {demand.role: tensor_parallel_size(demand, cluster) for demand in demands}
     open_ended = [d.role for d in demands if d.wants.colocate == "auto" and d.wanted_gpus(sizes[d.role]) is None]
@@ -75,6 +76,12 @@ def _pools(demands: Sequence[Demand], cluster: Cluster) -> list[_Pool]:
     pools = [_pool([by_role[role] for role in by_role if role in group], sizes) for group in merged]
     pinned = [pool for pool in pools if pool.gpus is not None]
     rest = [pool for pool in pools if pool.gpus is None]
+    taken = sum(pool.gpus or 0 for pool in pinned)
+    if rest and pinned and taken == sum(host.gpus for host in cluster.hosts):
+        host_pool = next((pool for pool in pinned if any(d.trains for d in pool.demands)), pinned[0])
+        guests = [demand for pool in rest for demand in pool.demands]
+        joined = _pool([*host_pool.demands, *guests], sizes)
+        return [joined if pool is host_pool else pool for pool in pinned]
     if len(rest) > 1:
         names = " and ".join(f"({', '.join(d.role for d in pool.demands)})" for pool in rest)
         raise PlacementError(
@@ -207,10 +214,11 @@ def _no_room(pools: Sequence[_Pool], cluster: Cluster) -> PlacementError:
         pool = pools[fitting]
     role = pool.demands[pool.sizes.index(pool.unit)].role
     asked = f"{pool.gpus} GPUs" if pool.gpus else "GPUs"
+    groups = f" in groups of {pool.unit} inside one host" if pool.unit > 1 else ""
     others = ", ".join(f"{d.role} {p.gpus}" for p in pools if p is not pool and p.gpus for d in p.demands)
     return PlacementError(
         f"roles.{role}",
-        f"{asked} in groups of {pool.unit} inside one host cannot be had from {cluster.shape}",
+        f"{asked}{groups} cannot be had from {cluster.shape}",
         free=f"{sum(host.gpus for host in cluster.hosts)} GPUs" + (f", of which asked: {others}" if others else ""),
         fix="ask for fewer gpus, a smaller tensor_parallel_size, or colocate the roles",
     )

@@ -5,4 +5,5 @@ from typing import Any
 
 
 def reward(texts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The row needs an ``answer``."""
     return [float(text.strip() == str(row["answer"]).strip()) for text, row in zip(texts, rows, strict=True)]

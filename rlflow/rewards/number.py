@@ -9,6 +9,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def reward(texts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The row needs an ``answer``."""
     return [_matches(text, str(row["answer"])) for text, row in zip(texts, rows, strict=True)]
 
 

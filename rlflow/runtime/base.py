@@ -52,4 +52,5 @@ class Report:
     """The folder of each trained role's model, when finished."""
 
     def to_dict(self) -> dict[str, Any]:
+        """As ``report.json`` holds it."""
         return asdict(self)

@@ -30,11 +30,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """A whole one, on disk."""
+
     folder: Path
     progress: Progress
 
 
-def write_whole(folder: Path, write: Callable[[Path], None]) -> None:
+def write_whole(folder: Path, write: Callable[[Path], object]) -> None:
     """Calls ``write`` with a new folder, and puts that in the place of ``folder`` when all of it is on disk."""
     temporary = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -103,6 +105,7 @@ def _read(folder: Path) -> Progress:
 
 
 def restore(checkpoint: Checkpoint, engines: Mapping[str, Any]) -> None:
+    """Puts the engines that train, by role, where they were."""
     for role, engine in engines.items():
         engine.restore(checkpoint.folder / role)
 

@@ -13,6 +13,8 @@ from rlflow.recipe import Model, Optimizer
 
 
 class LocalRuntime:
+    """The engines are plain objects; the plan's GPU is the one that torch takes by itself."""
+
     @contextmanager
     def start(self, plan: Plan, models: Mapping[str, Model]) -> Iterator[Mapping[str, Any]]:
         """Raises PlacementError for a plan of more than one host or GPU, EngineError for an engine that fails."""

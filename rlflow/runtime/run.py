@@ -60,7 +60,7 @@ def run(
                 checkpoint.save(directory, done, trained, options.keep)
             if stopped or step == steps:
                 break
-            metrics = _step(plan, engines, data, step)
+            metrics = train_step(plan, engines, data, step)
             step += 1
             for observer in observers:
                 observer.stepped(step, metrics)
@@ -83,8 +83,8 @@ def run(
     return report
 
 
-def _step(plan: Plan, engines: Mapping[str, Any], data: DataSource, step: int) -> dict[str, float]:
-    """One pass over the graph, and the weights to those that follow. Times are named ``seconds`` or ``.._per_second``."""
+def train_step(plan: Plan, engines: Mapping[str, Any], data: DataSource, step: int) -> dict[str, float]:
+    """One pass over the graph, and the weights to those that follow. Times are named ``seconds`` or ``per_second``."""
     began = time.perf_counter()
     read = {"prompts": data.prompts, "examples": data.examples}
     try:

@@ -28,6 +28,7 @@ def run_graph(
 
 
 def run_node(node: GraphNode, engines: Mapping[str, Any], edges: Mapping[str, Any]) -> Any:
+    """The output of one node. ``edges`` are the outputs before it and the data's."""
     arguments = {name: edges[origin] for name, origin in node.inputs.items()}
     if node.role is not None:
         arguments["engine"] = engines[node.role]

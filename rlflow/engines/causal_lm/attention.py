@@ -51,7 +51,7 @@ class CacheLayout:
     """One new token for each of B live sequences, with the keys and values of all before it."""
 
     def __init__(self, prefill: PackedLayout, row_of: Tensor, lengths: Tensor, capacity: int) -> None:
-        """``row_of`` [B, S]: places of each sequence's prompt in the stream, of which the first ``lengths`` [B] count."""
+        """``row_of`` [B, S]: places of the prompts in the stream, of which the first ``lengths`` [B] count."""
         assert prefill.kept is not None
         self._lengths = lengths
         self._cache: list[tuple[Tensor, Tensor]] = []

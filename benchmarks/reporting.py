@@ -1,0 +1,25 @@
+"""The common end of every benchmark: figures held against goals."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Goal:
+    text: str
+    """As printed: ``at least 3``."""
+    is_met: bool
+
+
+def finish(name: str, figures: Mapping[str, float | bool], goals: Mapping[str, Goal], json_file: Path | None) -> int:
+    """Writes the figures, prints each with its goal, and gives the exit code: 1 when a goal is missed."""
+    if json_file is not None:
+        json_file.write_text(json.dumps({"figures": dict(figures)}, indent=1))
+    texts = [
+        f"{figure} {value:.2f} ({goals[figure].text})" if isinstance(value, float) else f"{figure} {value}"
+        for figure, value in figures.items()
+    ]
+    print(f"{name}: {', '.join(texts)}")
+    return 0 if all(goal.is_met for goal in goals.values()) else 1
