@@ -82,7 +82,7 @@ def free_keys(overrides: Sequence[str]) -> list[str]:
     """Lets ``key=value`` set what no file has written, as the ``auto`` fields of a role: the recipe's own check,
     which knows all keys, is the better judge. Groups and Hydra's own keys stay as they are."""
     groups = "|".join(entry.name for entry in CONF.iterdir() if entry.is_dir())
-    plain_key = re.compile(rf"(?!(?:hydra|{groups})[.=])[A-Za-z_][\w.]*=")
+    plain_key = re.compile(rf"(?!hydra[.=]|(?:{groups})=)[A-Za-z_][\w.]*=")
     return [f"++{override}" if plain_key.match(override) else override for override in overrides]
 
 

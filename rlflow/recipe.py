@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, cast
 
 from annotated_types import Ge, Gt, Lt
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rlflow.errors import RecipeError, below
 from rlflow.resources.layout import Resources
@@ -138,6 +138,8 @@ def plain(config: DictConfig) -> dict[str, Any]:
     """The configuration with its interpolations resolved, as dicts and lists."""
     try:
         container = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise RecipeError(str(error.full_key), "is missing") from None
     except OmegaConfBaseException as error:
         place = str(error.full_key or "recipe")
         raise RecipeError(place, str(error.msg or error).splitlines()[0].rstrip(".")) from None

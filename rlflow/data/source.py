@@ -115,7 +115,7 @@ def _read(data: Data, field: str, split: str) -> list[dict[str, Any]]:
     except RecipeError:
         raise
     except Exception as error:  # the library lets errors of many others through
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}".rstrip(".")
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(". :")
         raise RecipeError(f"data.{field}", f"'{split}' of '{data.source}' cannot be read ({reason})") from None
     return list(loaded)
 

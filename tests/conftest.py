@@ -1,0 +1,39 @@
+"""Options and fixtures of all tests."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# Nothing is fetched in a test, and texts are as wide as in a pipe.
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false")
+
+ROOT = Path(__file__).parents[1]
+CONFIG_DIR = Path(__file__).parent / "conf"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the texts as they are now")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Models that recipes make go to a folder of the test's own."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("RLFLOW_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compares a text with the file of that name in tests/golden; ``--update-golden`` writes it."""
+
+    def compare(name: str, text: str) -> None:
+        path = ROOT / "tests" / "golden" / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        assert text == path.read_text(), f"{path} differs; pytest --update-golden writes it anew"
+
+    return compare

@@ -1,0 +1,89 @@
+"""Small models, prompts and sequences for tests."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlflow.batch import Minibatch, Packed, Prompts, Rollouts, Sequences
+from rlflow.engines.base import EngineSpec
+from rlflow.recipe import Model, Optimizer
+from rlflow.resources.model import Architecture
+
+CHARACTERS = "0123456789+="
+ARCHITECTURE = Architecture(
+    model_type="qwen3",
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=13,
+    max_position_embeddings=64,
+)
+MODEL = Model(random_weights=True, characters=CHARACTERS, architecture=ARCHITECTURE, dtype="float32")
+
+
+def spec(
+    role: str = "actor",
+    *,
+    model: Model = MODEL,
+    capabilities: Sequence[str] = (),
+    micro_batch_tokens: int = 4096,
+    optimizer: Optimizer | None = None,
+    seed: int = 0,
+) -> EngineSpec:
+    return EngineSpec(
+        role=role,
+        model_name="policy",
+        model=model,
+        capabilities=frozenset(capabilities),
+        seed=seed,
+        steps=10,
+        optimizer=optimizer or Optimizer(learning_rate=1e-3),
+        micro_batch_tokens=micro_batch_tokens,
+    )
+
+
+def keys(prompts: int, samples: int = 1, step: int = 0) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    return np.array([[step, prompt, sample] for prompt in range(prompts) for sample in range(samples)], np.int64)
+
+
+def prompts(lengths: Sequence[int] = (3, 5, 2), step: int = 0, seed: int = 0) -> Prompts:
+    draw = np.random.default_rng(seed)
+    ids = Packed.from_rows([draw.integers(1, 13, length) for length in lengths], np.int32)
+    return Prompts(keys=keys(len(lengths), step=step), ids=ids, rows=tuple({"answer": "1"} for _ in lengths))
+
+
+def sequences(prompt_lengths: Sequence[int], response_lengths: Sequence[Sequence[int]], seed: int = 0) -> Sequences:
+    """For each prompt a group of responses of these lengths."""
+    draw = np.random.default_rng(seed)
+    prompt_rows = [draw.integers(1, 13, length) for length in prompt_lengths]
+    groups = list(zip(prompt_rows, response_lengths, strict=True))
+    return Sequences(
+        keys=np.array([[0, p, s] for p, (_, group) in enumerate(groups) for s in range(len(group))], np.int64),
+        prompt_ids=Packed.from_rows([row for row, group in groups for _ in group], np.int32),
+        response_ids=Packed.from_rows([draw.integers(1, 13, n) for _, group in groups for n in group], np.int32),
+    )
+
+
+def minibatch(of: Sequences, **columns: np.ndarray[tuple[int], np.dtype[np.float32]]) -> Minibatch:
+    """With every token counting the same."""
+    size = len(of.response_ids.values)
+    return Minibatch(
+        **vars(of),
+        columns={name: of.response_ids.like(values.astype(np.float32)) for name, values in columns.items()},
+        weights=of.response_ids.like(np.full(size, 1 / size, np.float32)),
+    )
+
+
+def rollouts(rewarded: Sequences, texts: Sequence[str] | None = None) -> Rollouts:
+    response = rewarded.response_ids
+    return Rollouts(
+        **vars(rewarded),
+        logprobs=response.like(np.zeros(len(response.values), np.float32)),
+        versions=response.like(np.zeros(len(response.values), np.int32)),
+        finished=np.ones(len(rewarded), np.bool_),
+        texts=tuple(texts or ["1"] * len(rewarded)),
+        rows=({"answer": "1"},) * len(rewarded),
+    )

@@ -1,0 +1,95 @@
+"""The house: who may import whom, how long a file may be, what is public."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+import rlflow
+
+PACKAGE = Path(rlflow.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A room may import those named here and itself. The order is the way through the house.
+MAY_IMPORT = {
+    "errors": set(),
+    "plugins": {"errors"},
+    "schema": {"errors"},
+    "batch": set(),
+    "resources": {"errors", "schema"},
+    "recipe": {"errors", "schema", "resources"},
+    "engines": {"errors", "batch", "recipe"},
+    "rewards": {"errors", "plugins"},
+    "nodes": {"errors", "schema", "batch", "engines", "rewards"},
+    "data": {"errors", "plugins", "batch", "recipe"},
+    "compiler": {"errors", "plugins", "schema", "batch", "resources", "recipe", "engines", "nodes"},
+    "compose": {"errors", "resources", "recipe"},
+    "runtime": {"errors", "batch", "recipe", "engines", "nodes", "data", "compiler"},
+    "report": {"compiler", "runtime"},
+    "cli": {"errors", "resources", "recipe", "compiler", "compose", "runtime", "report"},
+    "__init__": {"resources", "recipe", "compiler", "compose", "runtime", "report"},
+    "__main__": {"cli"},
+}
+MODEL_LIBRARIES = {"torch", "transformers", "vllm", "deepspeed", "datasets", "tokenizers"}
+# Imported by engines when they are built, never before.
+LAZY = {"engines/causal_lm/attention.py"}
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def runtime_imports(tree: ast.Module) -> Iterator[str]:
+    """At the top of a file, types aside."""
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from imports(node)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_one_way(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    rooms = {name.split(".")[1] for name in imports(tree) if name.startswith("rlflow.")}
+    assert rooms - {room(path)} <= MAY_IMPORT[room(path)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_model_libraries_are_imported_when_needed(path: Path) -> None:
+    name = str(path.relative_to(PACKAGE))
+    tree = ast.parse(path.read_text())
+    heavy = {module.split(".")[0] for module in runtime_imports(tree)} & MODEL_LIBRARIES
+    assert not heavy or name in LAZY
+    assert room(path) == "runtime" or "ray" not in {module.split(".")[0] for module in imports(tree)}
+
+
+def test_only_recipe_and_compose_see_omegaconf() -> None:
+    seeing = {room(p) for p in FILES if any(n.split(".")[0] == "omegaconf" for n in imports(ast.parse(p.read_text())))}
+    assert seeing == {"recipe", "compose", "cli"}
+
+
+def test_sizes() -> None:
+    lengths = {path.relative_to(PACKAGE): len(path.read_text().splitlines()) for path in FILES}
+    assert median(lengths.values()) <= 100
+    large = {"engines", "runtime/ray.py"}
+    for path, length in lengths.items():
+        assert length <= (400 if path.parts[0] in large or str(path) in large else 300), path
+
+
+def test_configuration_files_are_short() -> None:
+    for path in (PACKAGE.parent / "conf").rglob("*.yaml"):
+        assert path.is_relative_to(PACKAGE.parent / "conf" / "recipe") or len(path.read_text().splitlines()) <= 30, path
+
+
+def test_public_names() -> None:
+    assert rlflow.__all__ == ["compile", "load", "run"]
+    assert all(callable(getattr(rlflow, name)) for name in rlflow.__all__)

@@ -1,0 +1,95 @@
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import rlflow
+from rlflow.batch import Advantages, Rewards
+from rlflow.compiler.graph import wire
+from rlflow.errors import UserError
+from rlflow.nodes.base import KINDS, Node
+from tests.conftest import CONFIG_DIR
+
+
+def wired(*overrides: str) -> Any:
+    return wire(rlflow.load(["recipe=fake", *overrides], CONFIG_DIR))
+
+
+def test_every_node_stands_behind_those_it_reads() -> None:
+    graph = wired()
+    names = [node.name for node in graph.nodes]
+    for node in graph.nodes:
+        for origin in node.inputs.values():
+            assert origin in graph.sources or names.index(origin) < names.index(node.name)
+    assert graph.trained_roles() == ["actor"]
+    assert graph.capabilities("reference") == {"Scores"}
+
+
+def test_inputs_are_the_nodes_of_their_name() -> None:
+    update = next(node for node in wired().nodes if node.name == "update")
+    assert update.inputs == {"rollouts": "rollouts", "advantages": "advantages", "reference": "reference"}
+
+
+def test_an_input_can_be_named() -> None:
+    graph = wired("~graph.reference", "graph.ref={node: logprobs, role: reference}", "graph.update.reference=ref")
+    update = next(node for node in graph.nodes if node.name == "update")
+    assert update.inputs["reference"] == "ref"
+
+
+def test_no_option_has_the_name_of_an_input() -> None:
+    for kind in KINDS.values():
+        assert not {item.name for item in kind.inputs()} & set(kind.__dataclass_fields__), kind
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("graph.rewards.node=rewad", "graph.rewards.node: no kind of node 'rewad'"),
+        ("graph.extra={role: actor}", "graph.extra.node: is missing"),
+        ("graph.update.clip=1", "graph.update.clip: unknown key"),
+        ("graph.update.clip_eps=-1", "graph.update.clip_eps: -1 is not valid"),
+        ("graph.rollouts.role=rolout", "graph.rollouts.role: no role 'rolout'"),
+        ("graph.rollouts.role=null", "graph.rollouts.role: is missing: 'generate' asks a role's engine for Generates"),
+        ("graph.rewards.role=actor", "graph.rewards.role: 'reward' asks nothing of a model, but has the role 'actor'"),
+        ("graph.update.rollouts=rolouts", "graph.update.rollouts: no node 'rolouts', which 'policy_update' reads"),
+        ("~graph.advantages", "graph.update.advantages: no node 'advantages', which 'policy_update' reads"),
+        ("graph.update.advantages=rewards", "graph.update.advantages: 'rewards' gives Rewards, 'policy_update' reads Adv"),
+        ("graph.more={node: group_advantage}", "graph.more: nobody reads its Advantages"),
+        ("graph.prompts={node: reward, function: exact}", "graph.prompts: 'prompts' is what the data gives"),
+        ("graph.rewards.function=exat", "graph.rewards.function: no reward 'exat'"),
+        ("graph.rewards.function=nope:f", "graph.rewards.function: 'nope:f': the module 'nope' cannot be imported"),
+        ("graph.rewards.function=math:nope", "graph.rewards.function: 'math:nope': 'math' has no 'nope'"),
+        ("graph.rewards.node=math:pi", "graph.rewards.node: 'math:pi' is not a Node"),
+        ("~graph.reference", "graph.update.kl_coef: 0.001 asks for the reference's logprobs"),
+        ("roles.actor.engine=tork", "roles.actor.engine: no engine 'tork'"),
+        ("roles.actor.model=polcy", "roles.actor.model: no model 'polcy'"),
+        ("roles.actor.colocate=[rolout]", "roles.actor.colocate: no role 'rolout'"),
+        ("roles.actor.engine=transformers", "roles.actor.engine: 'transformers' cannot do what graph.update asks (Trains)"),
+        ("roles.extra={model: policy, engine: fake}", "roles.extra: no node uses this role"),
+        ("roles.rollout.follows=reference", "roles.rollout.follows: 'reference' is never trained"),
+        ("roles.rollout.follows=acto", "roles.rollout.follows: no role 'acto'"),
+        ("roles.reference.optimizer={}", "roles.reference.optimizer: 'reference' is never trained"),
+    ],
+)
+def test_what_is_wrong_is_named(override: str, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        wired(override)
+    assert str(raised.value).startswith(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn(Node, kind="turn", unit="batch"):
+    """Rewards from advantages, which closes a circle."""
+
+    def run(self, advantages: Advantages) -> Rewards:
+        raise AssertionError
+
+
+def test_a_circle_is_drawn() -> None:
+    with pytest.raises(UserError, match="goes in a circle: (advantages -> turned|turned -> advantages)"):
+        wired(f"graph.turned={{node: '{__name__}:Turn'}}", "graph.advantages.rewards=turned")
+
+
+def test_follows_needs_the_same_model() -> None:
+    with pytest.raises(UserError, match=r"roles.rollout.follows: its model is 'other', 'actor' has 'policy'"):
+        wired("models.other={path: x}", "roles.rollout.model=other")

@@ -1,0 +1,61 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlflow
+from rlflow.compiler.plan import plan_from, read_plan
+from rlflow.errors import RecipeError
+from tests.conftest import CONFIG_DIR, ROOT
+
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_plan_is_read_back_as_it_was_written(recipe: str) -> None:
+    plan = rlflow.compile(rlflow.load([f"recipe={recipe}"]), "1x8+1x7@h200")
+    assert plan_from(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_the_fingerprint_is_of_the_experiment() -> None:
+    recipe = rlflow.load(["recipe=grpo_32b"])
+    assert rlflow.compile(recipe, "2x8").fingerprint == rlflow.compile(recipe, "4x8").fingerprint
+    other = rlflow.load(["recipe=grpo_32b", "graph.rollouts.group_size=4"])
+    assert rlflow.compile(recipe, "2x8").fingerprint != rlflow.compile(other, "2x8").fingerprint
+
+
+def test_equal_input_gives_equal_bytes() -> None:
+    texts = {
+        json.dumps(rlflow.compile(rlflow.load(["recipe=fake", *order], CONFIG_DIR), "2x8").to_dict(), sort_keys=True)
+        for order in (["seed=1", "steps=3"], ["steps=3", "seed=1"])
+    }
+    assert len(texts) == 1
+
+
+def _without(plan: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in plan.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda plan: plan | {"schema_version": 0}, "schema_version is 0"),
+        (lambda plan: _without(plan, "roles"), "is not a whole plan"),
+        (lambda plan: plan | {"recipe": plan["recipe"] | {"seed": 7}}, "its recipe was changed after planning"),
+        (lambda plan: plan | {"roles": _without(plan["roles"], "actor")}, "its recipe was changed after planning"),
+    ],
+)
+def test_a_plan_that_is_not_whole(edit: Any, message: str) -> None:
+    plan = rlflow.compile(rlflow.load(["recipe=fake"], CONFIG_DIR)).to_dict()
+    with pytest.raises(RecipeError, match=message):
+        plan_from(edit(plan))
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "cannot be read"), ("{", "cannot be read"), ("[]", "not a plan")])
+def test_a_file_that_is_no_plan(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(RecipeError, match=message):
+        read_plan(path)

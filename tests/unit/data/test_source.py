@@ -1,0 +1,125 @@
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.data.arithmetic import additions
+from rlflow.data.source import held_out_prompts, open_training_data
+from rlflow.engines.causal_lm.pretrained import load_tokenizer
+from rlflow.errors import RecipeError
+from rlflow.recipe import Data
+from tests.helpers import MODEL
+
+TOKENIZER = load_tokenizer("policy", MODEL)
+ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(7)]
+
+
+def data(source: object, **fields: Any) -> Data:
+    return Data(**{"source": str(source), "batch_size": 3, "max_prompt_tokens": 8, **fields})
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def some_rows(split: str, count: int = 7) -> list[dict[str, str]]:
+    return ROWS[:count]
+
+
+def test_every_row_once_an_epoch_in_a_new_order(tmp_path: Path) -> None:
+    source = open_training_data(data(write(tmp_path / "a.jsonl", ROWS)), TOKENIZER, seed=0, with_responses=False)
+    seen = [row["prompt"] for step in range(7) for row in source.prompts(step).rows]
+    epochs = [seen[start : start + 7] for start in (0, 7, 14)]
+    assert all(sorted(epoch) == sorted(row["prompt"] for row in ROWS) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_a_step_does_not_depend_on_those_before(tmp_path: Path) -> None:
+    source = open_training_data(data(write(tmp_path / "a.jsonl", ROWS)), TOKENIZER, seed=0, with_responses=False)
+    again = open_training_data(data(tmp_path / "a.jsonl"), TOKENIZER, seed=0, with_responses=False)
+    source.prompts(0)
+    assert source.prompts(4).rows == again.prompts(4).rows
+    other = open_training_data(data(tmp_path / "a.jsonl"), TOKENIZER, seed=1, with_responses=False)
+    assert [other.prompts(s).rows for s in range(3)] != [again.prompts(s).rows for s in range(3)]
+
+
+def test_tokens_of_prompt_and_response(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"question": "1+2=", "answer": "3"}])
+    columns = {"prompt": "question", "response": "answer"}
+    options = data(path, columns=columns, batch_size=1)
+    examples = open_training_data(options, TOKENIZER, seed=0, with_responses=True).examples(0)
+    assert TOKENIZER.decode(examples.prompt_ids[0]) == "1+2="
+    assert examples.response_ids[0].tolist() == [*TOKENIZER("3")["input_ids"], TOKENIZER.eos_token_id]
+
+
+def test_parquet_and_a_folder_with_splits(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    one = open_training_data(data(tmp_path / "rows.parquet"), TOKENIZER, seed=0, with_responses=False)
+    assert len(one.rows) == 7
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder / "train.jsonl", ROWS[:5])
+    write(folder / "test.jsonl", ROWS[5:])
+    held_out = held_out_prompts(data(folder, eval_split="test"), TOKENIZER, 10)
+    assert [row["prompt"] for row in held_out.rows] == ["5+5=", "6+6="]
+
+
+def test_chat_template_and_messages(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("policy", MODEL)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    rows = [{"prompt": "1+1"}, {"prompt": [{"role": "user", "content": "2+2"}]}]
+    texts = []
+    for row in rows:
+        path = write(tmp_path / f"{len(texts)}.jsonl", [row])
+        options = data(path, system_prompt="0", batch_size=1)
+        texts.append(tokenizer.decode(open_training_data(options, tokenizer, 0, with_responses=False).prompts(0).ids[0]))
+    assert texts == ["01+1=", "2+2="], "messages bring their own system prompt"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"source": "nowhere.jsonl"}, "data.source: 'nowhere.jsonl' does not exist"),
+        ({"source": __file__}, "data.source: '.py' is not read.\n  Known: .jsonl, .json, .parquet."),
+        ({"columns": {"prompt": "promt"}}, "data.columns.prompt: no column 'promt' in"),
+        ({"columns": {"response": "reply"}}, "data.columns.response: no column 'reply' in"),
+        ({"split": "test"}, "data.split: 'test' of"),
+        ({"max_prompt_tokens": 3}, "data.max_prompt_tokens: row 0 of"),
+        ({"source": f"{__name__}:nothing"}, f"data.source: '{__name__}:nothing': '{__name__}' has no 'nothing'"),
+        ({"source": f"{__name__}:some_rows", "options": {"n": 1}}, f"data.options: '{__name__}:some_rows' failed (TypeE"),
+        ({"source": f"{__name__}:some_rows", "options": {"count": 0}}, "data.split: 'train' of"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(RecipeError) as raised:
+        open_training_data(data(**{"source": path, **fields}), TOKENIZER, seed=0, with_responses=True)
+    assert str(raised.value).startswith(message)
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"data\.split: 'train' of .* cannot be read"):
+        open_training_data(data(write(tmp_path / "a.jsonl", [])), TOKENIZER, seed=0, with_responses=False)
+
+
+def test_evaluation_needs_a_split() -> None:
+    with pytest.raises(RecipeError, match=r"data\.eval_split: is missing"):
+        held_out_prompts(data(f"{__name__}:some_rows"), TOKENIZER, 1)
+
+
+def test_additions_are_right_and_the_splits_share_nothing() -> None:
+    splits = {split: additions(split, digits=2) for split in ("train", "test")}  # type: ignore[arg-type]
+    assert len(splits["train"]) + len(splits["test"]) == 100 * 100
+    assert 800 < len(splits["test"]) < 1200
+    for rows in splits.values():
+        for row in rows:
+            left, right = row["prompt"].rstrip("=").split("+")
+            assert int(left) + int(right) == int(row["answer"])
+    sums = {split: {frozenset(row["prompt"].rstrip("=").split("+")) for row in rows} for split, rows in splits.items()}
+    assert not sums["train"] & sums["test"]

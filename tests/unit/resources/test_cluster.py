@@ -1,0 +1,54 @@
+from typing import Any
+
+import pytest
+
+from rlflow.errors import RecipeError
+from rlflow.resources.cluster import cluster_from, parse_shape
+
+GPUS = {"h200": {"memory_gib": 140.4, "source": "test"}, "h100_80gb": {"memory_gib": 79.6, "source": "test"}}
+
+
+@pytest.mark.parametrize(
+    ("shape", "terms"),
+    [
+        ("2x8", [(2, 8, "h100_80gb")]),
+        ("7x8+1x7", [(7, 8, "h100_80gb"), (1, 7, "h100_80gb")]),
+        ("2x8@h200", [(2, 8, "h200")]),
+        ("1x8+2x4@h200", [(1, 8, "h100_80gb"), (2, 4, "h200")]),
+    ],
+)
+def test_shapes(shape: str, terms: list[tuple[int, int, str]]) -> None:
+    assert parse_shape(shape) == terms
+
+
+@pytest.mark.parametrize("shape", ["2y8", "0x8", "2x0", "2x", "x8", "", "2x8+", "2x8@", "-1x8", "2 x 8", "02x8"])
+def test_wrong_shapes(shape: str) -> None:
+    with pytest.raises(RecipeError, match="is neither a cluster of conf/cluster nor a shape"):
+        parse_shape(shape)
+
+
+def test_hosts_of_a_shape_and_back() -> None:
+    cluster = cluster_from({"shape": "2x8@h200+1x7@h100_80gb", "gpus": GPUS})
+    assert [(host.name, host.gpus, host.gpu) for host in cluster.hosts] == [
+        ("host-0", 8, "h200"),
+        ("host-1", 8, "h200"),
+        ("host-2", 7, "h100_80gb"),
+    ]
+    assert cluster.shape == "2x8@h200+1x7@h100_80gb"
+    assert cluster.memory_gib(cluster.hosts[2]) == 79.6
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"hosts": [], "gpus": {}}, "cluster.hosts: no hosts"),
+        ({"hosts": [{"name": "a", "gpus": 0, "gpu": "h200"}], "gpus": GPUS}, "cluster.hosts.0.gpus: 0 is not valid"),
+        ({"hosts": [{"name": "a", "gpus": 1, "gpu": "x"}], "gpus": GPUS}, "cluster.hosts.0.gpu: no figures for 'x'"),
+        ({"hosts": [{"name": "a", "gpus": 1, "gpu": "h200"}] * 2, "gpus": GPUS}, "the name 'a' is given twice"),
+        ({"hosts": [{"name": "a", "gpus": 1, "gpu": "x"}], "gpus": {"x": {"memory_gib": -1, "source": ""}}}, "-1 is not"),
+    ],
+)
+def test_wrong_clusters(mapping: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        cluster_from(mapping)
+    assert message in str(raised.value)

@@ -1,0 +1,49 @@
+from pathlib import Path
+
+import pytest
+
+from rlflow.compose import cluster_named, cluster_of_machine, free_keys
+from rlflow.errors import RecipeError
+
+
+def test_keys_of_the_recipe_may_be_new_and_groups_may_not() -> None:
+    given = ["seed=1", "roles.actor.gpus=4", "recipe=x", "cluster=2x8", "hydra.run.dir=x", "+a=1", "~b", "data/x=y", "-m"]
+    expected = ["++seed=1", "++roles.actor.gpus=4", *given[2:]]
+    assert free_keys(given) == expected
+
+
+def test_keys_below_a_group_of_the_same_name_stay_free() -> None:
+    assert free_keys(["data.batch_size=3", "data=gsm8k"]) == ["++data.batch_size=3", "data=gsm8k"]
+
+
+@pytest.mark.parametrize(("name", "shape"), [("local", "1x1@cpu"), ("7x8+1x7", "7x8@h100_80gb+1x7@h100_80gb")])
+def test_clusters_by_name_and_by_shape(name: str, shape: str) -> None:
+    assert cluster_named(name).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("loca", "cluster: no cluster 'loca'.\n  Known: auto, local, shapes as 2x8 or 7x8+1x7@h200.\n  Fix: did you mean"),
+        ("2y8", "cluster: '2y8' is neither a cluster of conf/cluster nor a shape"),
+        ("2x8@h300", "gpu: no gpu 'h300'.\n  Known: a100_80gb, cpu, h100_80gb, h200."),
+    ],
+)
+def test_unknown_clusters(name: str, message: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        cluster_named(name)
+    assert str(raised.value).startswith(message)
+
+
+def test_this_machine() -> None:
+    assert cluster_of_machine([]).shape == "1x1@cpu"
+    assert cluster_of_machine(["NVIDIA H200"] * 4).shape == "1x4@h200"
+    with pytest.raises(RecipeError, match="no figures for this machine's GPU 'NVIDIA X'"):
+        cluster_of_machine(["NVIDIA X"])
+
+
+def test_kinds_of_gpu_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "x1.yaml").write_text("memory_gib: 10.0\ndevice_name: NVIDIA X\nsource: test\n")
+    assert cluster_of_machine(["NVIDIA X"], tmp_path).shape == "1x1@x1"
+    assert cluster_named("2x4@x1", tmp_path).gpus["x1"].memory_gib == 10.0

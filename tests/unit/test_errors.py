@@ -1,0 +1,21 @@
+import pytest
+
+from rlflow.errors import PlacementError, RecipeError, UserError, below, did_you_mean
+
+
+def test_form_of_a_message() -> None:
+    error = PlacementError("roles.rollout", "no host has 12 GPUs", known=["a", "b"], free="8", fix="ask for 8")
+    assert str(error) == "roles.rollout: no host has 12 GPUs.\n  Known: a, b.\n  Free: 8.\n  Fix: ask for 8."
+
+
+def test_a_question_keeps_its_mark() -> None:
+    assert str(RecipeError("a", "b", fix=did_you_mean("tork", ["torch"]))) == "a: b.\n  Fix: did you mean 'torch'?"
+
+
+def test_did_you_mean_keeps_silent_when_nothing_is_near() -> None:
+    assert did_you_mean("xyz", ["torch"]) is None
+
+
+def test_below_puts_the_place_in_front() -> None:
+    with pytest.raises(UserError, match=r"^graph\.rewards\.function: is missing\.$"), below("graph.rewards"):
+        raise RecipeError("function", "is missing")

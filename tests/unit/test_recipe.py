@@ -1,0 +1,54 @@
+import math
+
+import pytest
+
+import rlflow
+from rlflow.errors import RecipeError
+from rlflow.recipe import Optimizer
+from tests.conftest import CONFIG_DIR
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["nope=1"], "nope: unknown key"),
+        (["steps=0"], "steps: 0 is not valid"),
+        (["seed=no"], "seed: 'no' is not valid"),
+        (["roles.actor.engin=x"], "roles.actor.engin: unknown key"),
+        (["roles.actor.optimizer={learning_rate: nan}"], "roles.actor.optimizer.learning_rate: nan is not valid"),
+        (["models.policy.path=x"], "models.policy: needs exactly one source of weights, has path and random_weights"),
+        (["models.policy.random_weights=false"], "models.policy: needs exactly one source of weights, has none"),
+        (["models.policy.characters=null"], "models.policy.random_weights: needs 'architecture' and 'characters'"),
+        (["data.source='${nope}'"], "data.source: Interpolation key 'nope' not found"),
+        (["data.source=???"], "data.source: is missing"),
+        (["models.policy={recipe: nope}"], "models.policy.recipe: no recipe 'nope'"),
+        (["recipe=nope"], "recipe: no recipe 'nope'"),
+        (["roles.actor"], "command line: "),
+    ],
+)
+def test_what_is_wrong_is_named(overrides: list[str], message: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        rlflow.load(["recipe=fake", *overrides], CONFIG_DIR)
+    assert str(raised.value).startswith(message)
+
+
+def test_a_recipe_for_a_model_is_composed_in_its_turn() -> None:
+    base = rlflow.load(["recipe=grpo_tiny", "seed=3"]).models["policy"].recipe
+    assert base == rlflow.load(["recipe=sft_tiny"])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "expected"),
+    [
+        ("constant", 0, 0.25),  # the first of four steps of warm-up
+        ("constant", 3, 1.0),
+        ("constant", 99, 1.0),
+        ("linear", 4, 1.0),
+        ("linear", 52, 0.5),  # half of the 96 steps behind the warm-up
+        ("cosine", 52, 0.5),
+        ("cosine", 28, (1 + math.cos(math.pi / 4)) / 2),
+    ],
+)
+def test_learning_rate(schedule: str, step: int, expected: float) -> None:
+    optimizer = Optimizer(learning_rate=1.0, schedule=schedule, warmup_steps=4)  # type: ignore[arg-type]
+    assert optimizer.learning_rate_at(step, steps=100) == pytest.approx(expected)
