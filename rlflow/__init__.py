@@ -24,7 +24,7 @@ def load(overrides: Sequence[str] = (), config_dir: Path | None = None) -> "Reci
     """
     from rlflow.compose import compose, recipe_of
 
-    return recipe_of(compose(overrides, config_dir))
+    return recipe_of(compose(overrides, config_dir), config_dir)
 
 
 def compile(recipe: "Recipe", cluster: "Cluster | str | None" = None) -> "Plan":

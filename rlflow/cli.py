@@ -21,11 +21,11 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from rlflow.compiler.plan import Plan, compile_recipe, read_plan
+from rlflow.compiler.plan import Plan, compile_recipe, read_plan, write_plan
 from rlflow.compiler.render import render
 from rlflow.compose import CONF, cluster_of_machine, composing_error, free_keys, recipe_of, register_shapes
 from rlflow.errors import EngineError, RecipeError, UserError
-from rlflow.recipe import plain, to_yaml
+from rlflow.recipe import plain
 from rlflow.resources.cluster import cluster_from
 
 STOPPED = 130
@@ -37,6 +37,8 @@ def main() -> int:
     """The exit code of ``python -m rlflow`` with the arguments of this process."""
     # Lets Hydra's errors through to here, where they are put into our form.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    # Threads that wait for work spin only shortly: two runs on one machine would else starve each other.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1500")
     register_shapes()
     sys.argv[1:] = free_keys(sys.argv[1:])
     codes: list[int] = []
@@ -75,7 +77,7 @@ def _plan_and_run(config: DictConfig, directory: Path) -> int:
     plan = _plan(config)
     console.print(render(plan))
     if config.dry_run:
-        _write(plan, directory)
+        write_plan(plan, directory)
         console.print(f"\nplan: {directory / 'plan.json'}", soft_wrap=True)
         return 0
     resumed = _run_to_resume(config.resume, plan, directory)
@@ -108,12 +110,6 @@ def _config_dir() -> Path | None:
     return known
 
 
-def _write(plan: Plan, directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "recipe.yaml").write_text(to_yaml(plan.recipe))
-    (directory / "plan.json").write_text(json.dumps(plan.to_dict(), indent=1, sort_keys=True))
-
-
 def _run_to_resume(resume: object, plan: Plan, directory: Path) -> Path | None:
     """The folder of the run that ``resume`` asks for: a path, or the newest of this recipe beside ``directory``."""
     if not resume:
@@ -144,13 +140,9 @@ def _run(plan: Plan, directory: Path, console: Console, *, resume: bool) -> int:
     from rlflow.runtime.local import LocalRuntime
     from rlflow.runtime.run import run
 
-    display = ProgressDisplay(console)
-    try:
-        with _stop_on_interrupt(console) as stopping:
-            observers: list[Observer] = [MetricsWriter(), display]
-            report = run(plan, directory, LocalRuntime(), observers, resume=resume, stop=lambda: bool(stopping))
-    finally:
-        display.close()
+    observers: list[Observer] = [MetricsWriter(), ProgressDisplay(console)]
+    with _stop_on_interrupt(console) as stopping:
+        report = run(plan, directory, LocalRuntime(), observers, resume=resume, stop=lambda: bool(stopping))
     if report.status == "stopped":
         console.print(f"go on with: python -m rlflow plan={directory}/plan.json resume={directory}", soft_wrap=True)
         return STOPPED

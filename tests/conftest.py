@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 # Nothing is fetched in a test, and texts are as wide as in a pipe.
-os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false", GOMP_SPINCOUNT="1500"
+)
 
 ROOT = Path(__file__).parents[1]
 CONFIG_DIR = Path(__file__).parent / "conf"

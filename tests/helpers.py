@@ -1,8 +1,10 @@
 """Small models, prompts and sequences for tests."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlflow.batch import Minibatch, Packed, Prompts, Rollouts, Sequences
 from rlflow.engines.base import EngineSpec
@@ -45,7 +47,7 @@ def spec(
     )
 
 
-def keys(prompts: int, samples: int = 1, step: int = 0) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+def keys(prompts: int, samples: int = 1, step: int = 0) -> NDArray[np.int64]:
     return np.array([[step, prompt, sample] for prompt in range(prompts) for sample in range(samples)], np.int64)
 
 
@@ -67,7 +69,7 @@ def sequences(prompt_lengths: Sequence[int], response_lengths: Sequence[Sequence
     )
 
 
-def minibatch(of: Sequences, **columns: np.ndarray[tuple[int], np.dtype[np.float32]]) -> Minibatch:
+def minibatch(of: Sequences, **columns: NDArray[Any]) -> Minibatch:
     """With every token counting the same."""
     size = len(of.response_ids.values)
     return Minibatch(

@@ -10,7 +10,7 @@ from typing import Any
 from rlflow.compiler.graph import Graph, wire
 from rlflow.compiler.lower import Requirements, WeightCopy, lower
 from rlflow.errors import RecipeError
-from rlflow.recipe import Recipe, recipe_from
+from rlflow.recipe import Recipe, recipe_from, to_yaml
 from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.resources.layout import Layout
 from rlflow.resources.planner import Bundle, RolePlacement, Worker, place
@@ -86,6 +86,13 @@ def read_plan(path: Path) -> Plan:
     if not isinstance(content, dict):
         raise RecipeError("plan", f"'{path}' is not a plan", fix="give the plan.json of a run")
     return plan_from(content)
+
+
+def write_plan(plan: Plan, directory: Path) -> None:
+    """``plan.json``, and ``recipe.yaml`` for a person."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "recipe.yaml").write_text(to_yaml(plan.recipe))
+    (directory / "plan.json").write_text(json.dumps(plan.to_dict(), indent=1, sort_keys=True))
 
 
 def _placement(entry: Mapping[str, Any]) -> RolePlacement:

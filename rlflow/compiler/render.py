@@ -20,7 +20,8 @@ def render(plan: Plan) -> RenderableType:
     colours = {role: _COLOURS[index % len(_COLOURS)] for index, role in enumerate(plan.roles)}
     used = {bundle for placement in plan.roles.values() for worker in placement.workers for bundle in worker.bundles}
     total = sum(host.gpus for host in plan.cluster.hosts)
-    title = Text.assemble((plan.recipe.name, "bold"), f" on {plan.cluster.shape}: {len(used)} of {total} GPUs in use")
+    unit = "GPUs" if any(gpu.memory_gib for gpu in plan.cluster.gpus.values()) else "processors"
+    title = Text.assemble((plan.recipe.name, "bold"), f" on {plan.cluster.shape}: {len(used)} of {total} {unit} in use")
     title.append(f"   fingerprint {plan.fingerprint}", "dim")
     parts: list[RenderableType] = [
         title,

@@ -2,16 +2,17 @@
 
 import hashlib
 import random
-from typing import Literal
 
 Row = dict[str, str]
 
 
-def additions(split: Literal["train", "test"], digits: int, seed: int = 0) -> list[Row]:
+def additions(split: str, digits: int, seed: int = 0) -> list[Row]:
     """All sums of two numbers of ``digits`` digits, leading zeros written, as prompt, answer and response.
 
     Every tenth sum, chosen by a hash, belongs to ``test``, in both orders of its operands: the splits share nothing.
     """
+    if split not in ("train", "test"):
+        raise ValueError(f"no split '{split}', only train and test")
     numbers = range(10**digits)
     rows = [
         {"prompt": f"{left:0{digits}}+{right:0{digits}}=", "answer": f"{left + right:0{digits + 1}}"}

@@ -94,7 +94,7 @@ def _made(data: Data, split: str) -> list[dict[str, Any]]:
         return list(function(split=split, **data.options))
     except Exception as error:  # whatever the user's own function raises
         reason = f"{type(error).__name__}: {error}".rstrip(".")
-        raise RecipeError("data.options", f"'{data.source}' failed ({reason})") from error
+        raise RecipeError("data.source", f"'{data.source}' failed ({reason})") from error
 
 
 def _read(data: Data, field: str, split: str) -> list[dict[str, Any]]:

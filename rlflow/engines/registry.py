@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from rlflow.engines.base import Engine, capabilities_of
-from rlflow.errors import EngineError
+from rlflow.errors import RecipeError
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,14 @@ def engine_kind(name: str) -> EngineKind:
 
 
 def engine_class(name: str) -> type[Engine]:
-    """Raises EngineError for an engine that can be planned for and not started."""
+    """Raises RecipeError, at the path ``engine``, for one that can be planned for and not started."""
     if name in _PLANNED_ONLY:
-        raise EngineError(f"engine '{name}' can be planned for, but this version of rlflow does not start it.")
+        known = [other for other in engine_names() if other not in _PLANNED_ONLY]
+        raise RecipeError(
+            "engine",
+            f"'{name}' can be planned for, and this version does not start it",
+            known=known,
+            fix="dry_run=true",
+        )
     engine: type[Engine] = import_module(f"rlflow.engines.{name}").ENGINE
     return engine

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Sequences that are generated at once; their keys and values are held in memory.
-_MAX_LIVE = 256
+_MAX_LIVE = 1024
 
 
 class TransformersEngine:

@@ -34,6 +34,9 @@ class MetricsWriter:
         self._write(step, metrics)
 
     def ended(self, report: Report) -> None:
+        """The report has a file of its own."""
+
+    def close(self) -> None:
         self._file.close()
         self._events.close()
 

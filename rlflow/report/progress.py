@@ -56,7 +56,6 @@ class ProgressDisplay:
             self._console.print(f"  model of {role}: {folder}", soft_wrap=True)
 
     def close(self) -> None:
-        """Takes the live line off the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -11,6 +11,9 @@ from rlflow.recipe import Model
 
 
 class Runtime(Protocol):
+    def check(self, plan: Plan) -> None:
+        """Raises a UserError for a plan that cannot be run here. Starts nothing."""
+
     def start(self, plan: Plan, models: Mapping[str, Model]) -> AbstractContextManager[Mapping[str, Any]]:
         """An engine for each role, with the capabilities that the graph asks of it; all are stopped on exit.
 
@@ -32,6 +35,9 @@ class Observer(Protocol):
 
     def ended(self, report: "Report") -> None:
         """The run is over, by itself or because it was asked to stop."""
+
+    def close(self) -> None:
+        """The last call of a run that has started, also of one that failed."""
 
 
 @dataclass(frozen=True, kw_only=True)

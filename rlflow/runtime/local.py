@@ -8,28 +8,30 @@ from typing import Any
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.registry import engine_class
-from rlflow.errors import EngineError, PlacementError, UserError
+from rlflow.errors import EngineError, PlacementError, UserError, below
 from rlflow.recipe import Model, Optimizer
 
 
 class LocalRuntime:
     """The engines are plain objects; the plan's GPU is the one that torch takes by itself."""
 
+    def check(self, plan: Plan) -> None:
+        """Raises PlacementError for a plan of more than one GPU, RecipeError for an engine that cannot be started."""
+        bundles = {b for placement in plan.roles.values() for worker in placement.workers for b in worker.bundles}
+        if len(bundles) > 1:
+            raise PlacementError(
+                "cluster",
+                f"the plan uses {len(bundles)} GPUs of {plan.cluster.shape}, and this version runs plans of one",
+                fix="dry_run=true prints the plan; cluster=local runs a small recipe here",
+            )
+        for role, written in plan.recipe.roles.items():
+            with below(f"roles.{role}"):
+                engine_class(written.engine)
+
     @contextmanager
     def start(self, plan: Plan, models: Mapping[str, Model]) -> Iterator[Mapping[str, Any]]:
-        """Raises PlacementError for a plan of more than one host or GPU, EngineError for an engine that fails."""
-        _check_one_gpu(plan)
+        """Raises EngineError for an engine that fails."""
         yield {role: _build(plan, role, models[plan.recipe.roles[role].model]) for role in plan.roles}
-
-
-def _check_one_gpu(plan: Plan) -> None:
-    bundles = {b for placement in plan.roles.values() for worker in placement.workers for b in worker.bundles}
-    if len(bundles) > 1:
-        raise PlacementError(
-            "cluster",
-            f"the plan uses {len(bundles)} GPUs of {plan.cluster.shape}, and this version runs plans of one",
-            fix="dry_run=true prints the plan; cluster=local runs a small recipe here",
-        )
 
 
 def _build(plan: Plan, role: str, model: Model) -> Any:

@@ -3,10 +3,12 @@
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rlflow.compiler.plan import Plan
+from rlflow.batch import Sequences
+from rlflow.compiler.plan import Plan, write_plan
 from rlflow.data.source import DataSource, held_out_prompts, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError
@@ -28,26 +30,28 @@ def run(
 ) -> Report:
     """Runs ``plan`` in ``directory``; with ``resume`` from the last checkpoint there.
 
-    ``stop`` is asked after every step; when it says so, the run ends with a checkpoint. Raises RecipeError for what
-    the recipe names and is not there, EngineError for what fails on the way.
+    ``stop`` is asked after every step; when it says so, the run ends with a checkpoint. Raises a UserError
+    for what the recipe names and is not there and for a plan that cannot be run here, EngineError for what fails.
     """
+    runtime.check(plan)
     last = checkpoint.last(directory, plan.fingerprint) if resume else None
     behind = last.progress if last else checkpoint.Progress(plan.fingerprint, 0, {})
     models = resolve_models(
         plan, lambda base, name: run(base, directory / "base" / name, runtime, observers, stop=stop)
     )
     data, evaluation = _open_data(plan, models)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "plan.json").write_text(json.dumps(plan.to_dict(), indent=1, sort_keys=True))
+    write_plan(plan, directory)
     began = time.perf_counter()
-    with runtime.start(plan, models) as engines:
+    with ExitStack() as open_parts:
+        engines = open_parts.enter_context(runtime.start(plan, models))
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
         if last:
             checkpoint.restore(last, trained)
         for observer in observers:
             observer.started(plan, directory, behind.step)
+            open_parts.callback(observer.close)
         steps, options = plan.recipe.steps, plan.recipe.checkpoints
-        step, evaluations = behind.step, dict(behind.evaluations)
+        step, evaluations, saved = behind.step, dict(behind.evaluations), behind.step if last else None
         _copy_weights(plan, engines, version=step)
         while True:
             if evaluation and _is_due(plan, step) and str(step) not in evaluations:
@@ -55,7 +59,7 @@ def run(
                 for observer in observers:
                     observer.evaluated(step, evaluations[str(step)])
             stopped = stop()
-            if step > behind.step and (stopped or step == steps or step % options.every == 0):
+            if step != saved and (stopped or step == steps or (step > 0 and step % options.every == 0)):
                 done = checkpoint.Progress(plan.fingerprint, step, evaluations)
                 checkpoint.save(directory, done, trained, options.keep)
             if stopped or step == steps:
@@ -65,21 +69,10 @@ def run(
             for observer in observers:
                 observer.stepped(step, metrics)
         exported = _export(directory, trained) if step == steps else {}
-    scores = list(evaluations.values())
-    report = Report(
-        name=plan.recipe.name,
-        fingerprint=plan.fingerprint,
-        status="finished" if step == steps else "stopped",
-        directory=str(directory),
-        steps=step,
-        seconds=time.perf_counter() - began,
-        eval_before=scores[0] if scores else None,
-        eval_after=scores[-1] if scores and step == steps else None,
-        models=exported,
-    )
-    (directory / "report.json").write_text(json.dumps(report.to_dict(), indent=1))
-    for observer in observers:
-        observer.ended(report)
+        report = _report(plan, directory, step, time.perf_counter() - began, evaluations, exported)
+        (directory / "report.json").write_text(json.dumps(report.to_dict(), indent=1))
+        for observer in observers:
+            observer.ended(report)
     return report
 
 
@@ -87,16 +80,17 @@ def train_step(plan: Plan, engines: Mapping[str, Any], data: DataSource, step: i
     """One pass over the graph, and the weights to those that follow. Times are named ``seconds`` or ``per_second``."""
     began = time.perf_counter()
     read = {"prompts": data.prompts, "examples": data.examples}
+    sources = {name: read[name](step) for name in plan.graph.sources}
     try:
-        outputs, seconds = run_graph(plan.graph, engines, {name: read[name](step) for name in plan.graph.sources})
+        outputs, seconds = run_graph(plan.graph, engines, sources)
     except EngineError as error:
         raise EngineError(f"step {step + 1}: {error}") from error
     seconds["copy"] = _copy_weights(plan, engines, version=step + 1)
-    metrics = summary(outputs)
     total = time.perf_counter() - began
-    tokens = sum(value for name, value in metrics.items() if name.endswith("/tokens"))
+    edges = (*sources.values(), *outputs.values())
+    tokens = sum(len(edge.response_ids.values) for edge in edges if isinstance(edge, Sequences))
     times = {f"seconds/{name}": value for name, value in seconds.items()}
-    return {**metrics, "tokens_per_second": tokens / total, "seconds": total, **times}
+    return {**summary(outputs), "tokens": tokens, "tokens_per_second": tokens / total, "seconds": total, **times}
 
 
 def _copy_weights(plan: Plan, engines: Mapping[str, Any], version: int) -> float:
@@ -119,6 +113,28 @@ def _open_data(plan: Plan, models: Mapping[str, Model]) -> tuple[DataSource, Eva
 def _is_due(plan: Plan, step: int) -> bool:
     every = plan.recipe.evaluation.every if plan.recipe.evaluation else 1
     return step % every == 0 or step == plan.recipe.steps
+
+
+def _report(
+    plan: Plan,
+    directory: Path,
+    step: int,
+    seconds: float,
+    evaluations: Mapping[str, float],
+    models: Mapping[str, str],
+) -> Report:
+    scores, finished = list(evaluations.values()), step == plan.recipe.steps
+    return Report(
+        name=plan.recipe.name,
+        fingerprint=plan.fingerprint,
+        status="finished" if finished else "stopped",
+        directory=str(directory),
+        steps=step,
+        seconds=seconds,
+        eval_before=scores[0] if scores else None,
+        eval_after=scores[-1] if scores and finished else None,
+        models=models,
+    )
 
 
 def _export(directory: Path, trained: Mapping[str, Any]) -> dict[str, str]:

@@ -79,7 +79,6 @@ def summary(outputs: Mapping[str, Any]) -> dict[str, float]:
         elif isinstance(output, Rewards):
             metrics[f"{name}/mean"] = float(np.mean(output.values, dtype=np.float64))
         elif isinstance(output, Rollouts):
-            metrics[f"{name}/tokens"] = len(output.response_ids.values)
             metrics[f"{name}/length_mean"] = float(np.mean(output.response_ids.lengths))
             metrics[f"{name}/length_max"] = int(np.max(output.response_ids.lengths))
             metrics[f"{name}/finished"] = float(np.mean(output.finished))

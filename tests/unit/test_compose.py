@@ -7,7 +7,17 @@ from rlflow.errors import RecipeError
 
 
 def test_keys_of_the_recipe_may_be_new_and_groups_may_not() -> None:
-    given = ["seed=1", "roles.actor.gpus=4", "recipe=x", "cluster=2x8", "hydra.run.dir=x", "+a=1", "~b", "data/x=y", "-m"]
+    given = [
+        "seed=1",
+        "roles.actor.gpus=4",
+        "recipe=x",
+        "cluster=2x8",
+        "hydra.run.dir=x",
+        "+a=1",
+        "~b",
+        "data/x=y",
+        "-m",
+    ]
     expected = ["++seed=1", "++roles.actor.gpus=4", *given[2:]]
     assert free_keys(given) == expected
 
@@ -24,7 +34,10 @@ def test_clusters_by_name_and_by_shape(name: str, shape: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("loca", "cluster: no cluster 'loca'.\n  Known: auto, local, shapes as 2x8 or 7x8+1x7@h200.\n  Fix: did you mean"),
+        (
+            "loca",
+            "cluster: no cluster 'loca'.\n  Known: auto, local, shapes as 2x8 or 7x8+1x7@h200.\n  Fix: did you mean",
+        ),
         ("2y8", "cluster: '2y8' is neither a cluster of conf/cluster nor a shape"),
         ("2x8@h300", "gpu: no gpu 'h300'.\n  Known: a100_80gb, cpu, h100_80gb, h200."),
     ],

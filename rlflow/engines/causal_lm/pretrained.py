@@ -28,9 +28,12 @@ def load_model(name: str, model: Model, *, dtype: "dtype", seed: int, value_head
     """In evaluation mode, on the GPU if there is one. ``seed`` draws new weights and a new value head."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+    from transformers.utils import logging
 
     from rlflow.engines.causal_lm.attention import NAME
 
+    # Its bars would break into the run's own display.
+    logging.disable_progress_bar()
     auto = AutoModelForTokenClassification if value_head else AutoModelForCausalLM
     extra: dict[str, Any] = {"num_labels": 1} if value_head else {}
     with torch.random.fork_rng(devices=[]):

@@ -53,7 +53,10 @@ def test_no_option_has_the_name_of_an_input() -> None:
         ("graph.rewards.role=actor", "graph.rewards.role: 'reward' asks nothing of a model, but has the role 'actor'"),
         ("graph.update.rollouts=rolouts", "graph.update.rollouts: no node 'rolouts', which 'policy_update' reads"),
         ("~graph.advantages", "graph.update.advantages: no node 'advantages', which 'policy_update' reads"),
-        ("graph.update.advantages=rewards", "graph.update.advantages: 'rewards' gives Rewards, 'policy_update' reads Adv"),
+        (
+            "graph.update.advantages=rewards",
+            "graph.update.advantages: 'rewards' gives Rewards, 'policy_update' reads Adv",
+        ),
         ("graph.more={node: group_advantage}", "graph.more: nobody reads its Advantages"),
         ("graph.prompts={node: reward, function: exact}", "graph.prompts: 'prompts' is what the data gives"),
         ("graph.rewards.function=exat", "graph.rewards.function: no reward 'exat'"),
@@ -64,7 +67,10 @@ def test_no_option_has_the_name_of_an_input() -> None:
         ("roles.actor.engine=tork", "roles.actor.engine: no engine 'tork'"),
         ("roles.actor.model=polcy", "roles.actor.model: no model 'polcy'"),
         ("roles.actor.colocate=[rolout]", "roles.actor.colocate: no role 'rolout'"),
-        ("roles.actor.engine=transformers", "roles.actor.engine: 'transformers' cannot do what graph.update asks (Trains)"),
+        (
+            "roles.actor.engine=transformers",
+            "roles.actor.engine: 'transformers' cannot do what graph.update asks (Trains)",
+        ),
         ("roles.extra={model: policy, engine: fake}", "roles.extra: no node uses this role"),
         ("roles.rollout.follows=reference", "roles.rollout.follows: 'reference' is never trained"),
         ("roles.rollout.follows=acto", "roles.rollout.follows: no role 'acto'"),
@@ -86,7 +92,7 @@ class Turn(Node, kind="turn", unit="batch"):
 
 
 def test_a_circle_is_drawn() -> None:
-    with pytest.raises(UserError, match="goes in a circle: (advantages -> turned|turned -> advantages)"):
+    with pytest.raises(UserError, match=r"goes in a circle: (advantages -> turned|turned -> advantages)"):
         wired(f"graph.turned={{node: '{__name__}:Turn'}}", "graph.advantages.rewards=turned")
 
 

@@ -52,7 +52,9 @@ def test_a_plan_that_is_not_whole(edit: Any, message: str) -> None:
         plan_from(edit(plan))
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "cannot be read"), ("{", "cannot be read"), ("[]", "not a plan")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "cannot be read"), ("{", "cannot be read"), ("[]", "not a plan")]
+)
 def test_a_file_that_is_no_plan(tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "plan.json"
     if content is not None:

@@ -72,13 +72,17 @@ def test_parquet_and_a_folder_with_splits(tmp_path: Path) -> None:
 
 def test_chat_template_and_messages(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("policy", MODEL)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
-    rows = [{"prompt": "1+1"}, {"prompt": [{"role": "user", "content": "2+2"}]}]
-    texts = []
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    rows: list[dict[str, Any]] = [{"prompt": "1+1"}, {"prompt": [{"role": "user", "content": "2+2"}]}]
+    texts: list[str] = []
     for row in rows:
         path = write(tmp_path / f"{len(texts)}.jsonl", [row])
         options = data(path, system_prompt="0", batch_size=1)
-        texts.append(tokenizer.decode(open_training_data(options, tokenizer, 0, with_responses=False).prompts(0).ids[0]))
+        texts.append(
+            tokenizer.decode(open_training_data(options, tokenizer, 0, with_responses=False).prompts(0).ids[0])
+        )
     assert texts == ["01+1=", "2+2="], "messages bring their own system prompt"
 
 
@@ -92,7 +96,10 @@ def test_chat_template_and_messages(tmp_path: Path) -> None:
         ({"split": "test"}, "data.split: 'test' of"),
         ({"max_prompt_tokens": 3}, "data.max_prompt_tokens: row 0 of"),
         ({"source": f"{__name__}:nothing"}, f"data.source: '{__name__}:nothing': '{__name__}' has no 'nothing'"),
-        ({"source": f"{__name__}:some_rows", "options": {"n": 1}}, f"data.options: '{__name__}:some_rows' failed (TypeE"),
+        (
+            {"source": f"{__name__}:some_rows", "options": {"n": 1}},
+            f"data.source: '{__name__}:some_rows' failed (TypeE",
+        ),
         ({"source": f"{__name__}:some_rows", "options": {"count": 0}}, "data.split: 'train' of"),
     ],
 )
@@ -114,7 +121,7 @@ def test_evaluation_needs_a_split() -> None:
 
 
 def test_additions_are_right_and_the_splits_share_nothing() -> None:
-    splits = {split: additions(split, digits=2) for split in ("train", "test")}  # type: ignore[arg-type]
+    splits = {split: additions(split, digits=2) for split in ("train", "test")}
     assert len(splits["train"]) + len(splits["test"]) == 100 * 100
     assert 800 < len(splits["test"]) < 1200
     for rows in splits.values():

@@ -34,7 +34,7 @@ def columns(minibatch: Minibatch) -> Mapping[str, list[float]]:
 
 def test_every_token_has_its_rollouts_advantage_and_counts_the_same() -> None:
     engine = Recorder()
-    PolicyUpdate().run(engine, WHOLE, ADVANTAGES)  # type: ignore[arg-type]
+    PolicyUpdate().run(engine, WHOLE, ADVANTAGES)
     ((minibatch, _),) = engine.seen
     assert columns(minibatch)["advantages"] == [1, 2, 2, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 5]
     assert minibatch.weights.values == pytest.approx([1 / 15] * 15)
@@ -45,14 +45,14 @@ def test_every_token_has_its_rollouts_advantage_and_counts_the_same() -> None:
 def test_old_logprobs_and_reference_take_their_place() -> None:
     engine = Recorder()
     given = Logprobs(values=WHOLE.response_ids.like(np.arange(15, dtype=np.float32)))
-    PolicyUpdate(kl_coef=0.1).run(engine, WHOLE, ADVANTAGES, reference=given, old_logprobs=given)  # type: ignore[arg-type]
+    PolicyUpdate(kl_coef=0.1).run(engine, WHOLE, ADVANTAGES, reference=given, old_logprobs=given)
     ((minibatch, _),) = engine.seen
     assert columns(minibatch)["old_logprobs"] == columns(minibatch)["reference"] == list(range(15))
 
 
 def test_minibatches_and_epochs() -> None:
     engine = Recorder()
-    metrics = PolicyUpdate(num_minibatches=2, num_epochs=2).run(engine, WHOLE, ADVANTAGES)  # type: ignore[arg-type]
+    metrics = PolicyUpdate(num_minibatches=2, num_epochs=2).run(engine, WHOLE, ADVANTAGES)
     assert [len(minibatch) for minibatch, _ in engine.seen] == [3, 2, 3, 2]
     assert [float(minibatch.weights.values.sum()) for minibatch, _ in engine.seen] == pytest.approx([1] * 4)
     assert metrics.values == {"loss": 2.5}
@@ -60,13 +60,13 @@ def test_minibatches_and_epochs() -> None:
 
 def test_more_minibatches_than_rows() -> None:
     engine = Recorder()
-    PolicyUpdate(num_minibatches=9).run(engine, WHOLE, ADVANTAGES)  # type: ignore[arg-type]
+    PolicyUpdate(num_minibatches=9).run(engine, WHOLE, ADVANTAGES)
     assert [len(minibatch) for minibatch, _ in engine.seen] == [1] * 5
 
 
 def test_sft_takes_the_examples_as_they_are() -> None:
     engine = Recorder()
-    SftUpdate().run(engine, Examples(**vars(sequences([2, 3], [[2], [1]]))))  # type: ignore[arg-type]
+    SftUpdate().run(engine, Examples(**vars(sequences([2, 3], [[2], [1]]))))
     ((minibatch, _),) = engine.seen
     assert minibatch.columns == {}
     assert minibatch.response_ids.lengths.tolist() == [2, 1]

@@ -45,7 +45,10 @@ def test_hosts_of_a_shape_and_back() -> None:
         ({"hosts": [{"name": "a", "gpus": 0, "gpu": "h200"}], "gpus": GPUS}, "cluster.hosts.0.gpus: 0 is not valid"),
         ({"hosts": [{"name": "a", "gpus": 1, "gpu": "x"}], "gpus": GPUS}, "cluster.hosts.0.gpu: no figures for 'x'"),
         ({"hosts": [{"name": "a", "gpus": 1, "gpu": "h200"}] * 2, "gpus": GPUS}, "the name 'a' is given twice"),
-        ({"hosts": [{"name": "a", "gpus": 1, "gpu": "x"}], "gpus": {"x": {"memory_gib": -1, "source": ""}}}, "-1 is not"),
+        (
+            {"hosts": [{"name": "a", "gpus": 1, "gpu": "x"}], "gpus": {"x": {"memory_gib": -1, "source": ""}}},
+            "-1 is not",
+        ),
     ],
 )
 def test_wrong_clusters(mapping: dict[str, Any], message: str) -> None:

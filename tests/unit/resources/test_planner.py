@@ -70,8 +70,8 @@ def test_all_uneven_hosts_are_used() -> None:
 
 
 def test_pipeline_stages_may_lie_on_two_hosts() -> None:
-    wants = {"tensor_parallel_size": 6, "pipeline_parallel_size": 2}
-    placed = place([demand("rollout", **wants)], cluster(8, 8))["rollout"]
+    rollout = demand("rollout", tensor_parallel_size=6, pipeline_parallel_size=2)
+    placed = place([rollout], cluster(8, 8))["rollout"]
     assert len(placed.workers) == 1
     assert Counter(bundle.host for bundle in placed.workers[0].bundles) == {"host-0": 6, "host-1": 6}
     check(placed)

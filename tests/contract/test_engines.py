@@ -1,0 +1,131 @@
+"""What every engine of a capability must do, whichever library it is."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlflow.engines.base import Sampling
+from rlflow.engines.registry import engine_class, engine_kind, engine_names
+from rlflow.errors import RecipeError
+from rlflow.nodes.losses import LikelihoodLoss
+from tests.helpers import minibatch, prompts, sequences, spec
+
+STARTED = [name for name in engine_names() if name not in ("deepspeed", "vllm")]
+
+
+def able(capability: str) -> list[str]:
+    return [name for name in STARTED if capability in engine_kind(name).capabilities]
+
+
+def build(name: str, **options: Any) -> Any:
+    return engine_class(name)(spec(**options))
+
+
+def test_every_file_is_an_engine() -> None:
+    assert engine_names() == ["deepspeed", "fake", "torch", "transformers", "vllm"]
+    assert engine_kind("fake").capabilities == {"Generates", "Scores", "Values", "Evaluates", "Trains", "Follows"}
+    assert engine_kind("torch").capabilities == {"Scores", "Values", "Trains"}
+    assert engine_kind("transformers").capabilities == {"Generates", "Scores", "Follows"}
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "vllm"])
+def test_an_engine_that_is_planned_only_says_so(name: str) -> None:
+    with pytest.raises(RecipeError, match=f"engine: '{name}' can be planned for, and this version does not"):
+        engine_class(name)
+
+
+@pytest.mark.parametrize("name", able("Generates"))
+class TestGenerates:
+    def test_a_group_for_each_prompt_in_the_order_of_keys(self, name: str) -> None:
+        given = prompts((3, 5, 2), step=7)
+        out = build(name).generate(given, Sampling(max_tokens=6, group_size=4))
+        assert out.keys.tolist() == [[7, prompt, sample] for prompt in range(3) for sample in range(4)]
+        assert [row.tolist() for row in map(out.prompt_ids.__getitem__, range(12))] == [
+            given.ids[prompt].tolist() for prompt in range(3) for _ in range(4)
+        ]
+        assert len(out.texts) == len(out.rows) == len(out.finished) == 12
+
+    def test_every_token_has_its_logprob_and_version(self, name: str) -> None:
+        out = build(name).generate(prompts(), Sampling(max_tokens=6, group_size=4))
+        assert out.response_ids.lengths.min() >= 1
+        assert out.response_ids.lengths.max() <= 6
+        assert out.response_ids.values.dtype == np.int32
+        assert (out.logprobs.offsets == out.response_ids.offsets).all()
+        assert (out.logprobs.values <= 0).all()
+        assert set(out.versions.values.tolist()) == {0}
+
+    def test_a_sample_depends_on_its_key_and_the_seed_alone(self, name: str) -> None:
+        given, sampling = prompts((3, 5, 2)), Sampling(max_tokens=6, group_size=4)
+        whole = build(name).generate(given, sampling)
+        part = build(name).generate(given.take(np.array([2])), sampling)
+        assert part.response_ids.values.tolist() == whole.response_ids.take(np.arange(8, 12)).values.tolist()
+        other = build(name, seed=1).generate(given, sampling)
+        assert other.response_ids.values.tolist() != whole.response_ids.values.tolist()
+        next_step = build(name).generate(prompts((3, 5, 2), step=1), sampling)
+        assert next_step.response_ids.values.tolist() != whole.response_ids.values.tolist()
+
+
+@pytest.mark.parametrize("name", able("Scores"))
+class TestScores:
+    def test_a_number_for_each_response_token(self, name: str) -> None:
+        given = sequences([3, 2], [[4, 1], [2]])
+        out = build(name).logprobs(given, 1.0).values
+        assert (out.offsets == given.response_ids.offsets).all()
+        assert out.values.dtype == np.float32
+        assert (out.values <= 0).all()
+
+    def test_the_cut_into_micro_batches_makes_no_difference(self, name: str) -> None:
+        given = sequences([3, 2, 4], [[4, 1], [2], [5, 5, 3]])
+        whole, cut = (build(name, micro_batch_tokens=size).logprobs(given, 1.0).values for size in (4096, 8))
+        assert cut.values == pytest.approx(whole.values, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(set(able("Scores")) & set(able("Generates"))))
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_what_is_generated_is_scored_alike(name: str, temperature: float) -> None:
+    engine = build(name)
+    out = engine.generate(prompts(), Sampling(max_tokens=6, group_size=4, temperature=temperature))
+    assert engine.logprobs(out, temperature).values.values == pytest.approx(out.logprobs.values, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", able("Values"))
+def test_values(name: str) -> None:
+    given = sequences([3, 2], [[4, 1], [2]])
+    out = build(name, capabilities=["Values"]).values(given).values
+    assert (out.offsets == given.response_ids.offsets).all()
+    assert np.isfinite(out.values).all()
+
+
+@pytest.mark.parametrize("name", able("Trains"))
+class TestTrains:
+    def test_the_loss_falls(self, name: str) -> None:
+        engine, batch = build(name), minibatch(sequences([3, 2], [[4, 1], [2]]))
+        losses = [engine.update(batch, LikelihoodLoss()).values["loss"] for _ in range(5)]
+        assert losses == sorted(losses, reverse=True)
+        assert losses[-1] < losses[0]
+
+    def test_it_goes_on_from_what_it_saved(self, name: str, tmp_path: Path) -> None:
+        batch = minibatch(sequences([3, 2], [[4, 1], [2]]))
+        engine, other = build(name), build(name)
+        engine.update(batch, LikelihoodLoss())
+        engine.save(tmp_path)
+        other.restore(tmp_path)
+        assert other.update(batch, LikelihoodLoss()) == engine.update(batch, LikelihoodLoss())
+        for weight, value in engine.weights().items():
+            assert (other.weights()[weight] == value).all()
+
+    def test_it_exports(self, name: str, tmp_path: Path) -> None:
+        build(name).export(tmp_path)
+        assert any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", able("Follows"))
+def test_weights_come_with_their_version(name: str) -> None:
+    leader = build("fake" if name == "fake" else "torch")
+    engine = build(name)
+    leader.update(minibatch(sequences([3], [[4]])), LikelihoodLoss())
+    engine.load_weights(leader.weights(), 5)
+    out = engine.generate(prompts(), Sampling(max_tokens=3))
+    assert set(out.versions.values.tolist()) == {5}

@@ -1,0 +1,180 @@
+"""The command line as a user types it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import CONFIG_DIR, ROOT
+
+pytestmark = pytest.mark.slow
+
+
+def rlflow(*arguments: str, cwd: Path, code: int = 0, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Runs the command and checks its exit code, and that no traceback is seen."""
+    command = [sys.executable, "-m", "rlflow", *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def fake(*arguments: str) -> tuple[str, ...]:
+    return ("--config-dir", str(CONFIG_DIR), "recipe=fake", *arguments)
+
+
+def run_folders(cwd: Path) -> list[Path]:
+    return sorted(path.parent for path in cwd.glob("outputs/*/*/plan.json"))
+
+
+def test_a_run(tmp_path: Path) -> None:
+    out = rlflow(*fake(), cwd=tmp_path).stdout
+    (folder,) = run_folders(tmp_path)
+    assert "fake on 1x1@cpu" in out
+    assert "held-out reward: 0." in out
+    for name in ("recipe.yaml", "plan.json", "metrics.jsonl", "report.json", "model", "checkpoints", ".hydra"):
+        assert (folder / name).exists(), name
+
+
+def test_a_dry_run_imports_no_model_library(tmp_path: Path) -> None:
+    code = (
+        "import sys; from rlflow.cli import main; code = main();"
+        "heavy = {'torch', 'ray', 'vllm', 'deepspeed', 'transformers', 'datasets'} & set(sys.modules);"
+        "assert not heavy, heavy; sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, "recipe=grpo_32b", "cluster=2x8", "dry_run=true"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "grpo_32b on 2x8@h100_80gb: 16 of 16 GPUs in use" in done.stdout
+
+
+def test_a_plan_can_be_given_back(tmp_path: Path) -> None:
+    rlflow(*fake("dry_run=true"), cwd=tmp_path)
+    (folder,) = run_folders(tmp_path)
+    rlflow(f"plan={folder}/plan.json", "hydra.run.dir=again", cwd=tmp_path)
+    assert json.loads((tmp_path / "again" / "report.json").read_text())["name"] == "fake"
+
+
+def test_a_sweep(tmp_path: Path) -> None:
+    out = rlflow("-m", "recipe=grpo_32b", "cluster=1x8,2x8,4x8@h200", "dry_run=true", cwd=tmp_path).stdout
+    assert [f"grpo_32b on {shape}" in out for shape in ("1x8@h100_80gb", "2x8@h100_80gb", "4x8@h200")] == [True] * 3
+
+
+def test_a_sweep_tells_of_the_cluster_that_is_too_small(tmp_path: Path) -> None:
+    sweep = ("-m", "recipe=grpo_32b", "cluster=1x4,2x8", "roles.rollout.tensor_parallel_size=8", "dry_run=true")
+    done = rlflow(*sweep, cwd=tmp_path, code=2)
+    assert "PlacementError: roles.rollout: no host has 8 GPUs" in done.stderr
+    assert "grpo_32b on 2x8@h100_80gb" in done.stdout
+
+
+def test_ctrl_c_and_resume(tmp_path: Path) -> None:
+    arguments = [*fake("steps=100000", "checkpoints.every=100000", "evaluation=null")]
+    command = [sys.executable, "-m", "rlflow", *arguments]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("fake: "):
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stdout.read()
+        assert process.wait(timeout=60) == 130, rest
+    assert "stopping after this step" in rest
+    assert "go on with: python -m rlflow plan=" in rest
+    (folder,) = run_folders(tmp_path)
+    behind = json.loads((folder / "report.json").read_text())["steps"]
+    assert behind < 100000
+    command = [*command, "resume=true"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("fake: "):
+                assert (f"from step {behind}" in line) == (behind > 0)
+                process.send_signal(signal.SIGINT)
+                break
+        process.stdout.read()
+        assert process.wait(timeout=60) == 130
+    assert run_folders(tmp_path) == [folder], "it goes on in the same folder"
+
+
+MISTAKES = [
+    (("recipe=grpo_tin",), "RecipeError: recipe: no recipe 'grpo_tin'"),
+    (("nope=1",), "RecipeError: nope: unknown key"),
+    (("roles.actor.engine=tork",), "RecipeError: roles.actor.engine: no engine 'tork'"),
+    (("graph.rewards.node=rewad",), "GraphError: graph.rewards.node: no kind of node 'rewad'"),
+    (("cluster=2y8",), "RecipeError: cluster: '2y8' is neither"),
+    (("cluster=0x8",), "RecipeError: cluster: '0x8' is neither"),
+    (("cluster=2x0",), "RecipeError: cluster: '2x0' is neither"),
+    (("cluster=2x8@h300",), "RecipeError: gpu: no gpu 'h300'"),
+    (("data.source=nowhere.jsonl",), "RecipeError: data.source: 'nowhere.jsonl' does not exist"),
+    (("data.columns.prompt=promt",), "RecipeError: data.columns.prompt: no column 'promt'"),
+    (("data.max_prompt_tokens=2",), "RecipeError: data.max_prompt_tokens: row 0 of"),
+    (("data.split=no",), "RecipeError: data.source: 'rlflow.data.arithmetic:additions' failed (ValueError: no split"),
+    (("models.policy.random_weights=false", "models.policy.characters=null", "models.policy.path=./no"),
+     "RecipeError: models.policy.path: './no' is not a folder"),
+    (("graph.rewards.function=rewards:raising",), "RecipeError: graph.rewards.function: 'rewards:raising' failed (Key"),
+    (("graph.rewards.function=rewards:nan",), "RecipeError: graph.rewards.function: 'rewards:nan' returned nan"),
+    (("graph.rewards.function=rewards:few",), "RecipeError: graph.rewards.function: 'rewards:few' returned 0 values"),
+    (("plan=nowhere.json",), "RecipeError: plan: a plan is whole, and 'recipe' would change it"),
+    (("resume=true",), "RecipeError: resume: no run of this recipe with a checkpoint"),
+    (("resume=nowhere",), "RecipeError: resume: 'nowhere' has no checkpoint"),
+    (("steps",), "RecipeError: command line: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "message"), MISTAKES, ids=[" ".join(overrides) for overrides, _ in MISTAKES])
+def test_a_mistake_ends_in_one_message_and_leaves_nothing(
+    overrides: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "def raising(texts, rows): raise KeyError('x')\n"
+        "def nan(texts, rows): return [float('nan')] * len(texts)\n"
+        "def few(texts, rows): return []\n"
+    )
+    done = rlflow(*fake(*overrides), cwd=tmp_path, code=2)
+    assert message in done.stderr
+    assert not list(tmp_path.glob("outputs/*/*/report.json"))
+
+
+def test_a_damaged_checkpoint(tmp_path: Path) -> None:
+    rlflow(*fake("hydra.run.dir=run"), cwd=tmp_path)
+    (tmp_path / "run" / "checkpoints" / "step-000006" / "actor" / "state.json").write_text("{}")
+    done = rlflow(*fake("resume=run"), cwd=tmp_path, code=2)
+    assert "is damaged (actor/state.json is not as it was written)" in done.stderr
+
+
+def test_an_engine_that_is_not_there_yet(tmp_path: Path) -> None:
+    done = rlflow(*fake("roles.rollout.engine=vllm"), cwd=tmp_path, code=2)
+    assert "RecipeError: roles.rollout.engine: 'vllm' can be planned for" in done.stderr
+
+
+def test_auto_takes_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho NVIDIA H200\necho NVIDIA H200\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    out = rlflow("recipe=grpo_7b", "cluster=auto", "dry_run=true", cwd=tmp_path).stdout
+    assert "grpo_7b on 1x2@h200: 2 of 2 GPUs in use" in out
+
+
+def test_a_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)]
+    subprocess.run(install, check=True, capture_output=True, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    command = [sys.executable, "-m", "rlflow", "recipe=grpo_32b", "cluster=2x8", "dry_run=true"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "16 of 16 GPUs in use" in done.stdout
+    where = [sys.executable, "-c", "import rlflow; print(rlflow.__file__)"]
+    found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.startswith(str(tmp_path))
+    shipped = {path.stem for path in (tmp_path / "site" / "rlflow" / "conf" / "recipe").glob("*.yaml")}
+    assert shipped == {path.stem for path in (ROOT / "recipes").glob("*.yaml")}

@@ -1,0 +1,154 @@
+"""Whole runs: what they write, that they repeat themselves, that they go on where they stopped."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlflow
+from rlflow.compiler.plan import Plan
+from rlflow.errors import EngineError, RecipeError
+from rlflow.report.metrics import MetricsWriter
+from rlflow.runtime.base import Report
+from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.run import run
+from tests.conftest import CONFIG_DIR
+
+
+class StopAfter:
+    """Asks the run to stop when so many steps are behind it, in whichever process that is."""
+
+    def __init__(self, step: int) -> None:
+        self.wanted, self.reached = step, False
+
+    def started(self, plan: Plan, directory: Path, step: int) -> None: ...
+
+    def evaluated(self, step: int, reward: float) -> None: ...
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.reached = step == self.wanted
+
+    def ended(self, report: Report) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def go(plan: Plan, folder: Path, *, resume: bool = False, until: int = 0) -> Report:
+    stopper = StopAfter(until)
+    return run(plan, folder, LocalRuntime(), [MetricsWriter(), stopper], resume=resume, stop=lambda: stopper.reached)
+
+
+def plan_of(recipe: str, *overrides: str) -> Plan:
+    return rlflow.compile(rlflow.load([f"recipe={recipe}", *overrides], CONFIG_DIR))
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Times aside."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if "second" not in k} for line in lines]
+
+
+def weights(report: Report) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    return dict(AutoModelForCausalLM.from_pretrained(report.models["actor"]).state_dict())
+
+
+def test_a_run_writes_all_of_it(tmp_path: Path) -> None:
+    report = go(plan_of("fake"), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("plan.json", "metrics.jsonl", "tensorboard", "checkpoints", "model", "report.json", "recipe.yaml")
+    }
+    assert json.loads((tmp_path / "report.json").read_text()) == report.to_dict()
+    assert (report.status, report.steps) == ("finished", 6)
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines if "evaluation/reward" in line] == [0, 2, 4, 6]
+    assert [line["step"] for line in lines if "update/loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert any((tmp_path / "tensorboard").iterdir())
+
+
+def test_the_public_way(tmp_path: Path) -> None:
+    assert rlflow.run(plan_of("fake"), tmp_path).status == "finished"
+
+
+@pytest.mark.parametrize("recipe", ["fake", pytest.param("real", marks=pytest.mark.slow)])
+def test_the_same_seed_gives_the_same_run(recipe: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        go(plan_of(recipe), tmp_path / name)
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
+    go(plan_of(recipe, "seed=1"), tmp_path / "c")
+    assert metrics(tmp_path / "a") != metrics(tmp_path / "c")
+
+
+@pytest.mark.slow
+def test_stopped_after_any_step_and_resumed(tmp_path: Path) -> None:
+    plan = plan_of("real", "graph.update.num_minibatches=2")
+    whole = go(plan, tmp_path / "whole")
+    for step in range(1, 6):
+        folder = tmp_path / str(step)
+        assert go(plan, folder, until=step).status == "stopped"
+        resumed = go(plan, folder, resume=True)
+        assert (resumed.status, resumed.steps) == ("finished", 6)
+        for name, weight in weights(whole).items():
+            assert torch.equal(weights(resumed)[name], weight), (step, name)
+        assert metrics(folder) == metrics(tmp_path / "whole")
+        assert (resumed.eval_before, resumed.eval_after) == (whole.eval_before, whole.eval_after)
+
+
+def test_a_checkpoint_behind_the_metrics(tmp_path: Path) -> None:
+    """A run that died after step 5, its last checkpoint at step 4: what is done again stands there once."""
+    plan = plan_of("fake")
+    go(plan, tmp_path / "whole")
+    go(plan, tmp_path / "dead", until=5)
+    (tmp_path / "dead" / "checkpoints" / "step-000005").rename(tmp_path / "lost")
+    go(plan, tmp_path / "dead", resume=True)
+    assert metrics(tmp_path / "dead") == metrics(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_the_model_loads_and_the_base_is_made_once(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    base = (CONFIG_DIR / "recipe" / "real.yaml").read_text()
+    top = base.replace("name: real", "name: top").replace("/algorithm: grpo", "/algorithm: grpo")
+    start, end = top.index("  policy:"), top.index("roles:")
+    top = top[:start] + "  policy: {recipe: real, dtype: float32}\n" + top[end:]
+    (tmp_path / "conf" / "recipe" / "real.yaml").write_text(base)
+    (tmp_path / "conf" / "recipe" / "top.yaml").write_text(top)
+    plan = rlflow.compile(rlflow.load(["recipe=top"], tmp_path / "conf"))
+    first = go(plan, tmp_path / "first")
+    assert (tmp_path / "first" / "base" / "policy" / "report.json").exists()
+    assert [path.name.split("-")[0] for path in cache.iterdir()] == ["real"]
+    second = go(plan, tmp_path / "second")
+    assert not (tmp_path / "second" / "base").exists()
+    assert all(torch.equal(weights(first)[name], weight) for name, weight in weights(second).items())
+
+
+def test_a_reward_that_raises_names_its_place(tmp_path: Path) -> None:
+    plan = plan_of("fake", f"graph.rewards.function='{__name__}:raising'", "evaluation=null")
+    with pytest.raises(RecipeError, match=r"^graph\.rewards\.function: '.*:raising' failed \(ValueError: no\)"):
+        go(plan, tmp_path)
+    assert not (tmp_path / "report.json").exists()
+
+
+def raising(texts: Any, rows: Any) -> list[float]:
+    raise ValueError("no")
+
+
+def test_an_engine_that_fails_names_step_and_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlflow.engines.fake import FakeEngine
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("too much")
+
+    monkeypatch.setattr(FakeEngine, "update", fail)
+    with pytest.raises(EngineError, match=r"step 1: node update, role actor: MemoryError: too much"):
+        go(plan_of("fake"), tmp_path)
+
+
+def test_a_plan_of_many_gpus_is_not_run_here(tmp_path: Path) -> None:
+    plan = rlflow.compile(rlflow.load(["recipe=fake"], CONFIG_DIR), "2x8")
+    with pytest.raises(ValueError, match="the plan uses 16 GPUs of 2x8@h100_80gb, and this version runs plans of one"):
+        go(plan, tmp_path)

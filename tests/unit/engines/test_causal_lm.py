@@ -1,0 +1,198 @@
+"""Packed passes and cached decoding against transformers' own, one sequence at a time."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlflow.batch import Packed, Sequences
+from rlflow.engines.base import Sampling
+from rlflow.engines.causal_lm.decoding import _sample, decode
+from rlflow.engines.causal_lm.packing import micro_batches, pack
+from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
+from rlflow.engines.causal_lm.scoring import token_logprobs
+from rlflow.engines.torch import TorchEngine
+from rlflow.engines.transformers import TransformersEngine
+from rlflow.errors import EngineError, RecipeError
+from rlflow.nodes.losses import LikelihoodLoss
+from rlflow.recipe import Model, Optimizer
+from tests.helpers import MODEL, minibatch, sequences, spec
+
+
+def model(implementation: str | None = None) -> Any:
+    built = load_model("policy", MODEL, dtype=torch.float32, seed=0)
+    if implementation is not None:
+        built.config._attn_implementation = implementation
+    return built
+
+
+def own_logprobs(of: Sequences) -> list[float]:
+    """Each sequence by itself, through the library's own attention."""
+    plain = model("eager")
+    values: list[float] = []
+    for prompt, response in zip(
+        map(of.prompt_ids.__getitem__, range(len(of))), map(of.response_ids.__getitem__, range(len(of))), strict=True
+    ):
+        ids = torch.tensor(np.concatenate([prompt, response]))[None].long()
+        with torch.no_grad():
+            scores = plain(ids).logits[0].log_softmax(-1)
+        values += [float(scores[len(prompt) - 1 + at, token]) for at, token in enumerate(response)]
+    return values
+
+
+SHAPES = [
+    ([3], [[4]]),
+    ([3], [[4, 4, 4]]),
+    ([1], [[1, 1]]),
+    ([3, 3], [[4], [4]]),
+    ([2, 7, 4], [[9, 1, 5], [3], [1, 30]]),
+]
+
+
+@pytest.mark.parametrize(("prompt_lengths", "response_lengths"), SHAPES)
+def test_packed_is_one_by_one(prompt_lengths: Sequence[int], response_lengths: Sequence[Sequence[int]]) -> None:
+    given = sequences(prompt_lengths, response_lengths)
+    with torch.no_grad():
+        packed = token_logprobs(model(), given, 1.0)
+    assert packed.tolist() == pytest.approx(own_logprobs(given), abs=1e-5)
+
+
+def test_a_prompt_is_in_the_stream_once_and_the_last_token_is_not() -> None:
+    given = sequences([5, 2], [[4, 3, 1], [2]])
+    stream = pack(given.prompt_ids, given.response_ids)
+    assert len(stream.ids) == 5 + (3 + 2 + 0) + 2 + 1
+    assert stream.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 0, 1, 2]
+    assert stream.predictors.tolist() == [4, 5, 6, 7, 4, 8, 9, 4, 11, 12]
+
+
+def test_no_slot_of_padding_is_anyones() -> None:
+    given = sequences([5, 2, 9], [[4, 3, 1], [2], [20, 17]])
+    stream = pack(given.prompt_ids, given.response_ids)
+    places = np.concatenate([block.ravel() for block in stream.blocks])
+    assert (places[stream.owners] == np.arange(len(stream.ids))).all()
+    ends = np.cumsum([block.size for block in stream.blocks])
+    for owner, position in zip(stream.owners, stream.positions, strict=True):
+        block = int(np.searchsorted(ends, owner, side="right"))
+        slot = owner - (ends[block] - stream.blocks[block].size)
+        assert slot % stream.blocks[block].shape[1] == position
+
+
+@pytest.mark.parametrize(
+    ("limit", "pieces"), [(100, [[0, 1, 2, 3]]), (9, [[0, 1], [2], [3]]), (1, [[0], [1], [2], [3]])]
+)
+def test_micro_batches(limit: int, pieces: list[list[int]]) -> None:
+    given = sequences([2], [[2, 3, 7, 1]])  # 4, 5, 9 and 3 tokens
+    assert [piece.tolist() for piece in micro_batches(given, limit)] == pieces
+
+
+def decoded(prompts: Packed, sampling: Sampling, end_ids: Sequence[int] = (0,)) -> Any:
+    return decode(model(), prompts, sampling, list(range(len(prompts) * sampling.group_size)), end_ids)
+
+
+def test_greedy_decoding_is_the_librarys() -> None:
+    prompts = sequences([3, 7, 1], [[1], [1], [1]]).prompt_ids
+    ours = decoded(prompts, Sampling(max_tokens=12, temperature=0.0))
+    plain = model("eager")
+    for row in range(3):
+        ids = torch.tensor(prompts[row])[None].long()
+        theirs = plain.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=0, pad_token_id=0
+        )
+        assert ours.ids[row].tolist() == theirs[0, ids.shape[1] :].tolist()
+
+
+def test_sequences_end_at_the_end_token_and_leave_the_others_alone() -> None:
+    """With many end tokens, sequences leave at every step; each must read as it does alone, cut at its first end."""
+    prompts = sequences([3, 7, 1, 2], [[1]] * 4).prompt_ids
+    sampling = Sampling(max_tokens=10, group_size=5)
+    whole = decoded(prompts, sampling, end_ids=())
+    ends = (0, 3, 5, 8)
+    cut = decoded(prompts, sampling, end_ids=ends)
+    assert not whole.finished.any()
+    for row in range(20):
+        stops = np.flatnonzero(np.isin(whole.ids[row], ends))
+        length = stops[0] + 1 if stops.size else 10
+        assert cut.ids[row].tolist() == whole.ids[row][:length].tolist()
+        assert cut.logprobs[row] == pytest.approx(whole.logprobs[row][:length], abs=1e-5)
+        assert cut.finished[row] == bool(stops.size)
+
+
+def test_sampling_inverts_the_distribution_function() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    for draw, token in ((0.0, 0), (0.49, 0), (0.51, 1), (0.79, 1), (0.81, 2), (0.999999, 2)):
+        chosen, logprob = _sample(logits, Sampling(max_tokens=1), torch.tensor([draw], dtype=torch.float64))
+        assert chosen.tolist() == [token]
+        assert logprob.tolist() == pytest.approx([float(logits[0, token])])
+
+
+def test_top_p_keeps_the_likeliest() -> None:
+    logits = torch.tensor([[0.2, 0.5, 0.3]]).log()
+    tokens = {
+        int(_sample(logits, Sampling(max_tokens=1, top_p=0.6), torch.tensor([draw], dtype=torch.float64))[0])
+        for draw in np.linspace(0, 0.999, 50)
+    }
+    assert tokens == {1, 2}
+
+
+def test_the_gradient_does_not_depend_on_the_cut() -> None:
+    given = minibatch(sequences([3, 6, 2], [[4, 9, 1], [2], [5, 5]]))
+    weights = []
+    for size in (4096, 12, 1):
+        engine = TorchEngine(spec(micro_batch_tokens=size, optimizer=Optimizer(learning_rate=1e-2)))
+        metrics = engine.update(given, LikelihoodLoss()).values
+        weights.append((metrics["grad_norm"], torch.cat([w.flatten() for w in engine.weights().values()])))
+    for norm, values in weights[1:]:
+        assert norm == pytest.approx(weights[0][0], rel=1e-5)
+        assert (values - weights[0][1]).abs().max() < 2e-5
+
+
+def test_checkpointing_changes_nothing() -> None:
+    given = minibatch(sequences([3, 6], [[4, 9], [2]]))
+    specs = (spec(), replace(spec(), gradient_checkpointing=True))
+    norms = [TorchEngine(each).update(given, LikelihoodLoss()).values["grad_norm"] for each in specs]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+def test_weights_that_do_not_fit_change_nothing() -> None:
+    engine = TransformersEngine(spec())
+    before = {name: tensor.clone() for name, tensor in engine._model.state_dict().items()}
+    weights = {name: tensor + 1 for name, tensor in before.items()}
+    last = sorted(weights)[-1]
+    weights[last] = weights[last][:1]
+    with pytest.raises(EngineError, match=f"role actor: the weights do not fit the model at '{last}'"):
+        engine.load_weights(weights, 1)
+    assert all((engine._model.state_dict()[name] == tensor).all() for name, tensor in before.items())
+
+
+def test_an_attention_that_is_not_ours_is_refused() -> None:
+    built = model()
+    built.model.layers[0].self_attn.sliding_window = 4
+    with pytest.raises(EngineError, match="attention with sliding_window"):
+        token_logprobs(built, sequences([3], [[2]]), 1.0)
+
+
+def test_a_saved_model_is_the_same(tmp_path: Any) -> None:
+    engine = TorchEngine(spec())
+    engine.export(tmp_path)
+    again = TransformersEngine(spec(model=Model(path=str(tmp_path), dtype="float32")))
+    given = sequences([3], [[4, 2]])
+    assert again.logprobs(given, 1.0).values.values == pytest.approx(
+        engine.logprobs(given, 1.0).values.values, abs=1e-6
+    )
+    assert again._tokenizer.decode(again._tokenizer("1+2=")["input_ids"]) == "1+2="
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/nowhere/model", "models.policy.path: '/nowhere/model' is not a folder"),
+        ("nobody/nothing", "models.policy.path: 'nobody/nothing' cannot be loaded: "),
+    ],
+)
+def test_a_model_that_is_not_there(path: str, message: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        load_tokenizer("policy", Model(path=path))
+    assert str(raised.value).startswith(message)

@@ -1,0 +1,83 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.errors import RecipeError
+from rlflow.runtime import checkpoint
+from rlflow.runtime.checkpoint import Progress
+
+
+class Engine:
+    """Saves a number in two files."""
+
+    def __init__(self, number: int = 0, *, fails: bool = False) -> None:
+        self.number, self.fails = number, fails
+
+    def save(self, folder: Path) -> None:
+        (folder / "a").write_text(str(self.number))
+        if self.fails:
+            raise OSError("disk full")
+        (folder / "b").write_text(str(self.number))
+
+    def restore(self, folder: Path) -> None:
+        self.number = int((folder / "b").read_text())
+
+
+def save(run: Path, step: int, engine: Engine, keep: int = 2) -> None:
+    checkpoint.save(run, Progress("f", step, {"0": 0.5}), {"actor": engine}, keep)
+
+
+def test_the_last_one_is_read_and_old_ones_go(tmp_path: Path) -> None:
+    for step in (9, 10, 11):
+        save(tmp_path, step, Engine(step))
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-000010", "step-000011"]
+    last, engine = checkpoint.last(tmp_path, "f"), Engine()
+    checkpoint.restore(last, {"actor": engine})
+    assert (engine.number, last.progress) == (11, Progress("f", 11, {"0": 0.5}))
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    save(tmp_path, 1, Engine(1))
+    with pytest.raises(OSError, match="disk full"):
+        save(tmp_path, 2, Engine(2, fails=True))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+    assert checkpoint.last(tmp_path, "f").progress.step == 1
+
+
+def _cut(folder: Path) -> None:
+    (folder / "actor" / "b").write_text("")
+
+
+def _remove(folder: Path) -> None:
+    (folder / "actor" / "a").unlink()
+
+
+def _manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_cut, r"is damaged \(actor/b is not as it was written\)"),
+        (_remove, r"is damaged \(actor/a is missing\)"),
+        (_manifest, r"is damaged \(manifest.json: "),
+    ],
+)
+def test_damage_is_found(tmp_path: Path, damage: Any, message: str) -> None:
+    save(tmp_path, 1, Engine(1))
+    damage(tmp_path / "checkpoints" / "step-000001")
+    with pytest.raises(RecipeError, match=message):
+        checkpoint.last(tmp_path, "f")
+
+
+def test_another_recipes_run(tmp_path: Path) -> None:
+    save(tmp_path, 1, Engine(1))
+    with pytest.raises(RecipeError, match="ran a recipe with the fingerprint f, this one has g"):
+        checkpoint.last(tmp_path, "g")
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="has no checkpoint"):
+        checkpoint.last(tmp_path, "f")
