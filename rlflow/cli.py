@@ -23,9 +23,17 @@ from rich.console import Console
 
 from rlflow.compiler.plan import Plan, compile_recipe, read_plan, write_plan
 from rlflow.compiler.render import render
-from rlflow.compose import CONF, cluster_of_machine, composing_error, free_keys, recipe_of, register_shapes
+from rlflow.compose import (
+    CONF,
+    FrontDoor,
+    cluster_of_machine,
+    composing_error,
+    free_keys,
+    front_door_of,
+    recipe_of,
+    register_shapes,
+)
 from rlflow.errors import EngineError, RecipeError, UserError
-from rlflow.recipe import plain
 from rlflow.resources.cluster import cluster_from
 
 STOPPED = 130
@@ -59,6 +67,8 @@ def main() -> int:
 def _job(config: DictConfig) -> int:
     """One run, or one dry run, of a sweep or alone."""
     directory = Path(HydraConfig.get().runtime.output_dir)
+    if directory.is_relative_to(Path.cwd()):
+        directory = directory.relative_to(Path.cwd())
     try:
         return _plan_and_run(config, directory)
     except (UserError, EngineError) as error:
@@ -74,30 +84,30 @@ def _job(config: DictConfig) -> int:
 
 def _plan_and_run(config: DictConfig, directory: Path) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    plan = _plan(config)
+    door = front_door_of(config)
+    plan = _plan(config, door)
     console.print(render(plan))
-    if config.dry_run:
+    if door.dry_run:
         write_plan(plan, directory)
         console.print(f"\nplan: {directory / 'plan.json'}", soft_wrap=True)
         return 0
-    resumed = _run_to_resume(config.resume, plan, directory)
+    resumed = _run_to_resume(door.resume, plan, directory)
     console.print()
     return _run(plan, resumed or directory, console, resume=resumed is not None)
 
 
-def _plan(config: DictConfig) -> Plan:
+def _plan(config: DictConfig, door: FrontDoor) -> Plan:
     options = {override.lstrip("+").split("=")[0] for override in HydraConfig.get().overrides.task}
-    if config.plan is not None:
+    if door.plan is not None:
         if others := sorted(options - {"plan", "dry_run", "resume"}):
             raise RecipeError(
                 "plan", f"a plan is whole, and '{others[0]}' would change it", fix=f"leave out {', '.join(others)}"
             )
-        return read_plan(Path(str(config.plan)))
+        return read_plan(Path(door.plan))
     config_dir = _config_dir()
     recipe = recipe_of(config, config_dir)
-    written = plain(config)["cluster"]
-    if written.get("shape") != "auto":
-        return compile_recipe(recipe, cluster_from(written))
+    if door.cluster.get("shape") != "auto":
+        return compile_recipe(recipe, cluster_from(door.cluster))
     from rlflow.runtime.local import gpus_of_this_machine
 
     return compile_recipe(recipe, cluster_of_machine(gpus_of_this_machine(), config_dir))
@@ -110,12 +120,12 @@ def _config_dir() -> Path | None:
     return known
 
 
-def _run_to_resume(resume: object, plan: Plan, directory: Path) -> Path | None:
+def _run_to_resume(resume: bool | str, plan: Plan, directory: Path) -> Path | None:
     """The folder of the run that ``resume`` asks for: a path, or the newest of this recipe beside ``directory``."""
     if not resume:
         return None
     if resume is not True:
-        return Path(str(resume))
+        return Path(resume)
     candidates = []
     for path in directory.parents[1].glob("*/*/plan.json"):
         if (

@@ -5,7 +5,7 @@ Shapes such as ``2x8@h200`` are configurations of the group ``cluster`` that exi
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,21 @@ from omegaconf.errors import OmegaConfBaseException
 from rlflow.errors import RecipeError, did_you_mean
 from rlflow.recipe import Recipe, load, plain
 from rlflow.resources.cluster import Cluster, cluster_from, parse_shape
+from rlflow.schema import Section, parse
 
 _HERE = Path(__file__).parent
 # Beside the package in a checkout, inside it in a wheel.
 CONF = _HERE / "conf" if (_HERE / "conf").is_dir() else _HERE.parent / "conf"
-# What the configuration holds besides the recipe.
-FRONT_DOOR = ("cluster", "dry_run", "plan", "resume")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontDoor(Section):
+    """What the configuration holds besides the recipe."""
+
+    cluster: Mapping[str, Any]
+    dry_run: bool
+    plan: str | None
+    resume: bool | str
 
 
 class ShapeSource(ConfigSource):
@@ -115,13 +124,22 @@ def _parts(name: str, config_dir: Path | None) -> Mapping[str, Any]:
     return asdict(recipe_of(compose([f"recipe={name}"], config_dir), config_dir))
 
 
+def front_door_of(config: DictConfig) -> FrontDoor:
+    """What is to be done with the recipe, and where. Raises RecipeError."""
+    return parse(FrontDoor, plain(OmegaConf.masked_copy(config, _front_door_keys())), "")
+
+
 def _without_front_door(config: DictConfig) -> DictConfig:
-    return OmegaConf.masked_copy(config, [str(key) for key in config if key not in FRONT_DOOR])
+    return OmegaConf.masked_copy(config, [str(key) for key in config if key not in _front_door_keys()])
+
+
+def _front_door_keys() -> list[str]:
+    return [field.name for field in fields(FrontDoor)]
 
 
 def cluster_named(name: str, config_dir: Path | None = None) -> Cluster:
     """A cluster of conf/cluster, or a shape. Raises RecipeError."""
-    return cluster_from(plain(compose([f"cluster={name}"], config_dir))["cluster"])
+    return cluster_from(front_door_of(compose([f"cluster={name}"], config_dir)).cluster)
 
 
 def cluster_of_machine(device_names: Sequence[str], config_dir: Path | None = None) -> Cluster:

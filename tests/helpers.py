@@ -40,6 +40,7 @@ def spec(
         model_name="policy",
         model=model,
         capabilities=frozenset(capabilities),
+        device="cpu",
         seed=seed,
         steps=10,
         optimizer=optimizer or Optimizer(learning_rate=1e-3),

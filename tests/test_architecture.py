@@ -25,10 +25,10 @@ MAY_IMPORT = {
     "nodes": {"errors", "schema", "batch", "engines", "rewards"},
     "data": {"errors", "plugins", "batch", "recipe"},
     "compiler": {"errors", "plugins", "schema", "batch", "resources", "recipe", "engines", "nodes"},
-    "compose": {"errors", "resources", "recipe"},
+    "compose": {"errors", "schema", "resources", "recipe"},
     "runtime": {"errors", "batch", "recipe", "engines", "nodes", "data", "compiler"},
     "report": {"compiler", "runtime"},
-    "cli": {"errors", "resources", "recipe", "compiler", "compose", "runtime", "report"},
+    "cli": {"errors", "resources", "compiler", "compose", "runtime", "report"},
     "__init__": {"resources", "recipe", "compiler", "compose", "runtime", "report"},
     "__main__": {"cli"},
 }

@@ -1,7 +1,6 @@
 """wire: from a recipe to its graph, with every edge and every role checked."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,41 +143,37 @@ def _check_outputs_read(graph: Graph) -> None:
 
 def _check_roles(recipe: Recipe, graph: Graph) -> None:
     trained = graph.trained_roles()
-    used: dict[str, list[GraphNode]] = defaultdict(list)
-    for node in graph.nodes:
-        if node.role is not None:
-            used[node.role].append(node)
     for name, role in recipe.roles.items():
         path = f"roles.{name}"
-        for field, value, known in (
-            ("model", role.model, list(recipe.models)),
-            ("engine", role.engine, engine_names()),
-            *(("colocate", other, list(recipe.roles)) for other in _names(role.colocate)),
-        ):
-            if value not in known:
-                error = RecipeError(
-                    f"{path}.{field}",
-                    f"no {field} '{value}'" if field != "colocate" else f"no role '{value}'",
-                    known=known,
-                    fix=did_you_mean(value, known),
-                )
-                raise error
-        if not used[name]:
-            raise GraphError(path, "no node uses this role", fix="remove it, or give a node role: " + name)
-        can = engine_kind(role.engine).capabilities
-        for node in used[name]:
-            if (asked := _capability(node)) not in can:
-                able = [engine for engine in engine_names() if asked in engine_kind(engine).capabilities]
-                raise GraphError(
-                    f"{path}.engine",
-                    f"'{role.engine}' cannot do what graph.{node.name} asks ({asked}); it can {', '.join(sorted(can))}",
-                    known=able,
-                    fix=f"an engine that {asked}".replace("that Values", "that gives Values"),
-                )
+        _check_name(f"{path}.model", "model", role.model, recipe.models)
+        _check_name(f"{path}.engine", "engine", role.engine, engine_names())
+        for other in () if isinstance(role.colocate, str) else role.colocate:
+            _check_name(f"{path}.colocate", "role", other, recipe.roles)
+        nodes = [node for node in graph.nodes if node.role == name]
+        if not nodes:
+            raise GraphError(path, "no node uses this role", fix=f"remove it, or give a node role: {name}")
+        for node in nodes:
+            _check_capability(path, role.engine, node)
         if role.optimizer is not None and name not in trained:
             raise GraphError(f"{path}.optimizer", f"'{name}' is never trained", fix="remove it")
         if role.follows is not None:
             _check_follows(recipe, name, role.follows, trained)
+
+
+def _check_name(path: str, what: str, name: str, known: Iterable[str]) -> None:
+    if name not in (names := list(known)):
+        raise RecipeError(path, f"no {what} '{name}'", known=names, fix=did_you_mean(name, names))
+
+
+def _check_capability(path: str, engine: str, node: GraphNode) -> None:
+    can, asked = engine_kind(engine).capabilities, _capability(node)
+    if asked not in can:
+        raise GraphError(
+            f"{path}.engine",
+            f"'{engine}' cannot do what graph.{node.name} asks, {asked}; it can {', '.join(sorted(can))}",
+            known=[name for name in engine_names() if asked in engine_kind(name).capabilities],
+            fix="one of those known",
+        )
 
 
 def _check_follows(recipe: Recipe, name: str, leader: str, trained: list[str]) -> None:
@@ -191,10 +186,6 @@ def _check_follows(recipe: Recipe, name: str, leader: str, trained: list[str]) -
         raise GraphError(f"{path}.follows", f"its model is {models}", fix="the same model for both")
     if "Follows" not in engine_kind(recipe.roles[name].engine).capabilities:
         raise GraphError(f"{path}.follows", f"engine '{recipe.roles[name].engine}' cannot take weights over")
-
-
-def _names(colocate: tuple[str, ...] | str) -> Iterator[str]:
-    yield from () if isinstance(colocate, str) else colocate
 
 
 def _capability(node: GraphNode) -> str | None:

@@ -105,6 +105,8 @@ class EngineSpec:
     model: Model
     capabilities: frozenset[str]
     """Those that the graph asks of this role."""
+    device: str
+    """As torch names it."""
     seed: int
     steps: int
     """Of the whole run, for the learning rate's schedule."""

@@ -30,7 +30,12 @@ class TorchEngine:
         self._spec = spec
         self._has_values = "Values" in spec.capabilities
         self._model = load_model(
-            spec.model_name, spec.model, dtype=torch.float32, seed=spec.seed, value_head=self._has_values
+            spec.model_name,
+            spec.model,
+            device=spec.device,
+            dtype=torch.float32,
+            seed=spec.seed,
+            value_head=self._has_values,
         )
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         if spec.gradient_checkpointing:

@@ -28,7 +28,7 @@ class TransformersEngine:
 
         self._spec = spec
         dtype = getattr(torch, spec.model.dtype)
-        self._model = load_model(spec.model_name, spec.model, dtype=dtype, seed=spec.seed)
+        self._model = load_model(spec.model_name, spec.model, device=spec.device, dtype=dtype, seed=spec.seed)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         self._version = 0
 

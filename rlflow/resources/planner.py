@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from rlflow.errors import PlacementError
-from rlflow.resources.cluster import Cluster, Host
+from rlflow.resources.cluster import Cluster
 from rlflow.resources.layout import Demand, Layout, choose_layout, tensor_parallel_size
 
 
@@ -119,14 +119,11 @@ def _divide(pools: Sequence[_Pool], cluster: Cluster) -> list[list[tuple[str, li
     open_unit = next((pool.unit for pool in pools if pool.gpus is None), None)
     wanted = tuple((pool.gpus or 0) // pool.unit for pool in pinned)
     units = tuple(pool.unit for pool in pinned)
-    counts = _best_counts(tuple(host.gpus for host in cluster.hosts), wanted, units, open_unit or 0)
-    if counts is None or (
-        open_unit is not None
-        and not any(_left(c, units, h) >= open_unit for c, h in zip(counts, cluster.hosts, strict=True))
-    ):
+    found = _best_counts(cluster, wanted, units, open_unit)
+    if found is None:
         raise _no_room(pools, cluster)
     shares: list[list[tuple[str, list[int]]]] = [[] for _ in pools]
-    for host, taken in zip(cluster.hosts, counts, strict=True):
+    for host, taken in zip(cluster.hosts, found, strict=True):
         start = 0
         for index, units_taken in enumerate(taken):
             gpus = units_taken * units[index]
@@ -137,14 +134,14 @@ def _divide(pools: Sequence[_Pool], cluster: Cluster) -> list[list[tuple[str, li
     return shares
 
 
-def _left(taken: Sequence[int], units: Sequence[int], host: Host) -> int:
-    return host.gpus - sum(count * unit for count, unit in zip(taken, units, strict=True))
-
-
 def _best_counts(
-    free: tuple[int, ...], wanted: tuple[int, ...], units: tuple[int, ...], open_unit: int
+    cluster: Cluster, wanted: tuple[int, ...], units: tuple[int, ...], open_unit: int | None
 ) -> list[tuple[int, ...]] | None:
-    """Units of each pinned pool on each host, by dynamic programming over the hosts; None when there is no way."""
+    """Units of each pinned pool on each host, by dynamic programming over the hosts.
+
+    None when there is no way, or none that leaves the open pool, where there is one, a single unit.
+    """
+    free = [host.gpus for host in cluster.hosts]
 
     @cache
     def best(host: int, missing: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]] | None:
@@ -160,12 +157,14 @@ def _best_counts(
                 options.append((after[0] + gained, after[1] - sum(c > 0 for c in counts), counts))
         return max(options, default=None)
 
+    whole = best(0, wanted)
+    if whole is None or (open_unit is not None and whole[0] == 0):
+        return None
     chosen: list[tuple[int, ...]] = []
     missing = wanted
     for host in range(len(free)):
         found = best(host, missing)
-        if found is None:
-            return None
+        assert found is not None
         chosen.append(found[2])
         missing = tuple(m - c for m, c in zip(missing, found[2], strict=True))
     return chosen
@@ -206,12 +205,8 @@ def _place_role(
 
 
 def _no_room(pools: Sequence[_Pool], cluster: Cluster) -> PlacementError:
-    """The first pool that does not fit beside those before it, or the groups that no host can hold."""
-    largest = max(host.gpus for host in cluster.hosts)
-    pool = max(pools, key=lambda pool: pool.unit)
-    if pool.unit <= largest:
-        fitting = next(i for i in range(len(pools)) if not _fits(pools[: i + 1], cluster))
-        pool = pools[fitting]
+    """Names the first pool that does not fit beside those before it."""
+    pool = next(pool for count, pool in enumerate(pools, 1) if not _fits(pools[:count], cluster))
     role = pool.demands[pool.sizes.index(pool.unit)].role
     asked = f"{pool.gpus} GPUs" if pool.gpus else "GPUs"
     groups = f" in groups of {pool.unit} inside one host" if pool.unit > 1 else ""
@@ -226,4 +221,4 @@ def _no_room(pools: Sequence[_Pool], cluster: Cluster) -> PlacementError:
 
 def _fits(pools: Sequence[_Pool], cluster: Cluster) -> bool:
     wanted = tuple((pool.gpus or pool.unit) // pool.unit for pool in pools)
-    return _best_counts(tuple(h.gpus for h in cluster.hosts), wanted, tuple(p.unit for p in pools), 0) is not None
+    return _best_counts(cluster, wanted, tuple(pool.unit for pool in pools), None) is not None

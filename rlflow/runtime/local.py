@@ -13,7 +13,7 @@ from rlflow.recipe import Model, Optimizer
 
 
 class LocalRuntime:
-    """The engines are plain objects; the plan's GPU is the one that torch takes by itself."""
+    """The engines are plain objects, on the plan's one GPU or on the processor."""
 
     def check(self, plan: Plan) -> None:
         """Raises PlacementError for a plan of more than one GPU, RecipeError for an engine that cannot be started."""
@@ -23,6 +23,10 @@ class LocalRuntime:
                 "cluster",
                 f"the plan uses {len(bundles)} GPUs of {plan.cluster.shape}, and this version runs plans of one",
                 fix="dry_run=true prints the plan; cluster=local runs a small recipe here",
+            )
+        if _is_on_gpu(plan) and not gpus_of_this_machine():
+            raise PlacementError(
+                "cluster", f"the plan is for {plan.cluster.shape}, and this machine has no GPU", fix="cluster=local"
             )
         for role, written in plan.recipe.roles.items():
             with below(f"roles.{role}"):
@@ -34,19 +38,25 @@ class LocalRuntime:
         yield {role: _build(plan, role, models[plan.recipe.roles[role].model]) for role in plan.roles}
 
 
+def _is_on_gpu(plan: Plan) -> bool:
+    return any(gpu.memory_gib is not None for gpu in plan.cluster.gpus.values())
+
+
 def _build(plan: Plan, role: str, model: Model) -> Any:
     written = plan.recipe.roles[role]
-    layout = plan.roles[role].layout
+    placement = plan.roles[role]
+    gpu = placement.workers[0].bundles[0].gpu
     spec = EngineSpec(
         role=role,
         model_name=written.model,
         model=model,
         capabilities=plan.graph.capabilities(role),
+        device=f"cuda:{gpu}" if _is_on_gpu(plan) else "cpu",
         seed=plan.recipe.seed,
         steps=plan.recipe.steps,
         optimizer=written.optimizer or Optimizer(),
-        micro_batch_tokens=layout.micro_batch_tokens,
-        gradient_checkpointing=layout.gradient_checkpointing,
+        micro_batch_tokens=placement.layout.micro_batch_tokens,
+        gradient_checkpointing=placement.layout.gradient_checkpointing,
     )
     try:
         return engine_class(written.engine)(spec)

@@ -88,7 +88,9 @@ def test_the_compiled_graph_gives_the_same_figures(tmp_path: Path) -> None:
     plan, models = rlflow.compile(recipe), models_in_use(recipe)
     tokenizer = load_tokenizer("policy", models["policy"])
     data = open_training_data(recipe.data, tokenizer, recipe.seed, with_responses=False)
-    policy, reference = (load_model("policy", models["policy"], dtype=torch.float32, seed=0) for _ in range(2))
+    policy, reference = (
+        load_model("policy", models["policy"], device="cpu", dtype=torch.float32, seed=0) for _ in range(2)
+    )
     for model in (policy, reference):
         model.config._attn_implementation = "eager"
     expected = plain_loop(data, policy, reference, tokenizer)

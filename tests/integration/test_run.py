@@ -146,9 +146,3 @@ def test_an_engine_that_fails_names_step_and_role(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(FakeEngine, "update", fail)
     with pytest.raises(EngineError, match=r"step 1: node update, role actor: MemoryError: too much"):
         go(plan_of("fake"), tmp_path)
-
-
-def test_a_plan_of_many_gpus_is_not_run_here(tmp_path: Path) -> None:
-    plan = rlflow.compile(rlflow.load(["recipe=fake"], CONFIG_DIR), "2x8")
-    with pytest.raises(ValueError, match="the plan uses 16 GPUs of 2x8@h100_80gb, and this version runs plans of one"):
-        go(plan, tmp_path)

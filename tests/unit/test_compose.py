@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.compose import cluster_named, cluster_of_machine, free_keys
+from rlflow.compose import cluster_named, cluster_of_machine, compose, free_keys, front_door_of
 from rlflow.errors import RecipeError
 
 
@@ -60,3 +60,9 @@ def test_kinds_of_gpu_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "gpu" / "x1.yaml").write_text("memory_gib: 10.0\ndevice_name: NVIDIA X\nsource: test\n")
     assert cluster_of_machine(["NVIDIA X"], tmp_path).shape == "1x1@x1"
     assert cluster_named("2x4@x1", tmp_path).gpus["x1"].memory_gib == 10.0
+
+
+@pytest.mark.parametrize("override", ["dry_run=maybe", "resume=3", "plan=[1]"])
+def test_a_wrong_word_at_the_front_door(override: str) -> None:
+    with pytest.raises(RecipeError, match=f"^{override.split('=')[0]}: .* is not valid"):
+        front_door_of(compose([override]))

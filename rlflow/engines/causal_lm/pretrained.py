@@ -24,8 +24,10 @@ def load_tokenizer(name: str, model: Model) -> "PreTrainedTokenizerBase":
     return _from(name, model.path, AutoTokenizer.from_pretrained)
 
 
-def load_model(name: str, model: Model, *, dtype: "dtype", seed: int, value_head: bool = False) -> "PreTrainedModel":
-    """In evaluation mode, on the GPU if there is one. ``seed`` draws new weights and a new value head."""
+def load_model(
+    name: str, model: Model, *, device: str, dtype: "dtype", seed: int, value_head: bool = False
+) -> "PreTrainedModel":
+    """In evaluation mode. ``seed`` draws new weights and a new value head."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
     from transformers.utils import logging
@@ -45,8 +47,7 @@ def load_model(name: str, model: Model, *, dtype: "dtype", seed: int, value_head
             tokenizer = load_tokenizer(name, model)
             config = AutoConfig.for_model(**_config_fields(model), eos_token_id=tokenizer.eos_token_id, **extra)
             built = auto.from_config(config, dtype=dtype, attn_implementation=NAME)
-    built.eval()
-    return built.to("cuda") if torch.cuda.is_available() else built
+    return built.eval().to(device)
 
 
 def _config_fields(model: Model) -> dict[str, Any]:

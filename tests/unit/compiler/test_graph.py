@@ -69,7 +69,7 @@ def test_no_option_has_the_name_of_an_input() -> None:
         ("roles.actor.colocate=[rolout]", "roles.actor.colocate: no role 'rolout'"),
         (
             "roles.actor.engine=transformers",
-            "roles.actor.engine: 'transformers' cannot do what graph.update asks (Trains)",
+            "roles.actor.engine: 'transformers' cannot do what graph.update asks, Trains",
         ),
         ("roles.extra={model: policy, engine: fake}", "roles.extra: no node uses this role"),
         ("roles.rollout.follows=reference", "roles.rollout.follows: 'reference' is never trained"),

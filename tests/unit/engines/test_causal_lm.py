@@ -23,7 +23,7 @@ from tests.helpers import MODEL, minibatch, sequences, spec
 
 
 def model(implementation: str | None = None) -> Any:
-    built = load_model("policy", MODEL, dtype=torch.float32, seed=0)
+    built = load_model("policy", MODEL, device="cpu", dtype=torch.float32, seed=0)
     if implementation is not None:
         built.config._attn_implementation = implementation
     return built
