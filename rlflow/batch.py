@@ -119,6 +119,8 @@ class Rollouts(Sequences):
     """B rows of int32: the policy version that wrote each response token."""
     finished: NDArray[np.bool_]
     """[B]: False where the response was cut at the limit."""
+    temperature: float
+    """What the logits were divided by; whoever scores or trains on these rollouts does the same."""
     texts: tuple[str, ...]
     """B responses as text, without special tokens."""
     rows: tuple[Mapping[str, Any], ...]

@@ -54,6 +54,8 @@ def main() -> int:
     @hydra.main(config_path=str(CONF.resolve()), config_name="config", version_base="1.3")
     def job(config: DictConfig) -> None:
         codes.append(_job(config))
+        if codes[-1] == STOPPED:  # the whole sweep, not this run alone
+            sys.exit(STOPPED)
 
     try:
         job()
@@ -74,7 +76,7 @@ def _job(config: DictConfig) -> int:
     except (UserError, EngineError) as error:
         return _tell(error)
     except KeyboardInterrupt:
-        print("Stopped before the first checkpoint.", file=sys.stderr)
+        print("interrupted; resume=true goes on from the last checkpoint, if there is one", file=sys.stderr)
         return STOPPED
     finally:
         # A folder without a plan is no run: nothing half done stays behind.

@@ -86,6 +86,7 @@ def rollouts(rewarded: Sequences, texts: Sequence[str] | None = None) -> Rollout
         **vars(rewarded),
         logprobs=response.like(np.zeros(len(response.values), np.float32)),
         versions=response.like(np.zeros(len(response.values), np.int32)),
+        temperature=1.0,
         finished=np.ones(len(rewarded), np.bool_),
         texts=tuple(texts or ["1"] * len(rewarded)),
         rows=({"answer": "1"},) * len(rewarded),

@@ -143,6 +143,8 @@ def _check_outputs_read(graph: Graph) -> None:
 
 def _check_roles(recipe: Recipe, graph: Graph) -> None:
     trained = graph.trained_roles()
+    if not trained:
+        raise GraphError("graph", "no node trains a role", fix="add one, as update: {node: policy_update, role: actor}")
     for name, role in recipe.roles.items():
         path = f"roles.{name}"
         _check_name(f"{path}.model", "model", role.model, recipe.models)

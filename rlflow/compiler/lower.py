@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rlflow.compiler.graph import Graph, wire
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import RecipeError
+from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Recipe
 from rlflow.resources.layout import Demand, Resources
 from rlflow.resources.model import Architecture
@@ -31,6 +32,7 @@ class Requirements:
 def lower(recipe: Recipe, graph: Graph) -> Requirements:
     """What each role asks of a cluster, whichever it will be. Raises RecipeError."""
     trained = graph.trained_roles()
+    _check_lengths(recipe, graph)
     demands = []
     for name, role in sorted(recipe.roles.items()):
         model = recipe.models[role.model]
@@ -50,6 +52,22 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
         WeightCopy(source=role.follows, target=name) for name, role in sorted(recipe.roles.items()) if role.follows
     )
     return Requirements(demands=tuple(demands), copies=copies)
+
+
+def _check_lengths(recipe: Recipe, graph: Graph) -> None:
+    for node in graph.nodes:
+        if not isinstance(node.operation, Generate) or node.role is None:
+            continue
+        architecture = architecture_of(recipe.models[recipe.roles[node.role].model])
+        prompt, response = recipe.data.max_prompt_tokens, node.operation.max_tokens
+        positions = architecture.max_position_embeddings if architecture else prompt + response
+        if prompt + response > positions:
+            raise RecipeError(
+                f"graph.{node.name}.max_tokens",
+                f"prompts of {prompt} and responses of {response} tokens are longer than the model's "
+                f"{positions} positions",
+                fix=f"max_tokens {max(1, positions - prompt)}, or a smaller max_prompt_tokens",
+            )
 
 
 def architecture_of(model: Model) -> Architecture | None:

@@ -28,6 +28,11 @@ class Sampling:
     """0 takes the likeliest token."""
     top_p: float = 1.0
 
+    @property
+    def scoring_temperature(self) -> float:
+        """That of the logprobs: 1 where the likeliest token is taken."""
+        return self.temperature or 1.0
+
 
 class TokenLoss(Protocol):
     """What training minimises: a value a response token, from the model's logprobs and the minibatch's columns."""

@@ -37,6 +37,7 @@ class FakeEngine:
             response_ids=response_ids,
             logprobs=self._logprobs(response_ids),
             versions=response_ids.like(np.full(len(response_ids.values), self._version, np.int32)),
+            temperature=sampling.scoring_temperature,
             finished=response_ids.lengths < sampling.max_tokens,
             texts=tuple("".join(str(token) for token in row) for row in ids),
             rows=samples.rows,

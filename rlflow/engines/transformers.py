@@ -30,6 +30,7 @@ class TransformersEngine:
         dtype = getattr(torch, spec.model.dtype)
         self._model = load_model(spec.model_name, spec.model, device=spec.device, dtype=dtype, seed=spec.seed)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
+        self._end_ids = _end_ids(self._model.generation_config.eos_token_id, self._tokenizer.eos_token_id)
         self._version = 0
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
@@ -40,7 +41,7 @@ class TransformersEngine:
         for start in range(0, len(prompts), at_once):
             part = prompts.ids.take(np.arange(start, min(start + at_once, len(prompts))))
             part_seeds = seeds[start * sampling.group_size :][: len(part) * sampling.group_size]
-            decoded = decode(self._model, part, sampling, part_seeds, [self._tokenizer.eos_token_id])
+            decoded = decode(self._model, part, sampling, part_seeds, self._end_ids)
             ids += decoded.ids
             logprobs += decoded.logprobs
             finished.append(decoded.finished)
@@ -51,6 +52,7 @@ class TransformersEngine:
             response_ids=response_ids,
             logprobs=response_ids.like(np.concatenate(logprobs)),
             versions=response_ids.like(np.full(len(response_ids.values), self._version, np.int32)),
+            temperature=sampling.scoring_temperature,
             finished=np.concatenate(finished),
             texts=tuple(self._tokenizer.batch_decode(ids, skip_special_tokens=True)),
             rows=samples.rows,
@@ -77,6 +79,12 @@ class TransformersEngine:
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
         self._version = version
+
+
+def _end_ids(*given: int | list[int] | None) -> list[int]:
+    """Those of the generation's configuration and the tokenizer's own; a chat model has several."""
+    lists = [ids if isinstance(ids, list) else [ids] for ids in given if ids is not None]
+    return sorted({id_ for ids in lists for id_ in ids})
 
 
 def _shape(weights: "Mapping[str, Tensor]", name: str) -> tuple[int, ...] | None:

@@ -1,9 +1,6 @@
 """What a model says of responses that are already there."""
 
 from dataclasses import dataclass
-from typing import Annotated
-
-from annotated_types import Gt
 
 from rlflow.batch import Logprobs, Rollouts
 from rlflow.engines.base import Scores
@@ -12,10 +9,7 @@ from rlflow.nodes.base import Node
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreLogprobs(Node, kind="logprobs", unit="sample"):
-    """The log-probability of every response token under the role's model."""
-
-    temperature: Annotated[float, Gt(0)] = 1.0
-    """That of the node that generated."""
+    """The log-probability of every response token under the role's model, at the temperature of the rollouts."""
 
     def run(self, engine: Scores, rollouts: Rollouts) -> Logprobs:
-        return engine.logprobs(rollouts, self.temperature)
+        return engine.logprobs(rollouts, rollouts.temperature)

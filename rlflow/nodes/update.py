@@ -26,8 +26,6 @@ class PolicyUpdate(Node, kind="policy_update", unit="batch"):
     num_minibatches: Annotated[int, Ge(1)] = 1
     """Optimizer steps that the rollouts are divided among."""
     num_epochs: Annotated[int, Ge(1)] = 1
-    temperature: Annotated[float, Gt(0)] = 1.0
-    """That of the node that generated."""
 
     def check(self, connected: frozenset[str]) -> None:
         if self.kl_coef > 0 and "reference" not in connected:
@@ -52,7 +50,7 @@ class PolicyUpdate(Node, kind="policy_update", unit="batch"):
         }
         if reference is not None:
             columns["reference"] = reference.values
-        loss = ClippedPolicyLoss(clip_eps=self.clip_eps, kl_coef=self.kl_coef, temperature=self.temperature)
+        loss = ClippedPolicyLoss(clip_eps=self.clip_eps, kl_coef=self.kl_coef, temperature=rollouts.temperature)
         return train(engine, rollouts, columns, loss, self.num_minibatches, self.num_epochs)
 
 

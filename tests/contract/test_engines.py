@@ -83,11 +83,12 @@ class TestScores:
 
 
 @pytest.mark.parametrize("name", sorted(set(able("Scores")) & set(able("Generates"))))
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_what_is_generated_is_scored_alike(name: str, temperature: float) -> None:
     engine = build(name)
     out = engine.generate(prompts(), Sampling(max_tokens=6, group_size=4, temperature=temperature))
-    assert engine.logprobs(out, temperature).values.values == pytest.approx(out.logprobs.values, abs=1e-5)
+    assert out.temperature == (temperature or 1.0)
+    assert engine.logprobs(out, out.temperature).values.values == pytest.approx(out.logprobs.values, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", able("Values"))

@@ -100,12 +100,12 @@ def _draws(seeds: Sequence[int], sampling: Sampling) -> NDArray[np.float64]:
 def _sample(logits: "Tensor", sampling: Sampling, draws: "Tensor") -> "tuple[Tensor, Tensor]":
     """Tokens [B] and their logprobs [B] from logits [B, V], by inverting the distribution function at ``draws`` [B].
 
-    The logprobs are those at the temperature, over the whole vocabulary.
+    The logprobs are those at the scoring temperature, over the whole vocabulary.
     """
     import torch
 
     logits = logits.float()
-    scores = torch.log_softmax(logits / sampling.temperature if sampling.temperature > 0 else logits, dim=-1)
+    scores = torch.log_softmax(logits / sampling.scoring_temperature, dim=-1)
     if sampling.temperature == 0:
         chosen = scores.argmax(-1)
     else:

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 import rlflow
-from rlflow.batch import Advantages, Rewards
+from rlflow.batch import Advantages, Metrics, Rewards
 from rlflow.compiler.graph import wire
 from rlflow.errors import UserError
 from rlflow.nodes.base import KINDS, Node
@@ -99,3 +99,22 @@ def test_a_circle_is_drawn() -> None:
 def test_follows_needs_the_same_model() -> None:
     with pytest.raises(UserError, match=r"roles.rollout.follows: its model is 'other', 'actor' has 'policy'"):
         wired("models.other={path: x}", "roles.rollout.model=other")
+
+
+def test_a_graph_trains() -> None:
+    with pytest.raises(UserError, match=r"^graph: no node trains a role"):
+        wired("~graph.update", "graph.watch={node: '" + __name__ + ":Watch'}", "~graph.reference", "~roles.reference")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch(Node, kind="watch", unit="batch"):
+    """Ends a graph without training."""
+
+    def run(self, advantages: Advantages) -> Metrics:
+        raise AssertionError
+
+
+def test_responses_that_are_longer_than_the_model() -> None:
+    recipe = rlflow.load(["recipe=fake", "graph.rollouts.max_tokens=60"], CONFIG_DIR)
+    with pytest.raises(UserError, match=r"^graph\.rollouts\.max_tokens: prompts of 8 and responses of 60 tokens are"):
+        rlflow.compile(recipe)
