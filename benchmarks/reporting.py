@@ -18,7 +18,7 @@ def finish(name: str, figures: Mapping[str, float | bool], goals: Mapping[str, G
     if json_file is not None:
         json_file.write_text(json.dumps({"figures": dict(figures)}, indent=1))
     texts = [
-        f"{figure} {value:.2f} ({goals[figure].text})" if isinstance(value, float) else f"{figure} {value}"
+        f"{figure} {value if isinstance(value, bool) else f'{value:.2f}'} ({goals[figure].text})"
         for figure, value in figures.items()
     ]
     print(f"{name}: {', '.join(texts)}")

@@ -4,13 +4,12 @@
 """
 
 import argparse
-import json
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -75,13 +74,18 @@ def _job(config: DictConfig) -> int:
         return _plan_and_run(config, directory)
     except (UserError, EngineError) as error:
         return _tell(error)
+    except OSError as error:  # the disk, since what the recipe names is checked before
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted; resume=true goes on from the last checkpoint, if there is one", file=sys.stderr)
         return STOPPED
     finally:
-        # A folder without a plan is no run: nothing half done stays behind.
+        # A folder without a plan is no run: what Hydra has put there goes, and nothing else.
         if not (directory / "plan.json").exists():
-            shutil.rmtree(directory, ignore_errors=True)
+            shutil.rmtree(directory / ".hydra", ignore_errors=True)
+            with suppress(OSError):
+                directory.rmdir()
 
 
 def _plan_and_run(config: DictConfig, directory: Path) -> int:
@@ -128,20 +132,22 @@ def _run_to_resume(resume: bool | str, plan: Plan, directory: Path) -> Path | No
         return None
     if resume is not True:
         return Path(resume)
-    candidates = []
-    for path in directory.parents[1].glob("*/*/plan.json"):
-        if (
-            any((path.parent / "checkpoints").glob("step-*"))
-            and json.loads(path.read_text())["fingerprint"] == plan.fingerprint
-        ):
-            candidates.append(path)
+    root = directory.parent.parent
+    candidates = [path for path in root.glob("*/*/plan.json") if _can_be_resumed(path, plan)]
     if not candidates:
         raise RecipeError(
             "resume",
-            f"no run of this recipe with a checkpoint below '{directory.parents[1]}' (fingerprint {plan.fingerprint})",
+            f"no run of this recipe with a checkpoint below '{root}' (fingerprint {plan.fingerprint})",
             fix="resume=FOLDER, or leave out resume",
         )
     return max(candidates, key=lambda path: path.stat().st_mtime).parent
+
+
+def _can_be_resumed(path: Path, plan: Plan) -> bool:
+    with suppress(UserError):
+        same = read_plan(path).fingerprint == plan.fingerprint
+        return same and any(path.parent.glob("**/checkpoints/step-*"))
+    return False
 
 
 def _run(plan: Plan, directory: Path, console: Console, *, resume: bool) -> int:

@@ -115,13 +115,18 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Di
         hydra.hydra = outer
 
 
-def recipe_of(config: DictConfig, config_dir: Path | None = None) -> Recipe:
-    """The recipe's part, with the recipes of its models composed in their turn. Raises RecipeError."""
-    return load(_without_front_door(config), lambda name: _parts(name, config_dir))
+def recipe_of(config: DictConfig, config_dir: Path | None = None, above: tuple[str, ...] = ()) -> Recipe:
+    """The recipe's part, with the recipes of its models composed in their turn; ``above`` are those it is for.
 
+    Raises RecipeError.
+    """
 
-def _parts(name: str, config_dir: Path | None) -> Mapping[str, Any]:
-    return asdict(recipe_of(compose([f"recipe={name}"], config_dir), config_dir))
+    def parts(name: str) -> Mapping[str, Any]:
+        if name in above:
+            raise RecipeError("recipe", f"goes in a circle: {' -> '.join([*above, name])}", fix="start from a path")
+        return asdict(recipe_of(compose([f"recipe={name}"], config_dir), config_dir, (*above, name)))
+
+    return load(_without_front_door(config), parts)
 
 
 def front_door_of(config: DictConfig) -> FrontDoor:
@@ -171,7 +176,7 @@ def composing_error(error: Exception) -> RecipeError:
         options = sorted(str(option) for option in error.options or [])
         known = [*options, "shapes as 2x8 or 7x8+1x7@h200"] if group == "cluster" else options
         return RecipeError(
-            group or "command line",
+            {"": "command line", "gpu": "cluster"}.get(group, group),
             f"no {group.rpartition('/')[2] or 'configuration'} '{name}'",
             known=known,
             fix=did_you_mean(name, options) or f"a file {group}/{name}.yaml in a folder given by --config-dir",

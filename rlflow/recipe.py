@@ -80,8 +80,8 @@ class Data(Section):
     eval_split: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the function."""
-    columns: Mapping[Literal["prompt", "response"], str] = field(default_factory=dict)
-    """The names that the data set gives them, where they differ."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """From the names used here (``prompt``, ``response``, and those that the reward reads) to the data set's own."""
     system_prompt: str | None = None
     """Where the tokenizer has a chat template."""
     batch_size: Count
@@ -159,6 +159,13 @@ def recipe_from(mapping: Mapping[str, Any]) -> Recipe:
             )
         if model.random_weights and (model.architecture is None or model.characters is None):
             raise RecipeError(f"models.{name}.random_weights", "needs 'architecture' and 'characters' beside it")
+        tokens, figures = len(set(model.characters or "")) + 1, model.architecture
+        if model.random_weights and figures and tokens > figures.vocab_size:
+            raise RecipeError(
+                f"models.{name}.architecture.vocab_size",
+                f"{figures.vocab_size} is too small for {tokens - 1} characters and the end token",
+                fix=f"vocab_size {tokens}",
+            )
     return recipe
 
 

@@ -11,6 +11,8 @@ from rlflow.batch import Examples, Metrics, Prompts
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, below, did_you_mean
 from rlflow.nodes.base import KINDS, Node
+from rlflow.nodes.generate import Generate
+from rlflow.nodes.reward import Reward
 from rlflow.plugins import load_object
 from rlflow.recipe import Recipe
 from rlflow.schema import parse
@@ -55,6 +57,7 @@ def wire(recipe: Recipe) -> Graph:
             node.operation.check(frozenset(node.inputs))
     graph = Graph(nodes=tuple(nodes[name] for name in _order(nodes)))
     _check_outputs_read(graph)
+    _check_evaluation(recipe, graph)
     _check_roles(recipe, graph)
     return graph
 
@@ -68,17 +71,20 @@ def _node(name: str, entry: dict[str, Any], recipe: Recipe) -> GraphNode:
     capability = kind.capability()
     if capability is None and role is not None:
         raise GraphError(f"{path}.role", f"'{kind.kind}' asks nothing of a model, but has the role '{role}'")
-    if capability is not None and role not in recipe.roles:
+    if capability is not None and (not isinstance(role, str) or role not in recipe.roles):
         fact = (
             f"no role '{role}'" if role else f"is missing: '{kind.kind}' asks a role's engine for {capability.__name__}"
         )
         fix = did_you_mean(str(role), recipe.roles) if role else None
         raise GraphError(f"{path}.role", fact, known=recipe.roles, fix=fix)
-    given = {item.name: str(entry.pop(item.name)) for item in kind.inputs() if item.name in entry}
+    given = {item.name: entry.pop(item.name) for item in kind.inputs() if item.name in entry}
     operation = parse(kind, entry, path)
     inputs = {}
     for item in kind.inputs():
         origin = given.get(item.name, item.name)
+        if origin is None and not item.required:
+            continue  # an optional input that is left open on purpose
+        origin = str(origin)
         if origin in recipe.graph or origin in SOURCES:
             inputs[item.name] = origin
         elif item.required or item.name in given:
@@ -96,8 +102,10 @@ def _kind(name: Any, path: str) -> type[Node]:
         kind = load_object(name, f"{path}.node")
         if not (isinstance(kind, type) and issubclass(kind, Node)):
             raise GraphError(f"{path}.node", f"'{name}' is not a Node", fix="derive it from rlflow.nodes.base.Node")
+        with below(path):
+            kind.check_signature()
         return kind
-    if name not in KINDS:
+    if not isinstance(name, str) or name not in KINDS:
         fact = "is missing" if name is None else f"no kind of node '{name}'"
         raise GraphError(
             f"{path}.node", fact, known=[*sorted(KINDS), "package.module:Class"], fix=did_you_mean(str(name), KINDS)
@@ -139,6 +147,16 @@ def _check_outputs_read(graph: Graph) -> None:
                 f"nobody reads its {node.operation.output().__name__}",
                 fix="remove the node, or name it as an input of another",
             )
+
+
+def _check_evaluation(recipe: Recipe, graph: Graph) -> None:
+    kinds = {type(node.operation) for node in graph.nodes}
+    if recipe.evaluation is not None and not {Generate, Reward} <= kinds:
+        raise GraphError("evaluation", "the graph has no nodes 'generate' and 'reward' for it", fix="evaluation=null")
+    if recipe.evaluation is not None and recipe.data.eval_split is None:
+        raise RecipeError(
+            "data.eval_split", "is missing, and evaluation needs it", fix="name a split, or evaluation=null"
+        )
 
 
 def _check_roles(recipe: Recipe, graph: Graph) -> None:

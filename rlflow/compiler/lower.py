@@ -8,7 +8,7 @@ from rlflow.engines.registry import engine_kind
 from rlflow.errors import RecipeError
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Recipe
-from rlflow.resources.layout import Demand, Resources
+from rlflow.resources.layout import Demand
 from rlflow.resources.model import Architecture
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -45,7 +45,8 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
                 trains=name in trained,
                 generates="Generates" in graph.capabilities(name),
                 weight_bytes=architecture.num_parameters * _BYTES[model.dtype] if architecture else None,
-                wants=_resources(role),
+                num_attention_heads=architecture.num_attention_heads if architecture else None,
+                wants=role,
             )
         )
     copies = tuple(
@@ -83,10 +84,6 @@ def trained_role(recipe: Recipe) -> str:
     if len(trained) != 1:
         raise RecipeError("roles", f"a recipe for a model trains one role, '{recipe.name}' trains {len(trained)}")
     return trained[0]
-
-
-def _resources(role: Resources) -> Resources:
-    return Resources(**{name: getattr(role, name) for name in Resources.__dataclass_fields__})
 
 
 def models_in_use(recipe: Recipe) -> Mapping[str, Model]:

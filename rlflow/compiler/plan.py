@@ -12,7 +12,7 @@ from rlflow.compiler.lower import Requirements, WeightCopy, lower
 from rlflow.errors import RecipeError
 from rlflow.recipe import Recipe, recipe_from, to_yaml
 from rlflow.resources.cluster import Cluster, cluster_from
-from rlflow.resources.layout import Layout
+from rlflow.resources.layout import Layout, Resources
 from rlflow.resources.planner import Bundle, RolePlacement, Worker, place
 
 SCHEMA_VERSION = 1
@@ -28,8 +28,13 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Of the experiment, wherever it runs: the recipe with its graph, not the placement."""
-        canonical = json.dumps(asdict(self.recipe), sort_keys=True)
+        """Of the experiment, wherever it runs: the recipe without what it pins of the placement and its checkpoints."""
+        experiment = asdict(self.recipe)
+        del experiment["checkpoints"]
+        for role in experiment["roles"].values():
+            for name in Resources.__dataclass_fields__:
+                del role[name]
+        canonical = json.dumps(experiment, sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,11 +74,21 @@ def plan_from(mapping: Mapping[str, Any]) -> Plan:
         cluster = cluster_from({"hosts": mapping["hosts"], "gpus": mapping["gpus"]})
         read = Plan(recipe=recipe, graph=graph, copies=lower(recipe, graph).copies, cluster=cluster, roles=roles)
         intact = read.fingerprint == mapping["fingerprint"] and roles.keys() == recipe.roles.keys()
+        intact = intact and _are_there(read)
     except (KeyError, TypeError, AttributeError) as error:
         raise RecipeError("plan", f"is not a whole plan ({error!r})", fix="plan anew") from None
     if not intact:
-        raise RecipeError("plan", "its recipe was changed after planning", fix="plan anew")
+        raise RecipeError("plan", "was changed after planning", fix="plan anew")
     return read
+
+
+def _are_there(plan: Plan) -> bool:
+    """Whether every role has workers, on GPUs that the hosts have."""
+    gpus = {(host.name, gpu) for host in plan.cluster.hosts for gpu in range(host.gpus)}
+    return all(
+        placement.workers and all((b.host, b.gpu) in gpus for worker in placement.workers for b in worker.bundles)
+        for placement in plan.roles.values()
+    )
 
 
 def read_plan(path: Path) -> Plan:

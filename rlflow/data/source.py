@@ -1,9 +1,9 @@
 """Rows of a data set as the prompts and examples of each step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from rlflow.recipe import Data
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Rows = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
+
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -25,7 +28,7 @@ class DataSource:
 
     data: Data
     seed: int
-    rows: Sequence[Mapping[str, Any]]
+    rows: Rows
     prompt_ids: Packed
     response_ids: Packed | None
 
@@ -55,49 +58,54 @@ class DataSource:
         return np.array([orders[epoch][place % len(self.rows)] for epoch, place in zip(epochs, places, strict=True)])
 
 
+def load_rows(data: Data, field: Literal["split", "eval_split"]) -> Rows:
+    """The rows of that split, with the columns that the recipe names under their names here. Raises RecipeError."""
+    split = getattr(data, field)
+    rows = _made(data, split) if ":" in data.source else _read(data, field, split)
+    if not rows:
+        raise RecipeError(f"data.{field}", f"'{split}' of '{data.source}' has no rows", fix="another split or source")
+    for name, column in data.columns.items():
+        if column not in rows[0]:
+            raise _no_column(data, f"data.columns.{name}", column, rows[0])
+        rows = [{**row, name: row.get(column)} for row in rows]
+    return rows
+
+
 def open_training_data(
-    data: Data, tokenizer: "PreTrainedTokenizerBase", seed: int, *, with_responses: bool
+    data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows, seed: int, *, with_responses: bool
 ) -> DataSource:
-    """Reads and encodes all training rows. Raises RecipeError."""
-    rows = _load(data, "split", data.split)
-    prompt_ids = _encode_prompts(data, tokenizer, rows, "split")
+    """Encodes all training rows. Raises RecipeError."""
+    prompt_ids = _encode_prompts(data, tokenizer, rows)
     response_ids = None
     if with_responses:
+        if (end := tokenizer.eos_token_id) is None:
+            raise RecipeError("models", "the tokenizer has no end token, which responses are to learn", fix="set one")
         texts = [str(text) for text in _column(data, rows, "response")]
-        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        response_ids = Packed.from_rows([[*ids, tokenizer.eos_token_id] for ids in encoded], np.int32)
+        encoded = _guarded(data, lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])
+        response_ids = Packed.from_rows([[*ids, end] for ids in encoded], np.int32)
     return DataSource(data, seed, rows, prompt_ids, response_ids)
 
 
-def held_out_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", num_prompts: int) -> Prompts:
-    """The first ``num_prompts`` rows of ``eval_split``. Raises RecipeError."""
-    if data.eval_split is None:
-        raise RecipeError("data.eval_split", "is missing, and evaluation needs it", fix="name a split that is held out")
-    rows = _load(data, "eval_split", data.eval_split)[:num_prompts]
-    return Prompts(keys=_keys(0, len(rows)), ids=_encode_prompts(data, tokenizer, rows, "eval_split"), rows=tuple(rows))
+def held_out_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows) -> Prompts:
+    """All of ``rows``. Raises RecipeError."""
+    return Prompts(keys=_keys(0, len(rows)), ids=_encode_prompts(data, tokenizer, rows), rows=tuple(rows))
 
 
 def _keys(step: int, count: int) -> NDArray[np.int64]:
     return np.stack([np.full(count, step), np.arange(count), np.zeros(count, np.int64)], axis=1)
 
 
-def _load(data: Data, field: str, split: str) -> list[dict[str, Any]]:
-    rows = _made(data, split) if ":" in data.source else _read(data, field, split)
-    if not rows:
-        raise RecipeError(f"data.{field}", f"'{split}' of '{data.source}' has no rows")
-    return rows
-
-
-def _made(data: Data, split: str) -> list[dict[str, Any]]:
+def _made(data: Data, split: str) -> Rows:
     function = load_object(data.source, "data.source")
     try:
         return list(function(split=split, **data.options))
     except Exception as error:  # whatever the user's own function raises
-        reason = f"{type(error).__name__}: {error}".rstrip(".")
-        raise RecipeError("data.source", f"'{data.source}' failed ({reason})") from error
+        raise RecipeError(
+            "data.source", f"'{data.source}' failed ({_first_line(error)})", fix="see data.options"
+        ) from error
 
 
-def _read(data: Data, field: str, split: str) -> list[dict[str, Any]]:
+def _read(data: Data, field: str, split: str) -> Rows:
     import datasets
 
     datasets.disable_progress_bars()
@@ -115,49 +123,75 @@ def _read(data: Data, field: str, split: str) -> list[dict[str, Any]]:
     except RecipeError:
         raise
     except Exception as error:  # the library lets errors of many others through
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(". :")
-        raise RecipeError(f"data.{field}", f"'{split}' of '{data.source}' cannot be read ({reason})") from None
+        raise RecipeError(
+            f"data.{field}",
+            f"'{split}' of '{data.source}' cannot be read ({_first_line(error)})",
+            fix="a single file has the split 'train' alone, of which 'train[:90%]' is a part",
+        ) from None
     return list(loaded)
 
 
-def _column(data: Data, rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
-    column = data.columns.get(name, name)  # type: ignore[call-overload]
-    if column not in rows[0]:
-        known = sorted(rows[0])
+def _no_column(data: Data, path: str, column: str, row: Mapping[str, Any]) -> RecipeError:
+    fix = did_you_mean(column, row) or f"name the right one: {path}=COLUMN"
+    return RecipeError(path, f"no column '{column}' in '{data.source}'", known=sorted(row), fix=fix)
+
+
+def _column(data: Data, rows: Rows, name: str) -> list[Any]:
+    if name not in rows[0]:
+        raise _no_column(data, f"data.columns.{name}", name, rows[0])
+    values = [row.get(name) for row in rows]
+    if None in values:
         raise RecipeError(
-            f"data.columns.{name}",
-            f"no column '{column}' in '{data.source}'",
-            known=known,
-            fix=did_you_mean(column, known),
+            "data.source", f"row {values.index(None)} of '{data.source}' has no '{name}'", fix="leave it out"
         )
-    return [row[column] for row in rows]
+    return values
 
 
-def _encode_prompts(
-    data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Mapping[str, Any]], field: str
-) -> Packed:
+def _encode_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows) -> Packed:
     column = _column(data, rows, "prompt")
     if tokenizer.chat_template:
-        system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-        texts = [
-            tokenizer.apply_chat_template(
-                prompt if isinstance(prompt, list) else [*system, {"role": "user", "content": str(prompt)}],
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-            for prompt in column
-        ]
-        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        texts = _guarded(data, lambda: [_chat(data, tokenizer, prompt) for prompt in column])
+        encoded = _guarded(data, lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])
+    elif any(not isinstance(prompt, str) for prompt in column):
+        raise RecipeError(
+            "data.columns.prompt",
+            "prompts are not texts, and the tokenizer has no chat template",
+            fix="a column of texts",
+        )
     else:
-        encoded = tokenizer([str(prompt) for prompt in column])["input_ids"]
+        encoded = _guarded(data, lambda: tokenizer(column)["input_ids"])
     packed = Packed.from_rows(encoded, np.int32)
-    if (longest := int(packed.lengths.argmax())) >= 0 and packed.lengths[longest] > data.max_prompt_tokens:
+    longest = int(packed.lengths.argmax())
+    if (length := packed.lengths[longest]) > data.max_prompt_tokens:
         raise RecipeError(
             "data.max_prompt_tokens",
-            f"row {longest} of '{data.source}' ({field}) has {packed.lengths[longest]} prompt tokens, "
-            f"the limit is {data.max_prompt_tokens}",
-            fix=f"data.max_prompt_tokens={packed.lengths[longest]}, or leave such rows out",
+            f"the prompt of row {longest} of '{data.source}' has {length} tokens, not {data.max_prompt_tokens} at most",
+            fix=f"data.max_prompt_tokens={length}, or leave such rows out",
         )
     if (empty := np.flatnonzero(packed.lengths == 0)).size:
-        raise RecipeError(f"data.{field}", f"the prompt of row {empty[0]} is empty")
+        raise RecipeError(
+            "data.source", f"the prompt of row {empty[0]} of '{data.source}' is empty", fix="leave it out"
+        )
     return packed
+
+
+def _chat(data: Data, tokenizer: "PreTrainedTokenizerBase", prompt: Any) -> str:
+    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    messages = prompt if isinstance(prompt, list) else [*system, {"role": "user", "content": str(prompt)}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def _guarded(data: Data, encode: Callable[[], T]) -> T:
+    """What a tokenizer or a chat template refuses is the data's or the recipe's to mend."""
+    try:
+        return encode()
+    except Exception as error:  # templates and tokenizers have no base of their own
+        raise RecipeError(
+            "data.source",
+            f"the tokenizer refuses a text of '{data.source}' ({_first_line(error)})",
+            fix="leave such rows out, or data.system_prompt=null for a template that knows no system",
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(". :")

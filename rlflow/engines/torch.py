@@ -29,6 +29,8 @@ class TorchEngine:
 
         self._spec = spec
         self._has_values = "Values" in spec.capabilities
+        if {"Values", "Scores"} <= spec.capabilities:
+            raise EngineError("a model with a value head has no logprobs: use two roles.")
         self._model = load_model(
             spec.model_name,
             spec.model,
@@ -80,7 +82,7 @@ class TorchEngine:
         self._model.eval()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._spec.optimizer.max_grad_norm)
         if not torch.isfinite(norm):
-            raise EngineError(f"step {step}, role {self._spec.role}: the gradient's norm is {float(norm)}.")
+            raise EngineError(f"role {self._spec.role}: the gradient's norm is {float(norm)}.")
         self._optimizer.step()
         return Metrics(values={**sums, "grad_norm": float(norm), "learning_rate": learning_rate})
 
@@ -106,6 +108,7 @@ class TorchEngine:
 
         dtype = getattr(torch, self._spec.model.dtype)
         weights = {name: tensor.to(dtype) for name, tensor in self._model.state_dict().items()}
+        self._model.config.dtype = dtype
         self._model.save_pretrained(folder, state_dict=weights)
         self._tokenizer.save_pretrained(folder)
 

@@ -7,8 +7,9 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
+from rlflow.errors import GraphError
 from rlflow.schema import Section
 
 Unit = Literal["sample", "group", "batch"]
@@ -31,6 +32,8 @@ class Node(Section):
     """How much the node needs at once."""
 
     def __init_subclass__(cls, *, kind: str, unit: Unit) -> None:
+        if kind in KINDS and KINDS[kind].__qualname__ != cls.__qualname__:
+            raise TypeError(f"the kind '{kind}' is {KINDS[kind].__qualname__}'s")
         cls.kind = kind
         cls.unit = unit
         KINDS[kind] = cls
@@ -49,12 +52,22 @@ class Node(Section):
     def output(cls) -> type:
         return _signature(cls)[1]
 
+    @classmethod
+    def check_signature(cls) -> None:
+        """Raises GraphError, its path counted from the node, for a ``run`` that does not say all its types."""
+        try:
+            _signature(cls)
+        except (AttributeError, KeyError, NameError, TypeError) as error:
+            raise GraphError(
+                "node", f"'{cls.kind}': the types of run cannot be read ({error!r})", fix="annotate all of it"
+            ) from None
+
     def check(self, connected: frozenset[str]) -> None:
         """Raises a UserError, its path counted from the node, if the options do not go with the inputs connected."""
 
 
 def _signature(cls: type[Node]) -> tuple[tuple[Input, ...], type]:
-    run: Any = vars(cls)["run"]
+    run: Any = cls.run  # type: ignore[attr-defined]
     hints: Mapping[str, Any] = get_type_hints(run)
     inputs = tuple(
         Input(name, _without_none(hints[name]), parameter.default is inspect.Parameter.empty)
@@ -65,7 +78,8 @@ def _signature(cls: type[Node]) -> tuple[tuple[Input, ...], type]:
 
 
 def _without_none(hint: Any) -> type:
-    if isinstance(hint, UnionType):
+    if isinstance(hint, UnionType) or get_origin(hint) is Union:
         hint = next(part for part in get_args(hint) if part is not type(None))
-    assert isinstance(hint, type)
+    if not isinstance(hint, type):
+        raise TypeError(f"{hint} is not a class")
     return hint

@@ -1,6 +1,7 @@
 """metrics.jsonl and TensorBoard events."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -20,11 +21,12 @@ class MetricsWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         path = directory / "metrics.jsonl"
-        lines = path.read_text().splitlines() if step and path.exists() else []
-        # What a resumed run does again is not to stand there twice.
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
-        self._file = path.open("w")
-        self._file.writelines(f"{line}\n" for line in kept)
+        lines = path.read_text().splitlines() if path.exists() else []
+        # What a resumed run does again is not to stand there twice, nor a line that was cut off.
+        beside = path.with_suffix(".writing")
+        beside.write_text("".join(f"{line}\n" for line in lines if _step_of(line) <= step))
+        beside.rename(path)
+        self._file = path.open("a")
         self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else None)
 
     def evaluated(self, step: int, reward: float) -> None:
@@ -45,3 +47,12 @@ class MetricsWriter:
         self._file.flush()
         for name, value in metrics.items():
             self._events.add_scalar(name, value, step)
+
+
+def _step_of(line: str) -> float:
+    """Infinite for half a line."""
+    try:
+        step: int = json.loads(line)["step"]
+    except (ValueError, KeyError):
+        return math.inf
+    return step

@@ -82,6 +82,8 @@ def cluster_from(mapping: Mapping[str, Any]) -> Cluster:
                 known=sorted(cluster.gpus),
                 fix=f"add '- /gpu@gpus.{host.gpu}: {host.gpu}' to the cluster's defaults, or cluster.gpus.{host.gpu}",
             )
+    if len({cluster.memory_gib(host) is None for host in cluster.hosts}) > 1:
+        raise RecipeError("cluster.hosts", "processors and GPUs in one cluster", fix="hosts of GPUs, or of processors")
     twice = [name for name, count in Counter(host.name for host in cluster.hosts).items() if count > 1]
     if twice:
         raise RecipeError("cluster.hosts", f"the name '{twice[0]}' is given twice", fix="give every host its own name")

@@ -1,6 +1,7 @@
 """What a role asks for, and how it is cut up over its GPUs."""
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Annotated, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le
@@ -49,6 +50,8 @@ class Demand:
     generates: bool
     weight_bytes: int | None
     """None for a model whose figures are not known."""
+    num_attention_heads: int | None
+    """None likewise; a tensor-parallel group divides them."""
     wants: Resources
 
     @property
@@ -80,7 +83,7 @@ class Demand:
             raise PlacementError(
                 f"roles.{self.role}.gpus",
                 f"{gpus} GPUs cannot be used whole with {degrees}",
-                fix=f"a multiple of {group * (workers or self.sequence_parallel_size)}",
+                fix=f"gpus {group * workers}" if workers else f"a multiple of {group * self.sequence_parallel_size}",
             )
         return gpus
 
@@ -121,12 +124,19 @@ def tensor_parallel_size(demand: Demand, cluster: Cluster) -> int:
             f"no host has {pinned} GPUs for one tensor-parallel group ({pinned} asked, hosts have {largest})",
             fix=_smaller_groups(pinned, largest, "pipeline" in demand.parallel),
         )
+    if pinned != "auto" and demand.num_attention_heads is not None and demand.num_attention_heads % pinned:
+        raise PlacementError(
+            f"roles.{demand.role}.tensor_parallel_size",
+            f"{pinned} GPUs cannot share the model's {demand.num_attention_heads} attention heads evenly",
+            fix=f"tensor_parallel_size {gcd(pinned, demand.num_attention_heads)}",
+        )
     memory = min((memory for host in cluster.hosts if (memory := cluster.memory_gib(host))), default=None)
     if pinned != "auto" or "tensor" not in demand.parallel or demand.weight_bytes is None or memory is None:
         return _or(pinned, 1)
     weights_gib = demand.weight_bytes / demand.pipeline_parallel_size / GIB
     size = 1
-    while size * 2 <= largest and weights_gib / size > _WEIGHTS_SHARE * memory:
+    heads = demand.num_attention_heads or 0
+    while size * 2 <= largest and heads % (size * 2) == 0 and weights_gib / size > _WEIGHTS_SHARE * memory:
         size *= 2
     if weights_gib / size > memory:
         raise PlacementError(

@@ -42,7 +42,8 @@ class _Pool:
 
     @property
     def unit(self) -> int:
-        return max(self.sizes)
+        """The largest group that uses the pool whole; a larger one takes of the pool what it can."""
+        return max(size for size in self.sizes if self.gpus is None or self.gpus % size == 0)
 
 
 def place(demands: Sequence[Demand], cluster: Cluster) -> Mapping[str, RolePlacement]:
@@ -76,12 +77,13 @@ def _pools(demands: Sequence[Demand], cluster: Cluster) -> list[_Pool]:
     pools = [_pool([by_role[role] for role in by_role if role in group], sizes) for group in merged]
     pinned = [pool for pool in pools if pool.gpus is not None]
     rest = [pool for pool in pools if pool.gpus is None]
-    taken = sum(pool.gpus or 0 for pool in pinned)
-    if rest and pinned and taken == sum(host.gpus for host in cluster.hosts):
-        host_pool = next((pool for pool in pinned if any(d.trains for d in pool.demands)), pinned[0])
-        guests = [demand for pool in rest for demand in pool.demands]
-        joined = _pool([*host_pool.demands, *guests], sizes)
-        return [joined if pool is host_pool else pool for pool in pinned]
+    hosts = [pool for pool in pinned if not any(d.wants.colocate == () for d in pool.demands)]
+    guests = [pool for pool in rest if all(d.wants.colocate == "auto" for d in pool.demands)]
+    if guests and hosts and sum(pool.gpus or 0 for pool in pinned) == sum(host.gpus for host in cluster.hosts):
+        joined = next((pool for pool in hosts if any(d.trains for d in pool.demands)), hosts[0])
+        both = _pool([*joined.demands, *(demand for pool in guests for demand in pool.demands)], sizes)
+        pinned = [both if pool is joined else pool for pool in pinned]
+        rest = [pool for pool in rest if pool not in guests]
     if len(rest) > 1:
         names = " and ".join(f"({', '.join(d.role for d in pool.demands)})" for pool in rest)
         raise PlacementError(
@@ -102,15 +104,7 @@ def _pool(demands: Sequence[Demand], sizes: Mapping[str, int]) -> _Pool:
             f"{more} and {less} share GPUs, but ask for {counts[more]} and {counts[less]} of them",
             fix=f"ask for the same number, or give {more} its own with colocate=[]",
         )
-    pool = _Pool(tuple(demands), tuple(sizes[demand.role] for demand in demands), next(iter(counts.values()), None))
-    if pool.gpus is not None and pool.gpus % pool.unit:
-        role = pool.demands[pool.sizes.index(pool.unit)].role
-        raise PlacementError(
-            f"roles.{role}.tensor_parallel_size",
-            f"{pool.gpus} GPUs, which {role} shares, cannot be used whole in groups of {pool.unit}",
-            fix=f"gpus {pool.gpus // pool.unit * pool.unit or pool.unit}, or a smaller tensor_parallel_size",
-        )
-    return pool
+    return _Pool(tuple(demands), tuple(sizes[demand.role] for demand in demands), next(iter(counts.values()), None))
 
 
 def _divide(pools: Sequence[_Pool], cluster: Cluster) -> list[list[tuple[str, list[int]]]]:
@@ -189,13 +183,15 @@ def _groups(host: str, gpus: list[int], size: int) -> list[tuple[Bundle, ...]]:
 def _place_role(
     demand: Demand, size: int, groups: list[tuple[Bundle, ...]], *, colocated: bool, cluster: Cluster
 ) -> RolePlacement:
-    stages = demand.pipeline_parallel_size
-    count = demand.num_workers if demand.num_workers is not None else max(1, len(groups) // stages)
+    stages, sequence = demand.pipeline_parallel_size, demand.sequence_parallel_size
+    count = demand.num_workers
+    if count is None:
+        count = max(1, len(groups) // (stages * sequence)) * sequence
     if count * stages > len(groups):
         raise PlacementError(
             f"roles.{demand.role}",
             f"{count * stages} groups of {size} GPUs are asked for, the pool has room for {len(groups)}",
-            fix="fewer data-parallel workers, or more gpus",
+            fix="smaller degrees, or more gpus",
         )
     workers = tuple(
         Worker(tuple(bundle for group in groups[first : first + stages] for bundle in group))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -56,7 +56,3 @@ class Report:
     eval_after: float | None
     models: Mapping[str, str]
     """The folder of each trained role's model, when finished."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As ``report.json`` holds it."""
-        return asdict(self)

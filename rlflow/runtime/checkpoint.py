@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,21 +38,20 @@ class Checkpoint:
 
 
 def write_whole(folder: Path, write: Callable[[Path], object]) -> None:
-    """Calls ``write`` with a new folder, and puts that in the place of ``folder`` when all of it is on disk."""
-    temporary = folder.with_name(f".{folder.name}.writing")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    """Calls ``write`` with a new folder, and gives that the name ``folder`` when all of it is on disk.
+
+    A folder that has come to stand there, from another process that does the same work, stays.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
+        temporary = Path(name) / folder.name
+        temporary.mkdir()
         write(temporary)
         for path in [*temporary.rglob("*"), temporary]:
             _flush(path)
-        if folder.exists():
-            shutil.rmtree(folder)
-        temporary.rename(folder)
-        _flush(folder.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        if not folder.exists():
+            temporary.rename(folder)
+            _flush(folder.parent)
 
 
 def save(run: Path, progress: Progress, engines: Mapping[str, Any], keep: int) -> None:
@@ -71,14 +71,14 @@ def save(run: Path, progress: Progress, engines: Mapping[str, Any], keep: int) -
 
 def checkpoints(run: Path) -> list[Path]:
     """The whole ones, the oldest first."""
-    return sorted((run / "checkpoints").glob("step-*"))
+    return sorted((run / "checkpoints").glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
 
 
-def last(run: Path, fingerprint: str) -> Checkpoint:
-    """Raises RecipeError when there is none, it is damaged, or it is another recipe's."""
+def last(run: Path, fingerprint: str) -> Checkpoint | None:
+    """None when there is none. Raises RecipeError when it is damaged or another recipe's."""
     found = checkpoints(run)
     if not found:
-        raise RecipeError("resume", f"'{run}' has no checkpoint", fix="run it anew, without resume")
+        return None
     progress = _read(found[-1])
     if progress.fingerprint != fingerprint:
         raise RecipeError(

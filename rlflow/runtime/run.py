@@ -4,14 +4,15 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlflow.batch import Sequences
 from rlflow.compiler.plan import Plan, write_plan
-from rlflow.data.source import DataSource, held_out_prompts, open_training_data
+from rlflow.data.source import DataSource, Rows, held_out_prompts, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
-from rlflow.errors import EngineError
+from rlflow.errors import EngineError, RecipeError
 from rlflow.recipe import Model
 from rlflow.runtime import checkpoint
 from rlflow.runtime.base import Observer, Report, Runtime
@@ -34,12 +35,21 @@ def run(
     for what the recipe names and is not there and for a plan that cannot be run here, EngineError for what fails.
     """
     runtime.check(plan)
-    last = checkpoint.last(directory, plan.fingerprint) if resume else None
+    last = checkpoint.last(directory, plan.fingerprint)
+    if last and not resume:
+        raise RecipeError("resume", f"'{directory}' holds a run already", fix=f"resume={directory}, or another folder")
+    if resume and not last and not (directory / "base").is_dir():
+        raise RecipeError("resume", f"'{directory}' has no checkpoint", fix="run it anew, without resume")
     behind = last.progress if last else checkpoint.Progress(plan.fingerprint, 0, {})
-    models = resolve_models(
-        plan, lambda base, name: run(base, directory / "base" / name, runtime, observers, stop=stop)
-    )
-    data, evaluation = _open_data(plan, models)
+    rows, held_out = load_rows(plan.recipe.data, "split"), _held_out_rows(plan)
+
+    def run_base(base: Plan, name: str) -> Report:
+        write_plan(plan, directory)
+        folder = directory / "base" / name
+        return run(base, folder, runtime, observers, resume=bool(checkpoint.checkpoints(folder)), stop=stop)
+
+    models = resolve_models(plan, run_base)
+    data, evaluation = _open_data(plan, models, rows, held_out)
     write_plan(plan, directory)
     began = time.perf_counter()
     with ExitStack() as open_parts:
@@ -70,7 +80,7 @@ def run(
                 observer.stepped(step, metrics)
         exported = _export(directory, trained) if step == steps else {}
         report = _report(plan, directory, step, time.perf_counter() - began, evaluations, exported)
-        (directory / "report.json").write_text(json.dumps(report.to_dict(), indent=1))
+        (directory / "report.json").write_text(json.dumps(asdict(report), indent=1))
         for observer in observers:
             observer.ended(report)
     return report
@@ -100,14 +110,21 @@ def _copy_weights(plan: Plan, engines: Mapping[str, Any], version: int) -> float
     return time.perf_counter() - began
 
 
-def _open_data(plan: Plan, models: Mapping[str, Model]) -> tuple[DataSource, Evaluator | None]:
+def _held_out_rows(plan: Plan) -> Rows:
+    options = plan.recipe.evaluation
+    return load_rows(plan.recipe.data, "eval_split")[: options.num_prompts] if options else []
+
+
+def _open_data(
+    plan: Plan, models: Mapping[str, Model], rows: Rows, held_out: Rows
+) -> tuple[DataSource, Evaluator | None]:
     recipe, graph = plan.recipe, plan.graph
     name = recipe.roles[graph.trained_roles()[0]].model
     tokenizer = load_tokenizer(name, models[name])
-    data = open_training_data(recipe.data, tokenizer, recipe.seed, with_responses="examples" in graph.sources)
-    if recipe.evaluation is None:
+    data = open_training_data(recipe.data, tokenizer, rows, recipe.seed, with_responses="examples" in graph.sources)
+    if not held_out:
         return data, None
-    return data, evaluator(graph, held_out_prompts(recipe.data, tokenizer, recipe.evaluation.num_prompts))
+    return data, evaluator(graph, held_out_prompts(recipe.data, tokenizer, held_out))
 
 
 def _is_due(plan: Plan, step: int) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlflow.batch import Metrics, Prompts, Rewards, Rollouts
 from rlflow.compiler.graph import Graph, GraphNode
-from rlflow.errors import EngineError, GraphError, UserError, below
+from rlflow.errors import EngineError, UserError, below
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward import Reward
 
@@ -32,10 +32,10 @@ def run_node(node: GraphNode, engines: Mapping[str, Any], edges: Mapping[str, An
     arguments = {name: edges[origin] for name, origin in node.inputs.items()}
     if node.role is not None:
         arguments["engine"] = engines[node.role]
-    run: Any = vars(type(node.operation))["run"]
+    operation: Any = node.operation
     try:
         with below(f"graph.{node.name}"):
-            return run(node.operation, **arguments)
+            return operation.run(**arguments)
     except (UserError, EngineError):
         raise
     except Exception as error:
@@ -58,13 +58,10 @@ class Evaluator:
 
 
 def evaluator(graph: Graph, prompts: Prompts) -> Evaluator:
-    """Raises GraphError for a graph that does not generate and reward."""
-    found = {kind: [n for n in graph.nodes if isinstance(n.operation, kind)] for kind in (Generate, Reward)}
-    if not all(found.values()):
-        raise GraphError(
-            "evaluation", "the graph has no node of the kinds generate and reward", fix="remove 'evaluation'"
-        )
-    generate, reward = found[Generate][0], found[Reward][0]
+    """Of a graph that has nodes of the kinds generate and reward; the first of each."""
+    generate, reward = (
+        next(node for node in graph.nodes if isinstance(node.operation, kind)) for kind in (Generate, Reward)
+    )
     assert isinstance(generate.operation, Generate)
     greedy = replace(generate.operation, temperature=0.0, group_size=1)
     return Evaluator(replace(generate, operation=greedy), reward, prompts)

@@ -108,10 +108,10 @@ MISTAKES = [
     (("cluster=2y8",), "RecipeError: cluster: '2y8' is neither"),
     (("cluster=0x8",), "RecipeError: cluster: '0x8' is neither"),
     (("cluster=2x0",), "RecipeError: cluster: '2x0' is neither"),
-    (("cluster=2x8@h300",), "RecipeError: gpu: no gpu 'h300'"),
+    (("cluster=2x8@h300",), "RecipeError: cluster: no gpu 'h300'"),
     (("data.source=nowhere.jsonl",), "RecipeError: data.source: 'nowhere.jsonl' does not exist"),
     (("data.columns.prompt=promt",), "RecipeError: data.columns.prompt: no column 'promt'"),
-    (("data.max_prompt_tokens=2",), "RecipeError: data.max_prompt_tokens: row 0 of"),
+    (("data.max_prompt_tokens=2",), "RecipeError: data.max_prompt_tokens: the prompt of row 0 of"),
     (("data.split=no",), "RecipeError: data.source: 'rlflow.data.arithmetic:additions' failed (ValueError: no split"),
     (("models.policy.random_weights=false", "models.policy.characters=null", "models.policy.path=./no"),
      "RecipeError: models.policy.path: './no' is not a folder"),
@@ -136,7 +136,23 @@ def test_a_mistake_ends_in_one_message_and_leaves_nothing(
     )
     done = rlflow(*fake(*overrides), cwd=tmp_path, code=2)
     assert message in done.stderr
-    assert not list(tmp_path.glob("outputs/*/*/report.json"))
+    left = {path.name for path in tmp_path.glob("outputs/**/*") if path.is_file()}
+    assert not left or ("rewards:" in overrides[0] and "report.json" not in left)
+
+
+def test_a_mistake_takes_nothing_of_the_users(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("dear")
+    rlflow(*fake("hydra.run.dir=.", "steps=0"), cwd=tmp_path, code=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_resume_passes_over_what_is_no_plan(tmp_path: Path) -> None:
+    rlflow(*fake("hydra.run.dir=runs/a/b", "steps=2"), cwd=tmp_path)
+    (tmp_path / "runs" / "a" / "c").mkdir()
+    (tmp_path / "runs" / "a" / "c" / "plan.json").write_text("{")
+    out = rlflow(*fake("hydra.run.dir=runs/a/d", "steps=2", "resume=true"), cwd=tmp_path).stdout
+    assert "from step 2" in out
+    rlflow(*fake("hydra.run.dir=one", "steps=2", "resume=true"), cwd=tmp_path, code=2)
 
 
 def test_a_damaged_checkpoint(tmp_path: Path) -> None:

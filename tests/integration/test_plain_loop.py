@@ -9,7 +9,7 @@ import torch
 
 import rlflow
 from rlflow.compiler.lower import models_in_use
-from rlflow.data.source import DataSource, open_training_data
+from rlflow.data.source import DataSource, load_rows, open_training_data
 from rlflow.engines.base import sample_seed
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.runtime.local import LocalRuntime
@@ -87,7 +87,9 @@ def test_the_compiled_graph_gives_the_same_figures(tmp_path: Path) -> None:
     recipe = rlflow.load(OVERRIDES, CONFIG_DIR)
     plan, models = rlflow.compile(recipe), models_in_use(recipe)
     tokenizer = load_tokenizer("policy", models["policy"])
-    data = open_training_data(recipe.data, tokenizer, recipe.seed, with_responses=False)
+    data = open_training_data(
+        recipe.data, tokenizer, load_rows(recipe.data, "split"), recipe.seed, with_responses=False
+    )
     policy, reference = (
         load_model("policy", models["policy"], device="cpu", dtype=torch.float32, seed=0) for _ in range(2)
     )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,11 @@ import pytest
 import torch
 
 import rlflow
+from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
+from rlflow.data.source import held_out_prompts, load_rows
+from rlflow.engines.base import Sampling
+from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, RecipeError
 from rlflow.report.metrics import MetricsWriter
 from rlflow.runtime.base import Report
@@ -62,7 +67,7 @@ def test_a_run_writes_all_of_it(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {
         *("plan.json", "metrics.jsonl", "tensorboard", "checkpoints", "model", "report.json", "recipe.yaml")
     }
-    assert json.loads((tmp_path / "report.json").read_text()) == report.to_dict()
+    assert json.loads((tmp_path / "report.json").read_text()) == asdict(report)
     assert (report.status, report.steps) == ("finished", 6)
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines if "evaluation/reward" in line] == [0, 2, 4, 6]
@@ -108,16 +113,77 @@ def test_a_checkpoint_behind_the_metrics(tmp_path: Path) -> None:
     assert metrics(tmp_path / "dead") == metrics(tmp_path / "whole")
 
 
-@pytest.mark.slow
-def test_the_model_loads_and_the_base_is_made_once(tmp_path: Path, cache: Path) -> None:
+def test_stopped_before_the_first_step_and_resumed(tmp_path: Path) -> None:
+    plan = plan_of("fake")
+    go(plan, tmp_path / "whole")
+    stopped = run(plan, tmp_path / "run", LocalRuntime(), [MetricsWriter()], stop=lambda: True)
+    assert (stopped.status, stopped.steps) == ("stopped", 0)
+    go(plan, tmp_path / "run", resume=True)
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+
+
+def test_half_a_line_of_metrics_is_dropped(tmp_path: Path) -> None:
+    plan = plan_of("fake")
+    go(plan, tmp_path / "whole")
+    go(plan, tmp_path / "run", until=3)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "upd')
+    go(plan, tmp_path / "run", resume=True)
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+
+
+def test_a_folder_that_holds_a_run_is_not_used_again(tmp_path: Path) -> None:
+    go(plan_of("fake"), tmp_path)
+    before = metrics(tmp_path)
+    with pytest.raises(RecipeError, match="resume: '.*' holds a run already"):
+        go(plan_of("fake"), tmp_path)
+    assert metrics(tmp_path) == before
+
+
+def test_evaluation_takes_the_likeliest_tokens_of_held_out_prompts(tmp_path: Path) -> None:
+    plan = plan_of("real", f"graph.rewards.function='{__name__}:first_digit'", "steps=1")
+    report = go(plan, tmp_path)
+    models = models_in_use(plan.recipe)
+    tokenizer = load_tokenizer("policy", models["policy"])
+    prompts = held_out_prompts(plan.recipe.data, tokenizer, load_rows(plan.recipe.data, "eval_split")[:10])
+    with LocalRuntime().start(plan, models) as engines:
+        engines["rollout"].load_weights(engines["actor"].weights(), 0)
+        greedy = engines["rollout"].generate(prompts, Sampling(max_tokens=4, temperature=0.0))
+    assert report.eval_before == pytest.approx(sum(first_digit(greedy.texts, greedy.rows)) / 10)
+    assert report.eval_before != report.eval_after
+
+
+def first_digit(texts: Any, rows: Any) -> list[float]:
+    return [sum(map(ord, text)) / 100 + len(row["prompt"]) for text, row in zip(texts, rows, strict=True)]
+
+
+@pytest.fixture
+def top_plan(tmp_path: Path) -> Plan:
+    """Of a recipe that starts from what another makes."""
     (tmp_path / "conf" / "recipe").mkdir(parents=True)
     base = (CONFIG_DIR / "recipe" / "real.yaml").read_text()
-    top = base.replace("name: real", "name: top").replace("/algorithm: grpo", "/algorithm: grpo")
-    start, end = top.index("  policy:"), top.index("roles:")
-    top = top[:start] + "  policy: {recipe: real, dtype: float32}\n" + top[end:]
+    start, end = base.index("  policy:"), base.index("roles:")
+    top = base[:start] + "  policy: {recipe: real, dtype: float32}\n" + base[end:]
     (tmp_path / "conf" / "recipe" / "real.yaml").write_text(base)
-    (tmp_path / "conf" / "recipe" / "top.yaml").write_text(top)
-    plan = rlflow.compile(rlflow.load(["recipe=top"], tmp_path / "conf"))
+    (tmp_path / "conf" / "recipe" / "top.yaml").write_text(top.replace("name: real", "name: top"))
+    return rlflow.compile(rlflow.load(["recipe=top"], tmp_path / "conf"))
+
+
+@pytest.mark.slow
+def test_stopped_in_the_run_of_the_base_and_resumed(top_plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        go(top_plan, tmp_path / "run", until=3)
+    assert (tmp_path / "run" / "plan.json").exists()
+    resumed = go(top_plan, tmp_path / "run", resume=True)
+    assert resumed.status == "finished"
+    assert [line["step"] for line in metrics(tmp_path / "run" / "base" / "policy") if "update/loss" in line] == [
+        *range(1, 7)
+    ]
+
+
+@pytest.mark.slow
+def test_the_model_loads_and_the_base_is_made_once(top_plan: Plan, tmp_path: Path, cache: Path) -> None:
+    plan = top_plan
     first = go(plan, tmp_path / "first")
     assert (tmp_path / "first" / "base" / "policy" / "report.json").exists()
     assert [path.name.split("-")[0] for path in cache.iterdir()] == ["real"]

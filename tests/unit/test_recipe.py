@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,10 @@ from tests.conftest import CONFIG_DIR
         (["data.source='${nope}'"], "data.source: Interpolation key 'nope' not found"),
         (["data.source=???"], "data.source: is missing"),
         (["models.policy={recipe: nope}"], "models.policy.recipe: no recipe 'nope'"),
+        (
+            ["models.policy.characters='0123456789+=abcdef'"],
+            "models.policy.architecture.vocab_size: 13 is too small for",
+        ),
         (["recipe=nope"], "recipe: no recipe 'nope'"),
         (["roles.actor"], "command line: "),
     ],
@@ -52,3 +57,12 @@ def test_a_recipe_for_a_model_is_composed_in_its_turn() -> None:
 def test_learning_rate(schedule: str, step: int, expected: float) -> None:
     optimizer = Optimizer(learning_rate=1.0, schedule=schedule, warmup_steps=4)  # type: ignore[arg-type]
     assert optimizer.learning_rate_at(step, steps=100) == pytest.approx(expected)
+
+
+def test_a_recipe_that_starts_from_itself(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "ring.yaml").write_text(
+        "# @package _global_\ndefaults: [/algorithm: sft]\nname: ring\nmodels: {policy: {recipe: ring}}\n"
+    )
+    with pytest.raises(RecipeError, match="goes in a circle: ring -> ring"):
+        rlflow.load(["recipe=ring"], tmp_path)

@@ -47,6 +47,15 @@ def load_model(
             tokenizer = load_tokenizer(name, model)
             config = AutoConfig.for_model(**_config_fields(model), eos_token_id=tokenizer.eos_token_id, **extra)
             built = auto.from_config(config, dtype=dtype, attn_implementation=NAME)
+    layers = set(getattr(built.config, "layer_types", None) or ())
+    if layers - {"full_attention"}:
+        raise RecipeError(
+            f"models.{name}.path", f"layers of {', '.join(sorted(layers - {'full_attention'}))} are not supported"
+        )
+    # Dropout would make the policy that trains another than the one that wrote.
+    for module in built.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
     return built.eval().to(device)
 
 
@@ -64,7 +73,7 @@ def _from(name: str, path: str, load: Callable[[str], Any]) -> Any:
         raise RecipeError(where, f"'{path}' is not a folder", fix="give the folder that save_pretrained wrote")
     try:
         return load(str(Path(path).expanduser()) if path.startswith("~") else path)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the libraries below raise errors of many kinds for a damaged file
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise RecipeError(
             where, f"'{path}' cannot be loaded: {reason}", fix="give a folder with a model, or a name on the hub"
@@ -72,7 +81,7 @@ def _from(name: str, path: str, load: Callable[[str], Any]) -> Any:
 
 
 def _character_tokenizer(characters: str) -> "PreTrainedTokenizerBase":
-    """A token for each character, and one for the end, which also pads."""
+    """A token for each character, and one for the end, which also pads. Other characters are refused."""
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse
     from tokenizers.models import WordLevel
@@ -80,7 +89,7 @@ def _character_tokenizer(characters: str) -> "PreTrainedTokenizerBase":
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: index for index, token in enumerate([END_TOKEN, *dict.fromkeys(characters)])}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=END_TOKEN))
+    tokenizer = Tokenizer(WordLevel(vocabulary))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_TOKEN, pad_token=END_TOKEN)

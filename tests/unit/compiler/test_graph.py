@@ -7,6 +7,7 @@ import rlflow
 from rlflow.batch import Advantages, Metrics, Rewards
 from rlflow.compiler.graph import wire
 from rlflow.errors import UserError
+from rlflow.nodes.advantage import GroupAdvantage
 from rlflow.nodes.base import KINDS, Node
 from tests.conftest import CONFIG_DIR
 
@@ -44,6 +45,10 @@ def test_no_option_has_the_name_of_an_input() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("graph.rollouts.role=[actor]", "graph.rollouts.role: no role '['actor']'"),
+        ("graph.rollouts.node=[generate]", "graph.rollouts.node: no kind of node '['generate']'"),
+        ("data.eval_split=null", "data.eval_split: is missing, and evaluation needs it"),
+        ("graph.update.reference=null", "graph.update.kl_coef: 0.001 asks for the reference's logprobs"),
         ("graph.rewards.node=rewad", "graph.rewards.node: no kind of node 'rewad'"),
         ("graph.extra={role: actor}", "graph.extra.node: is missing"),
         ("graph.update.clip=1", "graph.update.clip: unknown key"),
@@ -99,6 +104,31 @@ def test_a_circle_is_drawn() -> None:
 def test_follows_needs_the_same_model() -> None:
     with pytest.raises(UserError, match=r"roles.rollout.follows: its model is 'other', 'actor' has 'policy'"):
         wired("models.other={path: x}", "roles.rollout.model=other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doubled(GroupAdvantage, kind="doubled", unit="group"):
+    """A node may inherit its ``run``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Untyped(Node, kind="untyped", unit="group"):
+    """A node that keeps its output for itself."""
+
+    def run(self, rewards: Rewards):  # type: ignore[no-untyped-def]
+        raise AssertionError
+
+
+def test_nodes_of_the_users_own() -> None:
+    graph = wired(f"graph.advantages.node='{__name__}:Doubled'")
+    assert next(node for node in graph.nodes if node.name == "advantages").operation.output() is Advantages
+    with pytest.raises(UserError, match=r"^graph\.advantages\.node: 'untyped': the types of run cannot be read"):
+        wired(f"graph.advantages.node='{__name__}:Untyped'")
+
+
+def test_two_nodes_of_one_kind() -> None:
+    with pytest.raises(TypeError, match="the kind 'generate' is Generate's"):
+        type("Other", (Node,), {}, kind="generate", unit="sample")
 
 
 def test_a_graph_trains() -> None:

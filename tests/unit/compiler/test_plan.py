@@ -21,6 +21,8 @@ def test_a_plan_is_read_back_as_it_was_written(recipe: str) -> None:
 def test_the_fingerprint_is_of_the_experiment() -> None:
     recipe = rlflow.load(["recipe=grpo_32b"])
     assert rlflow.compile(recipe, "2x8").fingerprint == rlflow.compile(recipe, "4x8").fingerprint
+    pinned = rlflow.load(["recipe=grpo_32b", "roles.actor.micro_batch_tokens=4096", "checkpoints.keep=9"])
+    assert rlflow.compile(recipe, "2x8").fingerprint == rlflow.compile(pinned, "2x8").fingerprint
     other = rlflow.load(["recipe=grpo_32b", "graph.rollouts.group_size=4"])
     assert rlflow.compile(recipe, "2x8").fingerprint != rlflow.compile(other, "2x8").fingerprint
 
@@ -42,8 +44,9 @@ def _without(plan: dict[str, Any], key: str) -> dict[str, Any]:
     [
         (lambda plan: plan | {"schema_version": 0}, "schema_version is 0"),
         (lambda plan: _without(plan, "roles"), "is not a whole plan"),
-        (lambda plan: plan | {"recipe": plan["recipe"] | {"seed": 7}}, "its recipe was changed after planning"),
-        (lambda plan: plan | {"roles": _without(plan["roles"], "actor")}, "its recipe was changed after planning"),
+        (lambda plan: plan | {"recipe": plan["recipe"] | {"seed": 7}}, "was changed after planning"),
+        (lambda plan: plan | {"roles": _without(plan["roles"], "actor")}, "was changed after planning"),
+        (lambda plan: plan | {"hosts": [plan["hosts"][0] | {"name": "other"}]}, "was changed after planning"),
     ],
 )
 def test_a_plan_that_is_not_whole(edit: Any, message: str) -> None:

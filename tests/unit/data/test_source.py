@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rlflow.data.arithmetic import additions
-from rlflow.data.source import held_out_prompts, open_training_data
+from rlflow.data.source import DataSource, held_out_prompts, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import RecipeError
 from rlflow.recipe import Data
@@ -29,8 +29,12 @@ def some_rows(split: str, count: int = 7) -> list[dict[str, str]]:
     return ROWS[:count]
 
 
+def opened(data: Data, tokenizer: Any = TOKENIZER, seed: int = 0, *, with_responses: bool = False) -> DataSource:
+    return open_training_data(data, tokenizer, load_rows(data, "split"), seed, with_responses=with_responses)
+
+
 def test_every_row_once_an_epoch_in_a_new_order(tmp_path: Path) -> None:
-    source = open_training_data(data(write(tmp_path / "a.jsonl", ROWS)), TOKENIZER, seed=0, with_responses=False)
+    source = opened(data(write(tmp_path / "a.jsonl", ROWS)), seed=0)
     seen = [row["prompt"] for step in range(7) for row in source.prompts(step).rows]
     epochs = [seen[start : start + 7] for start in (0, 7, 14)]
     assert all(sorted(epoch) == sorted(row["prompt"] for row in ROWS) for epoch in epochs)
@@ -38,11 +42,11 @@ def test_every_row_once_an_epoch_in_a_new_order(tmp_path: Path) -> None:
 
 
 def test_a_step_does_not_depend_on_those_before(tmp_path: Path) -> None:
-    source = open_training_data(data(write(tmp_path / "a.jsonl", ROWS)), TOKENIZER, seed=0, with_responses=False)
-    again = open_training_data(data(tmp_path / "a.jsonl"), TOKENIZER, seed=0, with_responses=False)
+    source = opened(data(write(tmp_path / "a.jsonl", ROWS)), seed=0)
+    again = opened(data(tmp_path / "a.jsonl"), seed=0)
     source.prompts(0)
     assert source.prompts(4).rows == again.prompts(4).rows
-    other = open_training_data(data(tmp_path / "a.jsonl"), TOKENIZER, seed=1, with_responses=False)
+    other = opened(data(tmp_path / "a.jsonl"), seed=1)
     assert [other.prompts(s).rows for s in range(3)] != [again.prompts(s).rows for s in range(3)]
 
 
@@ -50,7 +54,7 @@ def test_tokens_of_prompt_and_response(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"question": "1+2=", "answer": "3"}])
     columns = {"prompt": "question", "response": "answer"}
     options = data(path, columns=columns, batch_size=1)
-    examples = open_training_data(options, TOKENIZER, seed=0, with_responses=True).examples(0)
+    examples = opened(options, with_responses=True).examples(0)
     assert TOKENIZER.decode(examples.prompt_ids[0]) == "1+2="
     assert examples.response_ids[0].tolist() == [*TOKENIZER("3")["input_ids"], TOKENIZER.eos_token_id]
 
@@ -60,13 +64,13 @@ def test_parquet_and_a_folder_with_splits(tmp_path: Path) -> None:
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
-    one = open_training_data(data(tmp_path / "rows.parquet"), TOKENIZER, seed=0, with_responses=False)
+    one = opened(data(tmp_path / "rows.parquet"), seed=0)
     assert len(one.rows) == 7
     folder = tmp_path / "folder"
     folder.mkdir()
     write(folder / "train.jsonl", ROWS[:5])
     write(folder / "test.jsonl", ROWS[5:])
-    held_out = held_out_prompts(data(folder, eval_split="test"), TOKENIZER, 10)
+    held_out = held_out_prompts(data(folder), TOKENIZER, load_rows(data(folder, eval_split="test"), "eval_split"))
     assert [row["prompt"] for row in held_out.rows] == ["5+5=", "6+6="]
 
 
@@ -80,9 +84,7 @@ def test_chat_template_and_messages(tmp_path: Path) -> None:
     for row in rows:
         path = write(tmp_path / f"{len(texts)}.jsonl", [row])
         options = data(path, system_prompt="0", batch_size=1)
-        texts.append(
-            tokenizer.decode(open_training_data(options, tokenizer, 0, with_responses=False).prompts(0).ids[0])
-        )
+        texts.append(tokenizer.decode(opened(options, tokenizer).prompts(0).ids[0]))
     assert texts == ["01+1=", "2+2="], "messages bring their own system prompt"
 
 
@@ -94,7 +96,7 @@ def test_chat_template_and_messages(tmp_path: Path) -> None:
         ({"columns": {"prompt": "promt"}}, "data.columns.prompt: no column 'promt' in"),
         ({"columns": {"response": "reply"}}, "data.columns.response: no column 'reply' in"),
         ({"split": "test"}, "data.split: 'test' of"),
-        ({"max_prompt_tokens": 3}, "data.max_prompt_tokens: row 0 of"),
+        ({"max_prompt_tokens": 3}, "data.max_prompt_tokens: the prompt of row 0 of"),
         ({"source": f"{__name__}:nothing"}, f"data.source: '{__name__}:nothing': '{__name__}' has no 'nothing'"),
         (
             {"source": f"{__name__}:some_rows", "options": {"n": 1}},
@@ -106,18 +108,34 @@ def test_chat_template_and_messages(tmp_path: Path) -> None:
 def test_what_is_wrong_is_named(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     path = write(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(RecipeError) as raised:
-        open_training_data(data(**{"source": path, **fields}), TOKENIZER, seed=0, with_responses=True)
+        opened(data(**{"source": path, **fields}), with_responses=True)
     assert str(raised.value).startswith(message)
 
 
 def test_an_empty_file(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"data\.split: 'train' of .* cannot be read"):
-        open_training_data(data(write(tmp_path / "a.jsonl", [])), TOKENIZER, seed=0, with_responses=False)
+        opened(data(write(tmp_path / "a.jsonl", [])), seed=0)
 
 
-def test_evaluation_needs_a_split() -> None:
-    with pytest.raises(RecipeError, match=r"data\.eval_split: is missing"):
-        held_out_prompts(data(f"{__name__}:some_rows"), TOKENIZER, 1)
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "1"}, {"other": "2"}], "data.source: row 1 of"),
+        ([{"prompt": "1"}, {"prompt": ""}], "data.source: the prompt of row 1 of"),
+        ([{"prompt": "one"}], "data.source: the tokenizer refuses a text of"),
+        ([{"prompt": [{"role": "user", "content": "1"}]}], "data.columns.prompt: prompts are not texts, and the"),
+    ],
+)
+def test_rows_that_cannot_be_used(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        opened(data(write(tmp_path / "a.jsonl", rows)))
+    assert str(raised.value).startswith(message)
+
+
+def test_columns_that_the_reward_reads_have_their_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"q": "1+2=", "solution": "3"}])
+    rows = load_rows(data(path, columns={"prompt": "q", "answer": "solution"}), "split")
+    assert (rows[0]["prompt"], rows[0]["answer"]) == ("1+2=", "3")
 
 
 def test_additions_are_right_and_the_splits_share_nothing() -> None:

@@ -149,6 +149,58 @@ def test_the_gradient_does_not_depend_on_the_cut() -> None:
         assert (values - weights[0][1]).abs().max() < 2e-5
 
 
+@pytest.mark.parametrize(("step", "rate"), [(0, 1e-3), (9, 1e-4)])
+def test_the_learning_rate_is_that_of_the_step(step: int, rate: float) -> None:
+    """The first step of AdamW moves a weight with a gradient by the learning rate."""
+    engine = TorchEngine(spec(optimizer=Optimizer(learning_rate=1e-3, schedule="linear")))
+    given = minibatch(sequences([3], [[4]]))
+    given.keys[:, 0] = step
+    before = {name: weight.clone() for name, weight in engine.weights().items()}
+    assert engine.update(given, LikelihoodLoss()).values["learning_rate"] == pytest.approx(rate)
+    moved = max(float((weight - before[name]).abs().max()) for name, weight in engine.weights().items())
+    assert moved == pytest.approx(rate, rel=1e-2)
+
+
+def test_the_gradient_is_clipped() -> None:
+    engine = TorchEngine(spec(optimizer=Optimizer(max_grad_norm=0.1)))
+    norm = engine.update(minibatch(sequences([3], [[4]])), LikelihoodLoss()).values["grad_norm"]
+    gradients = [weight.grad.flatten() for weight in engine._model.parameters() if weight.grad is not None]
+    assert norm > 0.1
+    assert float(torch.cat(gradients).norm()) == pytest.approx(0.1, rel=1e-4)
+
+
+def test_values_are_those_before_each_response_token() -> None:
+    engine = TorchEngine(spec(capabilities=["Values"]))
+    given = sequences([3, 2], [[4, 1], [2]])
+    ours = engine.values(given).values
+    engine._model.config._attn_implementation = "eager"
+    for row in range(3):
+        prompt, response = given.prompt_ids[row], given.response_ids[row]
+        ids = torch.tensor(np.concatenate([prompt, response]))[None].long()
+        with torch.no_grad():
+            values = engine._model(ids).logits[0, :, 0]
+        assert ours[row] == pytest.approx(values[len(prompt) - 1 : -1].numpy(), abs=1e-5)
+
+
+def test_weights_arrive() -> None:
+    leader, follower = TorchEngine(spec()), TransformersEngine(spec(role="rollout"))
+    given = sequences([3], [[4, 2]])
+    leader.update(minibatch(given), LikelihoodLoss())
+    assert follower.logprobs(given, 1.0).values.values != pytest.approx(leader.logprobs(given, 1.0).values.values)
+    follower.load_weights(leader.weights(), 1)
+    assert follower.logprobs(given, 1.0).values.values == pytest.approx(leader.logprobs(given, 1.0).values.values)
+
+
+def test_layers_that_would_mix_sequences_are_refused(tmp_path: Any) -> None:
+    built = model()
+    built.config.layer_types = ["full_attention", "sliding_attention"]
+    built.config.sliding_window = 4
+    built.config.use_sliding_window = True
+    built.save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match="layers of sliding_attention are not supported"):
+        load_model("policy", Model(path=str(tmp_path)), device="cpu", dtype=torch.float32, seed=0)
+
+
 def test_checkpointing_changes_nothing() -> None:
     given = minibatch(sequences([3, 6], [[4, 9], [2]]))
     specs = (spec(), replace(spec(), gradient_checkpointing=True))

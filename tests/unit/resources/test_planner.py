@@ -20,7 +20,9 @@ def cluster(*gpus: int) -> Cluster:
     return Cluster(hosts=hosts, gpus={"h": Gpu(memory_gib=80, source="test")})
 
 
-def demand(role: str, weight_gib: float | None = None, parallel: frozenset[str] = ALL, **wants: Any) -> Demand:
+def demand(
+    role: str, weight_gib: float | None = None, parallel: frozenset[str] = ALL, heads: int | None = None, **wants: Any
+) -> Demand:
     return Demand(
         role=role,
         engine="fake",
@@ -28,6 +30,7 @@ def demand(role: str, weight_gib: float | None = None, parallel: frozenset[str] 
         trains=role == "actor",
         generates=role == "rollout",
         weight_bytes=int(weight_gib * 2**30) if weight_gib else None,
+        num_attention_heads=heads,
         wants=Resources(**wants),
     )
 
@@ -78,8 +81,33 @@ def test_pipeline_stages_may_lie_on_two_hosts() -> None:
 
 
 def test_the_smallest_group_whose_weights_take_a_quarter() -> None:
-    placed = place([demand("rollout", weight_gib=61)], cluster(8, 8))["rollout"]
+    placed = place([demand("rollout", weight_gib=61, heads=40)], cluster(8, 8))["rollout"]
     assert placed.layout.tensor_parallel_size == 4  # 61 / 4 = 15.25 <= 80 / 4
+
+
+def test_the_heads_bound_the_group() -> None:
+    placed = place([demand("rollout", weight_gib=200, heads=28)], cluster(8))["rollout"]
+    assert placed.layout.tensor_parallel_size == 4  # 200 / 8 would be 25, but 28 heads are not shared by 8
+
+
+def test_pinning_what_would_be_chosen_changes_nothing() -> None:
+    uneven = cluster(*[8] * 7, 7)
+    free = place([demand("actor"), demand("rollout", tensor_parallel_size=4)], uneven)
+    pinned = place([demand("actor", gpus=63), demand("rollout", tensor_parallel_size=4)], uneven)
+    assert free == pinned
+    assert len(free["rollout"].workers) == 15
+
+
+def test_a_larger_group_takes_of_a_pinned_pool_what_it_can() -> None:
+    placed = place(
+        [demand("actor", gpus=6), demand("rollout", colocate=("actor",), tensor_parallel_size=4)], cluster(8)
+    )
+    assert (len(placed["actor"].workers), len(placed["rollout"].workers)) == (6, 1)
+
+
+def test_sequence_parallel_ranks_are_whole() -> None:
+    placed = place([demand("actor", sequence_parallel_size=2)], cluster(7))["actor"]
+    assert (placed.layout.data_parallel_size, placed.layout.sequence_parallel_size, len(placed.workers)) == (3, 2, 6)
 
 
 def test_an_engine_that_cannot_be_spread_takes_one_gpu() -> None:
@@ -106,8 +134,21 @@ def test_an_engine_that_cannot_be_spread_takes_one_gpu() -> None:
             "roles.rollout.gpus: 6 GPUs cannot be used whole with tensor_parallel_size 4",
         ),
         (
-            [demand("actor", gpus=6), demand("rollout", colocate=("actor",), tensor_parallel_size=4)],
-            "roles.rollout.tensor_parallel_size: 6 GPUs, which rollout shares, cannot be used whole in groups of 4",
+            [demand("rollout", heads=28, tensor_parallel_size=8)],
+            "roles.rollout.tensor_parallel_size: 8 GPUs cannot share the model's 28 attention heads evenly.\n"
+            "  Fix: tensor_parallel_size 4.",
+        ),
+        (
+            [demand("actor", gpus=16), demand("rollout", colocate=())],
+            "roles.rollout: GPUs cannot be had from 2x8@h.\n  Free: 16 GPUs, of which asked: actor 16.",
+        ),
+        (
+            [demand("actor", gpus=16, colocate=()), demand("rollout")],
+            "roles.rollout: GPUs cannot be had from 2x8@h.\n  Free: 16 GPUs, of which asked: actor 16.",
+        ),
+        (
+            [demand("actor", sequence_parallel_size=32)],
+            "roles.actor: 32 groups of 1 GPUs are asked for, the pool has room for 16",
         ),
         (
             [demand("actor", gpus=8), demand("rollout", gpus=4, colocate=("actor",))],
@@ -122,7 +163,7 @@ def test_an_engine_that_cannot_be_spread_takes_one_gpu() -> None:
             "roles.actor.tensor_parallel_size: 2 is asked for, and engine 'fake' cannot be tensor-parallel",
         ),
         (
-            [demand("rollout", weight_gib=800)],
+            [demand("rollout", weight_gib=800, heads=64)],
             "roles.rollout: weights of 800 GiB do not fit 8 GPUs of 80 GiB",
         ),
         ([demand("rollout", data_parallel_size=3, tensor_parallel_size=8)], "roles.rollout: 24 GPUs in groups of 8"),

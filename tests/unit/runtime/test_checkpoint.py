@@ -33,6 +33,7 @@ def test_the_last_one_is_read_and_old_ones_go(tmp_path: Path) -> None:
         save(tmp_path, step, Engine(step))
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-000010", "step-000011"]
     last, engine = checkpoint.last(tmp_path, "f"), Engine()
+    assert last is not None
     checkpoint.restore(last, {"actor": engine})
     assert (engine.number, last.progress) == (11, Progress("f", 11, {"0": 0.5}))
 
@@ -42,7 +43,8 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         save(tmp_path, 2, Engine(2, fails=True))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
-    assert checkpoint.last(tmp_path, "f").progress.step == 1
+    assert (last := checkpoint.last(tmp_path, "f")) is not None
+    assert last.progress.step == 1
 
 
 def _cut(folder: Path) -> None:
@@ -79,5 +81,17 @@ def test_another_recipes_run(tmp_path: Path) -> None:
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="has no checkpoint"):
-        checkpoint.last(tmp_path, "f")
+    assert checkpoint.last(tmp_path, "f") is None
+
+
+def test_the_first_of_two_that_write_the_same_stays(tmp_path: Path) -> None:
+    def write(folder: Path, text: str) -> None:
+        (folder / "a").write_text(text)
+
+    def write_late(folder: Path) -> None:
+        checkpoint.write_whole(tmp_path / "model", lambda other: write(other, "first"))
+        write(folder, "second")
+
+    checkpoint.write_whole(tmp_path / "model", write_late)
+    assert (tmp_path / "model" / "a").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
