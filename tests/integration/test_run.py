@@ -135,7 +135,7 @@ def test_half_a_line_of_metrics_is_dropped(tmp_path: Path) -> None:
 def test_a_folder_that_holds_a_run_is_not_used_again(tmp_path: Path) -> None:
     go(plan_of("fake"), tmp_path)
     before = metrics(tmp_path)
-    with pytest.raises(RecipeError, match="resume: '.*' holds a run already"):
+    with pytest.raises(RecipeError, match=r"resume: '.*' holds a run already"):
         go(plan_of("fake"), tmp_path)
     assert metrics(tmp_path) == before
 

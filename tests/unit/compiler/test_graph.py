@@ -38,7 +38,7 @@ def test_an_input_can_be_named() -> None:
 
 
 def test_no_option_has_the_name_of_an_input() -> None:
-    for kind in KINDS.values():
+    for kind in [kind for kind in KINDS.values() if kind.__module__.startswith("rlflow.")]:
         assert not {item.name for item in kind.inputs()} & set(kind.__dataclass_fields__), kind
 
 
