@@ -19,7 +19,10 @@ def token_logprobs(model: "PreTrainedModel", sequences: Sequences, temperature: 
     from torch.nn.functional import cross_entropy
 
     inputs, predictors = _inputs(model, sequences)
-    logits = model(**inputs, logits_to_keep=predictors).logits[0].float()
+    # Rollouts of one prompt have one predictor of their first token. Taking it once keeps gradients reproducible: those
+    # of an index with repetitions are added up in any order.
+    once, places = torch.unique(predictors, return_inverse=True)
+    logits = model(**inputs, logits_to_keep=once).logits[0].float().index_select(0, places)
     targets = torch.from_numpy(sequences.response_ids.values).to(model.device, torch.int64)
     return -cross_entropy(logits / temperature if temperature != 1.0 else logits, targets, reduction="none")
 
@@ -27,7 +30,7 @@ def token_logprobs(model: "PreTrainedModel", sequences: Sequences, temperature: 
 def token_values(model: "PreTrainedModel", sequences: Sequences) -> "Tensor":
     """[T], float32: what the value head says before each response token."""
     inputs, predictors = _inputs(model, sequences)
-    values: Tensor = model(**inputs).logits[0, predictors, 0].float()
+    values: Tensor = model(**inputs).logits[0, :, 0].float().index_select(0, predictors)
     return values
 
 

@@ -149,6 +149,18 @@ def test_the_gradient_does_not_depend_on_the_cut() -> None:
         assert (values - weights[0][1]).abs().max() < 2e-5
 
 
+@pytest.mark.parametrize("capabilities", [[], ["Values"]])
+def test_an_update_repeats_itself_to_the_bit(capabilities: list[str]) -> None:
+    """Large enough for several threads to share the work, with one prompt that all of them add to."""
+    given = minibatch(sequences([8], [[5, 9, 13, 9, 5, 2, 7, 7] * 100]))
+    weights = []
+    for _ in range(5):
+        engine = TorchEngine(spec(capabilities=capabilities, micro_batch_tokens=10**6))
+        engine.update(given, LikelihoodLoss())
+        weights.append(torch.cat([weight.flatten() for weight in engine.weights().values()]))
+    assert all(torch.equal(other, weights[0]) for other in weights)
+
+
 @pytest.mark.parametrize(("step", "rate"), [(0, 1e-3), (9, 1e-4)])
 def test_the_learning_rate_is_that_of_the_step(step: int, rate: float) -> None:
     """The first step of AdamW moves a weight with a gradient by the learning rate."""
