@@ -128,6 +128,7 @@ class Rlflow:
                 "models.policy.recipe=null",
                 f"models.policy.path={folder}",
                 "~data.options",
+                "~data.columns",
                 "data.source='benchmarks.grpo_vs_trl:rows'",
                 f"data.batch_size={PROMPTS}",
                 "data.max_prompt_tokens=16",

@@ -49,7 +49,8 @@ class ProgressDisplay:
     def ended(self, report: Report) -> None:
         self.close()
         if report.eval_before is not None and report.eval_after is not None:
-            self._console.print(f"held-out reward: {report.eval_before:.3f} before, {report.eval_after:.3f} after")
+            before, after = f"eval_before {report.eval_before:.3f}", f"eval_after {report.eval_after:.3f}"
+            self._console.print(f"held-out reward: {before}, {after}")
         verb = "finished" if report.status == "finished" else f"stopped after step {report.steps}"
         self._console.print(f"{report.name} {verb}: {report.seconds:.0f} s")
         for role, folder in report.models.items():

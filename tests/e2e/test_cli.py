@@ -35,7 +35,7 @@ def test_a_run(tmp_path: Path) -> None:
     out = rlflow(*fake(), cwd=tmp_path).stdout
     (folder,) = run_folders(tmp_path)
     assert "fake on 1x1@cpu" in out
-    assert "held-out reward: 0." in out
+    assert "held-out reward: eval_before 0.000, eval_after 0." in out
     for name in ("recipe.yaml", "plan.json", "metrics.jsonl", "report.json", "model", "checkpoints", ".hydra"):
         assert (folder / name).exists(), name
 
