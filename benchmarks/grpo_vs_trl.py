@@ -6,6 +6,8 @@ have 32 tokens, because the model cannot write the end token.
 """
 
 import argparse
+import contextlib
+import io
 import statistics
 import sys
 import tempfile
@@ -206,7 +208,8 @@ def run_case(case: Case) -> tuple[Series, Series]:
             train_dataset=Dataset.from_list(rows("train")),
             callbacks=[InTurn()],
         )
-        trainer.train()
+        with contextlib.redirect_stdout(io.StringIO()):  # its own figures would stand before the table
+            trainer.train()
     return trl.after(case.warmup), ours.series.after(case.warmup)
 
 
