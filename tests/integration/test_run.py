@@ -23,6 +23,9 @@ from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 
 
+pytestmark = pytest.mark.slow
+
+
 class StopAfter:
     """Asks the run to stop when so many steps are behind it, in whichever process that is."""
 
@@ -79,7 +82,7 @@ def test_the_public_way(tmp_path: Path) -> None:
     assert rlflow.run(plan_of("fake"), tmp_path).status == "finished"
 
 
-@pytest.mark.parametrize("recipe", ["fake", pytest.param("real", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["fake", "real"])
 def test_the_same_seed_gives_the_same_run(recipe: str, tmp_path: Path) -> None:
     for name in ("a", "b"):
         go(plan_of(recipe), tmp_path / name)
@@ -88,7 +91,6 @@ def test_the_same_seed_gives_the_same_run(recipe: str, tmp_path: Path) -> None:
     assert metrics(tmp_path / "a") != metrics(tmp_path / "c")
 
 
-@pytest.mark.slow
 def test_stopped_after_any_step_and_resumed(tmp_path: Path) -> None:
     plan = plan_of("real", "graph.update.num_minibatches=2")
     whole = go(plan, tmp_path / "whole")
@@ -169,7 +171,6 @@ def top_plan(tmp_path: Path) -> Plan:
     return rlflow.compile(rlflow.load(["recipe=top"], tmp_path / "conf"))
 
 
-@pytest.mark.slow
 def test_stopped_in_the_run_of_the_base_and_resumed(top_plan: Plan, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         go(top_plan, tmp_path / "run", until=3)
@@ -181,7 +182,6 @@ def test_stopped_in_the_run_of_the_base_and_resumed(top_plan: Plan, tmp_path: Pa
     ]
 
 
-@pytest.mark.slow
 def test_the_model_loads_and_the_base_is_made_once(top_plan: Plan, tmp_path: Path, cache: Path) -> None:
     plan = top_plan
     first = go(plan, tmp_path / "first")
