@@ -22,7 +22,6 @@ from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 
-
 pytestmark = pytest.mark.slow
 
 
