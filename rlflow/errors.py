@@ -71,6 +71,11 @@ def below(path: str) -> Iterator[None]:
         raise
 
 
+def first_line(error: Exception) -> str:
+    """Kind and message of someone else's error, for a sentence of ours."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(". :")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str | None:
     """The *Fix* line for a misspelt name, or None when nothing known is near it."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from rlflow.errors import RecipeError
+from rlflow.errors import RecipeError, first_line
 
 
 def load_object(name: str, path: str) -> Any:
@@ -12,9 +12,10 @@ def load_object(name: str, path: str) -> Any:
     try:
         module = import_module(module_name)
     except Exception as error:  # whatever the user's own module raises
-        reason = f"{type(error).__name__}: {error}".rstrip(".")
         raise RecipeError(
-            path, f"'{name}': the module '{module_name}' cannot be imported ({reason})", fix="put it on PYTHONPATH"
+            path,
+            f"'{name}': the module '{module_name}' cannot be imported ({first_line(error)})",
+            fix="put it on PYTHONPATH",
         ) from None
     if not hasattr(module, attribute):
         raise RecipeError(path, f"'{name}': '{module_name}' has no '{attribute}'", fix="write package.module:name")

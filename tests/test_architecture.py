@@ -42,10 +42,14 @@ def room(path: Path) -> str:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
+    """The modules named; of ``from rlflow import room`` the room too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert node.module is not None
+            yield from (f"rlflow.{alias.name}" for alias in node.names if node.module == "rlflow")
             yield node.module
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Examples, Packed, Prompts
-from rlflow.errors import RecipeError, did_you_mean
+from rlflow.errors import RecipeError, did_you_mean, first_line
 from rlflow.plugins import load_object
 from rlflow.recipe import Data
 
@@ -101,7 +101,7 @@ def _made(data: Data, split: str) -> Rows:
         return list(function(split=split, **data.options))
     except Exception as error:  # whatever the user's own function raises
         raise RecipeError(
-            "data.source", f"'{data.source}' failed ({_first_line(error)})", fix="see data.options"
+            "data.source", f"'{data.source}' failed ({first_line(error)})", fix="see data.options"
         ) from error
 
 
@@ -125,7 +125,7 @@ def _read(data: Data, field: str, split: str) -> Rows:
     except Exception as error:  # the library lets errors of many others through
         raise RecipeError(
             f"data.{field}",
-            f"'{split}' of '{data.source}' cannot be read ({_first_line(error)})",
+            f"'{split}' of '{data.source}' cannot be read ({first_line(error)})",
             fix="a single file has the split 'train' alone, of which 'train[:90%]' is a part",
         ) from None
     return list(loaded)
@@ -188,10 +188,6 @@ def _guarded(data: Data, encode: Callable[[], T]) -> T:
     except Exception as error:  # templates and tokenizers have no base of their own
         raise RecipeError(
             "data.source",
-            f"the tokenizer refuses a text of '{data.source}' ({_first_line(error)})",
+            f"the tokenizer refuses a text of '{data.source}' ({first_line(error)})",
             fix="leave such rows out, or data.system_prompt=null for a template that knows no system",
         ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(". :")

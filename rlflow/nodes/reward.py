@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlflow.batch import Rewards, Rollouts
-from rlflow.errors import RecipeError
+from rlflow.errors import RecipeError, first_line
 from rlflow.nodes.base import Node
 from rlflow.rewards import find_reward
 
@@ -25,8 +25,11 @@ class Reward(Node, kind="reward", unit="sample"):
             given = list(function(rollouts.texts, rollouts.rows))
             values = np.array([float(value) for value in given], np.float32)
         except Exception as error:  # whatever the user's own function raises
-            reason = f"{type(error).__name__}: {error}".rstrip(".")
-            raise RecipeError("function", f"'{self.function}' failed ({reason})") from error
+            raise RecipeError(
+                "function",
+                f"'{self.function}' failed ({first_line(error)})",
+                fix="it is called with the responses' texts and the data set's rows, and returns a number for each",
+            ) from error
         if len(values) != len(rollouts):
             raise RecipeError(
                 "function",

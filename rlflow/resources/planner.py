@@ -77,10 +77,10 @@ def _pools(demands: Sequence[Demand], cluster: Cluster) -> list[_Pool]:
     pools = [_pool([by_role[role] for role in by_role if role in group], sizes) for group in merged]
     pinned = [pool for pool in pools if pool.gpus is not None]
     rest = [pool for pool in pools if pool.gpus is None]
-    hosts = [pool for pool in pinned if not any(d.wants.colocate == () for d in pool.demands)]
+    joinable = [pool for pool in pinned if not any(d.wants.colocate == () for d in pool.demands)]
     guests = [pool for pool in rest if all(d.wants.colocate == "auto" for d in pool.demands)]
-    if guests and hosts and sum(pool.gpus or 0 for pool in pinned) == sum(host.gpus for host in cluster.hosts):
-        joined = next((pool for pool in hosts if any(d.trains for d in pool.demands)), hosts[0])
+    if guests and joinable and sum(pool.gpus or 0 for pool in pinned) == sum(host.gpus for host in cluster.hosts):
+        joined = next((pool for pool in joinable if any(d.trains for d in pool.demands)), joinable[0])
         both = _pool([*joined.demands, *(demand for pool in guests for demand in pool.demands)], sizes)
         pinned = [both if pool is joined else pool for pool in pinned]
         rest = [pool for pool in rest if pool not in guests]

@@ -1,6 +1,6 @@
 import pytest
 
-from rlflow.errors import PlacementError, RecipeError, UserError, below, did_you_mean
+from rlflow.errors import PlacementError, RecipeError, UserError, below, did_you_mean, first_line
 
 
 def test_form_of_a_message() -> None:
@@ -19,3 +19,8 @@ def test_did_you_mean_keeps_silent_when_nothing_is_near() -> None:
 def test_below_puts_the_place_in_front() -> None:
     with pytest.raises(UserError, match=r"^graph\.rewards\.function: is missing\.$"), below("graph.rewards"):
         raise RecipeError("function", "is missing")
+
+
+def test_an_error_without_a_message_is_named() -> None:
+    assert first_line(KeyError()) == "KeyError"
+    assert first_line(ValueError("one.\ntwo")) == "ValueError: one"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlflow.errors import RecipeError
+from rlflow.errors import RecipeError, first_line
 from rlflow.recipe import Model
 
 if TYPE_CHECKING:
@@ -74,9 +74,10 @@ def _from(name: str, path: str, load: Callable[[str], Any]) -> Any:
     try:
         return load(str(Path(path).expanduser()) if path.startswith("~") else path)
     except Exception as error:  # the libraries below raise errors of many kinds for a damaged file
-        reason = str(error).strip().splitlines()[0].rstrip(".")
         raise RecipeError(
-            where, f"'{path}' cannot be loaded: {reason}", fix="give a folder with a model, or a name on the hub"
+            where,
+            f"'{path}' cannot be loaded ({first_line(error)})",
+            fix="give a folder with a model, or a name on the hub",
         ) from None
 
 

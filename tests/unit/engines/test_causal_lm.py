@@ -253,7 +253,7 @@ def test_a_saved_model_is_the_same(tmp_path: Any) -> None:
     ("path", "message"),
     [
         ("/nowhere/model", "models.policy.path: '/nowhere/model' is not a folder"),
-        ("nobody/nothing", "models.policy.path: 'nobody/nothing' cannot be loaded: "),
+        ("nobody/nothing", "models.policy.path: 'nobody/nothing' cannot be loaded ("),
     ],
 )
 def test_a_model_that_is_not_there(path: str, message: str) -> None:
