@@ -21,10 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from rlflow.compiler.plan import Plan, compile_recipe, read_plan, write_plan
+from rlflow.compiler.ranking import Outcome, ranking
 from rlflow.compiler.render import render
 from rlflow.compose import (
     CONF,
     FrontDoor,
+    calibration_of,
     cluster_of_machine,
     composing_error,
     free_keys,
@@ -32,7 +34,7 @@ from rlflow.compose import (
     recipe_of,
     register_shapes,
 )
-from rlflow.errors import EngineError, RecipeError, UserError
+from rlflow.errors import EngineError, PlacementError, RecipeError, UserError
 from rlflow.resources.cluster import cluster_from
 
 STOPPED = 130
@@ -49,10 +51,11 @@ def main() -> int:
     register_shapes()
     sys.argv[1:] = free_keys(sys.argv[1:])
     codes: list[int] = []
+    outcomes: list[Outcome] = []
 
     @hydra.main(config_path=str(CONF.resolve()), config_name="config", version_base="1.3")
     def job(config: DictConfig) -> None:
-        codes.append(_job(config))
+        codes.append(_job(config, outcomes))
         if codes[-1] == STOPPED:  # the whole sweep, not this run alone
             sys.exit(STOPPED)
 
@@ -62,17 +65,21 @@ def main() -> int:
         return _tell(composing_error(error))
     except UserError as error:
         return _tell(error)
+    if len(outcomes) > 1:
+        _console().print(ranking(outcomes))
     return max(codes, default=0)
 
 
-def _job(config: DictConfig) -> int:
-    """One run, or one dry run, of a sweep or alone."""
+def _job(config: DictConfig, outcomes: list[Outcome]) -> int:
+    """One run, or one dry run, of a sweep or alone; its plan, or why there is none, is added to ``outcomes``."""
     directory = Path(HydraConfig.get().runtime.output_dir)
     if directory.is_relative_to(Path.cwd()):
         directory = directory.relative_to(Path.cwd())
     try:
-        return _plan_and_run(config, directory)
+        return _plan_and_run(config, directory, outcomes)
     except (UserError, EngineError) as error:
+        if isinstance(error, PlacementError):
+            outcomes.append(Outcome(_differs(), None, error.fact))
         return _tell(error)
     except OSError as error:  # the disk, since what the recipe names is checked before
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -88,11 +95,21 @@ def _job(config: DictConfig) -> int:
                 directory.rmdir()
 
 
-def _plan_and_run(config: DictConfig, directory: Path) -> int:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+def _console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+
+
+def _differs() -> str:
+    """What this job of a sweep has of its own."""
+    return str(HydraConfig.get().job.override_dirname) or "this plan"
+
+
+def _plan_and_run(config: DictConfig, directory: Path, outcomes: list[Outcome]) -> int:
+    console = _console()
     door = front_door_of(config)
     plan = _plan(config, door)
-    console.print(render(plan))
+    outcomes.append(Outcome(_differs(), plan.prediction, ""))
+    console.print(render(plan, explain=door.explain))
     if door.dry_run:
         write_plan(plan, directory)
         console.print(f"\nplan: {directory / 'plan.json'}", soft_wrap=True)
@@ -105,7 +122,7 @@ def _plan_and_run(config: DictConfig, directory: Path) -> int:
 def _plan(config: DictConfig, door: FrontDoor) -> Plan:
     options = {override.lstrip("+").split("=")[0] for override in HydraConfig.get().overrides.task}
     if door.plan is not None:
-        if others := sorted(options - {"plan", "dry_run", "resume"}):
+        if others := sorted(options - {"plan", "dry_run", "resume", "explain"}):
             raise RecipeError(
                 "plan", f"a plan is whole, and '{others[0]}' would change it", fix=f"leave out {', '.join(others)}"
             )
@@ -113,10 +130,12 @@ def _plan(config: DictConfig, door: FrontDoor) -> Plan:
     config_dir = _config_dir()
     recipe = recipe_of(config, config_dir)
     if door.cluster.get("shape") != "auto":
-        return compile_recipe(recipe, cluster_from(door.cluster))
-    from rlflow.runtime.local import gpus_of_this_machine
+        cluster = cluster_from(door.cluster)
+    else:
+        from rlflow.runtime.local import gpus_of_this_machine
 
-    return compile_recipe(recipe, cluster_of_machine(gpus_of_this_machine(), config_dir))
+        cluster = cluster_of_machine(gpus_of_this_machine(), config_dir)
+    return compile_recipe(recipe, cluster, calibration_of(door, cluster))
 
 
 def _config_dir() -> Path | None:

@@ -21,9 +21,10 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlflow.errors import RecipeError, did_you_mean
+from rlflow.errors import RecipeError, did_you_mean, first_line
 from rlflow.recipe import Recipe, load, plain
 from rlflow.resources.cluster import Cluster, cluster_from, parse_shape
+from rlflow.resources.speed import Calibration, calibration_from
 from rlflow.schema import Section, parse
 
 _HERE = Path(__file__).parent
@@ -39,6 +40,9 @@ class FrontDoor(Section):
     dry_run: bool
     plan: str | None
     resume: bool | str
+    explain: bool
+    calibration: str | None
+    """A YAML file with measured efficiencies by kind of GPU."""
 
 
 class ShapeSource(ConfigSource):
@@ -162,6 +166,19 @@ def cluster_of_machine(device_names: Sequence[str], config_dir: Path | None = No
             fix="a file gpu/NAME.yaml with its memory_gib and device_name in a folder given by --config-dir",
         )
     return cluster_named(f"1x{len(device_names)}@{kinds[device_names[0]]}", config_dir)
+
+
+def calibration_of(door: FrontDoor, cluster: Cluster) -> Calibration:
+    """Measured efficiencies from the file that the front door names; none otherwise. Raises RecipeError."""
+    if door.calibration is None:
+        return {}
+    try:
+        measured = OmegaConf.load(door.calibration)
+    except (OSError, ValueError) as error:
+        raise RecipeError("calibration", f"'{door.calibration}' cannot be read ({first_line(error)})") from None
+    if not isinstance(measured, DictConfig):
+        raise RecipeError("calibration", f"'{door.calibration}' has no kinds of GPU", known=list(cluster.gpus))
+    return calibration_from(plain(measured), cluster)
 
 
 def _device_name(path: Path) -> object:

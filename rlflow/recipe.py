@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal, cast
 
 from annotated_types import Ge, Gt, Lt
@@ -11,7 +11,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rlflow.errors import RecipeError, below
 from rlflow.resources.layout import Resources
-from rlflow.resources.model import Architecture, Count
+from rlflow.resources.model import Architecture, Count, check
+from rlflow.resources.model_config import architecture_of_path
 from rlflow.schema import Section, parse
 
 Size = Annotated[float, Ge(0)]
@@ -29,7 +30,7 @@ class Model(Section):
     """New weights by ``architecture``, with a tokenizer of single ``characters``."""
     characters: str | None = None
     architecture: Architecture | None = None
-    """The figures that planning needs; a card of conf/model has them."""
+    """The figures that planning needs. A card of conf/model has them, and so has the ``config.json`` at ``path``."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
 
@@ -106,6 +107,17 @@ class Checkpoints(Section):
     keep: Count = 2
 
 
+Expected = Annotated[float, Gt(0)] | tuple[float, ...] | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expect(Section):
+    """What planning reckons with. A mean, or lengths that are equally likely; neither changes the run."""
+
+    prompt_tokens: Expected = "auto"
+    response_tokens: Expected = "auto"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Section):
     name: str
@@ -118,6 +130,7 @@ class Recipe(Section):
     data: Data
     evaluation: Evaluation | None = None
     checkpoints: Checkpoints
+    expect: Expect = Expect()
 
 
 def load(config: DictConfig, recipe_named: Callable[[str], Mapping[str, Any]]) -> Recipe:
@@ -131,7 +144,21 @@ def load(config: DictConfig, recipe_named: Callable[[str], Mapping[str, Any]]) -
         if isinstance(model, dict) and isinstance(model.get("recipe"), str):
             with below(f"models.{name}"):
                 model["recipe"] = recipe_named(model["recipe"])
-    return recipe_from(mapping)
+    return _with_architectures(recipe_from(mapping))
+
+
+def _with_architectures(recipe: Recipe) -> Recipe:
+    """Models at a path get the figures of their ``config.json``, where the recipe gives none and it is on this machine.
+
+    Not when a plan is read: it holds what was known when it was made.
+    """
+    found = {
+        name: architecture_of_path(model.path, f"models.{name}.path")
+        for name, model in recipe.models.items()
+        if model.path is not None and model.architecture is None
+    }
+    models = {name: replace(model, architecture=found[name]) for name, model in recipe.models.items() if name in found}
+    return replace(recipe, models={**recipe.models, **models}) if models else recipe
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -159,6 +186,8 @@ def recipe_from(mapping: Mapping[str, Any]) -> Recipe:
             )
         if model.random_weights and (model.architecture is None or model.characters is None):
             raise RecipeError(f"models.{name}.random_weights", "needs 'architecture' and 'characters' beside it")
+        if model.architecture is not None:
+            check(model.architecture, f"models.{name}.architecture")
         tokens, figures = len(set(model.characters or "")) + 1, model.architecture
         if model.random_weights and figures and tokens > figures.vocab_size:
             raise RecipeError(

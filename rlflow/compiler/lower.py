@@ -1,32 +1,33 @@
-"""lower: from a graph to what every role requires, and the weight copies between roles."""
+"""lower: from a graph to what every role requires, and what a step asks of them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rlflow.compiler.graph import Graph, wire
+from rlflow.compiler.graph import Graph, GraphNode, wire
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import RecipeError
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Recipe
-from rlflow.resources.layout import Demand
+from rlflow.resources.demand import Demand
+from rlflow.resources.lengths import Lengths, measured
+from rlflow.resources.memory import DEEPSPEED, Training
 from rlflow.resources.model import Architecture
+from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
 
 _BYTES = {"float32": 4, "bfloat16": 2}
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightCopy:
-    """After every step, from a trained role to one that follows it."""
-
-    source: str
-    target: str
+# What a step can ask of an engine, as the planner tells it apart.
+_KINDS: Mapping[str, TaskKind] = {"Generates": "generate", "Trains": "update", "Scores": "score", "Values": "score"}
+# Of the longest that is allowed, the mean that is expected where nothing is known.
+_MEAN_SHARE = 0.35
+# Engines other than these train with fp32 weights.
+_TRAINING = {"deepspeed": DEEPSPEED}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
     demands: tuple[Demand, ...]
     """One a role, in the recipe's order of names."""
-    copies: tuple[WeightCopy, ...]
+    workload: Workload
 
 
 def lower(recipe: Recipe, graph: Graph) -> Requirements:
@@ -36,7 +37,6 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     demands = []
     for name, role in sorted(recipe.roles.items()):
         model = recipe.models[role.model]
-        architecture = architecture_of(model)
         demands.append(
             Demand(
                 role=name,
@@ -44,15 +44,71 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
                 parallel=engine_kind(role.engine).parallel,
                 trains=name in trained,
                 generates="Generates" in graph.capabilities(name),
-                weight_bytes=architecture.num_parameters * _BYTES[model.dtype] if architecture else None,
-                num_attention_heads=architecture.num_attention_heads if architecture else None,
+                architecture=architecture_of(model),
+                weight_bytes=_BYTES[model.dtype],
+                training=_TRAINING.get(role.engine, Training(weights=4, gradients=4, optimizer=8)),
                 wants=role,
             )
         )
     copies = tuple(
         WeightCopy(source=role.follows, target=name) for name, role in sorted(recipe.roles.items()) if role.follows
     )
-    return Requirements(demands=tuple(demands), copies=copies)
+    return Requirements(demands=tuple(demands), workload=Workload(tasks=_tasks(recipe, graph), copies=copies))
+
+
+def _tasks(recipe: Recipe, graph: Graph) -> tuple[Task, ...]:
+    """Nodes in their order. What a node works on comes from the generating nodes that it reads from, or the data."""
+    tasks: dict[str, Task] = {}
+    for node in graph.nodes:
+        after = tuple(origin for origin in node.inputs.values() if origin in tasks)
+        capability = node.operation.capability()
+        kind = _KINDS[capability.__name__] if capability else "host"
+        if kind == "generate" or not after:
+            task = _from_data(recipe, node, kind)
+        else:
+            most = max((tasks[origin] for origin in after), key=lambda task: task.tokens)
+            task = replace(most, node=node.name, role=node.role, kind=kind)
+        epochs = getattr(node.operation, "num_epochs", 1)
+        tasks[node.name] = replace(
+            task,
+            after=after,
+            streams=node.operation.unit != "batch",
+            minibatches=getattr(node.operation, "num_minibatches", 1) * epochs,
+            epochs=epochs,
+        )
+    return tuple(tasks.values())
+
+
+def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:
+    """A task over the step's rows: responses are written, or are those of the data."""
+    expect, limit = recipe.expect, recipe.data.max_prompt_tokens
+    prompts = _lengths(expect.prompt_tokens, limit, "expect.prompt_tokens")
+    if isinstance(node.operation, Generate):
+        group_size, longest = node.operation.group_size, node.operation.max_tokens
+    else:
+        architecture = architecture_of(recipe.models[recipe.roles[node.role].model]) if node.role else None
+        group_size, longest = 1, max(1, architecture.max_position_embeddings - limit if architecture else limit)
+    responses = _lengths(expect.response_tokens, longest, "expect.response_tokens")
+    if kind != "generate" and expect.response_tokens != "auto":
+        longest = int(responses.longest)
+    return Task(
+        node=node.name,
+        role=node.role,
+        kind=kind,
+        samples=recipe.data.batch_size * group_size,
+        group_size=group_size,
+        prompts=prompts,
+        responses=responses,
+        longest=limit + longest,
+    )
+
+
+def _lengths(expected: float | tuple[float, ...] | str, limit: int, path: str) -> Lengths:
+    if isinstance(expected, tuple):
+        return measured(expected, limit, path)
+    if isinstance(expected, str):
+        return Lengths.about(_MEAN_SHARE * limit, limit)
+    return Lengths.about(measured([expected], limit, path).mean, limit)
 
 
 def _check_lengths(recipe: Recipe, graph: Graph) -> None:

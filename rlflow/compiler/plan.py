@@ -3,19 +3,24 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rlflow.compiler.graph import Graph, wire
-from rlflow.compiler.lower import Requirements, WeightCopy, lower
+from rlflow.compiler.lower import Requirements, lower
 from rlflow.errors import RecipeError
 from rlflow.recipe import Recipe, recipe_from, to_yaml
 from rlflow.resources.cluster import Cluster, cluster_from
+from rlflow.resources.infeasible import explain
 from rlflow.resources.layout import Layout, Resources
-from rlflow.resources.planner import Bundle, RolePlacement, Worker, place
+from rlflow.resources.planner import Bundle, RolePlacement, Search, Worker
+from rlflow.resources.prediction import Prediction, predict
+from rlflow.resources.speed import Calibration
+from rlflow.resources.workload import WeightCopy
+from rlflow.schema import parse
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +30,17 @@ class Plan:
     copies: tuple[WeightCopy, ...]
     cluster: Cluster
     roles: Mapping[str, RolePlacement]
+    prediction: Prediction
 
     @property
     def fingerprint(self) -> str:
-        """Of the experiment, wherever it runs: the recipe without what it pins of the placement and its checkpoints."""
+        """Of the experiment, wherever it runs: the recipe without what it pins of the placement, its checkpoints, what
+        it expects, and the figures of models that have files of their own."""
         experiment = asdict(self.recipe)
-        del experiment["checkpoints"]
+        del experiment["checkpoints"], experiment["expect"]
+        for model in experiment["models"].values():
+            if model["path"] is not None:
+                del model["architecture"]
         for role in experiment["roles"].values():
             for name in Resources.__dataclass_fields__:
                 del role[name]
@@ -39,26 +49,39 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """As ``plan.json`` holds it; ``plan_from`` reads it back."""
+        predicted = asdict(self.prediction)
+        memory = predicted.pop("memory")
         return {
             "schema_version": SCHEMA_VERSION,
             "fingerprint": self.fingerprint,
             "recipe": asdict(self.recipe),
             "gpus": {name: asdict(gpu) for name, gpu in self.cluster.gpus.items()},
             "hosts": [asdict(host) for host in self.cluster.hosts],
-            "roles": {name: asdict(placement) for name, placement in self.roles.items()},
+            "roles": {name: asdict(placed) | {"memory_gib": memory[name]} for name, placed in self.roles.items()},
+            **predicted,
         }
 
 
-def plan(recipe: Recipe, graph: Graph, requirements: Requirements, cluster: Cluster) -> Plan:
+def plan(recipe: Recipe, graph: Graph, requirements: Requirements, cluster: Cluster, calibration: Calibration) -> Plan:
     """Raises PlacementError."""
-    roles = place(requirements.demands, cluster)
-    return Plan(recipe=recipe, graph=graph, copies=requirements.copies, cluster=cluster, roles=roles)
+    search = Search(requirements.demands, requirements.workload, cluster, calibration)
+    placed = search.best()
+    if placed is None:
+        raise explain(search)
+    return Plan(
+        recipe=recipe,
+        graph=graph,
+        copies=requirements.workload.copies,
+        cluster=cluster,
+        roles=placed.roles,
+        prediction=predict(search, placed),
+    )
 
 
-def compile_recipe(recipe: Recipe, cluster: Cluster) -> Plan:
-    """All stages from a recipe to its plan."""
+def compile_recipe(recipe: Recipe, cluster: Cluster, calibration: Calibration | None = None) -> Plan:
+    """All stages from a recipe to its plan. ``calibration`` replaces the efficiencies that times are predicted with."""
     graph = wire(recipe)
-    return plan(recipe, graph, lower(recipe, graph), cluster)
+    return plan(recipe, graph, lower(recipe, graph), cluster, calibration or {})
 
 
 def plan_from(mapping: Mapping[str, Any]) -> Plan:
@@ -72,7 +95,9 @@ def plan_from(mapping: Mapping[str, Any]) -> Plan:
         graph = wire(recipe)
         roles = {name: _placement(entry) for name, entry in mapping["roles"].items()}
         cluster = cluster_from({"hosts": mapping["hosts"], "gpus": mapping["gpus"]})
-        read = Plan(recipe=recipe, graph=graph, copies=lower(recipe, graph).copies, cluster=cluster, roles=roles)
+        copies = lower(recipe, graph).workload.copies
+        prediction = _prediction(mapping)
+        read = Plan(recipe=recipe, graph=graph, copies=copies, cluster=cluster, roles=roles, prediction=prediction)
         intact = read.fingerprint == mapping["fingerprint"] and roles.keys() == recipe.roles.keys()
         intact = intact and _are_there(read)
     except (KeyError, TypeError, AttributeError) as error:
@@ -108,6 +133,12 @@ def write_plan(plan: Plan, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "recipe.yaml").write_text(to_yaml(plan.recipe))
     (directory / "plan.json").write_text(json.dumps(plan.to_dict(), indent=1, sort_keys=True))
+
+
+def _prediction(mapping: Mapping[str, Any]) -> Prediction:
+    given = {field.name: mapping[field.name] for field in fields(Prediction) if field.name != "memory"}
+    memory = {role: entry["memory_gib"] for role, entry in mapping["roles"].items()}
+    return parse(Prediction, given | {"memory": memory}, "plan")
 
 
 def _placement(entry: Mapping[str, Any]) -> RolePlacement:

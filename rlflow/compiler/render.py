@@ -1,6 +1,7 @@
-"""The plan as a person sees it: the graph, the placement with one row a host and one cell a GPU, the roles."""
+"""The plan as a person sees it: verdict, GPUs, memory, the step, and what else there was, on one screen."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import groupby, zip_longest
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -8,30 +9,28 @@ from rich.table import Table
 from rich.text import Text
 
 from rlflow.compiler.graph import SOURCES, GraphNode
-from rlflow.compiler.lower import architecture_of
 from rlflow.compiler.plan import Plan
-from rlflow.resources.planner import RolePlacement
+from rlflow.resources.layout import Layout
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+# Hosts, and GPUs of a host, that are drawn; more are told in words.
+_HOSTS = 4
+_GPUS = 8
+_WIDTH = 100
+_BAR = 64
+# Besides, terms smaller than this are one.
+_SMALL_GIB = 0.95
+_ALTERNATIVES = 3
 
 
-def render(plan: Plan) -> RenderableType:
-    """For a console of 100 columns."""
+def render(plan: Plan, *, explain: bool = False) -> RenderableType:
+    """For a console of 100 columns. ``explain``: the graph too, all alternatives and all limits."""
     colours = {role: _COLOURS[index % len(_COLOURS)] for index, role in enumerate(plan.roles)}
-    used = {bundle for placement in plan.roles.values() for worker in placement.workers for bundle in worker.bundles}
-    total = sum(host.gpus for host in plan.cluster.hosts)
-    unit = "GPUs" if any(gpu.memory_gib for gpu in plan.cluster.gpus.values()) else "processors"
-    title = Text.assemble((plan.recipe.name, "bold"), f" on {plan.cluster.shape}: {len(used)} of {total} {unit} in use")
-    title.append(f"   fingerprint {plan.fingerprint}", "dim")
-    parts: list[RenderableType] = [
-        title,
-        Text(),
-        _graph(plan, colours),
-        Text(),
-        _placement(plan, colours),
-        Text(),
-        _roles(plan, colours),
-    ]
+    parts: list[RenderableType] = [_verdict(plan), Text()]
+    if explain:
+        parts += [_graph(plan, colours), Text()]
+    parts += [_placement(plan, colours), Text(), _roles(plan, colours), Text(), _step(plan, colours), Text()]
+    parts.append(_words(plan, explain=explain))
     return Group(*parts)
 
 
@@ -42,6 +41,17 @@ def _table(*headings: str) -> Table:
     return table
 
 
+def _verdict(plan: Plan) -> Text:
+    prediction = plan.prediction
+    counted = prediction.headroom_gib is not None
+    verdict = ("FITS", "bold green") if counted else ("PLACED", "bold yellow")
+    text = Text.assemble((plan.recipe.name, "bold"), f" on {plan.cluster.shape}   ", verdict)
+    text.append(f", {seconds(prediction.step_seconds)}/step, {prediction.tokens_per_second_per_gpu:.0f} tokens/s/GPU")
+    if prediction.headroom_gib is None:
+        return text.append("\nthe memory of processors is not counted")
+    return text.append(f"\nleast headroom {prediction.headroom_gib:.1f} GiB ({prediction.fullest})")
+
+
 def _graph(plan: Plan, colours: Mapping[str, str]) -> Table:
     table = _table("node", "kind", "reads", "gives", "role")
     for node in plan.graph.nodes:
@@ -49,7 +59,7 @@ def _graph(plan: Plan, colours: Mapping[str, str]) -> Table:
             node.name, node.operation.kind, _reads(node), node.operation.output().__name__, _role(node, colours)
         )
     for copy in plan.copies:
-        table.add_row("(weights)", "copy", copy.source, "weights", Text(copy.target, colours[copy.target]))
+        table.add_row(copy.node, "weights", copy.source, "weights", Text(copy.target, colours[copy.target]))
     return table
 
 
@@ -61,42 +71,85 @@ def _role(node: GraphNode, colours: Mapping[str, str]) -> Text:
     return Text(node.role, colours[node.role]) if node.role else Text("-", "dim")
 
 
-def _placement(plan: Plan, colours: Mapping[str, str]) -> Table:
-    """A row a host, a cell a GPU: in the line of each role the number of its worker there."""
+def _placement(plan: Plan, colours: Mapping[str, str]) -> RenderableType:
+    """A line a role on each host, a cell a GPU with the number of its worker; a worker of several GPUs is one block."""
+    hosts = plan.cluster.hosts
+    widest = max(host.gpus for host in hosts)
+    if widest > _GPUS:
+        return _placement_in_words(plan, colours)
     workers: dict[str, dict[tuple[str, int], int]] = {
         role: {(bundle.host, bundle.gpu): n for n, worker in enumerate(placement.workers) for bundle in worker.bundles}
         for role, placement in plan.roles.items()
     }
-    widest = max(host.gpus for host in plan.cluster.hosts)
-    table = _table("host", "gpu", *(str(gpu) for gpu in range(widest)))
-    for host in plan.cluster.hosts:
-        places = [(host.name, gpu) for gpu in range(host.gpus)]
-        here = [role for role, at in workers.items() if any(place in at for place in places)]
-        labels = Text("\n").join(Text(role, colours[role]) for role in here)
-        cells = [
-            Text("\n").join(Text(str(workers[role].get(place, "-")), colours[role]) for role in here)
-            for place in places
-        ]
-        table.add_row(host.name, labels or Text("(unused)", "dim"), *cells)
-    return table
+    names = max(len(name) for name in (*plan.roles, "unused")) + 2
+    places = max(len(host.name) for host in hosts[:_HOSTS]) + 2
+    cell = min(10, (_WIDTH - names - places) // widest)
+    lines = [Text(" " * (places + names) + "".join(str(gpu).ljust(cell) for gpu in range(widest)).rstrip(), "bold")]
+    for host in hosts[:_HOSTS]:
+        at_host = {role: [at.get((host.name, gpu)) for gpu in range(host.gpus)] for role, at in workers.items()}
+        here = [role for role, numbers in at_host.items() if any(number is not None for number in numbers)]
+        for label, role in zip_longest([host.name], here or ["unused"], fillvalue=""):
+            line = Text(label.ljust(places))
+            line.append(role.ljust(names), colours.get(role, "dim"))
+            for number, run in groupby(at_host.get(role, [])):
+                block = "-" if number is None else str(number)
+                length = len(list(run)) * cell
+                block = (block + " ").ljust(length - 2, "=") if number is not None and length > cell else block
+                line.append(block.ljust(length), "dim" if number is None else colours[role])
+            line.rstrip()
+            lines.append(line)
+    if len(hosts) > _HOSTS:
+        lines.append(Text(f"and {len(hosts) - _HOSTS} more hosts; plan.json has all", "dim"))
+    return Group(*lines)
 
 
-def _roles(plan: Plan, colours: Mapping[str, str]) -> Table:
-    table = _table("role", "model", "engine", "layout")
+def _placement_in_words(plan: Plan, colours: Mapping[str, str]) -> Table:
+    table = _table("role", "GPUs")
     for role, placement in plan.roles.items():
-        written = plan.recipe.roles[role]
-        architecture = architecture_of(plan.recipe.models[written.model])
-        size = f" {_billions(architecture.num_parameters)}" if architecture else ""
-        table.add_row(Text(role, colours[role]), written.model + size, written.engine, _layout(placement))
+        by_host: dict[str, int] = {}
+        for bundle in placement.bundles:
+            by_host[bundle.host] = by_host.get(bundle.host, 0) + 1
+        shown = [f"{host}: {count}" for host, count in list(by_host.items())[:_HOSTS]]
+        shown += [f"and {len(by_host) - _HOSTS} more hosts"] if len(by_host) > _HOSTS else []
+        table.add_row(Text(role, colours[role]), ", ".join(shown))
     return table
 
 
-def _billions(count: int) -> str:
-    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
+def _roles(plan: Plan, colours: Mapping[str, str]) -> RenderableType:
+    """Two lines a role: what it is and how full its fullest GPU gets, and what that is filled with."""
+    memory = plan.prediction.memory
+    names = max(len(role) for role in plan.roles) + 2
+    engines = max(len(plan.recipe.roles[role].engine) for role in plan.roles) + 2
+    lines = []
+    for role, placement in plan.roles.items():
+        line = Text(role.ljust(names), colours[role])
+        line.append(plan.recipe.roles[role].engine.ljust(engines) + layout_words(placement.layout), "default")
+        lines.append(line)
+        of = memory[role]
+        peak = max((gib for gpus in of.peak_gib.values() for gib in gpus.values()), default=None)
+        if peak is not None:
+            size = min(gib for host in plan.cluster.hosts if (gib := plan.cluster.memory_gib(host)) is not None)
+            line.append(" " * max(2, _WIDTH - 24 - len(line)) + _bar(peak, size))
+            lines.append(Text(" " * names + f"GiB in {of.phase}: " + _terms(of.phases[of.phase], peak, of.sequences)))
+    return Group(*lines)
 
 
-def _layout(placement: RolePlacement) -> str:
-    layout = placement.layout
+def _terms(terms: Mapping[str, float], peak: float, sequences: int | None) -> str:
+    large = {term: gib for term, gib in terms.items() if gib >= _SMALL_GIB}
+    small = sum(terms.values()) - sum(large.values())
+    words = [f"{term} {gib:.0f}" for term, gib in large.items()]
+    words += [f"other {small:.0f}"] if small >= 0.5 else []
+    words += [f"asleep beside it {beside:.0f}"] if (beside := peak - sum(terms.values())) >= 0.5 else []
+    return ", ".join(words) + (f" ({sequences} sequences)" if sequences else "")
+
+
+def _bar(used: float, size: float) -> str:
+    filled = round(10 * min(1.0, used / size))
+    return f"|{'#' * filled}{'-' * (10 - filled)}| {used:.0f} of {size:.0f} GiB"
+
+
+def layout_words(layout: Layout) -> str:
+    """What differs from one GPU with everything on it."""
     degrees = (
         ("dp", layout.data_parallel_size),
         ("tp", layout.tensor_parallel_size),
@@ -108,9 +161,67 @@ def _layout(placement: RolePlacement) -> str:
         words.append(f"zero {layout.zero_stage}")
     if layout.offload not in (None, "none"):
         words.append(f"offload {layout.offload}")
-    words.append(f"{layout.micro_batch_tokens} tokens")
-    if layout.gradient_checkpointing:
-        words.append("checkpointing")
     if layout.gpu_memory_utilization is not None:
         words.append(f"util {layout.gpu_memory_utilization:g}")
+    else:
+        words.append(f"{layout.micro_batch_tokens} tokens")
+    if layout.gradient_checkpointing:
+        words.append("checkpointing")
+    if layout.sleeps:
+        words.append("sleeps")
     return ", ".join(words)
+
+
+def _step(plan: Plan, colours: Mapping[str, str]) -> RenderableType:
+    """When each node runs; ``=`` where the step's length follows from it, ``-`` elsewhere."""
+    prediction = plan.prediction
+    step = prediction.step_seconds or 1.0
+    roles = {node.name: node.role for node in plan.graph.nodes} | {copy.node: copy.target for copy in plan.copies}
+    width = max(12, *(len(node) + 2 for node in prediction.nodes)) if prediction.nodes else 12
+    bar = min(_BAR, _WIDTH - 12 - width)
+    lines = []
+    for node, time in prediction.nodes.items():
+        role = roles.get(node)
+        if role is None and time.seconds < 0.01 * step:
+            continue
+        first = min(bar - 1, round(bar * time.start / step))
+        length = max(1, min(bar - first, round(bar * time.seconds / step)))
+        line = Text(f"{node:<{width}}")
+        line.append(" " * first)
+        line.append(("=" if time.critical else "-") * length, colours.get(role or "", "dim"))
+        line.append(" " * (bar - first - length) + f"  {seconds(time.seconds):>8}")
+        lines.append(line)
+    return Group(*lines)
+
+
+def _words(plan: Plan, *, explain: bool) -> Table:
+    prediction = plan.prediction
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold", width=8)
+    table.add_column(overflow="fold", width=_WIDTH - 10)
+    for reason in prediction.reasons:
+        table.add_row("why", reason)
+    for limit in prediction.limits[: None if explain else 1]:
+        table.add_row("limit", limit)
+    for warning in prediction.warnings:
+        table.add_row("warning", Text(warning, "yellow"))
+    for line in _alternatives(plan, explain=explain):
+        table.add_row("instead", line)
+    table.add_row("", Text(f"fingerprint {plan.fingerprint}", "dim"))
+    return table
+
+
+def _alternatives(plan: Plan, *, explain: bool) -> Iterator[str]:
+    alternatives = plan.prediction.alternatives
+    shown = alternatives if explain else alternatives[:_ALTERNATIVES]
+    for index, other in enumerate(shown):
+        time = f"{seconds(other.step_seconds)} " if other.step_seconds is not None else "no: "
+        more = len(alternatives) - len(shown)
+        rest = f"   ({more} more with explain=true)" if more and index == len(shown) - 1 else ""
+        loses = f"({other.loses})" if other.step_seconds is not None else other.loses
+        yield f"{other.what}: {time}{loses}{rest}"
+
+
+def seconds(value: float) -> str:
+    """For a person: 0.0123 s, 1.23 s, 123 s."""
+    return f"{value:.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 1 else f"{value:.2g} s"

@@ -24,6 +24,14 @@ class Gpu(Section):
     """As the driver reports it; None where memory is the host's own."""
     device_name: str | None = None
     """What nvidia-smi calls it."""
+    peak_tflops: Mapping[str, Annotated[float, Gt(0)]] | None = None
+    """Of dense matrix products by the type of their numbers, ``float32`` as TF32 where the GPU has it. TFLOP/s."""
+    memory_gb_s: Annotated[float, Gt(0)] | None = None
+    """From and to its own memory, GB/s."""
+    link_gb_s: Annotated[float, Gt(0)] | None = None
+    """To the other GPUs of its host, in one direction, GB/s."""
+    network_gb_s: Annotated[float, Gt(0)] | None = None
+    """To other hosts, in one direction, its usual share, GB/s."""
     source: str
     """Where the figures come from."""
 
@@ -34,6 +42,19 @@ class Host(Section):
     gpus: Annotated[int, Ge(1)]
     gpu: str
     """The kind, a key of ``Cluster.gpus``."""
+    free: tuple[int, ...] | None = None
+    """Ids of the GPUs that may be used, where others are taken; None: all."""
+    reserved: bool = False
+    """It is there, and no role may use it."""
+    labels: tuple[str, ...] = ()
+    """What a role may ask of its hosts."""
+
+    @property
+    def usable(self) -> tuple[int, ...]:
+        """Ids of the GPUs that roles may use, ascending."""
+        if self.reserved:
+            return ()
+        return tuple(range(self.gpus)) if self.free is None else tuple(sorted(self.free))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +68,10 @@ class Cluster(Section):
         """The shortest ``HOSTSxGPUS@KIND`` text for the hosts in their order."""
         runs = [(len(list(run)), *like) for like, run in groupby(self.hosts, lambda host: (host.gpus, host.gpu))]
         return "+".join(f"{count}x{gpus}@{gpu}" for count, gpus, gpu in runs)
+
+    def hosts_with(self, label: str | None) -> tuple[Host, ...]:
+        """The hosts that have the label; None: all."""
+        return tuple(host for host in self.hosts if label is None or label in host.labels)
 
     def memory_gib(self, host: Host) -> float | None:
         """Of each of the host's GPUs."""
@@ -82,9 +107,24 @@ def cluster_from(mapping: Mapping[str, Any]) -> Cluster:
                 known=sorted(cluster.gpus),
                 fix=f"add '- /gpu@gpus.{host.gpu}: {host.gpu}' to the cluster's defaults, or cluster.gpus.{host.gpu}",
             )
+        _check_free(index, host)
+    if not any(host.usable for host in cluster.hosts):
+        raise RecipeError(
+            "cluster.hosts", "no GPU may be used: every host is reserved or has no free GPU", fix="leave one free"
+        )
     if len({cluster.memory_gib(host) is None for host in cluster.hosts}) > 1:
         raise RecipeError("cluster.hosts", "processors and GPUs in one cluster", fix="hosts of GPUs, or of processors")
     twice = [name for name, count in Counter(host.name for host in cluster.hosts).items() if count > 1]
     if twice:
         raise RecipeError("cluster.hosts", f"the name '{twice[0]}' is given twice", fix="give every host its own name")
     return cluster
+
+
+def _check_free(index: int, host: Host) -> None:
+    path, ids = f"cluster.hosts.{index}.free", host.free or ()
+    for gpu, times in Counter(ids).items():
+        if not 0 <= gpu < host.gpus:
+            fix = f"ids from 0 to {host.gpus - 1}"
+            raise RecipeError(path, f"host '{host.name}' has no GPU {gpu}", known=range(host.gpus), fix=fix)
+        if times > 1:
+            raise RecipeError(path, f"GPU {gpu} is given {times} times", fix="name each free GPU once")

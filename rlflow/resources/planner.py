@@ -1,15 +1,32 @@
-"""Who gets which GPU of which host. Exact about GPUs; the sizes that are left to it follow simple rules.
+"""The search: which roles share GPUs, how many GPUs each pool has, what each role does with them, and where they are.
 
-A pool is a set of roles that use the same GPUs. Its unit is the largest group of GPUs that must lie inside one host.
+Ways to share and sizes of pools are listed, each pool's best use is found with memory checked first, the step is
+simulated, and the best are placed exactly. Of plans within a hundredth of the shortest step the one with fewer GPUs is
+taken, and then the one that crosses fewer hosts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rlflow.errors import PlacementError
+from rlflow.resources.choices import Choice, Pool, Shortage
 from rlflow.resources.cluster import Cluster
-from rlflow.resources.layout import Demand, Layout, choose_layout, tensor_parallel_size
+from rlflow.resources.demand import Demand
+from rlflow.resources.fill import PoolRequest, fill
+from rlflow.resources.layout import Layout
+from rlflow.resources.pools import Partition, PoolUse, partitions, sizes, use
+from rlflow.resources.simulate import Schedule, simulate
+from rlflow.resources.site import Site, site_of
+from rlflow.resources.speed import Calibration
+from rlflow.resources.time import sync_seconds
+from rlflow.resources.workload import Workload
+
+# So many of the fastest are placed and simulated with the GPUs that they really get.
+_PLACED = 6
+# Step times that differ by less are the same.
+_SAME = 1.01
+# Rewards and advantages on the controller, a sample.
+_HOST_TASK_S = 50e-6
 
 
 @dataclass(frozen=True)
@@ -31,190 +48,264 @@ class RolePlacement:
     layout: Layout
     workers: tuple[Worker, ...]
 
+    @property
+    def bundles(self) -> tuple[Bundle, ...]:
+        return tuple(bundle for worker in self.workers for bundle in worker.bundles)
+
 
 @dataclass(frozen=True)
-class _Pool:
-    demands: tuple[Demand, ...]
-    sizes: tuple[int, ...]
-    """The tensor-parallel size of each role."""
-    gpus: int | None
-    """None: all that the others leave."""
+class Candidate:
+    """A way to share, with the sizes of its pools, that fits."""
+
+    partition: Partition
+    gpus: tuple[int, ...]
+    """Of each pool."""
+    uses: tuple[PoolUse, ...]
+    schedule: Schedule
 
     @property
-    def unit(self) -> int:
-        """The largest group that uses the pool whole; a larger one takes of the pool what it can."""
-        return max(size for size in self.sizes if self.gpus is None or self.gpus % size == 0)
+    def pool_of(self) -> dict[str, int]:
+        return {role: index for index, pool in enumerate(self.partition) for role in pool}
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        return {role: choice for use in self.uses for role, choice in use.choices.items()}
+
+    @property
+    def used_gpus(self) -> int:
+        return sum(max(choice.layout.num_gpus for choice in use.choices.values()) for use in self.uses)
 
 
-def place(demands: Sequence[Demand], cluster: Cluster) -> Mapping[str, RolePlacement]:
-    """Places every role. Raises PlacementError when no placement keeps each tensor-parallel group inside a host."""
-    pools = _pools(demands, cluster)
-    shares = _divide(pools, cluster)
-    placed: dict[str, RolePlacement] = {}
-    for pool, share in zip(pools, shares, strict=True):
-        for demand, size in zip(pool.demands, pool.sizes, strict=True):
-            groups = [group for host, gpus in share for group in _groups(host, gpus, size)]
-            placed[demand.role] = _place_role(demand, size, groups, colocated=len(pool.demands) > 1, cluster=cluster)
-    return {demand.role: placed[demand.role] for demand in demands}
+@dataclass(frozen=True)
+class Rejected:
+    """A way to share, with sizes, that does not fit."""
+
+    partition: Partition
+    gpus: tuple[int, ...]
+    shortage: Shortage
 
 
-def _pools(demands: Sequence[Demand], cluster: Cluster) -> list[_Pool]:
-    """Roles that name each other share a pool, and so do those that leave it open; a pinned number of GPUs alone
-    makes a pool of its own. Where pinned pools take all there is, the open roles join the first that trains.
-    Pinned pools come first."""
-    by_role = {demand.role: demand for demand in demands}
-    sizes = {demand.role: tensor_parallel_size(demand, cluster) for demand in demands}
-    open_ended = [d.role for d in demands if d.wants.colocate == "auto" and d.wanted_gpus(sizes[d.role]) is None]
-    sets: list[set[str]] = [set(open_ended)] if open_ended else []
-    sets += [
-        {d.role, *(() if d.wants.colocate == "auto" else d.wants.colocate)} for d in demands if d.role not in open_ended
-    ]
-    merged: list[set[str]] = []
-    for group in sets:
-        touching = [other for other in merged if other & group]
-        merged = [other for other in merged if not other & group]
-        merged.append(group.union(*touching))
-    pools = [_pool([by_role[role] for role in by_role if role in group], sizes) for group in merged]
-    pinned = [pool for pool in pools if pool.gpus is not None]
-    rest = [pool for pool in pools if pool.gpus is None]
-    joinable = [pool for pool in pinned if not any(d.wants.colocate == () for d in pool.demands)]
-    guests = [pool for pool in rest if all(d.wants.colocate == "auto" for d in pool.demands)]
-    if guests and joinable and sum(pool.gpus or 0 for pool in pinned) == sum(host.gpus for host in cluster.hosts):
-        joined = next((pool for pool in joinable if any(d.trains for d in pool.demands)), joinable[0])
-        both = _pool([*joined.demands, *(demand for pool in guests for demand in pool.demands)], sizes)
-        pinned = [both if pool is joined else pool for pool in pinned]
-        rest = [pool for pool in rest if pool not in guests]
-    if len(rest) > 1:
-        names = " and ".join(f"({', '.join(d.role for d in pool.demands)})" for pool in rest)
-        raise PlacementError(
-            f"roles.{rest[1].demands[0].role}.gpus",
-            f"{names} would each take all GPUs that are left",
-            fix="give all but one of them a number of gpus, or let them colocate",
+@dataclass(frozen=True)
+class Placed:
+    """The chosen candidate on its GPUs, and what else there was."""
+
+    candidate: Candidate
+    roles: Mapping[str, RolePlacement]
+    alternatives: tuple[Candidate, ...]
+    """Fastest first."""
+    rejected: tuple[Rejected, ...]
+
+
+class Search:
+    """One search; it remembers what it has found of a pool."""
+
+    def __init__(
+        self, demands: Sequence[Demand], workload: Workload, cluster: Cluster, calibration: Calibration
+    ) -> None:
+        self.demands = {demand.role: demand for demand in sorted(demands, key=lambda demand: demand.role)}
+        self.workload = workload
+        self.cluster = cluster
+        self.calibration = calibration
+        self.rejected: list[Rejected] = []
+        self._sites: dict[str | None, Site] = {}
+        self._uses: dict[tuple[tuple[str, ...], int], PoolUse | Shortage] = {}
+
+    def best(self) -> Placed | None:
+        """None when nothing fits; ``rejected`` then says why."""
+        for demand in self.demands.values():
+            demand.check(self.site([demand.role]).largest_host)
+        fitting = sorted(self.candidates(), key=_order)
+        found: list[tuple[Candidate, list[list[tuple[str, tuple[int, ...]]]]]] = []
+        for candidate in fitting:
+            if len(found) == _PLACED or (found and _time(candidate) > _time(found[0][0]) * 2):
+                break
+            shares = self._fill(candidate)
+            settled = self._settle(candidate, shares) if shares is not None else None
+            if shares is not None and settled is not None:
+                found.append((settled, shares))
+        if not found:
+            return None
+        quickest = min(_time(candidate) for candidate, _ in found)
+        near = [each for each in found if _time(each[0]) <= quickest * _SAME]
+        chosen, shares = min(near, key=lambda each: (each[0].used_gpus, sum(map(len, each[1])), _order(each[0])))
+        others = [c for c in fitting if (c.partition, c.gpus) != (chosen.partition, chosen.gpus)]
+        return Placed(chosen, self._on_gpus(chosen, shares), tuple(others), tuple(self.rejected))
+
+    def candidates(self) -> Iterator[Candidate]:
+        """All ways to share and all sizes on the grid that fit. What does not is added to ``rejected``."""
+        total = sum(len(host.usable) for host in self.cluster.hosts)
+        contradiction: PlacementError | None = None
+        sensible = 0
+        for partition in partitions(list(self.demands.values())):
+            # What is left over goes to the last pool: to one that trains, which can be of any size.
+            ordered = tuple(sorted(partition, key=lambda pool: (any(self.demands[r].trains for r in pool), pool)))
+            try:
+                wanted = [self._wanted(pool) for pool in ordered]
+            except PlacementError as error:
+                contradiction = contradiction or error
+                continue
+            sensible += 1
+            for gpus in sizes(wanted, total):
+                uses = []
+                for roles, count in zip(ordered, gpus, strict=True):
+                    used = self.use(roles, count, whole=len(ordered) == 1)
+                    if isinstance(used, Shortage):
+                        self.rejected.append(Rejected(ordered, gpus, used))
+                        break
+                    uses.append(used)
+                else:
+                    yield self._candidate(ordered, gpus, uses)
+        if contradiction is not None and not sensible:
+            raise contradiction
+
+    def use(self, roles: tuple[str, ...], gpus: int, *, whole: bool = False) -> PoolUse | Shortage:
+        key = (roles, -gpus if whole else gpus)
+        if key not in self._uses:
+            site = self.site(roles)
+            if gpus > site.num_gpus:
+                self._uses[key] = Shortage(roles[0], float(gpus - site.num_gpus), f"{gpus} of {site.num_gpus} GPUs")
+            else:
+                whole = whole and gpus == site.num_gpus
+                groups = site.groups if whole else lambda size: gpus // size
+                self._uses[key] = use(self._pool(roles, gpus, groups), self.workload)
+        return self._uses[key]
+
+    def site(self, roles: Sequence[str]) -> Site:
+        label = self.demands[roles[0]].wants.label
+        if label not in self._sites:
+            try:
+                self._sites[label] = site_of(self.cluster, label, self.calibration)
+            except PlacementError as error:
+                error.path = f"roles.{roles[0]}.{error.path}" if error.path == "label" else error.path
+                raise
+        return self._sites[label]
+
+    def _pool(self, roles: Sequence[str], gpus: int, groups: Callable[[int], int]) -> Pool:
+        site = self.site(roles)
+        return Pool(
+            demands=tuple(self.demands[role] for role in roles),
+            gpus=gpus,
+            groups=groups,
+            site=site,
+            largest_group=min(gpus, site.largest_host),
         )
-    return pinned + rest
 
+    def _wanted(self, roles: Sequence[str]) -> frozenset[int] | None:
+        """The sizes that a pool's roles pin; None: any. Raises PlacementError when they pin different ones."""
+        pinned = {role: sizes for role in roles if (sizes := self._wanted_by(self.demands[role])) is not None}
+        if not pinned:
+            return None
+        common = frozenset.intersection(*pinned.values())
+        if not common:
+            less, more = sorted(pinned, key=lambda role: (min(pinned[role]), role))[:: len(pinned) - 1]
+            raise PlacementError(
+                f"roles.{more}.gpus",
+                f"{more} and {less} share GPUs, but ask for {min(pinned[more])} and {min(pinned[less])} of them",
+                fix=f"ask for the same number, or give {more} its own with colocate=[]",
+            )
+        return common
 
-def _pool(demands: Sequence[Demand], sizes: Mapping[str, int]) -> _Pool:
-    pinned = {demand.role: demand.wanted_gpus(sizes[demand.role]) for demand in demands}
-    counts = {role: count for role, count in pinned.items() if count is not None}
-    if len(set(counts.values())) > 1:
-        less, more = min(counts, key=lambda role: counts[role]), max(counts, key=lambda role: counts[role])
-        raise PlacementError(
-            f"roles.{more}.gpus",
-            f"{more} and {less} share GPUs, but ask for {counts[more]} and {counts[less]} of them",
-            fix=f"ask for the same number, or give {more} its own with colocate=[]",
+    def _wanted_by(self, demand: Demand) -> frozenset[int] | None:
+        gpus, copies = demand.pinned("gpus"), demand.pinned("data_parallel_size")
+        if gpus is not None:
+            return frozenset({gpus})
+        if copies is None or "data" not in demand.parallel:
+            return None
+        others = (demand.pinned("pipeline_parallel_size") or 1) * (demand.pinned("sequence_parallel_size") or 1)
+        tensor = demand.pinned("tensor_parallel_size")
+        return frozenset(copies * others * size for size in ([tensor] if tensor else [1, 2, 4, 8]))
+
+    def _candidate(self, partition: Partition, gpus: tuple[int, ...], uses: Sequence[PoolUse]) -> Candidate:
+        seconds = {node: value for used in uses for node, value in used.seconds.items()}
+        seconds |= {task.node: task.samples * _HOST_TASK_S for task in self.workload.tasks if task.role is None}
+        pool_of = {role: index for index, pool in enumerate(partition) for role in pool}
+        layouts = {role: choice.layout for used in uses for role, choice in used.choices.items()}
+        for copy in self.workload.copies:
+            seconds[copy.node] = self._copy_seconds(copy.source, copy.target, pool_of, layouts)
+        return Candidate(partition, gpus, tuple(uses), simulate(self.workload, seconds, pool_of))
+
+    def _copy_seconds(
+        self, source: str, target: str, pool_of: Mapping[str, int], layouts: Mapping[str, Layout]
+    ) -> float:
+        model = self.demands[target].architecture
+        if model is None:
+            return 0.0
+        return sync_seconds(
+            model.num_parameters * self.demands[target].weight_bytes,
+            layouts[source].num_gpus,
+            layouts[target].num_gpus,
+            self.site([target]).speed,
+            same_gpus=pool_of[source] == pool_of[target],
         )
-    return _Pool(tuple(demands), tuple(sizes[demand.role] for demand in demands), next(iter(counts.values()), None))
+
+    def _fill(self, candidate: Candidate) -> list[list[tuple[str, tuple[int, ...]]]] | None:
+        """GPUs of each pool. The last takes what is left where all GPUs are meant to be used."""
+        total = sum(len(host.usable) for host in self.cluster.hosts)
+        requests = []
+        for index, (roles, gpus, used) in enumerate(
+            zip(candidate.partition, candidate.gpus, candidate.uses, strict=True)
+        ):
+            takes_rest = index == len(candidate.partition) - 1 and sum(candidate.gpus) == total
+            pinned = any(self.demands[role].pinned("gpus") for role in roles)
+            units = None if takes_rest and not pinned else gpus // used.unit
+            requests.append(PoolRequest(",".join(roles), used.unit, units, self.demands[roles[0]].wants.label))
+        shares = fill(requests, self.cluster)
+        if shares is not None and requests[-1].units is None:
+            shares[-1] = self._with_rest(shares, requests[-1].label)
+        return shares
+
+    def _with_rest(
+        self, shares: list[list[tuple[str, tuple[int, ...]]]], label: str | None
+    ) -> list[tuple[str, tuple[int, ...]]]:
+        """The last pool's share with the GPUs that no group of its largest role could use: smaller ones may."""
+        taken = {(host, gpu) for share in shares[:-1] for host, gpus in share for gpu in gpus}
+        whole = []
+        mine = dict(shares[-1])
+        for host in self.cluster.hosts_with(label):
+            first = mine.get(host.name, ())
+            rest = tuple(gpu for gpu in host.usable if (host.name, gpu) not in taken and gpu not in first)
+            if first or rest:
+                whole.append((host.name, first + rest))
+        return whole
+
+    def _settle(self, candidate: Candidate, shares: list[list[tuple[str, tuple[int, ...]]]]) -> Candidate | None:
+        """With the groups that the hosts really make, which are fewer on uneven ones."""
+        uses = []
+        for roles, share in zip(candidate.partition, shares, strict=True):
+            counts = [len(gpus) for _, gpus in share]
+            pool = self._pool(roles, sum(counts), lambda size, counts=counts: sum(n // size for n in counts))
+            used = use(replace(pool, largest_group=max(counts)), self.workload)
+            if isinstance(used, Shortage):
+                return None
+            uses.append(used)
+        return self._candidate(candidate.partition, candidate.gpus, uses)
+
+    def _on_gpus(
+        self, candidate: Candidate, shares: list[list[tuple[str, tuple[int, ...]]]]
+    ) -> Mapping[str, RolePlacement]:
+        placed = {}
+        for share, used in zip(shares, candidate.uses, strict=True):
+            for role, choice in used.choices.items():
+                placed[role] = RolePlacement(choice.layout, tuple(_workers(choice.layout, share)))
+        return dict(sorted(placed.items()))
 
 
-def _divide(pools: Sequence[_Pool], cluster: Cluster) -> list[list[tuple[str, list[int]]]]:
-    """The GPUs of each pool on each host: so that the open pool has as many units as can be, then on fewest hosts."""
-    pinned = [pool for pool in pools if pool.gpus is not None]
-    open_unit = next((pool.unit for pool in pools if pool.gpus is None), None)
-    wanted = tuple((pool.gpus or 0) // pool.unit for pool in pinned)
-    units = tuple(pool.unit for pool in pinned)
-    found = _best_counts(cluster, wanted, units, open_unit)
-    if found is None:
-        raise _no_room(pools, cluster)
-    shares: list[list[tuple[str, list[int]]]] = [[] for _ in pools]
-    for host, taken in zip(cluster.hosts, found, strict=True):
-        start = 0
-        for index, units_taken in enumerate(taken):
-            gpus = units_taken * units[index]
-            shares[index].append((host.name, list(range(start, start + gpus))))
-            start += gpus
-        if open_unit is not None:
-            shares[-1].append((host.name, list(range(start, host.gpus))))
-    return shares
+def _workers(layout: Layout, share: Sequence[tuple[str, tuple[int, ...]]]) -> Iterator[Worker]:
+    """Groups lie inside hosts, one after another; a worker of several pipeline stages has as many groups."""
+    size = layout.tensor_parallel_size
+    together = size * layout.sequence_parallel_size
+    groups = []
+    for host, gpus in share:
+        bundles = [Bundle(host, gpu) for gpu in gpus[: len(gpus) // together * together]]
+        groups += [bundles[start : start + size] for start in range(0, len(bundles), size)]
+    stages = layout.pipeline_parallel_size
+    for first in range(0, layout.data_parallel_size * layout.sequence_parallel_size * stages, stages):
+        yield Worker(tuple(bundle for group in groups[first : first + stages] for bundle in group))
 
 
-def _best_counts(
-    cluster: Cluster, wanted: tuple[int, ...], units: tuple[int, ...], open_unit: int | None
-) -> list[tuple[int, ...]] | None:
-    """Units of each pinned pool on each host, by dynamic programming over the hosts.
-
-    None when there is no way, or none that leaves the open pool, where there is one, a single unit.
-    """
-    free = [host.gpus for host in cluster.hosts]
-
-    @cache
-    def best(host: int, missing: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]] | None:
-        """(units of the open pool, minus the pools' hosts, this host's counts) from ``host`` on."""
-        if host == len(free):
-            return (0, 0, ()) if not any(missing) else None
-        options = []
-        for counts in _fillings(free[host], missing, units):
-            after = best(host + 1, tuple(m - c for m, c in zip(missing, counts, strict=True)))
-            if after is not None:
-                left = free[host] - sum(c * u for c, u in zip(counts, units, strict=True))
-                gained = left // open_unit if open_unit else 0
-                options.append((after[0] + gained, after[1] - sum(c > 0 for c in counts), counts))
-        return max(options, default=None)
-
-    whole = best(0, wanted)
-    if whole is None or (open_unit is not None and whole[0] == 0):
-        return None
-    chosen: list[tuple[int, ...]] = []
-    missing = wanted
-    for host in range(len(free)):
-        found = best(host, missing)
-        assert found is not None
-        chosen.append(found[2])
-        missing = tuple(m - c for m, c in zip(missing, found[2], strict=True))
-    return chosen
+def _time(candidate: Candidate) -> float:
+    return candidate.schedule.step_seconds
 
 
-def _fillings(free: int, missing: Sequence[int], units: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All ways to put units of the pools on a host with ``free`` GPUs."""
-    if not missing:
-        yield ()
-        return
-    for count in range(min(missing[0], free // units[0]) + 1):
-        for others in _fillings(free - count * units[0], missing[1:], units[1:]):
-            yield (count, *others)
-
-
-def _groups(host: str, gpus: list[int], size: int) -> list[tuple[Bundle, ...]]:
-    """The tensor-parallel groups that a host's GPUs make."""
-    bundles = [Bundle(host, gpu) for gpu in gpus]
-    return [tuple(bundles[start : start + size]) for start in range(0, len(bundles) - size + 1, size)]
-
-
-def _place_role(
-    demand: Demand, size: int, groups: list[tuple[Bundle, ...]], *, colocated: bool, cluster: Cluster
-) -> RolePlacement:
-    stages, sequence = demand.pipeline_parallel_size, demand.sequence_parallel_size
-    count = demand.num_workers
-    if count is None:
-        count = max(1, len(groups) // (stages * sequence)) * sequence
-    if count * stages > len(groups):
-        raise PlacementError(
-            f"roles.{demand.role}",
-            f"{count * stages} groups of {size} GPUs are asked for, the pool has room for {len(groups)}",
-            fix="smaller degrees, or more gpus",
-        )
-    workers = tuple(
-        Worker(tuple(bundle for group in groups[first : first + stages] for bundle in group))
-        for first in range(0, count * stages, stages)
-    )
-    return RolePlacement(choose_layout(demand, size, count, colocated=colocated, cluster=cluster), workers)
-
-
-def _no_room(pools: Sequence[_Pool], cluster: Cluster) -> PlacementError:
-    """Names the first pool that does not fit beside those before it."""
-    pool = next(pool for count, pool in enumerate(pools, 1) if not _fits(pools[:count], cluster))
-    role = pool.demands[pool.sizes.index(pool.unit)].role
-    asked = f"{pool.gpus} GPUs" if pool.gpus else "GPUs"
-    groups = f" in groups of {pool.unit} inside one host" if pool.unit > 1 else ""
-    others = ", ".join(f"{d.role} {p.gpus}" for p in pools if p is not pool and p.gpus for d in p.demands)
-    return PlacementError(
-        f"roles.{role}",
-        f"{asked}{groups} cannot be had from {cluster.shape}",
-        free=f"{sum(host.gpus for host in cluster.hosts)} GPUs" + (f", of which asked: {others}" if others else ""),
-        fix="ask for fewer gpus, a smaller tensor_parallel_size, or colocate the roles",
-    )
-
-
-def _fits(pools: Sequence[_Pool], cluster: Cluster) -> bool:
-    wanted = tuple((pool.gpus or pool.unit) // pool.unit for pool in pools)
-    return _best_counts(cluster, wanted, tuple(pool.unit for pool in pools), None) is not None
+def _order(candidate: Candidate) -> tuple[float, int, int, Partition, tuple[int, ...]]:
+    return (_time(candidate), candidate.used_gpus, len(candidate.partition), candidate.partition, candidate.gpus)

@@ -1,6 +1,7 @@
 """A model and its tokenizer, from a folder, from the hub, or new."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 END_TOKEN = "<|end|>"
+# Types of which models with new weights can be had.
+NEW_MODELS = {"llama", "qwen2", "qwen3"}
 
 
 def load_tokenizer(name: str, model: Model) -> "PreTrainedTokenizerBase":
@@ -45,7 +48,7 @@ def load_model(
             built = _from(name, model.path, load)
         else:
             tokenizer = load_tokenizer(name, model)
-            config = AutoConfig.for_model(**_config_fields(model), eos_token_id=tokenizer.eos_token_id, **extra)
+            config = AutoConfig.for_model(**_config_fields(name, model), eos_token_id=tokenizer.eos_token_id, **extra)
             built = auto.from_config(config, dtype=dtype, attn_implementation=NAME)
     layers = set(getattr(built.config, "layer_types", None) or ())
     if layers - {"full_attention"}:
@@ -59,12 +62,22 @@ def load_model(
     return built.eval().to(device)
 
 
-def _config_fields(model: Model) -> dict[str, Any]:
-    """Of a new model: its architecture, in the form of a ``config.json``."""
+def _config_fields(name: str, model: Model) -> dict[str, Any]:
+    """Of a new model: its architecture, in the form of a ``config.json``. Raises RecipeError for types not built."""
     assert model.architecture is not None
-    figures = dict(vars(model.architecture))
-    theta = figures.pop("rope_theta")
-    return figures | {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    if model.architecture.model_type not in NEW_MODELS:
+        raise RecipeError(
+            f"models.{name}.architecture.model_type",
+            f"new models of the type '{model.architecture.model_type}' are not built",
+            known=sorted(NEW_MODELS),
+        )
+    # What stands at its default is left out: most of it is of other types.
+    values = vars(model.architecture)
+    figures = {
+        field.name: values[field.name] for field in fields(model.architecture) if values[field.name] != field.default
+    }
+    figures.pop("rope_theta", None)
+    return figures | {"rope_parameters": {"rope_type": "default", "rope_theta": values["rope_theta"]}}
 
 
 def _from(name: str, path: str, load: Callable[[str], Any]) -> Any:

@@ -47,6 +47,28 @@ def test_hosts_of_a_shape_and_back() -> None:
         ({"shape": "1x8@h200+1x1@cpu", "gpus": {**GPUS, "cpu": {"source": ""}}}, "processors and GPUs in one cluster"),
         ({"hosts": [{"name": "a", "gpus": 1, "gpu": "h200"}] * 2, "gpus": GPUS}, "the name 'a' is given twice"),
         (
+            {"hosts": [{"name": "a", "gpus": 2, "gpu": "h200", "free": [0, 2]}], "gpus": GPUS},
+            "cluster.hosts.0.free: host 'a' has no GPU 2.\n  Known: 0, 1.",
+        ),
+        (
+            {"hosts": [{"name": "a", "gpus": 2, "gpu": "h200", "free": [-1]}], "gpus": GPUS},
+            "cluster.hosts.0.free: host 'a' has no GPU -1.",
+        ),
+        (
+            {"hosts": [{"name": "a", "gpus": 2, "gpu": "h200", "free": [1, 1]}], "gpus": GPUS},
+            "cluster.hosts.0.free: GPU 1 is given 2 times.\n  Fix: name each free GPU once.",
+        ),
+        (
+            {
+                "hosts": [
+                    {"name": "a", "gpus": 2, "gpu": "h200", "free": []},
+                    {"name": "b", "gpus": 2, "gpu": "h200", "reserved": True},
+                ],
+                "gpus": GPUS,
+            },
+            "cluster.hosts: no GPU may be used: every host is reserved or has no free GPU.",
+        ),
+        (
             {"hosts": [{"name": "a", "gpus": 1, "gpu": "x"}], "gpus": {"x": {"memory_gib": -1, "source": ""}}},
             "-1 is not",
         ),
@@ -56,3 +78,17 @@ def test_wrong_clusters(mapping: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError) as raised:
         cluster_from(mapping)
     assert message in str(raised.value)
+
+
+def test_usable_gpus_and_labels() -> None:
+    hosts = [
+        {"name": "a", "gpus": 8, "gpu": "h200", "free": [6, 7, 1], "labels": ["fast"]},
+        {"name": "b", "gpus": 2, "gpu": "h200", "labels": ["fast", "near"]},
+        {"name": "c", "gpus": 8, "gpu": "h200", "reserved": True, "free": [0]},
+    ]
+    cluster = cluster_from({"hosts": hosts, "gpus": GPUS})
+    assert [host.usable for host in cluster.hosts] == [(1, 6, 7), (0, 1), ()]
+    assert cluster.hosts_with(None) == cluster.hosts
+    assert [host.name for host in cluster.hosts_with("fast")] == ["a", "b"]
+    assert cluster.hosts_with("far") == ()
+    assert cluster.shape == "1x8@h200+1x2@h200+1x8@h200", "all GPUs, whoever may use them"

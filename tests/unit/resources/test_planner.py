@@ -1,6 +1,8 @@
+"""The search, on clusters and with pins whose best plan is known."""
+
+import random
 from collections import Counter
-from collections.abc import Sequence
-from itertools import product
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,41 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.errors import PlacementError
-from rlflow.resources.cluster import Cluster, Gpu, Host
-from rlflow.resources.layout import Demand, Resources
-from rlflow.resources.planner import RolePlacement, place
-
-ALL = frozenset({"data", "tensor", "pipeline", "sequence"})
-
-
-def cluster(*gpus: int) -> Cluster:
-    hosts = tuple(Host(name=f"host-{i}", gpus=count, gpu="h") for i, count in enumerate(gpus))
-    return Cluster(hosts=hosts, gpus={"h": Gpu(memory_gib=80, source="test")})
-
-
-def demand(
-    role: str, weight_gib: float | None = None, parallel: frozenset[str] = ALL, heads: int | None = None, **wants: Any
-) -> Demand:
-    return Demand(
-        role=role,
-        engine="fake",
-        parallel=parallel,
-        trains=role == "actor",
-        generates=role == "rollout",
-        weight_bytes=int(weight_gib * 2**30) if weight_gib else None,
-        num_attention_heads=heads,
-        wants=Resources(**wants),
-    )
-
-
-def check(placed: RolePlacement) -> None:
-    """Every tensor-parallel group is inside one host, and no GPU is in two of them."""
-    size = placed.layout.tensor_parallel_size
-    bundles = [bundle for worker in placed.workers for bundle in worker.bundles]
-    assert len(set(bundles)) == len(bundles)
-    for worker in placed.workers:
-        for start in range(0, len(worker.bundles), size):
-            assert len({bundle.host for bundle in worker.bundles[start : start + size]}) == 1
+from rlflow.resources.cluster import Cluster, Host
+from rlflow.resources.planner import Search
+from tests.unit.resources.planning import H100, SEVEN_B, check, cluster, demand, place, search, workload
 
 
 @pytest.mark.parametrize(
@@ -50,170 +20,191 @@ def check(placed: RolePlacement) -> None:
     [((6, 6), 4, 2), ((7, 5), 4, 2), ((4, 8, 4), 8, 1), ((8, 8), 6, 2), ((6, 6, 4), 4, 3), ((4, 2), 2, 3)],
 )
 def test_as_many_engines_as_hosts_hold(gpus: tuple[int, ...], size: int, engines: int) -> None:
-    placed = place([demand("rollout", tensor_parallel_size=size)], cluster(*gpus))["rollout"]
-    assert len(placed.workers) == engines
-    check(placed)
+    on = cluster(*gpus)
+    placed = place([demand("rollout", tensor_parallel_size=size)], on)
+    assert placed is not None
+    assert len(placed.roles["rollout"].workers) == engines
+    check(placed.roles["rollout"], on)
+
+
+@given(
+    gpus=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    size=st.sampled_from([1, 2, 3, 4, 6, 8]),
+    taken=st.randoms(use_true_random=False),
+)
+@settings(max_examples=500, deadline=None)
+def test_engines_equal_brute_force(gpus: list[int], size: int, taken: random.Random) -> None:
+    """On uneven and partly occupied hosts: as many engines as a count by hand gives, none on two hosts."""
+    free = [tuple(g for g in range(count) if taken.random() < 0.8) for count in gpus]
+    hosts = [Host(name=f"h{i}", gpus=n, gpu="h100", free=f) for i, (n, f) in enumerate(zip(gpus, free, strict=True))]
+    on = Cluster(hosts=tuple(hosts), gpus={"h100": H100})
+    possible = sum(len(ids) // size for ids in free)
+    if not any(free):
+        return
+    if size > max(len(ids) for ids in free):
+        with pytest.raises(PlacementError, match=f"{size}"):
+            place([demand("rollout", tensor_parallel_size=size)], on)
+        return
+    placed = place([demand("rollout", tensor_parallel_size=size)], on)
+    assert placed is not None
+    assert len(placed.roles["rollout"].workers) == possible
+    check(placed.roles["rollout"], on)
 
 
 def test_actor_4_and_rollout_12_on_two_hosts_of_8() -> None:
+    on = cluster(8, 8)
     demands = [demand("actor", gpus=4), demand("reference"), demand("rollout", gpus=12, tensor_parallel_size=4)]
-    placed = place(demands, cluster(8, 8))
-    assert len(placed["rollout"].workers) == 3
-    assert len({bundle.host for worker in placed["actor"].workers for bundle in worker.bundles}) == 1
-    apart = [b for role in ("actor", "rollout") for worker in placed[role].workers for b in worker.bundles]
+    placed = place(demands, on)
+    assert placed is not None
+    assert len(placed.roles["rollout"].workers) == 3
+    assert len({bundle.host for bundle in placed.roles["actor"].bundles}) == 1
+    apart = [*placed.roles["actor"].bundles, *placed.roles["rollout"].bundles]
     assert len(set(apart)) == 16
-    assert placed["reference"].workers == placed["actor"].workers, "what is left open joins the role that trains"
-    for each in placed.values():
-        check(each)
+    for each in placed.roles.values():
+        check(each, on)
 
 
-def test_all_uneven_hosts_are_used() -> None:
-    placed = place([demand("actor"), demand("rollout")], cluster(*[8] * 7, 7))
-    assert {len(each.workers) for each in placed.values()} == {63}
+def test_six_and_two_on_each_of_two_hosts() -> None:
+    """Engines of 6 leave 2 GPUs on either host for the actor: there is no other way."""
+    on = cluster(8, 8)
+    placed = place([demand("actor", gpus=4), demand("rollout", gpus=12, tensor_parallel_size=6)], on)
+    assert placed is not None
+    assert Counter(bundle.host for bundle in placed.roles["rollout"].bundles) == {"host-0": 6, "host-1": 6}
+    assert Counter(bundle.host for bundle in placed.roles["actor"].bundles) == {"host-0": 2, "host-1": 2}
+
+
+def test_all_gpus_of_uneven_hosts_are_used() -> None:
+    placed = place([demand("actor", SEVEN_B), demand("rollout", SEVEN_B, tensor_parallel_size=1)], cluster(*[8] * 7, 7))
+    assert placed is not None
+    assert len({bundle for role in placed.roles.values() for bundle in role.bundles}) == 63
+
+
+def test_a_host_of_4_and_one_of_2() -> None:
+    on = cluster(4, 2)
+    placed = place([demand("actor"), demand("rollout", tensor_parallel_size=2)], on)
+    assert placed is not None
+    for each in placed.roles.values():
+        check(each, on)
 
 
 def test_pipeline_stages_may_lie_on_two_hosts() -> None:
-    rollout = demand("rollout", tensor_parallel_size=6, pipeline_parallel_size=2)
-    placed = place([rollout], cluster(8, 8))["rollout"]
-    assert len(placed.workers) == 1
-    assert Counter(bundle.host for bundle in placed.workers[0].bundles) == {"host-0": 6, "host-1": 6}
-    check(placed)
+    on = cluster(8, 8)
+    placed = place([demand("rollout", tensor_parallel_size=6, pipeline_parallel_size=2)], on)
+    assert placed is not None
+    assert len(placed.roles["rollout"].workers) == 1
+    assert Counter(bundle.host for bundle in placed.roles["rollout"].bundles) == {"host-0": 6, "host-1": 6}
 
 
-def test_the_smallest_group_whose_weights_take_a_quarter() -> None:
-    placed = place([demand("rollout", weight_gib=61, heads=40)], cluster(8, 8))["rollout"]
-    assert placed.layout.tensor_parallel_size == 4  # 61 / 4 = 15.25 <= 80 / 4
-
-
-def test_the_heads_bound_the_group() -> None:
-    placed = place([demand("rollout", weight_gib=200, heads=28)], cluster(8))["rollout"]
-    assert placed.layout.tensor_parallel_size == 4  # 200 / 8 would be 25, but 28 heads are not shared by 8
-
-
-def test_pinning_what_would_be_chosen_changes_nothing() -> None:
-    uneven = cluster(*[8] * 7, 7)
-    free = place([demand("actor"), demand("rollout", tensor_parallel_size=4)], uneven)
-    pinned = place([demand("actor", gpus=63), demand("rollout", tensor_parallel_size=4)], uneven)
-    assert free == pinned
-    assert len(free["rollout"].workers) == 15
-
-
-def test_a_larger_group_takes_of_a_pinned_pool_what_it_can() -> None:
-    placed = place(
-        [demand("actor", gpus=6), demand("rollout", colocate=("actor",), tensor_parallel_size=4)], cluster(8)
+def test_free_gpus_reserved_hosts_and_labels() -> None:
+    hosts = (
+        Host(name="a", gpus=8, gpu="h100", free=(2, 3, 5, 7)),
+        Host(name="b", gpus=8, gpu="h100", reserved=True),
+        Host(name="c", gpus=8, gpu="h100", labels=("fast",)),
     )
-    assert (len(placed["actor"].workers), len(placed["rollout"].workers)) == (6, 1)
+    on = Cluster(hosts=hosts, gpus={"h100": H100})
+    placed = place([demand("actor", label="fast"), demand("rollout", tensor_parallel_size=2)], on)
+    assert placed is not None
+    assert {bundle.host for bundle in placed.roles["actor"].bundles} == {"c"}
+    assert "b" not in {bundle.host for role in placed.roles.values() for bundle in role.bundles}
+    for each in placed.roles.values():
+        check(each, on)
 
 
-def test_sequence_parallel_ranks_are_whole() -> None:
-    placed = place([demand("actor", sequence_parallel_size=2)], cluster(7))["actor"]
-    assert (placed.layout.data_parallel_size, placed.layout.sequence_parallel_size, len(placed.workers)) == (3, 2, 6)
+def test_labels_nobody_has_are_named() -> None:
+    with pytest.raises(PlacementError, match="no host has the label 'quick'") as caught:
+        place([demand("actor", label="quick")], cluster(8))
+    assert caught.value.path == "roles.actor.label"
 
 
-def test_an_engine_that_cannot_be_spread_takes_one_gpu() -> None:
-    placed = place([demand("actor", parallel=frozenset())], cluster(8))["actor"]
-    assert [bundle.gpu for worker in placed.workers for bundle in worker.bundles] == [0]
+def test_pinned_values_are_kept() -> None:
+    pins: dict[str, Any] = {
+        "zero_stage": 2,
+        "micro_batch_tokens": 5000,
+        "gradient_checkpointing": True,
+        "sequence_parallel_size": 2,
+        "offload": "optimizer",
+    }
+    demands = [
+        demand("actor", SEVEN_B, gpus=8, **pins),
+        demand("rollout", SEVEN_B, gpus=8, tensor_parallel_size=2, gpu_memory_utilization=0.7),
+    ]
+    placed = place(demands, cluster(8, 8))
+    assert placed is not None
+    layout = placed.roles["actor"].layout
+    assert {name: getattr(layout, name) for name in pins} == pins
+    assert placed.roles["rollout"].layout.gpu_memory_utilization == 0.7
+    assert placed.roles["rollout"].layout.tensor_parallel_size == 2
 
 
 @pytest.mark.parametrize(
-    ("demands", "message"),
+    ("wants", "path", "said"),
     [
-        (
-            [demand("rollout", tensor_parallel_size=12)],
-            "roles.rollout: no host has 12 GPUs for one tensor-parallel group (12 asked, hosts have 8).\n"
-            "  Fix: tensor_parallel_size 8, or pipeline_parallel_size 2 with 6 each.",
-        ),
-        ([demand("actor", gpus=17)], "roles.actor: 17 GPUs cannot be had from 2x8@h.\n  Free: 16 GPUs."),
-        (
-            [demand("actor", gpus=4), demand("rollout", gpus=16, tensor_parallel_size=4)],
-            "roles.rollout: 16 GPUs in groups of 4 inside one host cannot be had from 2x8@h.\n"
-            "  Free: 16 GPUs, of which asked: actor 4.",
-        ),
-        (
-            [demand("rollout", gpus=6, tensor_parallel_size=4)],
-            "roles.rollout.gpus: 6 GPUs cannot be used whole with tensor_parallel_size 4",
-        ),
-        (
-            [demand("rollout", heads=28, tensor_parallel_size=8)],
-            "roles.rollout.tensor_parallel_size: 8 GPUs cannot share the model's 28 attention heads evenly.\n"
-            "  Fix: tensor_parallel_size 4.",
-        ),
-        (
-            [demand("actor", gpus=16), demand("rollout", colocate=())],
-            "roles.rollout: GPUs cannot be had from 2x8@h.\n  Free: 16 GPUs, of which asked: actor 16.",
-        ),
-        (
-            [demand("actor", gpus=16, colocate=()), demand("rollout")],
-            "roles.rollout: GPUs cannot be had from 2x8@h.\n  Free: 16 GPUs, of which asked: actor 16.",
-        ),
-        (
-            [demand("actor", sequence_parallel_size=32)],
-            "roles.actor: 32 groups of 1 GPUs are asked for, the pool has room for 16",
-        ),
-        (
-            [demand("actor", gpus=8), demand("rollout", gpus=4, colocate=("actor",))],
-            "roles.actor.gpus: actor and rollout share GPUs, but ask for 8 and 4 of them",
-        ),
-        (
-            [demand("actor", colocate=()), demand("rollout")],
-            "roles.actor.gpus: (rollout) and (actor) would each take all GPUs that are left",
-        ),
-        (
-            [demand("actor", parallel=frozenset(), tensor_parallel_size=2)],
-            "roles.actor.tensor_parallel_size: 2 is asked for, and engine 'fake' cannot be tensor-parallel",
-        ),
-        (
-            [demand("rollout", weight_gib=800, heads=64)],
-            "roles.rollout: weights of 800 GiB do not fit 8 GPUs of 80 GiB",
-        ),
-        ([demand("rollout", data_parallel_size=3, tensor_parallel_size=8)], "roles.rollout: 24 GPUs in groups of 8"),
+        ({"tensor_parallel_size": 12}, "roles.rollout", "no host has 12 GPUs"),
+        ({"tensor_parallel_size": 5}, "roles.rollout.tensor_parallel_size", "24 attention heads"),
+        ({"gpus": 6, "tensor_parallel_size": 4}, "roles.rollout.gpus", "groups of 4"),
+        ({"gpus": 64}, "roles.rollout.gpus", "64 does not fit"),
     ],
 )
-def test_what_does_not_fit(demands: Sequence[Demand], message: str) -> None:
-    with pytest.raises(PlacementError) as raised:
-        place(demands, cluster(8, 8))
-    assert str(raised.value).startswith(message)
+def test_pins_that_cannot_be_met(wants: dict[str, Any], path: str, said: str) -> None:
+    from rlflow.resources.infeasible import explain
+
+    found = search([demand("actor"), demand("rollout", **wants)], cluster(8, 8))
+    try:
+        assert found.best() is None
+        error = explain(found)
+    except PlacementError as raised:
+        error = raised
+    assert error.path == path
+    assert said in error.fact
+    assert error.notes["Fix"]
 
 
-hosts = st.lists(st.integers(1, 6), min_size=1, max_size=3)
-pinned = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=2)
+def test_the_smallest_set_of_pins_that_clash() -> None:
+    """7B with 16 B a parameter is 114 GiB: one GPU cannot hold it without offload, two can share it."""
+    from rlflow.resources.infeasible import explain
+
+    demands = [demand("actor", SEVEN_B, gpus=1, offload="none", zero_stage=3), demand("rollout", SEVEN_B)]
+    found = search(demands, cluster(8))
+    assert found.best() is None
+    error = explain(found)
+    assert "roles.actor.gpus=1 and roles.actor.offload=none" in error.fact
+    assert "zero_stage" not in error.fact
+    assert "gpus" in str(error.notes["Fix"])
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
-@given(free=hosts, pools=pinned, open_unit=st.integers(1, 4))
-def test_equal_to_brute_force(free: list[int], pools: list[tuple[int, int]], open_unit: int) -> None:
-    """Every way to put the units of the pinned pools on hosts is tried: ours exists when one does, and leaves the
-    open role as many engines as the best of them."""
-    demands = [
-        demand(f"pinned{i}", gpus=size * count, tensor_parallel_size=size) for i, (size, count) in enumerate(pools)
-    ]
-    demands.append(demand("rollout", tensor_parallel_size=open_unit))
-    takes_all = sum(size * count for size, count in pools) == sum(free)
-    best = brute_force(free, pools, open_unit)
-    if takes_all:
-        return  # the open role then joins another pool
-    if best == 0 or open_unit > max(free) or any(size > max(free) for size, _ in pools):
-        with pytest.raises(PlacementError):
-            place(demands, cluster(*free))
-        return
-    placed = place(demands, cluster(*free))
-    assert len(placed["rollout"].workers) == best
-    taken = [bundle for each in placed.values() for worker in each.workers for bundle in worker.bundles]
-    assert len(set(taken)) == len(taken)
-    for each in placed.values():
-        check(each)
+def test_what_sleeps_makes_room() -> None:
+    """32 GiB of state a GPU beside an engine: on one host of 4 the engine's keys and values need the actor asleep."""
+    demands = [demand("actor", SEVEN_B), demand("rollout", SEVEN_B)]
+    placed = place(demands, cluster(4), longest=8192, samples=2048)
+    assert placed is not None
+    assert placed.roles["actor"].layout.sleeps
 
 
-def brute_force(free: list[int], pools: list[tuple[int, int]], open_unit: int) -> int:
-    """The most engines of the open role; 0 when the pools do not fit."""
-    ways = [
-        [split for split in product(range(count + 1), repeat=len(free)) if sum(split) == count] for _, count in pools
-    ]
-    best = 0
-    for choice in product(*ways):
-        left = list(free)
-        for (size, _), split in zip(pools, choice, strict=True):
-            left = [gpus - units * size for gpus, units in zip(left, split, strict=True)]
-        if min(left) >= 0:
-            best = max(best, sum(gpus // open_unit for gpus in left))
-    return best
+def test_the_same_plan_for_the_same_input_in_any_order() -> None:
+    demands = [demand("actor", SEVEN_B), demand("reference", SEVEN_B), demand("rollout", SEVEN_B)]
+    plans = set()
+    for _ in range(3):
+        random.Random(len(plans)).shuffle(demands)
+        on = cluster(8, 8)
+        plans.add(repr(Search(demands, workload(sorted(demands, key=lambda d: d.role)), on, {}).best()))
+    assert len(plans) == 1
+
+
+def test_faster_links_never_make_a_slower_plan() -> None:
+    demands = [demand("actor", SEVEN_B), demand("rollout", SEVEN_B)]
+    slow, fast = cluster(8, 8), cluster(8, 8)
+    fast = replace(fast, gpus={"h100": replace(H100, network_gb_s=400)})
+    slower, faster = place(demands, slow, longest=4096), place(demands, fast, longest=4096)
+    assert slower is not None
+    assert faster is not None
+    assert faster.candidate.schedule.step_seconds <= slower.candidate.schedule.step_seconds
+
+
+def test_more_hosts_never_make_a_slower_plan() -> None:
+    demands = [demand("actor", SEVEN_B), demand("reference", SEVEN_B), demand("rollout", SEVEN_B)]
+    times = []
+    for hosts in (1, 2, 4):
+        placed = place(demands, cluster(*[8] * hosts), longest=4096, samples=2048)
+        assert placed is not None
+        times.append(placed.candidate.schedule.step_seconds)
+    assert times == sorted(times, reverse=True)

@@ -1,0 +1,234 @@
+"""Peak memory of a training step under FSDP2, measured without a GPU: the referee of the memory model.
+
+Torch's own tracker counts every tensor of rank 0 on fake tensors. Measured is the second of two iterations, when the
+optimizer has its state: forward, backward, step, gradients set to none.
+
+Sharding: ``fully_shard`` of each decoder layer and of the root, which holds embedding, last norm and head; a layer is
+resharded after its forward, the root is not; in backward the next layer is gathered ahead.
+Numbers: sharded parameters, their gradients and both moments of AdamW in float32. Gathered parameters, their gradients
+and activations in bfloat16, gradients reduced in float32 (``MixedPrecisionPolicy(bfloat16, float32)``).
+Loss: cross-entropy of all tokens on logits upcast to float32, as transformers' ForCausalLMLoss. The model's output, and
+with it the bfloat16 logits, lives until the end of backward, as in ``output = model(...); output.loss.backward()``.
+Attention: flash, one causal sequence, keys and values not repeated. The mask that transformers would build under fake
+tensors (2 bytes a layer for every pair of tokens) does not exist on a GPU and is kept out.
+Checkpointing: non-reentrant, of each decoder layer.
+
+Not counted: what the allocator rounds and fragments, NCCL's buffers, the CUDA context, workspaces of kernels.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
+
+GIB = 2**30
+PHASES = ("forward", "loss", "layers", "root", "optimizer")
+"""``loss`` is backward before the last layer, ``layers`` that of the layers with a tied embedding's gradient, ``root``
+what is left of it."""
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str
+    """Of the architecture qwen2, in conf/model."""
+    ranks: int
+    tokens: int
+    """Of the micro-batch, in one sequence."""
+    checkpointing: bool
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What lives when the most lives."""
+
+    kinds: Mapping[str, int]
+    """Bytes by the tracker's kinds, those of none left out."""
+    operator: str
+    """After which it was measured."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True)
+class Measured:
+    phases: Mapping[str, Moment]
+    """The peak of each."""
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda phase: self.phases[phase].bytes)
+
+    @property
+    def peak(self) -> Moment:
+        return self.phases[self.peak_phase]
+
+
+CONFIGS = [
+    Config(model, ranks, tokens, checkpointing)
+    for model, ranks, tokens in [
+        ("qwen2_5_7b", 8, 4096),
+        ("qwen2_5_0_5b", 1, 2048),
+        ("qwen2_5_0_5b", 8, 2048),
+        ("qwen2_5_0_5b", 8, 8192),
+        ("qwen2_5_1_5b", 4, 4096),
+        ("qwen2_5_1_5b", 8, 16384),
+        ("qwen2_5_7b", 8, 16384),
+        ("qwen2_5_7b", 16, 8192),
+        ("qwen2_5_7b", 64, 2048),
+        ("qwen2_5_32b", 16, 2048),
+        ("qwen2_5_32b", 32, 4096),
+        ("qwen2_5_32b", 64, 8192),
+        ("qwen2_5_72b", 32, 4096),
+    ]
+    for checkpointing in (True, False)
+]
+
+
+def attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Keeps query, key, value, output and a float32 number for each head and token."""
+    assert mask is None
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2), None
+
+
+# Transformers makes a mask for the names that it knows only.
+ATTENTION = "without_mask"
+AttentionInterface.register(ATTENTION, attention)
+
+
+class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
+    """Torch's tracker, which also keeps the peak of each phase."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(model, optimizer)
+        self.phases: dict[str, Moment] = {}
+        self._phase, self._operator = "", ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._operator = str(func)
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        # The tracker calls it after each operation.
+        self._phase = self._next_phase()
+        live: Mapping[Any, int] = self._curr_mem_snap.get(torch.device("cpu"), {})
+        kinds = {kind.value: size for kind, size in live.items() if kind != "Total" and size}
+        if self._phase not in self.phases or self.phases[self._phase].bytes < sum(kinds.values()):
+            self.phases[self._phase] = Moment(kinds, self._operator)
+
+    def _next_phase(self) -> str:
+        if self._in_opt:
+            return "optimizer"
+        if not self._mod_tracker.is_bw:
+            return "forward"
+        if any(".layers." in name for name in self._mod_tracker.parents):
+            return "layers"
+        return "root" if self._phase in ("layers", "root") else "loss"
+
+
+@contextmanager
+def fake_ranks(count: int) -> Iterator[DeviceMesh]:
+    """Of which this process is the first."""
+    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (count,))
+    finally:
+        dist.destroy_process_group()
+
+
+def build(config: Config) -> Any:
+    """Before sharding, in float32."""
+    file = Path(__file__).parents[1] / "conf" / "model" / f"{config.model}.yaml"
+    figures: Any = OmegaConf.to_container(OmegaConf.load(file).architecture)
+    rope = {"rope_type": "default", "rope_theta": figures.pop("rope_theta")}
+    architecture = Qwen2Config(**figures, rope_parameters=rope, use_cache=False)
+    model = Qwen2ForCausalLM._from_config(architecture, dtype=torch.float32, attn_implementation=ATTENTION)
+    if config.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def measure(config: Config) -> Measured:
+    with fake_ranks(config.ranks) as mesh, FakeTensorMode():
+        model = build(config)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in [*model.model.layers, model]:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        # The other implementations are counted many times over.
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False, fused=False)
+        ids = torch.zeros(1, config.tokens, dtype=torch.int64)
+        tracker = Tracker(model, optimizer)
+        tracker.track_inputs((ids,))
+        with tracker:
+            for _ in range(2):
+                tracker.reset_mod_stats()
+                tracker.phases.clear()
+                output = model(input_ids=ids, labels=ids)
+                output.loss.backward()
+                del output
+                optimizer.step()
+                optimizer.zero_grad()
+    return Measured(dict(tracker.phases))
+
+
+def as_json(config: Config, measured: Measured) -> str:
+    """On a line of its own."""
+    phases = {
+        phase: {"gib": round(moment.bytes / GIB, 4), "operator": moment.operator, "bytes": dict(moment.kinds)}
+        for phase, moment in measured.phases.items()
+    }
+    peak = {"peak_gib": round(measured.peak.bytes / GIB, 4), "peak_phase": measured.peak_phase}
+    return json.dumps({**asdict(config), **peak, "phases": phases})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    table = Table("model", "ranks", "tokens", "recompute", *PHASES, "peak GiB", "s")
+    lines: list[str] = []
+    for config in CONFIGS:
+        began = time.perf_counter()
+        measured = measure(config)
+        table.add_row(
+            config.model,
+            str(config.ranks),
+            str(config.tokens),
+            "yes" if config.checkpointing else "no",
+            *(f"{measured.phases[phase].bytes / GIB:.2f}" for phase in PHASES),
+            f"{measured.peak.bytes / GIB:.2f}",
+            f"{time.perf_counter() - began:.0f}",
+        )
+        lines.append(as_json(config, measured))
+        if arguments.json is not None:  # after each, since all of them take minutes
+            arguments.json.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    Console(width=120).print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""How long planning takes, from a checked recipe to its plan: ``python -m benchmarks.planning_time [--json FILE]``.
+
+Two clusters with the 32B recipe, and a thousand GPUs with ten roles: two policies with a critic, three engines and
+four scoring models. The median of five after a first, which imports the solver.
+"""
+
+import argparse
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import rlflow
+from benchmarks.reporting import Goal, finish
+from rlflow.compiler.graph import wire
+from rlflow.compiler.lower import Requirements, lower
+from rlflow.compiler.plan import compile_recipe
+from rlflow.compose import cluster_named
+from rlflow.resources.planner import Search
+from rlflow.resources.workload import WeightCopy, Workload
+
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    cluster: str
+    roles: int
+    goal_s: float
+
+
+CASES = (Case("2x8", 3, 0.3), Case("16x8", 3, 1.0), Case("128x8", 10, 3.0))
+
+
+def ten_roles() -> Requirements:
+    """The 32B recipe's roles, and more of their kinds."""
+    recipe = rlflow.load(["recipe=grpo_32b"])
+    given = lower(recipe, wire(recipe))
+    demands = {demand.role: demand for demand in given.demands}
+    tasks = {task.role: task for task in given.workload.tasks if task.role}
+    kinds = {"actor": ("actor", "actor_2", "critic"), "rollout": ("rollout", "rollout_2", "rollout_3")}
+    kinds["reference"] = ("reference", "reference_2", "judge", "judge_2")
+    written = tuple(kinds["rollout"])
+    scored = tuple(kinds["reference"])
+    after = {"rollout": (), "reference": written, "actor": (*written, *scored)}
+    return Requirements(
+        demands=tuple(replace(demands[of], role=role) for of, roles in kinds.items() for role in roles),
+        workload=Workload(
+            tasks=tuple(
+                replace(tasks[of], node=role, role=role, after=after[of], samples=tasks[of].samples * 8)
+                for of in ("rollout", "reference", "actor")
+                for role in kinds[of]
+            ),
+            copies=tuple(WeightCopy(source="actor", target=role) for role in written),
+        ),
+    )
+
+
+def seconds(case: Case) -> float:
+    cluster = cluster_named(case.cluster)
+    recipe = rlflow.load(["recipe=grpo_32b"])
+    many = ten_roles()
+    times = []
+    for _ in range(_REPEATS + 1):
+        start = time.perf_counter()
+        if case.roles == 3:
+            compile_recipe(recipe, cluster)
+        else:
+            assert Search(many.demands, many.workload, cluster, {}).best() is not None
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    figures = {f"seconds_{case.cluster}": seconds(case) for case in CASES}
+    goals = {
+        figure: Goal(f"under {case.goal_s:g}", value < case.goal_s)
+        for (figure, value), case in zip(figures.items(), CASES, strict=True)
+    }
+    return finish("planning_time", figures, goals, arguments.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

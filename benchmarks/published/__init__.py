@@ -1,0 +1,1 @@
+"""The planner held against configurations that other people ran: memory and time."""

@@ -1,0 +1,189 @@
+"""What training libraries do where a row is silent: facts of a library, never of a row."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rlflow.resources.memory import DEEPSPEED, FSDP2, MEGATRON, Training
+
+if TYPE_CHECKING:
+    from benchmarks.published.rows import Row
+
+HUGGING_FACE = Training(weights=2, gradients=2, optimizer=4, step=2, bucket_elements=25e6)
+"""Trainer under DDP with a model loaded in bf16: gradients and Adam's moments have the weights' type, and AdamW's
+``foreach`` makes a denominator for all parameters at once. DDP's buckets are a copy of the gradients."""
+HUGGING_FACE_FP32 = Training(weights=4, gradients=4, optimizer=8, step=4, bucket_elements=25e6)
+"""TRL's default, and what LLaMA-Factory casts trained parameters to: fp32, computed in bf16 by autocast."""
+FSDP_FOREACH = replace(FSDP2, step=4)
+"""AdamW as torch has it by default. NeMo-RL sets ``foreach: False``, which DTensor needs."""
+VERL_LOGITS, OPENRLHF_LOGITS, NEMO_LOGITS = 6, 10, 14
+"""verl (workers/actor/dp_actor.py): bf16 logits, and their gradients by the kernel for cross-entropy and by the
+entropy. OpenRLHF: the same kernel on fp32 logits besides those in bf16. NeMo-RL: fp32 log-softmax of each
+tensor-parallel rank's share, its exponential and gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    training: Training
+    zero_stage: int
+    offload: str
+    gradient_checkpointing: bool
+    parks_policy: bool
+    """The policy's state is on the host while an engine on the same GPUs generates."""
+    engine_sleeps: bool
+    """The engine gives back its weights and keys and values while the policy on the same GPUs trains."""
+    serves_with_share: bool
+    """The engine takes a share of the GPU, as vLLM and SGLang do."""
+    utilization: float
+    """That share, where it is not given."""
+    engine_bytes: float
+    """A weight of the engine's, in bytes."""
+    references: float
+    """Frozen copies of the model on the training GPUs besides the policy."""
+    critics: float
+    """Trained ones."""
+
+
+def of(row: "Row") -> Library:
+    system = row.system.lower()
+    training, zero, offload = _training(row)
+    if row.lora_rank:
+        training = replace(training, lora_rank=row.lora_rank)
+    if re.search(r"liger|fused_linear|fused_kernels|chunked_loss", row.text) and "not using use_liger" not in row.text:
+        training = replace(training, fused_loss=True)
+    if re.search(r"seq_cls|embedding|\brm\b", f"{row.text} {row.algorithm.lower()}"):
+        # A head with a few outputs in the place of the vocabulary.
+        training = replace(training, logits=0)
+    references, critics = _others(row)
+    colocated = row.placement.startswith("coloc")
+    return Library(
+        training=training,
+        zero_stage=zero,
+        offload=offload,
+        gradient_checkpointing=_checkpoints(row),
+        # NeMo-RL and slime offload before and after every refit; the others on request.
+        parks_policy=bool(re.search(r"nemo|slime", system)) or bool(row.param_offload or row.optim_offload),
+        # TRL's vllm_enable_sleep_mode is off by default.
+        engine_sleeps="trl" not in system,
+        serves_with_share=bool(re.search(r"vllm|sglang", row.rollout_engine.lower())),
+        utilization=0.5 if colocated else 0.9,
+        engine_bytes=1 if "fp8" in row.text else 2,
+        references=references,
+        critics=critics,
+    )
+
+
+def _training(row: "Row") -> tuple[Training, int, str]:
+    """How the state is kept, the ZeRO stage that is like it, and what is on the host throughout."""
+    backend, sharding, system = row.train_backend.lower(), row.sharding.lower(), row.system.lower()
+    stage = re.search(r"(?:zero|stage)[-_ ]?([0-3])", f"{sharding} {backend}")
+    nemo, verl = "nemo" in system, "verl" in system
+    # ms-swift and verl name so what they move away while generating; DeepSpeed's own offloading is in the sharding.
+    parks = "swift" in system or verl or "slime" in system
+    if re.search(r"fsdp|dtensor", f"{backend} {sharding}"):
+        training = replace(FSDP2, logits=NEMO_LOGITS) if nemo else FSDP_FOREACH
+        training = replace(training, logits=VERL_LOGITS) if verl else training
+        return training, 3, "weights" if row.param_offload and not parks else "none"
+    if "deepspeed" in backend or (stage and "megatron" not in backend) or re.search(r"zero-?[23]", sharding):
+        training = replace(DEEPSPEED, logits=OPENRLHF_LOGITS) if "openrlhf" in system else DEEPSPEED
+        kind = "weights" if "offload" in sharding or (row.param_offload and not parks) else "none"
+        kind = "optimizer" if kind == "none" and row.optim_offload and not parks else kind
+        return training, int(stage[1]) if stage else 3, kind
+    if re.search(r"megatron|mcore", backend):
+        # NeMo-RL reduces bf16 gradients (grad_reduce_in_fp32: false); the others keep Megatron's fp32 main gradients.
+        training = replace(MEGATRON, gradients=2, logits=NEMO_LOGITS) if nemo else MEGATRON
+        # optimizer_cpu_offload holds during the step too.
+        return training, 1, "optimizer" if row.optim_offload and not (verl or "slime" in system) else "none"
+    fp32 = bool(re.search(r"trl|llama-?factory", system)) and not (row.lora_rank and "factory" in system)
+    return (HUGGING_FACE_FP32 if fp32 else HUGGING_FACE), 0, "none"
+
+
+def _checkpoints(row: "Row") -> bool:
+    value = row.grad_ckpt.lower()
+    if value:
+        return value in ("true", "full", "1", "unsloth")
+    if "nemo-rl" in row.system and row.algorithm == "sft":
+        return False
+    # Megatron's own default recomputes nothing but the attention's core, which flash attention never saves.
+    return not ("megatron" in row.train_backend.lower() and "nemo" not in row.system)
+
+
+def _others(row: "Row") -> tuple[float, float]:
+    """Preference losses, and sampling with a penalty for leaving the reference, hold it beside the policy: not with
+    adapters, which are switched off for it. PPO has a critic. NeMo-RL, and who parks, keep them on the host."""
+    algorithm = row.algorithm.lower()
+    sampled = bool(row.rollout_engine)
+    parked = sampled and bool(row.param_offload)
+    if "nemo" in row.system or row.placement.startswith("disagg") or parked:
+        return 0, 0
+    compares = algorithm in ("dpo", "kto", "ppo", "gae") or (algorithm == "grpo" and not re.search(r"trl", row.system))
+    return float(compares and not row.lora_rank), float(algorithm in ("ppo", "gae") and sampled)
+
+
+def unfit(row: "Row") -> str | None:
+    """Why the library's work cannot be told from the row."""
+    text = row.text
+    tuner = re.search(r"tuner=(\w+)", text)
+    if tuner and tuner[1] not in ("lora", "full"):
+        return "a tuner that is neither full nor LoRA"
+    if re.search(r"galore|\blisa\b|muon|adafactor|adam_?w?_?8bit|paged_adam|\bsgd\b", text) and "adam(w)" not in text:
+        return "an optimizer other than Adam"
+    if row.algorithm.lower() == "gkd" or (row.algorithm.lower() == "ppo" and not row.rollout_engine):
+        return "further models that are not named"
+    if "device_map" in text:
+        return "layers spread over GPUs by device_map"
+    return None
+
+
+def assumed(row: "Row") -> list[str]:
+    """Columns that are blank although the library's default does not settle them."""
+    backend = row.train_backend.lower()
+    found = []
+    if "deepspeed" in backend and not re.search(r"[0-3]", row.sharding + backend):
+        found.append("sharding")
+    if not row.train_backend:
+        found.append("train_backend")
+    if not row.grad_ckpt and "swift" not in row.system:
+        found.append("grad_ckpt")
+    if not row.micro_batch_per_gpu and not row.max_tokens_per_gpu:
+        found.append("micro_batch_per_gpu")
+    if not row.max_total_len and not row.max_response_len:
+        found.append("max_total_len")
+    if "megatron" in backend and row.train_tp is None and row.train_pp is None and row.train_ep is None:
+        found.append("train_tp")
+    return found
+
+
+def tensor_parallel_size(row: "Row") -> int:
+    """NeMo-RL's example of supervised training with 8B has 4 (examples/configs/sft_openmathinstruct2.yaml)."""
+    if row.train_tp is None and "nemo-rl" in row.system and row.algorithm == "sft":
+        return 4
+    return row.train_tp or 1
+
+
+def is_packed(row: "Row") -> bool:
+    """Without padding: by name, because the micro-batch is given in tokens, or by verl's use_remove_padding."""
+    text = row.text
+    if re.search(r"(without|not using)[^:;]*(padding_free|packing)|remove_padding (off|=? ?false)", text):
+        return False
+    named = re.search(r"packing|padding_free|packed|remove_padding|seqpack", text)
+    return bool(row.max_tokens_per_gpu or named) or "verl" in row.system
+
+
+def tokens_per_group(row: "Row") -> int:
+    """Of a micro-batch given in tokens, as verl, slime and AReaL do for one GPU, NeMo-RL for all that share a sequence."""
+    each = 1 if "nemo" in row.system else (row.train_cp or 1) * (row.train_sp or 1)
+    return (row.max_tokens_per_gpu or 0) * each
+
+
+def sequences_per_sample(row: "Row") -> int:
+    """Pairs of preference data are two sequences."""
+    return 2 if re.search(r"dpo|\brm\b|simpo|orpo|cpo|kto", row.algorithm.lower()) else 1
+
+
+_DATA = {"gsm8k": (105.0, 230.0), "openmathinstruct": (100.0, 350.0)}
+"""Mean tokens of prompts with the chat template, and of their answers: what models of 7B write, or the data's own."""
+
+
+def data_lengths(row: "Row") -> tuple[float, float] | None:
+    return next((lengths for name, lengths in _DATA.items() if name in row.text), None)

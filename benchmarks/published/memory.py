@@ -1,0 +1,238 @@
+"""Does the memory model call runs that worked fitting and runs that died too large, and does it meet what was measured?"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from statistics import median
+
+from benchmarks.published.rows import Case, Row, case_of
+from rlflow.resources.memory import Terms, Training, asleep_terms, generate_memory, state_terms, update_terms, usable_gib
+
+_MAX_BATCHED_TOKENS = 8192
+_GB = 1e9 / 2**30
+# Columns in which the rows of a bisection differ, the first that does being the one that was searched.
+_SEARCHED = ("micro_batch_per_gpu", "max_tokens_per_gpu", "max_response_len", "max_total_len")
+_OUTCOMES = {"id", "outcome", "notes", "prompts_per_step", "train_batch", "mini_batch", *_SEARCHED}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    update: Terms
+    """Of a training GPU at its fullest, with what stays on it of others."""
+    generate: Terms | None
+    """Of a generating GPU likewise."""
+    has_room: bool
+    """The engine's weights fit into its share."""
+    limit: float | None
+    """GiB of the GPU that can be allocated."""
+
+    @property
+    def update_gib(self) -> float:
+        return sum(self.update.values())
+
+    @property
+    def fits(self) -> bool:
+        """Only of a case whose GPU is known."""
+        assert self.limit is not None
+        generating = sum(self.generate.values()) if self.generate is not None else 0.0
+        return max(self.update_gib, generating) <= self.limit and self.has_room
+
+
+def predict(case: Case) -> Prediction:
+    model, library = case.model, case.library
+    tokens = float(case.train.micro_batch_tokens)
+    update = dict(update_terms(model, case.train, case.training, tokens))
+    others = _others(case)
+    update |= others
+    generate, has_room = None, True
+    if case.rollout is not None and case.memory_gib and library.serves_with_share:
+        share = case.rollout.gpu_memory_utilization or library.utilization
+        engine = generate_memory(
+            model,
+            replace(case.rollout, gpu_memory_utilization=share),
+            case.memory_gib,
+            max_batched_tokens=_MAX_BATCHED_TOKENS,
+            weight_bytes=library.engine_bytes,
+        )
+        generate = dict(engine.terms)
+        # Most of the published versions of engines made CUDA graphs besides their share, and let it be less than they
+        # need at first sight when fewer tokens go through at once.
+        has_room = generate["weights"] + generate["context"] < share * case.memory_gib
+        if case.colocated:
+            policy = asleep_terms(False) if library.parks_policy else asleep_terms(False) | others
+            if not library.parks_policy:
+                policy |= state_terms(model, case.train, case.training)
+            generate |= {f"resting {name}": gib for name, gib in policy.items()}
+            left = asleep_terms(True, model) if library.engine_sleeps else engine.terms
+            update |= {f"engine {name}": gib for name, gib in left.items()}
+    limit = usable_gib(case.memory_gib) if case.memory_gib else None
+    return Prediction(update, generate, has_room, limit)
+
+
+def _others(case: Case) -> Terms:
+    """Models beside the policy on its GPUs, as large as it: frozen in bf16, or trained and at rest."""
+    frozen = Training(gradients=0, optimizer=0)
+    layout = replace(case.train, offload="none")
+    reference = case.library.references * state_terms(case.model, layout, frozen)["weights"]
+    critic = case.library.critics * sum(state_terms(case.model, case.train, case.training).values())
+    return {"reference": reference, "critic": critic}
+
+
+# --- what a row is evidence of
+
+
+def unfit(case: Case) -> str | None:
+    """Why a case says nothing of memory although it is one."""
+    row = case.row
+    if "sharding" in case.assumed:
+        return "how the state is sharded is not given"
+    if "train_tp" in case.assumed:
+        return "degrees of parallelism not given"
+    if not _decides(case) and _measured(row) is None and _bound(row) is None:
+        return "no GPU named" if case.gpu is None else "neither outcome nor memory"
+    return None
+
+
+def _decides(case: Case) -> bool:
+    """Whether the row tells that it fits its GPU, or that it does not, and nobody says otherwise."""
+    return case.memory_gib is not None and case.row.outcome in ("ok", "ok_ci", "oom") and not is_contested(case.row)
+
+
+def is_contested(row: Row) -> bool:
+    return bool(re.search(r"not stated|not in the excerpt|intermittent|later main|contradict|with and without", row.text))
+
+
+def _measured(row: Row) -> float | None:
+    """GiB of a training GPU, where it was measured in a run that worked."""
+    kind = row.peak_mem_kind.lower()
+    if row.peak_mem_gb is None or row.outcome == "oom" or re.search(r"equals card|bound|at oom", kind):
+        return None
+    if row.gpu_mem_gb and row.peak_mem_gb > 0.97 * row.gpu_mem_gb:
+        return None
+    if row.placement.startswith("coloc") and row.rollout_engine:
+        return None
+    return row.peak_mem_gb * (1 if "gib" in kind or "header" in kind else _GB)
+
+
+def _bound(row: Row) -> float | None:
+    kind = row.peak_mem_kind.lower()
+    holds_engine = row.placement.startswith("coloc") and bool(row.rollout_engine) and "oom" not in kind
+    if row.peak_mem_gb is None or not ("bound" in kind or (holds_engine and "equals" not in kind)):
+        return None
+    return row.peak_mem_gb
+
+
+def comparable(case: Case, prediction: Prediction) -> float:
+    """What the row's kind of measurement sees of the prediction."""
+    kind = case.row.peak_mem_kind.lower()
+    unseen: set[str] = set()
+    if "alloc" in kind:
+        unseen = {"context", "nccl", "fragmentation"}
+    elif "reserved" in kind:
+        unseen = {"context", "nccl"}
+    return sum(gib for term, gib in prediction.update.items() if term not in unseen and not term.startswith("engine"))
+
+
+@dataclass(frozen=True)
+class Boundary:
+    system: str
+    ids: tuple[str, ...]
+    searched: str
+    true: int
+    smallest_that_died: int
+    predicted: int
+
+    @property
+    def error(self) -> float:
+        return abs(self.predicted / self.true - 1)
+
+
+def boundaries(rows: Iterable[Row]) -> Iterator[Boundary]:
+    """Of each series of runs that differ in one size: the largest that ran, and the largest predicted to fit."""
+    bisected = [row for row in rows if row.evidence == "author_oom_bisect"]
+    for _, found in groupby(sorted(bisected, key=_but_size), key=_but_size):
+        series = list(found)
+        name = next((n for n in _SEARCHED if len({getattr(row, n) for row in series}) > 1), None)
+        ran = [row for row in series if row.outcome != "oom"]
+        if name is None or not ran or isinstance(case_of(ran[0]), Case) is False:
+            continue
+        true = max(getattr(row, name) for row in ran)
+        died = min((getattr(row, name) for row in series if row.outcome == "oom"), default=0)
+        largest = _largest_that_fits(ran[0], name, 16 * true)
+        yield Boundary(ran[0].system, tuple(row.id for row in series), name, true, died, largest)
+
+
+def _but_size(row: Row) -> tuple[str, ...]:
+    return tuple(str(getattr(row, field.name)) for field in fields(row) if field.name not in _OUTCOMES)
+
+
+def _largest_that_fits(row: Row, name: str, most: int) -> int:
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        case = case_of(replace(row, **{name: middle}))
+        fits = isinstance(case, Case) and predict(case).fits
+        low, high = (middle, high) if fits else (low, middle)
+    return low
+
+
+# --- figures
+
+
+@dataclass(frozen=True)
+class Judged:
+    case: Case
+    prediction: Prediction
+    outcome: bool | None
+    """Whether it ran; None: not to be judged."""
+    measured: float | None
+    bound: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Signed, relative."""
+        return None if self.measured is None else comparable(self.case, self.prediction) / self.measured - 1
+
+
+def judge(cases: Sequence[Case]) -> tuple[list[Judged], dict[str, str]]:
+    """Those that say something of memory, and the reasons of the others by id."""
+    judged, skipped = [], {}
+    for case in cases:
+        reason = unfit(case)
+        if reason:
+            skipped[case.row.id] = reason
+            continue
+        outcome = case.row.outcome != "oom" if _decides(case) else None
+        judged.append(Judged(case, predict(case), outcome, _measured(case.row), _bound(case.row)))
+    return judged, skipped
+
+
+def figures(judged: Sequence[Judged], found: Sequence[Boundary]) -> dict[str, float | int | None]:
+    died = [one.prediction.fits for one in judged if one.outcome is False]
+    ran = [one.prediction.fits for one in judged if one.outcome is True]
+    errors = [abs(one.error) for one in judged if one.error is not None]
+    bounds = [one for one in judged if one.bound is not None]
+    over = [one for one in bounds if one.bound and comparable(one.case, one.prediction) > one.bound]
+    return {
+        "oom_recall": died.count(False) / len(died) if died else None,
+        "oom_rows": len(died),
+        "false_oom_rate": ran.count(False) / len(ran) if ran else None,
+        "working_rows": len(ran),
+        "boundary_error_max": max((one.error for one in found), default=None),
+        "boundaries": len(found),
+        "memory_error_median": median(errors) if errors else None,
+        "memory_rows": len(errors),
+        "bounds_violated": len(over) if bounds else None,
+        "bounds": len(bounds),
+    }
+
+
+def worst(judged: Sequence[Judged], count: int = 12) -> Mapping[str, list[Judged]]:
+    """What a person would look at first."""
+    errors = sorted((one for one in judged if one.error is not None), key=lambda one: -abs(one.error or 0))
+    return {
+        "false out-of-memory": [one for one in judged if one.outcome is True and not one.prediction.fits],
+        "missed out-of-memory": [one for one in judged if one.outcome is False and one.prediction.fits],
+        "memory errors": errors[:count],
+    }

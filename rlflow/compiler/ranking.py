@@ -1,0 +1,43 @@
+"""The plans of a sweep side by side, the best first."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table
+
+from rlflow.compiler.render import seconds
+from rlflow.resources.prediction import Prediction
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one job of a sweep."""
+
+    what: str
+    prediction: Prediction | None
+    """None: nothing fits."""
+    why_not: str
+
+
+def ranking(outcomes: Sequence[Outcome]) -> Table:
+    """By step time; what does not fit stands last."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", title="sweep", title_justify="left")
+    for heading in ("", "fits", "step", "tokens/s/GPU", "GPU-hours per 1000 steps", "headroom"):
+        table.add_column(heading, overflow="fold")
+    far = float("inf")
+    for outcome in sorted(outcomes, key=lambda o: (o.prediction.step_seconds if o.prediction else far, o.what)):
+        found = outcome.prediction
+        if found is None:
+            table.add_row(outcome.what, "no", outcome.why_not)
+            continue
+        gpus = sum(pool.gpus for pool in found.pools)
+        table.add_row(
+            outcome.what,
+            "yes",
+            seconds(found.step_seconds),
+            f"{found.tokens_per_second_per_gpu:.0f}",
+            f"{gpus * found.step_seconds * 1000 / 3600:.0f}",
+            f"{found.headroom_gib:.1f} GiB" if found.headroom_gib is not None else "-",
+        )
+    return table

@@ -1,0 +1,184 @@
+"""How long an engine writes: the drain of a distribution of lengths."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, exp
+
+from rlflow.resources.layout import Layout
+from rlflow.resources.lengths import Lengths
+from rlflow.resources.model import Architecture
+from rlflow.resources.speed import Speed
+from rlflow.resources.work import work_of
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one engine does with its share of a batch."""
+
+    seconds: float
+    prefill_seconds: float
+    concurrency: float
+    """Sequences in the batch at first: all, or as many as the keys and values have room for."""
+    engine_tokens_per_second: float
+    """While the batch is full: what the engine does at its best."""
+
+
+def generation(
+    model: Architecture,
+    layout: Layout,
+    speed: Speed,
+    *,
+    sequences: float,
+    group_size: int,
+    prompts: Lengths,
+    responses: Lengths,
+    kv_tokens: float,
+    max_num_seqs: int = 1024,
+    engines: float = 1,
+    weight_bytes: float = 2,
+) -> Generation:
+    """The drain of ``sequences`` over one engine with continuous batching, until the longest of all ``engines`` ends.
+
+    While more wait than fit, places are taken up again, and the batch becomes a mixture of all ages, the sooner the
+    more lengths vary; its mean context and what is left when none waits are those of a renewal process. Every token is
+    counted once.
+    """
+    decoder = decoder_of(model, layout.tensor_parallel_size, layout.pipeline_parallel_size, speed, weight_bytes)
+    prompt, mean, residual = prompts.mean, responses.mean, responses.residual
+    room = min(float(max_num_seqs), kv_tokens / (prompt + residual))
+    full = max(1.0, min(sequences, room))
+    at_best = decoder.seconds(full, prompt + residual)
+    # Places are taken up again all at once, as with equal lengths, or, so far as it is ``mixed``, one by one.
+    batches = ceil(sequences / full - 1e-9) - 1
+    mixed = 1 - exp(-3 * responses.relative_variance * (sequences / full - 1)) if batches else 0.0
+    last = sequences - batches * full
+    seconds = 0.0
+    if batches:
+        before = (1 - mixed) * batches * full * mean + mixed * (sequences * mean - full * residual)
+        seconds = before / full * at_best
+    width = responses.longest / len(responses.alive)
+    at = width / 2
+    for fresh, later in zip(responses.alive, responses.alive_later, strict=True):
+        active = (1 - mixed) * last * fresh + mixed * full * later
+        context = prompt + min(responses.longest, at + mixed * residual)
+        if active >= 4:
+            seconds += width * decoder.seconds(active, context)
+        elif active > 1e-9:
+            # The last few: time passes while any of them is being written.
+            share = 1 - (1 - min(1.0, active / last)) ** (last * engines)
+            seconds += width * share * decoder.seconds(max(1.0, active), context)
+        at += width
+    prefill = decoder.prefill(speed, sequences / group_size * prompt, prompt)
+    return Generation(seconds + prefill, prefill, full, full / at_best)
+
+
+def padded_generation(
+    model: Architecture,
+    layout: Layout,
+    speed: Speed,
+    *,
+    sequences: float,
+    batch: float,
+    prompts: Lengths,
+    responses: Lengths,
+    layer_s: float | None = None,
+    gather_s: float = 0,
+) -> Generation:
+    """Batches one after another, each until its longest ends, by a library without an engine, as transformers.
+
+    A layer takes ``layer_s`` at least, the launch of its kernels, by default as in training. Every step copies the
+    keys and values to make room for one more: read, written, and read (transformers, DynamicCache). Weights that are
+    sharded are gathered for every step, in ``gather_s``.
+    """
+    decoder = decoder_of(model, layout.tensor_parallel_size, layout.pipeline_parallel_size, speed, 2)
+    batch = min(batch, sequences)
+    launch = model.num_hidden_layers * (speed.efficiency.train_layer_s if layer_s is None else layer_s)
+    context = prompts.mean + responses.longest_of(batch) / 2
+    moved = decoder.seconds(batch, context) + 2 * batch * decoder.key_seconds(context)
+    step = max(moved, launch + speed.efficiency.decode_step_s, gather_s)
+    prefill = decoder.prefill(speed, sequences * prompts.mean, prompts.mean)
+    seconds = ceil(sequences / batch) * responses.longest_of(batch) * step
+    return Generation(seconds + prefill, prefill, batch, batch / step)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A step that writes one token of each of some sequences: seconds for what it does once, and for each sequence."""
+
+    dense: float
+    """Reading all weights but routed experts."""
+    experts: float
+    """Reading all routed experts."""
+    chosen: float
+    """Of a layer's experts, those that a token takes."""
+    arithmetic: float
+    each: float
+    """Of a sequence, besides: its part of the all-reduces, and its host work."""
+    step: float
+    keys: float
+    """Of each token of context in layers that attend to all of it."""
+    windowed_keys: float
+    window: float
+    width: int
+    forward: tuple[Architecture, int]
+
+    def seconds(self, active: float, context: float) -> float:
+        """Weights are read while they are multiplied, keys and values in kernels of their own."""
+        weights = self.dense
+        if self.experts:
+            weights += self.experts * (1 - (1 - self.chosen) ** active)
+        computed = active * self.arithmetic
+        return max(weights, computed) + active * (self.each + self.key_seconds(context)) + self.step
+
+    def key_seconds(self, context: float) -> float:
+        """Of the keys and values of one sequence."""
+        if not self.windowed_keys:
+            return context * self.keys
+        return context * self.keys + min(context, self.window) * self.windowed_keys
+
+    def prefill(self, speed: Speed, tokens: float, length: float) -> float:
+        """Of prompts, in batches of thousands of tokens."""
+        model, gpus = self.forward
+        message = 4 * model.num_hidden_layers * 2 * model.hidden_size * (self.width - 1) / self.width
+        moved = tokens * message / speed.ring(self.width)
+        return work_of(model).seconds(speed, tokens, length, fused=True) / gpus + moved
+
+
+@lru_cache(maxsize=1024)
+def decoder_of(model: Architecture, width: int, stages: int, speed: Speed, weight_bytes: float) -> Decoder:
+    """Of a group of ``width`` tensor-parallel GPUs, in ``stages``.
+
+    The stages work on different sequences: every sequence passes all weights, and the other times are shared.
+    """
+    efficiency, work = speed.efficiency, work_of(model)
+    layers = model.num_hidden_layers
+    # Each GPU has its share of the heads; with fewer key-value heads than GPUs they are copied, as latents always are.
+    copies = 1 if model.kv_lora_rank else min(model.num_key_value_heads, width)
+    cached = 2.0 * model.kv_values_per_token / layers / copies / speed.memory
+    # With latent attention all heads work on the same few bytes (DeepSeek-V2, section 2.1.2, matrices absorbed).
+    if model.kv_lora_rank:
+        latent = model.kv_lora_rank * 2 + (model.qk_rope_head_dim or 0)
+        flops = 2 * model.num_attention_heads / width * latent
+        cached = max(cached, flops / (speed.matmul * efficiency.attention))
+    windowed = model.num_windowed_layers
+    step = layers * efficiency.decode_layer_s + efficiency.decode_step_s
+    each = efficiency.decode_sequence_s
+    if width > 1:
+        message = 2 * model.hidden_size * 2 * (width - 1) / width / speed.ring(width)
+        step += 2 * layers * speed.message_s(width)
+        each += 2 * layers * message / stages
+    head = model.vocab_size * model.hidden_size if model.head_parameters == 0 else 0
+    dense = model.num_parameters - model.num_expert_parameters - model.embedding_parameters + head
+    return Decoder(
+        dense=weight_bytes * dense / width / speed.memory,
+        experts=weight_bytes * model.num_expert_parameters / width / speed.memory,
+        chosen=(model.num_experts_per_tok or 0) / (model.num_experts or 1),
+        arithmetic=(work.dense_flops + work.expert_flops / efficiency.expert_matmul) / (width * stages * speed.matmul),
+        each=each,
+        step=step,
+        keys=(layers - windowed) * cached / stages,
+        windowed_keys=windowed * cached / stages,
+        window=float(model.sliding_window or 0),
+        width=width,
+        forward=(model, width * stages),
+    )

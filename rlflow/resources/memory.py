@@ -1,0 +1,258 @@
+"""What a GPU and its host hold in each phase of a role's work, as named terms in GiB.
+
+Every function gives the terms of the role's fullest GPU. ``tokens`` is always the number in the micro-batch, before
+sequence parallelism divides it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rlflow.resources.activations import layer_activations
+from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.model import Architecture
+from rlflow.resources.state import (
+    DEEPSPEED,
+    FSDP2,
+    MEGATRON,
+    Stage,
+    Terms,
+    Training,
+    sharded_parameters,
+    stage_state,
+    stages,
+    state_terms,
+    total,
+)
+
+__all__ = [
+    "DEEPSPEED",
+    "FSDP2",
+    "MEGATRON",
+    "EngineMemory",
+    "Terms",
+    "Training",
+    "asleep_terms",
+    "generate_memory",
+    "host_terms",
+    "score_terms",
+    "state_terms",
+    "update_terms",
+    "usable_gib",
+]
+
+# The CUDA context with the kernels of torch: 0.4 to 0.6 GiB on A100 and H100, as nvidia-smi shows for an idle process.
+CONTEXT_GIB = 0.55
+# What the driver keeps to itself: torch's reports of exhausted memory give cards of 79.6 and 80 GiB 79.1 to 79.3.
+DRIVER_GIB = 0.5
+# Of what is allocated and freed all the time, the share that the caching allocator holds beyond it. NeMo-RL measured
+# 71.2 GiB reserved for 62.5 GiB in use with packed micro-batches of varying length (its pull request 3476).
+FRAGMENTATION = 0.12
+# A communicator of NCCL: its channels' buffers, 2 x 4 MiB for each of about 24 channels.
+NCCL_COMMUNICATOR_GIB = 0.2
+
+
+def usable_gib(memory_gib: float) -> float:
+    """Of a GPU with so much memory as nvidia-smi reports."""
+    return memory_gib - DRIVER_GIB
+
+
+def update_terms(
+    model: Architecture,
+    layout: Layout,
+    training: Training,
+    tokens: float,
+    *,
+    accumulates: bool = True,
+    fragmentation: float = FRAGMENTATION,
+) -> dict[str, float]:
+    """Of a trained role at the fullest moment of its update.
+
+    ``accumulates``: gradients of earlier micro-batches are there from the start.
+    """
+    candidates = []
+    for stage in stages(model, layout):
+        state = stage_state(model, layout, training, stage)
+        for moment in _moments(model, layout, training, stage, tokens):
+            gradients = state["gradients"] * (1 if accumulates else moment.gradients)
+            moving = {name: size / GIB for name, size in moment.terms.items()}
+            moving["fragmentation"] = fragmentation * sum(moving.values())
+            candidates.append(state | {"gradients": gradients} | moving | process_terms(layout))
+    return max(candidates, key=total)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Of an update: bytes besides the state."""
+
+    gradients: float
+    """The share of the gradients that a single micro-batch has made by then."""
+    terms: dict[str, float]
+
+
+def _moments(
+    model: Architecture, layout: Layout, training: Training, stage: Stage, tokens: float
+) -> Iterator[Moment]:
+    """The loss; the backward pass of its first and of its last layer; of what is not in layers; the optimizer's step."""
+    per_rank = tokens / layout.sequence_parallel_size
+    layer, saved = _layer_bytes(model, layout, training, per_rank)
+    kept = saved * stage.num_layers * stage.in_flight
+    logits = per_rank * model.vocab_size / layout.tensor_parallel_size if stage.head else 0.0
+    loss, output = training.logits * logits, min(2.0, training.logits) * logits
+    if training.fused_loss:
+        # In chunks of as many tokens as make their logits as large as the hidden states (Liger's FLCE).
+        loss, output = training.logits * per_rank * model.hidden_size, 0.0
+    full = training.lora_rank is None
+    trained = 1.0 if full else 0.0
+    whole = stage.dense + stage.experts
+    zero = layout.zero_stage or 0
+    shared = layout.data_parallel_size * layout.sequence_parallel_size > 1
+    if zero == 3 and training.live_parameters is None:
+        ahead = 2 * stage.layer if shared else 0.0
+        at_loss = 2 * stage.ends + ahead
+        # The layer, the one gathered ahead, its gradient in bf16 and in fp32 to be reduced, and the head's gradient.
+        in_layers = 2 * stage.ends + 2 * stage.layer + ahead + trained * (6 * stage.layer + 2 * stage.head)
+        at_ends = trained * 6 * stage.ends
+    elif zero == 3:
+        largest = 2 * max(stage.head, stage.ends - stage.head, 2 * stage.layer)
+        live = 2 * min(whole, training.live_parameters or 0)
+        at_loss = in_layers = at_ends = max(largest, live)
+        in_layers += trained * training.gradients * stage.layer
+        at_ends += trained * training.gradients * max(stage.head, stage.ends - stage.head)
+    else:
+        at_loss = in_layers = at_ends = trained * 2 * min(training.bucket_elements, whole) if zero else 0.0
+        if zero == 0 and shared and training.bucket_elements:
+            # DistributedDataParallel's buckets are a copy of the gradients.
+            at_loss = in_layers = at_ends = trained * training.gradients * whole
+    made = stage.ends / whole
+    last_norm = per_rank * 8 * model.hidden_size if stage.head else 0.0
+    yield Moment(0.0, {"activations": kept + last_norm, "logits": loss, "gathered": at_loss})
+    yield Moment(0.0, {"activations": kept + layer, "logits": output, "gathered": in_layers})
+    yield Moment(1 - made, {"activations": saved + layer, "logits": output, "gathered": in_layers})
+    yield Moment(1 - made, {"activations": 0.0, "logits": output, "gathered": at_ends})
+    if full and layout.offload in (None, "none"):
+        stepping = min(sharded_parameters(layout, stage) if zero else whole, training.step_parameters)
+        yield Moment(1.0, {"activations": 0.0, "logits": 0.0, "gathered": training.step * stepping})
+
+
+def _layer_bytes(model: Architecture, layout: Layout, training: Training, tokens: float) -> tuple[float, float]:
+    """Of a layer while its gradients are computed, and of what is kept for it until then, besides."""
+    tensor = layout.tensor_parallel_size
+    bytes_ = layer_activations(model, fused=training.fused_layers)
+    around = tensor if training.shards_norms else 1
+    everything = tokens * (bytes_.whole / around + bytes_.split / tensor)
+    # The gradient that goes through the MLP's product.
+    gradient = tokens * 2 * model.mlp_width / tensor
+    if layout.gradient_checkpointing:
+        return everything + gradient, tokens * 2 * model.hidden_size / around
+    return gradient, everything
+
+
+def score_terms(
+    model: Architecture, layout: Layout, tokens: float, *, weight_bytes: float = 2, training: Training = DEEPSPEED
+) -> dict[str, float]:
+    """Of a role whose model only runs forward: weights, a layer's activations, the logits and their log-softmax."""
+    stage = max(stages(model, layout), key=lambda stage: stage.dense + stage.experts + stage.head)
+    zero, whole = layout.zero_stage or 0, stage.dense + stage.experts
+    per_rank = tokens / layout.sequence_parallel_size / layout.tensor_parallel_size
+    # No gradients of the logits.
+    logit_bytes = max(2.0, training.logits - 4)
+    width = model.hidden_size if training.fused_loss else model.vocab_size
+    gathered = 0.0
+    if zero == 3 and layout.data_parallel_size * layout.sequence_parallel_size > 1:
+        gathered = 2 * max(2 * stage.layer, stage.layer + stage.ends)
+    moving = {
+        "activations": per_rank * (8 * model.hidden_size + 6 * model.mlp_width) / GIB,
+        "logits": logit_bytes * per_rank * width / GIB,
+        "gathered": gathered / GIB,
+    }
+    moving["fragmentation"] = FRAGMENTATION * sum(moving.values())
+    weights = weight_bytes * (sharded_parameters(layout, stage) if zero == 3 else whole) / GIB
+    weights *= layout.offload != "weights"
+    return {"weights": weights} | moving | process_terms(layout)
+
+
+def process_terms(layout: Layout) -> dict[str, float]:
+    """What a process holds besides: its CUDA context, and a communicator for every way in which the role is spread."""
+    ways = sum(
+        size > 1
+        for size in (
+            layout.data_parallel_size,
+            layout.tensor_parallel_size,
+            layout.pipeline_parallel_size,
+            layout.sequence_parallel_size,
+        )
+    )
+    # All-to-all between the GPUs of experts holds buffers for every peer.
+    experts = NCCL_COMMUNICATOR_GIB * (layout.expert_parallel_size**0.5 if layout.expert_parallel_size > 1 else 0)
+    return {"nccl": NCCL_COMMUNICATOR_GIB * ways + experts, "context": CONTEXT_GIB}
+
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Of one GPU of a generating engine while it is awake."""
+
+    terms: dict[str, float]
+    kv_tokens: float
+    """That its whole tensor-parallel group holds."""
+
+
+def generate_memory(
+    model: Architecture,
+    layout: Layout,
+    memory_gib: float,
+    *,
+    max_num_seqs: int = 256,
+    max_batched_tokens: int = 8192,
+    weight_bytes: float = 2,
+) -> EngineMemory:
+    """How an engine of vLLM's kind uses ``gpu_memory_utilization`` of a GPU: what weights, the peak of a step and CUDA
+    graphs leave is for keys and values (vllm/v1/worker/gpu_worker.py, determine_available_memory).
+
+    ``kv_tokens`` is not positive when the rest does not fit.
+    """
+    budget = (layout.gpu_memory_utilization or 0.9) * memory_gib
+    width = layout.tensor_parallel_size
+    weights = max(stage.dense + stage.experts for stage in stages(model, layout))
+    peak = max_batched_tokens * (4 * model.hidden_size + (4 * model.mlp_width + 4 * model.query_width) / width)
+    peak += max_num_seqs * model.vocab_size * 10
+    terms = {"weights": weight_bytes * weights / GIB, "engine": peak / GIB, "graphs": _graphs(model)}
+    terms |= process_terms(layout)
+    left = budget - sum(terms.values())
+    # Each GPU holds its share of the heads; with fewer key-value heads than GPUs they are copied.
+    heads = min(model.num_key_value_heads, width)
+    per_token = 2 * model.kv_values_per_token / heads / layout.pipeline_parallel_size
+    terms["kv"] = max(0.0, left)
+    return EngineMemory(terms, left * GIB / per_token)
+
+
+def _graphs(model: Architecture | None) -> float:
+    """CUDA graphs for all sizes of a batch: vLLM logs 0.4 to 1.2 GiB for models of 24 to 80 layers."""
+    return 0.4 + 0.01 * (model.num_hidden_layers if model else 32)
+
+
+def asleep_terms(serves: bool, model: Architecture | None = None) -> dict[str, float]:
+    """Of a role that has put its state into the host's memory: its context, and of an engine its CUDA graphs and
+    communicator, which vLLM's sleep mode leaves where they are."""
+    if not serves:
+        return {"context": CONTEXT_GIB}
+    return {"context": CONTEXT_GIB, "nccl": NCCL_COMMUNICATOR_GIB, "graphs": _graphs(model)}
+
+
+def host_terms(
+    model: Architecture,
+    layout: Layout,
+    training: Training,
+    *,
+    parks: bool = False,
+    engine_gib: float = 0.0,
+    data_gib: float = 0.0,
+) -> dict[str, float]:
+    """Of the host's memory, for one GPU of a trained role: what is offloaded or parked there while others use the GPU,
+    the weights of a sleeping engine, and its share of the data between roles (twice: with whoever made it, and in the
+    object store)."""
+    placed = state_terms(model, layout, training)
+    whole = state_terms(model, replace(layout, offload="none"), training)
+    away = {name: whole[name] if parks else whole[name] - placed[name] for name in whole}
+    return away | {"engine": engine_gib, "data": 2 * data_gib}
+

@@ -1,0 +1,208 @@
+"""A model's figures from its ``config.json``, without the library that wrote it."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlflow.errors import RecipeError, did_you_mean, first_line
+from rlflow.resources.model import MODEL_TYPES, NEEDS, Architecture, check
+from rlflow.schema import parse
+
+# Models that also see, or go by another name: the part that writes has the layers of these.
+_ALIASES = {
+    "gemma3": "gemma3_text",
+    "kimi_k2": "deepseek_v3",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_vl_text": "qwen3",
+}
+# Our names to those in files that call them otherwise.
+_OTHER_NAMES = {
+    "intermediate_size": ("ffn_dim",),
+    "num_experts": ("num_local_experts", "n_routed_experts"),
+}
+_REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_OPTIONAL = ("num_key_value_heads", "head_dim", "moe_intermediate_size", "q_lora_rank")
+# What the classes of transformers' configurations take where the file is silent, as far as it differs from llama's.
+_GEMMA3_SIZES = {
+    **{"vocab_size": 262208, "max_position_embeddings": 131072},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096},
+    "gemma3_text": {
+        **_GEMMA3_SIZES,
+        **{"tie_word_embeddings": True, "rope_theta": 1_000_000.0},
+    },
+    "glm4": {"attention_bias": True, "head_dim": 128},
+    "gpt_oss": {"attention_bias": True, "head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0},
+    "mistral": {"sliding_window": 4096},
+    "mixtral": {"rope_theta": 1_000_000.0},
+    "opt": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 128},
+}
+# Of every so many layers the last has no window.
+_WINDOW_PATTERN = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
+_WINDOWED = {*_WINDOW_PATTERN, "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+# Ways to build a model of a known type whose parameters are not counted.
+_UNCOUNTED = {
+    "mlp_bias": False,
+    "enable_bias": True,
+    "qkv_bias": True,
+    "do_layer_norm_before": True,
+    "layer_norm_elementwise_affine": True,
+    "moe_layer_freq": 1,
+}
+
+
+def architecture_of_path(path: str, where: str) -> Architecture | None:
+    """The figures of the model at ``path``, a folder or a name on the hub; None if no ``config.json`` is here.
+
+    ``where`` is the place of the path in the recipe. Raises RecipeError for a file that does not tell them.
+    """
+    file = find_config(path)
+    if file is None:
+        return None
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise RecipeError(where, f"'{file}' cannot be read ({first_line(error)})") from None
+    if not isinstance(content, dict):
+        raise RecipeError(where, f"'{file}' is not the configuration of a model")
+    return architecture_from_config(content, where)
+
+
+def find_config(path: str) -> Path | None:
+    """The ``config.json`` in a folder, or the newest of a name on the hub in Hugging Face's cache on this machine."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return file if (file := folder / "config.json").is_file() else None
+    snapshots = _hub_cache() / f"models--{path.replace('/', '--')}" / "snapshots"
+    return max(snapshots.glob("*/config.json"), key=lambda file: file.stat().st_mtime, default=None)
+
+
+def _hub_cache() -> Path:
+    """Source: the environment variables of huggingface_hub."""
+    if folder := os.environ.get("HF_HUB_CACHE"):
+        return Path(folder).expanduser()
+    return Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
+
+
+def architecture_from_config(config: Mapping[str, Any], path: str) -> Architecture:
+    """The figures in the content of a ``config.json``, of its ``text_config`` if there is one.
+
+    Raises RecipeError, at ``path``, for a model type that is not known and for figures that are missing or wrong.
+    """
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        # What both may say stands outside when the part was written as what differs from its class.
+        shared = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+        kind = {"model_type": config.get("model_type"), **shared}
+        return architecture_from_config({**kind, **text}, path)
+    model_type = _ALIASES.get(str(config.get("model_type")), str(config.get("model_type")))
+    if model_type not in MODEL_TYPES:
+        raise RecipeError(
+            path,
+            f"a model of the type '{model_type}' is not known to the planner",
+            known=MODEL_TYPES,
+            fix=did_you_mean(model_type, MODEL_TYPES),
+        )
+    given = {**_DEFAULTS.get(model_type, {}), **{name: value for name, value in config.items() if value is not None}}
+    # Null says that there is no window; for other figures that the class has its own way.
+    if config.get("sliding_window", 0) is None:
+        given.pop("sliding_window", None)
+    return _architecture(given, model_type, path)
+
+
+def _architecture(given: Mapping[str, Any], model_type: str, path: str) -> Architecture:
+    counts = {name: _count(given, name, path) for name in (*_REQUIRED, *NEEDS.get(model_type, ()))}
+    counts |= {name: _count(given, name, path) for name in _OPTIONAL if name in given}
+    heads, layers = counts["num_attention_heads"], counts["num_hidden_layers"]
+    for name, counted in {**_UNCOUNTED, "word_embed_proj_dim": counts["hidden_size"]}.items():
+        if given.get(name, counted) != counted:
+            raise RecipeError(path, f"a model with {name} {given[name]} is not known to the planner")
+    counts.setdefault("num_key_value_heads", heads)
+    if "kv_lora_rank" in counts:
+        counts["head_dim"] = counts["qk_nope_head_dim"] + counts["qk_rope_head_dim"]
+    elif "head_dim" not in counts:
+        if counts["hidden_size"] % heads:
+            raise RecipeError(path, f"hidden_size {counts['hidden_size']} is not a multiple of {heads} heads")
+        counts["head_dim"] = counts["hidden_size"] // heads
+    figures: dict[str, Any] = {"model_type": model_type, **counts, "rope_theta": _rope_theta(given)}
+    figures |= {name: given[name] for name in ("tie_word_embeddings", "attention_bias") if name in given}
+    if "num_experts" in counts:
+        figures["num_dense_layers"] = _dense_layers(given, layers, path)
+        figures["shared_expert_intermediate_size"] = _shared_width(given, counts, path)
+    figures |= _windows(given, model_type, layers, path)
+    architecture = parse(Architecture, figures, path)
+    check(architecture, path)
+    return architecture
+
+
+def _count(given: Mapping[str, Any], name: str, path: str) -> int:
+    for other in (name, *_OTHER_NAMES.get(name, ())):
+        if other in given:
+            value = given[other]
+            if type(value) is not int or value < 1:
+                raise RecipeError(path, f"the model's config.json has {other} {value!r}, not a number from 1")
+            return value
+    raise RecipeError(path, f"the model's config.json does not say {name}", fix="give the model an architecture")
+
+
+def _rope_theta(given: Mapping[str, Any]) -> Any:
+    """Its newer place is in ``rope_parameters``, by kind of layer if the kinds differ."""
+    place: Any = given.get("rope_parameters")
+    if isinstance(place, Mapping):
+        place = place.get("full_attention", place)
+    newer = place.get("rope_theta") if isinstance(place, Mapping) else None
+    return newer or given.get("rope_theta", 10_000.0)
+
+
+def _dense_layers(given: Mapping[str, Any], layers: int, path: str) -> Any:
+    if "first_k_dense_replace" in given:
+        return given["first_k_dense_replace"]
+    step = _count({"decoder_sparse_step": 1, **given}, "decoder_sparse_step", path)
+    dense = set(given.get("mlp_only_layers", ()))
+    return sum(layer in dense or (layer + 1) % step != 0 for layer in range(layers))
+
+
+def _shared_width(given: Mapping[str, Any], counts: Mapping[str, int], path: str) -> Any:
+    if "n_shared_experts" in given:
+        width = counts.get("moe_intermediate_size", counts["intermediate_size"])
+        return _count(given, "n_shared_experts", path) * width
+    return given.get("shared_expert_intermediate_size", 0)
+
+
+def _windows(given: Mapping[str, Any], model_type: str, layers: int, path: str) -> dict[str, int]:
+    """The sliding window and the number of layers without, or nothing."""
+    if not given.get("sliding_window") or model_type not in _WINDOWED:
+        return {}
+    # Qwen's files name a window that is not used.
+    if model_type.startswith("qwen") and not given.get("use_sliding_window", False):
+        return {}
+    window = _count(given, "sliding_window", path)
+    if kinds := given.get("layer_types"):
+        if others := set(kinds) - {"full_attention", "sliding_attention"}:
+            raise RecipeError(path, f"layers of {', '.join(sorted(others))} are not known to the planner")
+        full = kinds.count("full_attention")
+    elif model_type in _WINDOW_PATTERN:
+        every = {"sliding_window_pattern": _WINDOW_PATTERN[model_type], **given}
+        full = layers // _count(every, "sliding_window_pattern", path)
+    elif model_type.startswith("qwen") and "max_window_layers" in given:
+        # The first layers.
+        full = min(layers, _count(given, "max_window_layers", path))
+    else:
+        full = 0
+    return {"sliding_window": window, "num_full_attention_layers": full} if full < layers else {}

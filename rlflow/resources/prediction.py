@@ -1,0 +1,259 @@
+"""What a plan is expected to need, and why it was chosen: plain figures for plan.json and for the picture."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, floor
+
+from rlflow.resources.choices import Choice, host_gib, most_tokens
+from rlflow.resources.memory import Terms, score_terms, update_terms
+from rlflow.resources.planner import Candidate, Placed, Rejected, Search
+from rlflow.resources.workload import Task
+
+# A pool that is idle for a larger part of the step is worth a warning.
+_MUCH_IDLE = 0.7
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleMemory:
+    phase: str
+    """In which the role needs most: generate, score or update."""
+    phases: Mapping[str, Terms]
+    """GiB of each of its GPUs by what they are for: in that phase, in ``sync`` while weights are handed over, and
+    ``resting`` while other roles on its GPUs work."""
+    peak_gib: Mapping[str, Mapping[int, float]]
+    """Of each GPU of each host in that phase, with what the others keep there."""
+    host_gib: float
+    """Of host memory for each of its GPUs."""
+    sequences: int | None = None
+    """That one engine writes at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeTime:
+    start: float
+    seconds: float
+    critical: bool
+    """On the chain of nodes that the step's length follows from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolTime:
+    roles: tuple[str, ...]
+    gpus: int
+    idle_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    what: str
+    step_seconds: float | None
+    """None: it does not fit."""
+    loses: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    step_seconds: float
+    tokens_per_second_per_gpu: float
+    memory: Mapping[str, RoleMemory]
+    nodes: Mapping[str, NodeTime]
+    pools: tuple[PoolTime, ...]
+    headroom_gib: float | None
+    """Of the fullest GPU; None where memory is not counted."""
+    fullest: str
+    """Its host, number and phase."""
+    reasons: tuple[str, ...]
+    limits: tuple[str, ...]
+    """What would first run out of memory, and at which response length."""
+    warnings: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+
+
+def predict(search: Search, placed: Placed) -> Prediction:
+    candidate = placed.candidate
+    schedule = candidate.schedule
+    path = schedule.critical_path
+    gpus = len({bundle for placement in placed.roles.values() for bundle in placement.bundles})
+    memory = {role: _memory(search, placed, role) for role in placed.roles}
+    nodes = {
+        span.node: NodeTime(start=span.start, seconds=span.seconds, critical=span.node in path)
+        for span in schedule.spans
+    }
+    headroom, fullest = _headroom(search, memory)
+    return Prediction(
+        step_seconds=schedule.step_seconds,
+        tokens_per_second_per_gpu=search.workload.generated_tokens / schedule.step_seconds / gpus
+        if schedule.step_seconds
+        else 0.0,
+        memory=memory,
+        nodes=nodes,
+        pools=tuple(
+            PoolTime(roles=roles, gpus=count, idle_share=schedule.idle_share(index))
+            for index, (roles, count) in enumerate(zip(candidate.partition, candidate.gpus, strict=True))
+        ),
+        headroom_gib=headroom,
+        fullest=fullest,
+        reasons=_reasons(candidate),
+        limits=_limits(search, candidate),
+        warnings=_warnings(search, placed),
+        alternatives=_alternatives(placed),
+    )
+
+
+def _memory(search: Search, placed: Placed, role: str) -> RoleMemory:
+    choice = placed.candidate.choices[role]
+    phases = {choice.phase: choice.awake, "resting": choice.resting}
+    if any(role in (copy.source, copy.target) for copy in search.workload.copies):
+        phases["sync"] = choice.sync
+    peaks: dict[str, dict[int, float]] = {}
+    for bundle in placed.roles[role].bundles if choice.awake else ():
+        others = (other for other in placed.roles if other != role and bundle in placed.roles[other].bundles)
+        beside = sum(sum(placed.candidate.choices[other].resting.values()) for other in others)
+        peaks.setdefault(bundle.host, {})[bundle.gpu] = sum(choice.awake.values()) + beside
+    return RoleMemory(
+        phase=choice.phase,
+        phases={phase: {term: gib for term, gib in terms.items() if gib} for phase, terms in phases.items() if terms},
+        peak_gib=peaks,
+        host_gib=host_gib(search.demands[role], choice),
+        sequences=None if choice.concurrency is None else floor(choice.concurrency),
+    )
+
+
+def _headroom(search: Search, memory: Mapping[str, RoleMemory]) -> tuple[float | None, str]:
+    sizes = {host.name: search.cluster.memory_gib(host) for host in search.cluster.hosts}
+    left = [
+        (size - gib, f"{host} gpu {gpu}, {of.phase}")
+        for of in memory.values()
+        for host, gpus in of.peak_gib.items()
+        for gpu, gib in gpus.items()
+        if (size := sizes[host]) is not None
+    ]
+    return min(left, key=lambda each: each[0], default=(None, ""))
+
+
+def _reasons(candidate: Candidate) -> tuple[str, ...]:
+    """The longest tasks of the critical path, and how busy each pool is."""
+    schedule = candidate.schedule
+    step = schedule.step_seconds
+    if not step:
+        return ()
+    spans = {span.node: span for span in schedule.spans}
+    on_path = sorted(schedule.critical_path, key=lambda node: -spans[node].seconds)
+    shares = [f"{node} {spans[node].seconds / step:.0%}" for node in on_path if spans[node].seconds > 0.05 * step]
+    reasons = [f"the step is {', '.join(shares)}"]
+    if len(candidate.partition) > 1:
+        idle = [
+            f"{' + '.join(roles)} {schedule.idle_share(index):.0%}" for index, roles in enumerate(candidate.partition)
+        ]
+        reasons.append(f"idle: {', '.join(idle)}")
+    return tuple(reasons)
+
+
+def _limits(search: Search, candidate: Candidate) -> tuple[str, ...]:
+    """For every role the response length at which its layout no longer fits, the shortest first."""
+    found = []
+    for role, choice in candidate.choices.items():
+        tasks = search.workload.of(role)
+        prompt = min((int(task.prompts.longest) for task in tasks), default=0)
+        tokens = _most_tokens(search, candidate, role, choice, tasks)
+        if tokens is not None:
+            what = "no room for one sequence's keys and values" if choice.phase == "generate" else "out of memory"
+            found.append((tokens - prompt, f"{what} in {choice.phase} ({role})"))
+    return tuple(f"from {tokens} response tokens: {what}" for tokens, what in sorted(found))
+
+
+def _most_tokens(search: Search, candidate: Candidate, role: str, choice: Choice, tasks: Sequence[Task]) -> int | None:
+    demand = search.demands[role]
+    model, memory = demand.architecture, search.site([role]).memory_gib
+    if model is None or memory is None or not tasks:
+        return None
+    if choice.kv_tokens is not None:
+        return ceil(choice.kv_tokens)
+    others = candidate.uses[candidate.pool_of[role]].choices
+    beside = sum(sum(other.resting.values()) for name, other in others.items() if name != role)
+    available = search.site([role]).usable_gib - beside
+
+    def terms(tokens: float) -> Terms:
+        if demand.trains:
+            return update_terms(model, choice.layout, demand.training, tokens)
+        return score_terms(model, choice.layout, tokens, weight_bytes=demand.weight_bytes)
+
+    longest = max(task.longest for task in tasks)
+    found = most_tokens(terms, longest, 64 * longest, available)
+    return found if found < 64 * longest else None
+
+
+def _warnings(search: Search, placed: Placed) -> tuple[str, ...]:
+    """What an expert would say of the plan."""
+    candidate = placed.candidate
+    warnings = []
+    for role, choice in candidate.choices.items():
+        layout = choice.layout
+        if layout.pipeline_parallel_size > 1 and any(
+            len({bundle.host for bundle in worker.bundles}) > 1 for worker in placed.roles[role].workers
+        ):
+            warnings.append(f"{role}: the stages of one engine lie on several hosts")
+        for task in search.workload.of(role):
+            waiting = task.samples / layout.data_parallel_size - (choice.concurrency or float("inf"))
+            if task.kind == "generate" and waiting >= 1 and choice.concurrency is not None:
+                share = choice.concurrency * layout.data_parallel_size / task.samples
+                warnings.append(
+                    f"{role}: keys and values have room for {share:.0%} of the batch at once; the rest waits its turn"
+                )
+            if task.samples % layout.data_parallel_size:
+                warnings.append(
+                    f"{role}: {task.samples} samples do not divide by {layout.data_parallel_size}: uneven shares"
+                )
+                break
+    for index, roles in enumerate(candidate.partition):
+        idle = candidate.schedule.idle_share(index)
+        if idle > _MUCH_IDLE:
+            warnings.append(f"the GPUs of {', '.join(roles)} are idle for {idle:.0%} of the step")
+    used = {bundle for placement in placed.roles.values() for bundle in placement.bundles}
+    unused = sum(len(host.usable) for host in search.cluster.hosts) - len(used)
+    if unused and search.site(list(placed.roles)[:1]).memory_gib is not None:
+        warnings.append(f"{unused} usable GPUs are not used")
+    return tuple(dict.fromkeys(warnings))
+
+
+def _alternatives(placed: Placed) -> tuple[Alternative, ...]:
+    """The best of every other way to share, fastest first; then the ways that do not fit."""
+    chosen = placed.candidate
+    step = chosen.schedule.step_seconds
+    seen = set()
+    alternatives = []
+    for other in placed.alternatives:
+        if other.partition in seen:
+            continue
+        seen.add(other.partition)
+        slower = other.schedule.step_seconds / step - 1 if step else 0.0
+        idle = max(other.schedule.idle_share(index) for index in range(len(other.partition)))
+        loses = f"+{slower:.0%}" if slower >= 0.005 else f"{other.used_gpus} GPUs for {chosen.used_gpus}"
+        loses += f", idle {idle:.0%}" if len(other.partition) > 1 else ""
+        alternatives.append(
+            Alternative(
+                what=describe(other.partition, other.gpus), step_seconds=other.schedule.step_seconds, loses=loses
+            )
+        )
+    fitting = seen | {chosen.partition}
+    for rejected in _nearest(placed.rejected):
+        if rejected.partition not in fitting:
+            what = describe(rejected.partition, rejected.gpus)
+            alternatives.append(Alternative(what=what, step_seconds=None, loses=str(rejected.shortage)))
+    return tuple(alternatives)
+
+
+def _nearest(rejected: Sequence[Rejected]) -> list[Rejected]:
+    """Of every way to share the one that lacks least."""
+    nearest: dict[object, Rejected] = {}
+    for one in rejected:
+        if one.partition not in nearest or one.shortage.gib < nearest[one.partition].shortage.gib:
+            nearest[one.partition] = one
+    return list(nearest.values())
+
+
+def describe(partition: Sequence[Sequence[str]], gpus: Sequence[int]) -> str:
+    """Pools with their GPUs, as ``rollout on 4, actor + reference on 12``."""
+    if len(partition) == 1:
+        return f"all on {gpus[0]}" if len(partition[0]) > 1 else f"{partition[0][0]} on {gpus[0]}"
+    return ", ".join(f"{' + '.join(roles)} on {count}" for roles, count in zip(partition, gpus, strict=True))

@@ -1,0 +1,54 @@
+"""The GPUs that a pool may be made of, as far as its roles must know them."""
+
+from dataclasses import dataclass
+
+from rlflow.errors import PlacementError
+from rlflow.resources.cluster import Cluster, Host
+from rlflow.resources.speed import Calibration, Efficiency, Speed, speed_of
+
+# Of a GPU's memory; the rest is for what no term knows.
+_USABLE = 0.97
+
+
+@dataclass(frozen=True)
+class Site:
+    hosts: tuple[Host, ...]
+    memory_gib: float | None
+    """Of the smallest GPU. None: the host's own memory, which is not counted."""
+    speed: Speed
+    """Of the slowest."""
+
+    @property
+    def usable_gib(self) -> float:
+        return self.memory_gib * _USABLE if self.memory_gib is not None else float("inf")
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(len(host.usable) for host in self.hosts)
+
+    @property
+    def largest_host(self) -> int:
+        return max(len(host.usable) for host in self.hosts)
+
+    def groups(self, size: int) -> int:
+        """So many groups of ``size`` GPUs, each inside a host, there are at most."""
+        return sum(len(host.usable) // size for host in self.hosts)
+
+
+def site_of(cluster: Cluster, label: str | None, calibration: Calibration) -> Site:
+    """The hosts with a label. Raises PlacementError when there are none, or figures are missing."""
+    hosts = cluster.hosts_with(label)
+    if not hosts:
+        names = sorted({name for host in cluster.hosts for name in (*host.labels, host.gpu)})
+        raise PlacementError("label", f"no host has the label '{label}'", known=names)
+    kinds = {host.gpu for host in hosts}
+    speeds = [
+        speed_of(
+            cluster.gpus[kind],
+            max(host.gpus for host in hosts if host.gpu == kind),
+            calibration.get(kind, Efficiency()),
+        )
+        for kind in sorted(kinds)
+    ]
+    memories = [memory for kind in kinds if (memory := cluster.gpus[kind].memory_gib) is not None]
+    return Site(hosts, min(memories, default=None), min(speeds, key=lambda speed: speed.flops))

@@ -1,0 +1,133 @@
+"""What a kind of GPU does in a second: its data sheet, and how much of that is reached."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Le
+
+from rlflow.errors import PlacementError, RecipeError
+from rlflow.resources.cluster import Cluster, Gpu
+from rlflow.schema import Section, parse
+
+Share = Annotated[float, Gt(0), Le(1)]
+Seconds = Annotated[float, Ge(0)]
+
+# Operations a byte of bandwidth. The best matrix products reach 1 / (1 + peak / bandwidth / this) of the peak, since
+# tiles must be fed: 0.87 on A100, 0.80 on H100, 0.78 on B200 (S. Bekman, Machine Learning Engineering, "Maximum
+# Achievable Matmul FLOPS").
+_FEED = 1080
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency(Section):
+    """How much of a data sheet is reached. The defaults hold where a kind of GPU was not measured."""
+
+    matmul: Share = 0.8
+    """Of what the best matrix products reach, by those of a model. With norms, activations and attention, whose time is
+    counted apart, whole training steps of 7B to 70B then reach half of the peak of an A100 and two fifths of an H100's
+    (torchtitan, docs/performance.md: 0.52 to 0.58 on A100; Llama 3 Herd, table 4: 0.38 to 0.43 on H100)."""
+    expert_matmul: Share = 0.5
+    """Of what dense products reach, by the grouped products of experts, which are narrow."""
+    expert_balance: Share = 0.5
+    """Of the tokens that come to the rank of the most wanted experts, those that come to the mean rank."""
+    attention: Share = 0.6
+    """Of what dense products reach, by attention, forward and backward (Dao 2023, FlashAttention-2, figures 5 to 7)."""
+    memory: Share = 0.75
+    """Of the memory's bandwidth, by decoding and by elementwise kernels, which reach 0.6 to 0.85."""
+    link: Share = 0.7
+    """Of a link's bandwidth, by collectives over large messages (nccl-tests, bus bandwidth over data sheet)."""
+    balance: Share = 0.9
+    """Of the work of the rank that has most, the mean rank's; packed micro-batches are filled to as much."""
+    message_s: Seconds = 15e-6
+    """A collective over a small message inside a host; between hosts three times that."""
+    decode_layer_s: Seconds = 20e-6
+    """Of a layer in a decoding step with CUDA graphs, besides moving bytes."""
+    decode_step_s: Seconds = 2.5e-3
+    """Of a decoding step on the host: scheduling, input, sampling."""
+    decode_sequence_s: Seconds = 10e-6
+    """Of each sequence in a decoding step on the host: its sampling parameters, its token, its text."""
+    train_layer_s: Seconds = 0.5e-3
+    """The least time of a layer's forward pass, that is of launching its kernels; the backward pass takes twice."""
+    expert_layer_s: Seconds = 3e-3
+    """Likewise of a layer's experts: routing, permutation, and the host's waiting for their numbers of tokens.
+    Steps of Qwen3-30B-A3B on Megatron that were published take 3 to 5 ms of each layer, on H100 and GB200 alike."""
+
+
+Calibration = Mapping[str, Efficiency]
+"""By kind of GPU."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one GPU, in base units: bytes and floating-point operations a second."""
+
+    flops: float
+    bytes: float
+    link: float
+    network: float
+    """A GPU's share of its host's links to other hosts."""
+    gpus_per_host: int
+    efficiency: Efficiency
+
+    @property
+    def matmul(self) -> float:
+        """Operations a second of a model's dense matrix products."""
+        return self.efficiency.matmul / (1 / self.flops + 1 / (_FEED * self.bytes))
+
+    @property
+    def memory(self) -> float:
+        """Bytes a second from and to its memory, as kernels reach it."""
+        return self.bytes * self.efficiency.memory
+
+    def ring(self, gpus: int) -> float:
+        """Bytes a second through each GPU of a group that fills hosts one after another, in a ring or tree: every
+        GPU of a host passes its own part on to the next host.
+        """
+        between = min(self.link, self.network * self.gpus_per_host)
+        return (self.link if gpus <= self.gpus_per_host else between) * self.efficiency.link
+
+    def exchange(self, gpus: int) -> float:
+        """Likewise when each sends something else to every other: what leaves the host goes through its own share."""
+        if gpus <= self.gpus_per_host:
+            return self.link * self.efficiency.link
+        inside = self.gpus_per_host / gpus
+        return self.efficiency.link / max(inside / self.link, (1 - inside) / self.network)
+
+    def message_s(self, gpus: int) -> float:
+        slower = gpus > self.gpus_per_host and self.network < self.link
+        return self.efficiency.message_s * (3 if slower else 1)
+
+
+def speed_of(gpu: Gpu, gpus_per_host: int, efficiency: Efficiency, dtype: str = "bfloat16") -> Speed:
+    """Raises PlacementError for a kind without the figures that times are predicted from."""
+    peaks = gpu.peak_tflops or {}
+    peak = peaks.get(dtype) or peaks.get("float16") or peaks.get("float32")
+    if peak is None or gpu.memory_gb_s is None:
+        raise PlacementError(
+            "cluster.gpus",
+            f"a kind of GPU has no {'peak_tflops' if peak is None else 'memory_gb_s'}",
+            fix="add its figures, as the files of conf/gpu have them",
+        )
+    link = (gpu.link_gb_s or 25.0) * 1e9
+    return Speed(
+        flops=peak * 1e12,
+        bytes=gpu.memory_gb_s * 1e9,
+        link=link,
+        network=(gpu.network_gb_s or 1.25) * 1e9,
+        gpus_per_host=gpus_per_host,
+        efficiency=efficiency,
+    )
+
+
+def calibration_from(mapping: Mapping[str, Any], cluster: Cluster) -> Calibration:
+    """Measured efficiencies by kind of GPU; a kind that ``mapping`` lacks keeps the defaults. Raises RecipeError."""
+    unknown = [kind for kind in mapping if kind not in cluster.gpus]
+    if unknown and len(unknown) == len(mapping):
+        raise RecipeError(
+            "calibration", f"has no figures for this cluster, only for {unknown}", known=list(cluster.gpus)
+        )
+    return {
+        kind: parse(Efficiency, mapping[kind], f"calibration.{kind}") if kind in mapping else Efficiency()
+        for kind in cluster.gpus
+    }

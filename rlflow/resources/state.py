@@ -1,0 +1,154 @@
+"""How a training library keeps weights, gradients and optimizer, and what of them a GPU holds."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.model import Architecture
+
+Terms = Mapping[str, float]
+"""GiB by name."""
+
+# Adapters in fp32, with gradients and both moments of Adam.
+_ADAPTER_BYTES = {"weights": 4.0, "gradients": 4.0, "optimizer": 8.0}
+_ADAM_SUB_GROUP = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a training library keeps what it updates, in bytes a parameter, and what it needs to do so."""
+
+    weights: float = 2
+    gradients: float = 2
+    optimizer: float = 12
+    """An fp32 master copy and Adam's two moments (Rajbhandari et al. 2020, ZeRO, section 3.1)."""
+    lora_rank: int | None = None
+    """Low-rank adapters on all linear layers; the weights stand still, without gradients."""
+    fused_layers: bool = False
+    """Fused norms and activations (Transformer Engine), which save less for the backward pass."""
+    shards_norms: bool = False
+    """Tensor-parallel ranks share out what is between their products too: Megatron's sequence parallelism."""
+    fused_loss: bool = False
+    """Logits are made and used in chunks."""
+    logits: float = 14
+    """Bytes a logit at the peak of the loss. Transformers: in bf16, their log-softmax in fp32, and two gradients."""
+    step: float = 0
+    """Bytes a parameter that the optimizer's step needs for a while: of at most ``step_parameters`` at once."""
+    step_parameters: float = float("inf")
+    live_parameters: float | None = None
+    """That stage 3 holds whole at a time. None: FSDP's way, a layer and the next, embedding and head throughout."""
+    bucket_elements: float = 0
+    """Of gradients on their way, in stages 1 and 2."""
+    offloads_gradients: bool = True
+    """They go to the host with the optimizer."""
+
+
+DEEPSPEED = Training(step=4, step_parameters=_ADAM_SUB_GROUP, live_parameters=1e9, bucket_elements=5e8)
+"""ds_config defaults: sub_group_size, stage3_max_live_parameters, reduce_bucket_size. A step widens its gradients."""
+FSDP2 = Training(weights=4, gradients=4, optimizer=8)
+"""Sharded fp32 parameters, gathered as bf16; AdamW parameter by parameter (``foreach=False``)."""
+MEGATRON = Training(gradients=4, fused_layers=True, shards_norms=True, logits=8, offloads_gradients=False)
+"""Megatron's distributed optimizer, a ``zero_stage`` of 1 with fp32 main gradients: 6 + 12 / ranks bytes."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One GPU's part of a pipeline stage, before ZeRO shards its state: numbers of parameters."""
+
+    num_layers: int
+    in_flight: int
+    """Micro-batches whose activations it holds (Korthikanti et al. 2022, section 4.2.3)."""
+    dense: float
+    experts: float
+    ends: float
+    """Embedding and output head, as far as it has them: a part of ``dense``."""
+    head: float
+    """0: it does not make logits."""
+    layer: float
+    """The largest layer's."""
+
+
+def stages(model: Architecture, layout: Layout) -> Iterator[Stage]:
+    """The first and the last, one of which is the fullest."""
+    tensor, experts = layout.tensor_parallel_size, layout.expert_parallel_size
+    count = layout.pipeline_parallel_size
+    embedding, head = model.embedding_parameters / tensor, model.head_parameters / tensor
+    sparse = model.num_sparse_layers
+    # Tensor parallelism cuts experts only where they are not spread over GPUs of their own.
+    expert_layer = model.num_expert_parameters / max(1, sparse) / (experts if experts > 1 else tensor)
+    between = model.num_parameters - model.embedding_parameters - model.head_parameters - model.num_expert_parameters
+    dense_layer = between / model.num_hidden_layers / tensor
+    most = ceil(model.num_hidden_layers / count)
+    for last in (False, True):
+        layers = most if not last else max(1, model.num_hidden_layers - most * (count - 1))
+        ends = embedding + head if count == 1 else (head or embedding) if last else embedding
+        yield Stage(
+            num_layers=layers,
+            in_flight=1 if last else count,
+            dense=dense_layer * layers + ends,
+            experts=expert_layer * min(layers, sparse),
+            ends=ends,
+            head=(head or embedding) if last else 0,
+            layer=max(dense_layer + (expert_layer if sparse else 0), 0),
+        )
+
+
+def state_terms(model: Architecture, layout: Layout, training: Training) -> dict[str, float]:
+    """Weights, gradients and optimizer of a trained role (Rajbhandari et al. 2020, figure 1).
+
+    The states are sharded over data- and sequence-parallel ranks: gradients from stage 2 on, weights in stage 3.
+    """
+    return max((stage_state(model, layout, training, stage) for stage in stages(model, layout)), key=total)
+
+
+def stage_state(model: Architecture, layout: Layout, training: Training, stage: Stage) -> dict[str, float]:
+    zero = layout.zero_stage or 0
+    whole = stage.dense + stage.experts
+    sharded = sharded_parameters(layout, stage)
+    each = {"weights": training.weights, "gradients": training.gradients, "optimizer": training.optimizer}
+    frozen = 0.0
+    trained, trained_sharded = whole, sharded
+    if training.lora_rank is not None:
+        frozen = training.weights * (sharded if zero == 3 else whole)
+        trained = lora_parameters(model, training.lora_rank) * stage.num_layers / model.num_hidden_layers
+        trained /= layout.tensor_parallel_size
+        trained_sharded = trained * sharded / whole
+        each = _ADAPTER_BYTES
+    terms = {
+        "weights": frozen + each["weights"] * (trained_sharded if zero == 3 else trained),
+        "gradients": each["gradients"] * (trained_sharded if zero >= 2 else trained),
+        "optimizer": each["optimizer"] * (trained_sharded if zero >= 1 else trained),
+    }
+    if layout.offload in ("optimizer", "weights"):
+        terms["optimizer"] = 0.0
+        terms["gradients"] *= 0 if training.offloads_gradients else 1
+    if layout.offload == "weights":
+        terms["weights"] = 0.0
+    return {name: size / GIB for name, size in terms.items()}
+
+
+def sharded_parameters(layout: Layout, stage: Stage) -> float:
+    """Parameters of which one GPU keeps the state when it is sharded."""
+    shards = layout.data_parallel_size * layout.sequence_parallel_size
+    if layout.expert_parallel_size == 1:
+        return (stage.dense + stage.experts) / shards
+    return stage.dense / shards + stage.experts / max(
+        1.0, shards * layout.tensor_parallel_size / layout.expert_parallel_size
+    )
+
+
+def lora_parameters(model: Architecture, rank: int) -> float:
+    """Adapters on query, key, value, output and MLP projections: rank x (inputs + outputs) of each (Hu et al. 2021)."""
+    hidden = model.hidden_size
+    attention = (hidden + model.query_width) + (hidden + model.output_width) + (2 * hidden + model.key_value_width)
+    width = model.mlp_width
+    mlps = 3 * (hidden + width)
+    if model.num_experts:
+        shared = model.shared_expert_intermediate_size
+        mlps = 3 * model.num_experts * (hidden + model.expert_width) + (3 * (hidden + shared) if shared else 0)
+    return float(rank * model.num_hidden_layers * (attention + mlps))
+
+
+def total(terms: Terms) -> float:
+    return sum(terms.values())

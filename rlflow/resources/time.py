@@ -1,0 +1,222 @@
+"""How long a role's work takes, in seconds, on GPUs of one kind."""
+
+from dataclasses import dataclass
+from math import ceil
+
+from rlflow.resources.decoding import Generation as Generation
+from rlflow.resources.decoding import generation as generation
+from rlflow.resources.decoding import padded_generation as padded_generation
+from rlflow.resources.layout import Layout
+from rlflow.resources.model import Architecture
+from rlflow.resources.speed import Speed
+from rlflow.resources.work import work_of
+
+# Parameters a second that the processors of a host update. Adam is bound by their memory: 28 bytes each at about
+# 200 GB/s (Ren et al. 2021, ZeRO-Offload, table 4: 10 billion in about a second).
+_HOST_ADAM = 8e9
+# Between a GPU and its host's memory, in bytes a second: PCIe 4.0 x16 with pinned buffers, and without, as what moves a
+# whole state (module.to("cpu")) does it from all GPUs of a host at once.
+_PINNED, _PAGEABLE = 20e9, 6e9
+# Bytes a second of an object store that copies into shared memory and sends over TCP, and seconds of each object.
+_STORE, _STORE_OBJECT_S = 1.5e9, 5e-3
+# On the controller, in Python: a step, and collecting, decoding, scoring by rule and packing each sample. Published
+# logs of steps of 2048 samples have 4 s of it (NeMo-RL, pull request 1052).
+_HOST_STEP_S, _HOST_SAMPLE_S = 0.1, 2e-3
+# Of a copy of weights, whatever their size: engines that wake, barriers. And of each tensor of the file's form: gathered,
+# renamed, looked up and copied into the engine's form; a model with experts has tens of thousands.
+_SYNC_S, _SYNC_TENSOR_S = 1.0, 0.7e-3
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of a pass over a role's share of the samples, and what they go into."""
+
+    compute: float
+    communication: float
+    """Besides what compute hides, with the time in which a pipeline fills and drains."""
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.communication
+
+
+def training(
+    model: Architecture,
+    layout: Layout,
+    speed: Speed,
+    *,
+    tokens: float,
+    length: float,
+    minibatches: int = 1,
+    gradient_bytes: float = 2,
+    fused_layers: bool = False,
+    fused_loss: bool = False,
+    adapters: bool = False,
+) -> Pass:
+    """Forward, backward (twice that) and optimizer over ``tokens`` of sequences of ``length``, in all ranks together.
+
+    With ``adapters`` only these have gradients, which halves the backward pass.
+    """
+    forward = 2 if layout.gradient_checkpointing else 1
+    step = _passes(
+        model,
+        layout,
+        speed,
+        tokens,
+        length,
+        forward=forward,
+        backward=1 if adapters else 2,
+        minibatches=minibatches,
+        gradient_bytes=0 if adapters else gradient_bytes,
+        fused=fused_layers,
+        logit_bytes=8 if fused_loss else 24,
+    )
+    if adapters:
+        return step
+    reduced = 0.0
+    if layout.zero_stage != 3:
+        # Gradients scattered or reduced, weights or gradients gathered: half hides behind the backward pass.
+        reduced = (gradient_bytes / 2 + 2) * _spread_seconds(model, layout, speed)
+    owned = model.num_parameters / layout.num_gpus
+    if not layout.zero_stage:
+        owned = model.num_parameters / layout.model_parallel_size
+    # Adam reads gradient, master copy and two moments, and writes the last three and the weight.
+    update = owned * 30 / speed.memory
+    if layout.offload in ("optimizer", "weights"):
+        update = owned * (speed.gpus_per_host / _HOST_ADAM + (gradient_bytes + 2) / _PINNED)
+    return Pass(step.compute + minibatches * update, step.communication + minibatches * reduced)
+
+
+def scoring(
+    model: Architecture, layout: Layout, speed: Speed, *, tokens: float, length: float, fused_layers: bool = False
+) -> Pass:
+    """A forward pass over ``tokens``."""
+    return _passes(
+        model,
+        layout,
+        speed,
+        tokens,
+        length,
+        forward=1,
+        backward=0,
+        minibatches=1,
+        gradient_bytes=0,
+        fused=fused_layers,
+        logit_bytes=12,
+    )
+
+
+def _passes(
+    model: Architecture,
+    layout: Layout,
+    speed: Speed,
+    tokens: float,
+    length: float,
+    *,
+    forward: int,
+    backward: int,
+    minibatches: int,
+    gradient_bytes: float,
+    fused: bool,
+    logit_bytes: float,
+) -> Pass:
+    """``forward`` and ``backward`` in forward passes' worth of arithmetic; ``logit_bytes`` are moved for each logit."""
+    efficiency = speed.efficiency
+    width, stages, sequence = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.sequence_parallel_size
+    layers = model.num_hidden_layers / stages
+    # Of the rank that has most.
+    share = tokens / layout.data_parallel_size / efficiency.balance
+    micro_batches = max(minibatches, ceil(share / layout.micro_batch_tokens))
+    here = share / micro_batches / sequence
+    arithmetic = (forward + backward) * work_of(model).seconds(speed, here, length, fused=fused)
+    compute = arithmetic / (width * stages) + here * model.vocab_size * logit_bytes / width / speed.memory
+    launch = efficiency.train_layer_s * (0.5 if fused else 1.0)
+    launch += efficiency.expert_layer_s * model.num_sparse_layers / model.num_hidden_layers
+    compute = max(compute, (forward + backward) * layers * launch)
+
+    sent = 2 * here * model.hidden_size  # the bytes of a micro-batch's hidden states
+    # Each collective of a forward pass has its like in the backward pass, and is repeated where that recomputes.
+    collectives = layers * (forward + (1 if backward else 0))
+    communication = 0.0
+    if width > 1:
+        # Two all-reduces (Shoeybi et al. 2019, figure 4), or as many bytes gathered and scattered.
+        message = 2 * sent * (width - 1) / width / speed.ring(width)
+        communication += collectives * 2 * (speed.message_s(width) + message)
+    if layout.expert_parallel_size > 1:
+        # To the experts and back, each token to as many as it takes (Lepikhin et al. 2020, section 3.2).
+        peers = layout.expert_parallel_size
+        routed = sent / width * (model.num_experts_per_tok or 1) * (peers - 1) / peers / efficiency.expert_balance
+        communication += collectives * 2 * (speed.message_s(peers) + routed / speed.exchange(peers))
+    if sequence > 1:
+        # Queries, keys and values to the ranks of their heads, the output back (Jacobs et al. 2023, section 3.2).
+        moved = 2 * here * (model.query_width + model.key_value_width + model.output_width) / width
+        group = width * sequence
+        communication += collectives * (4 * speed.message_s(group) + moved / speed.exchange(group))
+    if stages > 1:
+        between = speed.network if layout.num_gpus > speed.gpus_per_host else speed.link
+        communication += (2 if backward else 1) * sent / width / (between * efficiency.link)
+    if layout.zero_stage == 3:
+        # Weights gathered forward and backward, gradients scattered (Rajbhandari et al. 2020), beside the arithmetic.
+        bytes_spread = 2 * (2 if backward else 1) + gradient_bytes
+        communication += max(0.0, bytes_spread * _spread_seconds(model, layout, speed) - compute)
+    # The pipeline fills and drains once a minibatch (Narayanan et al. 2021, section 2.2).
+    idle = minibatches * (stages - 1)
+    return Pass(micro_batches * compute, (micro_batches + idle) * communication + idle * compute)
+
+
+def _spread_seconds(model: Architecture, layout: Layout, speed: Speed) -> float:
+    """A byte of each parameter from the ranks that share its state to every one of them.
+
+    Tensor-parallel ranks are neighbours, then come those that share, then the stages of a pipeline.
+    """
+    width, experts = layout.tensor_parallel_size, layout.expert_parallel_size
+    sharing = layout.data_parallel_size * layout.sequence_parallel_size
+    routed = model.num_expert_parameters / layout.pipeline_parallel_size
+    dense = model.num_parameters / layout.pipeline_parallel_size - routed
+    if experts == 1:
+        return _ring_seconds((dense + routed) / width, sharing, width, speed)
+    seconds = _ring_seconds(dense / width, sharing, width, speed)
+    return seconds + _ring_seconds(routed / experts, max(1, sharing * width // experts), experts, speed)
+
+
+def _ring_seconds(parameters: float, ranks: int, stride: int, speed: Speed) -> float:
+    """Between ``ranks`` that are ``stride`` GPUs apart; those of a host pass parts of it on to the next together."""
+    if ranks == 1:
+        return 0.0
+    rate = speed.link
+    if ranks * stride > speed.gpus_per_host:
+        rate = min(speed.link, speed.network * max(1.0, speed.gpus_per_host / stride))
+    return parameters * (ranks - 1) / ranks / (rate * speed.efficiency.link)
+
+
+def sync_seconds(
+    weight_bytes: float, source_gpus: int, target_gpus: int, speed: Speed, *, same_gpus: bool, tensors: int = 0
+) -> float:
+    """Weights from a trained role to the GPUs of one that follows it, gathered and sent part by part.
+
+    Every target sees every part, by its own share of the network, and keeps what it needs (NeMo-RL and verl by CUDA
+    IPC on the same GPUs, and by a broadcast to others, as OpenRLHF). ``tensors``: of the model's file.
+    """
+    gpus = source_gpus if same_gpus else source_gpus + target_gpus
+    rate = speed.link if gpus <= speed.gpus_per_host else min(speed.link, speed.network)
+    return _SYNC_S + max(weight_bytes / (rate * speed.efficiency.link), tensors * _SYNC_TENSOR_S)
+
+
+def gather_seconds(model: Architecture, layout: Layout, speed: Speed) -> float:
+    """All of a trained role's weights, sharded over its ranks, once to every one of them in bf16."""
+    return 2 * _spread_seconds(model, layout, speed)
+
+
+def transfer_seconds(size: float, objects: int = 1) -> float:
+    """Bytes of samples from one process to another through an object store."""
+    return objects * _STORE_OBJECT_S + size / _STORE
+
+
+def offload_seconds(size: float) -> float:
+    """Bytes from a GPU to its host's memory, or back; all GPUs of a host at once."""
+    return size / _PAGEABLE
+
+
+def host_seconds(samples: float) -> float:
+    """Of a step, what is done on the controller and waits for nothing else."""
+    return _HOST_STEP_S + _HOST_SAMPLE_S * samples

@@ -1,0 +1,71 @@
+"""What one step asks of the roles: tasks with numbers, whatever the algorithm."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from rlflow.resources.lengths import Lengths
+
+TaskKind = Literal["generate", "score", "update", "host"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A node of the graph as the planner sees it."""
+
+    node: str
+    role: str | None
+    """None: on the controller's processor."""
+    kind: TaskKind
+    after: tuple[str, ...] = ()
+    """The nodes whose output it reads."""
+    streams: bool = False
+    """It can begin with parts of what it reads."""
+    samples: int
+    group_size: int = 1
+    prompts: Lengths
+    responses: Lengths
+    longest: int
+    """Tokens of the longest sequence that the recipe allows."""
+    minibatches: int = 1
+    """Optimizer steps, all epochs together."""
+    epochs: int = 1
+    """How often each sample is trained on."""
+
+    @cached_property
+    def tokens(self) -> float:
+        return self.samples * (self.prompts.mean + self.responses.mean)
+
+    @cached_property
+    def typical_length(self) -> float:
+        """Of the sequence that a token is in: the mean over tokens."""
+        whole = [self.prompts.mean + length for length in self.responses.values]
+        return sum(length * length for length in whole) / sum(whole)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightCopy:
+    """After every step, from a trained role to one that follows it."""
+
+    source: str
+    target: str
+
+    @property
+    def node(self) -> str:
+        return f"{self.source}->{self.target}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    tasks: tuple[Task, ...]
+    """Each behind those it reads."""
+    copies: tuple[WeightCopy, ...] = ()
+
+    def of(self, role: str) -> tuple[Task, ...]:
+        return tuple(task for task in self.tasks if task.role == role)
+
+    @property
+    def generated_tokens(self) -> float:
+        """Prompts and responses of a step, each sample once; of the data where nothing is generated."""
+        generating = [task for task in self.tasks if task.kind == "generate"]
+        return max((task.tokens for task in generating or self.tasks), default=0.0)
