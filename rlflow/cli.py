@@ -66,7 +66,7 @@ def main() -> int:
     except UserError as error:
         return _tell(error)
     if len(outcomes) > 1:
-        _console().print(ranking(outcomes))
+        _console().print("", ranking(outcomes), sep="\n")
     return max(codes, default=0)
 
 
@@ -79,7 +79,7 @@ def _job(config: DictConfig, outcomes: list[Outcome]) -> int:
         return _plan_and_run(config, directory, outcomes)
     except (UserError, EngineError) as error:
         if isinstance(error, PlacementError):
-            outcomes.append(Outcome(_differs(), None, error.fact))
+            outcomes.append(Outcome(_overrides(), None))
         return _tell(error)
     except OSError as error:  # the disk, since what the recipe names is checked before
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -99,16 +99,15 @@ def _console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
 
-def _differs() -> str:
-    """What this job of a sweep has of its own."""
-    return str(HydraConfig.get().job.override_dirname) or "this plan"
+def _overrides() -> tuple[str, ...]:
+    return tuple(override.lstrip("+") for override in HydraConfig.get().overrides.task)
 
 
 def _plan_and_run(config: DictConfig, directory: Path, outcomes: list[Outcome]) -> int:
     console = _console()
     door = front_door_of(config)
     plan = _plan(config, door)
-    outcomes.append(Outcome(_differs(), plan.prediction, ""))
+    outcomes.append(Outcome(_overrides(), plan.prediction))
     console.print(render(plan, explain=door.explain))
     if door.dry_run:
         write_plan(plan, directory)
@@ -120,7 +119,7 @@ def _plan_and_run(config: DictConfig, directory: Path, outcomes: list[Outcome]) 
 
 
 def _plan(config: DictConfig, door: FrontDoor) -> Plan:
-    options = {override.lstrip("+").split("=")[0] for override in HydraConfig.get().overrides.task}
+    options = {override.split("=")[0] for override in _overrides()}
     if door.plan is not None:
         if others := sorted(options - {"plan", "dry_run", "resume", "explain"}):
             raise RecipeError(

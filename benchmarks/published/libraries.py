@@ -4,15 +4,16 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from rlflow.resources.layout import Offload
 from rlflow.resources.memory import DEEPSPEED, FSDP2, MEGATRON, Training
 
 if TYPE_CHECKING:
     from benchmarks.published.rows import Row
 
-HUGGING_FACE = Training(weights=2, gradients=2, optimizer=4, step=2, bucket_elements=25e6)
+HUGGING_FACE = Training(weights=2, gradients=2, optimizer=4, step=2, bucket_elements=25e6, keeps_gradients=False)
 """Trainer under DDP with a model loaded in bf16: gradients and Adam's moments have the weights' type, and AdamW's
 ``foreach`` makes a denominator for all parameters at once. DDP's buckets are a copy of the gradients."""
-HUGGING_FACE_FP32 = Training(weights=4, gradients=4, optimizer=8, step=4, bucket_elements=25e6)
+HUGGING_FACE_FP32 = replace(HUGGING_FACE, weights=4, gradients=4, optimizer=8, step=4)
 """TRL's default, and what LLaMA-Factory casts trained parameters to: fp32, computed in bf16 by autocast."""
 FSDP_FOREACH = replace(FSDP2, step=4)
 """AdamW as torch has it by default. NeMo-RL sets ``foreach: False``, which DTensor needs."""
@@ -26,7 +27,7 @@ tensor-parallel rank's share, its exponential and gradients."""
 class Library:
     training: Training
     zero_stage: int
-    offload: str
+    offload: Offload
     gradient_checkpointing: bool
     parks_policy: bool
     """The policy's state is on the host while an engine on the same GPUs generates."""
@@ -73,23 +74,33 @@ def of(row: "Row") -> Library:
     )
 
 
-def _training(row: "Row") -> tuple[Training, int, str]:
+def _family(row: "Row") -> str:
+    """What is in the sharding's name is more precise than the backend."""
+    backend, sharding = row.train_backend.lower(), row.sharding.lower()
+    if re.search(r"fsdp|dtensor", f"{backend} {sharding}"):
+        return "fsdp"
+    if "deepspeed" in backend or re.search(r"zero[-_ ]?[23]", f"{sharding} {backend}"):
+        return "deepspeed"
+    return "megatron" if re.search(r"megatron|mcore|dist-opt", f"{backend} {sharding}") else "trainer"
+
+
+def _training(row: "Row") -> tuple[Training, int, Offload]:
     """How the state is kept, the ZeRO stage that is like it, and what is on the host throughout."""
-    backend, sharding, system = row.train_backend.lower(), row.sharding.lower(), row.system.lower()
-    stage = re.search(r"(?:zero|stage)[-_ ]?([0-3])", f"{sharding} {backend}")
+    family, sharding, system = _family(row), row.sharding.lower(), row.system.lower()
+    stage = re.search(r"(?:zero|stage)[-_ ]?([0-3])", f"{sharding} {row.train_backend.lower()}")
     nemo, verl = "nemo" in system, "verl" in system
     # ms-swift and verl name so what they move away while generating; DeepSpeed's own offloading is in the sharding.
     parks = "swift" in system or verl or "slime" in system
-    if re.search(r"fsdp|dtensor", f"{backend} {sharding}"):
+    if family == "fsdp":
         training = replace(FSDP2, logits=NEMO_LOGITS) if nemo else FSDP_FOREACH
         training = replace(training, logits=VERL_LOGITS) if verl else training
         return training, 3, "weights" if row.param_offload and not parks else "none"
-    if "deepspeed" in backend or (stage and "megatron" not in backend) or re.search(r"zero-?[23]", sharding):
+    if family == "deepspeed":
         training = replace(DEEPSPEED, logits=OPENRLHF_LOGITS) if "openrlhf" in system else DEEPSPEED
-        kind = "weights" if "offload" in sharding or (row.param_offload and not parks) else "none"
+        kind: Offload = "weights" if "offload" in sharding or (row.param_offload and not parks) else "none"
         kind = "optimizer" if kind == "none" and row.optim_offload and not parks else kind
         return training, int(stage[1]) if stage else 3, kind
-    if re.search(r"megatron|mcore", backend):
+    if family == "megatron":
         # NeMo-RL reduces bf16 gradients (grad_reduce_in_fp32: false); the others keep Megatron's fp32 main gradients.
         training = replace(MEGATRON, gradients=2, logits=NEMO_LOGITS) if nemo else MEGATRON
         # optimizer_cpu_offload holds during the step too.
@@ -105,7 +116,7 @@ def _checkpoints(row: "Row") -> bool:
     if "nemo-rl" in row.system and row.algorithm == "sft":
         return False
     # Megatron's own default recomputes nothing but the attention's core, which flash attention never saves.
-    return not ("megatron" in row.train_backend.lower() and "nemo" not in row.system)
+    return _family(row) != "megatron" or "nemo" in row.system
 
 
 def _others(row: "Row") -> tuple[float, float]:
@@ -171,7 +182,7 @@ def is_packed(row: "Row") -> bool:
 
 
 def tokens_per_group(row: "Row") -> int:
-    """Of a micro-batch given in tokens, as verl, slime and AReaL do for one GPU, NeMo-RL for all that share a sequence."""
+    """Of a micro-batch given in tokens. verl, slime and AReaL count one GPU's, NeMo-RL all that share sequences."""
     each = 1 if "nemo" in row.system else (row.train_cp or 1) * (row.train_sp or 1)
     return (row.max_tokens_per_gpu or 0) * each
 

@@ -1,13 +1,22 @@
-"""Does the memory model call runs that worked fitting and runs that died too large, and does it meet what was measured?"""
+"""Is memory predicted so that runs that worked fit and runs that died do not, and does it meet what was measured?"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from statistics import median
+from typing import Any
 
 from benchmarks.published.rows import Case, Row, case_of
-from rlflow.resources.memory import Terms, Training, asleep_terms, generate_memory, state_terms, update_terms, usable_gib
+from rlflow.resources.memory import (
+    Terms,
+    Training,
+    asleep_terms,
+    generate_memory,
+    state_terms,
+    update_terms,
+    usable_gib,
+)
 
 _MAX_BATCHED_TOKENS = 8192
 _GB = 1e9 / 2**30
@@ -62,7 +71,8 @@ def predict(case: Case) -> Prediction:
         if case.colocated:
             policy = asleep_terms(False) if library.parks_policy else asleep_terms(False) | others
             if not library.parks_policy:
-                policy |= state_terms(model, case.train, case.training)
+                resting = case.training if case.training.keeps_gradients else replace(case.training, gradients=0)
+                policy |= state_terms(model, case.train, resting)
             generate |= {f"resting {name}": gib for name, gib in policy.items()}
             left = asleep_terms(True, model) if library.engine_sleeps else engine.terms
             update |= {f"engine {name}": gib for name, gib in left.items()}
@@ -70,7 +80,7 @@ def predict(case: Case) -> Prediction:
     return Prediction(update, generate, has_room, limit)
 
 
-def _others(case: Case) -> Terms:
+def _others(case: Case) -> dict[str, float]:
     """Models beside the policy on its GPUs, as large as it: frozen in bf16, or trained and at rest."""
     frozen = Training(gradients=0, optimizer=0)
     layout = replace(case.train, offload="none")
@@ -100,7 +110,9 @@ def _decides(case: Case) -> bool:
 
 
 def is_contested(row: Row) -> bool:
-    return bool(re.search(r"not stated|not in the excerpt|intermittent|later main|contradict|with and without", row.text))
+    return bool(
+        re.search(r"not stated|not in the excerpt|intermittent|later main|contradict|with and without", row.text)
+    )
 
 
 def _measured(row: Row) -> float | None:
@@ -171,7 +183,8 @@ def _largest_that_fits(row: Row, name: str, most: int) -> int:
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
-        case = case_of(replace(row, **{name: middle}))
+        size: dict[str, Any] = {name: middle}
+        case = case_of(replace(row, **size))
         fits = isinstance(case, Case) and predict(case).fits
         low, high = (middle, high) if fits else (low, middle)
     return low
@@ -228,11 +241,29 @@ def figures(judged: Sequence[Judged], found: Sequence[Boundary]) -> dict[str, fl
     }
 
 
-def worst(judged: Sequence[Judged], count: int = 12) -> Mapping[str, list[Judged]]:
+def worst(judged: Sequence[Judged]) -> Mapping[str, list[Judged]]:
     """What a person would look at first."""
-    errors = sorted((one for one in judged if one.error is not None), key=lambda one: -abs(one.error or 0))
     return {
-        "false out-of-memory": [one for one in judged if one.outcome is True and not one.prediction.fits],
-        "missed out-of-memory": [one for one in judged if one.outcome is False and one.prediction.fits],
-        "memory errors": errors[:count],
+        "said not to fit, and ran": [one for one in judged if one.outcome is True and not one.prediction.fits],
+        "said to fit, and died": [one for one in judged if one.outcome is False and one.prediction.fits],
+        "memory": sorted((one for one in judged if one.error is not None), key=lambda one: -abs(one.error or 0)),
     }
+
+
+def line(one: Judged) -> str:
+    """A row's prediction as text, with what it is made of."""
+    row, train = one.case.row, one.case.train
+    made_of = ", ".join(f"{term} {gib:.1f}" for term, gib in one.prediction.update.items() if gib >= 0.05)
+    seen = f"{one.measured:.1f}" if one.measured is not None else f"a limit of {one.prediction.limit or 0:.1f}"
+    error = f" ({one.error:+.0%})" if one.error is not None else ""
+    return (
+        f"{row.id} {row.system} {row.model} on {row.n_gpus}, {train.micro_batch_tokens} tokens: "
+        f"{one.prediction.update_gib:.1f} GiB for {seen}{error} = {made_of}"
+    )
+
+
+def boundary_line(boundary: Boundary) -> str:
+    return (
+        f"boundary {boundary.ids[0]} to {boundary.ids[-1]}, {boundary.searched}: {boundary.predicted} predicted, "
+        f"{boundary.true} ran, {boundary.smallest_that_died} died"
+    )

@@ -14,26 +14,27 @@ from rlflow.resources.prediction import Prediction
 class Outcome:
     """Of one job of a sweep."""
 
-    what: str
+    overrides: tuple[str, ...]
     prediction: Prediction | None
     """None: nothing fits."""
-    why_not: str
 
 
 def ranking(outcomes: Sequence[Outcome]) -> Table:
-    """By step time; what does not fit stands last."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", title="sweep", title_justify="left")
-    for heading in ("", "fits", "step", "tokens/s/GPU", "GPU-hours per 1000 steps", "headroom"):
+    """By step time; what does not fit stands last. Overrides that all jobs have are left out."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    for heading in ("sweep", "fits", "step", "tokens/s/GPU", "GPU-hours per 1000 steps", "headroom"):
         table.add_column(heading, overflow="fold")
+    everywhere = set(outcomes[0].overrides).intersection(*(outcome.overrides for outcome in outcomes))
     far = float("inf")
-    for outcome in sorted(outcomes, key=lambda o: (o.prediction.step_seconds if o.prediction else far, o.what)):
+    for outcome in sorted(outcomes, key=lambda o: (o.prediction.step_seconds if o.prediction else far, o.overrides)):
+        own = ", ".join(each for each in outcome.overrides if each not in everywhere)
         found = outcome.prediction
         if found is None:
-            table.add_row(outcome.what, "no", outcome.why_not)
+            table.add_row(own, "no")
             continue
         gpus = sum(pool.gpus for pool in found.pools)
         table.add_row(
-            outcome.what,
+            own,
             "yes",
             seconds(found.step_seconds),
             f"{found.tokens_per_second_per_gpu:.0f}",

@@ -115,23 +115,24 @@ def _placement_in_words(plan: Plan, colours: Mapping[str, str]) -> Table:
     return table
 
 
-def _roles(plan: Plan, colours: Mapping[str, str]) -> RenderableType:
-    """Two lines a role: what it is and how full its fullest GPU gets, and what that is filled with."""
-    memory = plan.prediction.memory
-    names = max(len(role) for role in plan.roles) + 2
+def _roles(plan: Plan, colours: Mapping[str, str]) -> Table:
+    """Of each role what it is, how full its fullest GPU gets, and what that is filled with."""
+    table = Table(box=None, pad_edge=False, show_header=False, width=_WIDTH)
+    table.add_column(width=max(len(role) for role in plan.roles))
+    table.add_column(overflow="fold", ratio=1)
+    sizes = [gib for host in plan.cluster.hosts if (gib := plan.cluster.memory_gib(host)) is not None]
     engines = max(len(plan.recipe.roles[role].engine) for role in plan.roles) + 2
-    lines = []
     for role, placement in plan.roles.items():
-        line = Text(role.ljust(names), colours[role])
-        line.append(plan.recipe.roles[role].engine.ljust(engines) + layout_words(placement.layout), "default")
-        lines.append(line)
-        of = memory[role]
+        table.add_row(
+            Text(role, colours[role]),
+            plan.recipe.roles[role].engine.ljust(engines) + layout_words(placement.layout),
+        )
+        of = plan.prediction.memory[role]
         peak = max((gib for gpus in of.peak_gib.values() for gib in gpus.values()), default=None)
-        if peak is not None:
-            size = min(gib for host in plan.cluster.hosts if (gib := plan.cluster.memory_gib(host)) is not None)
-            line.append(" " * max(2, _WIDTH - 24 - len(line)) + _bar(peak, size))
-            lines.append(Text(" " * names + f"GiB in {of.phase}: " + _terms(of.phases[of.phase], peak, of.sequences)))
-    return Group(*lines)
+        if peak is not None and sizes:
+            terms = _terms(of.phases[of.phase], peak, of.sequences)
+            table.add_row("", f"{_bar(peak, min(sizes))} GiB in {of.phase}: {terms}")
+    return table
 
 
 def _terms(terms: Mapping[str, float], peak: float, sequences: int | None) -> str:
@@ -139,13 +140,13 @@ def _terms(terms: Mapping[str, float], peak: float, sequences: int | None) -> st
     small = sum(terms.values()) - sum(large.values())
     words = [f"{term} {gib:.0f}" for term, gib in large.items()]
     words += [f"other {small:.0f}"] if small >= 0.5 else []
-    words += [f"asleep beside it {beside:.0f}"] if (beside := peak - sum(terms.values())) >= 0.5 else []
+    words += [f"others {beside:.0f}"] if (beside := peak - sum(terms.values())) >= 0.5 else []
     return ", ".join(words) + (f" ({sequences} sequences)" if sequences else "")
 
 
 def _bar(used: float, size: float) -> str:
     filled = round(10 * min(1.0, used / size))
-    return f"|{'#' * filled}{'-' * (10 - filled)}| {used:.0f} of {size:.0f} GiB"
+    return f"|{'#' * filled}{'-' * (10 - filled)}| {used:.0f} of {size:.0f}"
 
 
 def layout_words(layout: Layout) -> str:
@@ -201,6 +202,11 @@ def _words(plan: Plan, *, explain: bool) -> Table:
     table.add_column(overflow="fold", width=_WIDTH - 10)
     for reason in prediction.reasons:
         table.add_row("why", reason)
+    if prediction.host_gib:
+        most = max(prediction.host_gib, key=lambda host: prediction.host_gib[host])
+        table.add_row(
+            "host", f"{prediction.host_gib[most]:.0f} GiB of the memory of {most}, for what sleeps or is offloaded"
+        )
     for limit in prediction.limits[: None if explain else 1]:
         table.add_row("limit", limit)
     for warning in prediction.warnings:

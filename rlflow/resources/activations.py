@@ -26,7 +26,7 @@ def layer_activations(model: Architecture, *, fused: bool) -> LayerActivations:
     """
     hidden, queries, output, keys = model.hidden_size, model.query_width, model.output_width, model.key_value_width
     # Query, keys, values and output of the attention; its log-sum-exp.
-    split = 2 * (queries + keys + output) + 4 * model.num_attention_heads
+    split: float = 2 * (queries + keys + output) + 4 * model.num_attention_heads
     norms = 4 if model.model_type in _FOUR_NORMS else 2
     if fused:
         # A norm's input and output; of the MLP gate, up and their product.

@@ -40,6 +40,7 @@ class Policy:
     zero_stage: int = 3
     """Of trained roles."""
     offload: Offload = "none"
+    """Of trained roles; ``weights`` of scoring ones too."""
     shards_scorers: bool = True
     """Models that only score are sharded too, instead of being whole on every GPU."""
 
@@ -150,7 +151,8 @@ def static_layout(demand: Demand, policy: Policy, pool: Pool) -> Layout:
     size = (demand.pinned("tensor_parallel_size") or 1) * (demand.pinned("pipeline_parallel_size") or 1)
     sequence = demand.pinned("sequence_parallel_size") or 1
     copies = demand.pinned("data_parallel_size") or max(1, pool.groups(size) // sequence)
-    offload: Offload = policy.offload if demand.trains else "none"
+    # Nothing but weights can be offloaded of a model that only scores.
+    offload: Offload = policy.offload if demand.trains or policy.offload == "weights" else "none"
     return Layout(
         tensor_parallel_size=demand.pinned("tensor_parallel_size") or 1,
         pipeline_parallel_size=demand.pinned("pipeline_parallel_size") or 1,

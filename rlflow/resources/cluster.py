@@ -46,6 +46,8 @@ class Host(Section):
     """Ids of the GPUs that may be used, where others are taken; None: all."""
     reserved: bool = False
     """It is there, and no role may use it."""
+    memory_gib: Annotated[float, Gt(0)] | None = None
+    """The host's own, for what is offloaded or asleep; None: as much as is needed."""
     labels: tuple[str, ...] = ()
     """What a role may ask of its hosts."""
 

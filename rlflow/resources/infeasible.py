@@ -50,7 +50,7 @@ def explain(search: Search) -> PlacementError:
     else:
         fact = f"nothing fits {search.cluster.shape}{reason}"
     return PlacementError(
-        path, fact, free=f"{total} GPUs", fix="; or ".join(fixes) or "a smaller model, or larger GPUs"
+        path, fact, free=f"{total} GPU{'s' if total > 1 else ''}", fix="; or ".join(fixes) or "a smaller model, or larger GPUs"
     )
 
 

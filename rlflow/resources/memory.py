@@ -89,10 +89,8 @@ class Moment:
     terms: dict[str, float]
 
 
-def _moments(
-    model: Architecture, layout: Layout, training: Training, stage: Stage, tokens: float
-) -> Iterator[Moment]:
-    """The loss; the backward pass of its first and of its last layer; of what is not in layers; the optimizer's step."""
+def _moments(model: Architecture, layout: Layout, training: Training, stage: Stage, tokens: float) -> Iterator[Moment]:
+    """The loss; the backward pass of the last layer, of the first, of embedding and head; the optimizer's step."""
     per_rank = tokens / layout.sequence_parallel_size
     layer, saved = _layer_bytes(model, layout, training, per_rank)
     kept = saved * stage.num_layers * stage.in_flight
@@ -187,7 +185,6 @@ def process_terms(layout: Layout) -> dict[str, float]:
     return {"nccl": NCCL_COMMUNICATOR_GIB * ways + experts, "context": CONTEXT_GIB}
 
 
-
 @dataclass(frozen=True)
 class EngineMemory:
     """Of one GPU of a generating engine while it is awake."""
@@ -255,4 +252,3 @@ def host_terms(
     whole = state_terms(model, replace(layout, offload="none"), training)
     away = {name: whole[name] if parks else whole[name] - placed[name] for name in whole}
     return away | {"engine": engine_gib, "data": 2 * data_gib}
-

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from rlflow.errors import PlacementError
-from rlflow.resources.choices import Choice, Policy, Pool, Shortage, choose, resting_terms, static_layout
+from rlflow.resources.choices import Choice, Policy, Pool, Shortage, choose, host_gib, resting_terms, static_layout
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout, Offload
 from rlflow.resources.workload import Workload
@@ -88,6 +88,10 @@ def _use_by(policy: Policy, pool: Pool, workload: Workload, known: _Known) -> Po
         if isinstance(chosen, Shortage):
             return chosen
         choices[demand.role] = chosen
+    parked = sum(host_gib(demand, choices[demand.role]) for demand in pool.demands)
+    if parked > pool.site.host_gib:
+        what = f"{parked:.0f} GiB of host memory for each GPU, of {pool.site.host_gib:.0f}"
+        return Shortage(pool.demands[0].role, parked - pool.site.host_gib, what)
     for copy in workload.copies:
         if copy.source in choices and copy.target in choices:
             both = {copy.source, copy.target}

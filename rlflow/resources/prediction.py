@@ -23,7 +23,7 @@ class RoleMemory:
     peak_gib: Mapping[str, Mapping[int, float]]
     """Of each GPU of each host in that phase, with what the others keep there."""
     host_gib: float
-    """Of host memory for each of its GPUs."""
+    """Of host memory for each of its GPUs: what is offloaded, or sleeps."""
     sequences: int | None = None
     """That one engine writes at once."""
 
@@ -62,6 +62,8 @@ class Prediction:
     """Of the fullest GPU; None where memory is not counted."""
     fullest: str
     """Its host, number and phase."""
+    host_gib: Mapping[str, float]
+    """Of each host's memory, for what is offloaded or sleeps."""
     reasons: tuple[str, ...]
     limits: tuple[str, ...]
     """What would first run out of memory, and at which response length."""
@@ -93,6 +95,7 @@ def predict(search: Search, placed: Placed) -> Prediction:
         ),
         headroom_gib=headroom,
         fullest=fullest,
+        host_gib=_on_hosts(placed, memory),
         reasons=_reasons(candidate),
         limits=_limits(search, candidate),
         warnings=_warnings(search, placed),
@@ -117,6 +120,14 @@ def _memory(search: Search, placed: Placed, role: str) -> RoleMemory:
         host_gib=host_gib(search.demands[role], choice),
         sequences=None if choice.concurrency is None else floor(choice.concurrency),
     )
+
+
+def _on_hosts(placed: Placed, memory: Mapping[str, RoleMemory]) -> Mapping[str, float]:
+    hosts: dict[str, float] = {}
+    for role, placement in placed.roles.items():
+        for bundle in placement.bundles if memory[role].host_gib else ():
+            hosts[bundle.host] = hosts.get(bundle.host, 0.0) + memory[role].host_gib
+    return hosts
 
 
 def _headroom(search: Search, memory: Mapping[str, RoleMemory]) -> tuple[float | None, str]:
@@ -200,7 +211,7 @@ def _warnings(search: Search, placed: Placed) -> tuple[str, ...]:
                 warnings.append(
                     f"{role}: keys and values have room for {share:.0%} of the batch at once; the rest waits its turn"
                 )
-            if task.samples % layout.data_parallel_size:
+            if task.kind != "generate" and task.samples % layout.data_parallel_size:
                 warnings.append(
                     f"{role}: {task.samples} samples do not divide by {layout.data_parallel_size}: uneven shares"
                 )

@@ -17,6 +17,8 @@ class Site:
     """Of the smallest GPU. None: the host's own memory, which is not counted."""
     speed: Speed
     """Of the slowest."""
+    host_gib: float
+    """Of host memory for each GPU, where it is scarcest; infinite where it is not known."""
 
     @property
     def usable_gib(self) -> float:
@@ -51,4 +53,6 @@ def site_of(cluster: Cluster, label: str | None, calibration: Calibration) -> Si
         for kind in sorted(kinds)
     ]
     memories = [memory for kind in kinds if (memory := cluster.gpus[kind].memory_gib) is not None]
-    return Site(hosts, min(memories, default=None), min(speeds, key=lambda speed: speed.flops))
+    shares = [host.memory_gib / len(host.usable) for host in hosts if host.memory_gib is not None and host.usable]
+    slowest = min(speeds, key=lambda speed: speed.flops)
+    return Site(hosts, min(memories, default=None), slowest, min(shares, default=float("inf")))

@@ -40,13 +40,15 @@ class Training:
     """That stage 3 holds whole at a time. None: FSDP's way, a layer and the next, embedding and head throughout."""
     bucket_elements: float = 0
     """Of gradients on their way, in stages 1 and 2."""
+    keeps_gradients: bool = True
+    """Their buffers stay between steps."""
     offloads_gradients: bool = True
     """They go to the host with the optimizer."""
 
 
 DEEPSPEED = Training(step=4, step_parameters=_ADAM_SUB_GROUP, live_parameters=1e9, bucket_elements=5e8)
 """ds_config defaults: sub_group_size, stage3_max_live_parameters, reduce_bucket_size. A step widens its gradients."""
-FSDP2 = Training(weights=4, gradients=4, optimizer=8)
+FSDP2 = Training(weights=4, gradients=4, optimizer=8, keeps_gradients=False)
 """Sharded fp32 parameters, gathered as bf16; AdamW parameter by parameter (``foreach=False``)."""
 MEGATRON = Training(gradients=4, fused_layers=True, shards_norms=True, logits=8, offloads_gradients=False)
 """Megatron's distributed optimizer, a ``zero_stage`` of 1 with fp32 main gradients: 6 + 12 / ranks bytes."""
@@ -103,6 +105,7 @@ def state_terms(model: Architecture, layout: Layout, training: Training) -> dict
 
 
 def stage_state(model: Architecture, layout: Layout, training: Training, stage: Stage) -> dict[str, float]:
+    """``state_terms`` of one stage."""
     zero = layout.zero_stage or 0
     whole = stage.dense + stage.experts
     sharded = sharded_parameters(layout, stage)
@@ -151,4 +154,5 @@ def lora_parameters(model: Architecture, rank: int) -> float:
 
 
 def total(terms: Terms) -> float:
+    """GiB of all terms."""
     return sum(terms.values())

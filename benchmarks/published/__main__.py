@@ -1,0 +1,98 @@
+"""Predictions for a table of published runs, held against what their authors saw: memory and time.
+
+python -m benchmarks.published TABLE.csv [--json FILE] [--worst COUNT]
+
+The table's columns are those of ``rows.Row``. Nothing is fitted to it: what is predicted follows from architectures and
+GPUs of conf, from rlflow's own formulas, and from what libraries are known to do (``libraries.py``).
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.published import memory, times
+from benchmarks.published.rows import Row, cases, read
+from benchmarks.reporting import Goal, finish
+
+Figures = Mapping[str, float | int | None]
+AT_LEAST = {"oom_recall": 0.9, "kendall_tau_median": 0.8}
+AT_MOST = {
+    "false_oom_rate": 0.02,
+    "boundary_error_max": 0.1,
+    "memory_error_median": 0.15,
+    "step_time_error_median": 0.3,
+    "step_time_error_median_calibrated": 0.2,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--worst", type=int, default=8, help="rows to print of each kind of mistake")
+    arguments = parser.parse_args()
+    rows = read(arguments.table)
+    made, unusable = cases(rows)
+    fits, no_memory = memory.judge(made)
+    steps, _ = times.judge(made)
+    reasons = {skipped.row.id: skipped.reason for skipped in unusable} | no_memory
+    used = {one.case.row.id for one in fits} | {one.case.row.id for one in steps}
+    skipped = {row.id: reasons[row.id] for row in rows if row.id not in used}
+    found = list(memory.boundaries(rows))
+    figures = _counts(rows, skipped) | memory.figures(fits, found) | times.figures(steps)
+    systems = {}
+    for system in sorted({row.system for row in rows}):
+        mine = [one for one in fits if one.case.row.system == system]
+        systems[system] = _counts([row for row in rows if row.system == system], skipped)
+        systems[system] |= memory.figures(mine, [one for one in found if one.system == system])
+        systems[system] |= times.by_system(steps).get(system, {})
+    console = Console(width=160)
+    _print(console, figures, systems)
+    for reason, count in Counter(skipped.values()).most_common():
+        console.print(f"skipped {count:4}  {reason}", highlight=False)
+    for boundary in found:
+        console.print(memory.boundary_line(boundary), highlight=False)
+    for kind, judged in memory.worst(fits).items():
+        console.print(f"\n{kind}: {len(judged)}", highlight=False)
+        for one in judged[: arguments.worst]:
+            console.print(f"  {memory.line(one)}", highlight=False, soft_wrap=True)
+    console.print("\nstep times", highlight=False)
+    for time in times.worst(steps, arguments.worst):
+        console.print(f"  {times.line(time)}", highlight=False, soft_wrap=True)
+    if arguments.json is not None:
+        reports = {"figures": figures, "systems": systems, "skipped": dict(Counter(skipped.values()).most_common())}
+        arguments.json.write_text(json.dumps(reports, indent=1))
+    judged = {name: value for name in (*AT_LEAST, *AT_MOST) if (value := figures[name]) is not None}
+    return finish("published", judged, {name: _goal(name, value) for name, value in judged.items()}, None)
+
+
+def _goal(name: str, value: float) -> Goal:
+    if name in AT_LEAST:
+        return Goal(f"at least {AT_LEAST[name]}", value >= AT_LEAST[name])
+    return Goal(f"at most {AT_MOST[name]}", value <= AT_MOST[name])
+
+
+def _counts(rows: Sequence[Row], skipped: Mapping[str, str]) -> dict[str, float | int | None]:
+    out = sum(row.id in skipped for row in rows)
+    return {"rows_used": len(rows) - out, "rows_skipped": out}
+
+
+def _print(console: Console, figures: Figures, systems: Mapping[str, Figures]) -> None:
+    table = Table("figure", "all", *systems)
+    for name in figures:
+        table.add_row(name, *(_text(part.get(name)) for part in (figures, *systems.values())))
+    console.print(table)
+
+
+def _text(value: float | int | None) -> str:
+    return "" if value is None else str(value) if isinstance(value, int) else f"{value:.3f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""How much a step of a published run works on: how many samples, how long, in how many parts."""
+
+import re
+from dataclasses import dataclass
+
+from benchmarks.published import libraries
+from benchmarks.published.rows import Case, Row
+from rlflow.resources.lengths import Lengths
+
+# Samples of supervised steps where the row is silent: ms-swift and Megatron-SWIFT both come to 16 by default.
+_SWIFT_BATCH = 16
+# The comparison with DeepSpeed-Chat in OpenRLHF's README (benchmark/README.md): all of 1024 + 1024 tokens, reward and
+# critic as large as the actor, updates of 128.
+COMPARED_LENGTH, COMPARED_BATCH = 1024, 128
+# Mean tokens that models write before any limit cuts them: those that reason at length first, and the others. The
+# only published figures used are the means of responses to questions of mathematics, 6000 to 10000 of distilled
+# reasoning models at 32k (DeepSeek-R1, AReaL) and 500 to 2000 of others while they are trained.
+_REASONED, _ANSWERED = 8000.0, 1200.0
+_REASONS = re.compile(r"r1|distill|qwq|qwen3|think|reason|gpt-oss|or1|deepscaler|deepcoder|magistral|glm-4\.[5-9]|mimo")
+_ANSWERS = re.compile(r"base|instruct|coder|math")
+
+
+@dataclass(frozen=True)
+class Batch:
+    samples: float
+    group_size: int
+    prompts: Lengths
+    responses: Lengths
+    minibatches: int
+    """Updates of a step."""
+    micro_batch_tokens: float
+    """That really go through the model at once."""
+
+    @property
+    def tokens(self) -> float:
+        return self.samples * (self.prompts.mean + self.responses.mean)
+
+    @property
+    def typical_length(self) -> float:
+        """Of the sequence that a token is in."""
+        whole = [self.prompts.mean + length for length in self.responses.values]
+        return sum(length * length for length in whole) / sum(whole)
+
+
+def is_full(row: Row) -> bool:
+    """Supervised samples fill the limit: they are packed to it, or the text calls it their context."""
+    return bool(re.search(r"pack|\d+k context|megatron/benchmark|long_text", row.text)) and not row.rollout_engine
+
+
+def is_compared(row: Row) -> bool:
+    """One of the runs of OpenRLHF's comparison."""
+    return "1024 prompts" in row.step_time_kind
+
+
+def batch_of(case: Case) -> Batch | None:
+    """None: the row does not say."""
+    row = case.row
+    samples, prompts, responses = case.samples, case.prompts, case.responses
+    if samples is None and "swift" in row.system and not row.rollout_engine:
+        samples = float(_SWIFT_BATCH)
+    if samples is None:
+        return None
+    limit = float(row.max_total_len or 0) or prompts.longest + responses.longest
+    if is_compared(row):
+        prompts = responses = Lengths((float(COMPARED_LENGTH),))
+        limit = 2.0 * COMPARED_LENGTH
+    elif is_full(row):
+        responses = Lengths((limit,))
+    elif "mean_response_len" in case.assumed and not libraries.data_lengths(row):
+        responses = _responses(row, samples, prompts.mean, responses.longest)
+    samples *= libraries.sequences_per_sample(row) if not row.rollout_engine else 1
+    return Batch(
+        samples,
+        max(1, case.group_size),
+        prompts,
+        responses,
+        _minibatches(row, samples),
+        _micro_batch(row, prompts.mean + responses.mean, limit),
+    )
+
+
+def _responses(row: Row, samples: float, prompt: float, limit: float) -> Lengths:
+    """Where no mean is given: throughput is published as tokens over GPUs and time, so it tells the number of tokens of
+    a step, a fact of what was run. Else what models write, cut at the limit.
+    """
+    if row.tokens_per_s_per_gpu and row.step_time_s and row.n_gpus:
+        mean = row.tokens_per_s_per_gpu * row.step_time_s * row.n_gpus / samples
+        return Lengths.about(max(1.0, mean - prompt), limit)
+    name = row.model.lower()
+    reasons = _REASONS.search(name) and not (_ANSWERS.search(name) and "distill" not in name)
+    mean = _REASONED if reasons else _ANSWERED
+    return Lengths((*(min(limit, value) for value in Lengths.about(mean, 8 * mean).values[:-1]), limit))
+
+
+def _minibatches(row: Row, samples: float) -> int:
+    """verl counts prompts in a mini-batch, the others samples in a batch."""
+    if is_compared(row):
+        return max(1, round(samples / COMPARED_BATCH))
+    if row.mini_batch and row.prompts_per_step and "verl" in row.system:
+        return max(1, round(row.prompts_per_step / row.mini_batch))
+    if row.mini_batch:
+        return max(1, round(samples / row.mini_batch))
+    if row.train_batch and row.rollout_engine and "verl" not in row.system:
+        return max(1, round(samples / row.train_batch))
+    return 1
+
+
+def _micro_batch(row: Row, mean: float, limit: float) -> float:
+    """NeMo-RL's performance recipes, like packed rows, fill the limit."""
+    if row.max_tokens_per_gpu:
+        return float(row.max_tokens_per_gpu)
+    sequences = (row.micro_batch_per_gpu or 1) * libraries.sequences_per_sample(row)
+    if "performance-summary" in row.source_path or is_full(row):
+        return limit * sequences
+    return sequences * mean

@@ -1,0 +1,101 @@
+"""The cards of conf that a row's model and GPU are."""
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from rlflow.resources.cluster import Gpu
+from rlflow.resources.model import Architecture
+from rlflow.schema import parse
+
+if TYPE_CHECKING:
+    from benchmarks.published.rows import Row
+
+CONF = Path(__file__).parents[2] / "conf"
+
+# Words of models with a part besides the decoder, whose inputs and size the table does not give.
+_MORE_THAN_TEXT = re.compile(
+    r"vl|vlm|omni|audio|vision|multimodal|internvl\S*|ovis\S*|keye|llava\S*|minicpm-?v\S*|diffusiongemma|gme|llama-?4|scout"
+)
+_QUANTISED = re.compile(r"awq|gptq|qlora|bnb|hqq|int4|int8|nvfp4|mxfp4")
+
+
+def unfit(row: "Row") -> str | None:
+    """Why its model is none that rlflow plans for."""
+    name = row.model.lower()
+    if any(_MORE_THAN_TEXT.fullmatch(word) for word in re.split(r"[-_/() ]+", name)):
+        return "a model with more than a text decoder"
+    if _QUANTISED.search(name) or _QUANTISED.search(row.source_path.lower()):
+        return "quantised weights"
+    return None if model_of(row) is not None else "a model without figures"
+
+
+@cache
+def _cards() -> Mapping[frozenset[str], Architecture]:
+    """Architectures of conf/model by the words of their names that tell them apart."""
+    cards = {}
+    for file in sorted((CONF / "model").glob("*.yaml")):
+        card: Any = OmegaConf.to_container(OmegaConf.load(file))
+        if card.get("architecture"):
+            architecture = parse(Architecture, card["architecture"], str(file))
+            for name in (card.get("path") or "", *_ALIASES.get(file.stem, ())):
+                cards[frozenset(_words(name))] = architecture
+    return cards
+
+
+_ALIASES = {
+    "codellama_34b": ("llama-2-34b",),
+    "opt_13b": ("opt-13.2b",),
+    "deepseek_r1_distill_qwen_1_5b": ("deepscaler-1.5b",),
+}
+"""Other names of the same architecture."""
+
+
+def _words(name: str) -> set[str]:
+    """Of ``Qwen/Qwen2.5-7B-Instruct``: qwen2.5 and 7b."""
+    tail = name.lower().rsplit("/", 1)[-1].removesuffix(".md")
+    tail = re.sub(r"^(nvidia|meta)-", "", tail).replace("llama2", "llama-2").replace("llama3", "llama-3")
+    words = {word for word in re.split(r"[-_() ]+", tail) if word}
+    return {word for word in words if not re.fullmatch(r"instruct|base|chat|it|hf|v0\.\d|\d{4}|type", word)}
+
+
+def model_of(row: "Row") -> Architecture | None:
+    """The card of conf/model with the most words of its name in the row's model, and about its size.
+
+    Words that the card lacks, as of a fine-tuned model, do not matter: its size has to agree.
+    """
+    words = _words(row.model) | ({"v3"} if row.model.endswith("deepseek.md") else set())
+    for name, architecture in sorted(_cards().items(), key=lambda item: -len(item[0])):
+        size = row.params_b and architecture.num_parameters / 1e9 / row.params_b
+        if name <= words and (not size or 0.85 < size < 1.18):
+            return architecture
+    return None
+
+
+def gpu_of(row: "Row") -> Gpu | None:
+    """The card of conf/gpu of the row's type, with the row's own memory where no card has it."""
+    name = _bare_gpu(row.gpu_type)
+    matches = [gpu for stem, gpu in _gpus().items() if name and stem.startswith(name)]
+    size = row.gpu_mem_gb
+    near = [g for g in matches if not size or (g.memory_gib and abs(g.memory_gib / size - 1) < 0.1)]
+    if near:
+        return near[0]
+    # GB as sold are GiB, as far as the driver leaves them.
+    return Gpu(memory_gib=size * 0.99, source="the row") if size else None
+
+
+def _bare_gpu(name: str) -> str:
+    return re.split(r"[-_ ]", name.lower())[0]
+
+
+@cache
+def _gpus() -> Mapping[str, Gpu]:
+    cards = {}
+    for file in sorted((CONF / "gpu").glob("*.yaml")):
+        card: Any = OmegaConf.to_container(OmegaConf.load(file))
+        cards[file.stem.lower()] = parse(Gpu, card, str(file))
+    return cards

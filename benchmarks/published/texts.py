@@ -1,0 +1,67 @@
+"""How long a row's samples are, and the largest micro-batch that they make."""
+
+import re
+from typing import TYPE_CHECKING
+
+from benchmarks.published import libraries
+from rlflow.resources.lengths import Lengths
+
+if TYPE_CHECKING:
+    from benchmarks.published.rows import Row
+
+_TEXT_LENGTH, _LIMIT_TO_MEAN = 200.0, 10.0
+"""Mean tokens of a supervised sample where nothing is known of the data: those of Alpaca, or if that is more a tenth
+of the limit, shared by a micro-batch's sequences. Limits leave nearly all samples whole, and let the worst fit."""
+_ANSWER_SHARE = 0.3
+"""Of the limit, the mean length of sampled responses where it is not given."""
+
+
+def lengths_of(row: "Row") -> tuple[Lengths, Lengths, set[str]]:
+    """Of prompts and responses; supervised samples are one text, the response, after a prompt of one token."""
+    guessed = set()
+    total = row.max_total_len or (row.max_prompt_len or 0) + (row.max_response_len or 0) or None
+    if not row.rollout_engine and not row.max_response_len:
+        limit = float(total or 32768)
+        mean = row.mean_response_len or row.mean_prompt_len
+        if mean is None:
+            guessed.add("mean_response_len")
+            known = libraries.data_lengths(row)
+            sequences = (row.micro_batch_per_gpu or 1) * libraries.sequences_per_sample(row)
+            mean = max(_TEXT_LENGTH, (total or 0) / _LIMIT_TO_MEAN / sequences)
+            mean = min(sum(known) if known else mean, limit / 2)
+        return Lengths((1.0,)), Lengths.about(mean, limit), guessed
+    response_limit = float(row.max_response_len or total or 2048)
+    prompt_limit = float(row.max_prompt_len or (total or 4096) / 2)
+    average = re.search(r"average seq len \(prompt\+response\) ([\d,]+)", row.notes, re.I)
+    known = libraries.data_lengths(row)
+    prompt, response = row.mean_prompt_len, row.mean_response_len
+    if known and response is None:
+        prompt, response = known
+        guessed.add("mean_response_len")
+    if prompt is None:
+        prompt = min(150.0, prompt_limit / 2)
+    if response is None and average:
+        response = max(1.0, float(average[1].replace(",", "")) - prompt)
+    if response is None:
+        guessed.add("mean_response_len")
+        response = _ANSWER_SHARE * response_limit
+    return Lengths.about(prompt, prompt_limit), Lengths.about(response, response_limit), guessed
+
+
+def largest_micro_batch(row: "Row", prompts: Lengths, responses: Lengths, packed: bool) -> float:
+    """Tokens of the largest micro-batch that a GPU (its group) meets in a run."""
+    per_sample = libraries.sequences_per_sample(row)
+    sequences = (row.micro_batch_per_gpu or 1) * per_sample
+    limit = float(row.max_total_len or (row.max_prompt_len or 0) + (row.max_response_len or 0) or 32768)
+    if row.max_tokens_per_gpu and packed:
+        return float(libraries.tokens_per_group(row))
+    if packed and "packing" in row.text and not row.rollout_engine:
+        return limit * (row.micro_batch_per_gpu or 1)
+    if re.search(r"padded to|\d+k context", row.text):
+        return limit * sequences
+    mean = prompts.mean + responses.mean
+    if packed:
+        # Without padding: the sum of what is drawn, three standard deviations above its mean at most.
+        variance = responses.mean_square - responses.mean**2
+        return float(min(limit * sequences, max(mean * sequences + 3 * (variance * sequences) ** 0.5, mean)))
+    return float(min(limit, prompts.longest + responses.longest) * sequences)

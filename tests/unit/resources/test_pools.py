@@ -1,0 +1,100 @@
+"""Ways to share and sizes of pools, counted; and one pool's use."""
+
+import pytest
+
+from rlflow.errors import PlacementError
+from rlflow.resources.choices import Pool, Shortage
+from rlflow.resources.pools import PoolUse, partitions, sizes, use
+from rlflow.resources.site import site_of
+from tests.unit.resources.planning import SEVEN_B, cluster, demand, workload
+
+
+def test_all_ways_to_share_of_few_roles() -> None:
+    """Bell numbers: 1, 2, 5, 15."""
+    roles = ["actor", "critic", "reference", "rollout"]
+    for count, ways in ((1, 1), (2, 2), (3, 5), (4, 15)):
+        assert len(partitions([demand(role) for role in roles[:count]])) == ways
+
+
+def test_pins_of_company_are_kept() -> None:
+    demands = [demand("actor", colocate=("rollout",)), demand("rollout"), demand("reference", colocate=())]
+    assert partitions(demands) == [(("actor", "rollout"), ("reference",))]
+
+
+def test_the_ways_of_the_field_are_tried_for_many_roles() -> None:
+    names = ["actor", "critic", "rollout", "reference", "judge", "judge_2"]
+    found = partitions([demand(name) for name in names])
+    together = tuple(sorted(names))
+    rest = tuple(sorted(set(names) - {"rollout"}))
+    assert (together,) in found
+    assert (rest, ("rollout",)) in found
+    assert tuple((name,) for name in sorted(names)) in found
+
+
+def test_labels_keep_roles_apart() -> None:
+    demands = [demand("actor", label="a"), demand("rollout", label="b")]
+    assert partitions(demands) == [(("actor",), ("rollout",))]
+    with pytest.raises(PlacementError, match="differs"):
+        partitions([demand("actor", label="a", colocate=("rollout",)), demand("rollout")])
+
+
+def test_sizes() -> None:
+    assert list(sizes([None], 8)) == [(8,), (4,), (2,), (1,)]
+    assert list(sizes([None, None], 4)) == [(1, 3), (2, 2), (3, 1)]
+    assert (12, 4) in sizes([None, None], 16)
+    assert list(sizes([frozenset({4}), None], 16)) == [(4, 12)]
+    assert list(sizes([frozenset({4}), frozenset({12})], 16)) == [(4, 12)]
+    assert list(sizes([frozenset({4}), frozenset({16})], 16)) == []
+    assert all(sum(split) == 63 for split in sizes([None, None, None], 63))
+
+
+def pool(gpus: int, *roles: str, **wants: object) -> Pool:
+    on = cluster(8)
+    return Pool(
+        demands=tuple(demand(role, SEVEN_B, **wants) for role in roles),
+        gpus=gpus,
+        groups=lambda size: gpus // size,
+        site=site_of(on, None, {}),
+        largest_group=gpus,
+    )
+
+
+def used(gpus: int, *roles: str, longest: int = 4096, **wants: object) -> PoolUse | Shortage:
+    made = pool(gpus, *roles, **wants)
+    return use(made, workload(made.demands, longest=longest))
+
+
+def test_offload_only_where_nothing_fits_without() -> None:
+    """7B with 16 B a parameter: 114 GiB. Two GPUs hold it, one needs the optimizer elsewhere."""
+    two, one = used(2, "actor"), used(1, "actor")
+    assert isinstance(two, PoolUse)
+    assert isinstance(one, PoolUse)
+    assert two.choices["actor"].layout.offload == "none"
+    assert one.choices["actor"].layout.offload == "optimizer"
+
+
+def test_what_every_role_needs_beside_the_others_fits() -> None:
+    found = used(4, "actor", "reference", "rollout")
+    assert isinstance(found, PoolUse)
+    resting = {role: sum(choice.resting.values()) for role, choice in found.choices.items()}
+    for role, choice in found.choices.items():
+        beside = sum(gib for other, gib in resting.items() if other != role)
+        assert sum(choice.awake.values()) + beside <= 79.6
+
+
+def test_host_memory_bounds_what_sleeps_there() -> None:
+    from dataclasses import replace
+
+    roomy = pool(1, "actor")
+    narrow = replace(roomy, site=replace(roomy.site, host_gib=20.0))
+    work = workload(narrow.demands, longest=4096)
+    assert isinstance(use(roomy, work), PoolUse)
+    assert isinstance(use(narrow, work), Shortage)
+
+
+def test_longer_sequences_need_more_and_take_longer() -> None:
+    short, long = used(8, "actor", longest=2048), used(8, "actor", longest=16384)
+    assert isinstance(short, PoolUse)
+    assert isinstance(long, PoolUse)
+    assert sum(short.seconds.values()) < sum(long.seconds.values())
+    assert isinstance(used(1, "actor", longest=10**6), Shortage)

@@ -1,0 +1,69 @@
+"""List scheduling, against schedules worked out by hand."""
+
+import pytest
+
+from rlflow.resources.simulate import PARTS, simulate
+from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
+from tests.unit.resources.planning import task
+
+
+def of(node: str, kind: TaskKind, *after: str, role: str | None = None) -> Task:
+    return task(node, role or node, kind, *after)
+
+
+GRPO = Workload(
+    tasks=(
+        of("rollout", "generate"),
+        of("reference", "score", "rollout"),
+        of("actor", "update", "rollout", "reference"),
+    ),
+    copies=(WeightCopy(source="actor", target="rollout"),),
+)
+SECONDS = {"rollout": 10.0, "reference": 4.0, "actor": 8.0, "actor->rollout": 1.0}
+
+
+def test_on_one_pool_one_after_another() -> None:
+    schedule = simulate(GRPO, SECONDS, {"rollout": 0, "reference": 0, "actor": 0})
+    assert schedule.step_seconds == 23
+    assert schedule.idle_share(0) == 0
+    assert schedule.critical_path == ("rollout", "reference", "actor", "actor->rollout")
+
+
+def test_apart_each_waits_for_what_it_reads() -> None:
+    schedule = simulate(GRPO, SECONDS, {"rollout": 0, "reference": 1, "actor": 2})
+    assert schedule.step_seconds == 23
+    # The weight copy keeps both ends busy.
+    assert schedule.idle_share(0) == pytest.approx(12 / 23)
+    assert schedule.idle_share(1) == pytest.approx(19 / 23)
+    assert schedule.idle_share(2) == pytest.approx(14 / 23)
+
+
+def test_independent_tasks_run_at_the_same_time_on_pools_of_their_own() -> None:
+    tasks = (of("a", "score"), of("b", "score"), of("c", "update", "a", "b"))
+    seconds = {"a": 3.0, "b": 5.0, "c": 1.0}
+    apart = simulate(Workload(tasks=tasks), seconds, {"a": 0, "b": 1, "c": 0})
+    assert apart.step_seconds == 6
+    assert apart.critical_path == ("b", "c")
+    assert simulate(Workload(tasks=tasks), seconds, {"a": 0, "b": 0, "c": 0}).step_seconds == 9
+
+
+def test_a_task_that_streams_begins_with_parts() -> None:
+    """It ends a part's time after the last part is there, or when its own work is done from the first on."""
+    from dataclasses import replace
+
+    tasks = (of("write", "generate"), replace(of("judge", "score", "write"), streams=True))
+    short = simulate(Workload(tasks=tasks), {"write": 8.0, "judge": 4.0}, {"write": 0, "judge": 1})
+    assert short.step_seconds == pytest.approx(8 + 4 / PARTS)
+    long = simulate(Workload(tasks=tasks), {"write": 8.0, "judge": 40.0}, {"write": 0, "judge": 1})
+    assert long.step_seconds == pytest.approx(8 / PARTS + 40)
+    same = simulate(Workload(tasks=tasks), {"write": 8.0, "judge": 4.0}, {"write": 0, "judge": 0})
+    assert same.step_seconds == 12
+
+
+def test_host_tasks_keep_no_gpu_busy() -> None:
+    from dataclasses import replace
+
+    host = replace(of("reward", "host", "write"), role=None)
+    schedule = simulate(Workload(tasks=(of("write", "generate"), host)), {"write": 2.0, "reward": 1.0}, {"write": 0})
+    assert schedule.step_seconds == 3
+    assert schedule.idle_share(0) == pytest.approx(1 / 3)
