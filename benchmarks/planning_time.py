@@ -16,7 +16,7 @@ from rlflow.compiler.graph import wire
 from rlflow.compiler.lower import Requirements, lower
 from rlflow.compiler.plan import compile_recipe
 from rlflow.compose import cluster_named
-from rlflow.resources.planner import Search
+from rlflow.resources.search.planner import Search
 from rlflow.resources.workload import WeightCopy, Workload
 
 _REPEATS = 5
@@ -38,11 +38,10 @@ def ten_roles() -> Requirements:
     given = lower(recipe, wire(recipe))
     demands = {demand.role: demand for demand in given.demands}
     tasks = {task.role: task for task in given.workload.tasks if task.role}
-    kinds = {"actor": ("actor", "actor_2", "critic"), "rollout": ("rollout", "rollout_2", "rollout_3")}
-    kinds["reference"] = ("reference", "reference_2", "judge", "judge_2")
-    written = tuple(kinds["rollout"])
-    scored = tuple(kinds["reference"])
-    after = {"rollout": (), "reference": written, "actor": (*written, *scored)}
+    written = ("rollout", "rollout_2", "rollout_3")
+    scored = ("reference", "reference_2", "judge", "judge_2")
+    kinds = {"rollout": written, "reference": scored, "actor": ("actor", "actor_2", "critic")}
+    after: dict[str, tuple[str, ...]] = {"rollout": (), "reference": written, "actor": (*written, *scored)}
     return Requirements(
         demands=tuple(replace(demands[of], role=role) for of, roles in kinds.items() for role in roles),
         workload=Workload(

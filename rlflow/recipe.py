@@ -13,6 +13,7 @@ from rlflow.errors import RecipeError, below
 from rlflow.resources.layout import Resources
 from rlflow.resources.model import Architecture, Count, check
 from rlflow.resources.model_config import architecture_of_path
+from rlflow.resources.past_run import lengths_of_run
 from rlflow.schema import Section, parse
 
 Size = Annotated[float, Ge(0)]
@@ -112,7 +113,10 @@ Expected = Annotated[float, Gt(0)] | tuple[float, ...] | Literal["auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class Expect(Section):
-    """What planning reckons with. A mean, or lengths that are equally likely; neither changes the run."""
+    """What planning reckons with: a mean, or lengths that are equally likely. It does not change the run.
+
+    In a file ``response_tokens`` may name the folder of a past run, whose lengths are then taken.
+    """
 
     prompt_tokens: Expected = "auto"
     response_tokens: Expected = "auto"
@@ -144,6 +148,9 @@ def load(config: DictConfig, recipe_named: Callable[[str], Mapping[str, Any]]) -
         if isinstance(model, dict) and isinstance(model.get("recipe"), str):
             with below(f"models.{name}"):
                 model["recipe"] = recipe_named(model["recipe"])
+    expect = mapping.get("expect")
+    if isinstance(expect, dict) and isinstance(folder := expect.get("response_tokens"), str) and folder != "auto":
+        expect["response_tokens"] = list(lengths_of_run(folder, "expect.response_tokens"))
     return _with_architectures(recipe_from(mapping))
 
 

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "data": {"errors", "plugins", "batch", "recipe"},
     "compiler": {"errors", "plugins", "schema", "batch", "resources", "recipe", "engines", "nodes"},
     "compose": {"errors", "schema", "resources", "recipe"},
-    "runtime": {"errors", "batch", "recipe", "engines", "nodes", "data", "compiler"},
+    "runtime": {"errors", "batch", "resources", "recipe", "engines", "nodes", "data", "compiler"},
     "report": {"compiler", "runtime"},
     "cli": {"errors", "resources", "compiler", "compose", "runtime", "report"},
     "__init__": {"resources", "recipe", "compiler", "compose", "runtime", "report"},

@@ -43,8 +43,9 @@ class Batch:
 
 
 def is_full(row: Row) -> bool:
-    """Supervised samples fill the limit: they are packed to it, or the text calls it their context."""
-    return bool(re.search(r"pack|\d+k context|megatron/benchmark|long_text", row.text)) and not row.rollout_engine
+    """Supervised samples fill the limit: ms-swift packs before it counts, or the text calls the limit their context."""
+    named = re.search(r"pack" if "swift" in row.system else "packed samples", row.text)
+    return bool(named or re.search(r"\d+k context|long_text", row.text)) and not row.rollout_engine
 
 
 def is_compared(row: Row) -> bool:

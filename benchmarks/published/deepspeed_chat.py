@@ -16,6 +16,8 @@ from rlflow.resources.time import gather_seconds, padded_generation, scoring, sy
 # step3_rlhf_finetuning/BenckmarkSetting.md: 264,292 samples of 256 + 256 tokens, at most 1024 a step, else as many as
 # memory allows. The README's 131.9k queries are half of that; its 135 million tokens are not.
 _EPOCH_SAMPLES, _EPOCH_LENGTH, _EPOCH_BATCH = 264_292, 256, 1024
+# The largest micro-batch of DeepSpeed-Chat in the comparison (benchmark/README.md).
+_COMPARED_MICRO_BATCH = 8
 # Kernels of DeepSpeed's inference injection are few, but launched one by one; of a layer's forward pass.
 _INJECTED_LAYER_S = 0.15e-3
 
@@ -37,7 +39,7 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
     length = float(_EPOCH_LENGTH if epoch else COMPARED_LENGTH)
     fixed = Lengths((length,))
     critic = critic_of(case)
-    most = max(1, _EPOCH_BATCH // gpus)
+    most = max(1, min(_EPOCH_BATCH // gpus, _EPOCH_BATCH if epoch else _COMPARED_MICRO_BATCH))
     train, each, width = _largest(case, critic, 2 * length, most, whole=epoch)
     made = padded_generation(
         model,
@@ -54,10 +56,12 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
     minibatches = 1 if epoch else ceil(each * gpus / COMPARED_BATCH)
 
     def score(of: Architecture) -> float:
-        return scoring(of, train, speed, tokens=tokens, length=2 * length).seconds
+        return scoring(of, train, speed, tokens=tokens, length=2 * length, flash=False).seconds
 
     def update(of: Architecture, layout: Layout) -> float:
-        return training(of, layout, speed, tokens=tokens, length=2 * length, minibatches=minibatches).seconds
+        return training(
+            of, layout, speed, tokens=tokens, length=2 * length, minibatches=minibatches, flash=False
+        ).seconds
 
     small = replace(train, offload="none" if epoch else train.offload)
     parts = {

@@ -17,10 +17,10 @@ HUGGING_FACE_FP32 = replace(HUGGING_FACE, weights=4, gradients=4, optimizer=8, s
 """TRL's default, and what LLaMA-Factory casts trained parameters to: fp32, computed in bf16 by autocast."""
 FSDP_FOREACH = replace(FSDP2, step=4)
 """AdamW as torch has it by default. NeMo-RL sets ``foreach: False``, which DTensor needs."""
-VERL_LOGITS, OPENRLHF_LOGITS, NEMO_LOGITS = 6, 10, 14
+VERL_LOGITS, OPENRLHF_LOGITS, LOGPROB_LOGITS = 6, 10, 14
 """verl (workers/actor/dp_actor.py): bf16 logits, and their gradients by the kernel for cross-entropy and by the
-entropy. OpenRLHF: the same kernel on fp32 logits besides those in bf16. NeMo-RL: fp32 log-softmax of each
-tensor-parallel rank's share, its exponential and gradients."""
+entropy. OpenRLHF: the same kernel on fp32 logits besides those in bf16. NeMo-RL, and others' sampling on Megatron:
+log-softmax of each tensor-parallel rank's share in fp32, its exponential and gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def _training(row: "Row") -> tuple[Training, int, Offload]:
     # ms-swift and verl name so what they move away while generating; DeepSpeed's own offloading is in the sharding.
     parks = "swift" in system or verl or "slime" in system
     if family == "fsdp":
-        training = replace(FSDP2, logits=NEMO_LOGITS) if nemo else FSDP_FOREACH
+        training = replace(FSDP2, logits=LOGPROB_LOGITS) if nemo else FSDP_FOREACH
         training = replace(training, logits=VERL_LOGITS) if verl else training
         return training, 3, "weights" if row.param_offload and not parks else "none"
     if family == "deepspeed":
@@ -102,7 +102,9 @@ def _training(row: "Row") -> tuple[Training, int, Offload]:
         return training, int(stage[1]) if stage else 3, kind
     if family == "megatron":
         # NeMo-RL reduces bf16 gradients (grad_reduce_in_fp32: false); the others keep Megatron's fp32 main gradients.
-        training = replace(MEGATRON, gradients=2, logits=NEMO_LOGITS) if nemo else MEGATRON
+        training = replace(MEGATRON, gradients=2) if nemo else MEGATRON
+        if nemo or row.rollout_engine:
+            training = replace(training, logits=LOGPROB_LOGITS)
         # optimizer_cpu_offload holds during the step too.
         return training, 1, "optimizer" if row.optim_offload and not (verl or "slime" in system) else "none"
     fp32 = bool(re.search(r"trl|llama-?factory", system)) and not (row.lora_rank and "factory" in system)

@@ -14,6 +14,7 @@ from rlflow.resources.memory import (
     asleep_terms,
     generate_memory,
     state_terms,
+    sync_terms,
     update_terms,
     usable_gib,
 )
@@ -31,6 +32,8 @@ class Prediction:
     """Of a training GPU at its fullest, with what stays on it of others."""
     generate: Terms | None
     """Of a generating GPU likewise."""
+    sync: Terms | None
+    """Of a GPU that both use, while weights go from one to the other."""
     has_room: bool
     """The engine's weights fit into its share."""
     limit: float | None
@@ -44,8 +47,8 @@ class Prediction:
     def fits(self) -> bool:
         """Only of a case whose GPU is known."""
         assert self.limit is not None
-        generating = sum(self.generate.values()) if self.generate is not None else 0.0
-        return max(self.update_gib, generating) <= self.limit and self.has_room
+        others = [sum(terms.values()) for terms in (self.generate, self.sync) if terms is not None]
+        return max(self.update_gib, *others, 0.0) <= self.limit and self.has_room
 
 
 def predict(case: Case) -> Prediction:
@@ -54,7 +57,7 @@ def predict(case: Case) -> Prediction:
     update = dict(update_terms(model, case.train, case.training, tokens))
     others = _others(case)
     update |= others
-    generate, has_room = None, True
+    generate, sync, has_room = None, None, True
     if case.rollout is not None and case.memory_gib and library.serves_with_share:
         share = case.rollout.gpu_memory_utilization or library.utilization
         engine = generate_memory(
@@ -75,9 +78,11 @@ def predict(case: Case) -> Prediction:
                 policy |= state_terms(model, case.train, resting)
             generate |= {f"resting {name}": gib for name, gib in policy.items()}
             left = asleep_terms(True, model) if library.engine_sleeps else engine.terms
+            if case.training.lora_rank is None:  # with adapters the engine has the rest already
+                sync = sync_terms(model, case.train, case.training, case.rollout, weight_bytes=library.engine_bytes)
             update |= {f"engine {name}": gib for name, gib in left.items()}
     limit = usable_gib(case.memory_gib) if case.memory_gib else None
-    return Prediction(update, generate, has_room, limit)
+    return Prediction(update, generate, sync, has_room, limit)
 
 
 def _others(case: Case) -> dict[str, float]:

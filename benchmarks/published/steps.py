@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from benchmarks.published.batches import Batch, batch_of, is_full
+from benchmarks.published.batches import Batch, batch_of, is_compared, is_full
 from benchmarks.published.rows import Case, Row, model_of
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory import generate_memory, state_terms
@@ -20,9 +20,12 @@ from rlflow.resources.time import (
     training,
 )
 
-
 # Of a GPU's memory, for weights, gradients and optimizer; the rest is for activations and logits.
 _STATE_SHARE = 0.85
+# Of a module under ZeRO-3: Python, and a gather of few bytes.
+_HOOK_S = 0.7e-3
+# An engine falls asleep in 1.5 s, by vLLM's own log, wakes in as much, and its weights are copied.
+_WAKE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ def unfit(case: Case) -> str | None:
         return "with generation of which the row says nothing"
     if row.rollout_engine and case.rollout is None:
         return "no GPUs for generating"
-    if batch_of(case) is None and case.library.serves_with_share:
+    if batch_of(case) is None and not row.rollout_engine.startswith("ds"):
         return "no size of a step"
     if not row.rollout_engine and not is_full(row) and "mean_response_len" in case.assumed:
         return "lengths of supervised data unknown"
@@ -89,12 +92,19 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
         ).seconds
 
     parts = {"training": update(case.model), "scoring": _scored(case.row) * score(case.model)}
+    if case.model.num_experts and "deepspeed" in case.row.train_backend and train.zero_stage == 3:
+        # transformers' experts are modules of their own until its version 5, each gathered and released by hooks:
+        # forward, recomputed and backward.
+        micro_batches = max(1, round(batch.tokens / train.data_parallel_size / train.micro_batch_tokens))
+        parts["hooks"] = 3 * micro_batches * _tensors(case.model) * _HOOK_S
     if case.row.algorithm.lower() == "ppo" and case.row.rollout_engine:
         critic = critic_of(case)
         parts |= {"critic": update(critic), "values and rewards": 2 * score(critic)}
     if case.rollout is None:
         return Step(parts, assumed=case.assumed)
     parts |= _generates(case, batch, speed)
+    if case.colocated and case.library.engine_sleeps:
+        parts["wake"] = _WAKE_S
     if case.colocated and case.library.parks_policy:
         state = sum(state_terms(case.model, train, case.training).values()) * GIB
         parts["offload"] = 2 * offload_seconds(state)
@@ -121,17 +131,19 @@ def _generates(case: Case, batch: Batch, speed: Speed) -> dict[str, float]:
             responses=batch.responses,
         )
         return {"generation": made.seconds}
+    ahead = 1 if case.colocated else max(1, _steps_ahead(row))
     weight_bytes = case.library.engine_bytes
     engine = generate_memory(case.model, layout, case.memory_gib, weight_bytes=weight_bytes)
     made = generation(
         case.model,
         layout,
         speed,
-        sequences=each,
+        sequences=each * ahead,
         group_size=batch.group_size,
         prompts=batch.prompts,
         responses=batch.responses,
         kv_tokens=max(engine.kv_tokens, batch.prompts.mean + batch.responses.longest),
+        max_num_seqs=_at_once(case, layout),
         engines=engines,
         weight_bytes=weight_bytes,
     )
@@ -143,10 +155,11 @@ def _generates(case: Case, batch: Batch, speed: Speed) -> dict[str, float]:
         same_gpus=case.colocated,
         tensors=_tensors(case.model),
     )
-    if _steps_ahead(row) > 1 and not case.colocated:
+    if ahead > 1:
         # Others take the places of what has ended: there is no tail.
         rate = engines * made.engine_tokens_per_second
-        return {"generation": batch.samples * batch.responses.mean / rate + made.prefill_seconds, "sync": synced}
+        prefill = made.prefill_seconds / ahead
+        return {"generation": batch.samples * batch.responses.mean / rate + prefill, "sync": synced}
     return {"generation": made.seconds, "sync": synced}
 
 
@@ -187,6 +200,17 @@ def _wide_enough(case: Case, layout: Layout) -> Layout:
     return replace(layout, tensor_parallel_size=size, data_parallel_size=max(1, gpus // size))
 
 
+def _at_once(case: Case, layout: Layout) -> int:
+    """Sequences that an engine is given. In the time of its comparison with DeepSpeed-Chat, every rank of OpenRLHF's
+    actor, on half of the training GPUs, waited for a micro-batch of its own (trainer/ppo_utils/experience_maker.py).
+    """
+    row = case.row
+    if "openrlhf" in row.system.lower() and (is_compared(row) or row.source_path.startswith("benchmark/")):
+        ranks = max(1, case.train.num_gpus // 2)
+        return max(1, ranks * (row.micro_batch_per_gpu or 16) // layout.data_parallel_size)
+    return 1024
+
+
 def _tensors(model: Architecture) -> int:
     """Of the file: about nine of a layer, and three of each expert."""
     return 9 * model.num_hidden_layers + 3 * model.num_sparse_layers * (model.num_experts or 0)
@@ -200,6 +224,8 @@ def _scored(row: Row) -> float:
         return 1 if algorithm in ("dpo", "kto") and not row.lora_rank else 0
     if "nemo" in system:
         return 2  # policy and reference (nemo_rl/algorithms/grpo.py)
+    if "verl" in system and row.placement == "disaggregate" and re.search(r"fully.async", row.text):
+        return 0  # the engine's own logprobs are the old ones
     reference = 0 if algorithm in ("dapo", "rloo", "reinforce++") or "areal" in system or "trl" in system else 1
     # TRL's GRPO takes the first update's own logprobs for the old ones.
     return reference + (0 if "trl" in system else 1)

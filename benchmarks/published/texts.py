@@ -1,6 +1,8 @@
 """How long a row's samples are, and the largest micro-batch that they make."""
 
 import re
+from math import exp
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from benchmarks.published import libraries
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
 _TEXT_LENGTH, _LIMIT_TO_MEAN = 200.0, 10.0
 """Mean tokens of a supervised sample where nothing is known of the data: those of Alpaca, or if that is more a tenth
 of the limit, shared by a micro-batch's sequences. Limits leave nearly all samples whole, and let the worst fit."""
+_SPREAD, _SAMPLES = 0.8, 256
+"""Of the logarithm of texts' lengths, and how many stand for a data set: the longest is the longest of so many."""
 _ANSWER_SHARE = 0.3
 """Of the limit, the mean length of sampled responses where it is not given."""
 
@@ -29,7 +33,7 @@ def lengths_of(row: "Row") -> tuple[Lengths, Lengths, set[str]]:
             sequences = (row.micro_batch_per_gpu or 1) * libraries.sequences_per_sample(row)
             mean = max(_TEXT_LENGTH, (total or 0) / _LIMIT_TO_MEAN / sequences)
             mean = min(sum(known) if known else mean, limit / 2)
-        return Lengths((1.0,)), Lengths.about(mean, limit), guessed
+        return Lengths((1.0,)), _texts(mean, limit), guessed
     response_limit = float(row.max_response_len or total or 2048)
     prompt_limit = float(row.max_prompt_len or (total or 4096) / 2)
     average = re.search(r"average seq len \(prompt\+response\) ([\d,]+)", row.notes, re.I)
@@ -45,7 +49,16 @@ def lengths_of(row: "Row") -> tuple[Lengths, Lengths, set[str]]:
     if response is None:
         guessed.add("mean_response_len")
         response = _ANSWER_SHARE * response_limit
-    return Lengths.about(prompt, prompt_limit), Lengths.about(response, response_limit), guessed
+    return _texts(prompt, prompt_limit), Lengths.about(response, response_limit), guessed
+
+
+def _texts(mean: float, limit: float) -> Lengths:
+    """Of texts that people wrote, log-normal around ``mean``. What is longer than ``limit`` is cut."""
+    normal = NormalDist()
+    median = mean / exp(_SPREAD**2 / 2)
+    quantiles = (normal.inv_cdf((index + 0.5) / _SAMPLES) for index in range(_SAMPLES))
+    lengths = (median * exp(_SPREAD * quantile) for quantile in quantiles)
+    return Lengths(tuple(min(limit, max(1.0, length)) for length in lengths))
 
 
 def largest_micro_batch(row: "Row", prompts: Lengths, responses: Lengths, packed: bool) -> float:

@@ -12,10 +12,11 @@ from rlflow.compiler.lower import Requirements, lower
 from rlflow.errors import RecipeError
 from rlflow.recipe import Recipe, recipe_from, to_yaml
 from rlflow.resources.cluster import Cluster, cluster_from
-from rlflow.resources.infeasible import explain
 from rlflow.resources.layout import Layout, Resources
-from rlflow.resources.planner import Bundle, RolePlacement, Search, Worker
-from rlflow.resources.prediction import Prediction, predict
+from rlflow.resources.placement import Bundle, RolePlacement, Worker
+from rlflow.resources.search.infeasible import explain
+from rlflow.resources.search.planner import Search
+from rlflow.resources.search.prediction import Prediction, predict
 from rlflow.resources.speed import Calibration
 from rlflow.resources.workload import WeightCopy
 from rlflow.schema import parse

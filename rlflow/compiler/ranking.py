@@ -7,7 +7,7 @@ from rich import box
 from rich.table import Table
 
 from rlflow.compiler.render import seconds
-from rlflow.resources.prediction import Prediction
+from rlflow.resources.search.prediction import Prediction
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,10 @@ class Host(Section):
     labels: tuple[str, ...] = ()
     """What a role may ask of its hosts."""
 
+    def has(self, label: str | None) -> bool:
+        """A kind of GPU is a label, too."""
+        return label is None or label in self.labels or label == self.gpu
+
     @property
     def usable(self) -> tuple[int, ...]:
         """Ids of the GPUs that roles may use, ascending."""
@@ -72,8 +76,8 @@ class Cluster(Section):
         return "+".join(f"{count}x{gpus}@{gpu}" for count, gpus, gpu in runs)
 
     def hosts_with(self, label: str | None) -> tuple[Host, ...]:
-        """The hosts that have the label; None: all."""
-        return tuple(host for host in self.hosts if label is None or label in host.labels)
+        """The hosts that have the label, or are of this kind of GPU; None: all."""
+        return tuple(host for host in self.hosts if host.has(label))
 
     def memory_gib(self, host: Host) -> float | None:
         """Of each of the host's GPUs."""

@@ -36,6 +36,7 @@ __all__ = [
     "host_terms",
     "score_terms",
     "state_terms",
+    "sync_terms",
     "update_terms",
     "usable_gib",
 ]
@@ -49,6 +50,9 @@ DRIVER_GIB = 0.5
 FRAGMENTATION = 0.12
 # A communicator of NCCL: its channels' buffers, 2 x 4 MiB for each of about 24 channels.
 NCCL_COMMUNICATOR_GIB = 0.2
+# All-to-all between the GPUs of experts has buffers for every peer: 4 channels, both ways, of about 5 MiB (4 MiB of
+# NCCL_BUFFSIZE, and those of the protocols for short messages). Over 10 GB with some hundred peers.
+NCCL_PEER_GIB = 0.04
 
 
 def usable_gib(memory_gib: float) -> float:
@@ -180,9 +184,8 @@ def process_terms(layout: Layout) -> dict[str, float]:
             layout.sequence_parallel_size,
         )
     )
-    # All-to-all between the GPUs of experts holds buffers for every peer.
-    experts = NCCL_COMMUNICATOR_GIB * (layout.expert_parallel_size**0.5 if layout.expert_parallel_size > 1 else 0)
-    return {"nccl": NCCL_COMMUNICATOR_GIB * ways + experts, "context": CONTEXT_GIB}
+    peers = layout.expert_parallel_size if layout.expert_parallel_size > 1 else 0
+    return {"nccl": NCCL_COMMUNICATOR_GIB * ways + NCCL_PEER_GIB * peers, "context": CONTEXT_GIB}
 
 
 @dataclass(frozen=True)
@@ -234,6 +237,21 @@ def asleep_terms(serves: bool, model: Architecture | None = None) -> dict[str, f
     if not serves:
         return {"context": CONTEXT_GIB}
     return {"context": CONTEXT_GIB, "nccl": NCCL_COMMUNICATOR_GIB, "graphs": _graphs(model)}
+
+
+def sync_terms(
+    model: Architecture, layout: Layout, training: Training, engine: Layout | None = None, *, weight_bytes: float = 2
+) -> dict[str, float]:
+    """Of a trained role while its weights go to an engine that follows it: the weights, and its largest layer or an
+    end of the model whole, in the engine's type. With ``engine``, that one is on the same GPUs: its weights and graphs
+    are there, its room for keys and values is taken afterwards."""
+    largest = max(max(stage.layer, stage.ends) for stage in stages(model, layout)) * layout.tensor_parallel_size
+    terms = {"weights": state_terms(model, layout, training)["weights"], "gathered": weight_bytes * largest / GIB}
+    if engine is not None:
+        terms["engine"] = weight_bytes * max(stage.dense + stage.experts for stage in stages(model, engine)) / GIB
+        terms["graphs"] = _graphs(model)
+        terms |= {f"engine {name}": gib for name, gib in process_terms(engine).items()}
+    return terms | process_terms(layout)
 
 
 def host_terms(

@@ -72,7 +72,7 @@ class Stage:
 
 
 def stages(model: Architecture, layout: Layout) -> Iterator[Stage]:
-    """The first and the last, one of which is the fullest."""
+    """The first and the last, one of which is the fullest; the only one without pipeline parallelism."""
     tensor, experts = layout.tensor_parallel_size, layout.expert_parallel_size
     count = layout.pipeline_parallel_size
     embedding, head = model.embedding_parameters / tensor, model.head_parameters / tensor
@@ -82,7 +82,7 @@ def stages(model: Architecture, layout: Layout) -> Iterator[Stage]:
     between = model.num_parameters - model.embedding_parameters - model.head_parameters - model.num_expert_parameters
     dense_layer = between / model.num_hidden_layers / tensor
     most = ceil(model.num_hidden_layers / count)
-    for last in (False, True):
+    for last in (False, True) if count > 1 else (True,):
         layers = most if not last else max(1, model.num_hidden_layers - most * (count - 1))
         ends = embedding + head if count == 1 else (head or embedding) if last else embedding
         yield Stage(

@@ -20,10 +20,10 @@ _PINNED, _PAGEABLE = 20e9, 6e9
 # Bytes a second of an object store that copies into shared memory and sends over TCP, and seconds of each object.
 _STORE, _STORE_OBJECT_S = 1.5e9, 5e-3
 # On the controller, in Python: a step, and collecting, decoding, scoring by rule and packing each sample. Published
-# logs of steps of 2048 samples have 4 s of it (NeMo-RL, pull request 1052).
+# logs of NeMo-RL have 4 s of it in a step of 66 s.
 _HOST_STEP_S, _HOST_SAMPLE_S = 0.1, 2e-3
-# Of a copy of weights, whatever their size: engines that wake, barriers. And of each tensor of the file's form: gathered,
-# renamed, looked up and copied into the engine's form; a model with experts has tens of thousands.
+# Of a copy of weights, whatever their size: engines that wake, barriers. And of each tensor of the file's form, to be
+# gathered, renamed, looked up and copied into the engine's form; a model with experts has tens of thousands.
 _SYNC_S, _SYNC_TENSOR_S = 1.0, 0.7e-3
 
 
@@ -51,6 +51,7 @@ def training(
     gradient_bytes: float = 2,
     fused_layers: bool = False,
     fused_loss: bool = False,
+    flash: bool = True,
     adapters: bool = False,
 ) -> Pass:
     """Forward, backward (twice that) and optimizer over ``tokens`` of sequences of ``length``, in all ranks together.
@@ -69,6 +70,7 @@ def training(
         minibatches=minibatches,
         gradient_bytes=0 if adapters else gradient_bytes,
         fused=fused_layers,
+        flash=flash,
         logit_bytes=8 if fused_loss else 24,
     )
     if adapters:
@@ -88,7 +90,14 @@ def training(
 
 
 def scoring(
-    model: Architecture, layout: Layout, speed: Speed, *, tokens: float, length: float, fused_layers: bool = False
+    model: Architecture,
+    layout: Layout,
+    speed: Speed,
+    *,
+    tokens: float,
+    length: float,
+    fused_layers: bool = False,
+    flash: bool = True,
 ) -> Pass:
     """A forward pass over ``tokens``."""
     return _passes(
@@ -102,6 +111,7 @@ def scoring(
         minibatches=1,
         gradient_bytes=0,
         fused=fused_layers,
+        flash=flash,
         logit_bytes=12,
     )
 
@@ -118,6 +128,7 @@ def _passes(
     minibatches: int,
     gradient_bytes: float,
     fused: bool,
+    flash: bool,
     logit_bytes: float,
 ) -> Pass:
     """``forward`` and ``backward`` in forward passes' worth of arithmetic; ``logit_bytes`` are moved for each logit."""
@@ -128,7 +139,7 @@ def _passes(
     share = tokens / layout.data_parallel_size / efficiency.balance
     micro_batches = max(minibatches, ceil(share / layout.micro_batch_tokens))
     here = share / micro_batches / sequence
-    arithmetic = (forward + backward) * work_of(model).seconds(speed, here, length, fused=fused)
+    arithmetic = (forward + backward) * work_of(model).seconds(speed, here, length, fused=fused, flash=flash)
     compute = arithmetic / (width * stages) + here * model.vocab_size * logit_bytes / width / speed.memory
     launch = efficiency.train_layer_s * (0.5 if fused else 1.0)
     launch += efficiency.expert_layer_s * model.num_sparse_layers / model.num_hidden_layers

@@ -17,20 +17,24 @@ class Work:
     """For each key that a query attends to, over all layers."""
     moved_bytes: float
     """That elementwise kernels read and write, each kernel of its own."""
+    matrix_bytes: float
+    """That attention reads and writes for each key, over all layers, where it keeps its whole matrix."""
     model: Architecture
 
     def flops(self, tokens: float, length: float) -> float:
         """Of ``tokens`` of sequences of ``length``."""
         return tokens * (self.dense_flops + self.expert_flops + self.key_flops * self.model.attention_span(length))
 
-    def seconds(self, speed: Speed, tokens: float, length: float, *, fused: bool = False) -> float:
-        """On one GPU with room for it. Fused kernels move half as much."""
+    def seconds(self, speed: Speed, tokens: float, length: float, *, fused: bool = False, flash: bool = True) -> float:
+        """On one GPU with room for it. Fused kernels move half as much. Without ``flash`` attention, every query is
+        multiplied with every key, and the matrix goes through memory.
+        """
         efficiency = speed.efficiency
-        attention = self.key_flops * self.model.attention_span(length) / efficiency.attention
-        flops = (
-            self.dense_flops + self.expert_flops / (efficiency.expert_matmul * efficiency.expert_balance) + attention
-        )
-        return tokens * (flops / speed.matmul + self.moved_bytes * (0.5 if fused else 1.0) / speed.memory)
+        span = self.model.attention_span(length) if flash else length
+        attention = self.key_flops * span / efficiency.attention
+        experts = self.expert_flops / (efficiency.expert_matmul * efficiency.expert_balance)
+        moved = self.moved_bytes * (0.5 if fused else 1.0) + (0 if flash else self.matrix_bytes * length)
+        return tokens * ((self.dense_flops + experts + attention) / speed.matmul + moved / speed.memory)
 
 
 @lru_cache(maxsize=256)
@@ -54,5 +58,7 @@ def work_of(model: Architecture) -> Work:
         expert_flops=2 * experts,
         key_flops=2.0 * model.num_hidden_layers * (model.query_width + model.output_width),
         moved_bytes=2.0 * model.num_hidden_layers * values,
+        # Scores, their sum with the mask, softmax by way of fp32: written and read.
+        matrix_bytes=16.0 * model.num_hidden_layers * model.num_attention_heads,
         model=model,
     )

@@ -12,6 +12,7 @@ from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.errors import EngineError, UserError, below
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward import Reward
+from rlflow.resources.past_run import QUANTILES
 
 
 def run_graph(
@@ -76,7 +77,10 @@ def summary(outputs: Mapping[str, Any]) -> dict[str, float]:
         elif isinstance(output, Rewards):
             metrics[f"{name}/mean"] = float(np.mean(output.values, dtype=np.float64))
         elif isinstance(output, Rollouts):
-            metrics[f"{name}/length_mean"] = float(np.mean(output.response_ids.lengths))
-            metrics[f"{name}/length_max"] = int(np.max(output.response_ids.lengths))
+            lengths = output.response_ids.lengths
+            metrics[f"{name}/length_mean"] = float(np.mean(lengths))
+            for quantile in QUANTILES:
+                metrics[f"{name}/length_p{quantile}"] = float(np.percentile(lengths, quantile))
+            metrics[f"{name}/length_max"] = int(np.max(lengths))
             metrics[f"{name}/finished"] = float(np.mean(output.finished))
     return metrics

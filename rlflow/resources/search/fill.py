@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise, product
 from math import prod
 from typing import TYPE_CHECKING
 
-from rlflow.resources.cluster import Cluster, Host
+from rlflow.resources.cluster import Cluster
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, CpSolver, IntVar, LinearExprT
@@ -44,8 +44,6 @@ class PoolRequest:
     """How many; None: as many as there can be, and one at least."""
     label: str | None = None
     """Only hosts with this label."""
-    gpu: str | None = None
-    """Only hosts with this kind of GPU."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def fill(pools: Sequence[PoolRequest], cluster: Cluster) -> list[list[tuple[str,
     ordered = sorted(pools, key=lambda pool: (pool.units is None, pool.name))
     assert len({pool.name for pool in pools}) == len(pools), "names tell pools apart"
     assert all(pool.units is not None for pool in ordered[:-1]), "one pool at most is open"
-    rooms = [_Room(len(host.usable), tuple(_allowed(pool, host) for pool in ordered)) for host in cluster.hosts]
+    rooms = [_Room(len(host.usable), tuple(host.has(pool.label) for pool in ordered)) for host in cluster.hosts]
     counts = _count(ordered, rooms)
     if counts is None:
         return None
@@ -82,10 +80,6 @@ def fill(pools: Sequence[PoolRequest], cluster: Cluster) -> list[list[tuple[str,
                 groups = sorted(_take(free, pool.unit) for _ in range(units))
                 shares[pool.name].append((host.name, tuple(gpu for group in groups for gpu in group)))
     return [shares[pool.name] for pool in pools]
-
-
-def _allowed(pool: PoolRequest, host: Host) -> bool:
-    return (pool.label is None or pool.label in host.labels) and pool.gpu in (None, host.gpu)
 
 
 def _take(free: list[int], unit: int) -> list[int]:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlflow.resources.simulate import PARTS, simulate
+from rlflow.resources.search.simulate import PARTS, simulate
 from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
-from tests.unit.resources.planning import task
+from tests.unit.resources.search.planning import task
 
 
 def of(node: str, kind: TaskKind, *after: str, role: str | None = None) -> Task:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlflow.resources.prediction import Prediction, describe, predict
-from tests.unit.resources.planning import SEVEN_B, cluster, demand, search
+from rlflow.resources.search.prediction import Prediction, describe, predict
+from tests.unit.resources.search.planning import SEVEN_B, cluster, demand, search
 
 
 def predicted(longest: int = 4096, hosts: int = 1, samples: int = 1024) -> Prediction:

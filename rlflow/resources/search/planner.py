@@ -7,16 +7,18 @@ taken, and then the one that crosses fewer hosts.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rlflow.errors import PlacementError
-from rlflow.resources.choices import Choice, Pool, Shortage
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.demand import Demand
-from rlflow.resources.fill import PoolRequest, fill
 from rlflow.resources.layout import Layout
-from rlflow.resources.pools import Partition, PoolUse, partitions, sizes, use
-from rlflow.resources.simulate import Schedule, simulate
-from rlflow.resources.site import Site, site_of
+from rlflow.resources.placement import RolePlacement, Share, workers
+from rlflow.resources.search.fill import PoolRequest, fill
+from rlflow.resources.search.pool import Choice, Pool, Shortage
+from rlflow.resources.search.pools import Partition, PoolUse, partitions, sizes, use
+from rlflow.resources.search.simulate import Schedule, simulate
+from rlflow.resources.search.site import Site, site_of
 from rlflow.resources.speed import Calibration
 from rlflow.resources.time import sync_seconds
 from rlflow.resources.workload import Workload
@@ -27,30 +29,6 @@ _PLACED = 6
 _SAME = 1.01
 # Rewards and advantages on the controller, a sample.
 _HOST_TASK_S = 50e-6
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """The resources of one worker's share: one GPU."""
-
-    host: str
-    gpu: int
-
-
-@dataclass(frozen=True)
-class Worker:
-    bundles: tuple[Bundle, ...]
-    """Tensor-parallel groups one after another, each inside one host."""
-
-
-@dataclass(frozen=True)
-class RolePlacement:
-    layout: Layout
-    workers: tuple[Worker, ...]
-
-    @property
-    def bundles(self) -> tuple[Bundle, ...]:
-        return tuple(bundle for worker in self.workers for bundle in worker.bundles)
 
 
 @dataclass(frozen=True)
@@ -113,27 +91,34 @@ class Search:
     def best(self) -> Placed | None:
         """None when nothing fits; ``rejected`` then says why."""
         for demand in self.demands.values():
-            demand.check(self.site([demand.role]).largest_host)
+            site = self.site([demand.role])
+            demand.check(site.largest_host)
+            if demand.architecture is None and site.memory_gib is not None:
+                raise PlacementError(
+                    f"roles.{demand.role}.model",
+                    "its architecture is not known, and without it neither memory nor time",
+                    fix="a card of conf/model, models.<name>.architecture, or a path to a folder with a config.json",
+                )
         fitting = sorted(self.candidates(), key=_order)
-        found: list[tuple[Candidate, list[list[tuple[str, tuple[int, ...]]]]]] = []
-        for candidate in fitting:
-            if len(found) == _PLACED or (found and _time(candidate) > _time(found[0][0]) * 2):
+        found: list[tuple[int, Candidate, list[Share]]] = []
+        for index, candidate in enumerate(fitting):
+            quickest = min((_time(settled) for _, settled, _ in found), default=float("inf"))
+            if len(found) >= _PLACED and _time(candidate) > quickest * _SAME:
                 break
             shares = self._fill(candidate)
             settled = self._settle(candidate, shares) if shares is not None else None
             if shares is not None and settled is not None:
-                found.append((settled, shares))
+                found.append((index, settled, shares))
         if not found:
             return None
-        quickest = min(_time(candidate) for candidate, _ in found)
-        near = [each for each in found if _time(each[0]) <= quickest * _SAME]
-        chosen, shares = min(near, key=lambda each: (each[0].used_gpus, sum(map(len, each[1])), _order(each[0])))
-        others = [c for c in fitting if (c.partition, c.gpus) != (chosen.partition, chosen.gpus)]
-        return Placed(chosen, self._on_gpus(chosen, shares), tuple(others), tuple(self.rejected))
+        quickest = min(_time(settled) for _, settled, _ in found)
+        near = [each for each in found if _time(each[1]) <= quickest * _SAME]
+        index, chosen, shares = min(near, key=lambda each: (each[1].used_gpus, sum(map(len, each[2])), each[0]))
+        others = (*fitting[:index], *fitting[index + 1 :])
+        return Placed(chosen, self._on_gpus(chosen, shares), others, tuple(self.rejected))
 
     def candidates(self) -> Iterator[Candidate]:
         """All ways to share and all sizes on the grid that fit. What does not is added to ``rejected``."""
-        total = sum(len(host.usable) for host in self.cluster.hosts)
         contradiction: PlacementError | None = None
         sensible = 0
         for partition in partitions(list(self.demands.values())):
@@ -145,7 +130,7 @@ class Search:
                 contradiction = contradiction or error
                 continue
             sensible += 1
-            for gpus in sizes(wanted, total):
+            for gpus in sizes(wanted, [self.site(pool).num_gpus for pool in ordered], self._total(ordered)):
                 uses = []
                 for roles, count in zip(ordered, gpus, strict=True):
                     used = self.use(roles, count, whole=len(ordered) == 1)
@@ -157,6 +142,11 @@ class Search:
                     yield self._candidate(ordered, gpus, uses)
         if contradiction is not None and not sensible:
             raise contradiction
+
+    def _total(self, partition: Partition) -> int:
+        """GPUs that any of the pools may use."""
+        hosts = {host.name: len(host.usable) for pool in partition for host in self.site(pool).hosts}
+        return sum(hosts.values())
 
     def use(self, roles: tuple[str, ...], gpus: int, *, whole: bool = False) -> PoolUse | Shortage:
         key = (roles, -gpus if whole else gpus)
@@ -238,9 +228,9 @@ class Search:
             same_gpus=pool_of[source] == pool_of[target],
         )
 
-    def _fill(self, candidate: Candidate) -> list[list[tuple[str, tuple[int, ...]]]] | None:
+    def _fill(self, candidate: Candidate) -> list[Share] | None:
         """GPUs of each pool. The last takes what is left where all GPUs are meant to be used."""
-        total = sum(len(host.usable) for host in self.cluster.hosts)
+        total = self._total(candidate.partition)
         requests = []
         for index, (roles, gpus, used) in enumerate(
             zip(candidate.partition, candidate.gpus, candidate.uses, strict=True)
@@ -254,9 +244,7 @@ class Search:
             shares[-1] = self._with_rest(shares, requests[-1].label)
         return shares
 
-    def _with_rest(
-        self, shares: list[list[tuple[str, tuple[int, ...]]]], label: str | None
-    ) -> list[tuple[str, tuple[int, ...]]]:
+    def _with_rest(self, shares: list[Share], label: str | None) -> Share:
         """The last pool's share with the GPUs that no group of its largest role could use: smaller ones may."""
         taken = {(host, gpu) for share in shares[:-1] for host, gpus in share for gpu in gpus}
         whole = []
@@ -268,39 +256,30 @@ class Search:
                 whole.append((host.name, first + rest))
         return whole
 
-    def _settle(self, candidate: Candidate, shares: list[list[tuple[str, tuple[int, ...]]]]) -> Candidate | None:
+    def _settle(self, candidate: Candidate, shares: list[Share]) -> Candidate | None:
         """With the groups that the hosts really make, which are fewer on uneven ones."""
         uses = []
         for roles, share in zip(candidate.partition, shares, strict=True):
             counts = [len(gpus) for _, gpus in share]
-            pool = self._pool(roles, sum(counts), lambda size, counts=counts: sum(n // size for n in counts))
+            pool = self._pool(roles, sum(counts), partial(_groups, counts))
             used = use(replace(pool, largest_group=max(counts)), self.workload)
             if isinstance(used, Shortage):
                 return None
             uses.append(used)
-        return self._candidate(candidate.partition, candidate.gpus, uses)
+        gpus = tuple(sum(len(gpus) for _, gpus in share) for share in shares)
+        return self._candidate(candidate.partition, gpus, uses)
 
-    def _on_gpus(
-        self, candidate: Candidate, shares: list[list[tuple[str, tuple[int, ...]]]]
-    ) -> Mapping[str, RolePlacement]:
+    def _on_gpus(self, candidate: Candidate, shares: list[Share]) -> Mapping[str, RolePlacement]:
         placed = {}
         for share, used in zip(shares, candidate.uses, strict=True):
             for role, choice in used.choices.items():
-                placed[role] = RolePlacement(choice.layout, tuple(_workers(choice.layout, share)))
+                placed[role] = RolePlacement(choice.layout, tuple(workers(choice.layout, share)))
         return dict(sorted(placed.items()))
 
 
-def _workers(layout: Layout, share: Sequence[tuple[str, tuple[int, ...]]]) -> Iterator[Worker]:
-    """Groups lie inside hosts, one after another; a worker of several pipeline stages has as many groups."""
-    size = layout.tensor_parallel_size
-    together = size * layout.sequence_parallel_size
-    groups = []
-    for host, gpus in share:
-        bundles = [Bundle(host, gpu) for gpu in gpus[: len(gpus) // together * together]]
-        groups += [bundles[start : start + size] for start in range(0, len(bundles), size)]
-    stages = layout.pipeline_parallel_size
-    for first in range(0, layout.data_parallel_size * layout.sequence_parallel_size * stages, stages):
-        yield Worker(tuple(bundle for group in groups[first : first + stages] for bundle in group))
+def _groups(counts: Sequence[int], size: int) -> int:
+    """Of ``size`` GPUs, inside hosts with so many each."""
+    return sum(count // size for count in counts)
 
 
 def _time(candidate: Candidate) -> float:

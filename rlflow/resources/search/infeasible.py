@@ -7,7 +7,7 @@ from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster, Host
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Resources
-from rlflow.resources.planner import Search
+from rlflow.resources.search.planner import Search
 from rlflow.resources.workload import Workload
 
 _OPEN = Resources()
@@ -50,7 +50,10 @@ def explain(search: Search) -> PlacementError:
     else:
         fact = f"nothing fits {search.cluster.shape}{reason}"
     return PlacementError(
-        path, fact, free=f"{total} GPU{'s' if total > 1 else ''}", fix="; or ".join(fixes) or "a smaller model, or larger GPUs"
+        path,
+        fact,
+        free=f"{total} GPU{'s' if total > 1 else ''}",
+        fix="; or ".join(fixes) or "a smaller model, or larger GPUs",
     )
 
 

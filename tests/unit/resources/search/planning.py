@@ -8,7 +8,8 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Resources
 from rlflow.resources.lengths import Lengths
 from rlflow.resources.model import Architecture
-from rlflow.resources.planner import Placed, RolePlacement, Search
+from rlflow.resources.placement import RolePlacement
+from rlflow.resources.search.planner import Placed, Search
 from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
 
 ALL = frozenset({"data", "tensor", "pipeline", "sequence"})

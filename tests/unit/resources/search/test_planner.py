@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster, Host
-from rlflow.resources.planner import Search
-from tests.unit.resources.planning import H100, SEVEN_B, check, cluster, demand, place, search, workload
+from rlflow.resources.search.planner import Search
+from tests.unit.resources.search.planning import H100, SEVEN_B, check, cluster, demand, place, search, workload
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_pinned_values_are_kept() -> None:
     ],
 )
 def test_pins_that_cannot_be_met(wants: dict[str, Any], path: str, said: str) -> None:
-    from rlflow.resources.infeasible import explain
+    from rlflow.resources.search.infeasible import explain
 
     found = search([demand("actor"), demand("rollout", **wants)], cluster(8, 8))
     try:
@@ -161,7 +161,7 @@ def test_pins_that_cannot_be_met(wants: dict[str, Any], path: str, said: str) ->
 
 def test_the_smallest_set_of_pins_that_clash() -> None:
     """7B with 16 B a parameter is 114 GiB: one GPU cannot hold it without offload, two can share it."""
-    from rlflow.resources.infeasible import explain
+    from rlflow.resources.search.infeasible import explain
 
     demands = [demand("actor", SEVEN_B, gpus=1, offload="none", zero_stage=3), demand("rollout", SEVEN_B)]
     found = search(demands, cluster(8))
@@ -182,7 +182,7 @@ def test_what_sleeps_makes_room() -> None:
 
 def test_the_same_plan_for_the_same_input_in_any_order() -> None:
     demands = [demand("actor", SEVEN_B), demand("reference", SEVEN_B), demand("rollout", SEVEN_B)]
-    plans = set()
+    plans: set[str] = set()
     for _ in range(3):
         random.Random(len(plans)).shuffle(demands)
         on = cluster(8, 8)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlflow.resources import fill as module
 from rlflow.resources.cluster import Cluster, Gpu, Host
-from rlflow.resources.fill import PoolRequest, fill
+from rlflow.resources.search import fill as module
+from rlflow.resources.search.fill import PoolRequest, fill
 
 Filled = dict[str, list[tuple[str, tuple[int, ...]]]]
 
@@ -46,8 +46,7 @@ def check(pools: Sequence[PoolRequest], cluster: Cluster, shares: Filled) -> Non
         total = count(share) // pool.unit
         assert total == pool.units if pool.units is not None else total >= 1
         for host, _ in share:
-            assert pool.label is None or pool.label in by_name[host].labels
-            assert pool.gpu in (None, by_name[host].gpu)
+            assert pool.label in (None, by_name[host].gpu, *by_name[host].labels)
 
 
 def count(share: list[tuple[str, tuple[int, ...]]]) -> int:
@@ -66,7 +65,7 @@ def brute_force(pools: Sequence[PoolRequest], cluster: Cluster) -> tuple[int, in
     """Every content of every host; of those that give the pools the same, the fewest pairs."""
     reached = {(0,) * len(pools): 0}
     for host in cluster.hosts:
-        may = [pool.label in (None, *host.labels) and pool.gpu in (None, host.gpu) for pool in pools]
+        may = [pool.label in (None, host.gpu, *host.labels) for pool in pools]
         most = [len(host.usable) // pool.unit if free else 0 for pool, free in zip(pools, may, strict=True)]
         contents = [
             content
@@ -108,8 +107,7 @@ def problems(draw: st.DrawFn) -> tuple[list[PoolRequest], Cluster]:
             name=name,
             unit=draw(st.integers(1, 4)),
             units=None if index == opened else draw(st.integers(1, 6)),
-            label=draw(st.sampled_from([None, None, None, "fast", "big"])),
-            gpu=draw(st.sampled_from([None, None, None, "h"])),
+            label=draw(st.sampled_from([None, None, None, "fast", "big", "h"])),
         )
         for index, name in enumerate("cab"[:number])
     ]
@@ -201,7 +199,7 @@ def test_labels_and_kinds() -> None:
         Host(name="b", gpus=4, gpu="h", labels=("fast",)),
         Host(name="c", gpus=4, gpu="other"),
     )
-    pools = [PoolRequest("x", 1, 4, label="fast"), PoolRequest("y", 1, 4, gpu="other"), PoolRequest("z", 1, None)]
+    pools = [PoolRequest("x", 1, 4, label="fast"), PoolRequest("y", 1, 4, label="other"), PoolRequest("z", 1, None)]
     assert filled(pools, some) == {name: [(host, (0, 1, 2, 3))] for name, host in zip("xyz", "bca", strict=True)}
     assert filled([PoolRequest("x", 1, None, label="slow")], some) is None
     assert filled([PoolRequest("x", 1, 1, label="slow"), PoolRequest("z", 1, None)], some) is None
@@ -240,7 +238,7 @@ def test_large_clusters_of_several_kinds_agree_with_themselves_in_any_order() ->
 def test_what_is_simple_needs_no_solver() -> None:
     code = (
         "import sys; from rlflow.resources.cluster import Cluster, Gpu, Host;"
-        "from rlflow.resources.fill import PoolRequest, fill;"
+        "from rlflow.resources.search.fill import PoolRequest, fill;"
         "some = lambda n: Cluster(gpus={}, hosts=tuple(Host(name=str(i), gpus=8, gpu='h') for i in range(n)));"
         "assert fill([PoolRequest('a', 4, None)], some(128)) and fill([PoolRequest('a', 4, 100)], some(128));"
         "assert fill([PoolRequest('a', 1, 8), PoolRequest('b', 4, None)], some(4));"

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
 
-from rlflow.resources.choices import Choice, host_gib, most_tokens
 from rlflow.resources.memory import Terms, score_terms, update_terms
-from rlflow.resources.planner import Candidate, Placed, Rejected, Search
+from rlflow.resources.search.choices import most_tokens
+from rlflow.resources.search.planner import Candidate, Placed, Rejected, Search
+from rlflow.resources.search.pool import Choice, host_gib
 from rlflow.resources.workload import Task
 
 # A pool that is idle for a larger part of the step is worth a warning.
@@ -72,6 +73,7 @@ class Prediction:
 
 
 def predict(search: Search, placed: Placed) -> Prediction:
+    """All figures of the plan that a search has found."""
     candidate = placed.candidate
     schedule = candidate.schedule
     path = schedule.critical_path
@@ -220,6 +222,15 @@ def _warnings(search: Search, placed: Placed) -> tuple[str, ...]:
         idle = candidate.schedule.idle_share(index)
         if idle > _MUCH_IDLE:
             warnings.append(f"the GPUs of {', '.join(roles)} are idle for {idle:.0%} of the step")
+        kinds = {
+            host.gpu
+            for host in search.cluster.hosts
+            for role in roles
+            for b in placed.roles[role].bundles
+            if b.host == host.name
+        }
+        if len(kinds) > 1:
+            warnings.append(f"{', '.join(roles)} on {' and '.join(sorted(kinds))}: all go at the pace of the slowest")
     used = {bundle for placement in placed.roles.values() for bundle in placement.bundles}
     unused = sum(len(host.usable) for host in search.cluster.hosts) - len(used)
     if unused and search.site(list(placed.roles)[:1]).memory_gib is not None:

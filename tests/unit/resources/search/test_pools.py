@@ -3,10 +3,10 @@
 import pytest
 
 from rlflow.errors import PlacementError
-from rlflow.resources.choices import Pool, Shortage
-from rlflow.resources.pools import PoolUse, partitions, sizes, use
-from rlflow.resources.site import site_of
-from tests.unit.resources.planning import SEVEN_B, cluster, demand, workload
+from rlflow.resources.search.pool import Pool, Shortage
+from rlflow.resources.search.pools import PoolUse, partitions, sizes, use
+from rlflow.resources.search.site import site_of
+from tests.unit.resources.search.planning import SEVEN_B, cluster, demand, workload
 
 
 def test_all_ways_to_share_of_few_roles() -> None:
@@ -39,19 +39,26 @@ def test_labels_keep_roles_apart() -> None:
 
 
 def test_sizes() -> None:
-    assert list(sizes([None], 8)) == [(8,), (4,), (2,), (1,)]
-    assert list(sizes([None, None], 4)) == [(1, 3), (2, 2), (3, 1)]
-    assert (12, 4) in sizes([None, None], 16)
-    assert list(sizes([frozenset({4}), None], 16)) == [(4, 12)]
-    assert list(sizes([frozenset({4}), frozenset({12})], 16)) == [(4, 12)]
-    assert list(sizes([frozenset({4}), frozenset({16})], 16)) == []
-    assert all(sum(split) == 63 for split in sizes([None, None, None], 63))
+    assert list(sizes([None], [8], 8)) == [(8,), (4,), (2,), (1,)]
+    assert list(sizes([None, None], [4, 4], 4)) == [(1, 3), (2, 2), (3, 1)]
+    assert (12, 4) in sizes([None, None], [16, 16], 16)
+    assert list(sizes([frozenset({4}), None], [16, 16], 16)) == [(4, 12)]
+    assert list(sizes([frozenset({4}), frozenset({12})], [16, 16], 16)) == [(4, 12)]
+    assert list(sizes([frozenset({4}), frozenset({16})], [16, 16], 16)) == []
+    assert all(sum(split) == 63 for split in sizes([None] * 3, [63] * 3, 63))
 
 
-def pool(gpus: int, *roles: str, **wants: object) -> Pool:
+def test_sizes_within_the_hosts_of_a_label() -> None:
+    """One pool may have 5 of the 12 GPUs, the other the 7 others."""
+    found = list(sizes([None, None], [5, 7], 12))
+    assert (5, 7) in found
+    assert all(first <= 5 and second <= 7 for first, second in found)
+
+
+def pool(gpus: int, *roles: str) -> Pool:
     on = cluster(8)
     return Pool(
-        demands=tuple(demand(role, SEVEN_B, **wants) for role in roles),
+        demands=tuple(demand(role, SEVEN_B) for role in roles),
         gpus=gpus,
         groups=lambda size: gpus // size,
         site=site_of(on, None, {}),
@@ -59,8 +66,8 @@ def pool(gpus: int, *roles: str, **wants: object) -> Pool:
     )
 
 
-def used(gpus: int, *roles: str, longest: int = 4096, **wants: object) -> PoolUse | Shortage:
-    made = pool(gpus, *roles, **wants)
+def used(gpus: int, *roles: str, longest: int = 4096) -> PoolUse | Shortage:
+    made = pool(gpus, *roles)
     return use(made, workload(made.demands, longest=longest))
 
 

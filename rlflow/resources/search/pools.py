@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from itertools import product
 
 from rlflow.errors import PlacementError
-from rlflow.resources.choices import Choice, Policy, Pool, Shortage, choose, host_gib, resting_terms, static_layout
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout, Offload
+from rlflow.resources.search.choices import choose
+from rlflow.resources.search.pool import Choice, Policy, Pool, Shortage, host_gib, resting_terms, static_layout
 from rlflow.resources.workload import Workload
 
 Partition = tuple[tuple[str, ...], ...]
@@ -179,33 +180,36 @@ def _usual_ways(blocks: Sequence[tuple[str, ...]], demands: Sequence[Demand]) ->
         yield [pool for pool in way if pool]
 
 
-def sizes(wanted: Sequence[frozenset[int] | None], total: int) -> Iterator[tuple[int, ...]]:
-    """GPUs of each pool: one of those it pins (None: any), all together at most ``total``.
+def sizes(wanted: Sequence[frozenset[int] | None], most: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
+    """GPUs of each pool: one of those it pins (None: any), no more than its hosts have, all together ``total`` at most.
 
     Pools that are open share what is left on a grid. One pool alone is also tried with a half of it, a quarter, ...
     """
+    if list(wanted) == [None]:
+        yield from ((most[0] >> halvings,) for halvings in range(most[0].bit_length()))
+        return
     grain = max(1, 2 ** ((total // _SHARES).bit_length() - 1)) if total > _SHARES else (1 if total <= 8 else 2)
     if len(wanted) > 2 and total > 8:
         grain = max(grain, 2 ** ((total // 8).bit_length() - 1))
-    if list(wanted) == [None]:
-        yield from ((total >> halvings,) for halvings in range(total.bit_length()))
-        return
-    open_pools = [index for index, size in enumerate(wanted) if size is None]
+    free = [limit for limit, size in zip(most, wanted, strict=True) if size is None]
     for pinned in product(*(sorted(size) for size in wanted if size is not None)):
         left = total - sum(pinned)
-        if left < 0 or (open_pools and left < len(open_pools)):
+        if left < 0 or (free and left < len(free)):
             continue
-        for shares in _shares(left, len(open_pools), grain):
-            given, free = iter(pinned), iter(shares)
-            yield tuple(next(given) if size is not None else next(free) for size in wanted)
+        for shares in _shares(left, free, grain):
+            given, open_ = iter(pinned), iter(shares)
+            yield tuple(next(given) if size is not None else next(open_) for size in wanted)
 
 
-def _shares(left: int, pools: int, grain: int) -> Iterator[tuple[int, ...]]:
-    if pools == 0:
+def _shares(left: int, most: Sequence[int], grain: int) -> Iterator[tuple[int, ...]]:
+    """For each pool a multiple of the grain or all that its hosts have; for the last what is left."""
+    if not most:
         yield ()
-    elif pools == 1:
-        yield (left,)
+    elif len(most) == 1:
+        yield (min(left, most[0]),)
     else:
-        for first in range(grain, left - pools + 2, grain):
-            for others in _shares(left - first, pools - 1, grain):
+        highest = min(most[0], left - len(most) + 1)
+        firsts = list(range(grain, highest + 1, grain))
+        for first in [*firsts, *([highest] if highest == most[0] and highest % grain else [])]:
+            for others in _shares(left - first, most[1:], grain):
                 yield (first, *others)

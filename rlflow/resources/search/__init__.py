@@ -1,0 +1,1 @@
+"""The search for a plan: ways to share GPUs, sizes, degrees, places, and why."""

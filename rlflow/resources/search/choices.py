@@ -1,0 +1,203 @@
+"""How a role may use the GPUs of its pool: memory is checked first, then time is predicted."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import ceil, floor
+
+from rlflow.resources.demand import Demand
+from rlflow.resources.layout import Layout
+from rlflow.resources.memory import EngineMemory, Terms, generate_memory, score_terms, update_terms
+from rlflow.resources.model import Architecture
+from rlflow.resources.search.pool import (
+    CPU_MICRO_BATCH_TOKENS,
+    Choice,
+    Policy,
+    Pool,
+    Shortage,
+    resting_terms,
+    static_layout,
+)
+from rlflow.resources.search.seconds import MAX_NUM_SEQS, task_seconds
+from rlflow.resources.workload import Task
+
+MAX_MICRO_BATCH_TOKENS = 65536
+_MAX_UTILIZATION = 0.9
+
+
+def choose(demand: Demand, tasks: Sequence[Task], policy: Policy, pool: Pool, available: float) -> Choice | Shortage:
+    """The fastest way with ``available`` GiB a GPU, or what is lacking."""
+    generates = demand.generates and not demand.trains
+    options = list((_engines if generates else _models)(demand, tasks, policy, pool, available))
+    fitting = [option for option in options if isinstance(option, Choice)]
+    if fitting:
+        # Of equally fast ones the first: less tensor, less sequence parallelism.
+        return min(fitting, key=lambda choice: sum(choice.seconds.values()))
+    lacking = [option for option in options if isinstance(option, Shortage)]
+    no_way = Shortage(demand.role, float("inf"), f"its degrees do not go into {pool.gpus} GPUs")
+    return min(lacking, key=lambda shortage: shortage.gib, default=no_way)
+
+
+def _sequence_layouts(demand: Demand, policy: Policy, pool: Pool) -> Iterator[Layout]:
+    """Sequence parallelism by powers of two that divide the heads and lie inside a host (Jacobs et al. 2023)."""
+    static = static_layout(demand, policy, pool)
+    if demand.pinned("sequence_parallel_size") is not None or demand.architecture is None:
+        yield static
+        return
+    model = demand.architecture
+    size = 1
+    while size <= min(pool.largest_group, pool.gpus) and model.num_attention_heads % size == 0:
+        copies = demand.pinned("data_parallel_size") or pool.groups(size) // static.model_parallel_size
+        if copies >= 1:
+            yield replace(static, sequence_parallel_size=size, data_parallel_size=copies)
+        size *= 2
+
+
+def _models(
+    demand: Demand, tasks: Sequence[Task], policy: Policy, pool: Pool, available: float
+) -> Iterator[Choice | Shortage]:
+    """Of a role that trains or scores: sequence parallelism, checkpointing where it trains, and the micro-batch."""
+    resting = resting_terms(demand, policy, pool)
+    longest = max((task.longest for task in tasks), default=1)
+    for layout in _sequence_layouts(demand, policy, pool):
+        pinned = demand.wants.gradient_checkpointing
+        both = demand.trains and pinned == "auto" and pool.counts_memory
+        for saves in (False, True) if both else (pinned is True and demand.trains,):
+            tried = replace(layout, gradient_checkpointing=saves)
+            terms = _terms_of(demand, tried, pool)
+            sized = _micro_batch(demand, tasks, tried, terms, available)
+            if isinstance(sized, Shortage):
+                yield sized
+                continue
+            awake = terms(max(longest, sized.micro_batch_tokens))
+            state = sum(awake.get(term, 0.0) for term in ("weights", "gradients", "optimizer"))
+            seconds = task_seconds(demand, tasks, sized, pool.site.speed, kv_tokens=float("inf"), moved_gib=state)
+            yield Choice(sized, "update" if demand.trains else "score", awake, resting, seconds)
+
+
+def _terms_of(demand: Demand, layout: Layout, pool: Pool) -> Callable[[float], Terms]:
+    """From the tokens of a micro-batch to what a GPU holds at its peak."""
+    model = demand.architecture
+    if model is None or not pool.counts_memory:
+        return lambda tokens: {}
+    if demand.trains:
+        return lambda tokens: update_terms(model, layout, demand.training, tokens)
+    return lambda tokens: score_terms(model, layout, tokens, weight_bytes=demand.weight_bytes)
+
+
+def _micro_batch(
+    demand: Demand, tasks: Sequence[Task], layout: Layout, terms: Callable[[float], Terms], available: float
+) -> Layout | Shortage:
+    """As many tokens as fit, and no more than the role ever has at once; never less than the longest sequence."""
+    longest = max((task.longest for task in tasks), default=1)
+    pinned = demand.wants.micro_batch_tokens
+    if available == float("inf"):
+        return replace(layout, micro_batch_tokens=CPU_MICRO_BATCH_TOKENS if pinned == "auto" else pinned)
+    needed = longest if pinned == "auto" else max(longest, pinned)
+    least = sum(terms(needed).values())
+    if least > available:
+        empty = sum(terms(0).values())
+        what = (
+            f"{empty:.0f} GiB before the first token" if empty > available else f"{least:.0f} GiB for {needed} tokens"
+        )
+        return Shortage(demand.role, least - available, f"{what}, of {available:.0f} GiB")
+    if pinned != "auto":
+        return replace(layout, micro_batch_tokens=pinned)
+    ranks = max(1, layout.data_parallel_size)
+    useful = max((ceil(task.tokens * task.epochs / task.minibatches / ranks) for task in tasks), default=longest)
+    most = min(MAX_MICRO_BATCH_TOKENS, max(longest, useful))
+    return replace(layout, micro_batch_tokens=most_tokens(terms, longest, most, available))
+
+
+def most_tokens(terms: Callable[[float], Terms], fits: int, most: int, available: float) -> int:
+    """Tokens that fit, where ``fits`` do: ``most``, or nearly as many as do, in whole thousands beyond ``fits``.
+
+    What is needed is a maximum of linear functions of the tokens, so it lies below a line between two of its points.
+    """
+    low, needed_low = fits, sum(terms(fits).values())
+    high, needed_high = most, sum(terms(most).values())
+    if needed_high <= available:
+        return most
+    for _ in range(2):
+        low += floor((high - low) * (available - needed_low) / (needed_high - needed_low))
+        needed_low = sum(terms(low).values())
+    return max(fits, low // 1024 * 1024)
+
+
+def _engines(
+    demand: Demand, tasks: Sequence[Task], policy: Policy, pool: Pool, available: float
+) -> Iterator[Choice | Shortage]:
+    """Of a role that generates: tensor parallelism, and pipeline stages where a host's GPUs have no room."""
+    pinned_stages = demand.pinned("pipeline_parallel_size")
+    sizes = _tensor_sizes(demand, pool)
+    fits = False
+    for size in sizes:
+        one = _engine(demand, tasks, policy, pool, available, size, pinned_stages or 1)
+        fits = fits or isinstance(one, Choice)
+        yield one
+    if not fits and pinned_stages is None:
+        yield from (_engine(demand, tasks, policy, pool, available, sizes[-1], stages) for stages in (2, 4, 8))
+
+
+def _tensor_sizes(demand: Demand, pool: Pool) -> list[int]:
+    """Pinned, or powers of two that divide the heads and go into a host."""
+    if (pinned := demand.pinned("tensor_parallel_size")) is not None:
+        return [pinned]
+    heads = demand.architecture.num_attention_heads if demand.architecture else 1
+    return [2**n for n in range(10) if 2**n <= pool.largest_group and heads % 2**n == 0]
+
+
+def _engine(
+    demand: Demand, tasks: Sequence[Task], policy: Policy, pool: Pool, available: float, tensor: int, stages: int
+) -> Choice | Shortage:
+    groups = pool.groups(tensor)
+    copies = demand.pinned("data_parallel_size") or max(1, groups // stages)
+    if groups < stages * copies:
+        what = f"{stages * copies} groups of {tensor} GPUs, where its pool has {groups}"
+        return Shortage(demand.role, float(tensor * stages * copies), what)
+    tokens = demand.wants.micro_batch_tokens
+    serves = "tensor" in demand.parallel
+    layout = Layout(
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=stages,
+        data_parallel_size=copies,
+        micro_batch_tokens=CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens,
+        sleeps=pool.shared and serves and pool.counts_memory,
+    )
+    resting = resting_terms(demand, policy, pool)
+    if demand.architecture is None or pool.site.memory_gib is None:
+        seconds = task_seconds(demand, tasks, layout, pool.site.speed, kv_tokens=float("inf"))
+        return Choice(layout, "generate", {}, resting, seconds)
+    served = _served(demand, tasks, layout, pool.site.memory_gib, demand.architecture, available)
+    if isinstance(served, Shortage):
+        return served
+    layout, memory = served
+    seconds = task_seconds(demand, tasks, layout, pool.site.speed, kv_tokens=memory.kv_tokens)
+    typical = max((task.typical_length for task in tasks), default=1.0)
+    each = max((task.samples / copies for task in tasks), default=1.0)
+    concurrency = min(each, MAX_NUM_SEQS, memory.kv_tokens / typical)
+    if not serves:
+        layout = replace(layout, gpu_memory_utilization=None)
+    return Choice(layout, "generate", memory.terms, resting, seconds, memory.kv_tokens, concurrency)
+
+
+def _served(
+    demand: Demand, tasks: Sequence[Task], layout: Layout, memory_gib: float, model: Architecture, available: float
+) -> tuple[Layout, EngineMemory] | Shortage:
+    """With ``gpu_memory_utilization`` as pinned, or all that is left, in steps of 0.05."""
+    wanted = demand.wants.gpu_memory_utilization
+    left = min(_MAX_UTILIZATION, floor(available / memory_gib * 20 + 1e-9) / 20)
+    share = left if wanted == "auto" else wanted
+    groups = f"tp {layout.tensor_parallel_size}"
+    if share <= 0 or share * memory_gib > available + 1e-9:
+        lacking = share * memory_gib - available
+        return Shortage(
+            demand.role, lacking, f"gpu_memory_utilization {share:g} is more than the {left:g} that is left"
+        )
+    layout = replace(layout, gpu_memory_utilization=share)
+    memory = generate_memory(model, layout, memory_gib, max_num_seqs=MAX_NUM_SEQS, weight_bytes=demand.weight_bytes)
+    longest = max((task.longest for task in tasks), default=1)
+    if memory.kv_tokens < longest:
+        rest = sum(gib for term, gib in memory.terms.items() if term != "kv")
+        room = f"no room for keys and values of {longest} tokens" if rest < share * memory_gib else f"{rest:.0f} GiB"
+        return Shortage(demand.role, rest - share * memory_gib, f"{groups}: {room} with {share * memory_gib:.0f} GiB")
+    return layout, memory

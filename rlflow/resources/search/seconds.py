@@ -1,0 +1,56 @@
+"""How long a role's tasks take in a layout."""
+
+from collections.abc import Sequence
+from math import ceil
+
+from rlflow.resources.demand import Demand
+from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.speed import Speed
+from rlflow.resources.time import generation, scoring, training
+from rlflow.resources.workload import Task
+
+# What vLLM lets a batch hold on GPUs of 70 GiB and more (EngineArgs.get_batch_defaults).
+MAX_NUM_SEQS = 1024
+# Between a GPU and its host's memory, by PCIe 4.0 x16 or better, in bytes a second.
+_HOST_LINK = 25e9
+_ENGINE_WAKES_S = 2.0
+
+
+def task_seconds(
+    demand: Demand, tasks: Sequence[Task], layout: Layout, speed: Speed, *, kv_tokens: float, moved_gib: float = 0.0
+) -> dict[str, float]:
+    """By node. ``kv_tokens`` is the room of one engine, ``moved_gib`` what a GPU's sleeping role has in the host.
+
+    Nothing takes time of a model without figures.
+    """
+    if demand.architecture is None:
+        return {task.node: 0.0 for task in tasks}
+    seconds = {task.node: _of_task(demand, task, layout, speed, kv_tokens) for task in tasks}
+    if layout.sleeps and tasks:
+        # From the host before the first task, and back after the last.
+        seconds[tasks[0].node] += 2 * moved_gib * GIB / _HOST_LINK + (_ENGINE_WAKES_S if demand.generates else 0)
+    return seconds
+
+
+def _of_task(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> float:
+    model = demand.architecture
+    assert model is not None
+    length = task.typical_length
+    if task.kind == "update":
+        tokens = task.tokens * task.epochs
+        return training(model, layout, speed, tokens=tokens, length=length, minibatches=task.minibatches).seconds
+    if task.kind == "score":
+        return scoring(model, layout, speed, tokens=task.tokens, length=length).seconds
+    engines = layout.data_parallel_size
+    each = ceil(ceil(task.samples / task.group_size) / engines) * task.group_size
+    return generation(
+        model,
+        layout,
+        speed,
+        sequences=min(task.samples, each),
+        group_size=task.group_size,
+        prompts=task.prompts,
+        responses=task.responses,
+        kv_tokens=kv_tokens,
+        max_num_seqs=MAX_NUM_SEQS,
+    ).seconds

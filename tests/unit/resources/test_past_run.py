@@ -1,0 +1,25 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from rlflow.errors import RecipeError
+from rlflow.resources.past_run import lengths_of_run
+
+
+def test_lengths_between_the_quantiles_of_a_step(tmp_path: Path) -> None:
+    """Linear between (10, 10), (50, 50), (90, 90) and (100, 200); what lies below p10 counts as p10."""
+    step = {f"rollouts/length_p{n}": n for n in (10, 50, 90)} | {"step": 1, "rollouts/length_max": 200}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step) + "\n" + json.dumps({"step": 1, "evaluation/reward": 1}))
+    assert lengths_of_run(str(tmp_path), "x") == (10, 15, 25, 35, 45, 55, 65, 75, 85, 200)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "no metrics.jsonl"), ("{", "no metrics.jsonl"), ("{}", "no resp")]
+)
+def test_a_folder_that_is_no_run(tmp_path: Path, content: str | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    with pytest.raises(RecipeError, match=said) as caught:
+        lengths_of_run(str(tmp_path), "expect.response_tokens")
+    assert caught.value.path == "expect.response_tokens"

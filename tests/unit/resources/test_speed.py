@@ -1,0 +1,59 @@
+import pytest
+
+from rlflow.errors import PlacementError, RecipeError
+from rlflow.resources.cluster import Gpu, cluster_from
+from rlflow.resources.speed import Efficiency, Speed, calibration_from, speed_of
+
+H100 = Gpu(
+    memory_gib=79.6, peak_tflops={"bfloat16": 989.4}, memory_gb_s=3350, link_gb_s=450, network_gb_s=50, source="here"
+)
+
+
+def speed(**efficiency: float) -> Speed:
+    return speed_of(H100, 8, Efficiency(**efficiency))
+
+
+@pytest.mark.parametrize(("peak", "memory", "best"), [(312, 2039, 0.869), (989.4, 3350, 0.801), (2250, 7700, 0.776)])
+def test_the_best_products_reach_what_was_measured(peak: float, memory: float, best: float) -> None:
+    gpu = Gpu(peak_tflops={"bfloat16": peak}, memory_gb_s=memory, source="here")
+    reached = speed_of(gpu, 8, Efficiency(matmul=1)).matmul / (peak * 1e12)
+    assert reached == pytest.approx(best, abs=0.025)
+
+
+def test_rings_use_all_links_between_hosts_and_exchanges_only_their_own() -> None:
+    fast = speed(link=1)
+    assert fast.ring(8) == fast.exchange(8) == 450e9
+    assert fast.ring(16) == 400e9
+    # Of 16, half are on other hosts.
+    assert fast.exchange(16) == pytest.approx(100e9)
+
+
+def test_messages_between_hosts_take_longer_unless_the_same_links_join_them() -> None:
+    assert speed().message_s(16) == 3 * speed().message_s(8)
+    rack = speed_of(
+        Gpu(peak_tflops={"bfloat16": 1.0}, memory_gb_s=1, link_gb_s=900, network_gb_s=900, source=""), 4, Efficiency()
+    )
+    assert rack.message_s(32) == rack.message_s(4)
+
+
+def test_older_kinds_have_only_half_precision() -> None:
+    v100 = Gpu(peak_tflops={"float16": 125.0, "float32": 15.7}, memory_gb_s=900, source="here")
+    assert speed_of(v100, 8, Efficiency()).flops == 125e12
+
+
+def test_a_kind_without_figures_is_refused() -> None:
+    with pytest.raises(PlacementError, match="has no peak_tflops"):
+        speed_of(Gpu(memory_gib=80, source="here"), 8, Efficiency())
+    with pytest.raises(PlacementError, match="has no memory_gb_s"):
+        speed_of(Gpu(peak_tflops={"bfloat16": 1.0}, source="here"), 8, Efficiency())
+
+
+def test_calibration_is_by_kind_and_strict() -> None:
+    gpus = {kind: {"memory_gib": 80.0, "source": "here"} for kind in ("a", "b")}
+    cluster = cluster_from({"shape": "1x8@a+1x8@b", "gpus": gpus})
+    found = calibration_from({"a": {"matmul": 0.5}}, cluster)
+    assert (found["a"].matmul, found["b"]) == (0.5, Efficiency())
+    with pytest.raises(RecipeError, match=r"calibration\.a\.matmul"):
+        calibration_from({"a": {"matmul": 1.5}}, cluster)
+    with pytest.raises(RecipeError, match="no figures for this cluster"):
+        calibration_from({"c": {}}, cluster)

@@ -1,0 +1,322 @@
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from statistics import mean
+
+import pytest
+
+from rlflow.resources.cluster import Gpu
+from rlflow.resources.decoding import decoder_of
+from rlflow.resources.layout import Layout
+from rlflow.resources.lengths import Lengths
+from rlflow.resources.model import Architecture
+from rlflow.resources.speed import Efficiency, Speed, speed_of
+from rlflow.resources.time import (
+    Generation,
+    gather_seconds,
+    generation,
+    host_seconds,
+    offload_seconds,
+    padded_generation,
+    scoring,
+    sync_seconds,
+    training,
+    transfer_seconds,
+)
+from rlflow.resources.work import work_of
+
+LLAMA = Architecture(
+    model_type="llama",
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    max_position_embeddings=131072,
+)
+EXPERTS = replace(
+    LLAMA,
+    model_type="qwen3_moe",
+    num_experts=64,
+    num_experts_per_tok=4,
+    moe_intermediate_size=1024,
+    num_hidden_layers=8,
+)
+LATENT = replace(
+    EXPERTS,
+    model_type="deepseek_v3",
+    num_key_value_heads=32,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+)
+H100 = Gpu(
+    memory_gib=79.6, peak_tflops={"bfloat16": 989.4}, memory_gb_s=3350, link_gb_s=450, network_gb_s=50, source="here"
+)
+SPEED = speed_of(H100, 8, Efficiency())
+LAYOUT = Layout(micro_batch_tokens=8192)
+PROMPTS = Lengths((128.0,))
+
+
+def generate(sequences: float, responses: Lengths, slots: int = 64, layout: Layout = LAYOUT) -> Generation:
+    return generation(
+        LLAMA,
+        layout,
+        SPEED,
+        sequences=sequences,
+        group_size=1,
+        prompts=PROMPTS,
+        responses=responses,
+        kv_tokens=1e9,
+        max_num_seqs=slots,
+    )
+
+
+def drain(lengths: list[int], slots: int, seconds: Callable[[float, float], float]) -> float:
+    """Token by token, in jumps of at most 16."""
+    waiting, active, clock = list(lengths), list[list[int]](), 0.0
+    while waiting or active:
+        while waiting and len(active) < slots:
+            active.append([waiting.pop(), 0])
+        jump = max(1, min(16, *(length - done for length, done in active), 16))
+        context = PROMPTS.mean + mean(done for _, done in active) + jump / 2
+        clock += jump * seconds(len(active), context)
+        for one in active:
+            one[1] += jump
+        active = [one for one in active if one[1] < one[0]]
+    return clock
+
+
+# --- generating
+
+
+def test_one_sequence_takes_its_tokens_times_a_step() -> None:
+    decoder = decoder_of(LLAMA, 1, 1, SPEED, 2)
+    made = generate(1, Lengths((512.0,)))
+    assert made.seconds - made.prefill_seconds == pytest.approx(512 * decoder.seconds(1, 128 + 256), rel=1e-3)
+    # Its weights read once, and what the host and the layers' launches add.
+    read = 2 * (LLAMA.num_parameters - LLAMA.embedding_parameters) / (0.75 * 3350e9)
+    assert decoder.seconds(1, 0) == pytest.approx(read + 32 * 20e-6 + 2.5e-3 + 10e-6, rel=1e-3)
+
+
+@pytest.mark.parametrize("responses", [Lengths((300.0,)), Lengths.about(600, 4096), Lengths.about(3000, 4096)])
+@pytest.mark.parametrize(("sequences", "slots"), [(8, 64), (64, 64), (150, 64), (512, 64)])
+def test_the_drain_is_that_of_an_exact_simulation(responses: Lengths, sequences: int, slots: int) -> None:
+    random, decoder = Random(sequences), decoder_of(LLAMA, 1, 1, SPEED, 2)
+    exact = mean(
+        drain([max(1, round(x)) for x in random.choices(responses.values, k=sequences)], slots, decoder.seconds)
+        for _ in range(30 if sequences < 64 else 4)
+    )
+    made = generate(sequences, responses, slots)
+    assert made.seconds - made.prefill_seconds == pytest.approx(exact, rel=0.09)
+
+
+def test_an_engine_writes_as_fast_as_published() -> None:
+    """12,500 tokens a second with vLLM, Llama-3.1-8B on one H100 with 256 sequences of a few hundred tokens."""
+    made = generate(10_000, Lengths.about(250, 1024), slots=256)
+    assert 10_000 < made.engine_tokens_per_second < 17_000
+
+
+def test_room_for_keys_and_values_bounds_the_batch() -> None:
+    made = generation(
+        LLAMA,
+        LAYOUT,
+        SPEED,
+        sequences=100,
+        group_size=10,
+        prompts=PROMPTS,
+        responses=Lengths((256.0,)),
+        kv_tokens=10 * (128 + 128),
+    )
+    assert made.concurrency == pytest.approx(10)
+    assert made.seconds > generate(100, Lengths((256.0,))).seconds
+
+
+def test_the_longest_of_many_engines_is_longer() -> None:
+    responses = Lengths.about(200, 8192)
+    alone = generate(8, responses).seconds
+    among = generation(
+        LLAMA, LAYOUT, SPEED, sequences=8, group_size=1, prompts=PROMPTS, responses=responses, kv_tokens=1e9, engines=64
+    ).seconds
+    assert among > 1.5 * alone
+
+
+def test_key_value_heads_are_cut_and_latents_are_copied() -> None:
+    whole, cut = (decoder_of(LLAMA, width, 1, SPEED, 2).key_seconds(1000) for width in (1, 8))
+    assert cut == pytest.approx(whole / 8)
+    whole, copied = (decoder_of(LATENT, width, 1, SPEED, 2).key_seconds(1000) for width in (1, 8))
+    assert copied == pytest.approx(whole)
+
+
+def test_windowed_layers_read_no_more_than_their_window() -> None:
+    windowed = replace(LLAMA, model_type="gpt_oss", num_experts=4, num_experts_per_tok=2, sliding_window=128)
+    half = replace(windowed, num_full_attention_layers=16)
+    far, near = (decoder_of(half, 1, 1, SPEED, 2).key_seconds(tokens) for tokens in (2000, 128))
+    assert far / near == pytest.approx((2000 + 128) / 256)
+
+
+def test_few_tokens_touch_few_experts() -> None:
+    decoder = decoder_of(EXPERTS, 1, 1, SPEED, 2)
+    one, many = decoder.seconds(1, 0), decoder.seconds(64, 0)
+    read = 2 * EXPERTS.num_expert_parameters / SPEED.memory
+    # 4 of 64 experts for one token; of 64 tokens all but (60/64)^64 = 1.6 %.
+    assert many - one == pytest.approx(read * (0.984 - 4 / 64) + 63 * 10e-6, rel=1e-2)
+
+
+def test_without_an_engine_each_batch_waits_for_its_longest() -> None:
+    responses = Lengths((100.0, 300.0))
+    made = padded_generation(
+        LLAMA, LAYOUT, SPEED, sequences=32, batch=8, prompts=PROMPTS, responses=responses, gather_s=0.1
+    )
+    assert made.seconds - made.prefill_seconds == pytest.approx(4 * 300 * 0.1)
+    launched = padded_generation(LLAMA, LAYOUT, SPEED, sequences=8, batch=8, prompts=PROMPTS, responses=responses)
+    assert launched.seconds - launched.prefill_seconds == pytest.approx(300 * (32 * 0.5e-3 + 2.5e-3))
+
+
+# --- scoring and training
+
+
+def ideal(**changed: float) -> Speed:
+    """Nothing but matrix products takes time."""
+    shares = {"matmul": 1.0, "attention": 1.0, "balance": 1.0, "memory": 1.0, "link": 1.0, "train_layer_s": 0.0}
+    return replace(
+        speed_of(H100, 8, Efficiency(**(shares | {"message_s": 0.0} | changed))),
+        bytes=1e18,
+        link=1e18,
+        network=1e18,
+    )
+
+
+def test_a_forward_pass_is_two_operations_a_parameter_and_token() -> None:
+    parameters = LLAMA.num_parameters - LLAMA.embedding_parameters
+    # A query of a sequence of 1000 tokens attends to 500 keys in the mean: 4 x 500 x 4096 in each layer.
+    expected = 1e6 * (2 * parameters + 32 * 4 * 500 * 4096)
+    assert work_of(LLAMA).flops(1e6, 1000) == pytest.approx(expected)
+    assert scoring(LLAMA, LAYOUT, ideal(), tokens=1e6, length=1000).seconds == pytest.approx(
+        expected / 989.4e12, rel=1e-3
+    )
+
+
+def test_of_experts_only_those_that_are_taken_count() -> None:
+    idle = EXPERTS.num_expert_parameters * 60 / 64
+    parameters = EXPERTS.num_parameters - EXPERTS.embedding_parameters - idle
+    assert work_of(EXPERTS).flops(1, 0) == pytest.approx(2 * parameters)
+
+
+@pytest.mark.parametrize(("checkpointing", "adapters", "passes"), [(0, 0, 3), (1, 0, 4), (0, 1, 2), (1, 1, 3)])
+def test_an_update_takes_six_operations_a_parameter_and_token(checkpointing: int, adapters: int, passes: int) -> None:
+    layout = replace(LAYOUT, gradient_checkpointing=bool(checkpointing))
+    update = training(LLAMA, layout, ideal(), tokens=1e6, length=1000, adapters=bool(adapters)).seconds
+    forward = scoring(LLAMA, layout, ideal(), tokens=1e6, length=1000).seconds
+    assert update == pytest.approx(passes * forward, rel=1e-3)
+
+
+def test_a_whole_step_reaches_the_published_share_of_an_a100() -> None:
+    """torchtitan, Llama 3 8B on 64 A100 with FSDP2: 56.8 to 58.2 % of the peak, without counting what is recomputed."""
+    a100 = Gpu(peak_tflops={"bfloat16": 312.0}, memory_gb_s=2039, link_gb_s=300, network_gb_s=25, source="here")
+    layout = replace(LAYOUT, data_parallel_size=64, zero_stage=3)
+    speed = speed_of(a100, 8, Efficiency(balance=1))
+    update = training(LLAMA, layout, speed, tokens=64 * 8192, length=8192, fused_layers=True).seconds
+    share = 3 * work_of(LLAMA).flops(64 * 8192, 8192) / 64 / 312e12 / update
+    assert 0.5 < share < 0.65
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_pipeline_fills_and_drains_once_a_minibatch(minibatches: int) -> None:
+    layout = Layout(pipeline_parallel_size=4, micro_batch_tokens=1000)
+    found = training(LLAMA, layout, ideal(), tokens=16_000, length=1000, minibatches=minibatches)
+    assert found.seconds / found.compute == pytest.approx((16 + 3 * minibatches) / 16, rel=1e-3)
+
+
+def test_a_layer_takes_its_launches_at_least() -> None:
+    found = scoring(LLAMA, LAYOUT, SPEED, tokens=1, length=1)
+    assert found.compute == pytest.approx(32 * 0.5e-3)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_more_gpus_are_never_slower(stage: int) -> None:
+    seconds = [
+        training(
+            LLAMA,
+            Layout(data_parallel_size=ranks, zero_stage=stage, micro_batch_tokens=8192),
+            SPEED,
+            tokens=4e6,
+            length=1000,
+        ).seconds
+        for ranks in (1, 2, 4, 8, 16, 32, 64)
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_gathers_hide_behind_large_micro_batches_only() -> None:
+    sharded = Layout(data_parallel_size=16, zero_stage=3, micro_batch_tokens=32768)
+    large = training(LLAMA, sharded, SPEED, tokens=1e7, length=1000)
+    small = training(LLAMA, replace(sharded, micro_batch_tokens=512), SPEED, tokens=1e7, length=1000)
+    assert large.communication == 0
+    assert small.communication > small.compute / 4
+
+
+def test_weights_are_gathered_through_the_hosts_links() -> None:
+    inside, between = (
+        gather_seconds(LLAMA, Layout(data_parallel_size=ranks, zero_stage=3, micro_batch_tokens=1), SPEED)
+        for ranks in (8, 64)
+    )
+    assert inside == pytest.approx(2 * LLAMA.num_parameters * 7 / 8 / (450e9 * 0.7))
+    assert between == pytest.approx(2 * LLAMA.num_parameters * 63 / 64 / (8 * 50e9 * 0.7))
+
+
+def test_adam_on_the_host_is_slower() -> None:
+    on_gpu, on_host = (
+        training(
+            LLAMA,
+            Layout(data_parallel_size=8, zero_stage=2, offload=offload, micro_batch_tokens=8192),
+            SPEED,
+            tokens=8,
+            length=1,
+        ).compute
+        for offload in (None, "optimizer")
+    )
+    # A host updates 8e9 parameters a second; each of its GPUs sends 2 bytes and takes 2 for its eighth.
+    assert on_host - on_gpu == pytest.approx(LLAMA.num_parameters / 8 * (1e-9 + 4 / 20e9 - 30 / (0.75 * 3350e9)))
+
+
+def test_sharing_tensors_and_experts_costs_messages() -> None:
+    alone = scoring(EXPERTS, replace(LAYOUT, data_parallel_size=8), SPEED, tokens=1e6, length=1000)
+    spread = replace(LAYOUT, data_parallel_size=8, expert_parallel_size=8)
+    assert scoring(EXPERTS, spread, SPEED, tokens=1e6, length=1000).seconds > alone.seconds
+    far = replace(spread, data_parallel_size=16, expert_parallel_size=16)
+    assert scoring(EXPERTS, far, SPEED, tokens=2e6, length=1000).seconds > alone.seconds
+    wide = replace(LAYOUT, micro_batch_tokens=65536)
+    for layout in (replace(wide, tensor_parallel_size=8), replace(wide, sequence_parallel_size=8)):
+        found = scoring(LLAMA, layout, SPEED, tokens=1e6, length=1000)
+        assert 0 < found.communication < found.compute
+
+
+def test_attention_that_keeps_its_matrix_moves_it() -> None:
+    flash, whole = (
+        scoring(LLAMA, LAYOUT, SPEED, tokens=1e6, length=2048, flash=flash).seconds for flash in (True, False)
+    )
+    # 16 bytes for each of 32 layers, 32 heads and 2048 keys; and twice the operations.
+    moved = 16 * 32 * 32 * 2048 / SPEED.memory
+    more = 32 * 4 * 1024 * 4096 / 0.6 / SPEED.matmul
+    assert whole - flash == pytest.approx(1e6 / 0.9 * (moved + more), rel=1e-3)
+
+
+# --- what lies between
+
+
+def test_every_target_sees_all_weights_by_its_own_share_of_the_network() -> None:
+    assert sync_seconds(16e9, 8, 8, SPEED, same_gpus=True) == pytest.approx(1 + 16e9 / (450e9 * 0.7))
+    assert sync_seconds(16e9, 8, 8, SPEED, same_gpus=False) == pytest.approx(1 + 16e9 / (50e9 * 0.7))
+    assert sync_seconds(1, 8, 8, SPEED, same_gpus=True, tensors=10_000) == pytest.approx(1 + 7)
+
+
+def test_moving_samples_and_states() -> None:
+    # 176 MB in packed arrays took 0.10 to 0.13 s.
+    assert transfer_seconds(176e6) == pytest.approx(0.12, abs=0.02)
+    assert transfer_seconds(0, objects=10) == pytest.approx(0.05)
+    assert offload_seconds(6e9) == pytest.approx(1)
+    assert host_seconds(2000) == pytest.approx(4.1)

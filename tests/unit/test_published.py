@@ -1,0 +1,237 @@
+"""How rows of published runs become cases, and what they say of memory."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.published import memory
+from benchmarks.published.libraries import sequences_per_sample
+from benchmarks.published.rows import Case, Row, Skipped, case_of, row_of
+
+SUPERVISED = {
+    "id": "a1",
+    "source_path": "examples/sft.sh",
+    "evidence": "vendor_measured_table",
+    "system": "ms-swift",
+    "algorithm": "sft",
+    "model": "Qwen/Qwen2.5-7B-Instruct",
+    "params_b": "7.62",
+    "n_nodes": "1",
+    "gpus_per_node": "8",
+    "n_gpus": "8",
+    "gpu_type": "H100",
+    "gpu_mem_gb": "80",
+    "train_backend": "deepspeed",
+    "sharding": "zero3",
+    "micro_batch_per_gpu": "1",
+    "max_total_len": "2048",
+    "placement": "train-only",
+    "outcome": "ok",
+}
+SAMPLED = SUPERVISED | {
+    "system": "verl",
+    "algorithm": "grpo",
+    "train_backend": "fsdp",
+    "sharding": "fsdp(zero3)",
+    "placement": "colocate",
+    "rollout_engine": "vllm",
+    "rollout_tp": "2",
+    "gpu_memory_utilization": "0.5",
+    "n_samples": "8",
+    "prompts_per_step": "128",
+    "max_prompt_len": "512",
+    "max_response_len": "1024",
+    "max_total_len": "",
+    "param_offload": "True",
+}
+
+
+def row(base: dict[str, str] = SUPERVISED, **cells: str) -> Row:
+    return row_of(base | cells)
+
+
+def case(base: dict[str, str] = SUPERVISED, **cells: str) -> Case:
+    made = case_of(row(base, **cells))
+    assert isinstance(made, Case), made
+    return made
+
+
+def test_cells_have_types_and_blanks_are_none() -> None:
+    read = row(lora_rank="", optim_offload="false", sharding="None", step_time_s="n/a", train_tp="4.0")
+    assert (read.lora_rank, read.optim_offload, read.sharding, read.step_time_s) == (None, False, "", None)
+    assert (read.train_tp, read.gpu_mem_gb, read.notes) == (4, 80.0, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "layers"),
+    [
+        ("Qwen/Qwen2.5-7B", "7.62", 28),
+        ("Qwen2.5-7B-Instruct", "", 28),
+        ("allenai/Llama-3.1-Tulu-3-8B-SFT", "8.0", 32),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "30.53", 48),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "1.78", 28),
+        ("facebook/opt-13.2b", "13.2", 40),
+    ],
+)
+def test_models_are_found_by_the_words_of_their_names(name: str, size: str, layers: int) -> None:
+    assert case(model=name, params_b=size).model.num_hidden_layers == layers
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"outcome": "not_shown"}, "a blank cell: no evidence"),
+        ({"model": "Qwen/Qwen2.5-VL-7B-Instruct"}, "a model with more than a text decoder"),
+        ({"model": "Qwen/Qwen2.5-7B-Instruct-AWQ"}, "quantised weights"),
+        ({"model": "nobody/nothing-7B"}, "a model without figures"),
+        ({"params_b": "14"}, "a model without figures"),
+        ({"n_gpus": ""}, "no number of GPUs"),
+        ({"train_tp": "3"}, "degrees that do not divide the GPUs"),
+        ({"notes": "tuner=adalora"}, "a tuner that is neither full nor LoRA"),
+        ({"notes": "# muon: 2 x 65GiB"}, "an optimizer other than Adam"),
+        ({"notes": "flags contradictory in the report"}, "a contradictory report"),
+        ({"algorithm": "gkd"}, "further models that are not named"),
+    ],
+)
+def test_rows_are_left_out_for_a_reason(cells: dict[str, str], reason: str) -> None:
+    made = case_of(row(**cells))
+    assert isinstance(made, Skipped)
+    assert made.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("cells", "stage", "bytes_"),
+    [
+        ({}, 3, (2, 2, 12)),
+        ({"train_backend": "deepspeed zero2", "sharding": ""}, 2, (2, 2, 12)),
+        ({"train_backend": "megatron", "sharding": "dist-optimizer", "train_tp": "2"}, 1, (2, 4, 12)),
+        ({"train_backend": "megatron", "sharding": "", "system": "nemo-rl", "train_tp": "2"}, 1, (2, 2, 12)),
+        ({"train_backend": "dtensor-fsdp2", "system": "nemo-rl"}, 3, (4, 4, 8)),
+        ({"train_backend": "ddp", "sharding": ""}, 0, (2, 2, 4)),
+        ({"train_backend": "ddp", "sharding": "", "system": "TRL"}, 0, (4, 4, 8)),
+    ],
+)
+def test_libraries_keep_their_state_in_their_ways(cells: dict[str, str], stage: int, bytes_: tuple[int, ...]) -> None:
+    made = case(**cells)
+    training = made.training
+    assert made.train.zero_stage == stage
+    assert (training.weights, training.gradients, training.optimizer) == bytes_
+
+
+def test_degrees() -> None:
+    made = case(n_gpus="32", n_nodes="4", train_tp="2", train_pp="2", train_cp="2", train_backend="megatron")
+    assert (made.train.data_parallel_size, made.train.sequence_parallel_size) == (4, 2)
+    # A dense model has no experts to spread.
+    assert case(train_ep="8").train.expert_parallel_size == 1
+
+
+def test_gpus_of_generation_are_not_those_of_training() -> None:
+    apart = case(SAMPLED, placement="disaggregate", train_gpus="6", rollout_gpus="2")
+    assert apart.train.num_gpus == 6
+    assert apart.rollout is not None
+    assert apart.rollout.num_gpus == 2
+    halves = case(SAMPLED, placement="disaggregate")
+    assert (halves.train.num_gpus, "train_gpus" in halves.assumed) == (4, True)
+    together = case(SAMPLED)
+    assert together.colocated
+    assert together.rollout is not None
+    assert (together.train.num_gpus, together.rollout.data_parallel_size) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("cells", "tokens"),
+    [
+        ({"notes": "padded to 2048 tokens"}, 2048),
+        ({"notes": "packing"}, 2048),
+        ({"notes": "packing", "micro_batch_per_gpu": "2"}, 4096),
+        ({"max_tokens_per_gpu": "16384", "system": "nemo-rl", "train_backend": "dtensor", "train_cp": "2"}, 16384),
+        ({"max_tokens_per_gpu": "16384", "system": "verl", "train_backend": "fsdp", "train_sp": "2"}, 32768),
+    ],
+)
+def test_largest_micro_batch(cells: dict[str, str], tokens: int) -> None:
+    assert case(**cells).train.micro_batch_tokens == tokens
+
+
+def test_unknown_texts_are_far_shorter_than_their_limit() -> None:
+    one = case().train.micro_batch_tokens
+    assert 1024 < one < 2048
+    assert case(micro_batch_per_gpu="4").train.micro_batch_tokens > 2.5 * one
+    free = case(micro_batch_per_gpu="4", notes="padding_free").train.micro_batch_tokens
+    assert free < case(micro_batch_per_gpu="4").train.micro_batch_tokens
+
+
+def test_preference_pairs_and_their_reference() -> None:
+    assert sequences_per_sample(row(algorithm="dpo")) == 2
+    assert case(algorithm="dpo").library.references == 1
+    assert case(algorithm="dpo", lora_rank="8").library.references == 0
+    assert "reference" in memory.predict(case(algorithm="dpo")).update
+
+
+# --- memory
+
+
+def judge(**cells: str) -> memory.Judged:
+    judged, skipped = memory.judge([case(**cells)])
+    assert not skipped
+    return judged[0]
+
+
+def test_measured_memory() -> None:
+    notes: Any = {"gpu_mem_gb": "", "gpu_type": ""}
+    assert judge(peak_mem_gb="40", peak_mem_kind="header note, per-GPU GiB", **notes).measured == 40
+    seen = judge(peak_mem_gb="40", peak_mem_kind="vendor table GPU memory usage")
+    assert seen.measured == pytest.approx(40e9 / 2**30)
+    assert judge(peak_mem_gb="80", peak_mem_kind="vendor table GPU memory usage").measured is None
+
+
+def test_torch_does_not_count_the_process() -> None:
+    inside = judge(peak_mem_gb="40", peak_mem_kind="GB allocated by torch")
+    seen = memory.comparable(inside.case, inside.prediction)
+    unseen = sum(inside.prediction.update[term] for term in ("context", "nccl", "fragmentation"))
+    assert seen == pytest.approx(inside.prediction.update_gib - unseen)
+
+
+def test_a_bound_is_kept_or_not() -> None:
+    bound = judge(peak_mem_gb="50", peak_mem_kind="ci_upper_bound_max_device_used_gb")
+    assert (bound.bound, bound.measured) == (50, None)
+    assert memory.figures([bound], [])["bounds_violated"] == 0
+    low = judge(peak_mem_gb="5", peak_mem_kind="ci_upper_bound_max_device_used_gb")
+    assert memory.figures([low], [])["bounds_violated"] == 1
+
+
+def test_outcomes() -> None:
+    fits, died = judge(), judge(outcome="oom", n_gpus="1")
+    missed = judge(outcome="oom")
+    figures = memory.figures([fits, died, missed], [])
+    assert (figures["oom_recall"], figures["oom_rows"]) == (0.5, 2)
+    assert (figures["false_oom_rate"], figures["working_rows"]) == (0, 1)
+    contested = memory.judge([case(outcome="oom", notes="node count not stated")])[1]
+    assert contested == {"a1": "neither outcome nor memory"}
+
+
+def test_an_engine_awake_takes_its_share() -> None:
+    asleep = memory.predict(case(SAMPLED))
+    awake = memory.predict(case(SAMPLED, system="TRL", train_backend="deepspeed", sharding="zero3"))
+    assert asleep.generate is not None
+    assert sum(asleep.generate.values()) == pytest.approx(0.5 * 79.6 + 0.55)
+    assert sum(gib for term, gib in awake.update.items() if term.startswith("engine ")) == pytest.approx(0.5 * 79.6)
+    assert not memory.predict(case(SAMPLED, gpu_memory_utilization="0.05")).has_room
+
+
+def test_boundaries_are_searched_in_what_differs() -> None:
+    series = [
+        row(
+            SAMPLED,
+            id=f"b{size}",
+            evidence="author_oom_bisect",
+            micro_batch_per_gpu=str(size),
+            outcome="ok" if size < 96 else "oom",
+        )
+        for size in (32, 64, 96)
+    ]
+    (found,) = memory.boundaries(series)
+    assert (found.searched, found.true, found.smallest_that_died) == ("micro_batch_per_gpu", 64, 96)
+    largest = case(SAMPLED, micro_batch_per_gpu=str(found.predicted))
+    one_more = case(SAMPLED, micro_batch_per_gpu=str(found.predicted + 1))
+    assert memory.predict(largest).fits
+    assert not memory.predict(one_more).fits
