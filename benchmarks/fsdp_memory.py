@@ -13,7 +13,10 @@ Attention: flash, one causal sequence, keys and values not repeated. The mask th
 tensors (2 bytes a layer for every pair of tokens) does not exist on a GPU and is kept out.
 Checkpointing: non-reentrant, of each decoder layer.
 
-Not counted: what the allocator rounds and fragments, NCCL's buffers, the CUDA context, workspaces of kernels.
+Not counted: what the allocator rounds and fragments, NCCL's buffers, the CUDA context, workspaces of kernels. The terms
+of those names are left out of the prediction that stands beside.
+
+``python -m benchmarks.fsdp_memory [--json FILE] [--table FILE]``; the committed table is ``fsdp_memory.json`` beside it.
 """
 
 import argparse
@@ -39,7 +42,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 
-GIB = 2**30
+from benchmarks.reporting import Goal, finish
+from rlflow.compose import CONF
+from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.memory import FSDP2, update_terms
+from rlflow.resources.model import Architecture
+from rlflow.schema import parse
+
+_UNSEEN = {"nccl", "context", "fragmentation"}
 PHASES = ("forward", "loss", "layers", "root", "optimizer")
 """``loss`` is backward before the last layer, ``layers`` that of the layers with a tied embedding's gradient, ``root``
 what is left of it."""
@@ -160,13 +170,18 @@ def fake_ranks(count: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
+def written(model: str) -> dict[str, Any]:
+    """A card's figures."""
+    figures: Any = OmegaConf.to_container(OmegaConf.load(CONF / "model" / f"{model}.yaml").architecture)
+    return dict(figures)
+
+
 def build(config: Config) -> Any:
     """Before sharding, in float32."""
-    file = Path(__file__).parents[1] / "conf" / "model" / f"{config.model}.yaml"
-    figures: Any = OmegaConf.to_container(OmegaConf.load(file).architecture)
+    figures = written(config.model)
     rope = {"rope_type": "default", "rope_theta": figures.pop("rope_theta")}
-    architecture = Qwen2Config(**figures, rope_parameters=rope, use_cache=False)
-    model = Qwen2ForCausalLM._from_config(architecture, dtype=torch.float32, attn_implementation=ATTENTION)
+    given = Qwen2Config(**figures, rope_parameters=rope, use_cache=False)
+    model = Qwen2ForCausalLM._from_config(given, dtype=torch.float32, attn_implementation=ATTENTION)
     if config.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
@@ -195,6 +210,20 @@ def measure(config: Config) -> Measured:
     return Measured(dict(tracker.phases))
 
 
+def predicted_gib(config: Config) -> float:
+    """By the memory model, of what the tracker sees."""
+    layout = Layout(
+        data_parallel_size=config.ranks,
+        zero_stage=3,
+        micro_batch_tokens=config.tokens,
+        gradient_checkpointing=config.checkpointing,
+    )
+    terms = update_terms(
+        parse(Architecture, written(config.model), config.model), layout, FSDP2, config.tokens, accumulates=False
+    )
+    return sum(gib for term, gib in terms.items() if term not in _UNSEEN)
+
+
 def as_json(config: Config, measured: Measured) -> str:
     """On a line of its own."""
     phases = {
@@ -208,9 +237,11 @@ def as_json(config: Config, measured: Measured) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", type=Path)
     arguments = parser.parse_args()
-    table = Table("model", "ranks", "tokens", "recompute", *PHASES, "peak GiB", "s")
+    table = Table("model", "ranks", "tokens", "recompute", *PHASES, "peak GiB", "predicted", "s")
     lines: list[str] = []
+    errors: list[float] = []
     for config in CONFIGS:
         began = time.perf_counter()
         measured = measure(config)
@@ -221,13 +252,20 @@ def main() -> int:
             "yes" if config.checkpointing else "no",
             *(f"{measured.phases[phase].bytes / GIB:.2f}" for phase in PHASES),
             f"{measured.peak.bytes / GIB:.2f}",
+            f"{predicted_gib(config):.2f}",
             f"{time.perf_counter() - began:.0f}",
         )
         lines.append(as_json(config, measured))
-        if arguments.json is not None:  # after each, since all of them take minutes
-            arguments.json.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+        errors.append(abs(predicted_gib(config) / (measured.peak.bytes / GIB) - 1))
+        if arguments.table is not None:  # after each, since all of them take minutes
+            arguments.table.write_text("[\n" + ",\n".join(lines) + "\n]\n")
     Console(width=120).print(table)
-    return 0
+    figures = {"memory_error_max": max(errors), "configurations": len(errors)}
+    goals = {
+        "memory_error_max": Goal("at most 0.05", max(errors) <= 0.05),
+        "configurations": Goal("at least 24", len(errors) >= 24),
+    }
+    return finish("fsdp_memory", figures, goals, arguments.json)
 
 
 if __name__ == "__main__":

@@ -68,8 +68,8 @@ def main() -> int:
     if arguments.json is not None:
         reports = {"figures": figures, "systems": systems, "skipped": dict(Counter(skipped.values()).most_common())}
         arguments.json.write_text(json.dumps(reports, indent=1))
-    judged = {name: value for name in (*AT_LEAST, *AT_MOST) if (value := figures[name]) is not None}
-    return finish("published", judged, {name: _goal(name, value) for name, value in judged.items()}, None)
+    known = {name: value for name in (*AT_LEAST, *AT_MOST) if (value := figures[name]) is not None}
+    return finish("published", known, {name: _goal(name, value) for name, value in known.items()}, None)
 
 
 def _goal(name: str, value: float) -> Goal:

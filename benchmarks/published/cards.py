@@ -77,19 +77,18 @@ def model_of(row: "Row") -> Architecture | None:
 
 
 def gpu_of(row: "Row") -> Gpu | None:
-    """The card of conf/gpu of the row's type, with the row's own memory where no card has it."""
-    name = _bare_gpu(row.gpu_type)
-    matches = [gpu for stem, gpu in _gpus().items() if name and stem.startswith(name)]
-    size = row.gpu_mem_gb
-    near = [g for g in matches if not size or (g.memory_gib and abs(g.memory_gib / size - 1) < 0.1)]
-    if near:
+    """The card of conf/gpu of the row's type and memory, or the row's own memory where no card has it."""
+    name = re.sub(r"[^a-z0-9]", "", row.gpu_type.lower())
+    kinds = {stem: re.sub(r"_\d+gb$", "", stem).removeprefix("rtx_").replace("_", "") for stem in _gpus()}
+    kind = max((kind for kind in kinds.values() if kind in name), key=len, default=None)
+    found = [gpu for stem, gpu in _gpus().items() if kinds[stem] == kind and gpu.memory_gib]
+    named = re.search(r"[^a-z0-9](\d{2,3}) ?gb?\b", row.gpu_type.lower())
+    size = row.gpu_mem_gb or (float(named[1]) if named else None)
+    near = [gpu for gpu in found if not size or abs((gpu.memory_gib or 0) / size - 1) < 0.1]
+    if len(near) == 1:
         return near[0]
     # GB as sold are GiB, as far as the driver leaves them.
     return Gpu(memory_gib=size * 0.99, source="the row") if size else None
-
-
-def _bare_gpu(name: str) -> str:
-    return re.split(r"[-_ ]", name.lower())[0]
 
 
 @cache

@@ -20,7 +20,6 @@ from rlflow.resources.memory import (
 )
 
 _MAX_BATCHED_TOKENS = 8192
-_GB = 1e9 / 2**30
 # Columns in which the rows of a bisection differ, the first that does being the one that was searched.
 _SEARCHED = ("micro_batch_per_gpu", "max_tokens_per_gpu", "max_response_len", "max_total_len")
 _OUTCOMES = {"id", "outcome", "notes", "prompts_per_step", "train_batch", "mini_batch", *_SEARCHED}
@@ -121,15 +120,15 @@ def is_contested(row: Row) -> bool:
 
 
 def _measured(row: Row) -> float | None:
-    """GiB of a training GPU, where it was measured in a run that worked."""
+    """GiB of a training GPU, where it was measured in a run that worked. The GB that tools print are GiB."""
     kind = row.peak_mem_kind.lower()
-    if row.peak_mem_gb is None or row.outcome == "oom" or re.search(r"equals card|bound|at oom", kind):
+    if not row.peak_mem_gb or row.outcome == "oom" or re.search(r"equals card|bound|at oom", kind):
         return None
     if row.gpu_mem_gb and row.peak_mem_gb > 0.97 * row.gpu_mem_gb:
         return None
     if row.placement.startswith("coloc") and row.rollout_engine:
         return None
-    return row.peak_mem_gb * (1 if "gib" in kind or "header" in kind else _GB)
+    return row.peak_mem_gb
 
 
 def _bound(row: Row) -> float | None:
@@ -146,9 +145,10 @@ def comparable(case: Case, prediction: Prediction) -> float:
     unseen: set[str] = set()
     if "alloc" in kind:
         unseen = {"context", "nccl", "fragmentation"}
+        unseen |= {term for term in prediction.update if term.startswith("engine ")}
     elif "reserved" in kind:
         unseen = {"context", "nccl"}
-    return sum(gib for term, gib in prediction.update.items() if term not in unseen and not term.startswith("engine"))
+    return sum(gib for term, gib in prediction.update.items() if term not in unseen)
 
 
 @dataclass(frozen=True)

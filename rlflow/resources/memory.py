@@ -46,7 +46,7 @@ CONTEXT_GIB = 0.55
 # What the driver keeps to itself: torch's reports of exhausted memory give cards of 79.6 and 80 GiB 79.1 to 79.3.
 DRIVER_GIB = 0.5
 # Of what is allocated and freed all the time, the share that the caching allocator holds beyond it. NeMo-RL measured
-# 71.2 GiB reserved for 62.5 GiB in use with packed micro-batches of varying length (its pull request 3476).
+# 71.2 GiB reserved for 62.5 GiB in use, state included, with packed micro-batches (NVIDIA-NeMo/RL, pull request 3476).
 FRAGMENTATION = 0.12
 # A communicator of NCCL: its channels' buffers, 2 x 4 MiB for each of about 24 channels.
 NCCL_COMMUNICATOR_GIB = 0.2

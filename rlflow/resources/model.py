@@ -116,6 +116,11 @@ class Architecture(Section):
         return max(dense, parameters.layer(self, sparse=True) if self.num_sparse_layers else 0)
 
     @cached_property
+    def num_tensors(self) -> int:
+        """Of the weights' file: about nine a layer, and three an expert."""
+        return 9 * self.num_hidden_layers + 3 * self.num_sparse_layers * (self.num_experts or 0)
+
+    @cached_property
     def num_sparse_layers(self) -> int:
         """Layers with experts."""
         return self.num_hidden_layers - self.num_dense_layers if self.num_experts else 0

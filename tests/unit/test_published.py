@@ -1,6 +1,6 @@
 """How rows of published runs become cases, and what they say of memory."""
 
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
 
@@ -46,11 +46,11 @@ SAMPLED = SUPERVISED | {
 }
 
 
-def row(base: dict[str, str] = SUPERVISED, **cells: str) -> Row:
-    return row_of(base | cells)
+def row(base: Mapping[str, str] = SUPERVISED, /, **cells: str) -> Row:
+    return row_of({**base, **cells})
 
 
-def case(base: dict[str, str] = SUPERVISED, **cells: str) -> Case:
+def case(base: Mapping[str, str] = SUPERVISED, /, **cells: str) -> Case:
     made = case_of(row(base, **cells))
     assert isinstance(made, Case), made
     return made
@@ -75,6 +75,24 @@ def test_cells_have_types_and_blanks_are_none() -> None:
 )
 def test_models_are_found_by_the_words_of_their_names(name: str, size: str, layers: int) -> None:
     assert case(model=name, params_b=size).model.num_hidden_layers == layers
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "gib"),
+    [
+        ("H100", "80", 79.6),
+        ("NVIDIA A100 80GB", "", 80),
+        ("A100-SXM4-40GB", "40", 40),
+        ("GeForce RTX 4090", "24", 24),
+        ("H200", "", 140.4),
+        ("GH200", "96", 95.04),
+        ("A100", "", None),
+        ("", "64", 63.36),
+        ("", "", None),
+    ],
+)
+def test_gpus_are_found_by_kind_and_memory(name: str, size: str, gib: float | None) -> None:
+    assert case(gpu_type=name, gpu_mem_gb=size).memory_gib == pytest.approx(gib)
 
 
 @pytest.mark.parametrize(
@@ -177,10 +195,9 @@ def judge(**cells: str) -> memory.Judged:
 
 
 def test_measured_memory() -> None:
-    notes: Any = {"gpu_mem_gb": "", "gpu_type": ""}
-    assert judge(peak_mem_gb="40", peak_mem_kind="header note, per-GPU GiB", **notes).measured == 40
-    seen = judge(peak_mem_gb="40", peak_mem_kind="vendor table GPU memory usage")
-    assert seen.measured == pytest.approx(40e9 / 2**30)
+    """GB as tools print them are GiB."""
+    assert judge(peak_mem_gb="40", peak_mem_kind="header note, per-GPU GiB", gpu_type="", gpu_mem_gb="").measured == 40
+    assert judge(peak_mem_gb="40", peak_mem_kind="vendor table GPU memory usage").measured == 40
     assert judge(peak_mem_gb="80", peak_mem_kind="vendor table GPU memory usage").measured is None
 
 

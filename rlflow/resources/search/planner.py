@@ -220,13 +220,12 @@ class Search:
         model = self.demands[target].architecture
         if model is None:
             return 0.0
-        return sync_seconds(
-            model.num_parameters * self.demands[target].weight_bytes,
-            layouts[source].num_gpus,
-            layouts[target].num_gpus,
-            self.site([target]).speed,
-            same_gpus=pool_of[source] == pool_of[target],
-        )
+        size, speed = model.num_parameters * self.demands[target].weight_bytes, self.site([target]).speed
+        gpus = layouts[source].num_gpus, layouts[target].num_gpus
+        same = pool_of[source] == pool_of[target]
+        if same and gpus == (1, 1):
+            return 2 * size / speed.memory
+        return sync_seconds(size, *gpus, speed, same_gpus=same, tensors=model.num_tensors)
 
     def _fill(self, candidate: Candidate) -> list[Share] | None:
         """GPUs of each pool. The last takes what is left where all GPUs are meant to be used."""

@@ -6,14 +6,14 @@ from math import ceil
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.speed import Speed
-from rlflow.resources.time import generation, scoring, training
+from rlflow.resources.time import generation, offload_seconds, scoring, training, transfer_seconds
 from rlflow.resources.workload import Task
 
 # What vLLM lets a batch hold on GPUs of 70 GiB and more (EngineArgs.get_batch_defaults).
 MAX_NUM_SEQS = 1024
-# Between a GPU and its host's memory, by PCIe 4.0 x16 or better, in bytes a second.
-_HOST_LINK = 25e9
 _ENGINE_WAKES_S = 2.0
+# Of a token that goes from role to role: its id, two logprobs, a mask.
+_TOKEN_BYTES = 16
 
 
 def task_seconds(
@@ -28,7 +28,7 @@ def task_seconds(
     seconds = {task.node: _of_task(demand, task, layout, speed, kv_tokens) for task in tasks}
     if layout.sleeps and tasks:
         # From the host before the first task, and back after the last.
-        seconds[tasks[0].node] += 2 * moved_gib * GIB / _HOST_LINK + (_ENGINE_WAKES_S if demand.generates else 0)
+        seconds[tasks[0].node] += 2 * offload_seconds(moved_gib * GIB) + (_ENGINE_WAKES_S if demand.generates else 0)
     return seconds
 
 
@@ -36,13 +36,14 @@ def _of_task(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens
     model = demand.architecture
     assert model is not None
     length = task.typical_length
+    workers = layout.data_parallel_size
+    comes = transfer_seconds(task.tokens * _TOKEN_BYTES / workers) if workers > 1 else 0.0
     if task.kind == "update":
-        tokens = task.tokens * task.epochs
-        return training(model, layout, speed, tokens=tokens, length=length, minibatches=task.minibatches).seconds
+        tokens, minibatches = task.tokens * task.epochs, task.minibatches
+        return comes + training(model, layout, speed, tokens=tokens, length=length, minibatches=minibatches).seconds
     if task.kind == "score":
-        return scoring(model, layout, speed, tokens=task.tokens, length=length).seconds
-    engines = layout.data_parallel_size
-    each = ceil(ceil(task.samples / task.group_size) / engines) * task.group_size
+        return comes + scoring(model, layout, speed, tokens=task.tokens, length=length).seconds
+    each = ceil(ceil(task.samples / task.group_size) / workers) * task.group_size
     return generation(
         model,
         layout,
@@ -53,4 +54,5 @@ def _of_task(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens
         responses=task.responses,
         kv_tokens=kv_tokens,
         max_num_seqs=MAX_NUM_SEQS,
+        engines=workers,
     ).seconds

@@ -1,0 +1,26 @@
+"""The memory model against torch's own tracker of FSDP2 on fake tensors."""
+
+import json
+
+import pytest
+
+from benchmarks.fsdp_memory import Config, measure, predicted_gib
+from rlflow.resources.layout import GIB
+from tests.conftest import ROOT
+
+MEASURED = json.loads((ROOT / "benchmarks" / "fsdp_memory.json").read_text())
+
+
+def test_the_committed_table() -> None:
+    assert len(MEASURED) >= 24
+    for row in MEASURED:
+        config = Config(row["model"], row["ranks"], row["tokens"], row["checkpointing"])
+        assert predicted_gib(config) == pytest.approx(row["peak_gib"], rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config", [Config("qwen2_5_0_5b", 8, 2048, True), Config("qwen2_5_1_5b", 4, 4096, False)], ids=str
+)
+def test_a_measurement(config: Config) -> None:
+    assert predicted_gib(config) == pytest.approx(measure(config).peak.bytes / GIB, rel=0.05)
