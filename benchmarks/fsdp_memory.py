@@ -16,7 +16,7 @@ Checkpointing: non-reentrant, of each decoder layer.
 Not counted: what the allocator rounds and fragments, NCCL's buffers, the CUDA context, workspaces of kernels. The terms
 of those names are left out of the prediction that stands beside.
 
-``python -m benchmarks.fsdp_memory [--json FILE] [--table FILE]``; the committed table is ``fsdp_memory.json`` beside it.
+``python -m benchmarks.fsdp_memory [--json FILE] [--table FILE]``; ``fsdp_memory.json`` is the committed table.
 """
 
 import argparse
@@ -45,8 +45,9 @@ from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 from benchmarks.reporting import Goal, finish
 from rlflow.compose import CONF
 from rlflow.resources.layout import GIB, Layout
-from rlflow.resources.memory import FSDP2, update_terms
-from rlflow.resources.model import Architecture
+from rlflow.resources.memory.phases import update_terms
+from rlflow.resources.memory.state import FSDP2
+from rlflow.resources.models.architecture import Architecture
 from rlflow.schema import parse
 
 _UNSEEN = {"nccl", "context", "fragmentation"}

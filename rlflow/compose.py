@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlflow.errors import RecipeError, did_you_mean, first_line
 from rlflow.recipe import Recipe, load, plain
 from rlflow.resources.cluster import Cluster, cluster_from, parse_shape
-from rlflow.resources.speed import Calibration, calibration_from
+from rlflow.resources.time.speed import Calibration, calibration_from
 from rlflow.schema import Section, parse
 
 _HERE = Path(__file__).parent

@@ -11,9 +11,9 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rlflow.errors import RecipeError, below
 from rlflow.resources.layout import Resources
-from rlflow.resources.model import Architecture, Count, check
-from rlflow.resources.model_config import architecture_of_path
-from rlflow.resources.past_run import lengths_of_run
+from rlflow.resources.models.architecture import Architecture, Count, check
+from rlflow.resources.models.config import architecture_of_path
+from rlflow.resources.time.past_run import lengths_of_run
 from rlflow.schema import Section, parse
 
 Size = Annotated[float, Ge(0)]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Minibatch, Packed, Prompts, Rollouts, Sequences
 from rlflow.engines.base import EngineSpec
 from rlflow.recipe import Model, Optimizer
-from rlflow.resources.model import Architecture
+from rlflow.resources.models.architecture import Architecture
 
 CHARACTERS = "0123456789+="
 ARCHITECTURE = Architecture(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from benchmarks.published import libraries
 from benchmarks.published.rows import Case, Row
-from rlflow.resources.lengths import Lengths
+from rlflow.resources.time.lengths import Lengths
 
 # Samples of supervised steps where the row is silent: ms-swift and Megatron-SWIFT both come to 16 by default.
 _SWIFT_BATCH = 16

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from rlflow.resources.cluster import Gpu
-from rlflow.resources.model import Architecture
+from rlflow.resources.models.architecture import Architecture
 from rlflow.schema import parse
 
 if TYPE_CHECKING:

@@ -7,11 +7,12 @@ from benchmarks.published.batches import COMPARED_BATCH, COMPARED_LENGTH, is_com
 from benchmarks.published.rows import Case
 from benchmarks.published.steps import Step, critic_of
 from rlflow.resources.layout import GIB, Layout, Offload
-from rlflow.resources.lengths import Lengths
-from rlflow.resources.memory import state_terms, update_terms
-from rlflow.resources.model import Architecture
-from rlflow.resources.speed import Efficiency, speed_of
-from rlflow.resources.time import gather_seconds, padded_generation, scoring, sync_seconds, training
+from rlflow.resources.memory.phases import update_terms
+from rlflow.resources.memory.state import state_terms
+from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.time.lengths import Lengths
+from rlflow.resources.time.passes import gather_seconds, padded_generation, scoring, sync_seconds, training
+from rlflow.resources.time.speed import Efficiency, speed_of
 
 # step3_rlhf_finetuning/BenckmarkSetting.md: 264,292 samples of 256 + 256 tokens, at most 1024 a step, else as many as
 # memory allows. The README's 131.9k queries are half of that; its 135 million tokens are not.

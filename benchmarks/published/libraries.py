@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlflow.resources.layout import Offload
-from rlflow.resources.memory import DEEPSPEED, FSDP2, MEGATRON, Training
+from rlflow.resources.memory.state import DEEPSPEED, FSDP2, MEGATRON, Training
 
 if TYPE_CHECKING:
     from benchmarks.published.rows import Row

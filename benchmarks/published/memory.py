@@ -8,16 +8,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.published.rows import Case, Row, case_of
-from rlflow.resources.memory import (
-    Terms,
-    Training,
-    asleep_terms,
-    generate_memory,
-    state_terms,
-    sync_terms,
-    update_terms,
-    usable_gib,
-)
+from rlflow.resources.memory.phases import asleep_terms, generate_memory, sync_terms, update_terms, usable_gib
+from rlflow.resources.memory.state import Terms, Training, state_terms
 
 _MAX_BATCHED_TOKENS = 8192
 # Columns in which the rows of a bisection differ, the first that does being the one that was searched.

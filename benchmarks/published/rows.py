@@ -13,9 +13,9 @@ from benchmarks.published.cards import gpu_of, model_of
 from benchmarks.published.texts import largest_micro_batch, lengths_of
 from rlflow.resources.cluster import Gpu
 from rlflow.resources.layout import Layout
-from rlflow.resources.lengths import Lengths
-from rlflow.resources.memory import Training
-from rlflow.resources.model import Architecture
+from rlflow.resources.memory.state import Training
+from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.time.lengths import Lengths
 
 __all__ = ["Case", "Row", "Skipped", "case_of", "cases", "gpu_of", "model_of", "read", "row_of"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from benchmarks.published.batches import Batch, batch_of, is_compared, is_full
 from benchmarks.published.rows import Case, Row, model_of
 from rlflow.resources.layout import GIB, Layout
-from rlflow.resources.memory import generate_memory, state_terms
-from rlflow.resources.model import Architecture
-from rlflow.resources.speed import Efficiency, Speed, speed_of
-from rlflow.resources.time import (
+from rlflow.resources.memory.phases import generate_memory
+from rlflow.resources.memory.state import state_terms
+from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.time.passes import (
     generation,
     host_seconds,
     offload_seconds,
@@ -19,6 +19,7 @@ from rlflow.resources.time import (
     sync_seconds,
     training,
 )
+from rlflow.resources.time.speed import Efficiency, Speed, speed_of
 
 # Of a GPU's memory, for weights, gradients and optimizer; the rest is for activations and logits.
 _STATE_SHARE = 0.85

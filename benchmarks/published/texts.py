@@ -6,7 +6,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from benchmarks.published import libraries
-from rlflow.resources.lengths import Lengths
+from rlflow.resources.time.lengths import Lengths
 
 if TYPE_CHECKING:
     from benchmarks.published.rows import Row

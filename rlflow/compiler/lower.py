@@ -9,9 +9,9 @@ from rlflow.errors import RecipeError
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Recipe
 from rlflow.resources.demand import Demand
-from rlflow.resources.lengths import Lengths, measured
-from rlflow.resources.memory import DEEPSPEED, Training
-from rlflow.resources.model import Architecture
+from rlflow.resources.memory.state import DEEPSPEED, Training
+from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.time.lengths import Lengths, measured
 from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
 
 _BYTES = {"float32": 4, "bfloat16": 2}

@@ -17,7 +17,7 @@ from rlflow.resources.placement import Bundle, RolePlacement, Worker
 from rlflow.resources.search.infeasible import explain
 from rlflow.resources.search.planner import Search
 from rlflow.resources.search.prediction import Prediction, predict
-from rlflow.resources.speed import Calibration
+from rlflow.resources.time.speed import Calibration
 from rlflow.resources.workload import WeightCopy
 from rlflow.schema import parse
 

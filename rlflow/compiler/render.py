@@ -202,8 +202,8 @@ def _words(plan: Plan, *, explain: bool) -> Table:
     table.add_column(overflow="fold", width=_WIDTH - 10)
     for reason in prediction.reasons:
         table.add_row("why", reason)
-    if prediction.host_gib:
-        most = max(prediction.host_gib, key=lambda host: prediction.host_gib[host])
+    most = max(prediction.host_gib, key=lambda host: prediction.host_gib[host], default=None)
+    if most is not None and prediction.host_gib[most] >= 1:
         table.add_row(
             "host", f"{prediction.host_gib[most]:.0f} GiB of the memory of {most}, for what sleeps or is offloaded"
         )

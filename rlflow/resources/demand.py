@@ -5,8 +5,8 @@ from math import gcd
 
 from rlflow.errors import PlacementError
 from rlflow.resources.layout import Resources
-from rlflow.resources.memory import DEEPSPEED, Training
-from rlflow.resources.model import Architecture
+from rlflow.resources.memory.state import DEEPSPEED, Training
+from rlflow.resources.models.architecture import Architecture
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from rlflow.resources.lengths import Lengths
+from rlflow.resources.time.lengths import Lengths
 
 TaskKind = Literal["generate", "score", "update", "host"]
 

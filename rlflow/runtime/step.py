@@ -12,7 +12,7 @@ from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.errors import EngineError, UserError, below
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward import Reward
-from rlflow.resources.past_run import QUANTILES
+from rlflow.resources.time.past_run import QUANTILES
 
 
 def run_graph(

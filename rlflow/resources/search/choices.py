@@ -6,8 +6,9 @@ from math import ceil, floor
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout
-from rlflow.resources.memory import EngineMemory, Terms, generate_memory, score_terms, update_terms
-from rlflow.resources.model import Architecture
+from rlflow.resources.memory.phases import EngineMemory, generate_memory, score_terms, update_terms
+from rlflow.resources.memory.state import Terms
+from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.search.pool import (
     CPU_MICRO_BATCH_TOKENS,
     Choice,

@@ -14,13 +14,16 @@ from rlflow.resources.cluster import Cluster
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout
 from rlflow.resources.placement import RolePlacement, Share, workers
+from rlflow.resources.search.candidate import Candidate, Rejected, describe
 from rlflow.resources.search.fill import PoolRequest, fill
-from rlflow.resources.search.pool import Choice, Pool, Shortage
-from rlflow.resources.search.pools import Partition, PoolUse, partitions, sizes, use
-from rlflow.resources.search.simulate import Schedule, simulate
+from rlflow.resources.search.partitions import Partition, partitions
+from rlflow.resources.search.pool import Pool, Shortage
+from rlflow.resources.search.pools import PoolUse, use
+from rlflow.resources.search.simulate import simulate
 from rlflow.resources.search.site import Site, site_of
-from rlflow.resources.speed import Calibration
-from rlflow.resources.time import sync_seconds
+from rlflow.resources.search.sizes import sizes, wanted_gpus
+from rlflow.resources.time.passes import sync_seconds
+from rlflow.resources.time.speed import Calibration
 from rlflow.resources.workload import Workload
 
 # So many of the fastest are placed and simulated with the GPUs that they really get.
@@ -29,38 +32,6 @@ _PLACED = 6
 _SAME = 1.01
 # Rewards and advantages on the controller, a sample.
 _HOST_TASK_S = 50e-6
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A way to share, with the sizes of its pools, that fits."""
-
-    partition: Partition
-    gpus: tuple[int, ...]
-    """Of each pool."""
-    uses: tuple[PoolUse, ...]
-    schedule: Schedule
-
-    @property
-    def pool_of(self) -> dict[str, int]:
-        return {role: index for index, pool in enumerate(self.partition) for role in pool}
-
-    @property
-    def choices(self) -> dict[str, Choice]:
-        return {role: choice for use in self.uses for role, choice in use.choices.items()}
-
-    @property
-    def used_gpus(self) -> int:
-        return sum(max(choice.layout.num_gpus for choice in use.choices.values()) for use in self.uses)
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A way to share, with sizes, that does not fit."""
-
-    partition: Partition
-    gpus: tuple[int, ...]
-    shortage: Shortage
 
 
 @dataclass(frozen=True)
@@ -105,10 +76,9 @@ class Search:
             quickest = min((_time(settled) for _, settled, _ in found), default=float("inf"))
             if len(found) >= _PLACED and _time(candidate) > quickest * _SAME:
                 break
-            shares = self._fill(candidate)
-            settled = self._settle(candidate, shares) if shares is not None else None
-            if shares is not None and settled is not None:
-                found.append((index, settled, shares))
+            placed = self._placed(candidate)
+            if placed is not None:
+                found.append((index, *placed))
         if not found:
             return None
         quickest = min(_time(settled) for _, settled, _ in found)
@@ -125,7 +95,7 @@ class Search:
             # What is left over goes to the last pool: to one that trains, which can be of any size.
             ordered = tuple(sorted(partition, key=lambda pool: (any(self.demands[r].trains for r in pool), pool)))
             try:
-                wanted = [self._wanted(pool) for pool in ordered]
+                wanted = [wanted_gpus([self.demands[role] for role in pool]) for pool in ordered]
             except PlacementError as error:
                 contradiction = contradiction or error
                 continue
@@ -180,31 +150,6 @@ class Search:
             largest_group=min(gpus, site.largest_host),
         )
 
-    def _wanted(self, roles: Sequence[str]) -> frozenset[int] | None:
-        """The sizes that a pool's roles pin; None: any. Raises PlacementError when they pin different ones."""
-        pinned = {role: sizes for role in roles if (sizes := self._wanted_by(self.demands[role])) is not None}
-        if not pinned:
-            return None
-        common = frozenset.intersection(*pinned.values())
-        if not common:
-            less, more = sorted(pinned, key=lambda role: (min(pinned[role]), role))[:: len(pinned) - 1]
-            raise PlacementError(
-                f"roles.{more}.gpus",
-                f"{more} and {less} share GPUs, but ask for {min(pinned[more])} and {min(pinned[less])} of them",
-                fix=f"ask for the same number, or give {more} its own with colocate=[]",
-            )
-        return common
-
-    def _wanted_by(self, demand: Demand) -> frozenset[int] | None:
-        gpus, copies = demand.pinned("gpus"), demand.pinned("data_parallel_size")
-        if gpus is not None:
-            return frozenset({gpus})
-        if copies is None or "data" not in demand.parallel:
-            return None
-        others = (demand.pinned("pipeline_parallel_size") or 1) * (demand.pinned("sequence_parallel_size") or 1)
-        tensor = demand.pinned("tensor_parallel_size")
-        return frozenset(copies * others * size for size in ([tensor] if tensor else [1, 2, 4, 8]))
-
     def _candidate(self, partition: Partition, gpus: tuple[int, ...], uses: Sequence[PoolUse]) -> Candidate:
         seconds = {node: value for used in uses for node, value in used.seconds.items()}
         seconds |= {task.node: task.samples * _HOST_TASK_S for task in self.workload.tasks if task.role is None}
@@ -226,6 +171,35 @@ class Search:
         if same and gpus == (1, 1):
             return 2 * size / speed.memory
         return sync_seconds(size, *gpus, speed, same_gpus=same, tensors=model.num_tensors)
+
+    def _placed(self, candidate: Candidate) -> tuple[Candidate, list[Share]] | None:
+        """On its GPUs, with smaller groups where the hosts do not hold larger ones."""
+        narrower: Candidate | None = candidate
+        while narrower is not None:
+            shares = self._fill(narrower)
+            settled = self._settle(narrower, shares) if shares is not None else None
+            if shares is not None and settled is not None:
+                return settled, shares
+            narrower = self._narrowed(narrower)
+        what = f"hosts cannot hold {describe(candidate.partition, candidate.gpus)}"
+        self.rejected.append(
+            Rejected(candidate.partition, candidate.gpus, Shortage(candidate.partition[0][0], 0, what))
+        )
+        return None
+
+    def _narrowed(self, candidate: Candidate) -> Candidate | None:
+        """With smaller groups in the pool that has the largest, if that is possible."""
+        for index in sorted(range(len(candidate.uses)), key=lambda each: (-candidate.uses[each].unit, each)):
+            unit = candidate.uses[index].unit
+            if unit == 1:
+                break
+            roles, gpus = candidate.partition[index], candidate.gpus[index]
+            pool = replace(self._pool(roles, gpus, partial(_groups, [gpus])), largest_group=unit - 1)
+            used = use(pool, self.workload)
+            if isinstance(used, PoolUse) and used.unit < unit:
+                uses = (*candidate.uses[:index], used, *candidate.uses[index + 1 :])
+                return self._candidate(candidate.partition, candidate.gpus, uses)
+        return None
 
     def _fill(self, candidate: Candidate) -> list[Share] | None:
         """GPUs of each pool. The last takes what is left where all GPUs are meant to be used."""

@@ -1,16 +1,19 @@
 """Roles that use the same GPUs: what they have in common, what each chooses, and what it keeps while others work."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout, Offload
-from rlflow.resources.memory import Terms, asleep_terms, score_terms, state_terms
+from rlflow.resources.memory.phases import asleep_terms, host_terms, score_terms, sync_terms
+from rlflow.resources.memory.state import Terms, state_terms
 from rlflow.resources.search.site import Site
+from rlflow.resources.workload import Task
 
 # Of an engine on the processor, where memory is not counted.
 CPU_MICRO_BATCH_TOKENS = 2048
-_KEPT_IN_SYNC = {"weights", "gradients", "optimizer", "gathered", "graphs", "nccl", "context"}
+# Of a token that goes from role to role: its id, two logprobs, a mask.
+TOKEN_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,6 @@ class Choice:
     concurrency: float | None = None
     """Sequences that one engine writes at once."""
 
-    @property
-    def sync(self) -> Terms:
-        """While weights are handed over: without activations, logits, and keys and values."""
-        return {term: gib for term, gib in self.awake.items() if term in _KEPT_IN_SYNC}
-
 
 @dataclass(frozen=True)
 class Shortage:
@@ -123,15 +121,27 @@ def resting_terms(demand: Demand, policy: Policy, pool: Pool) -> Terms:
     return asleep_terms(False) | {"weights": weights}
 
 
-def host_gib(demand: Demand, choice: Choice) -> float:
-    """Of host memory for each of the role's GPUs: what is offloaded, and what sleeps there."""
+def host_memory(demand: Demand, choice: Choice, tasks: Sequence[Task]) -> Terms:
+    """Of host memory for each of the role's GPUs: what is offloaded, what sleeps there, and data in flight."""
     model, layout = demand.architecture, choice.layout
     if model is None or not choice.awake:
-        return 0.0
+        return {}
+    data = max((task.tokens * TOKEN_BYTES / layout.num_gpus / GIB for task in tasks), default=0.0)
     if demand.trains:
-        everything = sum(state_terms(model, replace(layout, offload="none"), demand.training).values())
-        on_gpu = 0.0 if layout.sleeps else sum(state_terms(model, layout, demand.training).values())
-        return everything - on_gpu
+        return host_terms(model, layout, demand.training, parks=layout.sleeps, data_gib=data)
     if demand.generates or not (layout.sleeps or layout.offload == "weights"):
-        return 0.0
-    return score_terms(model, replace(layout, offload="none"), 0, weight_bytes=demand.weight_bytes)["weights"]
+        return {"data": 2 * data}
+    stays = replace(layout, offload="none")
+    return {"weights": score_terms(model, stays, 0, weight_bytes=demand.weight_bytes)["weights"], "data": 2 * data}
+
+
+def sync_memory(source: Demand, given: Choice, target: Demand, followed: Choice, *, same_gpus: bool) -> Terms:
+    """Of the trained role ``source`` while its weights go to ``target``."""
+    model, layout = source.architecture, given.layout
+    if model is None or not given.awake:
+        return {}
+    engine = followed.layout if same_gpus else None
+    terms = sync_terms(model, layout, source.training, engine, weight_bytes=target.weight_bytes)
+    # What sleeps gets up with its weights alone.
+    stays = {} if layout.sleeps else {term: given.resting.get(term, 0.0) for term in ("gradients", "optimizer")}
+    return terms | stays

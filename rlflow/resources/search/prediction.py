@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
 
-from rlflow.resources.memory import Terms, score_terms, update_terms
+from rlflow.resources.memory.phases import score_terms, update_terms
+from rlflow.resources.memory.state import Terms
+from rlflow.resources.search.candidate import Candidate, Rejected, describe
 from rlflow.resources.search.choices import most_tokens
-from rlflow.resources.search.planner import Candidate, Placed, Rejected, Search
-from rlflow.resources.search.pool import Choice, host_gib
+from rlflow.resources.search.planner import Placed, Search
+from rlflow.resources.search.pool import Choice, host_memory, sync_memory
 from rlflow.resources.workload import Task
 
 # A pool that is idle for a larger part of the step is worth a warning.
@@ -23,8 +25,8 @@ class RoleMemory:
     ``resting`` while other roles on its GPUs work."""
     peak_gib: Mapping[str, Mapping[int, float]]
     """Of each GPU of each host in that phase, with what the others keep there."""
-    host_gib: float
-    """Of host memory for each of its GPUs: what is offloaded, or sleeps."""
+    host_gib: Terms
+    """Of host memory for each of its GPUs: what is offloaded or sleeps, and data in flight."""
     sequences: int | None = None
     """That one engine writes at once."""
 
@@ -108,8 +110,7 @@ def predict(search: Search, placed: Placed) -> Prediction:
 def _memory(search: Search, placed: Placed, role: str) -> RoleMemory:
     choice = placed.candidate.choices[role]
     phases = {choice.phase: choice.awake, "resting": choice.resting}
-    if any(role in (copy.source, copy.target) for copy in search.workload.copies):
-        phases["sync"] = choice.sync
+    phases |= _sync(search, placed.candidate, role)
     peaks: dict[str, dict[int, float]] = {}
     for bundle in placed.roles[role].bundles if choice.awake else ():
         others = (other for other in placed.roles if other != role and bundle in placed.roles[other].bundles)
@@ -119,16 +120,27 @@ def _memory(search: Search, placed: Placed, role: str) -> RoleMemory:
         phase=choice.phase,
         phases={phase: {term: gib for term, gib in terms.items() if gib} for phase, terms in phases.items() if terms},
         peak_gib=peaks,
-        host_gib=host_gib(search.demands[role], choice),
+        host_gib=host_memory(search.demands[role], choice, search.workload.of(role)),
         sequences=None if choice.concurrency is None else floor(choice.concurrency),
     )
+
+
+def _sync(search: Search, candidate: Candidate, role: str) -> Mapping[str, Terms]:
+    """Of a role that others follow, while its weights are handed over."""
+    for copy in search.workload.copies:
+        if copy.source == role:
+            source, target = ((search.demands[of], candidate.choices[of]) for of in (copy.source, copy.target))
+            same = candidate.pool_of[copy.source] == candidate.pool_of[copy.target]
+            return {"sync": sync_memory(*source, *target, same_gpus=same)}
+    return {}
 
 
 def _on_hosts(placed: Placed, memory: Mapping[str, RoleMemory]) -> Mapping[str, float]:
     hosts: dict[str, float] = {}
     for role, placement in placed.roles.items():
-        for bundle in placement.bundles if memory[role].host_gib else ():
-            hosts[bundle.host] = hosts.get(bundle.host, 0.0) + memory[role].host_gib
+        each = sum(memory[role].host_gib.values())
+        for bundle in placement.bundles if each else ():
+            hosts[bundle.host] = hosts.get(bundle.host, 0.0) + each
     return hosts
 
 
@@ -272,10 +284,3 @@ def _nearest(rejected: Sequence[Rejected]) -> list[Rejected]:
         if one.partition not in nearest or one.shortage.gib < nearest[one.partition].shortage.gib:
             nearest[one.partition] = one
     return list(nearest.values())
-
-
-def describe(partition: Sequence[Sequence[str]], gpus: Sequence[int]) -> str:
-    """Pools with their GPUs, as ``rollout on 4, actor + reference on 12``."""
-    if len(partition) == 1:
-        return f"all on {gpus[0]}" if len(partition[0]) > 1 else f"{partition[0][0]} on {gpus[0]}"
-    return ", ".join(f"{' + '.join(roles)} on {count}" for roles, count in zip(partition, gpus, strict=True))

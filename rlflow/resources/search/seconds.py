@@ -5,15 +5,14 @@ from math import ceil
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout
-from rlflow.resources.speed import Speed
-from rlflow.resources.time import generation, offload_seconds, scoring, training, transfer_seconds
+from rlflow.resources.search.pool import TOKEN_BYTES
+from rlflow.resources.time.passes import generation, offload_seconds, scoring, training, transfer_seconds
+from rlflow.resources.time.speed import Speed
 from rlflow.resources.workload import Task
 
 # What vLLM lets a batch hold on GPUs of 70 GiB and more (EngineArgs.get_batch_defaults).
 MAX_NUM_SEQS = 1024
 _ENGINE_WAKES_S = 2.0
-# Of a token that goes from role to role: its id, two logprobs, a mask.
-_TOKEN_BYTES = 16
 
 
 def task_seconds(
@@ -37,7 +36,7 @@ def _of_task(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens
     assert model is not None
     length = task.typical_length
     workers = layout.data_parallel_size
-    comes = transfer_seconds(task.tokens * _TOKEN_BYTES / workers) if workers > 1 else 0.0
+    comes = transfer_seconds(task.tokens * TOKEN_BYTES / workers) if workers > 1 else 0.0
     if task.kind == "update":
         tokens, minibatches = task.tokens * task.epochs, task.minibatches
         return comes + training(model, layout, speed, tokens=tokens, length=length, minibatches=minibatches).seconds

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster, Host
-from rlflow.resources.speed import Calibration, Efficiency, Speed, speed_of
+from rlflow.resources.memory.phases import usable_gib
+from rlflow.resources.time.speed import Calibration, Efficiency, Speed, speed_of
 
-# Of a GPU's memory; the rest is for what no term knows.
-_USABLE = 0.97
+# Of a GPU's memory a plan leaves so much for what no term knows.
+_MARGIN = 0.05
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Site:
 
     @property
     def usable_gib(self) -> float:
-        return self.memory_gib * _USABLE if self.memory_gib is not None else float("inf")
+        """By a plan, of each GPU."""
+        return usable_gib(self.memory_gib) * (1 - _MARGIN) if self.memory_gib is not None else float("inf")
 
     @property
     def num_gpus(self) -> int:

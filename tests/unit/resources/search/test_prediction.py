@@ -2,7 +2,8 @@
 
 import pytest
 
-from rlflow.resources.search.prediction import Prediction, describe, predict
+from rlflow.resources.search.candidate import describe
+from rlflow.resources.search.prediction import Prediction, predict
 from tests.unit.resources.search.planning import SEVEN_B, cluster, demand, search
 
 

@@ -5,29 +5,24 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rlflow.resources.activations import layer_activations
 from rlflow.resources.layout import GIB, Layout
-from rlflow.resources.memory import (
+from rlflow.resources.memory.activations import layer_activations
+from rlflow.resources.memory.phases import (
     CONTEXT_GIB,
-    DEEPSPEED,
     DRIVER_GIB,
-    FSDP2,
-    MEGATRON,
     NCCL_COMMUNICATOR_GIB,
     NCCL_PEER_GIB,
-    Training,
     asleep_terms,
     generate_memory,
     host_terms,
     process_terms,
     score_terms,
-    state_terms,
     sync_terms,
     update_terms,
     usable_gib,
 )
-from rlflow.resources.model import Architecture
-from rlflow.resources.state import lora_parameters, stages
+from rlflow.resources.memory.state import DEEPSPEED, FSDP2, MEGATRON, Training, lora_parameters, stages, state_terms
+from rlflow.resources.models.architecture import Architecture
 from rlflow.schema import parse
 from tests.conftest import ROOT
 
@@ -110,11 +105,9 @@ def test_what_is_offloaded_is_on_the_host() -> None:
     sharded = layout(zero_stage=3, data_parallel_size=8, offload="optimizer")
     host = host_terms(QWEN, sharded, DEEPSPEED, data_gib=1.5)
     eighth = QWEN.num_parameters / 8 / GIB
-    assert host == pytest.approx(
-        {"weights": 0, "gradients": 2 * eighth, "optimizer": 12 * eighth, "engine": 0, "data": 3}
-    )
-    parked = host_terms(QWEN, sharded, DEEPSPEED, parks=True, engine_gib=14.0)
-    assert sum(parked.values()) == pytest.approx(16 * eighth + 14)
+    assert host == pytest.approx({"weights": 0, "gradients": 2 * eighth, "optimizer": 12 * eighth, "data": 3})
+    parked = host_terms(QWEN, sharded, DEEPSPEED, parks=True)
+    assert sum(parked.values()) == pytest.approx(16 * eighth)
 
 
 def test_adapters() -> None:

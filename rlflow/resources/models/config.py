@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import RecipeError, did_you_mean, first_line
-from rlflow.resources.model import MODEL_TYPES, NEEDS, Architecture, check
+from rlflow.resources.models.architecture import MODEL_TYPES, NEEDS, Architecture, check
 from rlflow.schema import parse
 
 # Models that also see, or go by another name: the part that writes has the layers of these.

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rlflow.resources.model import Architecture
-from rlflow.resources.speed import Speed
+from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.time.speed import Speed
 
 
 @dataclass(frozen=True)

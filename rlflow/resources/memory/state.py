@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from rlflow.resources.layout import GIB, Layout
-from rlflow.resources.model import Architecture
+from rlflow.resources.models.architecture import Architecture
 
 Terms = Mapping[str, float]
 """GiB by name."""

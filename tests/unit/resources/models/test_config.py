@@ -7,9 +7,9 @@ import pytest
 
 import rlflow
 from rlflow.errors import RecipeError
-from rlflow.resources.model_config import architecture_from_config, architecture_of_path, find_config
+from rlflow.resources.models.config import architecture_from_config, architecture_of_path, find_config
 from tests.conftest import CONFIG_DIR
-from tests.unit.resources.test_model import CARDS, card, config_fields, named
+from tests.unit.resources.models.test_architecture import CARDS, card, config_fields, named
 
 # As on the hub: of Qwen2.5 without what the figures do not hang on, of Gemma 3 what differs from its class.
 QWEN: dict[str, Any] = {

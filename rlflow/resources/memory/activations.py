@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlflow.resources.model import Architecture
+from rlflow.resources.models.architecture import Architecture
 
 _NORMS_OF_HEADS = ("qwen3", "qwen3_moe", "gemma3_text")
 _FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")

@@ -7,15 +7,11 @@ sequence parallelism divides it.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rlflow.resources.activations import layer_activations
 from rlflow.resources.layout import GIB, Layout
-from rlflow.resources.model import Architecture
-from rlflow.resources.state import (
+from rlflow.resources.memory.activations import layer_activations
+from rlflow.resources.memory.state import (
     DEEPSPEED,
-    FSDP2,
-    MEGATRON,
     Stage,
-    Terms,
     Training,
     sharded_parameters,
     stage_state,
@@ -23,23 +19,7 @@ from rlflow.resources.state import (
     state_terms,
     total,
 )
-
-__all__ = [
-    "DEEPSPEED",
-    "FSDP2",
-    "MEGATRON",
-    "EngineMemory",
-    "Terms",
-    "Training",
-    "asleep_terms",
-    "generate_memory",
-    "host_terms",
-    "score_terms",
-    "state_terms",
-    "sync_terms",
-    "update_terms",
-    "usable_gib",
-]
+from rlflow.resources.models.architecture import Architecture
 
 # The CUDA context with the kernels of torch: 0.4 to 0.6 GiB on A100 and H100, as nvidia-smi shows for an idle process.
 CONTEXT_GIB = 0.55
@@ -219,8 +199,8 @@ def generate_memory(
     terms = {"weights": weight_bytes * weights / GIB, "engine": peak / GIB, "graphs": _graphs(model)}
     terms |= process_terms(layout)
     left = budget - sum(terms.values())
-    # Each GPU holds its share of the heads; with fewer key-value heads than GPUs they are copied.
-    heads = min(model.num_key_value_heads, width)
+    # Each GPU holds its share of the heads. Fewer key-value heads than GPUs are copied, as latents always are.
+    heads = 1 if model.kv_lora_rank else min(model.num_key_value_heads, width)
     per_token = 2 * model.kv_values_per_token / heads / layout.pipeline_parallel_size
     terms["kv"] = max(0.0, left)
     return EngineMemory(terms, left * GIB / per_token)
@@ -260,13 +240,11 @@ def host_terms(
     training: Training,
     *,
     parks: bool = False,
-    engine_gib: float = 0.0,
     data_gib: float = 0.0,
 ) -> dict[str, float]:
     """Of the host's memory, for one GPU of a trained role: what is offloaded or parked there while others use the GPU,
-    the weights of a sleeping engine, and its share of the data between roles (twice: with whoever made it, and in the
-    object store)."""
+    and its share of the data between roles (twice: with whoever made it, and in the object store)."""
     placed = state_terms(model, layout, training)
     whole = state_terms(model, replace(layout, offload="none"), training)
     away = {name: whole[name] if parks else whole[name] - placed[name] for name in whole}
-    return away | {"engine": engine_gib, "data": 2 * data_gib}
+    return away | {"data": 2 * data_gib}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from rlflow.resources.model import Architecture
+    from rlflow.resources.models.architecture import Architecture
 
 
 @dataclass(frozen=True, kw_only=True)

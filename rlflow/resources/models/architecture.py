@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 from annotated_types import Ge, Gt
 
 from rlflow.errors import RecipeError
-from rlflow.resources import parameters
+from rlflow.resources.models import parameters
 from rlflow.schema import Section
 
 Count = Annotated[int, Ge(1)]

@@ -1,7 +1,7 @@
 import pytest
 
 from rlflow.errors import RecipeError
-from rlflow.resources.lengths import Lengths, measured
+from rlflow.resources.time.lengths import Lengths, measured
 
 
 @pytest.mark.parametrize(("mean", "limit"), [(600, 4096), (3000, 4096), (100, 100), (1000, 32768)])

@@ -6,12 +6,11 @@ from statistics import mean
 import pytest
 
 from rlflow.resources.cluster import Gpu
-from rlflow.resources.decoding import decoder_of
 from rlflow.resources.layout import Layout
-from rlflow.resources.lengths import Lengths
-from rlflow.resources.model import Architecture
-from rlflow.resources.speed import Efficiency, Speed, speed_of
-from rlflow.resources.time import (
+from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.time.decoding import decoder_of
+from rlflow.resources.time.lengths import Lengths
+from rlflow.resources.time.passes import (
     Generation,
     gather_seconds,
     generation,
@@ -23,7 +22,8 @@ from rlflow.resources.time import (
     training,
     transfer_seconds,
 )
-from rlflow.resources.work import work_of
+from rlflow.resources.time.speed import Efficiency, Speed, speed_of
+from rlflow.resources.time.work import work_of
 
 LLAMA = Architecture(
     model_type="llama",

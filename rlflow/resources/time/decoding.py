@@ -5,10 +5,10 @@ from functools import lru_cache
 from math import ceil, exp
 
 from rlflow.resources.layout import Layout
-from rlflow.resources.lengths import Lengths
-from rlflow.resources.model import Architecture
-from rlflow.resources.speed import Speed
-from rlflow.resources.work import work_of
+from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.time.lengths import Lengths
+from rlflow.resources.time.speed import Speed
+from rlflow.resources.time.work import work_of
 
 
 @dataclass(frozen=True)

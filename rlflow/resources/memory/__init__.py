@@ -1,0 +1,1 @@
+"""What a GPU holds, by named terms."""

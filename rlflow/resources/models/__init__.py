@@ -1,0 +1,1 @@
+"""Figures of model architectures and of their parameters."""

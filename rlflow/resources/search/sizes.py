@@ -1,0 +1,72 @@
+"""How many GPUs each pool may get."""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from rlflow.errors import PlacementError
+from rlflow.resources.demand import Demand
+
+# So many shares of a cluster are tried as sizes of pools.
+_SHARES = 16
+
+
+def wanted_gpus(demands: Sequence[Demand]) -> frozenset[int] | None:
+    """The sizes that a pool's roles pin; None: any. Raises PlacementError when they pin different ones."""
+    pinned = {demand.role: sizes for demand in demands if (sizes := _wanted_by(demand)) is not None}
+    if not pinned:
+        return None
+    common = frozenset.intersection(*pinned.values())
+    if not common:
+        less, more = sorted(pinned, key=lambda role: (min(pinned[role]), role))[:: len(pinned) - 1]
+        raise PlacementError(
+            f"roles.{more}.gpus",
+            f"{more} and {less} share GPUs, but ask for {min(pinned[more])} and {min(pinned[less])} of them",
+            fix=f"ask for the same number, or give {more} its own with colocate=[]",
+        )
+    return common
+
+
+def _wanted_by(demand: Demand) -> frozenset[int] | None:
+    gpus, copies = demand.pinned("gpus"), demand.pinned("data_parallel_size")
+    if gpus is not None:
+        return frozenset({gpus})
+    if copies is None or "data" not in demand.parallel:
+        return None
+    others = (demand.pinned("pipeline_parallel_size") or 1) * (demand.pinned("sequence_parallel_size") or 1)
+    tensor = demand.pinned("tensor_parallel_size")
+    return frozenset(copies * others * size for size in ([tensor] if tensor else [1, 2, 4, 8]))
+
+
+def sizes(wanted: Sequence[frozenset[int] | None], most: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
+    """GPUs of each pool: one of those it pins (None: any), no more than its hosts have, all together ``total`` at most.
+
+    Pools that are open share what is left on a grid. One pool alone is also tried with a half of it, a quarter, ...
+    """
+    if list(wanted) == [None]:
+        yield from ((most[0] >> halvings,) for halvings in range(most[0].bit_length()))
+        return
+    grain = max(1, 2 ** ((total // _SHARES).bit_length() - 1)) if total > _SHARES else (1 if total <= 8 else 2)
+    if len(wanted) > 2 and total > 8:
+        grain = max(grain, 2 ** ((total // 8).bit_length() - 1))
+    free = [limit for limit, size in zip(most, wanted, strict=True) if size is None]
+    for pinned in product(*(sorted(size) for size in wanted if size is not None)):
+        left = total - sum(pinned)
+        if left < 0 or (free and left < len(free)):
+            continue
+        for shares in _shares(left, free, grain):
+            given, open_ = iter(pinned), iter(shares)
+            yield tuple(next(given) if size is not None else next(open_) for size in wanted)
+
+
+def _shares(left: int, most: Sequence[int], grain: int) -> Iterator[tuple[int, ...]]:
+    """For each pool a multiple of the grain or all that its hosts have; for the last what is left."""
+    if not most:
+        yield ()
+    elif len(most) == 1:
+        yield (min(left, most[0]),)
+    else:
+        highest = min(most[0], left - len(most) + 1)
+        firsts = list(range(grain, highest + 1, grain))
+        for first in [*firsts, *([highest] if highest == most[0] and highest % grain else [])]:
+            for others in _shares(left - first, most[1:], grain):
+                yield (first, *others)
