@@ -32,6 +32,8 @@ MAY_IMPORT = {
     "__init__": {"resources", "recipe", "compiler", "compose", "runtime", "report"},
     "__main__": {"cli"},
 }
+# The parts of resources in their order: each may import those before it.
+PARTS_OF_RESOURCES = ["models", "cluster", "layout", "placement", "memory", "time", "demand", "workload", "search"]
 MODEL_LIBRARIES = {"torch", "transformers", "vllm", "deepspeed", "datasets", "tokenizers"}
 # Imported by engines when they are built, never before.
 LAZY = {"engines/causal_lm/attention.py"}
@@ -65,6 +67,15 @@ def test_imports_point_one_way(path: Path) -> None:
     tree = ast.parse(path.read_text())
     rooms = {name.split(".")[1] for name in imports(tree) if name.startswith("rlflow.")}
     assert rooms - {room(path)} <= MAY_IMPORT[room(path)]
+
+
+def test_the_parts_of_resources_point_one_way() -> None:
+    for path in (PACKAGE / "resources").rglob("*.py"):
+        part = path.relative_to(PACKAGE / "resources").parts[0].removesuffix(".py")
+        names = [name.split(".") for name in imports(ast.parse(path.read_text()))]
+        parts = {name[2] for name in names if name[:2] == ["rlflow", "resources"] and len(name) > 2}
+        if part != "__init__":
+            assert parts <= set(PARTS_OF_RESOURCES[: PARTS_OF_RESOURCES.index(part) + 1]), path
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

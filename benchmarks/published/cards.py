@@ -51,6 +51,13 @@ _ALIASES = {
     "codellama_34b": ("llama-2-34b",),
     "opt_13b": ("opt-13.2b",),
     "deepseek_r1_distill_qwen_1_5b": ("deepscaler-1.5b",),
+    "deepseek_v3": ("deepseek-r1",),
+    "llama3_1_8b": ("llama-3-8b",),
+    "llama3_1_70b": ("llama-3-70b",),
+    "qwen2_5_0_5b": ("qwen2-0.5b",),
+    "qwen2_5_1_5b": ("qwen2-1.5b",),
+    "qwen2_5_7b": ("qwen2-7b",),
+    "qwen2_5_72b": ("qwen2-72b",),
 }
 """Other names of the same architecture."""
 

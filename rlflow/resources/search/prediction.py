@@ -184,7 +184,7 @@ def _limits(search: Search, candidate: Candidate) -> tuple[str, ...]:
         if tokens is not None:
             what = "no room for one sequence's keys and values" if choice.phase == "generate" else "out of memory"
             found.append((tokens - prompt, f"{what} in {choice.phase} ({role})"))
-    return tuple(f"from {tokens} response tokens: {what}" for tokens, what in sorted(found))
+    return tuple(f"beyond {tokens} response tokens: {what}" for tokens, what in sorted(found))
 
 
 def _most_tokens(search: Search, candidate: Candidate, role: str, choice: Choice, tasks: Sequence[Task]) -> int | None:
@@ -257,7 +257,8 @@ def _alternatives(placed: Placed) -> tuple[Alternative, ...]:
     seen = set()
     alternatives = []
     for other in placed.alternatives:
-        if other.partition in seen:
+        smaller = other.used_gpus < chosen.used_gpus
+        if other.partition in seen or (other.partition == chosen.partition and not smaller):
             continue
         seen.add(other.partition)
         slower = other.schedule.step_seconds / step - 1 if step else 0.0

@@ -40,7 +40,7 @@ def test_the_first_limit_is_where_planning_with_this_layout_ends() -> None:
     assert placed is not None
     limits = predict(found, placed).limits
     words = limits[0].split()
-    assert words[0] == "from"
+    assert words[0] == "beyond"
     assert int(words[1]) > 0.75 * 4096
 
 
