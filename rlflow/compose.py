@@ -20,6 +20,7 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from rlflow.errors import RecipeError, did_you_mean, first_line
 from rlflow.recipe import Recipe, load, plain
@@ -174,7 +175,7 @@ def calibration_of(door: FrontDoor, cluster: Cluster) -> Calibration:
         return {}
     try:
         measured = OmegaConf.load(door.calibration)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, YAMLError) as error:
         raise RecipeError("calibration", f"'{door.calibration}' cannot be read ({first_line(error)})") from None
     if not isinstance(measured, DictConfig):
         raise RecipeError("calibration", f"'{door.calibration}' has no kinds of GPU", known=list(cluster.gpus))

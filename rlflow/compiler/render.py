@@ -47,9 +47,12 @@ def _verdict(plan: Plan) -> Text:
     verdict = ("FITS", "bold green") if counted else ("PLACED", "bold yellow")
     text = Text.assemble((plan.recipe.name, "bold"), f" on {plan.cluster.shape}   ", verdict)
     text.append(f", {seconds(prediction.step_seconds)}/step, {prediction.tokens_per_second_per_gpu:.0f} tokens/s/GPU")
+    used = {bundle for placement in plan.roles.values() for bundle in placement.bundles}
+    unit = "GPUs" if counted else "processors"
+    text.append(f"\n{len(used)} of {sum(host.gpus for host in plan.cluster.hosts)} {unit}, ")
     if prediction.headroom_gib is None:
-        return text.append("\nthe memory of processors is not counted")
-    return text.append(f"\nleast headroom {prediction.headroom_gib:.1f} GiB ({prediction.fullest})")
+        return text.append("whose memory is not counted")
+    return text.append(f"least headroom {prediction.headroom_gib:.1f} GiB ({prediction.fullest})")
 
 
 def _graph(plan: Plan, colours: Mapping[str, str]) -> Table:

@@ -62,6 +62,8 @@ def test_a_plan_can_be_given_back(tmp_path: Path) -> None:
 def test_a_sweep(tmp_path: Path) -> None:
     out = rlflow("-m", "recipe=grpo_32b", "cluster=1x8,2x8,4x8@h200", "dry_run=true", cwd=tmp_path).stdout
     assert [f"grpo_32b on {shape}" in out for shape in ("1x8@h100_80gb", "2x8@h100_80gb", "4x8@h200")] == [True] * 3
+    ranked = [line.split()[:2] for line in out.splitlines() if line.startswith("cluster=")]
+    assert ranked == [["cluster=4x8@h200", "yes"], ["cluster=2x8", "yes"], ["cluster=1x8", "yes"]]
 
 
 def test_a_sweep_tells_of_the_cluster_that_is_too_small(tmp_path: Path) -> None:
@@ -69,6 +71,28 @@ def test_a_sweep_tells_of_the_cluster_that_is_too_small(tmp_path: Path) -> None:
     done = rlflow(*sweep, cwd=tmp_path, code=2)
     assert "PlacementError: roles.rollout: no host has 8 GPUs" in done.stderr
     assert "grpo_32b on 2x8@h100_80gb" in done.stdout
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("cluster=")] == ["yes", "no"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("cluster=2x8@h300", "RecipeError: cluster: no gpu 'h300'"),
+        ("cluster=0x8", "RecipeError: cluster: '0x8' is neither"),
+        ("roles.actor.label=fast", "PlacementError: roles.actor.label: no host has the label 'fast'"),
+        ("expect.response_tokens=[]", "RecipeError: expect.response_tokens: has no lengths"),
+        ("expect.response_tokens=[9,9999]", "RecipeError: expect.response_tokens: 9999 tokens is not within the limit"),
+        ("expect.prompt_tokens=-1", "RecipeError: expect.prompt_tokens: -1 is not valid"),
+        ("models.policy.architecture.num_hidden_layers=0", "RecipeError: models.policy.architecture.num_hidden_layers"),
+        ("~models.policy.architecture", "PlacementError: roles.actor.model: its architecture is not known"),
+        ("calibration=nothing.yaml", "RecipeError: calibration: 'nothing.yaml' cannot be read"),
+    ],
+)
+def test_what_cannot_be_planned(override: str, message: str, tmp_path: Path) -> None:
+    arguments = ["recipe=grpo_32b", *(["cluster=2x8"] if not override.startswith("cluster") else []), override]
+    done = rlflow(*arguments, "dry_run=true", cwd=tmp_path, code=2)
+    assert done.stderr.startswith(message)
+    assert "Traceback" not in done.stderr
 
 
 def test_ctrl_c_and_resume(tmp_path: Path) -> None:
@@ -174,7 +198,8 @@ def test_auto_takes_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     out = rlflow("recipe=grpo_7b", "cluster=auto", "dry_run=true", cwd=tmp_path).stdout
-    assert "grpo_7b on 1x2@h200: 2 of 2 GPUs in use" in out
+    assert "grpo_7b on 1x2@h200   FITS" in out
+    assert "2 of 2 GPUs" in out
 
 
 def test_a_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
@@ -188,7 +213,7 @@ def test_a_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True
     )
-    assert "16 of 16 GPUs in use" in done.stdout
+    assert "16 of 16 GPUs" in done.stdout
     where = [sys.executable, "-c", "import rlflow; print(rlflow.__file__)"]
     found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.startswith(str(tmp_path))

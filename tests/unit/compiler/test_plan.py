@@ -1,12 +1,19 @@
 import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import rlflow
-from rlflow.compiler.plan import plan_from, read_plan
+from rlflow.compiler.plan import compile_recipe, plan_from, read_plan
+from rlflow.compose import cluster_named
 from rlflow.errors import RecipeError
+from rlflow.recipe import recipe_from
+from rlflow.resources.time.speed import Efficiency
 from tests.conftest import CONFIG_DIR, ROOT
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -33,6 +40,41 @@ def test_equal_input_gives_equal_bytes() -> None:
         for order in (["seed=1", "steps=3"], ["steps=3", "seed=1"])
     }
     assert len(texts) == 1
+
+
+def test_the_order_of_keys_and_the_hash_seed_mean_nothing() -> None:
+    recipe = rlflow.load(["recipe=grpo_32b"])
+    mapping = json.loads(json.dumps(asdict(recipe)))
+    for part in ("roles", "models", "graph"):
+        mapping[part] = dict(reversed(mapping[part].items()))
+    turned = rlflow.compile(recipe_from(dict(reversed(mapping.items()))), "2x8")
+    expected = json.dumps(rlflow.compile(recipe, "2x8").to_dict(), sort_keys=True)
+    assert json.dumps(turned.to_dict(), sort_keys=True) == expected
+    program = "import json, rlflow; plan = rlflow.compile(rlflow.load(['recipe=grpo_32b']), '2x8')"
+    program += "; print(json.dumps(plan.to_dict(), sort_keys=True))"
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
+        )
+        assert done.stdout.strip() == expected
+
+
+def test_measured_efficiencies_change_the_times() -> None:
+    recipe, cluster = rlflow.load(["recipe=grpo_32b"]), cluster_named("2x8")
+    slow = compile_recipe(recipe, cluster, {"h100_80gb": Efficiency(matmul=0.4)})
+    assert slow.prediction.step_seconds > 1.2 * compile_recipe(recipe, cluster).prediction.step_seconds
+
+
+def test_what_plan_json_holds() -> None:
+    plan = rlflow.compile(rlflow.load(["recipe=grpo_7b"]), "1x8").to_dict()
+    assert plan["step_seconds"] == max(node["start"] + node["seconds"] for node in plan["nodes"].values())
+    assert plan["tokens_per_second_per_gpu"] > 0
+    assert all(other["loses"] for other in plan["alternatives"])
+    memory = plan["roles"]["actor"]["memory_gib"]
+    assert set(memory["phases"]) == {"update", "resting", "sync"}
+    assert {"weights", "optimizer", "activations", "logits", "context"} <= set(memory["phases"]["update"])
+    assert set(memory["peak_gib"]["host-0"]) == set(range(8))
 
 
 def _without(plan: dict[str, Any], key: str) -> dict[str, Any]:
