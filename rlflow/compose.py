@@ -20,7 +20,6 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from rlflow.errors import RecipeError, did_you_mean, first_line
 from rlflow.recipe import Recipe, load, plain
@@ -175,7 +174,7 @@ def calibration_of(door: FrontDoor, cluster: Cluster) -> Calibration:
         return {}
     try:
         measured = OmegaConf.load(door.calibration)
-    except (OSError, ValueError, YAMLError) as error:
+    except Exception as error:  # of the file system, or of the YAML parser
         raise RecipeError("calibration", f"'{door.calibration}' cannot be read ({first_line(error)})") from None
     if not isinstance(measured, DictConfig):
         raise RecipeError("calibration", f"'{door.calibration}' has no kinds of GPU", known=list(cluster.gpus))

@@ -11,8 +11,9 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rlflow.errors import RecipeError, below
 from rlflow.resources.layout import Resources
-from rlflow.resources.models.architecture import Architecture, Count, check
+from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.config import architecture_of_path
+from rlflow.resources.models.figures import Count, check
 from rlflow.resources.time.past_run import lengths_of_run
 from rlflow.schema import Section, parse
 

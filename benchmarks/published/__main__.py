@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.published import memory, times
-from benchmarks.published.rows import Row, cases, read
+from benchmarks.published.cases import cases
+from benchmarks.published.rows import Row, read
 from benchmarks.reporting import Goal, finish
 
 Figures = Mapping[str, float | int | None]

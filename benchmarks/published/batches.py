@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass
 
 from benchmarks.published import libraries
-from benchmarks.published.rows import Case, Row
+from benchmarks.published.cases import Case
+from benchmarks.published.rows import Row
 from rlflow.resources.time.lengths import Lengths
 
 # Samples of supervised steps where the row is silent: ms-swift and Megatron-SWIFT both come to 16 by default.

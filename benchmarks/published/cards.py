@@ -4,16 +4,14 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import OmegaConf
 
+from benchmarks.published.rows import Row
 from rlflow.resources.cluster import Gpu
 from rlflow.resources.models.architecture import Architecture
 from rlflow.schema import parse
-
-if TYPE_CHECKING:
-    from benchmarks.published.rows import Row
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -24,7 +22,7 @@ _MORE_THAN_TEXT = re.compile(
 _QUANTISED = re.compile(r"awq|gptq|qlora|bnb|hqq|int4|int8|nvfp4|mxfp4")
 
 
-def unfit(row: "Row") -> str | None:
+def unfit(row: Row) -> str | None:
     """Why its model is none that rlflow plans for."""
     name = row.model.lower()
     if any(_MORE_THAN_TEXT.fullmatch(word) for word in re.split(r"[-_/() ]+", name)):
@@ -70,7 +68,7 @@ def _words(name: str) -> set[str]:
     return {word for word in words if not re.fullmatch(r"instruct|base|chat|it|hf|v0\.\d|\d{4}|type", word)}
 
 
-def model_of(row: "Row") -> Architecture | None:
+def model_of(row: Row) -> Architecture | None:
     """The card of conf/model with the most words of its name in the row's model, and about its size.
 
     Words that the card lacks, as of a fine-tuned model, do not matter: its size has to agree.
@@ -83,7 +81,7 @@ def model_of(row: "Row") -> Architecture | None:
     return None
 
 
-def gpu_of(row: "Row") -> Gpu | None:
+def gpu_of(row: Row) -> Gpu | None:
     """The card of conf/gpu of the row's type and memory, or the row's own memory where no card has it."""
     name = re.sub(r"[^a-z0-9]", "", row.gpu_type.lower())
     kinds = {stem: re.sub(r"_\d+gb$", "", stem).removeprefix("rtx_").replace("_", "") for stem in _gpus()}

@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import ceil
 
 from benchmarks.published.batches import COMPARED_BATCH, COMPARED_LENGTH, is_compared
-from benchmarks.published.rows import Case
+from benchmarks.published.cases import Case
 from benchmarks.published.steps import Step, critic_of
 from rlflow.resources.layout import GIB, Layout, Offload
 from rlflow.resources.memory.phases import update_terms

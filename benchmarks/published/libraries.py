@@ -2,13 +2,10 @@
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from benchmarks.published.rows import Row
 from rlflow.resources.layout import Offload
 from rlflow.resources.memory.state import DEEPSPEED, FSDP2, MEGATRON, Training
-
-if TYPE_CHECKING:
-    from benchmarks.published.rows import Row
 
 HUGGING_FACE = Training(weights=2, gradients=2, optimizer=4, step=2, bucket_elements=25e6, keeps_gradients=False)
 """Trainer under DDP with a model loaded in bf16: gradients and Adam's moments have the weights' type, and AdamW's
@@ -45,7 +42,7 @@ class Library:
     """Trained ones."""
 
 
-def of(row: "Row") -> Library:
+def of(row: Row) -> Library:
     system = row.system.lower()
     training, zero, offload = _training(row)
     if row.lora_rank:
@@ -74,7 +71,7 @@ def of(row: "Row") -> Library:
     )
 
 
-def _family(row: "Row") -> str:
+def _family(row: Row) -> str:
     """What is in the sharding's name is more precise than the backend."""
     backend, sharding = row.train_backend.lower(), row.sharding.lower()
     if re.search(r"fsdp|dtensor", f"{backend} {sharding}"):
@@ -84,7 +81,7 @@ def _family(row: "Row") -> str:
     return "megatron" if re.search(r"megatron|mcore|dist-opt", f"{backend} {sharding}") else "trainer"
 
 
-def _training(row: "Row") -> tuple[Training, int, Offload]:
+def _training(row: Row) -> tuple[Training, int, Offload]:
     """How the state is kept, the ZeRO stage that is like it, and what is on the host throughout."""
     family, sharding, system = _family(row), row.sharding.lower(), row.system.lower()
     stage = re.search(r"(?:zero|stage)[-_ ]?([0-3])", f"{sharding} {row.train_backend.lower()}")
@@ -111,7 +108,7 @@ def _training(row: "Row") -> tuple[Training, int, Offload]:
     return (HUGGING_FACE_FP32 if fp32 else HUGGING_FACE), 0, "none"
 
 
-def _checkpoints(row: "Row") -> bool:
+def _checkpoints(row: Row) -> bool:
     value = row.grad_ckpt.lower()
     if value:
         return value in ("true", "full", "1", "unsloth")
@@ -121,7 +118,7 @@ def _checkpoints(row: "Row") -> bool:
     return _family(row) != "megatron" or "nemo" in row.system
 
 
-def _others(row: "Row") -> tuple[float, float]:
+def _others(row: Row) -> tuple[float, float]:
     """Preference losses, and sampling with a penalty for leaving the reference, hold it beside the policy: not with
     adapters, which are switched off for it. PPO has a critic. NeMo-RL, and who parks, keep them on the host."""
     algorithm = row.algorithm.lower()
@@ -133,7 +130,7 @@ def _others(row: "Row") -> tuple[float, float]:
     return float(compares and not row.lora_rank), float(algorithm in ("ppo", "gae") and sampled)
 
 
-def unfit(row: "Row") -> str | None:
+def unfit(row: Row) -> str | None:
     """Why the library's work cannot be told from the row."""
     text = row.text
     tuner = re.search(r"tuner=(\w+)", text)
@@ -148,7 +145,7 @@ def unfit(row: "Row") -> str | None:
     return None
 
 
-def assumed(row: "Row") -> list[str]:
+def assumed(row: Row) -> list[str]:
     """Columns that are blank although the library's default does not settle them."""
     backend = row.train_backend.lower()
     found = []
@@ -167,14 +164,14 @@ def assumed(row: "Row") -> list[str]:
     return found
 
 
-def tensor_parallel_size(row: "Row") -> int:
+def tensor_parallel_size(row: Row) -> int:
     """NeMo-RL's example of supervised training with 8B has 4 (examples/configs/sft_openmathinstruct2.yaml)."""
     if row.train_tp is None and "nemo-rl" in row.system and row.algorithm == "sft":
         return 4
     return row.train_tp or 1
 
 
-def is_packed(row: "Row") -> bool:
+def is_packed(row: Row) -> bool:
     """Without padding: by name, because the micro-batch is given in tokens, or by verl's use_remove_padding."""
     text = row.text
     if re.search(r"(without|not using)[^:;]*(padding_free|packing)|remove_padding (off|=? ?false)", text):
@@ -183,13 +180,13 @@ def is_packed(row: "Row") -> bool:
     return bool(row.max_tokens_per_gpu or named) or "verl" in row.system
 
 
-def tokens_per_group(row: "Row") -> int:
+def tokens_per_group(row: Row) -> int:
     """Of a micro-batch given in tokens. verl, slime and AReaL count one GPU's, NeMo-RL all that share sequences."""
     each = 1 if "nemo" in row.system else (row.train_cp or 1) * (row.train_sp or 1)
     return (row.max_tokens_per_gpu or 0) * each
 
 
-def sequences_per_sample(row: "Row") -> int:
+def sequences_per_sample(row: Row) -> int:
     """Pairs of preference data are two sequences."""
     return 2 if re.search(r"dpo|\brm\b|simpo|orpo|cpo|kto", row.algorithm.lower()) else 1
 
@@ -198,5 +195,5 @@ _DATA = {"gsm8k": (105.0, 230.0), "openmathinstruct": (100.0, 350.0)}
 """Mean tokens of prompts with the chat template, and of their answers: what models of 7B write, or the data's own."""
 
 
-def data_lengths(row: "Row") -> tuple[float, float] | None:
+def data_lengths(row: Row) -> tuple[float, float] | None:
     return next((lengths for name, lengths in _DATA.items() if name in row.text), None)

@@ -7,7 +7,8 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
-from benchmarks.published.rows import Case, Row, case_of
+from benchmarks.published.cases import Case, case_of
+from benchmarks.published.rows import Row
 from rlflow.resources.memory.phases import asleep_terms, generate_memory, sync_terms, update_terms, usable_gib
 from rlflow.resources.memory.state import Terms, Training, state_terms
 

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from benchmarks.published.batches import Batch, batch_of, is_compared, is_full
-from benchmarks.published.rows import Case, Row, model_of
+from benchmarks.published.cards import model_of
+from benchmarks.published.cases import Case
+from benchmarks.published.rows import Row
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.phases import generate_memory
 from rlflow.resources.memory.state import state_terms

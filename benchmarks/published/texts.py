@@ -3,13 +3,10 @@
 import re
 from math import exp
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
 from benchmarks.published import libraries
+from benchmarks.published.rows import Row
 from rlflow.resources.time.lengths import Lengths
-
-if TYPE_CHECKING:
-    from benchmarks.published.rows import Row
 
 _TEXT_LENGTH, _LIMIT_TO_MEAN = 200.0, 10.0
 """Mean tokens of a supervised sample where nothing is known of the data: those of Alpaca, or if that is more a tenth
@@ -20,7 +17,7 @@ _ANSWER_SHARE = 0.3
 """Of the limit, the mean length of sampled responses where it is not given."""
 
 
-def lengths_of(row: "Row") -> tuple[Lengths, Lengths, set[str]]:
+def lengths_of(row: Row) -> tuple[Lengths, Lengths, set[str]]:
     """Of prompts and responses; supervised samples are one text, the response, after a prompt of one token."""
     guessed = set()
     total = row.max_total_len or (row.max_prompt_len or 0) + (row.max_response_len or 0) or None
@@ -61,7 +58,7 @@ def _texts(mean: float, limit: float) -> Lengths:
     return Lengths(tuple(min(limit, max(1.0, length)) for length in lengths))
 
 
-def largest_micro_batch(row: "Row", prompts: Lengths, responses: Lengths, packed: bool) -> float:
+def largest_micro_batch(row: Row, prompts: Lengths, responses: Lengths, packed: bool) -> float:
     """Tokens of the largest micro-batch that a GPU (its group) meets in a run."""
     per_sample = libraries.sequences_per_sample(row)
     sequences = (row.micro_batch_per_gpu or 1) * per_sample

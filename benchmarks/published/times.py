@@ -8,7 +8,7 @@ from math import exp, log
 from statistics import mean, median
 
 from benchmarks.published import deepspeed_chat, steps
-from benchmarks.published.rows import Case, case_of
+from benchmarks.published.cases import Case, case_of
 from benchmarks.published.steps import Step
 
 # Measured times that differ by less are a tie: runs of one configuration, repeated, differ as much.

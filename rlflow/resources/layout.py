@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from rlflow.resources.models.architecture import Count
+from rlflow.resources.models.figures import Count
 from rlflow.schema import Section
 
 Auto = Literal["auto"]

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 import pytest
 
 from benchmarks.published import memory
+from benchmarks.published.cases import Case, Skipped, case_of
 from benchmarks.published.libraries import sequences_per_sample
-from benchmarks.published.rows import Case, Row, Skipped, case_of, row_of
+from benchmarks.published.rows import Row, row_of
 
 SUPERVISED = {
     "id": "a1",

@@ -2,82 +2,14 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal, get_args
 
-from annotated_types import Ge, Gt
-
-from rlflow.errors import RecipeError
 from rlflow.resources.models import parameters
-from rlflow.schema import Section
-
-Count = Annotated[int, Ge(1)]
-ModelType = Literal[
-    "deepseek_v3",
-    "gemma2",
-    "gemma3_text",
-    "glm4",
-    "gpt_oss",
-    "llama",
-    "mistral",
-    "mixtral",
-    "opt",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-]
-MODEL_TYPES: tuple[str, ...] = get_args(ModelType)
-_OF_EXPERTS = ("num_experts", "num_experts_per_tok")
-_OF_LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-# Beside the figures of all.
-NEEDS = {
-    "deepseek_v3": (*_OF_EXPERTS, *_OF_LATENT),
-    **dict.fromkeys(("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"), _OF_EXPERTS),
-}
+from rlflow.resources.models.figures import Figures
 
 
 @dataclass(frozen=True, kw_only=True)
-class Architecture(Section):
-    """The figures of a decoder-only transformer, under the names of its ``config.json``, where these agree on one."""
-
-    model_type: ModelType
-    hidden_size: Count
-    intermediate_size: Count
-    """Of an expert, where ``moe_intermediate_size`` is not given. OPT: ``ffn_dim``."""
-    num_hidden_layers: Count
-    num_attention_heads: Count
-    num_key_value_heads: Count
-    head_dim: Count
-    """With latent attention that of queries and keys, rotated and other."""
-    vocab_size: Count
-    max_position_embeddings: Count
-    tie_word_embeddings: bool = False
-    rope_theta: Annotated[float, Gt(0)] = 10_000.0
-    attention_bias: bool = False
-    """Where a model can be built with and without; the others have those of their class."""
-
-    num_experts: Count | None = None
-    """Routed ones of a layer: ``num_local_experts``, ``n_routed_experts``."""
-    num_experts_per_tok: Count | None = None
-    moe_intermediate_size: Count | None = None
-    """Of one routed expert."""
-    shared_expert_intermediate_size: Annotated[int, Ge(0)] = 0
-    """Of all experts that every token takes: ``n_shared_experts`` times ``moe_intermediate_size``."""
-    num_dense_layers: Annotated[int, Ge(0)] = 0
-    """Without experts, in a model with experts: ``first_k_dense_replace``."""
-
-    q_lora_rank: Count | None = None
-    kv_lora_rank: Count | None = None
-    """Given for latent attention (DeepSeek), and then those below too."""
-    qk_nope_head_dim: Count | None = None
-    qk_rope_head_dim: Count | None = None
-    v_head_dim: Count | None = None
-
-    sliding_window: Count | None = None
-    """Tokens that a query of a windowed layer attends to, itself among them."""
-    num_full_attention_layers: Annotated[int, Ge(0)] = 0
-    """With a sliding window: the layers that have none."""
+class Architecture(Figures):
+    """A decoder-only transformer's figures, and how many parameters it has of which kind."""
 
     @cached_property
     def num_parameters(self) -> int:
@@ -119,98 +51,3 @@ class Architecture(Section):
     def num_tensors(self) -> int:
         """Of the weights' file: about nine a layer, and three an expert."""
         return 9 * self.num_hidden_layers + 3 * self.num_sparse_layers * (self.num_experts or 0)
-
-    @cached_property
-    def num_sparse_layers(self) -> int:
-        """Layers with experts."""
-        return self.num_hidden_layers - self.num_dense_layers if self.num_experts else 0
-
-    @cached_property
-    def num_windowed_layers(self) -> int:
-        return self.num_hidden_layers - self.num_full_attention_layers if self.sliding_window else 0
-
-    @cached_property
-    def query_width(self) -> int:
-        """Values of a token's queries in one layer."""
-        return self.num_attention_heads * (self._latent_head_dims[0] or self.head_dim)
-
-    @cached_property
-    def output_width(self) -> int:
-        """Values that a token's attention yields in one layer, before the output projection."""
-        return self.num_attention_heads * (self._latent_head_dims[1] or self.head_dim)
-
-    @cached_property
-    def key_value_width(self) -> int:
-        """Values of a token's keys and values in one layer, of latent attention as projected up in training."""
-        if self.kv_lora_rank:
-            return self.query_width + self.output_width
-        return 2 * self.num_key_value_heads * self.head_dim
-
-    @cached_property
-    def mlp_width(self) -> int:
-        """Values between the projections that a token has in one layer, the wider of dense and sparse layers."""
-        if not self.num_experts:
-            return self.intermediate_size
-        experts = (self.num_experts_per_tok or 0) * self.expert_width + self.shared_expert_intermediate_size
-        return max(experts, self.intermediate_size) if self.num_dense_layers else experts
-
-    @cached_property
-    def expert_width(self) -> int:
-        """Values between the projections of one routed expert."""
-        return self.moe_intermediate_size or self.intermediate_size
-
-    @cached_property
-    def kv_values_per_token(self) -> int:
-        """Cached for a token that no window has left behind, over all layers."""
-        return self.num_hidden_layers * self._cached_width
-
-    def kv_values(self, tokens: float) -> float:
-        """Cached for one sequence of ``tokens``. Windowed layers keep no more than their window."""
-        windowed = self.num_windowed_layers
-        kept = (self.num_hidden_layers - windowed) * tokens
-        if self.sliding_window:
-            kept += windowed * min(tokens, self.sliding_window)
-        return self._cached_width * kept
-
-    def attention_span(self, tokens: float) -> float:
-        """Keys that a query attends to, the mean over the queries of a sequence of ``tokens`` and over layers."""
-        everything = tokens / 2
-        window = self.sliding_window
-        if window is None or tokens <= window:
-            return everything
-        # The first ``window`` queries see half of it in the mean, all others the whole.
-        windowed = window - window * window / (2 * tokens)
-        share = self.num_windowed_layers / self.num_hidden_layers
-        return share * windowed + (1 - share) * everything
-
-    @cached_property
-    def _cached_width(self) -> int:
-        """Of a token and layer. Of latent attention the latent, and the one rotated key of all heads."""
-        if self.kv_lora_rank:
-            return self.kv_lora_rank + (self.qk_rope_head_dim or 0)
-        return self.key_value_width
-
-    @cached_property
-    def _latent_head_dims(self) -> tuple[int | None, int | None]:
-        """Of queries and keys, and of values, with latent attention."""
-        if not self.kv_lora_rank:
-            return None, None
-        return (self.qk_nope_head_dim or 0) + (self.qk_rope_head_dim or 0), self.v_head_dim
-
-
-def check(architecture: Architecture, path: str) -> None:
-    """Raises RecipeError when the figures, which stand at ``path``, do not go together."""
-    for name in NEEDS.get(architecture.model_type, ()):
-        if getattr(architecture, name) is None:
-            raise RecipeError(
-                f"{path}.{name}", f"is missing for {architecture.model_type}", fix=f"add {path}.{name}=..."
-            )
-    for smaller, larger in (
-        ("num_experts_per_tok", "num_experts"),
-        ("num_dense_layers", "num_hidden_layers"),
-        ("num_full_attention_layers", "num_hidden_layers"),
-        ("num_key_value_heads", "num_attention_heads"),
-    ):
-        low, high = getattr(architecture, smaller), getattr(architecture, larger)
-        if low is not None and high is not None and low > high:
-            raise RecipeError(f"{path}.{smaller}", f"{low} is more than the {high} of {larger}", fix=f"at most {high}")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import RecipeError, did_you_mean, first_line
-from rlflow.resources.models.architecture import MODEL_TYPES, NEEDS, Architecture, check
+from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.models.figures import MODEL_TYPES, NEEDS, check
 from rlflow.schema import parse
 
 # Models that also see, or go by another name: the part that writes has the layers of these.

@@ -5,10 +5,9 @@ weights of the file, so DeepSeek's correction of the router's scores too, which 
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.models.figures import Figures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,7 @@ _TRAITS = {
 }
 
 
-def layer(of: "Architecture", *, sparse: bool) -> int:
+def layer(of: Figures, *, sparse: bool) -> int:
     """One decoder layer, with all its experts if ``sparse``."""
     norms = _traits(of).norms * norm(of)
     if not sparse:
@@ -64,7 +63,7 @@ def layer(of: "Architecture", *, sparse: bool) -> int:
     return attention(of) + norms + (of.num_experts or 0) * expert(of) + _router(of) + _shared(of)
 
 
-def attention(of: "Architecture") -> int:
+def attention(of: Figures) -> int:
     """Projections of queries, keys, values and output, their biases, the norms on heads."""
     traits = _traits(of)
     if of.kv_lora_rank:
@@ -77,7 +76,7 @@ def attention(of: "Architecture") -> int:
     return count + (of.num_attention_heads if traits.sinks else 0)
 
 
-def _latent_attention(of: "Architecture", rank: int) -> int:
+def _latent_attention(of: Figures, rank: int) -> int:
     """Queries by a narrow middle if ``q_lora_rank`` is given; keys and values by one of ``rank``, with one rotated key
     for all heads beside it. A norm in either middle."""
     cached = rank + (of.qk_rope_head_dim or 0)
@@ -91,36 +90,36 @@ def _latent_attention(of: "Architecture", rank: int) -> int:
     return count + (of.q_lora_rank if of.attention_bias else 0)
 
 
-def expert(of: "Architecture") -> int:
+def expert(of: Figures) -> int:
     """One routed expert."""
     return _mlp(of, of.expert_width)
 
 
-def norm(of: "Architecture") -> int:
+def norm(of: Figures) -> int:
     """One that has the model's width."""
     return of.hidden_size * _traits(of).norm_vectors
 
 
-def positions(of: "Architecture") -> int:
+def positions(of: Figures) -> int:
     """Their embeddings, where they are learned."""
     extra = _traits(of).learned_positions
     return 0 if extra is None else (of.max_position_embeddings + extra) * of.hidden_size
 
 
-def _mlp(of: "Architecture", width: int) -> int:
+def _mlp(of: Figures, width: int) -> int:
     traits = _traits(of)
     bias = (traits.mlp_matrices - 1) * width + of.hidden_size if traits.mlp_bias else 0
     return traits.mlp_matrices * of.hidden_size * width + bias
 
 
-def _router(of: "Architecture") -> int:
+def _router(of: Figures) -> int:
     return (of.num_experts or 0) * (of.hidden_size + (1 if _traits(of).router_bias else 0))
 
 
-def _shared(of: "Architecture") -> int:
+def _shared(of: Figures) -> int:
     width = of.shared_expert_intermediate_size
     return _mlp(of, width) + (of.hidden_size if _traits(of).shared_gate else 0) if width else 0
 
 
-def _traits(of: "Architecture") -> _Traits:
+def _traits(of: Figures) -> _Traits:
     return _TRAITS.get(of.model_type, _LLAMA)

@@ -1,0 +1,164 @@
+"""A row of a table of published runs in rlflow's own terms, or the reason why it cannot be."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from benchmarks.published import cards, libraries
+from benchmarks.published.cards import gpu_of, model_of
+from benchmarks.published.rows import Row
+from benchmarks.published.texts import largest_micro_batch, lengths_of
+from rlflow.resources.cluster import Gpu
+from rlflow.resources.layout import Layout
+from rlflow.resources.memory.state import Training
+from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.time.lengths import Lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A row as rlflow would plan it."""
+
+    row: Row
+    model: Architecture
+    gpu: Gpu | None
+    """None: the row names none."""
+    gpus_per_host: int
+    train: Layout
+    """``micro_batch_tokens`` is the largest micro-batch of the run."""
+    training: Training
+    library: libraries.Library
+    rollout: Layout | None
+    """Of all generating engines together. None: the run does not generate, or the row does not say with what."""
+    colocated: bool
+    prompts: Lengths
+    responses: Lengths
+    samples: float | None
+    """Per step: prompts times the responses to each."""
+    group_size: int
+    packed: bool
+    """Micro-batches are filled with whole samples, or hold them without padding."""
+    assumed: frozenset[str]
+    """Columns that are blank and were filled by what the library does, or by a prior."""
+
+    @property
+    def memory_gib(self) -> float | None:
+        return self.gpu.memory_gib if self.gpu else None
+
+
+@dataclass(frozen=True)
+class Skipped:
+    row: Row
+    reason: str
+
+
+def case_of(row: Row) -> Case | Skipped:
+    """The row in rlflow's terms, or why it cannot be: the reasons hold for memory and time alike."""
+    reason = _unfit(row)
+    if reason:
+        return Skipped(row, reason)
+    model = model_of(row)
+    assert model is not None
+    library = libraries.of(row)
+    assumed = set(libraries.assumed(row))
+    gpus = _train_gpus(row)
+    if row.placement == "disaggregate" and not (row.train_gpus or row.rollout_gpus):
+        assumed.add("train_gpus")
+    tensor = libraries.tensor_parallel_size(row)
+    group = tensor * (row.train_pp or 1) * (row.train_cp or 1) * (row.train_sp or 1)
+    experts = (row.train_ep or 1) if model.num_experts else 1
+    # Experts are spread over the GPUs of a pipeline stage.
+    if gpus < group or gpus % group or gpus // (row.train_pp or 1) % experts:
+        return Skipped(row, "degrees that do not divide the GPUs")
+    packed = libraries.is_packed(row)
+    prompts, responses, guessed = lengths_of(row)
+    assumed |= guessed
+    train = Layout(
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=row.train_pp or 1,
+        data_parallel_size=gpus // group,
+        sequence_parallel_size=(row.train_cp or 1) * (row.train_sp or 1),
+        expert_parallel_size=experts,
+        zero_stage=library.zero_stage,
+        offload=library.offload,
+        micro_batch_tokens=round(largest_micro_batch(row, prompts, responses, packed)),
+        gradient_checkpointing=library.gradient_checkpointing,
+        gpu_memory_utilization=None,
+    )
+    colocated = row.placement.startswith("coloc") and bool(row.rollout_engine)
+    return Case(
+        row=row,
+        model=model,
+        gpu=gpu_of(row),
+        gpus_per_host=row.gpus_per_node or min(8, row.n_gpus or 8),
+        train=train,
+        training=library.training,
+        library=library,
+        rollout=_rollout(row, gpus, colocated),
+        colocated=colocated,
+        prompts=prompts,
+        responses=responses,
+        samples=_samples(row),
+        group_size=row.n_samples or 1,
+        packed=packed,
+        assumed=frozenset(assumed),
+    )
+
+
+def _unfit(row: Row) -> str | None:
+    if row.outcome in ("not_shown", ""):
+        return "a blank cell: no evidence"
+    if re.search(r"contradict|incomplete", row.text):
+        return "a contradictory report"
+    reason = cards.unfit(row)
+    if reason:
+        return reason
+    if row.n_gpus is None:
+        return "no number of GPUs"
+    return libraries.unfit(row)
+
+
+def _train_gpus(row: Row) -> int:
+    assert row.n_gpus is not None
+    if row.placement != "disaggregate":
+        return row.n_gpus
+    # Halves, where the split is not given: most published splits are.
+    if row.train_gpus:
+        return row.train_gpus
+    if row.rollout_gpus:
+        return row.n_gpus - row.rollout_gpus
+    return row.n_gpus // 2
+
+
+def _rollout(row: Row, train_gpus: int, colocated: bool) -> Layout | None:
+    if not row.rollout_engine or row.n_gpus is None:
+        return None
+    gpus = row.n_gpus if colocated else row.rollout_gpus or row.n_gpus - train_gpus
+    tensor, stages = row.rollout_tp or 1, row.rollout_pp or 1
+    if gpus < tensor * stages:
+        return None
+    return Layout(
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=stages,
+        data_parallel_size=gpus // (tensor * stages),
+        sequence_parallel_size=1,
+        zero_stage=None,
+        offload=None,
+        micro_batch_tokens=8192,
+        gradient_checkpointing=False,
+        gpu_memory_utilization=row.gpu_memory_utilization,
+    )
+
+
+def _samples(row: Row) -> float | None:
+    if row.prompts_per_step:
+        return float(row.prompts_per_step * (row.n_samples or 1))
+    generated = re.search(r"generation GBS (\d+)", row.notes)
+    if generated:
+        return float(generated[1])
+    return float(row.train_batch) if row.train_batch else None
+
+
+def cases(rows: Iterable[Row]) -> tuple[list[Case], list[Skipped]]:
+    made = [case_of(row) for row in rows]
+    return [case for case in made if isinstance(case, Case)], [case for case in made if isinstance(case, Skipped)]
