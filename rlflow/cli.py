@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from rlflow.compiler.plan import Plan, compile_recipe, read_plan, write_plan
 from rlflow.compiler.ranking import Outcome, ranking
@@ -34,7 +34,7 @@ from rlflow.compose import (
     recipe_of,
     register_shapes,
 )
-from rlflow.errors import EngineError, PlacementError, RecipeError, UserError
+from rlflow.errors import EngineError, RecipeError, UserError
 from rlflow.resources.cluster import cluster_from
 
 STOPPED = 130
@@ -66,7 +66,7 @@ def main() -> int:
     except UserError as error:
         return _tell(error)
     if len(outcomes) > 1:
-        _console().print("", ranking(outcomes), sep="\n")
+        _show(ranking(outcomes))
     return max(codes, default=0)
 
 
@@ -78,7 +78,7 @@ def _job(config: DictConfig, outcomes: list[Outcome]) -> int:
     try:
         return _plan_and_run(config, directory, outcomes)
     except (UserError, EngineError) as error:
-        if isinstance(error, PlacementError):
+        if isinstance(error, UserError):
             outcomes.append(Outcome(_overrides(), None))
         return _tell(error)
     except OSError as error:  # the disk, since what the recipe names is checked before
@@ -99,6 +99,14 @@ def _console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
 
+def _show(picture: RenderableType) -> None:
+    """Without blanks at the ends of lines."""
+    console = _console()
+    with console.capture() as captured:
+        console.print(picture)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
+
+
 def _overrides() -> tuple[str, ...]:
     return tuple(override.lstrip("+") for override in HydraConfig.get().overrides.task)
 
@@ -108,7 +116,7 @@ def _plan_and_run(config: DictConfig, directory: Path, outcomes: list[Outcome]) 
     door = front_door_of(config)
     plan = _plan(config, door)
     outcomes.append(Outcome(_overrides(), plan.prediction))
-    console.print(render(plan, explain=door.explain))
+    _show(render(plan, explain=door.explain))
     if door.dry_run:
         write_plan(plan, directory)
         console.print(f"\nplan: {directory / 'plan.json'}", soft_wrap=True)

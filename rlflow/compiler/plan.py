@@ -52,7 +52,7 @@ class Plan:
         """As ``plan.json`` holds it; ``plan_from`` reads it back."""
         predicted = asdict(self.prediction)
         memory = predicted.pop("memory")
-        return {
+        content = {
             "schema_version": SCHEMA_VERSION,
             "fingerprint": self.fingerprint,
             "recipe": asdict(self.recipe),
@@ -61,6 +61,7 @@ class Plan:
             "roles": {name: asdict(placed) | {"memory_gib": memory[name]} for name, placed in self.roles.items()},
             **predicted,
         }
+        return content | {"digest": _digest(content)}
 
 
 def plan(recipe: Recipe, graph: Graph, requirements: Requirements, cluster: Cluster, calibration: Calibration) -> Plan:
@@ -99,8 +100,7 @@ def plan_from(mapping: Mapping[str, Any]) -> Plan:
         copies = lower(recipe, graph).workload.copies
         prediction = _prediction(mapping)
         read = Plan(recipe=recipe, graph=graph, copies=copies, cluster=cluster, roles=roles, prediction=prediction)
-        intact = read.fingerprint == mapping["fingerprint"] and roles.keys() == recipe.roles.keys()
-        intact = intact and _are_there(read)
+        intact = mapping["digest"] == _digest(mapping)
     except (KeyError, TypeError, AttributeError) as error:
         raise RecipeError("plan", f"is not a whole plan ({error!r})", fix="plan anew") from None
     if not intact:
@@ -108,13 +108,10 @@ def plan_from(mapping: Mapping[str, Any]) -> Plan:
     return read
 
 
-def _are_there(plan: Plan) -> bool:
-    """Whether every role has workers, on GPUs that the hosts have."""
-    gpus = {(host.name, gpu) for host in plan.cluster.hosts for gpu in range(host.gpus)}
-    return all(
-        placement.workers and all((b.host, b.gpu) in gpus for worker in placement.workers for b in worker.bundles)
-        for placement in plan.roles.values()
-    )
+def _digest(mapping: Mapping[str, Any]) -> str:
+    """Of all that a plan says, as JSON has it."""
+    content = json.loads(json.dumps({key: value for key, value in mapping.items() if key != "digest"}))
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_plan(path: Path) -> Plan:

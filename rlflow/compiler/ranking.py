@@ -27,18 +27,17 @@ def ranking(outcomes: Sequence[Outcome]) -> Table:
     everywhere = set(outcomes[0].overrides).intersection(*(outcome.overrides for outcome in outcomes))
     far = float("inf")
     for outcome in sorted(outcomes, key=lambda o: (o.prediction.step_seconds if o.prediction else far, o.overrides)):
-        own = ", ".join(each for each in outcome.overrides if each not in everywhere)
+        own = ", ".join(each.rpartition(".")[2] for each in outcome.overrides if each not in everywhere)
         found = outcome.prediction
         if found is None:
             table.add_row(own, "no")
             continue
-        gpus = sum(pool.gpus for pool in found.pools)
         table.add_row(
             own,
             "yes",
             seconds(found.step_seconds),
             f"{found.tokens_per_second_per_gpu:.0f}",
-            f"{gpus * found.step_seconds * 1000 / 3600:.0f}",
+            f"{found.num_gpus * found.step_seconds * 1000 / 3600:.0f}",
             f"{found.headroom_gib:.1f} GiB" if found.headroom_gib is not None else "-",
         )
     return table

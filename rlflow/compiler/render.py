@@ -49,7 +49,7 @@ def _verdict(plan: Plan) -> Text:
     text.append(f", {seconds(prediction.step_seconds)}/step, {prediction.tokens_per_second_per_gpu:.0f} tokens/s/GPU")
     used = {bundle for placement in plan.roles.values() for bundle in placement.bundles}
     unit = "GPUs" if counted else "processors"
-    text.append(f"\n{len(used)} of {sum(host.gpus for host in plan.cluster.hosts)} {unit}, ")
+    text.append(f"\n{len(used)} of {sum(len(host.usable) for host in plan.cluster.hosts)} {unit}, ")
     if prediction.headroom_gib is None:
         return text.append("whose memory is not counted")
     return text.append(f"least headroom {prediction.headroom_gib:.1f} GiB ({prediction.fullest})")
@@ -84,14 +84,15 @@ def _placement(plan: Plan, colours: Mapping[str, str]) -> RenderableType:
         role: {(bundle.host, bundle.gpu): n for n, worker in enumerate(placement.workers) for bundle in worker.bundles}
         for role, placement in plan.roles.items()
     }
-    names = max(len(name) for name in (*plan.roles, "unused")) + 2
-    places = max(len(host.name) for host in hosts[:_HOSTS]) + 2
+    names = max(len(name) for name in (*plan.roles, "reserved")) + 2
+    places = min(24, max(len(host.name) for host in hosts[:_HOSTS])) + 2
     cell = min(10, (_WIDTH - names - places) // widest)
     lines = [Text(" " * (places + names) + "".join(str(gpu).ljust(cell) for gpu in range(widest)).rstrip(), "bold")]
     for host in hosts[:_HOSTS]:
         at_host = {role: [at.get((host.name, gpu)) for gpu in range(host.gpus)] for role, at in workers.items()}
+        nothing = "reserved" if host.reserved else "unused"
         here = [role for role, numbers in at_host.items() if any(number is not None for number in numbers)]
-        for label, role in zip_longest([host.name], here or ["unused"], fillvalue=""):
+        for label, role in zip_longest([host.name[: places - 2]], here or [nothing], fillvalue=""):
             line = Text(label.ljust(places))
             line.append(role.ljust(names), colours.get(role, "dim"))
             for number, run in groupby(at_host.get(role, [])):
@@ -123,7 +124,7 @@ def _roles(plan: Plan, colours: Mapping[str, str]) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False, width=_WIDTH)
     table.add_column(width=max(len(role) for role in plan.roles))
     table.add_column(overflow="fold", ratio=1)
-    sizes = [gib for host in plan.cluster.hosts if (gib := plan.cluster.memory_gib(host)) is not None]
+    sizes = {host.name: plan.cluster.memory_gib(host) for host in plan.cluster.hosts}
     engines = max(len(plan.recipe.roles[role].engine) for role in plan.roles) + 2
     for role, placement in plan.roles.items():
         table.add_row(
@@ -131,10 +132,11 @@ def _roles(plan: Plan, colours: Mapping[str, str]) -> Table:
             plan.recipe.roles[role].engine.ljust(engines) + layout_words(placement.layout),
         )
         of = plan.prediction.memory[role]
-        peak = max((gib for gpus in of.peak_gib.values() for gib in gpus.values()), default=None)
-        if peak is not None and sizes:
+        peaks = [(max(gpus.values()), sizes[host] or 0.0) for host, gpus in of.peak_gib.items()]
+        peak, size = min(peaks, key=lambda each: each[1] - each[0], default=(0.0, 0.0))
+        if peak:
             terms = _terms(of.phases[of.phase], peak, of.sequences)
-            table.add_row("", f"{_bar(peak, min(sizes))} GiB in {of.phase}: {terms}")
+            table.add_row("", f"{_bar(peak, size)} GiB in {of.phase}: {terms}")
     return table
 
 
@@ -142,8 +144,8 @@ def _terms(terms: Mapping[str, float], peak: float, sequences: int | None) -> st
     large = {term: gib for term, gib in terms.items() if gib >= _SMALL_GIB}
     small = sum(terms.values()) - sum(large.values())
     words = [f"{term} {gib:.0f}" for term, gib in large.items()]
-    words += [f"other {small:.0f}"] if small >= 0.5 else []
-    words += [f"others {beside:.0f}"] if (beside := peak - sum(terms.values())) >= 0.5 else []
+    words += [f"small ones {small:.0f}"] if small >= 0.5 else []
+    words += [f"resting roles {beside:.0f}"] if (beside := peak - sum(terms.values())) >= 0.5 else []
     return ", ".join(words) + (f" ({sequences} sequences)" if sequences else "")
 
 

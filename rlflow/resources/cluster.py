@@ -13,6 +13,7 @@ from rlflow.errors import RecipeError
 from rlflow.schema import Section, parse
 
 DEFAULT_GPU = "h100_80gb"
+MOST_GPUS = 16384
 _TERM = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)(?:@(\w+))?")
 
 
@@ -93,12 +94,20 @@ def parse_shape(shape: str) -> list[tuple[int, int, str]]:
             f"'{shape}' is neither a cluster of conf/cluster nor a shape",
             fix="write HOSTSxGPUS with numbers from 1, as 2x8, 7x8+1x7 or 2x8@h200",
         )
+    if sum(int(term[1]) * int(term[2]) for term in terms if term) > MOST_GPUS:
+        raise RecipeError("cluster", f"'{shape}' has more than {MOST_GPUS} GPUs", fix="a smaller shape")
     return [(int(term[1]), int(term[2]), term[3] or DEFAULT_GPU) for term in terms if term]
 
 
 def cluster_from(mapping: Mapping[str, Any]) -> Cluster:
     """A cluster from its part of the configuration: ``shape`` or ``hosts``, and the figures of its kinds of GPU."""
     fields = dict(mapping)
+    if fields.get("shape") is not None and "hosts" in fields:
+        raise RecipeError(
+            "cluster.hosts",
+            f"the hosts follow from the shape {fields['shape']}",
+            fix="a file cluster/NAME.yaml with hosts, in a folder given by --config-dir",
+        )
     if (shape := fields.pop("shape", None)) is not None:
         kinds = [(gpus, kind) for count, gpus, kind in parse_shape(str(shape)) for _ in range(count)]
         fields["hosts"] = [{"name": f"host-{i}", "gpus": gpus, "gpu": kind} for i, (gpus, kind) in enumerate(kinds)]

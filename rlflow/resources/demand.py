@@ -1,7 +1,7 @@
 """What one role asks for."""
 
 from dataclasses import dataclass
-from math import gcd
+from math import prod
 
 from rlflow.errors import PlacementError
 from rlflow.resources.layout import Resources
@@ -35,54 +35,85 @@ class Demand:
             return 1 if name != "gpus" and way not in self.parallel else None
         return int(value)
 
+    def shares_heads(self, size: int) -> bool:
+        """Whether so many GPUs can share the attention heads: evenly, and with whole or copied key-value heads."""
+        model = self.architecture
+        if model is None:
+            return True
+        keys = model.num_key_value_heads
+        return model.num_attention_heads % size == 0 and (keys % size == 0 or size % keys == 0)
+
     def check(self, largest_host: int) -> None:
-        """Raises PlacementError for degrees that the engine or the hosts cannot have, or that contradict each other."""
+        """Raises PlacementError for pins that the engine or the hosts cannot meet, or that contradict each other."""
+        self._check_applies()
+        for way in ("tensor", "sequence"):
+            self._check_group(way, largest_host)
+        stages = self.pinned("pipeline_parallel_size") or 1
+        layers = self.architecture.num_hidden_layers if self.architecture else stages
+        if stages > layers:
+            raise self._error("pipeline_parallel_size", f"{stages} stages for {layers} layers", fix=str(layers))
+        needed = {"optimizer": 1, "weights": 3}.get(str(self.wants.offload), 0)
+        if self.wants.zero_stage != "auto" and self.wants.zero_stage < needed:
+            fact = f"{self.wants.zero_stage} keeps what offload={self.wants.offload} would move"
+            raise self._error("zero_stage", fact, fix=str(needed))
+        self._check_gpus()
+
+    def _error(self, field: str, fact: str, *, fix: str) -> PlacementError:
+        return PlacementError(f"roles.{self.role}.{field}", fact, fix=f"roles.{self.role}.{field}={fix}")
+
+    def _check_applies(self) -> None:
+        """That the engine has what is pinned."""
         for way in ("tensor", "pipeline", "data", "sequence"):
             degree = getattr(self.wants, f"{way}_parallel_size")
             if degree not in ("auto", 1) and way not in self.parallel:
-                raise PlacementError(
-                    f"roles.{self.role}.{way}_parallel_size",
-                    f"{degree} is asked for, and engine '{self.engine}' cannot be {way}-parallel",
-                    fix=f"{way}_parallel_size=1, or another engine",
-                )
-        self._check_group(largest_host)
-        self._check_gpus()
+                fact = f"{degree} is asked for, and engine '{self.engine}' cannot be {way}-parallel"
+                raise self._error(f"{way}_parallel_size", fact, fix="1")
+        serves = self.generates and not self.trains
+        sharded = not serves and "data" in self.parallel
+        for field, has in (
+            ("zero_stage", sharded),
+            ("offload", sharded),
+            ("gradient_checkpointing", self.trains),
+            ("gpu_memory_utilization", serves and "tensor" in self.parallel),
+        ):
+            if not has and getattr(self.wants, field) != "auto":
+                raise self._error(field, f"the role does not have it with engine '{self.engine}'", fix="auto")
 
-    def _check_group(self, largest_host: int) -> None:
-        tensor = self.pinned("tensor_parallel_size") or 1
-        if tensor > largest_host:
+    def _check_group(self, way: str, largest_host: int) -> None:
+        size = self.pinned(f"{way}_parallel_size") or 1
+        if size > largest_host:
+            fits = self._largest_group(largest_host)
+            fix = f"{way}_parallel_size {fits}"
+            stages = next((n for n in range(2, size + 1) if size % n == 0 and size // n <= largest_host), None)
+            if way == "tensor" and "pipeline" in self.parallel and stages and self.shares_heads(size // stages):
+                fix += f", or pipeline_parallel_size {stages} with {size // stages} each"
             raise PlacementError(
                 f"roles.{self.role}",
-                f"no host has {tensor} GPUs for one tensor-parallel group ({tensor} asked, hosts have {largest_host})",
-                fix=_smaller_groups(tensor, largest_host, "pipeline" in self.parallel),
+                f"no host has {size} GPUs for one {way}-parallel group ({size} asked, hosts have {largest_host})",
+                fix=fix,
             )
-        heads = self.architecture.num_attention_heads if self.architecture else tensor
-        if heads % tensor:
-            raise PlacementError(
-                f"roles.{self.role}.tensor_parallel_size",
-                f"{tensor} GPUs cannot share the model's {heads} attention heads evenly",
-                fix=f"tensor_parallel_size {gcd(tensor, heads)}",
-            )
+        if not self.shares_heads(size):
+            model = self.architecture
+            assert model is not None
+            fact = f"{size} GPUs cannot share the model's {model.num_attention_heads} attention heads evenly"
+            fact += f" ({model.num_key_value_heads} of keys and values)"
+            raise self._error(f"{way}_parallel_size", fact, fix=str(self._largest_group(size)))
+
+    def _largest_group(self, most: int) -> int:
+        return next(size for size in range(most, 0, -1) if self.shares_heads(size))
 
     def _check_gpus(self) -> None:
-        gpus, tensor = self.pinned("gpus"), self.pinned("tensor_parallel_size")
-        group = (tensor or 1) * (self.pinned("pipeline_parallel_size") or 1)
-        group *= self.pinned("sequence_parallel_size") or 1
-        copies = self.pinned("data_parallel_size") if "data" in self.parallel else None
-        if gpus is not None and (gpus % group or (tensor and copies and group * copies != gpus)):
-            degrees = f"tensor_parallel_size {tensor or 1}"
-            degrees += f" and data_parallel_size {copies}" if copies is not None else ""
-            raise PlacementError(
-                f"roles.{self.role}.gpus",
-                f"{gpus} GPUs cannot be used whole with {degrees} (groups of {group})",
-                fix=f"gpus {group * copies}" if copies else f"gpus {max(1, gpus // group) * group}",
-            )
-
-
-def _smaller_groups(asked: int, largest: int, can_pipeline: bool) -> str:
-    fitting = 1 << (largest.bit_length() - 1)
-    stages = next((n for n in range(2, asked + 1) if asked % n == 0 and asked // n <= largest), None)
-    way_out = f"tensor_parallel_size {fitting}"
-    if can_pipeline and stages is not None:
-        way_out += f", or pipeline_parallel_size {stages} with {asked // stages} each"
-    return way_out
+        gpus = self.pinned("gpus")
+        if gpus is None or "data" not in self.parallel:
+            return
+        degrees = {
+            name: value
+            for name in ("tensor", "pipeline", "sequence", "data")
+            if (value := self.pinned(f"{name}_parallel_size")) not in (None, 1)
+        }
+        group = prod(degrees.values())
+        every = all(self.pinned(f"{name}_parallel_size") for name in ("tensor", "pipeline", "sequence", "data"))
+        if gpus % group or (every and group != gpus):
+            named = " and ".join(f"{name}_parallel_size {value}" for name, value in degrees.items()) or "degrees of 1"
+            fits = group if every else max(1, gpus // group) * group
+            raise self._error("gpus", f"{gpus} GPUs cannot be used whole with {named}", fix=str(fits))

@@ -38,19 +38,31 @@ def choose(demand: Demand, tasks: Sequence[Task], policy: Policy, pool: Pool, av
     return min(lacking, key=lambda shortage: shortage.gib, default=no_way)
 
 
-def _sequence_layouts(demand: Demand, policy: Policy, pool: Pool) -> Iterator[Layout]:
+def _sequence_layouts(demand: Demand, policy: Policy, pool: Pool) -> Iterator[Layout | Shortage]:
     """Sequence parallelism by powers of two that divide the heads and lie inside a host (Jacobs et al. 2023)."""
     static = static_layout(demand, policy, pool)
-    if demand.pinned("sequence_parallel_size") is not None or demand.architecture is None:
-        yield static
-        return
-    model = demand.architecture
-    size = 1
-    while size <= min(pool.largest_group, pool.gpus) and model.num_attention_heads % size == 0:
-        copies = demand.pinned("data_parallel_size") or pool.groups(size) // static.model_parallel_size
-        if copies >= 1:
-            yield replace(static, sequence_parallel_size=size, data_parallel_size=copies)
-        size *= 2
+    pinned = demand.pinned("sequence_parallel_size")
+    most = min(pool.largest_group, pool.gpus)
+    sizes = [pinned] if pinned else [2**n for n in range(10) if 2**n <= most and demand.shares_heads(2**n)]
+    for size in sizes if demand.architecture else sizes[:1]:
+        groups = pool.groups(static.tensor_parallel_size * size) // static.pipeline_parallel_size
+        yield sized(demand, pool, replace(static, sequence_parallel_size=size), groups)
+
+
+def sized(demand: Demand, pool: Pool, layout: Layout, groups: int) -> Layout | Shortage:
+    """With as many copies as the role pins, or as ``groups`` allow. All GPUs are used that it pins."""
+    copies = demand.pinned("data_parallel_size") or groups
+    layout = replace(layout, data_parallel_size=max(1, copies))
+    if copies < 1 or copies > groups:
+        inside = layout.tensor_parallel_size * layout.sequence_parallel_size
+        group = f"groups of {inside} GPUs inside hosts" if inside > 1 else "GPUs"
+        count = max(1, copies) * layout.pipeline_parallel_size
+        what = f"{count} {group}, where its pool has {groups * layout.pipeline_parallel_size}"
+        return Shortage(demand.role, float("inf"), what)
+    pinned = demand.pinned("gpus")
+    if pinned is not None and "data" in demand.parallel and layout.num_gpus != pinned:
+        return Shortage(demand.role, float("inf"), f"{layout.num_gpus} of the {pinned} GPUs that it asks for are used")
+    return layout
 
 
 def _models(
@@ -60,6 +72,12 @@ def _models(
     resting = resting_terms(demand, policy, pool)
     longest = max((task.longest for task in tasks), default=1)
     for layout in _sequence_layouts(demand, policy, pool):
+        if isinstance(layout, Shortage):
+            yield layout
+            continue
+        if layout.offload == "weights" and layout.zero_stage != 3:
+            yield Shortage(demand.role, float("inf"), "weights can be offloaded in ZeRO's stage 3 only")
+            continue
         pinned = demand.wants.gradient_checkpointing
         both = demand.trains and pinned == "auto" and pool.counts_memory
         for saves in (False, True) if both else (pinned is True and demand.trains,):
@@ -143,27 +161,29 @@ def _tensor_sizes(demand: Demand, pool: Pool) -> list[int]:
     """Pinned, or powers of two that divide the heads and go into a host."""
     if (pinned := demand.pinned("tensor_parallel_size")) is not None:
         return [pinned]
-    heads = demand.architecture.num_attention_heads if demand.architecture else 1
-    return [2**n for n in range(10) if 2**n <= pool.largest_group and heads % 2**n == 0]
+    if demand.architecture is None:
+        return [1]
+    return [2**n for n in range(10) if 2**n <= pool.largest_group and demand.shares_heads(2**n)]
 
 
 def _engine(
     demand: Demand, tasks: Sequence[Task], policy: Policy, pool: Pool, available: float, tensor: int, stages: int
 ) -> Choice | Shortage:
-    groups = pool.groups(tensor)
-    copies = demand.pinned("data_parallel_size") or max(1, groups // stages)
-    if groups < stages * copies:
-        what = f"{stages * copies} groups of {tensor} GPUs, where its pool has {groups}"
-        return Shortage(demand.role, float(tensor * stages * copies), what)
     tokens = demand.wants.micro_batch_tokens
     serves = "tensor" in demand.parallel
-    layout = Layout(
-        tensor_parallel_size=tensor,
-        pipeline_parallel_size=stages,
-        data_parallel_size=copies,
-        micro_batch_tokens=CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens,
-        sleeps=pool.shared and serves and pool.counts_memory,
+    layout = sized(
+        demand,
+        pool,
+        Layout(
+            tensor_parallel_size=tensor,
+            pipeline_parallel_size=stages,
+            micro_batch_tokens=CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens,
+            sleeps=pool.shared and serves and pool.counts_memory,
+        ),
+        pool.groups(tensor) // stages,
     )
+    if isinstance(layout, Shortage):
+        return layout
     resting = resting_terms(demand, policy, pool)
     if demand.architecture is None or pool.site.memory_gib is None:
         seconds = task_seconds(demand, tasks, layout, pool.site.speed, kv_tokens=float("inf"))
@@ -174,11 +194,15 @@ def _engine(
     layout, memory = served
     seconds = task_seconds(demand, tasks, layout, pool.site.speed, kv_tokens=memory.kv_tokens)
     typical = max((task.typical_length for task in tasks), default=1.0)
-    each = max((task.samples / copies for task in tasks), default=1.0)
+    each = max((task.samples / layout.data_parallel_size for task in tasks), default=1.0)
     concurrency = min(each, MAX_NUM_SEQS, memory.kv_tokens / typical)
+    terms = memory.terms
     if not serves:
+        # It makes room for what it writes, and for no more.
         layout = replace(layout, gpu_memory_utilization=None)
-    return Choice(layout, "generate", memory.terms, resting, seconds, memory.kv_tokens, concurrency)
+        longest = max((task.longest for task in tasks), default=1)
+        terms = terms | {"kv": terms["kv"] * min(1.0, min(each, MAX_NUM_SEQS) * longest / memory.kv_tokens)}
+    return Choice(layout, "generate", terms, resting, seconds, memory.kv_tokens, concurrency)
 
 
 def _served(
@@ -189,11 +213,11 @@ def _served(
     left = min(_MAX_UTILIZATION, floor(available / memory_gib * 20 + 1e-9) / 20)
     share = left if wanted == "auto" else wanted
     groups = f"tp {layout.tensor_parallel_size}"
-    if share <= 0 or share * memory_gib > available + 1e-9:
-        lacking = share * memory_gib - available
-        return Shortage(
-            demand.role, lacking, f"gpu_memory_utilization {share:g} is more than the {left:g} that is left"
-        )
+    if share <= 0:
+        return Shortage(demand.role, -available, "the others on its GPUs leave it nothing")
+    if share * memory_gib > available + 1e-9:
+        what = f"gpu_memory_utilization {share:g} is more than the {max(0.0, left):g} that is left"
+        return Shortage(demand.role, share * memory_gib - available, what)
     layout = replace(layout, gpu_memory_utilization=share)
     memory = generate_memory(model, layout, memory_gib, max_num_seqs=MAX_NUM_SEQS, weight_bytes=demand.weight_bytes)
     longest = max((task.longest for task in tasks), default=1)

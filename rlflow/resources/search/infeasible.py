@@ -4,14 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from rlflow.errors import PlacementError
-from rlflow.resources.cluster import Cluster, Host
+from rlflow.resources.cluster import MOST_GPUS, Cluster
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Resources
 from rlflow.resources.search.planner import Search
 from rlflow.resources.workload import Workload
 
 _OPEN = Resources()
-# More of the same hosts are tried up to so many times as many.
+# So many more hosts are tried at most.
 _MORE_HOSTS = 16
 
 
@@ -22,8 +22,12 @@ class _Pin:
     value: object
 
     def __str__(self) -> str:
-        value = ",".join(self.value) if isinstance(self.value, tuple) else self.value
-        return f"roles.{self.role}.{self.field}={value if value != '' else '[]'}"
+        return _override(self.role, self.field, self.value)
+
+
+def _override(role: str, field: str, value: object) -> str:
+    text = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else "null" if value is None else str(value)
+    return f"roles.{role}.{field}={text}"
 
 
 def explain(search: Search) -> PlacementError:
@@ -37,34 +41,31 @@ def explain(search: Search) -> PlacementError:
         if getattr(demand.wants, field.name) != getattr(_OPEN, field.name)
     ]
     clash = _clash(search, demands, pins)
-    fixes = [*_relaxed(search, demands, clash), *_smaller_work(search, demands), *_more_hosts(search, demands)]
-    path = (
-        f"roles.{clash[0].role}.{clash[0].field}" if clash else f"roles.{nearest.role if nearest else demands[0].role}"
-    )
+    fixes = list(_relaxed(search, demands, clash))
+    if not fixes:
+        fixes = [*_smaller_work(search, demands), *_more_hosts(search, demands)]
+    role = clash[0].role if clash else nearest.role if nearest else demands[0].role
     total = sum(len(host.usable) for host in search.cluster.hosts)
     reason = f" ({nearest})" if nearest is not None else ""
+    shape = search.cluster.shape
     if len(clash) > 1:
-        fact = f"{' and '.join(map(str, clash))} do not go together on {search.cluster.shape}{reason}"
+        fact = f"{' and '.join(map(str, clash))} do not go together on {shape}{reason}"
     elif clash:
-        fact = f"{clash[0].value} does not fit {search.cluster.shape}{reason}"
+        fact = f"{clash[0]} does not fit {shape}{reason}"
     else:
-        fact = f"nothing fits {search.cluster.shape}{reason}"
+        fact = f"nothing fits {shape}{reason}"
     return PlacementError(
-        path,
+        f"roles.{role}" + (f".{clash[0].field}" if clash else ""),
         fact,
         free=f"{total} GPU{'s' if total > 1 else ''}",
-        fix="; or ".join(fixes) or "a smaller model, or larger GPUs",
+        fix=", or ".join(fixes) or "a smaller model, larger GPUs, or hosts with more memory",
     )
 
 
 def _fits(
     search: Search, demands: Sequence[Demand], workload: Workload | None = None, cluster: Cluster | None = None
 ) -> bool:
-    again = Search(demands, workload or search.workload, cluster or search.cluster, search.calibration)
-    try:
-        return again.best() is not None
-    except PlacementError:
-        return False
+    return Search(demands, workload or search.workload, cluster or search.cluster, search.calibration).fits()
 
 
 def _without(demands: Sequence[Demand], pins: Sequence[_Pin]) -> list[Demand]:
@@ -89,29 +90,38 @@ def _clash(search: Search, demands: Sequence[Demand], pins: Sequence[_Pin]) -> l
 
 
 def _relaxed(search: Search, demands: Sequence[Demand], clash: Sequence[_Pin]) -> Iterator[str]:
+    """For each pin the value that the planner takes without it; all of them left open, where one is not enough."""
+    single = False
     for pin in clash:
-        again = Search(_without(demands, [pin]), search.workload, search.cluster, search.calibration)
-        try:
-            placed = again.best()
-        except PlacementError:
+        placed = Search(_without(demands, [pin]), search.workload, search.cluster, search.calibration)
+        best = placed.best() if placed.fits() else None
+        if best is None:
             continue
-        if placed is None:
-            continue
-        layout = placed.candidate.choices[pin.role].layout
-        chosen = layout.num_gpus if pin.field == "gpus" else getattr(layout, pin.field, None)
-        yield f"{pin.field} {chosen} for {pin.role}" if chosen is not None else f"no {pin.field} for {pin.role}"
+        single = True
+        chosen = best.candidate
+        value: object = "auto"
+        if pin.field == "gpus":
+            value = chosen.gpus[chosen.pool_of[pin.role]]
+        elif hasattr(chosen.choices[pin.role].layout, pin.field):
+            value = getattr(chosen.choices[pin.role].layout, pin.field)
+        elif pin.field == "label":
+            value = None
+        yield _override(pin.role, pin.field, value)
+    if len(clash) > 1 and not single and _fits(search, _without(demands, clash)):
+        yield " ".join(_override(pin.role, pin.field, getattr(_OPEN, pin.field)) for pin in clash)
 
 
 def _smaller_work(search: Search, demands: Sequence[Demand]) -> Iterator[str]:
     """The longest responses that would fit, by halving the difference."""
     longest = max(task.longest for task in search.workload.tasks)
-    low, high = 0, longest
-    while high - low > max(16, longest // 64):
+    prompt = max(int(task.prompts.longest) for task in search.workload.tasks)
+    if not _fits(search, demands, _shortened(search.workload, prompt + 1)):
+        return
+    low, high = prompt + 1, longest
+    while high - low > max(16, longest // 32):
         middle = (low + high) // 2
         low, high = (middle, high) if _fits(search, demands, _shortened(search.workload, middle)) else (low, middle)
-    prompt = max(int(task.prompts.longest) for task in search.workload.tasks)
-    if low > prompt:
-        yield f"max_tokens {low - prompt}"
+    yield f"responses of {low - prompt} tokens at most"
 
 
 def _shortened(workload: Workload, longest: int) -> Workload:
@@ -119,16 +129,19 @@ def _shortened(workload: Workload, longest: int) -> Workload:
 
 
 def _more_hosts(search: Search, demands: Sequence[Demand]) -> Iterator[str]:
-    """The fewest hosts like the first that would do."""
+    """The fewest more hosts, like the largest, that would do."""
     cluster = search.cluster
-    first = cluster.hosts[0]
-    more = 1
-    while more <= _MORE_HOSTS * len(cluster.hosts):
-        extra = tuple(
-            Host(name=f"{first.name}-more-{n}", gpus=first.gpus, gpu=first.gpu, labels=first.labels)
-            for n in range(more)
-        )
-        if _fits(search, demands, cluster=replace(cluster, hosts=(*cluster.hosts, *extra))):
-            yield f"{more} more host{'s' if more > 1 else ''} of {first.gpus} {first.gpu}"
-            return
-        more *= 2
+    like = max(search.site([demands[0].role]).hosts, key=lambda host: host.gpus)
+
+    def would_do(count: int) -> bool:
+        extra = tuple(replace(like, name=f"{like.name}-more-{n}", free=None) for n in range(count))
+        return _fits(search, demands, cluster=replace(cluster, hosts=(*cluster.hosts, *extra)))
+
+    most = max(1, min(_MORE_HOSTS, MOST_GPUS // 64 // like.gpus))
+    if not would_do(most):
+        return
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if would_do(middle) else (middle, high)
+    yield f"{high} more host{'s' if high > 1 else ''} of {like.gpus} {like.gpu}"

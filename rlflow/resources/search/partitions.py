@@ -47,7 +47,16 @@ def partitions(demands: Sequence[Demand]) -> list[Partition]:
 
 
 def _blocks(demands: Sequence[Demand]) -> list[tuple[str, ...]]:
-    """Roles that name one another stay together."""
+    """Roles that name one another stay together. Raises PlacementError where one of them wants GPUs of its own."""
+    alone = {demand.role for demand in demands if demand.wants.colocate == ()}
+    for demand in demands:
+        for other in () if demand.wants.colocate == "auto" else demand.wants.colocate:
+            if other in alone:
+                raise PlacementError(
+                    f"roles.{demand.role}.colocate",
+                    f"names {other}, which wants GPUs of its own (roles.{other}.colocate=[])",
+                    fix=f"roles.{other}.colocate=auto",
+                )
     merged: list[set[str]] = []
     for demand in demands:
         company = {demand.role, *(() if demand.wants.colocate == "auto" else demand.wants.colocate)}

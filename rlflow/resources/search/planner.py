@@ -60,16 +60,8 @@ class Search:
         self._uses: dict[tuple[tuple[str, ...], int], PoolUse | Shortage] = {}
 
     def best(self) -> Placed | None:
-        """None when nothing fits; ``rejected`` then says why."""
-        for demand in self.demands.values():
-            site = self.site([demand.role])
-            demand.check(site.largest_host)
-            if demand.architecture is None and site.memory_gib is not None:
-                raise PlacementError(
-                    f"roles.{demand.role}.model",
-                    "its architecture is not known, and without it neither memory nor time",
-                    fix="a card of conf/model, models.<name>.architecture, or a path to a folder with a config.json",
-                )
+        """None when nothing fits; ``rejected`` then says why. Raises PlacementError for pins that cannot be met."""
+        self._check()
         fitting = sorted(self.candidates(), key=_order)
         found: list[tuple[int, Candidate, list[Share]]] = []
         for index, candidate in enumerate(fitting):
@@ -87,7 +79,26 @@ class Search:
         others = (*fitting[:index], *fitting[index + 1 :])
         return Placed(chosen, self._on_gpus(chosen, shares), others, tuple(self.rejected))
 
-    def candidates(self) -> Iterator[Candidate]:
+    def fits(self) -> bool:
+        """Whether there is a plan at all, on a coarser grid of sizes."""
+        try:
+            self._check()
+            return any(self._placed(candidate) is not None for candidate in self.candidates(coarse=True))
+        except PlacementError:
+            return False
+
+    def _check(self) -> None:
+        for demand in self.demands.values():
+            site = self.site([demand.role])
+            demand.check(site.largest_host)
+            if demand.architecture is None and site.memory_gib is not None:
+                raise PlacementError(
+                    f"roles.{demand.role}.model",
+                    "its architecture is not known, and without it neither memory nor time",
+                    fix="a card of conf/model, models.<name>.architecture, or a path to a folder with a config.json",
+                )
+
+    def candidates(self, *, coarse: bool = False) -> Iterator[Candidate]:
         """All ways to share and all sizes on the grid that fit. What does not is added to ``rejected``."""
         contradiction: PlacementError | None = None
         sensible = 0
@@ -100,7 +111,9 @@ class Search:
                 contradiction = contradiction or error
                 continue
             sensible += 1
-            for gpus in sizes(wanted, [self.site(pool).num_gpus for pool in ordered], self._total(ordered)):
+            for gpus in sizes(
+                wanted, [self.site(pool).num_gpus for pool in ordered], self._total(ordered), coarse=coarse
+            ):
                 uses = []
                 for roles, count in zip(ordered, gpus, strict=True):
                     used = self.use(roles, count, whole=len(ordered) == 1)
@@ -235,7 +248,10 @@ class Search:
         for roles, share in zip(candidate.partition, shares, strict=True):
             counts = [len(gpus) for _, gpus in share]
             pool = self._pool(roles, sum(counts), partial(_groups, counts))
-            used = use(replace(pool, largest_group=max(counts)), self.workload)
+            # Of a host that it shares with others, its own GPUs are those inside.
+            speed = replace(pool.site.speed, gpus_per_host=max(counts))
+            pool = replace(pool, largest_group=max(counts), site=replace(pool.site, speed=speed))
+            used = use(pool, self.workload)
             if isinstance(used, Shortage):
                 return None
             uses.append(used)

@@ -88,7 +88,7 @@ def static_layout(demand: Demand, policy: Policy, pool: Pool) -> Layout:
     stage = policy.zero_stage if demand.trains else (3 if policy.shards_scorers else 0)
     size = (demand.pinned("tensor_parallel_size") or 1) * (demand.pinned("pipeline_parallel_size") or 1)
     sequence = demand.pinned("sequence_parallel_size") or 1
-    copies = demand.pinned("data_parallel_size") or max(1, pool.groups(size) // sequence)
+    copies = demand.pinned("data_parallel_size") or max(1, pool.groups(size * sequence))
     # Nothing but weights can be offloaded of a model that only scores.
     offload: Offload = policy.offload if demand.trains or policy.offload == "weights" else "none"
     return Layout(

@@ -68,6 +68,8 @@ def _policies(pool: Pool, offload: Offload) -> Iterator[Policy]:
     sharding = (False, True) if scorers and spread else (True,)
     if offload == "weights":
         stages = (3,)
+        # A whole model that is not on the GPU would be nowhere.
+        sharding = (True,)
     for sleeps, stage, shards in product(sleeping, stages, sharding):
         yield Policy(sleeps=sleeps, zero_stage=stage, offload=offload, shards_scorers=shards)
 

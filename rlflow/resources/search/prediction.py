@@ -10,10 +10,8 @@ from rlflow.resources.search.candidate import Candidate, Rejected, describe
 from rlflow.resources.search.choices import most_tokens
 from rlflow.resources.search.planner import Placed, Search
 from rlflow.resources.search.pool import Choice, host_memory, sync_memory
+from rlflow.resources.search.warnings import warnings_of
 from rlflow.resources.workload import Task
-
-# A pool that is idle for a larger part of the step is worth a warning.
-_MUCH_IDLE = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +56,8 @@ class Alternative:
 class Prediction:
     step_seconds: float
     tokens_per_second_per_gpu: float
+    num_gpus: int
+    """In use."""
     memory: Mapping[str, RoleMemory]
     nodes: Mapping[str, NodeTime]
     pools: tuple[PoolTime, ...]
@@ -91,6 +91,7 @@ def predict(search: Search, placed: Placed) -> Prediction:
         tokens_per_second_per_gpu=search.workload.generated_tokens / schedule.step_seconds / gpus
         if schedule.step_seconds
         else 0.0,
+        num_gpus=gpus,
         memory=memory,
         nodes=nodes,
         pools=tuple(
@@ -102,7 +103,7 @@ def predict(search: Search, placed: Placed) -> Prediction:
         host_gib=_on_hosts(placed, memory),
         reasons=_reasons(candidate),
         limits=_limits(search, candidate),
-        warnings=_warnings(search, placed),
+        warnings=warnings_of(search, placed),
         alternatives=_alternatives(placed),
     )
 
@@ -112,10 +113,13 @@ def _memory(search: Search, placed: Placed, role: str) -> RoleMemory:
     phases = {choice.phase: choice.awake, "resting": choice.resting}
     phases |= _sync(search, placed.candidate, role)
     peaks: dict[str, dict[int, float]] = {}
+    on_gpu = {other: set(placement.bundles) for other, placement in placed.roles.items() if other != role}
     for bundle in placed.roles[role].bundles if choice.awake else ():
-        others = (other for other in placed.roles if other != role and bundle in placed.roles[other].bundles)
+        others = (other for other, bundles in on_gpu.items() if bundle in bundles)
         beside = sum(sum(placed.candidate.choices[other].resting.values()) for other in others)
-        peaks.setdefault(bundle.host, {})[bundle.gpu] = sum(choice.awake.values()) + beside
+        # The sync's terms have the engine's own already.
+        peak = max(sum(choice.awake.values()) + beside, sum(phases.get("sync", {}).values()))
+        peaks.setdefault(bundle.host, {})[bundle.gpu] = peak
     return RoleMemory(
         phase=choice.phase,
         phases={phase: {term: gib for term, gib in terms.items() if gib} for phase, terms in phases.items() if terms},
@@ -126,13 +130,14 @@ def _memory(search: Search, placed: Placed, role: str) -> RoleMemory:
 
 
 def _sync(search: Search, candidate: Candidate, role: str) -> Mapping[str, Terms]:
-    """Of a role that others follow, while its weights are handed over."""
+    """Of a role that others follow, while its weights are handed over: to the one for which it needs most."""
+    phases: list[Terms] = []
     for copy in search.workload.copies:
         if copy.source == role:
             source, target = ((search.demands[of], candidate.choices[of]) for of in (copy.source, copy.target))
             same = candidate.pool_of[copy.source] == candidate.pool_of[copy.target]
-            return {"sync": sync_memory(*source, *target, same_gpus=same)}
-    return {}
+            phases.append(sync_memory(*source, *target, same_gpus=same))
+    return {"sync": max(phases, key=lambda terms: sum(terms.values()))} if phases else {}
 
 
 def _on_hosts(placed: Placed, memory: Mapping[str, RoleMemory]) -> Mapping[str, float]:
@@ -157,14 +162,19 @@ def _headroom(search: Search, memory: Mapping[str, RoleMemory]) -> tuple[float |
 
 
 def _reasons(candidate: Candidate) -> tuple[str, ...]:
-    """The longest tasks of the critical path, and how busy each pool is."""
+    """What the step's length is made of, and how idle each pool is."""
     schedule = candidate.schedule
     step = schedule.step_seconds
     if not step:
         return ()
     spans = {span.node: span for span in schedule.spans}
-    on_path = sorted(schedule.critical_path, key=lambda node: -spans[node].seconds)
-    shares = [f"{node} {spans[node].seconds / step:.0%}" for node in on_path if spans[node].seconds > 0.05 * step]
+    alone, before = {}, 0.0
+    for node in schedule.critical_path:
+        # Those that stream overlap the one before.
+        alone[node] = max(0.0, spans[node].end - max(before, spans[node].start))
+        before = spans[node].end
+    longest = sorted(alone, key=lambda node: -alone[node])
+    shares = [f"{node} {alone[node] / step:.0%}" for node in longest if alone[node] > 0.05 * step]
     reasons = [f"the step is {', '.join(shares)}"]
     if len(candidate.partition) > 1:
         idle = [
@@ -181,7 +191,8 @@ def _limits(search: Search, candidate: Candidate) -> tuple[str, ...]:
         tasks = search.workload.of(role)
         prompt = min((int(task.prompts.longest) for task in tasks), default=0)
         tokens = _most_tokens(search, candidate, role, choice, tasks)
-        if tokens is not None:
+        model = search.demands[role].architecture
+        if tokens is not None and model is not None and tokens < model.max_position_embeddings:
             what = "no room for one sequence's keys and values" if choice.phase == "generate" else "out of memory"
             found.append((tokens - prompt, f"{what} in {choice.phase} ({role})"))
     return tuple(f"beyond {tokens} response tokens: {what}" for tokens, what in sorted(found))
@@ -206,48 +217,6 @@ def _most_tokens(search: Search, candidate: Candidate, role: str, choice: Choice
     longest = max(task.longest for task in tasks)
     found = most_tokens(terms, longest, 64 * longest, available)
     return found if found < 64 * longest else None
-
-
-def _warnings(search: Search, placed: Placed) -> tuple[str, ...]:
-    """What an expert would say of the plan."""
-    candidate = placed.candidate
-    warnings = []
-    for role, choice in candidate.choices.items():
-        layout = choice.layout
-        if layout.pipeline_parallel_size > 1 and any(
-            len({bundle.host for bundle in worker.bundles}) > 1 for worker in placed.roles[role].workers
-        ):
-            warnings.append(f"{role}: the stages of one engine lie on several hosts")
-        for task in search.workload.of(role):
-            waiting = task.samples / layout.data_parallel_size - (choice.concurrency or float("inf"))
-            if task.kind == "generate" and waiting >= 1 and choice.concurrency is not None:
-                share = choice.concurrency * layout.data_parallel_size / task.samples
-                warnings.append(
-                    f"{role}: keys and values have room for {share:.0%} of the batch at once; the rest waits its turn"
-                )
-            if task.kind != "generate" and task.samples % layout.data_parallel_size:
-                warnings.append(
-                    f"{role}: {task.samples} samples do not divide by {layout.data_parallel_size}: uneven shares"
-                )
-                break
-    for index, roles in enumerate(candidate.partition):
-        idle = candidate.schedule.idle_share(index)
-        if idle > _MUCH_IDLE:
-            warnings.append(f"the GPUs of {', '.join(roles)} are idle for {idle:.0%} of the step")
-        kinds = {
-            host.gpu
-            for host in search.cluster.hosts
-            for role in roles
-            for b in placed.roles[role].bundles
-            if b.host == host.name
-        }
-        if len(kinds) > 1:
-            warnings.append(f"{', '.join(roles)} on {' and '.join(sorted(kinds))}: all go at the pace of the slowest")
-    used = {bundle for placement in placed.roles.values() for bundle in placement.bundles}
-    unused = sum(len(host.usable) for host in search.cluster.hosts) - len(used)
-    if unused and search.site(list(placed.roles)[:1]).memory_gib is not None:
-        warnings.append(f"{unused} usable GPUs are not used")
-    return tuple(dict.fromkeys(warnings))
 
 
 def _alternatives(placed: Placed) -> tuple[Alternative, ...]:

@@ -54,4 +54,5 @@ def _of_task(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens
         kv_tokens=kv_tokens,
         max_num_seqs=MAX_NUM_SEQS,
         engines=workers,
+        weight_bytes=demand.weight_bytes,
     ).seconds

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster, Host
 from rlflow.resources.memory.phases import usable_gib
-from rlflow.resources.time.speed import Calibration, Efficiency, Speed, speed_of
+from rlflow.resources.time.speed import Calibration, Efficiency, Speed, slowest, speed_of
 
 # Of a GPU's memory a plan leaves so much for what no term knows.
 _MARGIN = 0.05
+# Host memory for each GPU where it is not given: hosts of 8 GPUs have 1 to 2 TiB.
+_HOST_GIB = 200.0
 
 
 @dataclass(frozen=True)
@@ -17,9 +19,9 @@ class Site:
     memory_gib: float | None
     """Of the smallest GPU. None: the host's own memory, which is not counted."""
     speed: Speed
-    """Of the slowest."""
+    """Of the slowest in each respect."""
     host_gib: float
-    """Of host memory for each GPU, where it is scarcest; infinite where it is not known."""
+    """Of host memory for each GPU, where it is scarcest."""
 
     @property
     def usable_gib(self) -> float:
@@ -41,10 +43,13 @@ class Site:
 
 def site_of(cluster: Cluster, label: str | None, calibration: Calibration) -> Site:
     """The hosts with a label. Raises PlacementError when there are none, or figures are missing."""
-    hosts = cluster.hosts_with(label)
-    if not hosts:
+    labelled = cluster.hosts_with(label)
+    if not labelled:
         names = sorted({name for host in cluster.hosts for name in (*host.labels, host.gpu)})
         raise PlacementError("label", f"no host has the label '{label}'", known=names)
+    hosts = tuple(host for host in labelled if host.usable)
+    if not hosts:
+        raise PlacementError("label", f"the hosts with the label '{label}' are reserved, or have no free GPU")
     kinds = {host.gpu for host in hosts}
     speeds = [
         speed_of(
@@ -55,6 +60,5 @@ def site_of(cluster: Cluster, label: str | None, calibration: Calibration) -> Si
         for kind in sorted(kinds)
     ]
     memories = [memory for kind in kinds if (memory := cluster.gpus[kind].memory_gib) is not None]
-    shares = [host.memory_gib / len(host.usable) for host in hosts if host.memory_gib is not None and host.usable]
-    slowest = min(speeds, key=lambda speed: speed.flops)
-    return Site(hosts, min(memories, default=None), slowest, min(shares, default=float("inf")))
+    shares = [host.memory_gib / len(host.usable) if host.memory_gib else _HOST_GIB for host in hosts]
+    return Site(hosts, min(memories, default=None), slowest(speeds), min(shares))

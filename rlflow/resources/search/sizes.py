@@ -6,6 +6,8 @@ from itertools import product
 from rlflow.errors import PlacementError
 from rlflow.resources.demand import Demand
 
+# Of open degrees.
+_GROUPS = [1, 2, 4, 8]
 # So many shares of a cluster are tried as sizes of pools.
 _SHARES = 16
 
@@ -32,22 +34,29 @@ def _wanted_by(demand: Demand) -> frozenset[int] | None:
         return frozenset({gpus})
     if copies is None or "data" not in demand.parallel:
         return None
-    others = (demand.pinned("pipeline_parallel_size") or 1) * (demand.pinned("sequence_parallel_size") or 1)
-    tensor = demand.pinned("tensor_parallel_size")
-    return frozenset(copies * others * size for size in ([tensor] if tensor else [1, 2, 4, 8]))
+    stages = demand.pinned("pipeline_parallel_size") or 1
+    tensor, sequence = (
+        [pinned] if (pinned := demand.pinned(f"{way}_parallel_size")) else _GROUPS for way in ("tensor", "sequence")
+    )
+    return frozenset(copies * stages * one * other for one in tensor for other in sequence)
 
 
-def sizes(wanted: Sequence[frozenset[int] | None], most: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
+def sizes(
+    wanted: Sequence[frozenset[int] | None], most: Sequence[int], total: int, *, coarse: bool = False
+) -> Iterator[tuple[int, ...]]:
     """GPUs of each pool: one of those it pins (None: any), no more than its hosts have, all together ``total`` at most.
 
-    Pools that are open share what is left on a grid. One pool alone is also tried with a half of it, a quarter, ...
+    Pools that are open share what is left on a grid, or on a ``coarse`` one. One pool alone is also tried with a half
+    of it, a quarter, ...
     """
     if list(wanted) == [None]:
-        yield from ((most[0] >> halvings,) for halvings in range(most[0].bit_length()))
+        yield from ((most[0] >> halvings,) for halvings in range(1 if coarse else most[0].bit_length()))
         return
     grain = max(1, 2 ** ((total // _SHARES).bit_length() - 1)) if total > _SHARES else (1 if total <= 8 else 2)
     if len(wanted) > 2 and total > 8:
         grain = max(grain, 2 ** ((total // 8).bit_length() - 1))
+    if coarse:
+        grain = max(grain, 2 ** ((total // 4).bit_length() - 1))
     free = [limit for limit, size in zip(most, wanted, strict=True) if size is None]
     for pinned in product(*(sorted(size) for size in wanted if size is not None)):
         left = total - sum(pinned)

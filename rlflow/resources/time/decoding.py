@@ -56,11 +56,25 @@ def generation(
     if batches:
         before = (1 - mixed) * batches * full * mean + mixed * (sequences * mean - full * residual)
         seconds = before / full * at_best
+    seconds += _tail(decoder, prompt, responses, engines, last=last, full=full, mixed=mixed)
+    if batches:
+        # Who has to wait is not sooner ready than if there were room for all, and the longest takes its time anyway.
+        seconds = max(seconds, _tail(decoder, prompt, responses, engines, last=sequences, full=0.0, mixed=0.0))
+    prefill = decoder.prefill(speed, sequences / group_size * prompt, prompt)
+    return Generation(seconds + prefill, prefill, full, full / at_best)
+
+
+def _tail(
+    decoder: "Decoder", prompt: float, responses: Lengths, engines: float, *, last: float, full: float, mixed: float
+) -> float:
+    """From when none waits: ``last`` sequences that begin together, and so far as it is ``mixed``, ``full`` of all
+    ages."""
+    seconds = 0.0
     width = responses.longest / len(responses.alive)
     at = width / 2
     for fresh, later in zip(responses.alive, responses.alive_later, strict=True):
         active = (1 - mixed) * last * fresh + mixed * full * later
-        context = prompt + min(responses.longest, at + mixed * residual)
+        context = prompt + min(responses.longest, at + mixed * responses.residual)
         if active >= 4:
             seconds += width * decoder.seconds(active, context)
         elif active > 1e-9:
@@ -68,8 +82,7 @@ def generation(
             share = 1 - (1 - min(1.0, active / last)) ** (last * engines)
             seconds += width * share * decoder.seconds(max(1.0, active), context)
         at += width
-    prefill = decoder.prefill(speed, sequences / group_size * prompt, prompt)
-    return Generation(seconds + prefill, prefill, full, full / at_best)
+    return seconds
 
 
 def padded_generation(

@@ -67,14 +67,16 @@ class Lengths:
     def about(cls, mean: float, limit: float) -> "Lengths":
         """Log-normal lengths, cut at ``limit`` as generation cuts them; their mean, after the cut, is ``mean``.
 
-        A mean near the limit is met by a distribution of which much is cut. One of 256 goes to the limit in any case:
-        of thousands of responses some repeat themselves without end (published clip ratios are 0.2 to 5 %).
+        A mean near the limit is met by a distribution of which much is cut. One of 256 goes to the limit: of thousands
+        of responses some repeat themselves without end (published clip ratios are 0.2 to 5 %). Not so where these
+        alone would make more than half of the mean.
         """
         mean = min(mean, limit)
+        endless = limit <= mean * _POINTS / 2
         low, high = mean / 8, mean * 64
         for _ in range(40):
             median = sqrt(low * high)
-            found = cls(_log_normal(median, limit))
+            found = cls(_log_normal(median, limit, endless))
             low, high = (median, high) if found.mean < mean else (low, median)
         return found
 
@@ -84,8 +86,9 @@ class Lengths:
         return tuple((at[index + 1] - at[index]) / width for index in range(_INTERVALS))
 
 
-def _log_normal(median: float, limit: float) -> tuple[float, ...]:
-    return (*(min(limit, max(1.0, median * factor)) for factor in _factors()[:-1]), limit)
+def _log_normal(median: float, limit: float, endless: bool) -> tuple[float, ...]:
+    values = tuple(min(limit, max(1.0, median * factor)) for factor in _factors())
+    return (*values[:-1], limit) if endless else values
 
 
 @cache

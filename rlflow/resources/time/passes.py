@@ -166,6 +166,10 @@ def _passes(
     if stages > 1:
         between = speed.network if layout.num_gpus > speed.gpus_per_host else speed.link
         communication += (2 if backward else 1) * sent / width / (between * efficiency.link)
+    if layout.offload == "weights":
+        # From the host for every pass over the layers, each GPU the part that it owns.
+        owned = model.num_parameters / layout.num_gpus
+        communication += 2 * (forward + (1 if backward else 0)) * owned / _PINNED
     if layout.zero_stage == 3:
         # Weights gathered forward and backward, gradients scattered (Rajbhandari et al. 2020), beside the arithmetic.
         bytes_spread = 2 * (2 if backward else 1) + gradient_bytes

@@ -1,7 +1,7 @@
 """What a kind of GPU does in a second: its data sheet, and how much of that is reached."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
@@ -120,8 +120,22 @@ def speed_of(gpu: Gpu, gpus_per_host: int, efficiency: Efficiency, dtype: str = 
     )
 
 
+def slowest(speeds: Sequence[Speed]) -> Speed:
+    """What GPUs of several kinds reach together: in each respect the slowest."""
+    first = min(speeds, key=lambda speed: speed.matmul)
+    return replace(
+        first,
+        bytes=min(speed.memory for speed in speeds) / first.efficiency.memory,
+        link=min(speed.link for speed in speeds),
+        network=min(speed.network for speed in speeds),
+        gpus_per_host=min(speed.gpus_per_host for speed in speeds),
+    )
+
+
 def calibration_from(mapping: Mapping[str, Any], cluster: Cluster) -> Calibration:
     """Measured efficiencies by kind of GPU; a kind that ``mapping`` lacks keeps the defaults. Raises RecipeError."""
+    if not mapping:
+        raise RecipeError("calibration", "the file names no kind of GPU", known=list(cluster.gpus))
     unknown = [kind for kind in mapping if kind not in cluster.gpus]
     if unknown and len(unknown) == len(mapping):
         raise RecipeError(

@@ -141,7 +141,7 @@ def test_pinned_values_are_kept() -> None:
     [
         ({"tensor_parallel_size": 12}, "roles.rollout", "no host has 12 GPUs"),
         ({"tensor_parallel_size": 5}, "roles.rollout.tensor_parallel_size", "24 attention heads"),
-        ({"gpus": 6, "tensor_parallel_size": 4}, "roles.rollout.gpus", "groups of 4"),
+        ({"gpus": 6, "tensor_parallel_size": 4}, "roles.rollout.gpus", "tensor_parallel_size 4"),
         ({"gpus": 64}, "roles.rollout.gpus", "64 does not fit"),
     ],
 )
