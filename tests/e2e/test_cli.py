@@ -49,7 +49,7 @@ def test_a_dry_run_imports_no_model_library(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, "recipe=grpo_32b", "cluster=2x8", "dry_run=true"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert "grpo_32b on 2x8@h100_80gb: 16 of 16 GPUs in use" in done.stdout
+    assert "grpo_32b on 2x8@h100_80gb   FITS" in done.stdout
 
 
 def test_a_plan_can_be_given_back(tmp_path: Path) -> None:
