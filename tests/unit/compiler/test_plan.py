@@ -60,6 +60,13 @@ def test_the_order_of_keys_and_the_hash_seed_mean_nothing() -> None:
         assert done.stdout.strip() == expected
 
 
+@pytest.mark.parametrize(("cluster", "tokens"), [("1x8@a100_80gb", 16384), ("3x8@a100_80gb", 20480)])
+def test_7b_fits_at_the_lengths_that_people_reach_by_hand(cluster: str, tokens: int) -> None:
+    plan = rlflow.compile(rlflow.load(["recipe=grpo_7b", f"graph.rollouts.max_tokens={tokens}"]), cluster)
+    assert plan.prediction.headroom_gib is not None
+    assert plan.prediction.headroom_gib > 0
+
+
 def test_measured_efficiencies_change_the_times() -> None:
     recipe, cluster = rlflow.load(["recipe=grpo_32b"]), cluster_named("2x8")
     slow = compile_recipe(recipe, cluster, {"h100_80gb": Efficiency(matmul=0.4)})
