@@ -106,7 +106,7 @@ def _relaxed(search: Search, demands: Sequence[Demand], clash: Sequence[_Pin]) -
             value = getattr(chosen.choices[pin.role].layout, pin.field)
         elif pin.field == "label":
             value = None
-        yield _override(pin.role, pin.field, value)
+        yield _override(pin.role, pin.field, "auto" if value == pin.value else value)
     if len(clash) > 1 and not single and _fits(search, _without(demands, clash)):
         yield " ".join(_override(pin.role, pin.field, getattr(_OPEN, pin.field)) for pin in clash)
 

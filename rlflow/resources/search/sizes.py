@@ -13,25 +13,30 @@ _SHARES = 16
 
 
 def wanted_gpus(demands: Sequence[Demand]) -> frozenset[int] | None:
-    """The sizes that a pool's roles pin; None: any. Raises PlacementError when they pin different ones."""
-    pinned = {demand.role: sizes for demand in demands if (sizes := _wanted_by(demand)) is not None}
-    if not pinned:
-        return None
-    common = frozenset.intersection(*pinned.values())
-    if not common:
-        less, more = sorted(pinned, key=lambda role: (min(pinned[role]), role))[:: len(pinned) - 1]
+    """The sizes that a pool's roles pin; None: any. A role of fewer copies uses a part of it.
+
+    Raises PlacementError when they pin different numbers of GPUs.
+    """
+    pinned = {demand.role: gpus for demand in demands if (gpus := demand.pinned("gpus")) is not None}
+    if len(set(pinned.values())) > 1:
+        less, more = min(pinned, key=lambda role: pinned[role]), max(pinned, key=lambda role: pinned[role])
         raise PlacementError(
             f"roles.{more}.gpus",
-            f"{more} and {less} share GPUs, but ask for {min(pinned[more])} and {min(pinned[less])} of them",
+            f"{more} and {less} share GPUs, but ask for {pinned[more]} and {pinned[less]} of them",
             fix=f"ask for the same number, or give {more} its own with colocate=[]",
         )
-    return common
+    if pinned:
+        return frozenset(pinned.values())
+    needed = [sizes for demand in demands if (sizes := _sizes_of(demand)) is not None]
+    if not needed:
+        return None
+    least = max(min(sizes) for sizes in needed)
+    return frozenset(size for sizes in needed for size in sizes if size >= least)
 
 
-def _wanted_by(demand: Demand) -> frozenset[int] | None:
-    gpus, copies = demand.pinned("gpus"), demand.pinned("data_parallel_size")
-    if gpus is not None:
-        return frozenset({gpus})
+def _sizes_of(demand: Demand) -> frozenset[int] | None:
+    """By its data-parallel size, where that is pinned."""
+    copies = demand.pinned("data_parallel_size")
     if copies is None or "data" not in demand.parallel:
         return None
     stages = demand.pinned("pipeline_parallel_size") or 1
