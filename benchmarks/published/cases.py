@@ -27,7 +27,7 @@ class Case:
     train: Layout
     """``micro_batch_tokens`` is the largest micro-batch of the run."""
     training: Training
-    library: libraries.Library
+    habits: libraries.Library
     rollout: Layout | None
     """Of all generating engines together. None: the run does not generate, or the row does not say with what."""
     colocated: bool
@@ -93,7 +93,7 @@ def case_of(row: Row) -> Case | Skipped:
         gpus_per_host=row.gpus_per_node or min(8, row.n_gpus or 8),
         train=train,
         training=library.training,
-        library=library,
+        habits=library,
         rollout=_rollout(row, gpus, colocated),
         colocated=colocated,
         prompts=prompts,

@@ -44,7 +44,7 @@ class Prediction:
 
 
 def predict(case: Case) -> Prediction:
-    model, library = case.model, case.library
+    model, library = case.model, case.habits
     tokens = float(case.train.micro_batch_tokens)
     update = dict(update_terms(model, case.train, case.training, tokens))
     others = _others(case)
@@ -81,8 +81,8 @@ def _others(case: Case) -> dict[str, float]:
     """Models beside the policy on its GPUs, as large as it: frozen in bf16, or trained and at rest."""
     frozen = Training(gradients=0, optimizer=0)
     layout = replace(case.train, offload="none")
-    reference = case.library.references * state_terms(case.model, layout, frozen)["weights"]
-    critic = case.library.critics * sum(state_terms(case.model, case.train, case.training).values())
+    reference = case.habits.references * state_terms(case.model, layout, frozen)["weights"]
+    critic = case.habits.critics * sum(state_terms(case.model, case.train, case.training).values())
     return {"reference": reference, "critic": critic}
 
 

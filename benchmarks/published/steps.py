@@ -106,9 +106,9 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
     if case.rollout is None:
         return Step(parts, assumed=case.assumed)
     parts |= _generates(case, batch, speed)
-    if case.colocated and case.library.engine_sleeps:
+    if case.colocated and case.habits.engine_sleeps:
         parts["wake"] = _WAKE_S
-    if case.colocated and case.library.parks_policy:
+    if case.colocated and case.habits.parks_policy:
         state = sum(state_terms(case.model, train, case.training).values()) * GIB
         parts["offload"] = 2 * offload_seconds(state)
     parts["host"] = host_seconds(batch.samples)
@@ -135,7 +135,7 @@ def _generates(case: Case, batch: Batch, speed: Speed) -> dict[str, float]:
         )
         return {"generation": made.seconds}
     ahead = 1 if case.colocated else max(1, _steps_ahead(row))
-    weight_bytes = case.library.engine_bytes
+    weight_bytes = case.habits.engine_bytes
     engine = generate_memory(case.model, layout, case.memory_gib, weight_bytes=weight_bytes)
     made = generation(
         case.model,

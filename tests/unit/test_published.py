@@ -181,8 +181,8 @@ def test_unknown_texts_are_far_shorter_than_their_limit() -> None:
 
 def test_preference_pairs_and_their_reference() -> None:
     assert sequences_per_sample(row(algorithm="dpo")) == 2
-    assert case(algorithm="dpo").library.references == 1
-    assert case(algorithm="dpo", lora_rank="8").library.references == 0
+    assert case(algorithm="dpo").habits.references == 1
+    assert case(algorithm="dpo", lora_rank="8").habits.references == 0
     assert "reference" in memory.predict(case(algorithm="dpo")).update
 
 
