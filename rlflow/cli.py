@@ -181,12 +181,12 @@ def _run(plan: Plan, directory: Path, console: Console, *, resume: bool) -> int:
     from rlflow.report.metrics import MetricsWriter
     from rlflow.report.progress import ProgressDisplay
     from rlflow.runtime.base import Observer
-    from rlflow.runtime.local import LocalRuntime
+    from rlflow.runtime.choose import runtime_of
     from rlflow.runtime.run import run
 
     observers: list[Observer] = [MetricsWriter(), ProgressDisplay(console)]
     with _stop_on_interrupt(console) as stopping:
-        report = run(plan, directory, LocalRuntime(), observers, resume=resume, stop=lambda: bool(stopping))
+        report = run(plan, directory, runtime_of(plan), observers, resume=resume, stop=lambda: bool(stopping))
     if report.status == "stopped":
         console.print(f"go on with: python -m rlflow plan={directory}/plan.json resume={directory}", soft_wrap=True)
         return STOPPED

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Minibatch, Packed, Prompts, Rollouts, Sequences
 from rlflow.engines.base import EngineSpec
 from rlflow.recipe import Model, Optimizer
+from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
 
 CHARACTERS = "0123456789+="
@@ -44,7 +45,8 @@ def spec(
         seed=seed,
         steps=10,
         optimizer=optimizer or Optimizer(learning_rate=1e-3),
-        micro_batch_tokens=micro_batch_tokens,
+        layout=Layout(micro_batch_tokens=micro_batch_tokens),
+        max_model_len=64,
     )
 
 

@@ -5,7 +5,7 @@ Tensors of losses have shape [T], the response tokens of a micro-batch.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Prompts, Rewards, Rollouts, Sequences, ValueEstimates
 from rlflow.recipe import Model, Optimizer
+from rlflow.resources.layout import Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,16 +84,33 @@ class Trains(Protocol):
     def export(self, folder: Path) -> None:
         """The model and its tokenizer, for ``from_pretrained``."""
 
-    def weights(self) -> "Mapping[str, Tensor]":
-        """The present weights by name. They may change with the next update: read them before."""
+    def weights(self) -> "Iterator[tuple[str, Tensor]]":
+        """Name and value of each weight of the model, in turn: a tensor is good until the next is asked for.
+
+        Every rank goes through all of it; the values are those of the whole weights on rank 0 and may be elsewhere.
+        """
 
 
 @runtime_checkable
 class Follows(Protocol):
     """Not asked by nodes: an engine whose role ``follows`` a trained one."""
 
-    def load_weights(self, weights: "Mapping[str, Tensor]", version: int) -> None:
-        """Takes the weights over, all or none, and writes ``version`` on what it generates from now on."""
+    def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
+        """Takes the weights over and writes ``version`` on what it generates from now on.
+
+        After one that failed the engine generates nothing until another has gone through. Raises EngineError.
+        """
+
+
+@runtime_checkable
+class Sleeps(Protocol):
+    """Not asked by nodes: an engine that gives its GPU memory up while other roles on its GPUs work."""
+
+    def sleep(self) -> None:
+        """Its weights and state go to the memory of the host."""
+
+    def wake(self) -> None:
+        """They are back where they were."""
 
 
 CAPABILITIES: dict[str, type] = {
@@ -116,8 +134,16 @@ class EngineSpec:
     steps: int
     """Of the whole run, for the learning rate's schedule."""
     optimizer: Optimizer = field(default_factory=Optimizer)
-    micro_batch_tokens: int
-    gradient_checkpointing: bool = False
+    layout: Layout
+    rank: int = 0
+    """Of this worker among those of its role; sequence-parallel ranks of one share of the data are neighbours."""
+    world_size: int = 1
+    address: str = "127.0.0.1:29500"
+    """HOST:PORT of rank 0, where the workers of the role meet."""
+    max_model_len: int | None = None
+    """Tokens of the longest prompt and response together; None where the role generates nothing."""
+    max_num_seqs: int = 256
+    """Responses that one worker writes at once."""
 
 
 class Engine(Protocol):
@@ -125,6 +151,10 @@ class Engine(Protocol):
 
     parallel: ClassVar[frozenset[str]]
     """The ways in which it can be spread over GPUs: tensor, pipeline, data, sequence."""
+    package: ClassVar[str | None]
+    """What it needs besides rlflow's own dependencies; it runs in a process of its own then."""
+    concurrent: ClassVar[bool]
+    """Its ``generate`` may be called from several threads at once, and works on all of it together."""
 
     def __init__(self, spec: EngineSpec) -> None: ...
 

@@ -1,7 +1,7 @@
 """Every capability without a model, deterministic: for tests of the runtime, never for figures about learning."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Prompts, Rewards, Rollouts, Sequences, ValueEstimates
 from rlflow.engines.base import EngineSpec, Sampling, TokenLoss, sample_seed
+from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,13 +21,18 @@ class FakeEngine:
     """Its only weight is the number of updates so far. It writes up to four tokens, which are their own text."""
 
     parallel: ClassVar[frozenset[str]] = frozenset({"data", "tensor", "pipeline", "sequence"})
+    package: ClassVar[str | None] = None
+    concurrent: ClassVar[bool] = False
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._weight = 0
-        self._version = 0
+        self._version: int | None = 0
+        self._awake = True
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+        if self._version is None or not self._awake:
+            raise EngineError(f"role {self._spec.role}: it is asleep, or its last copy of weights failed.")
         samples = prompts.repeat(sampling.group_size)
         draws = [np.random.default_rng(sample_seed(self._spec.seed, key)) for key in samples.keys]
         ids = [draw.integers(0, 10, draw.integers(1, min(4, sampling.max_tokens), endpoint=True)) for draw in draws]
@@ -57,14 +63,24 @@ class FakeEngine:
         self._weight += 1
         return Metrics(values={"loss": 1 / self._weight})
 
-    def weights(self) -> "Mapping[str, Tensor]":
+    def weights(self) -> "Iterator[tuple[str, Tensor]]":
         import torch
 
-        return {"updates": torch.tensor(self._weight)}
+        yield "updates", torch.tensor(self._weight)
 
-    def load_weights(self, weights: "Mapping[str, Tensor]", version: int) -> None:
-        self._weight = int(weights["updates"])
+    def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
+        self._version = None
+        given = dict(weights)
+        if given.keys() != {"updates"}:
+            raise EngineError(f"role {self._spec.role}: the weights do not fit the model.")
+        self._weight = int(given["updates"])
         self._version = version
+
+    def sleep(self) -> None:
+        self._awake = False
+
+    def wake(self) -> None:
+        self._awake = True
 
     def save(self, folder: Path) -> None:
         (folder / _STATE).write_text(json.dumps({"updates": self._weight}))

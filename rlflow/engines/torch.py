@@ -1,7 +1,7 @@
 """Trains, scores and values with plain PyTorch, in this process."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -23,6 +23,8 @@ class TorchEngine:
     """Weights and moments in float32; a bfloat16 model computes under autocast."""
 
     parallel: ClassVar[frozenset[str]] = frozenset()
+    package: ClassVar[str | None] = None
+    concurrent: ClassVar[bool] = False
 
     def __init__(self, spec: EngineSpec) -> None:
         import torch
@@ -40,7 +42,7 @@ class TorchEngine:
             value_head=self._has_values,
         )
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
-        if spec.gradient_checkpointing:
+        if spec.layout.gradient_checkpointing:
             self._model.gradient_checkpointing_enable()
         options = spec.optimizer
         self._optimizer = torch.optim.AdamW(
@@ -67,7 +69,7 @@ class TorchEngine:
         self._optimizer.zero_grad(set_to_none=True)
         self._model.train()
         sums: defaultdict[str, float] = defaultdict(float)
-        for rows in micro_batches(minibatch, self._spec.micro_batch_tokens):
+        for rows in micro_batches(minibatch, self._spec.layout.micro_batch_tokens):
             part = minibatch.take(rows)
             with self._autocast():
                 outputs = self._outputs(part, loss.temperature)
@@ -86,9 +88,8 @@ class TorchEngine:
         self._optimizer.step()
         return Metrics(values={**sums, "grad_norm": float(norm), "learning_rate": learning_rate})
 
-    def weights(self) -> "Mapping[str, Tensor]":
-        weights: Mapping[str, Tensor] = self._model.state_dict()
-        return weights
+    def weights(self) -> "Iterator[tuple[str, Tensor]]":
+        yield from self._model.state_dict().items()
 
     def save(self, folder: Path) -> None:
         import torch
@@ -118,7 +119,7 @@ class TorchEngine:
         with torch.inference_mode(), self._autocast():
             pieces = [
                 self._outputs(sequences.take(rows), temperature)
-                for rows in micro_batches(sequences, self._spec.micro_batch_tokens)
+                for rows in micro_batches(sequences, self._spec.layout.micro_batch_tokens)
             ]
         return sequences.response_ids.like(torch.cat(pieces).cpu().numpy())
 

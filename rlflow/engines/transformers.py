@@ -1,6 +1,6 @@
 """Generates and scores with a model of the transformers library, in this process."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -22,6 +22,8 @@ _MAX_LIVE = 1024
 
 class TransformersEngine:
     parallel: ClassVar[frozenset[str]] = frozenset()
+    package: ClassVar[str | None] = None
+    concurrent: ClassVar[bool] = False
 
     def __init__(self, spec: EngineSpec) -> None:
         import torch
@@ -31,9 +33,11 @@ class TransformersEngine:
         self._model = load_model(spec.model_name, spec.model, device=spec.device, dtype=dtype, seed=spec.seed)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         self._end_ids = _end_ids(self._model.generation_config.eos_token_id, self._tokenizer.eos_token_id)
-        self._version = 0
+        self._version: int | None = 0
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+        if self._version is None:
+            raise EngineError(f"role {self._spec.role}: the last copy of weights failed, and its model is half old.")
         samples = prompts.repeat(sampling.group_size)
         seeds = [sample_seed(self._spec.seed, key) for key in samples.keys]
         at_once = max(1, _MAX_LIVE // sampling.group_size)
@@ -64,20 +68,24 @@ class TransformersEngine:
         with torch.inference_mode():
             pieces = [
                 token_logprobs(self._model, sequences.take(rows), temperature)
-                for rows in micro_batches(sequences, self._spec.micro_batch_tokens)
+                for rows in micro_batches(sequences, self._spec.layout.micro_batch_tokens)
             ]
         return Logprobs(values=sequences.response_ids.like(torch.cat(pieces).cpu().numpy()))
 
-    def load_weights(self, weights: "Mapping[str, Tensor]", version: int) -> None:
+    def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
         import torch
 
+        self._version = None
         own = self._model.state_dict()
-        unlike = [name for name in own.keys() | weights.keys() if _shape(own, name) != _shape(weights, name)]
-        if unlike:
-            raise EngineError(f"role {self._spec.role}: the weights do not fit the model at '{sorted(unlike)[0]}'.")
+        missing = set(own)
         with torch.no_grad():
-            for name, tensor in weights.items():
+            for name, tensor in weights:
+                if name not in own or own[name].shape != tensor.shape:
+                    raise EngineError(f"role {self._spec.role}: the weight '{name}' does not fit the model.")
                 own[name].copy_(tensor)
+                missing.discard(name)
+        if missing:
+            raise EngineError(f"role {self._spec.role}: the weights lack '{min(missing)}'.")
         self._version = version
 
 
@@ -85,10 +93,6 @@ def _end_ids(*given: int | list[int] | None) -> list[int]:
     """Those of the generation's configuration and the tokenizer's own; a chat model has several."""
     lists = [ids if isinstance(ids, list) else [ids] for ids in given if ids is not None]
     return sorted({id_ for ids in lists for id_ in ids})
-
-
-def _shape(weights: "Mapping[str, Tensor]", name: str) -> tuple[int, ...] | None:
-    return tuple(weights[name].shape) if name in weights else None
 
 
 ENGINE = TransformersEngine

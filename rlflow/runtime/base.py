@@ -14,10 +14,13 @@ class Runtime(Protocol):
     def check(self, plan: Plan) -> None:
         """Raises a UserError for a plan that cannot be run here. Starts nothing."""
 
-    def start(self, plan: Plan, models: Mapping[str, Model]) -> AbstractContextManager[Mapping[str, Any]]:
+    def start(
+        self, plan: Plan, models: Mapping[str, Model], directory: Path
+    ) -> AbstractContextManager[Mapping[str, Any]]:
         """An engine for each role, with the capabilities that the graph asks of it; all are stopped on exit.
 
-        ``models`` are the recipe's, each with a path or random weights.
+        ``models`` are the recipe's, each with a path or random weights; ``directory`` is the run's folder. Raises
+        PlacementError for a cluster that is not as planned, EngineError for an engine that does not start.
         """
 
 

@@ -53,7 +53,7 @@ def run(
     write_plan(plan, directory)
     began = time.perf_counter()
     with ExitStack() as open_parts:
-        engines = open_parts.enter_context(runtime.start(plan, models))
+        engines = open_parts.enter_context(runtime.start(plan, models, directory))
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
         if last:
             checkpoint.restore(last, trained)

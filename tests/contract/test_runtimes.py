@@ -1,12 +1,14 @@
 """What every runtime must do, wherever its workers live."""
 
+from pathlib import Path
+
 import pytest
 
 import rlflow
 from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import CAPABILITIES
-from rlflow.errors import PlacementError, RecipeError
+from rlflow.errors import PlacementError
 from rlflow.runtime.base import Runtime
 from rlflow.runtime.local import LocalRuntime
 from tests.conftest import CONFIG_DIR
@@ -20,29 +22,17 @@ def plan_of(cluster: str, *overrides: str) -> Plan:
 
 @pytest.mark.parametrize("runtime", RUNTIMES, ids=lambda runtime: type(runtime).__name__)
 class TestRuntime:
-    def test_every_role_has_an_engine_that_can_what_is_asked(self, runtime: Runtime) -> None:
+    def test_every_role_has_an_engine_that_can_what_is_asked(self, runtime: Runtime, tmp_path: Path) -> None:
         plan = plan_of("local")
         runtime.check(plan)
-        with runtime.start(plan, models_in_use(plan.recipe)) as engines:
+        with runtime.start(plan, models_in_use(plan.recipe), tmp_path) as engines:
             assert engines.keys() == plan.roles.keys()
             for role, engine in engines.items():
                 for capability in plan.graph.capabilities(role):
                     assert isinstance(engine, CAPABILITIES[capability])
 
-    def test_an_engine_that_cannot_be_started_is_told_before_anything_starts(self, runtime: Runtime) -> None:
-        with pytest.raises(RecipeError, match=r"^roles\.rollout\.engine: 'vllm' can be planned for"):
-            runtime.check(plan_of("local", "roles.rollout.engine=vllm"))
 
-
-@pytest.mark.parametrize(
-    ("cluster", "message"),
-    [
-        ("2x8", "the plan uses 16 GPUs of 2x8@h100_80gb, and this version runs plans of one"),
-        ("1x1", "the plan is for 1x1@h100_80gb, and this machine has no GPU"),
-    ],
-)
-def test_the_local_runtime_has_one_machine(cluster: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_local_runtime_has_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlflow.runtime.local.gpus_of_this_machine", list)
-    with pytest.raises(PlacementError) as raised:
-        LocalRuntime().check(plan_of(cluster))
-    assert message in str(raised.value)
+    with pytest.raises(PlacementError, match="the plan is for 1x1@h100_80gb, and this machine has no GPU"):
+        LocalRuntime().check(plan_of("1x1"))

@@ -96,10 +96,10 @@ def test_the_compiled_graph_gives_the_same_figures(tmp_path: Path) -> None:
     for model in (policy, reference):
         model.config._attn_implementation = "eager"
     expected = plain_loop(data, policy, reference, tokenizer)
-    with LocalRuntime().start(plan, models) as engines:
+    with LocalRuntime().start(plan, models, tmp_path) as engines:
         engines["rollout"].load_weights(engines["actor"].weights(), 0)
         steps = [train_step(plan, engines, data, step) for step in range(STEPS)]
-        for name, value in engines["actor"].weights().items():
+        for name, value in engines["actor"].weights():
             assert (value - policy.state_dict()[name]).abs().max() < 1e-4, name
     for ours, theirs in zip(steps, expected, strict=True):
         assert ours["update/loss"] == pytest.approx(theirs["loss"], abs=1e-6)

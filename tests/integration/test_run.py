@@ -147,7 +147,7 @@ def test_evaluation_takes_the_likeliest_tokens_of_held_out_prompts(tmp_path: Pat
     models = models_in_use(plan.recipe)
     tokenizer = load_tokenizer("policy", models["policy"])
     prompts = held_out_prompts(plan.recipe.data, tokenizer, load_rows(plan.recipe.data, "eval_split")[:10])
-    with LocalRuntime().start(plan, models) as engines:
+    with LocalRuntime().start(plan, models, tmp_path) as engines:
         engines["rollout"].load_weights(engines["actor"].weights(), 0)
         greedy = engines["rollout"].generate(prompts, Sampling(max_tokens=4, temperature=0.0))
     assert report.eval_before == pytest.approx(sum(first_digit(greedy.texts, greedy.rows)) / 10)

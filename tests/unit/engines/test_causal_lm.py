@@ -19,7 +19,8 @@ from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.nodes.losses import LikelihoodLoss
 from rlflow.recipe import Model, Optimizer
-from tests.helpers import MODEL, minibatch, sequences, spec
+from rlflow.resources.layout import Layout
+from tests.helpers import MODEL, minibatch, prompts, sequences, spec
 
 
 def model(implementation: str | None = None) -> Any:
@@ -143,7 +144,7 @@ def test_the_gradient_does_not_depend_on_the_cut() -> None:
     for size in (4096, 12, 1):
         engine = TorchEngine(spec(micro_batch_tokens=size, optimizer=Optimizer(learning_rate=1e-2)))
         metrics = engine.update(given, LikelihoodLoss()).values
-        weights.append((metrics["grad_norm"], torch.cat([w.flatten() for w in engine.weights().values()])))
+        weights.append((metrics["grad_norm"], torch.cat([w.flatten() for _, w in engine.weights()])))
     for norm, values in weights[1:]:
         assert norm == pytest.approx(weights[0][0], rel=1e-5)
         assert (values - weights[0][1]).abs().max() < 2e-5
@@ -157,7 +158,7 @@ def test_an_update_repeats_itself_to_the_bit(capabilities: list[str]) -> None:
     for _ in range(5):
         engine = TorchEngine(spec(capabilities=capabilities, micro_batch_tokens=10**6))
         engine.update(given, LikelihoodLoss())
-        weights.append(torch.cat([weight.flatten() for weight in engine.weights().values()]))
+        weights.append(torch.cat([weight.flatten() for _, weight in engine.weights()]))
     assert all(torch.equal(other, weights[0]) for other in weights)
 
 
@@ -167,9 +168,9 @@ def test_the_learning_rate_is_that_of_the_step(step: int, rate: float) -> None:
     engine = TorchEngine(spec(optimizer=Optimizer(learning_rate=1e-3, schedule="linear")))
     given = minibatch(sequences([3], [[4]]))
     given.keys[:, 0] = step
-    before = {name: weight.clone() for name, weight in engine.weights().items()}
+    before = {name: weight.clone() for name, weight in engine.weights()}
     assert engine.update(given, LikelihoodLoss()).values["learning_rate"] == pytest.approx(rate)
-    moved = max(float((weight - before[name]).abs().max()) for name, weight in engine.weights().items())
+    moved = max(float((weight - before[name]).abs().max()) for name, weight in engine.weights())
     assert moved == pytest.approx(rate, rel=1e-2)
 
 
@@ -215,20 +216,25 @@ def test_layers_that_would_mix_sequences_are_refused(tmp_path: Any) -> None:
 
 def test_checkpointing_changes_nothing() -> None:
     given = minibatch(sequences([3, 6], [[4, 9], [2]]))
-    specs = (spec(), replace(spec(), gradient_checkpointing=True))
+    specs = (spec(), replace(spec(), layout=Layout(micro_batch_tokens=4096, gradient_checkpointing=True)))
     norms = [TorchEngine(each).update(given, LikelihoodLoss()).values["grad_norm"] for each in specs]
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
-def test_weights_that_do_not_fit_change_nothing() -> None:
-    engine = TransformersEngine(spec())
-    before = {name: tensor.clone() for name, tensor in engine._model.state_dict().items()}
-    weights = {name: tensor + 1 for name, tensor in before.items()}
-    last = sorted(weights)[-1]
-    weights[last] = weights[last][:1]
-    with pytest.raises(EngineError, match=f"role actor: the weights do not fit the model at '{last}'"):
-        engine.load_weights(weights, 1)
-    assert all((engine._model.state_dict()[name] == tensor).all() for name, tensor in before.items())
+def test_after_half_a_copy_of_weights_nothing_is_generated() -> None:
+    engine, sampling = TransformersEngine(spec()), Sampling(max_tokens=2)
+    weights = {name: tensor.clone() for name, tensor in engine._model.state_dict().items()}
+    last = list(weights)[-1]
+    wrong = weights | {last: weights[last][:1]}
+    with pytest.raises(EngineError, match=f"role actor: the weight '{last}' does not fit the model"):
+        engine.load_weights(wrong.items(), 1)
+    with pytest.raises(EngineError, match="role actor: the last copy of weights failed"):
+        engine.generate(prompts(), sampling)
+    del wrong[last]
+    with pytest.raises(EngineError, match=f"role actor: the weights lack '{last}'"):
+        engine.load_weights(wrong.items(), 1)
+    engine.load_weights(weights.items(), 2)
+    assert set(engine.generate(prompts(), sampling).versions.values.tolist()) == {2}
 
 
 def test_an_attention_that_is_not_ours_is_refused() -> None:

@@ -1,0 +1,66 @@
+"""From a plan to what each worker's engine is built from, and the building of it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlflow.compiler.plan import Plan
+from rlflow.engines.base import EngineSpec
+from rlflow.engines.registry import engine_class, engine_kind
+from rlflow.errors import EngineError, UserError, first_line
+from rlflow.extras import check_extra
+from rlflow.nodes.generate import Generate
+from rlflow.recipe import Model, Optimizer
+
+# Responses that one engine writes at once where memory does not say how many it has room for, and at most.
+_SEQUENCES, _MOST_SEQUENCES = 256, 1024
+
+
+def check_engines(plan: Plan) -> None:
+    """Raises RecipeError for a role whose engine is not installed, or in a version that is not supported."""
+    for role, written in plan.recipe.roles.items():
+        if (package := engine_kind(written.engine).package) is not None:
+            check_extra(package, f"roles.{role}.engine", f"engine '{written.engine}'")
+
+
+def spec_of(plan: Plan, role: str, model: Model, *, device: str, rank: int = 0, address: str = "") -> EngineSpec:
+    """Of the worker ``rank`` of ``role``; ``address`` is where its workers meet."""
+    written, placement = plan.recipe.roles[role], plan.roles[role]
+    expected = plan.prediction.memory[role].sequences or _SEQUENCES
+    return EngineSpec(
+        role=role,
+        model_name=written.model,
+        model=model,
+        capabilities=plan.graph.capabilities(role),
+        device=device,
+        seed=plan.recipe.seed,
+        steps=plan.recipe.steps,
+        optimizer=written.optimizer or Optimizer(),
+        layout=placement.layout,
+        rank=rank,
+        world_size=len(placement.workers),
+        address=address,
+        max_model_len=_max_model_len(plan, role),
+        max_num_seqs=min(expected, _MOST_SEQUENCES),
+    )
+
+
+def is_on_gpu(plan: Plan) -> bool:
+    """Whether its hosts have GPUs, and not processors in their place."""
+    return any(gpu.memory_gib is not None for gpu in plan.cluster.gpus.values())
+
+
+def build(engine: str, spec: EngineSpec) -> Any:
+    """Raises EngineError for an engine that does not start."""
+    try:
+        return engine_class(engine)(spec)
+    except (UserError, EngineError):
+        raise
+    except Exception as error:
+        reason = first_line(error)
+        raise EngineError(f"role {spec.role}: engine '{engine}' did not start: {reason}") from error
+
+
+def _max_model_len(plan: Plan, role: str) -> int | None:
+    operations: Sequence[Any] = [node.operation for node in plan.graph.nodes if node.role == role]
+    longest = max((o.max_tokens for o in operations if isinstance(o, Generate)), default=None)
+    return None if longest is None else plan.recipe.data.max_prompt_tokens + longest
