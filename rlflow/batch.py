@@ -7,14 +7,13 @@ Shapes: P prompts, G group, B rollouts (P x G), T tokens (of all rows together).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 Array = NDArray[Any]
-Rows = TypeVar("Rows", "Rollouts", "Logprobs", "ValueEstimates", "Rewards")
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +30,12 @@ class Packed:
         arrays = [np.asarray(row, dtype) for row in rows]
         values = np.concatenate(arrays) if arrays else np.empty(0, dtype)
         return cls(values, offsets_of([len(array) for array in arrays]))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Packed"]) -> "Packed":
+        """The rows of all parts, one part after another."""
+        lengths = np.concatenate([part.lengths for part in parts])
+        return cls(np.concatenate([part.values for part in parts]), offsets_of(lengths))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -54,27 +59,6 @@ class Packed:
         """Other values, ``[T]``, cut at the same places."""
         assert len(values) == len(self.values)
         return Packed(values, self.offsets)
-
-
-def joined(parts: "Sequence[Rows]") -> "Rows":
-    """The rows of all parts, one part after another. What is no row's own is taken from the first."""
-    columns = {}
-    for item in fields(parts[0]):
-        values = [getattr(part, item.name) for part in parts]
-        columns[item.name] = _joined_column(values)
-    return replace(parts[0], **columns)
-
-
-def _joined_column(values: Sequence[Any]) -> Any:
-    first = values[0]
-    if isinstance(first, Packed):
-        return Packed(
-            np.concatenate([value.values for value in values]),
-            offsets_of(np.concatenate([value.lengths for value in values])),
-        )
-    if isinstance(first, np.ndarray):
-        return np.concatenate(values)
-    return tuple(row for value in values for row in value) if isinstance(first, tuple) else first
 
 
 def offsets_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
@@ -147,6 +131,19 @@ class Rollouts(Sequences):
     """B responses as text, without special tokens."""
     rows: tuple[Mapping[str, Any], ...]
     """B rows of the data set."""
+
+    @classmethod
+    def joined(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
+        """All parts, one after another; they have one temperature."""
+        packed = ("prompt_ids", "response_ids", "logprobs", "versions")
+        return cls(
+            **{name: Packed.joined([getattr(part, name) for part in parts]) for name in packed},
+            keys=np.concatenate([part.keys for part in parts]),
+            finished=np.concatenate([part.finished for part in parts]),
+            temperature=parts[0].temperature,
+            texts=tuple(text for part in parts for text in part.texts),
+            rows=tuple(row for part in parts for row in part.rows),
+        )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -71,7 +71,7 @@ def below(path: str) -> Iterator[None]:
         raise
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Kind and message of someone else's error, for a sentence of ours."""
     return f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(". :")
 

@@ -1,0 +1,204 @@
+"""A role as the graph sees it: one engine, whatever the number of its workers.
+
+The rule: split by data-parallel rank, call, join in the order of the rows.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlflow.batch import (
+    Logprobs,
+    Metrics,
+    Minibatch,
+    Packed,
+    Prompts,
+    Rewards,
+    Rollouts,
+    Sequences,
+    ValueEstimates,
+)
+from rlflow.engines.base import Sampling, TokenLoss
+from rlflow.errors import EngineError
+from rlflow.resources.layout import Layout
+from rlflow.runtime.shares import Index, shares
+
+
+class Workers(Protocol):
+    """The workers of a role, by rank."""
+
+    def __len__(self) -> int: ...
+
+    def submit(self, rank: int, method: str, *arguments: Any) -> "Future[Any]":
+        """Calls a method of the worker's engine. The future raises EngineError or a UserError."""
+
+    def copy_weights(self, source: "Workers", version: int) -> None:
+        """Hands the weights of ``source`` to all of these. Raises EngineError when any did not take all of them."""
+
+    def restart(self) -> None:
+        """New processes with new engines. Raises EngineError."""
+
+
+class RoleProxy:
+    """Has the methods of every capability; the engine behind it has those that the graph asks for."""
+
+    def __init__(self, role: str, workers: Workers, layout: Layout, room: int | None, turns: "Turns") -> None:
+        """``room`` is the number of responses that one engine writes at once, for engines that take more prompts while
+        they write; None for those that do not."""
+        self._role = role
+        self._workers = workers
+        self._width = layout.sequence_parallel_size
+        self._room = room
+        self._turns = turns
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+        self._turns.take(self._role)
+        if self._room is not None:
+            return self._pulled(prompts, sampling, max(self._room, sampling.group_size))
+        parts = [part for part in np.array_split(np.arange(len(prompts)), len(self._workers)) if len(part)]
+        calls = [
+            self._workers.submit(rank, "generate", prompts.take(part), sampling) for rank, part in enumerate(parts)
+        ]
+        return Rollouts.joined(gathered(calls))
+
+    def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
+        return Logprobs(values=self._split(sequences, "logprobs", temperature))
+
+    def values(self, sequences: Sequences) -> ValueEstimates:
+        return ValueEstimates(values=self._split(sequences, "values"))
+
+    def evaluate(self, rollouts: Rollouts) -> Rewards:
+        self._turns.take(self._role)
+        rewards: Rewards = gathered([self._workers.submit(0, "evaluate", rollouts)])[0]
+        return rewards
+
+    def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
+        """The metrics are those of the whole minibatch, which every rank has."""
+        self._turns.take(self._role)
+        calls = []
+        for rank, rows in self._ranks(shares(minibatch, self._num_shares)):
+            part = minibatch.take(rows) if len(rows) else _without_weight(minibatch.take(np.array([0])))
+            calls.append(self._workers.submit(rank, "update", part, loss))
+        metrics: Metrics = gathered(calls)[0]
+        return metrics
+
+    def save(self, folder: Path) -> None:
+        self._everywhere("save", folder.absolute())
+
+    def restore(self, folder: Path) -> None:
+        self._everywhere("restore", folder.absolute())
+
+    def export(self, folder: Path) -> None:
+        self._everywhere("export", folder.absolute())
+
+    def weights(self) -> Workers:
+        """The workers that have them: tensors do not pass through this process."""
+        self._turns.join(self._role)
+        return self._workers
+
+    def load_weights(self, weights: Workers, version: int) -> None:
+        """Once more after a failure, and then once more with new engines. Raises EngineError when that fails too."""
+        self._turns.join(self._role)
+        for attempt in (1, 2, 3):
+            if attempt == 3:
+                self._workers.restart()
+            try:
+                self._workers.copy_weights(weights, version)
+                break
+            except EngineError:
+                if attempt == 3:
+                    raise
+
+    @property
+    def _num_shares(self) -> int:
+        return len(self._workers) // self._width
+
+    def _everywhere(self, method: str, folder: Path) -> None:
+        self._turns.take(self._role)
+        gathered([self._workers.submit(rank, method, folder) for rank in range(len(self._workers))])
+
+    def _ranks(self, parts: Sequence[Index]) -> Iterable[tuple[int, Index]]:
+        """Each rank with its rows; the sequence-parallel ranks of a share have the same."""
+        return ((rank, parts[rank // self._width]) for rank in range(len(self._workers)))
+
+    def _split(self, sequences: Sequences, method: str, *arguments: Any) -> Packed:
+        """Ranks without rows work on the first one: sharded models need all ranks for every pass."""
+        self._turns.take(self._role)
+        parts = shares(sequences, self._num_shares)
+        calls = [
+            self._workers.submit(rank, method, sequences.take(rows if len(rows) else np.array([0])), *arguments)
+            for rank, rows in self._ranks(parts)
+        ]
+        results = gathered(calls)[:: self._width]
+        values = [result.values for result, rows in zip(results, parts, strict=True) if len(rows)]
+        return Packed.joined(values).take(np.argsort(np.concatenate(parts)))
+
+    def _pulled(self, prompts: Prompts, sampling: Sampling, room: int) -> Rollouts:
+        """Each prompt goes to an engine when that has room: none waits behind the long responses of another.
+
+        One prompt more than there is room for lies ready at each, so that none runs dry meanwhile.
+        """
+        free = dict.fromkeys(range(len(self._workers)), room // sampling.group_size + 1)
+        running: dict[Future[Any], tuple[int, int]] = {}
+        written: dict[int, Rollouts] = {}
+        waiting = iter(range(len(prompts)))
+        prompt = next(waiting, None)
+        while prompt is not None or running:
+            while prompt is not None and max(free.values()):
+                rank = max(free, key=lambda each: free[each])
+                free[rank] -= 1
+                running[self._workers.submit(rank, "generate", prompts.take(np.array([prompt])), sampling)] = (
+                    rank,
+                    prompt,
+                )
+                prompt = next(waiting, None)
+            for call in wait(running, return_when=FIRST_COMPLETED).done:
+                rank, done = running.pop(call)
+                free[rank] += 1
+                written[done] = call.result()
+        return Rollouts.joined([written[index] for index in range(len(prompts))])
+
+
+class Turns:
+    """Who of the roles that share GPUs is awake."""
+
+    def __init__(self, workers: Mapping[str, Workers], sharing: Mapping[str, Sequence[str]]) -> None:
+        """``sharing``: for each role those that sleep while it works."""
+        self._workers = workers
+        self._sharing = sharing
+        self._asleep: set[str] = set()
+
+    def take(self, role: str) -> None:
+        """``role`` is about to work: those that sleep meanwhile do, and it wakes."""
+        for other in self._sharing[role]:
+            if other not in self._asleep:
+                self._all(other, "sleep")
+                self._asleep.add(other)
+        self.join(role)
+
+    def join(self, role: str) -> None:
+        """``role`` wakes beside those that are awake."""
+        if role in self._asleep:
+            self._all(role, "wake")
+            self._asleep.discard(role)
+
+    def _all(self, role: str, method: str) -> None:
+        workers = self._workers[role]
+        gathered([workers.submit(rank, method) for rank in range(len(workers))])
+
+
+def gathered(calls: "Sequence[Future[Any]]") -> list[Any]:
+    """The results in the order of ``calls``. The first failure is raised at once; the other calls are left alone."""
+    done, _ = wait(calls, return_when=FIRST_EXCEPTION)
+    for call in done:
+        if (error := call.exception()) is not None:
+            raise error
+    return [call.result() for call in calls]
+
+
+def _without_weight(minibatch: Minibatch) -> Minibatch:
+    return replace(minibatch, weights=minibatch.weights.like(np.zeros_like(minibatch.weights.values)))

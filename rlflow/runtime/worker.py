@@ -1,0 +1,84 @@
+"""One engine in a process of its own."""
+
+import queue
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from rlflow.engines.base import EngineSpec
+from rlflow.engines.registry import engine_kind
+from rlflow.errors import EngineError
+from rlflow.runtime.specs import build
+from rlflow.runtime.weights import Bucket, buckets
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class EngineWorker:
+    """Its methods are called from several threads at once: what an engine is asked waits in none of its callers' way.
+
+    Libraries keep state by thread, so an engine that is not made for several is only ever called from one.
+    """
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._alone: ThreadPoolExecutor | None = ThreadPoolExecutor(1)
+        self._sending: Iterator[Bucket] = iter(())
+        self._arriving: queue.Queue[Bucket | str | None] = queue.Queue(1)
+
+    def meeting_port(self) -> int:
+        """A free port, for the workers of this one's role to meet at."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port: int = probe.getsockname()[1]
+            return port
+
+    def build(self, engine: str, spec: EngineSpec) -> None:
+        """Raises EngineError and UserErrors."""
+        if engine_kind(engine).concurrent:
+            self._alone = None
+        self._engine = self._run(build, engine, spec)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """A method of the engine."""
+        return self._run(getattr(self._engine, method), *arguments)
+
+    def send_weights(self) -> None:
+        """From the first bucket again."""
+        self._sending = buckets(self._engine.weights())
+
+    def next_bucket(self) -> tuple[Bucket | None, bool]:
+        """A bucket and True; at the end, None and False."""
+        bucket: Bucket | None = self._run(next, self._sending, None)
+        return bucket, bucket is not None
+
+    def expect_weights(self) -> None:
+        """Comes before ``offer`` and ``take_weights``. Whatever another copy left over is forgotten."""
+        self._arriving = queue.Queue(1)
+
+    def take_weights(self, version: int) -> None:
+        """Takes over what ``offer`` brings, until the end of it. Raises EngineError for weights that break off."""
+        arriving = self._arriving
+        try:
+            self.call("load_weights", _weights(arriving), version)
+        finally:
+            # Whoever offers more after a failure does not wait for ever.
+            self._arriving = queue.Queue()
+            while not arriving.empty():
+                arriving.get_nowait()
+
+    def offer(self, arriving: "Bucket | str | None") -> None:
+        """The next bucket; None after the last one, or why there will be none. Waits while the one before is taken."""
+        self._arriving.put(arriving)
+
+    def _run(self, function: Any, *arguments: Any) -> Any:
+        return function(*arguments) if self._alone is None else self._alone.submit(function, *arguments).result()
+
+
+def _weights(arriving: "queue.Queue[Bucket | str | None]") -> "Iterator[tuple[str, Tensor]]":
+    while (bucket := arriving.get()) is not None:
+        if isinstance(bucket, str):
+            raise EngineError(bucket)
+        yield from bucket.tensors()

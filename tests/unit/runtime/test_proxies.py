@@ -1,0 +1,236 @@
+"""Many workers as one engine: here threads of this process with the fake engine and with torch's."""
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlflow.batch import Metrics, Minibatch, Packed, Prompts, Rollouts, Sequences
+from rlflow.engines.base import Sampling, TokenLoss
+from rlflow.engines.fake import FakeEngine
+from rlflow.errors import EngineError
+from rlflow.nodes.losses import LikelihoodLoss
+from rlflow.resources.layout import Layout
+from rlflow.runtime.proxies import RoleProxy, Turns, Workers
+from rlflow.runtime.worker import EngineWorker
+from tests.helpers import minibatch, prompts, sequences, spec
+
+LAYOUT = Layout(micro_batch_tokens=4096)
+
+
+class Threads:
+    """Workers in this process, a thread each."""
+
+    def __init__(self, engines: list[Any], failures: int = 0) -> None:
+        self.engines, self.failures, self.restarts = engines, failures, 0
+        self.calls: list[tuple[int, str]] = []
+        self._pools = [ThreadPoolExecutor(8) for _ in engines]
+
+    def __len__(self) -> int:
+        return len(self.engines)
+
+    def submit(self, rank: int, method: str, *arguments: Any) -> "Future[Any]":
+        self.calls.append((rank, method))
+        return self._pools[rank].submit(getattr(self.engines[rank], method), *arguments)
+
+    def copy_weights(self, source: Workers, version: int) -> None:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise EngineError("broke off")
+        assert isinstance(source, Threads)
+        for engine in self.engines:
+            engine.load_weights(source.engines[0].weights(), version)
+
+    def restart(self) -> None:
+        self.restarts += 1
+
+
+def proxy(workers: Threads, layout: Layout = LAYOUT, room: int | None = None) -> RoleProxy:
+    return RoleProxy("role", workers, layout, room, Turns({"role": workers}, {"role": []}))
+
+
+def fakes(count: int) -> Threads:
+    return Threads([FakeEngine(spec()) for _ in range(count)])
+
+
+@pytest.mark.parametrize("room", [None, 1, 4, 100])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_what_is_generated_does_not_depend_on_the_workers(count: int, room: int | None) -> None:
+    given, sampling = prompts((3, 5, 2, 4)), Sampling(max_tokens=4, group_size=3)
+    alone = FakeEngine(spec()).generate(given, sampling)
+    out = proxy(fakes(count), room=room).generate(given, sampling)
+    for name in ("keys", "finished"):
+        assert (getattr(out, name) == getattr(alone, name)).all()
+    for name in ("prompt_ids", "response_ids", "logprobs", "versions"):
+        assert (getattr(out, name).values == getattr(alone, name).values).all()
+        assert (getattr(out, name).offsets == getattr(alone, name).offsets).all()
+    assert (out.texts, out.rows, out.temperature) == (alone.texts, alone.rows, alone.temperature)
+
+
+class Slow(FakeEngine):
+    """Holds its first prompt until as many others as it is told are done."""
+
+    def __init__(self, others: threading.Semaphore, wait_for: int) -> None:
+        super().__init__(spec())
+        self.others, self.wait_for = others, wait_for
+
+    def generate(self, given: Prompts, sampling: Sampling) -> Rollouts:
+        if given.keys[0, 1] == 0:
+            assert all(self.others.acquire(timeout=20) for _ in range(self.wait_for))
+        else:
+            self.others.release()
+        return super().generate(given, sampling)
+
+
+def test_no_prompt_waits_behind_a_long_one() -> None:
+    """The engine with prompt 0 has room for one more beside it; all others must get done elsewhere, or this hangs."""
+    others = threading.Semaphore(0)
+    engines = [Slow(others, 9), Slow(others, 9)]
+    out = proxy(Threads(engines), room=2).generate(prompts((2,) * 10), Sampling(max_tokens=3, group_size=2))
+    assert out.keys[:, 1].tolist() == [prompt for prompt in range(10) for _ in range(2)]
+
+
+class Recorder:
+    """Keeps what it was given; its logprobs are the first tokens of the responses, as many as there are."""
+
+    def __init__(self) -> None:
+        self.given: list[Sequences] = []
+
+    def logprobs(self, given: Sequences, temperature: float) -> Any:
+        self.given.append(given)
+        return type("Result", (), {"values": given.response_ids})
+
+    def update(self, given: Minibatch, loss: TokenLoss) -> Metrics:
+        self.given.append(given)
+        return Metrics(values={"loss": 1.0})
+
+
+@pytest.mark.parametrize(("count", "width"), [(1, 1), (2, 1), (4, 2), (3, 1), (6, 1)])
+def test_scores_are_put_where_they_belong(count: int, width: int) -> None:
+    given = sequences([3, 2, 4], [[4, 1], [2], [5, 5]])
+    recorders = [Recorder() for _ in range(count)]
+    out = proxy(Threads(recorders), replace(LAYOUT, sequence_parallel_size=width)).logprobs(given, 1.0).values
+    assert (out.values == given.response_ids.values).all()
+    assert (out.offsets == given.response_ids.offsets).all()
+    assert all(len(recorder.given) == 1 for recorder in recorders), "a rank that is not called would hang the others"
+
+
+def test_neighbours_in_sequence_parallelism_have_the_same_rows() -> None:
+    recorders = [Recorder() for _ in range(4)]
+    layout = replace(LAYOUT, sequence_parallel_size=2, data_parallel_size=2)
+    proxy(Threads(recorders), layout).update(minibatch(sequences([3, 2], [[4], [2]])), LikelihoodLoss())
+    rows = [recorder.given[0].keys[:, 1].tolist() for recorder in recorders]
+    assert rows[0] == rows[1]
+    assert rows[2] == rows[3]
+    assert sorted(rows[0] + rows[2]) == [0, 1]
+
+
+def test_a_rank_without_rows_trains_on_nothing() -> None:
+    recorders = [Recorder() for _ in range(3)]
+    proxy(Threads(recorders)).update(minibatch(sequences([3, 2], [[4], [2]])), LikelihoodLoss())
+    parts: list[Any] = [recorder.given[0] for recorder in recorders]
+    assert sum(float(part.weights.values.sum()) for part in parts) == pytest.approx(1.0)
+    assert [float(part.weights.values.sum()) > 0 for part in parts] == [True, True, False]
+
+
+class TestWeights:
+    def leader(self) -> Threads:
+        leader = fakes(1)
+        leader.engines[0].update(minibatch(sequences([3], [[4]])), LikelihoodLoss())
+        return leader
+
+    def test_all_workers_have_the_version(self) -> None:
+        followers = fakes(2)
+        follower = proxy(followers)
+        follower.load_weights(proxy(self.leader()).weights(), 3)
+        out = follower.generate(prompts(), Sampling(max_tokens=3))
+        assert set(out.versions.values.tolist()) == {3}
+
+    @pytest.mark.parametrize(("failures", "restarts"), [(1, 0), (2, 1)])
+    def test_it_is_tried_again_and_then_with_new_engines(self, failures: int, restarts: int) -> None:
+        followers = Threads([FakeEngine(spec())], failures)
+        proxy(followers).load_weights(proxy(self.leader()).weights(), 3)
+        assert followers.restarts == restarts
+
+    def test_three_failures_are_an_error(self) -> None:
+        with pytest.raises(EngineError, match="broke off"):
+            proxy(Threads([FakeEngine(spec())], 3)).load_weights(proxy(self.leader()).weights(), 3)
+
+
+class Sleeper:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def sleep(self) -> None:
+        self.log.append(f"{self.name} sleeps")
+
+    def wake(self) -> None:
+        self.log.append(f"{self.name} wakes")
+
+
+def test_who_shares_gpus_takes_turns() -> None:
+    log: list[str] = []
+    workers = {name: Threads([Sleeper(name, log)]) for name in ("actor", "rollout", "reward")}
+    turns = Turns(workers, {"actor": ["rollout"], "rollout": ["actor"], "reward": []})
+    for role in ("rollout", "rollout", "reward", "actor"):
+        turns.take(role)
+    assert log == ["actor sleeps", "rollout sleeps", "actor wakes"]
+    turns.join("rollout")  # to take weights over: both are awake
+    assert log[3:] == ["rollout wakes"]
+    turns.take("rollout")
+    assert log[4:] == ["actor sleeps"]
+
+
+class TestWorker:
+    """The process that holds an engine."""
+
+    def worker(self, engine: str = "fake") -> EngineWorker:
+        worker = EngineWorker()
+        worker.build(engine, spec())
+        return worker
+
+    def test_weights_go_from_one_to_another(self) -> None:
+        source, target = self.worker(), self.worker()
+        source.call("update", minibatch(sequences([3], [[4]])), LikelihoodLoss())
+        source.send_weights()
+        target.expect_weights()
+        with ThreadPoolExecutor(1) as pool:
+            taken = pool.submit(target.take_weights, 4)
+            more = True
+            while more:
+                bucket, more = source.next_bucket()
+                target.offer(bucket)
+            taken.result(timeout=20)
+        out = target.call("generate", prompts(), Sampling(max_tokens=3))
+        assert set(out.versions.values.tolist()) == {4}
+        assert source.call("update", minibatch(sequences([3], [[4]])), LikelihoodLoss()).values["loss"] == 1 / 2
+
+    def test_weights_that_break_off_are_an_error_and_nobody_waits(self) -> None:
+        target = self.worker("transformers")
+        target.expect_weights()
+        with ThreadPoolExecutor(1) as pool:
+            taken = pool.submit(target.take_weights, 4)
+            target.offer("the source died")
+            with pytest.raises(EngineError, match="the source died"):
+                taken.result(timeout=20)
+            pool.submit(target.offer, None).result(timeout=20)
+        with pytest.raises(EngineError, match="the last copy of weights failed"):
+            target.call("generate", prompts(), Sampling(max_tokens=3))
+
+    def test_an_engine_is_called_from_one_thread(self) -> None:
+        worker = self.worker()
+        threads: set[int] = set()
+        worker._engine.mark = lambda: threads.add(threading.get_ident())
+        with ThreadPoolExecutor(4) as pool:
+            for call in [pool.submit(worker.call, "mark") for _ in range(8)]:
+                call.result(timeout=20)
+        assert len(threads) == 1
+
+
+def test_packed_rows_join() -> None:
+    parts = [Packed.from_rows([[1, 2], [3]], np.int32), Packed.from_rows([[], [4]], np.int32)]
+    joined = Packed.joined(parts)
+    assert [row.tolist() for row in map(joined.__getitem__, range(4))] == [[1, 2], [3], [], [4]]
