@@ -1,5 +1,6 @@
 """Training a role's model on the step's data."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -17,7 +18,9 @@ from rlflow.nodes.losses import ClippedPolicyLoss, LikelihoodLoss
 class PolicyUpdate(Node, kind="policy_update", unit="batch"):
     """Policy gradient with a clipped ratio, every token counting the same within its minibatch.
 
-    The ratio is taken to ``old_logprobs`` where such a node is there, else to those that the engine sampled with.
+    The ratio is taken to ``old_logprobs`` where such a node is there, else to those that the engine sampled with. How far
+    the two engines are apart for the same weights is the metric ``sampler_difference``: the mean over tokens of the
+    absolute difference of their logprobs.
     """
 
     clip_eps: Annotated[float, Gt(0)] = 0.2
@@ -51,7 +54,13 @@ class PolicyUpdate(Node, kind="policy_update", unit="batch"):
         if reference is not None:
             columns["reference"] = reference.values
         loss = ClippedPolicyLoss(clip_eps=self.clip_eps, kl_coef=self.kl_coef, temperature=rollouts.temperature)
-        return train(engine, rollouts, columns, loss, self.num_minibatches, self.num_epochs)
+        steps = train(engine, rollouts, columns, loss, self.num_minibatches, self.num_epochs)
+        if old_logprobs is None:
+            # Before its first step the trained model is the one that wrote the rollouts.
+            difference = steps[0]["logprob_change"]
+        else:
+            difference = float(np.abs(old_logprobs.values.values - rollouts.logprobs.values).mean(dtype=np.float64))
+        return Metrics(values={**averaged(steps), "sampler_difference": difference})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +70,9 @@ class SftUpdate(Node, kind="sft_update", unit="batch"):
     num_minibatches: Annotated[int, Ge(1)] = 1
 
     def run(self, engine: Trains, examples: Examples) -> Metrics:
-        return train(engine, examples, {}, LikelihoodLoss(), self.num_minibatches, num_epochs=1)
+        return Metrics(
+            values=averaged(train(engine, examples, {}, LikelihoodLoss(), self.num_minibatches, num_epochs=1))
+        )
 
 
 def train(
@@ -71,8 +82,8 @@ def train(
     loss: TokenLoss,
     num_minibatches: int,
     num_epochs: int,
-) -> Metrics:
-    """One optimizer step a minibatch, the metrics averaged. A minibatch is cut in the order of keys: the data's own
+) -> list[Mapping[str, float]]:
+    """One optimizer step a minibatch, and the metrics of each. A minibatch is cut in the order of keys: the data's own
     order is random already. Fewer rows than minibatches make fewer minibatches."""
     steps = []
     for rows in num_epochs * np.array_split(np.arange(len(sequences)), min(num_minibatches, len(sequences))):
@@ -81,4 +92,9 @@ def train(
         weights = part.response_ids.like(np.full(size, 1 / size, np.float32))
         taken = {name: column.take(rows) for name, column in columns.items()}
         steps.append(engine.update(Minibatch(**vars(part), columns=taken, weights=weights), loss).values)
-    return Metrics(values={name: float(np.mean([step[name] for step in steps])) for name in steps[0]})
+    return steps
+
+
+def averaged(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the optimizer steps."""
+    return {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}

@@ -64,11 +64,14 @@ class RayWorkers:
     def submit(self, rank: int, method: str, *arguments: Any) -> "Future[Any]":
         return self._call(rank, "call", method, *arguments)
 
-    def copy_weights(self, source: Workers, version: int) -> None:
-        """Bucket by bucket through Ray's store: one is taken over while the next is gathered."""
+    def copy_weights(self, source: Workers, version: int) -> float:
+        """Bucket by bucket through Ray's store: one is taken over while the next is gathered.
+
+        Returns the seconds of it that the slowest engine took to take them over.
+        """
         assert isinstance(source, RayWorkers)
         gathered(source._everywhere("send_weights") + self._everywhere("expect_weights"))
-        takes = self._everywhere("take_weights", version)
+        takes: list[Future[float]] = self._everywhere("take_weights", version)
         offers: list[Future[None]] = []
         try:
             while True:
@@ -85,7 +88,7 @@ class RayWorkers:
             raise
         if not failed:
             self._everywhere("offer", None)
-        gathered(takes)
+        return max(gathered(takes))
 
     def _everywhere(self, method: str, *arguments: Any) -> "list[Future[Any]]":
         return [self._call(rank, method, *arguments) for rank in range(len(self))]

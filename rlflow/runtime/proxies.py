@@ -36,7 +36,7 @@ class Workers(Protocol):
     def submit(self, rank: int, method: str, *arguments: Any) -> "Future[Any]":
         """Calls a method of the worker's engine. The future raises EngineError or a UserError."""
 
-    def copy_weights(self, source: "Workers", version: int) -> None:
+    def copy_weights(self, source: "Workers", version: int) -> object:
         """Hands the weights of ``source`` to all of these. Raises EngineError when any did not take all of them."""
 
     def restart(self) -> None:

@@ -93,9 +93,9 @@ def train_step(plan: Plan, engines: Mapping[str, Any], data: DataSource, step: i
     sources = {name: read[name](step) for name in plan.graph.sources}
     try:
         outputs, seconds = run_graph(plan.graph, engines, sources)
+        seconds["copy"] = _copy_weights(plan, engines, version=step + 1)
     except EngineError as error:
         raise EngineError(f"step {step + 1}: {error}") from error
-    seconds["copy"] = _copy_weights(plan, engines, version=step + 1)
     total = time.perf_counter() - began
     edges = (*sources.values(), *outputs.values())
     tokens = sum(len(edge.response_ids.values) for edge in edges if isinstance(edge, Sequences))

@@ -2,6 +2,7 @@
 
 import queue
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -58,11 +59,17 @@ class EngineWorker:
         """Comes before ``offer`` and ``take_weights``. Whatever another copy left over is forgotten."""
         self._arriving = queue.Queue(1)
 
-    def take_weights(self, version: int) -> None:
-        """Takes over what ``offer`` brings, until the end of it. Raises EngineError for weights that break off."""
+    def take_weights(self, version: int) -> float:
+        """Takes over what ``offer`` brings, until the end of it. Raises EngineError for weights that break off.
+
+        Returns the seconds that the engine itself took, without those in which it waited for a bucket.
+        """
         arriving = self._arriving
+        stream = _Stream(arriving)
+        began = time.perf_counter()
         try:
-            self.call("load_weights", _weights(arriving), version)
+            self.call("load_weights", iter(stream), version)
+            return time.perf_counter() - began - stream.waited
         finally:
             # Whoever offers more after a failure does not wait for ever.
             self._arriving = queue.Queue()
@@ -77,8 +84,22 @@ class EngineWorker:
         return function(*arguments) if self._alone is None else self._alone.submit(function, *arguments).result()
 
 
-def _weights(arriving: "queue.Queue[Bucket | str | None]") -> "Iterator[tuple[str, Tensor]]":
-    while (bucket := arriving.get()) is not None:
-        if isinstance(bucket, str):
-            raise EngineError(bucket)
-        yield from bucket.tensors()
+class _Stream:
+    """The tensors of all buckets that arrive."""
+
+    def __init__(self, arriving: "queue.Queue[Bucket | str | None]") -> None:
+        self._arriving = arriving
+        self.waited = 0.0
+        """Seconds."""
+
+    def __iter__(self) -> "Iterator[tuple[str, Tensor]]":
+        while (bucket := self._next()) is not None:
+            if isinstance(bucket, str):
+                raise EngineError(bucket)
+            yield from bucket.tensors()
+
+    def _next(self) -> "Bucket | str | None":
+        began = time.perf_counter()
+        bucket = self._arriving.get()
+        self.waited += time.perf_counter() - began
+        return bucket

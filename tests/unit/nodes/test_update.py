@@ -18,7 +18,7 @@ class Recorder:
 
     def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
         self.seen.append((minibatch, loss))
-        return Metrics(values={"loss": float(len(self.seen))})
+        return Metrics(values={"loss": float(len(self.seen)), "logprob_change": 0.5 * len(self.seen)})
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(name)
@@ -45,8 +45,10 @@ def test_every_token_has_its_rollouts_advantage_and_counts_the_same() -> None:
 def test_old_logprobs_and_reference_take_their_place() -> None:
     engine = Recorder()
     given = Logprobs(values=WHOLE.response_ids.like(np.arange(15, dtype=np.float32)))
-    PolicyUpdate(kl_coef=0.1).run(engine, WHOLE, ADVANTAGES, reference=given, old_logprobs=given)
+    metrics = PolicyUpdate(kl_coef=0.1).run(engine, WHOLE, ADVANTAGES, reference=given, old_logprobs=given)
     ((minibatch, _),) = engine.seen
+    # The rollouts' own are all 0, and the old ones 0 to 14.
+    assert metrics.values["sampler_difference"] == 7
     assert columns(minibatch)["old_logprobs"] == columns(minibatch)["reference"] == list(range(15))
 
 
@@ -55,7 +57,7 @@ def test_minibatches_and_epochs() -> None:
     metrics = PolicyUpdate(num_minibatches=2, num_epochs=2).run(engine, WHOLE, ADVANTAGES)
     assert [len(minibatch) for minibatch, _ in engine.seen] == [3, 2, 3, 2]
     assert [float(minibatch.weights.values.sum()) for minibatch, _ in engine.seen] == pytest.approx([1] * 4)
-    assert metrics.values == {"loss": 2.5}
+    assert metrics.values == {"loss": 2.5, "logprob_change": 1.25, "sampler_difference": 0.5}
 
 
 def test_more_minibatches_than_rows() -> None:
