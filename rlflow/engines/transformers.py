@@ -9,7 +9,7 @@ from rlflow.batch import Logprobs, Packed, Prompts, Rollouts, Sequences
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.decoding import decode
 from rlflow.engines.causal_lm.packing import micro_batches
-from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
+from rlflow.engines.causal_lm.pretrained import end_ids, load_model, load_tokenizer
 from rlflow.engines.causal_lm.scoring import token_logprobs
 from rlflow.errors import EngineError
 
@@ -32,7 +32,7 @@ class TransformersEngine:
         dtype = getattr(torch, spec.model.dtype)
         self._model = load_model(spec.model_name, spec.model, device=spec.device, dtype=dtype, seed=spec.seed)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
-        self._end_ids = _end_ids(self._model.generation_config.eos_token_id, self._tokenizer.eos_token_id)
+        self._end_ids = end_ids(self._model.generation_config.eos_token_id, self._tokenizer.eos_token_id)
         self._version: int | None = 0
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
@@ -87,12 +87,6 @@ class TransformersEngine:
         if missing:
             raise EngineError(f"role {self._spec.role}: the weights lack '{min(missing)}'.")
         self._version = version
-
-
-def _end_ids(*given: int | list[int] | None) -> list[int]:
-    """Those of the generation's configuration and the tokenizer's own; a chat model has several."""
-    lists = [ids if isinstance(ids, list) else [ids] for ids in given if ids is not None]
-    return sorted({id_ for ids in lists for id_ in ids})
 
 
 ENGINE = TransformersEngine

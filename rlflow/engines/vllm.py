@@ -1,10 +1,18 @@
-"""Generates with vLLM."""
+"""Generates with vLLM, in a process of its own."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlflow.batch import Prompts, Rollouts
-from rlflow.engines.base import EngineSpec, Sampling
+import numpy as np
+
+from rlflow.batch import Packed, Prompts, Rollouts
+from rlflow.engines.base import EngineSpec, Sampling, sample_seed
+from rlflow.engines.causal_lm.pretrained import end_ids, load_tokenizer
+from rlflow.engines.serving.batching import Batcher, Request
+from rlflow.engines.serving.model_files import Expected, load_config, load_end_ids, model_files
+from rlflow.engines.serving.parts import copies, shared_files
+from rlflow.engines.serving.settings import check_model, engine_arguments, set_environment
+from rlflow.errors import EngineError, UserError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,13 +24,129 @@ class VllmEngine:
     concurrent: ClassVar[bool] = True
 
     def __init__(self, spec: EngineSpec) -> None:
-        raise NotImplementedError
+        """Raises RecipeError for a model that vLLM cannot run here, EngineError when it does not start."""
+        self._spec = spec
+        set_environment(spec)
+        self._tokenizer = load_tokenizer(spec.model_name, spec.model)
+        with model_files(spec) as folder:
+            config = load_config(spec.model_name, folder)
+            check_model(spec, config)
+            self._expected = Expected.of(config)
+            self._end_ids = end_ids(*load_end_ids(folder, config), self._tokenizer.eos_token_id)
+            arguments = engine_arguments(spec, folder, config)
+            self._max_model_len: int = arguments["max_model_len"]
+            try:
+                self._batcher = Batcher(spec.role, lambda: _start(arguments))
+            except UserError:
+                raise
+            except Exception as error:
+                raise EngineError(f"role {spec.role}: vLLM does not start ({first_line(error)}).") from error
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
-        raise NotImplementedError
+        """May be called from several threads at once. Raises EngineError."""
+        longest = int(prompts.ids.lengths.max(initial=0))
+        if longest >= self._max_model_len:
+            raise EngineError(
+                f"role {self._spec.role}: a prompt of {longest} tokens leaves no room for a response"
+                f" in {self._max_model_len}."
+            )
+        samples = prompts.repeat(sampling.group_size)
+        requests = [
+            Request(samples.ids[row].tolist(), self._params(sampling, sample_seed(self._spec.seed, key)))
+            for row, key in enumerate(samples.keys)
+        ]
+        written = self._batcher.generate(requests)
+        response_ids = Packed.from_rows([output.token_ids for output in written.outputs], np.int32)
+        logprobs = Packed.from_rows([output.logprobs.logprobs for output in written.outputs], np.float32)
+        return Rollouts(
+            keys=samples.keys,
+            prompt_ids=samples.ids,
+            response_ids=response_ids,
+            logprobs=response_ids.like(logprobs.values),
+            versions=response_ids.like(np.full(len(response_ids.values), written.version, np.int32)),
+            temperature=sampling.scoring_temperature,
+            finished=np.array([output.finish_reason == "stop" for output in written.outputs], np.bool_),
+            texts=tuple(
+                self._tokenizer.batch_decode(
+                    [list(output.token_ids) for output in written.outputs], skip_special_tokens=True
+                )
+            ),
+            rows=samples.rows,
+        )
 
     def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
-        raise NotImplementedError
+        """They are handed on in passing. Waits for what is being generated, and what comes later waits for it."""
+        self._batcher.call(lambda engine: self._load(engine, weights, version))
+
+    def sleep(self) -> None:
+        """On the CPU it only generates nothing until it is woken: vLLM's memory is there as long as vLLM is."""
+        self._batcher.call(self._sleep)
+
+    def wake(self) -> None:
+        self._batcher.call(self._wake)
+
+    def _params(self, sampling: Sampling, seed: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            # vLLM takes 63 bits.
+            seed=seed >> 1,
+            stop_token_ids=self._end_ids,
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _load(self, engine: Any, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
+        role = self._spec.role
+        if self._batcher.asleep:
+            raise EngineError(f"role {role}: weights come while it is asleep.")
+        self._batcher.version = None
+        given = self._expected.checked(role, weights)
+        try:
+            engine.collective_rpc("begin_copy")
+            for part in copies(given) if self._spec.layout.model_parallel_size == 1 else shared_files(given):
+                engine.collective_rpc("take_weights", args=(part,))
+            missing = {name for names in engine.collective_rpc("finish_copy") for name in names}
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"role {role}: the copy of weights {version} failed ({first_line(error)}).") from error
+        if missing:
+            raise EngineError(f"role {role}: the weights lack vLLM's '{min(missing)}'.")
+        self._forget_prompts(engine)
+        self._batcher.version = version
+
+    def _forget_prompts(self, engine: Any) -> None:
+        """Keys and values of the old weights."""
+        if not engine.reset_prefix_cache():
+            raise EngineError(f"role {self._spec.role}: vLLM keeps its prefix cache.")
+
+    def _sleep(self, engine: Any) -> None:
+        if not self._batcher.asleep and self._spec.device != "cpu":
+            self._forget_prompts(engine)
+            engine.sleep(level=1)
+        self._batcher.asleep = True
+
+    def _wake(self, engine: Any) -> None:
+        if self._batcher.asleep and self._spec.device != "cpu":
+            engine.wake_up()
+        self._batcher.asleep = False
+
+
+def _start(arguments: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    engine.collective_rpc("score_whole_distribution")
+    return engine
 
 
 ENGINE = VllmEngine

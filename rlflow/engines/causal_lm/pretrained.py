@@ -62,6 +62,12 @@ def load_model(
     return built.eval().to(device)
 
 
+def end_ids(*given: int | list[int] | None) -> list[int]:
+    """Those of the generation's configuration and the tokenizer's own; a chat model has several."""
+    lists = [ids if isinstance(ids, list) else [ids] for ids in given if ids is not None]
+    return sorted({id_ for ids in lists for id_ in ids})
+
+
 def _config_fields(name: str, model: Model) -> dict[str, Any]:
     """Of a new model: its architecture, in the form of a ``config.json``. Raises RecipeError for types not built."""
     assert model.architecture is not None

@@ -1,0 +1,85 @@
+"""The files of the model that vLLM serves, and the weights that it must be given."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from rlflow.engines.base import EngineSpec
+from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
+from rlflow.errors import EngineError, RecipeError, first_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@contextmanager
+def model_files(spec: EngineSpec) -> Iterator[str]:
+    """A folder, or a name on the hub. That of a new model is there only inside."""
+    import torch
+
+    if spec.model.path is not None:
+        yield str(Path(spec.model.path).expanduser()) if spec.model.path.startswith("~") else spec.model.path
+        return
+    with TemporaryDirectory(prefix="rlflow-model-") as folder:
+        dtype = getattr(torch, spec.model.dtype)
+        load_model(spec.model_name, spec.model, device="cpu", dtype=dtype, seed=spec.seed).save_pretrained(folder)
+        load_tokenizer(spec.model_name, spec.model).save_pretrained(folder)
+        yield folder
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The weights of a model, by the names of its files."""
+
+    shapes: dict[str, tuple[int, ...]]
+    required: frozenset[str]
+    """Without those that are tied to others."""
+
+    @classmethod
+    def of(cls, config: Any) -> "Expected":
+        """``config`` is the model's, of transformers."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        return cls(shapes, frozenset(name for name, _ in model.named_parameters()))
+
+    def checked(self, role: str, weights: "Iterable[tuple[str, Tensor]]") -> "Iterator[tuple[str, Tensor]]":
+        """The same weights. Raises EngineError at one that does not fit, and at the end if some are missing."""
+        missing = set(self.required)
+        for name, tensor in weights:
+            if self.shapes.get(name) != tuple(tensor.shape):
+                raise EngineError(f"role {role}: the weight '{name}' does not fit the model.")
+            missing.discard(name)
+            yield name, tensor
+        if missing:
+            raise EngineError(f"role {role}: the weights lack '{min(missing)}'.")
+
+
+def load_config(name: str, folder: str) -> Any:
+    """The model's ``config.json``, of transformers. Raises RecipeError."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # the libraries below raise errors of many kinds for a damaged file
+        raise RecipeError(
+            f"models.{name}.path",
+            f"'{folder}' cannot be loaded ({first_line(error)})",
+            fix="give a folder with a model, or a name on the hub",
+        ) from None
+
+
+def load_end_ids(folder: str, config: Any) -> list[int | list[int] | None]:
+    """As the model's authors give them."""
+    from transformers import GenerationConfig
+
+    try:
+        return [GenerationConfig.from_pretrained(folder).eos_token_id]
+    except OSError:
+        return [GenerationConfig.from_model_config(config).eos_token_id]

@@ -1,0 +1,68 @@
+"""What rlflow adds to vLLM's workers: new weights in parts, and logprobs of the whole distribution.
+
+vLLM reloads a layer when all of its weights are there, so that what it packs for speed is packed anew, and then writes
+the result where the old one lies.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlflow.engines.serving.parts import tensors_of
+
+
+class WorkerExtension:
+    """Becomes a base of vLLM's worker class; its methods are called on every rank."""
+
+    model_runner: Any
+    vllm_config: Any
+    _rlflow_missing: set[str]
+
+    def score_whole_distribution(self) -> None:
+        """The logprobs of sampled tokens are those before top-p cut the distribution."""
+        sampler = self.model_runner.sampler.topk_topp_sampler
+        cut_and_draw = sampler.forward
+
+        def forward(logits: Any, generators: Any, k: Any, p: Any) -> Any:
+            import torch
+
+            if k is None and p is None:
+                return cut_and_draw(logits, generators, k, p)
+            # Before the cut, which writes into the logits.
+            scores = logits.log_softmax(dim=-1, dtype=torch.float32)
+            return cut_and_draw(logits, generators, k, p)[0], scores
+
+        sampler.forward = forward
+
+    def begin_copy(self) -> None:
+        """What a copy that failed has left is put away first."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        model = self.model_runner.get_model()
+        for layer in model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    layerwise._place_kernel_tensors(layer, info)
+                info.reset()
+        self._rlflow_missing = {name for name, _ in model.named_parameters()}
+        with self._rlflow_config():
+            layerwise.initialize_layerwise_reload(model)
+
+    def take_weights(self, part: Any) -> None:
+        """Some of them, in the form of the model's files. They are kept until their layer is whole."""
+        with self._rlflow_config():
+            loaded = self.model_runner.get_model().load_weights(tensors_of(part))
+        self._rlflow_missing -= set(loaded)
+
+    def finish_copy(self) -> Sequence[str]:
+        """The names of vLLM's parameters for which nothing came."""
+        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
+
+        with self._rlflow_config():
+            finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+        return sorted(self._rlflow_missing)
+
+    def _rlflow_config(self) -> Any:
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self.vllm_config)
