@@ -24,9 +24,9 @@ from rlflow.runtime.ray import RayRuntime
 _REPEATS = 5
 _OVERRIDES = (
     "recipe=grpo_tiny",
-    "models.policy={random_weights: true, characters: '0123456789+=', dtype: float32, architecture: {model_type: qwen3,"
-    " hidden_size: 768, intermediate_size: 3072, num_hidden_layers: 16, num_attention_heads: 12,"
-    " num_key_value_heads: 12, head_dim: 64, vocab_size: 13, max_position_embeddings: 64}}",
+    "models.policy={recipe: null, random_weights: true, characters: '0123456789+=', dtype: float32}",
+    "models.policy.architecture={model_type: qwen3, hidden_size: 768, intermediate_size: 3072, num_hidden_layers: 16,"
+    " num_attention_heads: 12, num_key_value_heads: 12, head_dim: 64, vocab_size: 13, max_position_embeddings: 64}",
     "roles.rollout.engine=vllm",
 )
 
