@@ -1,44 +1,225 @@
-"""Trains, scores and values with DeepSpeed."""
+"""Trains, scores and values with DeepSpeed: one process of those that share a model."""
 
-from collections.abc import Iterator
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlflow.batch import Logprobs, Metrics, Minibatch, Sequences, ValueEstimates
+from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Sequences, ValueEstimates
 from rlflow.engines.base import EngineSpec, TokenLoss
+from rlflow.engines.causal_lm.pretrained import load_tokenizer
+from rlflow.engines.causal_lm.scoring import token_logprobs, token_values
+from rlflow.engines.sharded.loading import load_sharded
+from rlflow.engines.sharded.parked import Parked, tensors_of
+from rlflow.engines.sharded.rounds import rounds
+from rlflow.engines.sharded.settings import deepspeed_config, join
+from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
+
+# Bytes of weights that are gathered at once.
+_GATHERED = 256 * 2**20
+_TAG = "deepspeed"
+_MADE_BY = "deepspeed.json"
 
 
 class DeepSpeedEngine:
+    """Every method is called on all ranks together, each with its share of the rows.
+
+    ZeRO shards the state over all ranks: the optimizer's (1), gradients too (2), weights too (3). bfloat16 weights have
+    float32 masters. A role that is not trained has no optimizer, and is sharded by ZeRO 3 alone.
+    """
+
     parallel: ClassVar[frozenset[str]] = frozenset({"data", "sequence"})
     package: ClassVar[str | None] = "deepspeed"
     concurrent: ClassVar[bool] = False
 
     def __init__(self, spec: EngineSpec) -> None:
-        raise NotImplementedError
+        if {"Values", "Scores"} <= spec.capabilities:
+            raise EngineError("a model with a value head has no logprobs: use two roles.")
+        if spec.layout.sequence_parallel_size > 1:
+            raise EngineError(f"role {spec.role}: sequence_parallel_size above 1 is not supported.")
+        join(spec)
+        import torch
+
+        self._spec = spec
+        self._device = torch.device(spec.device)
+        self._stage = spec.layout.zero_stage or 0
+        self._has_values = "Values" in spec.capabilities
+        self._trains = "Trains" in spec.capabilities
+        self._config = deepspeed_config(spec, trains=self._trains)
+        self._module = load_sharded(spec, self._config, value_head=self._has_values)
+        self._tokenizer = load_tokenizer(spec.model_name, spec.model)
+        if spec.layout.gradient_checkpointing:
+            self._module.gradient_checkpointing_enable()
+        self._engine: Any = self._start() if self._trains or self._stage == 3 else None
+        self._model: Any = self._module if self._engine is None else self._engine
+        self._parked: Parked | None = None
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
-        raise NotImplementedError
+        return Logprobs(values=self._forward(sequences, temperature))
 
     def values(self, sequences: Sequences) -> ValueEstimates:
-        raise NotImplementedError
+        return ValueEstimates(values=self._forward(sequences, 1.0))
 
     def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
-        raise NotImplementedError
+        """The rank's share of the minibatch: weights add up to one over all ranks. Metrics are those of all of it."""
+        learning_rate = self._spec.optimizer.learning_rate_at(int(minibatch.keys[0, 0]), self._spec.steps)
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._module.train()
+        sums: defaultdict[str, float] = defaultdict(float)
+        pieces, counting = rounds(minibatch, self._spec.layout.micro_batch_tokens)
+        for at, rows in enumerate(pieces):
+            self._engine.set_gradient_accumulation_boundary(at == len(pieces) - 1)
+            part = minibatch.take(rows)
+            outputs = self._outputs(part, loss.temperature)
+            columns = {name: self._tensor(column) for name, column in part.columns.items()}
+            losses, metrics = loss(outputs, columns)
+            weights = self._tensor(part.weights) * float(at < counting)
+            total = (losses * weights).sum()
+            # DeepSpeed takes the mean of the ranks' gradients, and this loss is a sum over them.
+            self._engine.backward(total * self._spec.world_size)
+            sums["loss"] += float(total.detach())
+            for name, values in metrics.items():
+                sums[name] += float((values.detach() * weights).sum())
+        self._module.eval()
+        norm = self._step()
+        return Metrics(values={**self._summed(sums), "grad_norm": norm, "learning_rate": learning_rate})
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
-        raise NotImplementedError
+        for group in _groups(self._module.state_dict(keep_vars=True).items()):
+            with self._gathered([weight for _, weight in group]):
+                for name, weight in group:
+                    yield name, weight.detach()
 
     def save(self, folder: Path) -> None:
-        raise NotImplementedError
+        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+        if self._spec.rank == 0:
+            (folder / _MADE_BY).write_text(json.dumps(self._shards))
 
     def restore(self, folder: Path) -> None:
-        raise NotImplementedError
+        """Raises EngineError for what another number of ranks saved, or another ZeRO stage."""
+        made_by = json.loads((folder / _MADE_BY).read_text())
+        if made_by != self._shards:
+            raise EngineError(
+                f"role {self._spec.role}: the checkpoint was saved by {made_by['world_size']} ranks with ZeRO "
+                f"{made_by['zero_stage']}, and these are {self._spec.world_size} with ZeRO {self._stage}."
+            )
+        self._engine.load_checkpoint(str(folder), tag=_TAG)
 
     def export(self, folder: Path) -> None:
-        raise NotImplementedError
+        """Rank 0 writes. It holds the weights in the memory of its host for that, never on its GPU."""
+        import torch
+
+        dtype = getattr(torch, self._spec.model.dtype)
+        whole: dict[str, Tensor] = {}
+        shared: dict[int, Tensor] = {}
+        named = self._module.state_dict(keep_vars=True)
+        for name, weight in self.weights():
+            if self._spec.rank == 0:
+                # Weights that are tied are one tensor, which is how they are known to be tied.
+                whole[name] = shared.setdefault(id(named[name]), weight.to("cpu", dtype, copy=True))
+        if self._spec.rank == 0:
+            self._module.config.dtype = dtype
+            self._module.save_pretrained(folder, state_dict=whole)
+            self._tokenizer.save_pretrained(folder)
+        torch.distributed.barrier()
+
+    def sleep(self) -> None:
+        """On a GPU. Without one there is nothing to give up."""
+        if self._device.type == "cuda" and self._parked is None:
+            self._parked = Parked(tensors_of(self._module, getattr(self._engine, "optimizer", None)), self._device)
+
+    def wake(self) -> None:
+        if self._parked is not None:
+            self._parked.bring_back()
+            self._parked = None
+
+    def _start(self) -> Any:
+        import deepspeed
+
+        optimizer = self._optimizer(self._module.parameters()) if self._trains else None
+        return deepspeed.initialize(model=self._module, optimizer=optimizer, config=self._config)[0]
+
+    def _optimizer(self, parameters: "Iterable[Parameter]") -> "Optimizer":
+        import torch
+
+        options = self._spec.optimizer
+        return torch.optim.AdamW(
+            parameters, lr=options.learning_rate, betas=options.betas, weight_decay=options.weight_decay, fused=True
+        )
+
+    def _step(self) -> float:
+        """Clips and steps; returns the norm before clipping. Raises EngineError when that is not finite."""
+        import torch
+
+        limit = self._spec.optimizer.max_grad_norm
+        if self._config["gradient_clipping"]:
+            self._engine.step()
+            norm = float(self._engine.get_global_grad_norm())
+        else:
+            norm = float(torch.nn.utils.clip_grad_norm_(self._module.parameters(), limit))
+            self._engine.step()
+        # DeepSpeed writes -1 for a norm that is not finite.
+        if not 0 <= norm < float("inf"):
+            raise EngineError(f"role {self._spec.role}: the gradient's norm is not finite.")
+        return norm
+
+    def _forward(self, sequences: Sequences, temperature: float) -> Packed:
+        import torch
+
+        pieces, counting = rounds(sequences, self._spec.layout.micro_batch_tokens)
+        with torch.no_grad():
+            outputs = [self._outputs(sequences.take(rows), temperature) for rows in pieces]
+        return sequences.response_ids.like(torch.cat(outputs[:counting]).cpu().numpy())
+
+    def _outputs(self, sequences: Sequences, temperature: float) -> "Tensor":
+        if self._has_values:
+            return token_values(self._model, sequences)
+        return token_logprobs(self._model, sequences, temperature)
+
+    def _summed(self, sums: dict[str, float]) -> dict[str, float]:
+        """Over all ranks."""
+        import torch
+
+        totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=self._device)
+        torch.distributed.all_reduce(totals)
+        return dict(zip(sums, totals.tolist(), strict=True))
+
+    def _gathered(self, weights: "list[Tensor]") -> Any:
+        """A context in which these are whole on every rank."""
+        import deepspeed
+
+        sharded = [weight for weight in weights if hasattr(weight, "ds_id")]
+        return deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded))
+
+    @property
+    def _shards(self) -> dict[str, int]:
+        return {"world_size": self._spec.world_size, "zero_stage": self._stage}
+
+    def _tensor(self, column: Packed) -> "Tensor":
+        import torch
+
+        return torch.from_numpy(column.values).to(self._device)
+
+
+def _groups(weights: "Iterable[tuple[str, Tensor]]") -> "Iterator[list[tuple[str, Tensor]]]":
+    """In their order, about ``_GATHERED`` bytes at a time."""
+    group: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, weight in weights:
+        nbytes = int(getattr(weight, "ds_numel", weight.numel())) * weight.element_size()
+        if group and size + nbytes > _GATHERED:
+            yield group
+            group, size = [], 0
+        group.append((name, weight))
+        size += nbytes
+    yield group
 
 
 ENGINE = DeepSpeedEngine

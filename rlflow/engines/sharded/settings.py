@@ -1,0 +1,65 @@
+"""DeepSpeed's configuration, and the group of processes that share a model."""
+
+import logging
+import os
+import warnings
+from typing import Any
+
+from rlflow.engines.base import EngineSpec
+from rlflow.errors import EngineError
+
+
+def join(spec: EngineSpec) -> None:
+    """Meets the other workers of the role. Raises EngineError when this process is of another group already."""
+    import torch
+
+    host, _, port = spec.address.rpartition(":")
+    on_gpu = torch.device(spec.device).type == "cuda"
+    # DeepSpeed reads some of these even where it is given the rank; each worker sees its own GPU alone.
+    os.environ.update(
+        MASTER_ADDR=host,
+        MASTER_PORT=port,
+        RANK=str(spec.rank),
+        WORLD_SIZE=str(spec.world_size),
+        LOCAL_RANK=str(torch.device(spec.device).index or 0),
+        DS_ACCELERATOR="cuda" if on_gpu else "cpu",
+    )
+    # DeepSpeed calls functions by the names that torch had for them before, thousands of times a step.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    # Built by a compiler on first use otherwise, and needed by none of what is called here.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if torch.distributed.is_initialized():
+        place = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if place != (spec.rank, spec.world_size):
+            raise EngineError(
+                f"role {spec.role}: this process is rank {place[0]} of {place[1]} of another role already, "
+                f"and cannot be rank {spec.rank} of {spec.world_size}."
+            )
+    if on_gpu:
+        torch.cuda.set_device(torch.device(spec.device))
+    deepspeed.init_distributed("nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False)
+
+
+def deepspeed_config(spec: EngineSpec, *, trains: bool) -> dict[str, Any]:
+    """One sample a micro-batch as far as DeepSpeed knows: the engine scales its losses and says which one is last."""
+    stage = spec.layout.zero_stage or 0
+    zero: dict[str, Any] = {"stage": stage}
+    if spec.layout.offload in ("optimizer", "weights") and trains and stage > 0:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if spec.layout.offload == "weights" and stage == 3:
+        zero["offload_param"] = {"device": "cpu"}
+    in_fp32_without_zero = spec.model.dtype == "float32" and stage == 0
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": spec.model.dtype == "bfloat16"},
+        # Plain optimizers are clipped by the engine, which learns the norm by it.
+        "gradient_clipping": 0.0 if in_fp32_without_zero else spec.optimizer.max_grad_norm,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+    }
