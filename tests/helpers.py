@@ -20,7 +20,8 @@ ARCHITECTURE = Architecture(
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
-    head_dim=8,
+    # The least that vLLM takes on the CPU.
+    head_dim=32,
     vocab_size=13,
     max_position_embeddings=64,
 )

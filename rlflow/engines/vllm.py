@@ -10,8 +10,8 @@ from rlflow.engines.base import EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.pretrained import end_ids, load_tokenizer
 from rlflow.engines.serving.batching import Batcher, Request
 from rlflow.engines.serving.model_files import Expected, load_config, load_end_ids, model_files
-from rlflow.engines.serving.parts import copies, shared_files
 from rlflow.engines.serving.settings import check_model, engine_arguments, set_environment
+from rlflow.engines.serving.shared_files import shared_files
 from rlflow.errors import EngineError, UserError, first_line
 
 if TYPE_CHECKING:
@@ -75,7 +75,10 @@ class VllmEngine:
         )
 
     def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
-        """They are handed on in passing. Waits for what is being generated, and what comes later waits for it."""
+        """They are handed on in passing. They stay as they are until this returns: vLLM keeps some for a while.
+
+        Waits for what is being generated, and what comes later waits for it.
+        """
         self._batcher.call(lambda engine: self._load(engine, weights, version))
 
     def sleep(self) -> None:
@@ -111,7 +114,7 @@ class VllmEngine:
         given = self._expected.checked(role, weights)
         try:
             engine.collective_rpc("begin_copy")
-            for part in copies(given) if self._spec.layout.model_parallel_size == 1 else shared_files(given):
+            for part in [given] if self._spec.layout.model_parallel_size == 1 else shared_files(given):
                 engine.collective_rpc("take_weights", args=(part,))
             missing = {name for names in engine.collective_rpc("finish_copy") for name in names}
         except EngineError:

@@ -121,6 +121,8 @@ class Batcher:
             group.done.set_exception(EngineError(f"role {self._role}: nothing is generated, {why}."))
             return
         group.version = self.version
+        if not group.requests:
+            group.done.set_result(Written([], self.version))
         for index, request in enumerate(group.requests):
             name = str(self._count)
             self._count += 1

@@ -5,7 +5,6 @@ from typing import Any
 
 from rlflow.engines.base import EngineSpec
 from rlflow.errors import RecipeError
-from rlflow.resources.layout import GIB
 
 # Of vLLM's attention on the CPU.
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -96,7 +95,7 @@ def _cpu_cache_bytes(spec: EngineSpec, config: Any, max_model_len: int) -> int:
     # One block more for each, since the last is rarely full, and one that vLLM keeps.
     of_sequence = of_token * _CPU_BLOCK_TOKENS * (-(-max_model_len // _CPU_BLOCK_TOKENS) + 1)
     limit: int = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
-    return max(2 * of_sequence, min((spec.max_num_seqs + 1) * of_sequence, limit, 64 * GIB))
+    return max(2 * of_sequence, min((spec.max_num_seqs + 1) * of_sequence, limit))
 
 
 def _cores(spec: EngineSpec) -> str:

@@ -7,7 +7,7 @@ the result where the old one lies.
 from collections.abc import Sequence
 from typing import Any
 
-from rlflow.engines.serving.parts import tensors_of
+from rlflow.engines.serving.shared_files import SharedFile
 
 
 class WorkerExtension:
@@ -48,10 +48,11 @@ class WorkerExtension:
         with self._rlflow_config():
             layerwise.initialize_layerwise_reload(model)
 
-    def take_weights(self, part: Any) -> None:
-        """Some of them, in the form of the model's files. They are kept until their layer is whole."""
+    def take_weights(self, weights: Any) -> None:
+        """All or some of them, in the form of the model's files. vLLM keeps each until its layer is whole."""
+        given = weights.tensors() if isinstance(weights, SharedFile) else weights
         with self._rlflow_config():
-            loaded = self.model_runner.get_model().load_weights(tensors_of(part))
+            loaded = self.model_runner.get_model().load_weights(given)
         self._rlflow_missing -= set(loaded)
 
     def finish_copy(self) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""New weights on their way to the ranks of one vLLM engine."""
+"""New weights on their way to ranks in other processes."""
 
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -46,21 +46,15 @@ class SharedFile:
         return found
 
 
-def copies(weights: "Iterable[tuple[str, Tensor]]") -> "Iterator[list[tuple[str, Tensor]]]":
-    """One by one, for a rank in this process: vLLM keeps them for longer than their owner promises them."""
-    for name, tensor in weights:
-        yield [(name, tensor.detach().clone())]
-
-
 def shared_files(weights: "Iterable[tuple[str, Tensor]]") -> Iterator[SharedFile]:
-    """For ranks in other processes. A file is deleted when the next is asked for."""
+    """All ``weights`` in their order. A file is deleted when the next is asked for."""
     batch: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
         if batch and size + tensor.nbytes > _FILE_BYTES:
             yield from _file(batch)
             batch, size = [], 0
-        batch.append((name, tensor.detach().clone()))
+        batch.append((name, tensor))
         size += tensor.nbytes
     if batch:
         yield from _file(batch)
@@ -79,8 +73,3 @@ def _file(weights: "list[tuple[str, Tensor]]") -> Iterator[SharedFile]:
             target.copy_(tensor)
         del target
         yield shared
-
-
-def tensors_of(part: "list[tuple[str, Tensor]] | SharedFile") -> "list[tuple[str, Tensor]]":
-    """Names and values of a part in either form."""
-    return part.tensors() if isinstance(part, SharedFile) else part

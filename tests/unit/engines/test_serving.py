@@ -1,0 +1,279 @@
+"""The parts of the vLLM engine, without vLLM."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlflow.engines.causal_lm.pretrained import load_model
+from rlflow.engines.serving.batching import Batcher, Request
+from rlflow.engines.serving.model_files import Expected, load_config, load_end_ids, model_files
+from rlflow.engines.serving.settings import check_model, engine_arguments, set_environment
+from rlflow.engines.serving.shared_files import SharedFile, shared_files
+from rlflow.errors import EngineError, RecipeError
+from rlflow.resources.layout import Layout
+from tests.helpers import ARCHITECTURE, CHARACTERS, MODEL, spec
+
+
+@dataclass
+class Output:
+    request_id: str
+    outputs: list[str]
+    finished: bool = True
+
+
+class FakeEngine:
+    """Answers a prompt of n tokens after n steps."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, int] = {}
+        self.most = 0
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.threads: set[int] = set()
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], params: str) -> None:
+        if params == "bad":
+            raise ValueError("no such parameter")
+        self.live[name] = len(prompt["prompt_token_ids"])
+
+    def step(self) -> list[Output]:
+        assert self.go_on.wait(60)
+        self.threads.add(threading.get_ident())
+        self.most = max(self.most, len(self.live))
+        self.live = {name: left - 1 for name, left in self.live.items()}
+        done = [name for name, left in self.live.items() if left == 0]
+        return [Output(name, [f"after {self.live.pop(name)}"]) for name in done]
+
+
+def requests(*lengths: int, params: str = "") -> list[Request]:
+    return [Request([0] * length, params) for length in lengths]
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def batcher(engine: FakeEngine) -> Batcher:
+    return Batcher("rollout", lambda: engine)
+
+
+def started(function: Callable[..., Any], *arguments: Any) -> "tuple[threading.Thread, list[Any]]":
+    """In a thread; its result or error comes into the list."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(function(*arguments))
+        except EngineError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, results
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    done = threading.Event()
+    for _ in range(6000):
+        if condition():
+            return
+        done.wait(0.01)
+    raise AssertionError("it does not come about")
+
+
+class TestBatcher:
+    def test_all_callers_are_worked_on_together(self, engine: FakeEngine, batcher: Batcher) -> None:
+        engine.go_on.clear()
+        callers = [started(batcher.generate, requests(3, 2, 2)) for _ in range(4)]
+        wait_for(lambda: len(engine.live) + batcher._inbox.qsize() * 3 == 12)
+        engine.go_on.set()
+        for thread, results in callers:
+            thread.join(60)
+            assert [len(written.outputs) for written in results] == [3]
+        assert engine.most == 12
+        assert engine.threads.isdisjoint({threading.get_ident()})
+
+    def test_a_call_has_the_engine_for_itself(self, engine: FakeEngine, batcher: Batcher) -> None:
+        engine.go_on.clear()
+        before, first = started(batcher.generate, requests(5))
+        wait_for(lambda: len(engine.live) == 1)
+
+        def change(given: FakeEngine) -> int:
+            assert given is engine
+            batcher.version = 1
+            return len(engine.live)
+
+        call, live = started(batcher.call, change)
+        wait_for(lambda: batcher._inbox.qsize() == 1)
+        after, second = started(batcher.generate, requests(5))
+        wait_for(lambda: batcher._inbox.qsize() == 2)
+        engine.go_on.set()
+        for thread in (before, call, after):
+            thread.join(60)
+        assert live == [0]
+        assert [written.version for written in first + second] == [0, 1]
+
+    def test_nothing_is_generated_from_weights_that_are_not_whole(self, batcher: Batcher) -> None:
+        def fail(_: FakeEngine) -> None:
+            batcher.version = None
+            raise OSError("gone")
+
+        with pytest.raises(OSError, match="gone"):
+            batcher.call(fail)
+        with pytest.raises(EngineError, match="role rollout: nothing is generated, its weights are not whole"):
+            batcher.generate(requests(1))
+
+    def test_an_engine_that_fails_fails_everybody(self, engine: FakeEngine, batcher: Batcher) -> None:
+        engine.go_on.clear()
+        callers = [started(batcher.generate, requests(1)) for _ in range(3)]
+        wait_for(lambda: len(engine.live) + batcher._inbox.qsize() == 3)
+        engine.step = lambda: 1 / 0  # type: ignore[assignment,return-value]
+        engine.go_on.set()
+        for thread, results in [*callers, started(batcher.generate, requests(9))]:
+            thread.join(60)
+            assert len(results) == 1
+        assert isinstance(results[0], EngineError)
+        with pytest.raises(EngineError, match=r"role rollout: vLLM stopped \(ZeroDivisionError: division by zero\)"):
+            batcher.call(lambda _: None)
+
+    def test_a_request_that_is_refused_stops_it(self, batcher: Batcher) -> None:
+        with pytest.raises(EngineError, match="ValueError: no such parameter"):
+            batcher.generate(requests(1, params="bad"))
+
+    def test_what_does_not_start_says_so(self) -> None:
+        with pytest.raises(ZeroDivisionError):
+            Batcher("rollout", lambda: 1 / 0)
+
+    def test_nothing_asked_is_answered(self, batcher: Batcher) -> None:
+        assert batcher.generate([]).outputs == []
+
+
+class TestSharedFiles:
+    def test_what_went_in_comes_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("rlflow.engines.serving.shared_files._FILE_BYTES", 300)
+        given = [
+            ("a", torch.arange(6.0).view(2, 3)),
+            ("b", torch.arange(5).to(torch.bfloat16)),
+            ("large", torch.arange(200.0)),
+            ("scalar", torch.tensor(3.0)),
+            ("transposed", torch.arange(6.0).view(2, 3).T),
+        ]
+        paths, found = [], []
+        for file in shared_files(iter(given)):
+            assert isinstance(file, SharedFile)
+            assert os.path.exists(file.path)
+            paths.append(file.path)
+            found += file.tensors()
+        assert len(paths) == 3
+        assert not any(map(os.path.exists, paths))
+        assert [name for name, _ in found] == [name for name, _ in given]
+        for (_, tensor), (_, same) in zip(given, found, strict=True):
+            assert tensor.dtype == same.dtype
+            assert torch.equal(tensor, same)
+
+    def test_a_stream_that_breaks_off_leaves_no_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("rlflow.engines.serving.shared_files._FILE_BYTES", 8)
+
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            yield "a", torch.zeros(4)
+            yield "b", torch.zeros(4)
+            raise OSError("gone")
+
+        files = shared_files(stream())
+        path = next(files).path
+        with pytest.raises(OSError, match="gone"):
+            next(files)
+        assert not os.path.exists(path)
+
+
+class TestModelFiles:
+    def test_a_new_model_is_the_one_of_the_other_engines(self) -> None:
+        with model_files(spec(seed=3)) as folder:
+            config = load_config("policy", folder)
+            again = replace(MODEL, path=folder, random_weights=False)
+            read = load_model("policy", again, device="cpu", dtype=torch.float32, seed=0).state_dict()
+            assert load_end_ids(folder, config) == [0]
+        assert not Path(folder).exists()
+        new = load_model("policy", MODEL, device="cpu", dtype=torch.float32, seed=3).state_dict()
+        assert new.keys() == read.keys()
+        assert all(torch.equal(read[name], tensor) for name, tensor in new.items())
+
+    def test_a_folder_without_a_model(self, tmp_path: Path) -> None:
+        with pytest.raises(RecipeError, match=r"models\.policy\.path: .*cannot be loaded"):
+            load_config("policy", str(tmp_path))
+
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_weights_are_held_against_the_model(self, tied: bool) -> None:
+        model = replace(MODEL, architecture=replace(ARCHITECTURE, tie_word_embeddings=tied))
+        with model_files(spec(model=model)) as folder:
+            expected = Expected.of(load_config("policy", folder))
+        weights = {name: torch.zeros(shape) for name, shape in expected.shapes.items()}
+        assert dict(expected.checked("rollout", weights.items())).keys() == weights.keys()
+        head = weights.pop("lm_head.weight")
+        if tied:
+            assert len(list(expected.checked("rollout", weights.items()))) == len(weights)
+        else:
+            with pytest.raises(EngineError, match=r"role rollout: the weights lack 'lm_head\.weight'"):
+                list(expected.checked("rollout", weights.items()))
+        for wrong in ({"lm_head.weight": head[:1]}, {"another": head}):
+            with pytest.raises(EngineError, match=f"the weight '{next(iter(wrong))}' does not fit the model"):
+                list(expected.checked("rollout", (weights | wrong).items()))
+
+
+def config(**values: Any) -> SimpleNamespace:
+    usual = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2}
+    return SimpleNamespace(**(usual | {"hidden_size": 512, "max_position_embeddings": 4096} | values))
+
+
+class TestSettings:
+    def test_a_head_that_no_kernel_takes(self) -> None:
+        with pytest.raises(RecipeError, match=r"models\.policy: vLLM on the CPU has no attention for heads of 8\."):
+            check_model(spec(), config(head_dim=8))
+        check_model(replace(spec(), device="cuda:0"), config(head_dim=8))
+        check_model(spec(), config(head_dim=None))
+
+    def test_heads_that_cannot_be_shared_out(self) -> None:
+        three = replace(spec("rollout"), layout=Layout(micro_batch_tokens=1, tensor_parallel_size=3))
+        with pytest.raises(RecipeError, match=r"roles\.rollout\.tensor_parallel_size: 3 does not divide the 8"):
+            check_model(three, config())
+
+    def test_on_the_cpu_the_cache_holds_all_that_is_written_at_once(self) -> None:
+        given = engine_arguments(replace(spec(), max_num_seqs=8, max_model_len=100), "folder", config())
+        blocks = (8 + 1) * (4 + 1)
+        assert given["kv_cache_memory_bytes"] == blocks * 32 * 2 * 2 * 4 * 64 * 4
+        assert (given["max_model_len"], given["max_num_seqs"]) == (100, 8)
+        assert given["enforce_eager"]
+        assert given["distributed_executor_backend"] == "uni"
+
+    def test_on_gpus_it_is_as_planned(self) -> None:
+        layout = Layout(micro_batch_tokens=1, tensor_parallel_size=2, gpu_memory_utilization=0.6, sleeps=True)
+        given = engine_arguments(
+            replace(spec(), device="cuda:0", layout=layout, max_model_len=None), "folder", config()
+        )
+        assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (2, "mp")
+        assert (given["gpu_memory_utilization"], given["enable_sleep_mode"]) == (0.6, True)
+        assert given["max_model_len"] == 4096
+        assert not {"enforce_eager", "kv_cache_memory_bytes"} & given.keys()
+
+    def test_ranks_have_cores_of_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "environ", environment := dict[str, str]())
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7, 9})
+        set_environment(replace(spec(), layout=Layout(micro_batch_tokens=1, tensor_parallel_size=2)))
+        assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "4,5|6,7"
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+        with pytest.raises(RecipeError, match="needs a core for each of 2 ranks, and there are 1"):
+            set_environment(replace(spec(), layout=Layout(micro_batch_tokens=1, tensor_parallel_size=2)))
+
+
+def test_the_model_of_these_tests_has_heads_that_vllm_takes() -> None:
+    assert ARCHITECTURE.head_dim == 32
+    assert len(CHARACTERS) + 1 == ARCHITECTURE.vocab_size
