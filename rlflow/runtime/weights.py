@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
-BUCKET_BYTES = 256 * 2**20
+BUCKET_BYTES = 64 * 2**20
 # Of where a tensor begins in its bucket: a multiple of the size of every type.
 _ALIGNMENT = 64
 
@@ -46,7 +46,10 @@ class Bucket:
 
 
 def buckets(weights: "Iterable[tuple[str, Tensor]]", most: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """All ``weights`` in their order, ``most`` bytes at a time; a larger tensor has a bucket of its own."""
+    """All ``weights`` in their order, ``most`` bytes at a time; a larger tensor has a bucket of its own.
+
+    A bucket is good until the next is asked for: new memory costs more than what is written to it.
+    """
     import torch
 
     entries: list[Entry] = []
@@ -57,7 +60,6 @@ def buckets(weights: "Iterable[tuple[str, Tensor]]", most: int = BUCKET_BYTES) -
         if entries and size + len(content) > most:
             yield Bucket(tuple(entries), data[:size])
             entries, size = [], 0
-            data = np.empty(most, np.uint8)
         if len(content) > len(data):
             data = np.empty(len(content), np.uint8)
         data[size : size + len(content)] = content

@@ -1,35 +1,90 @@
 """What every runtime must do, wherever its workers live."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rlflow
 from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
-from rlflow.engines.base import CAPABILITIES
-from rlflow.errors import PlacementError
+from rlflow.engines.base import CAPABILITIES, Sampling
+from rlflow.errors import PlacementError, RecipeError
+from rlflow.report.metrics import MetricsWriter
 from rlflow.runtime.base import Runtime
 from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.ray import RayRuntime
+from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
+from tests.helpers import prompts
 
-RUNTIMES = [LocalRuntime()]
+RUNTIMES = [LocalRuntime, pytest.param(RayRuntime, marks=pytest.mark.slow)]
+# Of conf/recipe/fake the roles, and where a plan can have them.
+PLACEMENTS = {
+    "all on the same GPUs": ("2x1@cpu", "actor.gpus=2", "rollout.colocate=[actor,reference]"),
+    "rollout apart": ("2x2@cpu", "actor.colocate=[reference]", "rollout.colocate=[]"),
+    "each apart": ("3x1@cpu", "actor.colocate=[]", "rollout.colocate=[]", "reference.colocate=[]"),
+    "uneven hosts": ("1x3@cpu+1x2@cpu", "rollout.tensor_parallel_size=2", "rollout.gpus=4", "rollout.colocate=[]"),
+}
 
 
 def plan_of(cluster: str, *overrides: str) -> Plan:
     return rlflow.compile(rlflow.load(["recipe=fake", *overrides], CONFIG_DIR), cluster)
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES, ids=lambda runtime: type(runtime).__name__)
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Times aside."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if "second" not in k} for line in lines]
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
 class TestRuntime:
-    def test_every_role_has_an_engine_that_can_what_is_asked(self, runtime: Runtime, tmp_path: Path) -> None:
+    def test_every_role_has_an_engine_that_can_what_is_asked(self, runtime: type[Runtime], tmp_path: Path) -> None:
         plan = plan_of("local")
-        runtime.check(plan)
-        with runtime.start(plan, models_in_use(plan.recipe), tmp_path) as engines:
+        runtime().check(plan)
+        with runtime().start(plan, models_in_use(plan.recipe), tmp_path) as engines:
             assert engines.keys() == plan.roles.keys()
             for role, engine in engines.items():
                 for capability in plan.graph.capabilities(role):
                     assert isinstance(engine, CAPABILITIES[capability])
+            engines["rollout"].load_weights(engines["actor"].weights(), 2)
+            out = engines["rollout"].generate(prompts(), Sampling(max_tokens=2, group_size=2))
+            assert out.keys.tolist() == [[0, prompt, sample] for prompt in range(3) for sample in range(2)]
+            assert set(out.versions.values.tolist()) == {2}
+
+    def test_a_run_is_the_same_and_goes_on_where_it_stopped(self, runtime: type[Runtime], tmp_path: Path) -> None:
+        plan = plan_of("local")
+        run(plan, tmp_path / "expected", LocalRuntime(), [MetricsWriter()])
+        stopped = run(plan, tmp_path / "run", runtime(), [MetricsWriter()], stop=lambda: True)
+        assert stopped.status == "stopped"
+        report = run(plan, tmp_path / "run", runtime(), [MetricsWriter()], resume=True)
+        assert report.status == "finished"
+        assert Path(report.models["actor"]).is_dir()
+        assert metrics(tmp_path / "run") == metrics(tmp_path / "expected")
+
+    def test_a_model_that_is_not_there(self, runtime: type[Runtime], tmp_path: Path) -> None:
+        source = ("models.policy.random_weights=false", "models.policy.characters=null", "models.policy.path=/nowhere")
+        plan = plan_of("local", *source, "roles.reference.engine=transformers")
+        entered = False
+        with (
+            pytest.raises(RecipeError, match=r"models\.policy\.path: '/nowhere' is not a folder"),
+            runtime().start(plan, models_in_use(plan.recipe), tmp_path),
+        ):
+            entered = True
+        assert not entered
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PLACEMENTS)
+def test_a_run_does_not_depend_on_where_roles_are(kind: str, tmp_path: Path) -> None:
+    cluster, *pins = PLACEMENTS[kind]
+    plan = plan_of(cluster, *(f"roles.{pin}" for pin in pins))
+    assert len({bundle for placement in plan.roles.values() for bundle in placement.bundles}) > 1
+    run(plan, tmp_path / "ray", RayRuntime(), [MetricsWriter()])
+    run(plan_of("local"), tmp_path / "local", LocalRuntime(), [MetricsWriter()])
+    assert metrics(tmp_path / "ray") == metrics(tmp_path / "local")
 
 
 def test_the_local_runtime_has_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:

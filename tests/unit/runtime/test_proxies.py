@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -202,7 +203,7 @@ class TestWorker:
             more = True
             while more:
                 bucket, more = source.next_bucket()
-                target.offer(bucket)
+                target.offer(deepcopy(bucket))
             taken.result(timeout=20)
         out = target.call("generate", prompts(), Sampling(max_tokens=3))
         assert set(out.versions.values.tolist()) == {4}
