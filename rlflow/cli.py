@@ -139,7 +139,7 @@ def _plan(config: DictConfig, door: FrontDoor) -> Plan:
     if door.cluster.get("shape") != "auto":
         cluster = cluster_from(door.cluster)
     else:
-        from rlflow.runtime.local import gpus_of_this_machine
+        from rlflow.runtime.machine import gpus_of_this_machine
 
         cluster = cluster_of_machine(gpus_of_this_machine(), config_dir)
     return compile_recipe(recipe, cluster, calibration_of(door, cluster))

