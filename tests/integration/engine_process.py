@@ -9,7 +9,7 @@ from typing import Any
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.registry import engine_class
 
-_SECONDS = 200
+_SECONDS = 100
 
 
 class EngineProcess:
@@ -27,11 +27,15 @@ class EngineProcess:
         self._pipe.send((function, arguments))
 
     def receive(self) -> Any:
-        assert self._pipe.poll(_SECONDS), f"no answer in {_SECONDS} s"
-        good, result = self._pipe.recv()
-        if not good:
+        result = self.answer()
+        if isinstance(result, Exception):
             raise result
         return result
+
+    def answer(self) -> Any:
+        """The result of a call, or the error that it raised."""
+        assert self._pipe.poll(_SECONDS), f"no answer in {_SECONDS} s"
+        return self._pipe.recv()
 
     def build(self, engine: str, spec: EngineSpec) -> "RemoteEngine":
         self.send(build, engine, spec)
@@ -71,7 +75,11 @@ def all_of(processes: Sequence[EngineProcess], function: Callable[..., Any], *ar
     """The results of a call in every process at once; each of ``arguments`` has a value for every process."""
     for process, values in zip(processes, zip(*arguments, strict=True), strict=True):
         process.send(function, *values)
-    return [process.receive() for process in processes]
+    answers = [process.answer() for process in processes]
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return answers
 
 
 def build(engines: list[Any], engine: str, spec: EngineSpec) -> int:
@@ -93,7 +101,7 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            answer = True, function(engines, *arguments)
+            answer = function(engines, *arguments)
         except Exception as error:  # whatever it is, it is raised where the call was made
-            answer = False, error
+            answer = error
         pipe.send(answer)

@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ import pytest
 from rlflow.batch import Minibatch
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.torch import TorchEngine
-from rlflow.nodes.losses import ClippedPolicyLoss
-from rlflow.recipe import Optimizer
+from rlflow.errors import EngineError
+from rlflow.nodes.losses import ClippedPolicyLoss, LikelihoodLoss
+from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Layout
-from tests.helpers import minibatch, sequences, spec
+from tests.helpers import ARCHITECTURE, MODEL, minibatch, sequences, spec
 from tests.integration.engine_process import EngineProcess, all_of, call, processes
 
 pytestmark = pytest.mark.slow
@@ -83,6 +85,15 @@ def actor(stage: int, sequence_parallel_size: int = 1, **options: Any) -> Engine
     return replace(spec(capabilities=["Trains", "Scores"], optimizer=Optimizer(learning_rate=1e-2)), layout=layout)
 
 
+def reference(stage: int, sequence_parallel_size: int = 1) -> EngineSpec:
+    """Scores, and is not trained."""
+    return replace(actor(stage, sequence_parallel_size), role="reference", capabilities=frozenset({"Scores"}))
+
+
+def of_path(folder: Path) -> Model:
+    return Model(path=str(folder), dtype="float32")
+
+
 def policy_minibatch(step: int) -> Minibatch:
     draw = np.random.default_rng(step)
     size = len(GIVEN.response_ids.values)
@@ -100,10 +111,10 @@ def split(batch: Any) -> list[Any]:
     return [batch.take(np.arange(5)), batch.take(np.array([5]))]
 
 
-def plain(sgd: bool) -> TorchEngine:
+def plain(sgd: bool = False, model: Model = MODEL) -> TorchEngine:
     import torch
 
-    engine = TorchEngine(spec(optimizer=Optimizer(learning_rate=1e-2)))
+    engine = TorchEngine(spec(model=model, optimizer=Optimizer(learning_rate=1e-2)))
     if sgd:
         engine._optimizer = torch.optim.SGD(engine._model.parameters(), lr=1e-2)  # type: ignore[assignment]
     return engine
@@ -128,3 +139,103 @@ def test_it_trains_as_the_plain_engine_does(two: Sequence[EngineProcess], addres
         difference = float((value - weights.pop(name)).abs().max())
         assert difference <= (1e-6 if sgd else 1e-3), name
     assert not weights
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_each_rank_scores_its_rows(two: Sequence[EngineProcess], address: str, stage: int) -> None:
+    ours = Ranks(two, reference(stage), address).logprobs(split(GIVEN), [0.7] * 2)
+    expected = plain().logprobs(GIVEN, 0.7).values.values
+    assert np.concatenate([part.values.values for part in ours]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_values(two: Sequence[EngineProcess], address: str) -> None:
+    of = replace(actor(3), capabilities=frozenset({"Trains", "Values"}))
+    ours = Ranks(two, of, address).values(split(GIVEN))
+    expected = TorchEngine(spec(capabilities=["Values"])).values(GIVEN).values.values
+    assert np.concatenate([part.values.values for part in ours]) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_with_tied_weights_from_a_folder_and_back(
+    two: Sequence[EngineProcess], address: str, stage: int, tmp_path: Path
+) -> None:
+    tied = replace(MODEL, architecture=replace(ARCHITECTURE, tie_word_embeddings=True))
+    first = plain(model=tied)
+    first.export(tmp_path / "first")
+    ours = Ranks(two, replace(actor(stage), model=of_path(tmp_path / "first")), address)
+    metrics = ours.update(split(minibatch(GIVEN)), [LikelihoodLoss()] * 2)[0].values
+    assert metrics == pytest.approx(first.update(minibatch(GIVEN), LikelihoodLoss()).values, abs=1e-5)
+    ours.export([tmp_path / "second"] * 2)
+    again = plain(model=of_path(tmp_path / "second"))
+    assert [name for name, _ in ours.weights()[0]] == [name for name, _ in again.weights()]
+    for (name, value), (_, same) in zip(ours.weights()[0], again.weights(), strict=True):
+        assert (value == same).all(), name
+    assert again._tokenizer.decode(again._tokenizer("1+2=")["input_ids"]) == "1+2="
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 0},
+        {"stage": 2, "offload": "optimizer", "gradient_checkpointing": True},
+        {"stage": 3, "offload": "weights"},
+    ],
+)
+def test_it_goes_on_from_what_it_saved(
+    two: Sequence[EngineProcess], address: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    one, other = (Ranks(two, actor(**options), address) for _ in range(2))
+    one.update(split(policy_minibatch(0)), [LOSS] * 2)
+    one.save([tmp_path] * 2)
+    other.restore([tmp_path] * 2)
+    for step in (1, 2):
+        batch = split(policy_minibatch(step))
+        assert one.update(batch, [LOSS] * 2) == other.update(batch, [LOSS] * 2)
+    for (name, value), (_, same) in zip(one.weights()[0], other.weights()[0], strict=True):
+        assert (value == same).all(), name
+    with pytest.raises(EngineError, match="saved by 2 ranks with ZeRO"):
+        Ranks(two, actor(1), address).restore([tmp_path] * 2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bfloat16_has_masters_in_float32(two: Sequence[EngineProcess], address: str, stage: int) -> None:
+    """Steps smaller than bfloat16 can tell add up all the same."""
+    of = replace(actor(stage), model=replace(MODEL, dtype="bfloat16"), optimizer=Optimizer(learning_rate=1e-4))
+    ours = Ranks(two, of, address)
+    first = [ours.update(split(minibatch(GIVEN)), [LikelihoodLoss()] * 2)[0].values["loss"] for _ in range(20)]
+    expected = TorchEngine(spec(optimizer=Optimizer(learning_rate=1e-4)))
+    exact = [expected.update(minibatch(GIVEN), LikelihoodLoss()).values["loss"] for _ in range(20)]
+    assert first == pytest.approx(exact, abs=0.02)
+    assert first[0] - first[-1] == pytest.approx(exact[0] - exact[-1], rel=0.2)
+    assert {str(value.dtype) for _, value in ours.weights()[0]} == {"torch.bfloat16"}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_is_not_finite_stops_the_run(two: Sequence[EngineProcess], address: str, stage: int) -> None:
+    batch = policy_minibatch(0)
+    batch.columns["advantages"].values[0] = np.inf
+    with pytest.raises(EngineError, match="role actor: the gradient's norm is not finite"):
+        Ranks(two, actor(stage), address).update(split(batch), [LOSS] * 2)
+
+
+def park(engines: list[Any], place: int) -> float:
+    """Bytes given up, over those of the weights; then all is back. On the processor, where sleeping does nothing."""
+    from rlflow.engines.sharded.parked import Parked, tensors_of
+
+    engine = engines[place]
+    parked = Parked(tensors_of(engine._module, engine._engine.optimizer), engine._device)
+    given_up = sum(copy.nbytes() for _, copy in parked._held)
+    assert all(storage.nbytes() == 0 for storage, _ in parked._held)
+    parked.bring_back()
+    return given_up / sum(4 * getattr(weight, "ds_numel", weight.numel()) for weight in engine._module.parameters())
+
+
+@pytest.mark.parametrize(("stage", "share"), [(0, 3), (1, 2), (2, 2), (3, 1.5)])
+def test_what_is_parked_comes_back(two: Sequence[EngineProcess], address: str, stage: int, share: float) -> None:
+    """Weights and two moments in float32, as ZeRO shares them between two ranks; and masters, where it keeps them."""
+    one, other = (Ranks(two, actor(stage), address) for _ in range(2))
+    for engine in (one, other):
+        engine.update(split(policy_minibatch(0)), [LOSS] * 2)
+    assert min(all_of(two, park, one._places)) >= share
+    batch = split(policy_minibatch(1))
+    assert one.update(batch, [LOSS] * 2) == other.update(batch, [LOSS] * 2)
