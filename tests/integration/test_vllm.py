@@ -1,0 +1,222 @@
+"""vLLM against transformers: the same weights give the same logprobs, whatever became of the copies before."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlflow.batch import Rollouts
+from rlflow.engines.base import EngineSpec, Sampling
+from rlflow.engines.causal_lm.pretrained import load_tokenizer
+from rlflow.engines.transformers import TransformersEngine
+from rlflow.errors import EngineError, RecipeError
+from rlflow.recipe import Model
+from rlflow.resources.layout import Layout
+from tests.helpers import ARCHITECTURE, CHARACTERS, MODEL, prompts, spec
+from tests.integration.engine_process import EngineProcess, RemoteEngine, processes
+
+pytestmark = pytest.mark.slow
+
+COPIES = 20
+# Of logprobs in float32: the order of additions differs, by a few units in the last place.
+TOLERANCE = 1e-5
+# Longer than a block of vLLM's cache, so that keys and values of old weights would be found in it.
+GIVEN = prompts((70, 40, 5))
+SAMPLING = Sampling(max_tokens=12, group_size=4)
+GREEDY = Sampling(max_tokens=12, temperature=0.0)
+
+Weights = list[tuple[str, torch.Tensor]]
+
+
+def serving(**changes: Any) -> EngineSpec:
+    model = replace(MODEL, architecture=replace(ARCHITECTURE, max_position_embeddings=256))
+    return replace(spec("rollout", model=model), **({"max_model_len": 128, "max_num_seqs": 16} | changes))
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[EngineProcess]:
+    with processes(1) as (started,):
+        yield started
+
+
+@pytest.fixture(scope="module")
+def alone(process: EngineProcess) -> RemoteEngine:
+    return process.build("vllm", serving())
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RemoteEngine]:
+    layout = Layout(micro_batch_tokens=1, tensor_parallel_size=2)
+    with processes(1) as (started,):
+        yield started.build("vllm", serving(layout=layout))
+
+
+@pytest.fixture(scope="module")
+def reference() -> TransformersEngine:
+    return TransformersEngine(serving())
+
+
+@pytest.fixture(params=["alone", "pair"])
+def engine(request: pytest.FixtureRequest) -> RemoteEngine:
+    """On one rank, and tensor-parallel on two."""
+    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+
+
+def new_weights(seed: int) -> Weights:
+    """Far from those before, so that a layer that stayed old would show."""
+    model = TransformersEngine(replace(serving(), seed=seed))._model
+    return [(name, tensor * 2) for name, tensor in model.state_dict().items()]
+
+
+def difference(reference: TransformersEngine, out: Rollouts) -> float:
+    scored = reference.logprobs(out, out.temperature).values.values
+    return float(np.abs(scored - out.logprobs.values).max())
+
+
+def check_weights(engine: RemoteEngine, reference: TransformersEngine, version: int) -> None:
+    drawn, likeliest = engine.generate(GIVEN, SAMPLING), engine.generate(GIVEN, GREEDY)
+    for out in (drawn, likeliest):
+        assert set(out.versions.values.tolist()) == {version}
+        assert difference(reference, out) < TOLERANCE
+    assert likeliest.response_ids.values.tolist() == reference.generate(GIVEN, GREEDY).response_ids.values.tolist()
+
+
+def test_after_each_copy_logprobs_are_those_of_the_new_weights(
+    engine: RemoteEngine, reference: TransformersEngine
+) -> None:
+    texts = set()
+    for version in range(1, COPIES + 1):
+        weights = new_weights(version)
+        engine.load_weights(weights, version)
+        reference.load_weights(weights, version)
+        check_weights(engine, reference, version)
+        texts.add(engine.generate(GIVEN, GREEDY).texts)
+    assert len(texts) > COPIES / 2
+
+
+@dataclass(frozen=True)
+class BrokenOff:
+    weights: Weights
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.weights
+        raise OSError("the trainer is gone")
+
+
+def broken(weights: Weights, kind: int, draw: np.random.Generator) -> tuple[Any, str]:
+    place = int(draw.integers(1, len(weights)))
+    name, tensor = weights[place]
+    if kind == 0:
+        return BrokenOff(weights[:place]), "failed .OSError: the trainer is gone"
+    if kind == 1:
+        return [*weights[:place], (name, tensor[:-1]), *weights[place + 1 :]], f"'{name}' does not fit"
+    if kind == 2:
+        return [*weights[:place], *weights[place + 1 :]], f"the weights lack '{name}'"
+    return [*weights[:place], (f"{name}.another", tensor), *weights[place:]], r"another' does not fit"
+
+
+def test_a_copy_that_fails_midway_is_never_generated_from(engine: RemoteEngine, reference: TransformersEngine) -> None:
+    draw = np.random.default_rng(0)
+    for attempt in range(COPIES):
+        bad, message = broken(new_weights(1000 + attempt), attempt % 4, draw)
+        with pytest.raises(EngineError, match=message):
+            engine.load_weights(bad, 1000 + attempt)
+        with pytest.raises(EngineError, match="nothing is generated, its weights are not whole"):
+            engine.generate(GIVEN, SAMPLING)
+        if attempt % 3:  # else the next failure comes on top of this one
+            weights = new_weights(2000 + attempt)
+            engine.load_weights(weights, attempt)
+            reference.load_weights(weights, attempt)
+            check_weights(engine, reference, attempt)
+
+
+def test_it_is_as_a_fresh_engine_on_the_same_weights(
+    alone: RemoteEngine, reference: TransformersEngine, tmp_path: Path
+) -> None:
+    weights = new_weights(5)
+    alone.load_weights(weights, 0)
+    reference.load_weights(weights, 0)
+    reference._model.save_pretrained(tmp_path)
+    load_tokenizer("policy", MODEL).save_pretrained(tmp_path)
+    model = Model(path=str(tmp_path), dtype="float32")
+    with processes(1) as (started,):
+        fresh = started.build("vllm", serving(model=model)).generate(GIVEN, SAMPLING)
+    out = alone.generate(GIVEN, SAMPLING)
+    assert out.response_ids.values.tolist() == fresh.response_ids.values.tolist()
+    assert out.logprobs.values == pytest.approx(fresh.logprobs.values, abs=TOLERANCE)
+
+
+def generate_at_once(engines: list[Any], groups: Sequence[Any], sampling: Sampling) -> list[Rollouts]:
+    """In the engine's process: a thread for each group of prompts."""
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(lambda group: engines[0].generate(group, sampling), groups))
+
+
+def test_many_callers_get_what_one_gets(process: EngineProcess, alone: RemoteEngine) -> None:
+    given = prompts(tuple(range(3, 43)))
+    whole = alone.generate(given, SAMPLING)
+    process.send(generate_at_once, [given.take(np.array([row])) for row in range(len(given))], SAMPLING)
+    parts = Rollouts.joined(process.receive())
+    assert parts.keys.tolist() == whole.keys.tolist()
+    assert parts.texts == whole.texts
+    assert parts.response_ids.values.tolist() == whole.response_ids.values.tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("top_p", [1.0, 0.4])
+def test_logprobs_are_those_of_the_whole_distribution(
+    alone: RemoteEngine, reference: TransformersEngine, temperature: float, top_p: float
+) -> None:
+    weights = new_weights(6)
+    alone.load_weights(weights, 0)
+    reference.load_weights(weights, 0)
+    out = alone.generate(GIVEN, replace(SAMPLING, temperature=temperature, top_p=top_p))
+    assert out.temperature == temperature
+    assert difference(reference, out) < TOLERANCE
+
+
+def test_top_p_cuts(alone: RemoteEngine) -> None:
+    least = alone.generate(GIVEN, Sampling(max_tokens=12, top_p=1e-6))
+    assert least.texts == alone.generate(GIVEN, GREEDY).texts
+    assert least.logprobs.values.min() < -0.1
+
+
+def test_a_response_ends_with_the_end_token_or_at_its_limit(alone: RemoteEngine) -> None:
+    out = alone.generate(GIVEN, Sampling(max_tokens=12, group_size=16))
+    assert 0 < out.finished.sum() < len(out)
+    for row, finished in enumerate(out.finished):
+        ids = out.response_ids[row]
+        assert (ids[:-1] != 0).all()
+        assert finished == (ids[-1] == 0)
+        assert finished or len(ids) == 12
+        assert out.texts[row] == "".join(CHARACTERS[id_ - 1] for id_ in ids if id_)
+
+
+def test_the_longest_response_fills_the_model(alone: RemoteEngine) -> None:
+    out = alone.generate(prompts((120,)), Sampling(max_tokens=50, group_size=16))
+    assert out.response_ids.lengths.max() == 128 - 120
+    with pytest.raises(EngineError, match="role rollout: a prompt of 128 tokens leaves no room for a response in 128"):
+        alone.generate(prompts((128,)), Sampling(max_tokens=1))
+
+
+def test_asleep_it_generates_nothing(alone: RemoteEngine) -> None:
+    before = alone.generate(GIVEN, SAMPLING)
+    alone.sleep()
+    alone.sleep()
+    with pytest.raises(EngineError, match="role rollout: nothing is generated, it is asleep"):
+        alone.generate(GIVEN, SAMPLING)
+    with pytest.raises(EngineError, match="role rollout: weights come while it is asleep"):
+        alone.load_weights([], 1)
+    alone.wake()
+    assert alone.generate(GIVEN, SAMPLING).texts == before.texts
+
+
+def test_a_model_that_vllm_cannot_run_here(process: EngineProcess) -> None:
+    small = replace(MODEL, architecture=replace(ARCHITECTURE, head_dim=8))
+    with pytest.raises(RecipeError, match=r"models\.policy: vLLM on the CPU has no attention for heads of 8"):
+        process.build("vllm", serving(model=small))
