@@ -1,21 +1,156 @@
 """Every worker an actor of Ray, where the plan says."""
 
-from collections.abc import Iterator, Mapping
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from rlflow.compiler.plan import Plan
+from rlflow.errors import PlacementError, first_line
+from rlflow.extras import check_extra
 from rlflow.recipe import Model
+from rlflow.resources.placement import Bundle
+from rlflow.runtime.binding import (
+    Bound,
+    LiveHost,
+    Placed,
+    check_bound,
+    check_free,
+    match_hosts,
+    placement_record,
+    wanted_bundles,
+    wanted_gpus,
+)
+from rlflow.runtime.hosts import connected, holders, live_hosts, lost, quiet_ray
+from rlflow.runtime.specs import check_engines, is_on_gpu
+
+# Ray is late to say that GPUs are free again.
+_FREED_S = 2.0
+_RESERVED_S = 6.0
+# A process of Python on every host, with the disks of a cluster.
+_TOLD_S = 120.0
+_POLL_S = 0.25
 
 
 class RayRuntime:
     """Workers are actors, pinned to the GPUs of the plan."""
 
     def check(self, plan: Plan) -> None:
-        raise NotImplementedError
+        """Raises RecipeError for an engine, or a Ray, that is not installed or of another version. Starts nothing."""
+        check_extra("ray", "cluster", f"a run on {plan.cluster.shape}")
+        check_engines(plan)
 
     @contextmanager
     def start(self, plan: Plan, models: Mapping[str, Model], directory: Path) -> Iterator[Mapping[str, Any]]:
-        raise NotImplementedError
-        yield {}
+        """Raises PlacementError for hosts that are not as planned, EngineError for an engine that fails."""
+        # With Ray, which may not be installed.
+        from rlflow.runtime.actors import start_engines
+
+        with connected(plan.cluster), bound(plan) as placed:
+            record = placement_record(plan, placed)
+            (directory / "placement.json").write_text(json.dumps(record, indent=1))
+            with start_engines(plan, models, placed) as engines:
+                yield engines
+
+
+@contextmanager
+def bound(plan: Plan) -> Iterator[Placed]:
+    """The plan's GPUs, reserved in the Ray that this process is in, proven to be those planned, and let go on exit.
+
+    Raises PlacementError: within 10 s for hosts that are missing, taken, or die in the meantime.
+    """
+    quiet_ray()
+    from ray.util import placement_group, remove_placement_group
+
+    wanted = wanted_bundles(plan)
+    hosts = _hosts_with_room(plan, wanted)
+    group = placement_group(
+        [{"GPU": 1}] * len(wanted),
+        strategy="PACK",
+        bundle_label_selector=[{"ray.io/node-id": hosts[bundle.host].node_id} for bundle in wanted],
+        name=f"rlflow {plan.recipe.name}",
+    )
+    try:
+        _until(lambda: group.wait(timeout_seconds=_POLL_S), _RESERVED_S, wanted, hosts)
+        told = _ask(group, wanted, hosts)
+        indices = check_bound(plan.cluster.hosts, wanted, hosts, told)
+        yield Placed(
+            group=group,
+            bundle_indices=indices,
+            gpu_ids={bundle: told[index].gpu_id for bundle, index in indices.items()},
+            hosts=hosts,
+            simulated=not is_on_gpu(plan),
+        )
+    finally:
+        remove_placement_group(group)
+
+
+def _hosts_with_room(plan: Plan, wanted: tuple[Bundle, ...]) -> dict[str, LiveHost]:
+    """Ray's host for each of the plan, with as many GPUs free as it uses."""
+    counts = wanted_gpus(wanted)
+    deadline = time.monotonic() + _FREED_S
+    while True:
+        hosts = match_hosts(plan.cluster.hosts, counts, live_hosts())
+        if all(host.free_gpus >= counts[name] for name, host in hosts.items()):
+            return hosts
+        if time.monotonic() > deadline:
+            check_free(counts, hosts, holders())
+        time.sleep(_POLL_S / 5)
+
+
+def _until(done: Callable[[], bool], seconds: float, wanted: tuple[Bundle, ...], hosts: Mapping[str, LiveHost]) -> None:
+    """Waits. Raises PlacementError when a host is lost meanwhile, or when it takes longer than ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        if gone := lost(hosts):
+            names = ", ".join(f"'{host.name}' ({host.address})" for host in gone)
+            raise PlacementError(
+                "cluster",
+                f"lost {names} while its GPUs were being reserved",
+                fix="run it again when the host is back, or plan for the others (cluster=auto)",
+            )
+        if time.monotonic() > deadline:
+            now = {host.node_id: host for host in live_hosts()}
+            check_free(wanted_gpus(wanted), {name: now[host.node_id] for name, host in hosts.items()}, holders())
+            raise PlacementError(
+                "cluster", f"Ray has not given {len(wanted)} GPUs of {len(hosts)} hosts within {seconds:g} s"
+            )
+
+
+def _ask(group: Any, wanted: tuple[Bundle, ...], hosts: Mapping[str, LiveHost]) -> list[Bound]:
+    """What each bundle of the group has got, told by a process inside it: a GPU of every host at a time."""
+    ray = quiet_ray()
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    # Without max_calls Ray starts a process for every bundle.
+    ask = ray.remote(num_cpus=0, num_gpus=1, max_retries=0, max_calls=0)(_tell)
+    on_hosts = [[index for index, bundle in enumerate(wanted) if bundle.host == name] for name in hosts]
+    told: dict[int, Bound] = {}
+    for wave in zip_longest(*on_hosts):
+        indices = [index for index in wave if index is not None]
+        answers = [
+            ask.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, i)).remote() for i in indices
+        ]
+        _until(partial(_are_there, answers), _TOLD_S, wanted, hosts)
+        try:
+            told |= {index: Bound(*answer) for index, answer in zip(indices, ray.get(answers), strict=True)}
+        except RayError as error:
+            _until(lambda: False, _RESERVED_S, wanted, hosts)
+            raise PlacementError("cluster", f"a host does not say which GPU it gives ({first_line(error)})") from None
+    return [told[index] for index in range(len(wanted))]
+
+
+def _are_there(answers: list[Any]) -> bool:
+    waiting = quiet_ray().wait(answers, num_returns=len(answers), timeout=_POLL_S)[1]
+    return not waiting
+
+
+def _tell() -> tuple[str, str]:
+    """In a bundle: the id of its node, and of its GPU."""
+    context = quiet_ray().get_runtime_context()
+    return context.get_node_id(), ",".join(context.get_accelerator_ids()["GPU"])

@@ -1,0 +1,234 @@
+"""From the hosts and GPUs of a plan to those that Ray has: what is wanted, what fits, what came of it."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlflow.compiler.plan import Plan
+from rlflow.errors import PlacementError
+from rlflow.resources.cluster import Host
+from rlflow.resources.placement import Bundle
+
+_CLUSTER = "cluster"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveHost:
+    """A host as Ray knows it."""
+
+    node_id: str
+    """Ray's; another one after every start of Ray."""
+    name: str
+    hostname: str
+    address: str
+    port: int
+    """Where Ray listens on it."""
+    gpus: int
+    free_gpus: int
+    alive: bool
+
+    def is_called(self, name: str) -> bool:
+        return name in (self.name, self.hostname, self.address)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What one bundle of Ray's group has got."""
+
+    node_id: str
+    gpu_id: str
+    """As the host's driver counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A plan's bundles in Ray."""
+
+    group: Any
+    """Ray's placement group."""
+    bundle_indices: Mapping[Bundle, int]
+    """In the group."""
+    gpu_ids: Mapping[Bundle, str]
+    """For CUDA_VISIBLE_DEVICES on the bundle's host."""
+    hosts: Mapping[str, LiveHost]
+    """By the plan's name of each."""
+    simulated: bool
+    """The hosts are processes of this machine, and their GPUs are numbers."""
+
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        """Of each host, by the plan's name."""
+        return {name: host.address for name, host in self.hosts.items()}
+
+
+def wanted_bundles(plan: Plan) -> tuple[Bundle, ...]:
+    """Each GPU that the plan uses, once: by host in the plan's order, then by number."""
+    order = {host.name: index for index, host in enumerate(plan.cluster.hosts)}
+    used = {bundle for placement in plan.roles.values() for bundle in placement.bundles}
+    return tuple(sorted(used, key=lambda bundle: (order[bundle.host], bundle.gpu)))
+
+
+def wanted_gpus(wanted: Iterable[Bundle]) -> dict[str, int]:
+    """How many the plan uses of each of its hosts."""
+    counts: dict[str, int] = {}
+    for bundle in wanted:
+        counts[bundle.host] = counts.get(bundle.host, 0) + 1
+    return counts
+
+
+def match_hosts(planned: Sequence[Host], wanted: Mapping[str, int], live: Sequence[LiveHost]) -> dict[str, LiveHost]:
+    """Ray's host for each that is used. Names of a shape (host-0, host-1, ...) mean any host; others the one so called.
+
+    Raises PlacementError for hosts that are missing or have too few GPUs. Their GPUs may still be taken.
+    """
+    alive = sorted((host for host in live if host.alive), key=_in_order)
+    named = {name: next((host for host in alive if host.is_called(name)), None) for name in wanted}
+    found = {name: host for name, host in named.items() if host is not None}
+    anywhere = all(host.name == f"host-{index}" for index, host in enumerate(planned))
+    if len(found) < len(wanted) and not anywhere:
+        missing = [name for name in wanted if name not in found]
+        raise PlacementError(
+            _CLUSTER,
+            f"the plan is for {_hosts(list(wanted))}, and Ray has no {' and no '.join(_quoted(missing))}",
+            known=[host.name for host in alive],
+            fix="plan for the hosts that are there (cluster=auto), or start Ray on those that are missing",
+        )
+    if len(found) < len(wanted) or (anywhere and any(found[name].gpus < count for name, count in wanted.items())):
+        # Those with GPUs enough free, or else those that have enough, for a message that says who has taken them.
+        return (
+            _first_fit(wanted, alive, "free_gpus") or _first_fit(wanted, alive, "gpus") or _raise_small(wanted, alive)
+        )
+    if small := [name for name, count in wanted.items() if found[name].gpus < count]:
+        host = found[small[0]]
+        raise PlacementError(
+            _CLUSTER,
+            f"the plan uses {wanted[small[0]]} GPUs of host '{small[0]}', and Ray has {host.gpus} there",
+            fix="plan anew for the GPUs that are there (cluster=auto), or start Ray with all of them",
+        )
+    return found
+
+
+def check_free(wanted: Mapping[str, int], hosts: Mapping[str, LiveHost], holders: Mapping[str, Sequence[str]]) -> None:
+    """Raises PlacementError for hosts with too few free GPUs; ``holders`` says by node id who has those taken."""
+    short = {name: host for name, host in hosts.items() if host.free_gpus < wanted[name]}
+    if short:
+        facts = [
+            f"{host.free_gpus} of {host.gpus} GPUs of '{host.name}' are free and the plan uses {wanted[name]}"
+            for name, host in short.items()
+        ]
+        taken = [f"{holder} on '{host.name}'" for host in short.values() for holder in holders.get(host.node_id, ())]
+        raise PlacementError(
+            _CLUSTER,
+            "; ".join(facts) + (f" (taken by {', '.join(taken)})" if taken else ""),
+            fix="wait for them or stop what has them, or plan for the GPUs that are free (cluster=auto)",
+        )
+
+
+def check_bound(
+    planned: Sequence[Host], wanted: Sequence[Bundle], hosts: Mapping[str, LiveHost], bound: Sequence[Bound]
+) -> dict[Bundle, int]:
+    """The index in ``bound`` of each planned bundle: on its host, and with the GPU of its number where that is there.
+
+    ``bound`` are the bundles of ``wanted`` in its order. Raises PlacementError when one is on a host that is not the
+    planned one, when two have one GPU, or for a GPU that the plan leaves alone.
+    """
+    names = {host.node_id: name for name, host in hosts.items()}
+    places = [(names.get(each.node_id, each.node_id), each.gpu_id) for each in bound]
+    elsewhere = [
+        f"GPU {bundle.gpu} of '{bundle.host}' is on '{place[0]}'"
+        for bundle, place in zip(wanted, places, strict=True)
+        if bundle.host != place[0]
+    ]
+    twice = [
+        f"GPU {gpu} of '{host}' is given twice" for host, gpu in sorted({p for p in places if places.count(p) > 1})
+    ]
+    usable = {host.name: host.free for host in planned if host.free is not None}
+    kept = [
+        f"GPU {gpu} of '{host}' is not one that the plan may use"
+        for host, gpu in places
+        if host in usable and gpu.isdecimal() and int(gpu) not in usable[host]
+    ]
+    if wrong := [*elsewhere, *twice, *kept]:
+        fix = (
+            "start Ray on the host with CUDA_VISIBLE_DEVICES set to those that may be used" if kept else "run it again"
+        )
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise PlacementError(_CLUSTER, f"Ray has not bound what is planned: {'; '.join(wrong[:3])}{more}", fix=fix)
+    indices: dict[Bundle, int] = {}
+    for name in hosts:
+        here = [index for index, bundle in enumerate(wanted) if bundle.host == name]
+        by_id = {bound[index].gpu_id: index for index in here}
+        same = {wanted[index]: by_id[str(wanted[index].gpu)] for index in here if str(wanted[index].gpu) in by_id}
+        rest = sorted(set(here) - set(same.values()), key=lambda index: _natural(bound[index].gpu_id))
+        others = [wanted[index] for index in here if wanted[index] not in same]
+        indices |= same | dict(zip(others, rest, strict=True))
+    return indices
+
+
+def placement_record(plan: Plan, placed: Placed) -> dict[str, Any]:
+    """``placement.json``: planned beside bound, for each worker of each role."""
+    return {
+        "simulated": placed.simulated,
+        "hosts": {
+            name: {"name": host.name, "node_id": host.node_id, "address": host.address, "gpus": host.gpus}
+            for name, host in placed.hosts.items()
+        },
+        "roles": {
+            role: [
+                [
+                    {
+                        "planned": {"host": bundle.host, "gpu": bundle.gpu},
+                        "bound": {"host": placed.hosts[bundle.host].name, "gpu": placed.gpu_ids[bundle]},
+                    }
+                    for bundle in worker.bundles
+                ]
+                for worker in placement.workers
+            ]
+            for role, placement in plan.roles.items()
+        },
+    }
+
+
+def _first_fit(wanted: Mapping[str, int], alive: Sequence[LiveHost], field: str) -> dict[str, LiveHost] | None:
+    """The largest first, each to the smallest host that has enough: finds a way if there is one."""
+    left = list(alive)
+    chosen: dict[str, LiveHost] = {}
+    for name in sorted(wanted, key=lambda name: -wanted[name]):
+        enough = [host for host in left if getattr(host, field) >= wanted[name]]
+        if not enough:
+            return None
+        chosen[name] = min(enough, key=lambda host: getattr(host, field))
+        left.remove(chosen[name])
+    return {name: chosen[name] for name in wanted}
+
+
+def _raise_small(wanted: Mapping[str, int], alive: Sequence[LiveHost]) -> dict[str, LiveHost]:
+    asked, there = _counts(wanted.values()), _counts(host.gpus for host in alive if host.gpus)
+    raise PlacementError(
+        _CLUSTER,
+        f"the plan uses {len(wanted)} hosts with {asked} GPUs, and Ray has {there or 'none with GPUs'}",
+        known=[f"{host.name} ({host.gpus} GPUs)" for host in alive],
+        fix="plan for the hosts that are there (cluster=auto), or start Ray on those that are missing",
+    )
+
+
+def _counts(gpus: Iterable[int]) -> str:
+    return ", ".join(str(count) for count in gpus)
+
+
+def _in_order(host: LiveHost) -> tuple[Any, ...]:
+    return (_natural(host.name), host.node_id)
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    """For sorting: host-2 before host-10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)]
+
+
+def _quoted(names: Iterable[str]) -> list[str]:
+    return [f"'{name}'" for name in names]
+
+
+def _hosts(names: Sequence[str]) -> str:
+    return f"host{'s' if len(names) > 1 else ''} {', '.join(_quoted(names))}"

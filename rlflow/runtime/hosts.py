@@ -1,0 +1,244 @@
+"""The hosts of a run: those of a Ray that runs, this machine, or simulated ones."""
+
+import logging
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rlflow.errors import PlacementError, first_line
+from rlflow.resources.cluster import Cluster
+from rlflow.runtime.binding import LiveHost
+from rlflow.runtime.machine import gpus_of_this_machine
+
+# For what answers at once when it lives.
+_ANSWER_S = 2.0
+_START_S = 120.0
+# Of each simulated host: batches and weights pass through it.
+_SIMULATED_STORE = 80_000_000
+
+
+@contextmanager
+def connected(cluster: Cluster) -> Iterator[None]:
+    """Ray for ``cluster``: the one that this process is in already, simulated hosts where the cluster has no GPUs, one
+    that runs, or else one of this machine. What it starts it stops. Raises PlacementError where none can be had."""
+    ray = quiet_ray()
+    if ray.is_initialized():
+        yield
+    elif all(cluster.memory_gib(host) is None for host in cluster.hosts):
+        with simulated(cluster):
+            yield
+    else:
+        with _joined(running_ray() or "local"):
+            yield
+
+
+@contextmanager
+def simulated(cluster: Cluster) -> Iterator[Any]:
+    """Hosts that are processes of this machine, with numbers in place of GPUs. Gives Ray's own object for them."""
+    quiet_ray()
+    from ray._private.services import find_bootstrap_address
+    from ray._private.utils import write_ray_address
+    from ray.cluster_utils import Cluster as Processes
+
+    before = find_bootstrap_address(None)
+    processes = Processes()
+    with _own_signals():
+        try:
+            for host in cluster.hosts:
+                processes.add_node(
+                    node_name=host.name,
+                    num_gpus=host.gpus,
+                    num_cpus=1,
+                    object_store_memory=_SIMULATED_STORE,
+                    include_dashboard=False,
+                    wait=False,
+                )
+                if before is not None and host is cluster.hosts[0]:
+                    # Others who look for a Ray of this machine shall find theirs.
+                    write_ray_address(before)
+            with _joined(processes.address):
+                _wait_for(len(cluster.hosts))
+                yield processes
+        finally:
+            processes.shutdown()
+            if before is not None:
+                write_ray_address(before)
+
+
+@contextmanager
+def _joined(address: str) -> Iterator[None]:
+    """Ray at ``address``, or a new one for ``local``."""
+    ray = quiet_ray()
+    options = {"include_dashboard": False} if address == "local" else {}
+    with _own_signals():
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise PlacementError("cluster", f"Ray at '{address}' cannot be joined ({first_line(error)})") from None
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def quiet_ray() -> Any:
+    """Ray, which keeps its words to its own files."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Workers see the GPUs that the plan gives them, and not what Ray makes of its own books.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    return ray
+
+
+def running_ray() -> str | None:
+    """HOST:PORT of a Ray to join: what RAY_ADDRESS says, as in a submitted job, or one that runs on this machine.
+
+    None where there is none. Raises PlacementError for a RAY_ADDRESS that cannot be joined.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address == "local":
+        return None
+    if address in ("", "auto"):
+        note = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray" / "ray_current_cluster"
+        with suppress(OSError):
+            address = note.read_text().strip()
+            return address if _answers(address) else None
+        return None
+    if "://" in address:
+        raise PlacementError(
+            "cluster",
+            f"RAY_ADDRESS is '{address}', which is for clients outside the cluster",
+            fix="run on a host of the cluster with RAY_ADDRESS=auto, or by ray job submit",
+        )
+    if not _answers(address):
+        raise PlacementError(
+            "cluster",
+            f"RAY_ADDRESS is '{address}', and nothing answers there",
+            fix="HOST:PORT of Ray's head, or leave RAY_ADDRESS unset for a Ray on this machine",
+        )
+    return address
+
+
+def live_hosts() -> list[LiveHost]:
+    """All hosts that Ray knows, those that have died too."""
+    ray = quiet_ray()
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    return [
+        LiveHost(
+            node_id=node["NodeID"],
+            name=node["NodeName"] if node["NodeName"] != node["NodeManagerAddress"] else node["NodeManagerHostname"],
+            hostname=node["NodeManagerHostname"],
+            address=node["NodeManagerAddress"],
+            port=node["NodeManagerPort"],
+            gpus=int(node["Resources"].get("GPU", 0)),
+            free_gpus=int(free.get(node["NodeID"], {}).get("GPU", 0)),
+            alive=node["Alive"],
+        )
+        for node in ray.nodes()
+    ]
+
+
+def lost(hosts: Mapping[str, LiveHost]) -> list[LiveHost]:
+    """Those that have died, also when Ray has not noticed yet."""
+    dead = {host.node_id for host in live_hosts() if not host.alive}
+    return [host for host in hosts.values() if host.node_id in dead or not _answers(f"{host.address}:{host.port}")]
+
+
+def holders() -> dict[str, list[str]]:
+    """By node id who has GPUs there, as far as Ray tells: actors and placement groups."""
+    quiet_ray()
+    from ray._private.state import state
+    from ray.core.generated.gcs_pb2 import ActorTableData
+    from ray.util import placement_group_table
+
+    found: dict[str, list[str]] = {}
+    for content in state._connect_and_get_accessor().get_actor_table(None, "ALIVE"):
+        actor = ActorTableData.FromString(content)
+        if gpus := actor.required_resources.get("GPU", 0):
+            who = f"actor {actor.name or actor.class_name} of job {actor.job_id.hex()} ({gpus:g} GPUs)"
+            found.setdefault(actor.address.node_id.hex(), []).append(who)
+    for group in placement_group_table().values():
+        if group["state"] == "REMOVED":
+            continue
+        gpus_there: dict[str, float] = {}
+        for index, node_id in group["bundles_to_node_id"].items():
+            gpus_there[node_id] = gpus_there.get(node_id, 0) + group["bundles"][index].get("GPU", 0)
+        who = f"placement group {group['name'] or group['placement_group_id']}"
+        for node_id, count in gpus_there.items():
+            if node_id and count:
+                found.setdefault(node_id, []).append(f"{who} ({count:g} GPUs)")
+    return found
+
+
+def live_cluster() -> list[tuple[str, list[str], int]] | None:
+    """Of a Ray that runs each host with GPUs: its name, what nvidia-smi calls each, and how many are free.
+
+    None where no Ray runs; it is not started. Raises PlacementError for a Ray that cannot be joined.
+    """
+    if find_spec("ray") is None:
+        return None
+    if quiet_ray().is_initialized():
+        return _gpus_of_hosts()
+    if (address := running_ray()) is None:
+        return None
+    with _joined(address):
+        return _gpus_of_hosts()
+
+
+def _gpus_of_hosts() -> list[tuple[str, list[str], int]]:
+    ray = quiet_ray()
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    hosts = [host for host in live_hosts() if host.alive and host.gpus]
+    ask = ray.remote(num_cpus=0, max_retries=0)(gpus_of_this_machine)
+    answers = [
+        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(h.node_id, False)).remote() for h in hosts
+    ]
+    try:
+        names = ray.get(answers, timeout=_START_S)
+    except Exception as error:  # of Ray, or of the hosts' own installation
+        raise PlacementError("cluster", f"the hosts do not tell their GPUs ({first_line(error)})") from None
+    return sorted((host.name, list(told[: host.gpus]), host.free_gpus) for host, told in zip(hosts, names, strict=True))
+
+
+def _wait_for(count: int) -> None:
+    """Until so many hosts have joined. Raises PlacementError when they do not."""
+    deadline = time.monotonic() + _START_S
+    while (there := sum(host.alive for host in live_hosts())) < count:
+        if time.monotonic() > deadline:
+            raise PlacementError("cluster", f"{there} of {count} simulated hosts have started in {_START_S:g} s")
+        time.sleep(0.1)
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """What SIGTERM does is as before once Ray has gone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
