@@ -1,5 +1,9 @@
 """What every engine of a capability must do, whichever library it is."""
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +14,37 @@ from rlflow.engines.base import Sampling
 from rlflow.engines.registry import engine_class, engine_kind, engine_names
 from rlflow.nodes.losses import LikelihoodLoss
 from tests.helpers import minibatch, prompts, sequences, spec
+from tests.integration.engine_process import EngineProcess, free_address, processes
 
-STARTED = [name for name in engine_names() if engine_kind(name).package is None]
+STARTED = [name for name in engine_names() if name != "vllm"]
+# Builds an engine by its name, from the options of ``tests.helpers.spec``.
+Build = Callable[..., Any]
 
 
-def able(capability: str) -> list[str]:
-    return [name for name in STARTED if capability in engine_kind(name).capabilities]
+def able(*capabilities: str) -> list[Any]:
+    """The engines that have all of these; those that take a process of their own take their time."""
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] if engine_kind(name).package else [])
+        for name in STARTED
+        if engine_kind(name).capabilities.issuperset(capabilities)
+    ]
 
 
-def build(name: str, **options: Any) -> Any:
-    return engine_class(name)(spec(**options))
+@pytest.fixture(scope="module")
+def build() -> "Iterator[Build]":
+    """One process for all engines of a library."""
+    with ExitStack() as running:
+
+        @cache
+        def process(name: str) -> EngineProcess:
+            return running.enter_context(processes(1))[0]
+
+        def build(name: str, **options: Any) -> Any:
+            if engine_kind(name).package is None:
+                return engine_class(name)(spec(**options))
+            return process(name).build(name, replace(spec(**options), address=free_address()))
+
+        yield build
 
 
 def test_every_file_is_an_engine() -> None:
@@ -31,7 +56,7 @@ def test_every_file_is_an_engine() -> None:
 
 @pytest.mark.parametrize("name", able("Generates"))
 class TestGenerates:
-    def test_a_group_for_each_prompt_in_the_order_of_keys(self, name: str) -> None:
+    def test_a_group_for_each_prompt_in_the_order_of_keys(self, build: Build, name: str) -> None:
         given = prompts((3, 5, 2), step=7)
         out = build(name).generate(given, Sampling(max_tokens=6, group_size=4))
         assert out.keys.tolist() == [[7, prompt, sample] for prompt in range(3) for sample in range(4)]
@@ -40,7 +65,7 @@ class TestGenerates:
         ]
         assert len(out.texts) == len(out.rows) == len(out.finished) == 12
 
-    def test_every_token_has_its_logprob_and_version(self, name: str) -> None:
+    def test_every_token_has_its_logprob_and_version(self, build: Build, name: str) -> None:
         out = build(name).generate(prompts(), Sampling(max_tokens=6, group_size=4))
         assert out.response_ids.lengths.min() >= 1
         assert out.response_ids.lengths.max() <= 6
@@ -49,7 +74,7 @@ class TestGenerates:
         assert (out.logprobs.values <= 0).all()
         assert set(out.versions.values.tolist()) == {0}
 
-    def test_a_sample_depends_on_its_key_and_the_seed_alone(self, name: str) -> None:
+    def test_a_sample_depends_on_its_key_and_the_seed_alone(self, build: Build, name: str) -> None:
         given, sampling = prompts((3, 5, 2)), Sampling(max_tokens=6, group_size=4)
         whole = build(name).generate(given, sampling)
         part = build(name).generate(given.take(np.array([2])), sampling)
@@ -62,22 +87,25 @@ class TestGenerates:
 
 @pytest.mark.parametrize("name", able("Scores"))
 class TestScores:
-    def test_a_number_for_each_response_token(self, name: str) -> None:
+    def test_a_number_for_each_response_token(self, build: Build, name: str) -> None:
         given = sequences([3, 2], [[4, 1], [2]])
-        out = build(name).logprobs(given, 1.0).values
+        out = build(name, capabilities=["Scores"]).logprobs(given, 1.0).values
         assert (out.offsets == given.response_ids.offsets).all()
         assert out.values.dtype == np.float32
         assert (out.values <= 0).all()
 
-    def test_the_cut_into_micro_batches_makes_no_difference(self, name: str) -> None:
+    def test_the_cut_into_micro_batches_makes_no_difference(self, build: Build, name: str) -> None:
         given = sequences([3, 2, 4], [[4, 1], [2], [5, 5, 3]])
-        whole, cut = (build(name, micro_batch_tokens=size).logprobs(given, 1.0).values for size in (4096, 8))
+        whole, cut = (
+            build(name, capabilities=["Scores"], micro_batch_tokens=size).logprobs(given, 1.0).values
+            for size in (4096, 8)
+        )
         assert cut.values == pytest.approx(whole.values, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(set(able("Scores")) & set(able("Generates"))))
+@pytest.mark.parametrize("name", able("Scores", "Generates"))
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_what_is_generated_is_scored_alike(name: str, temperature: float) -> None:
+def test_what_is_generated_is_scored_alike(build: Build, name: str, temperature: float) -> None:
     engine = build(name)
     out = engine.generate(prompts(), Sampling(max_tokens=6, group_size=4, temperature=temperature))
     assert out.temperature == (temperature or 1.0)
@@ -85,7 +113,7 @@ def test_what_is_generated_is_scored_alike(name: str, temperature: float) -> Non
 
 
 @pytest.mark.parametrize("name", able("Values"))
-def test_values(name: str) -> None:
+def test_values(build: Build, name: str) -> None:
     given = sequences([3, 2], [[4, 1], [2]])
     out = build(name, capabilities=["Values"]).values(given).values
     assert (out.offsets == given.response_ids.offsets).all()
@@ -94,15 +122,15 @@ def test_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", able("Trains"))
 class TestTrains:
-    def test_the_loss_falls(self, name: str) -> None:
-        engine, batch = build(name), minibatch(sequences([3, 2], [[4, 1], [2]]))
+    def test_the_loss_falls(self, build: Build, name: str) -> None:
+        engine, batch = build(name, capabilities=["Trains"]), minibatch(sequences([3, 2], [[4, 1], [2]]))
         losses = [engine.update(batch, LikelihoodLoss()).values["loss"] for _ in range(5)]
         assert losses == sorted(losses, reverse=True)
         assert losses[-1] < losses[0]
 
-    def test_it_goes_on_from_what_it_saved(self, name: str, tmp_path: Path) -> None:
+    def test_it_goes_on_from_what_it_saved(self, build: Build, name: str, tmp_path: Path) -> None:
         batch = minibatch(sequences([3, 2], [[4, 1], [2]]))
-        engine, other = build(name), build(name)
+        engine, other = build(name, capabilities=["Trains"]), build(name, capabilities=["Trains"])
         engine.update(batch, LikelihoodLoss())
         engine.save(tmp_path)
         other.restore(tmp_path)
@@ -111,13 +139,13 @@ class TestTrains:
             assert name_of_one == name_of_other
             assert (same == value).all()
 
-    def test_it_exports(self, name: str, tmp_path: Path) -> None:
-        build(name).export(tmp_path)
+    def test_it_exports(self, build: Build, name: str, tmp_path: Path) -> None:
+        build(name, capabilities=["Trains"]).export(tmp_path)
         assert any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", able("Follows"))
-def test_weights_come_with_their_version(name: str) -> None:
+def test_weights_come_with_their_version(build: Build, name: str) -> None:
     leader = build("fake" if name == "fake" else "torch")
     engine = build(name)
     leader.update(minibatch(sequences([3], [[4]])), LikelihoodLoss())

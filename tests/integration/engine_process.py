@@ -1,6 +1,7 @@
 """Engines in processes of their own: libraries bind threads, warn, and keep what cannot be had twice in one process."""
 
 import multiprocessing
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -80,6 +81,13 @@ def all_of(processes: Sequence[EngineProcess], function: Callable[..., Any], *ar
         if isinstance(answer, Exception):
             raise answer
     return answers
+
+
+def free_address() -> str:
+    """Where the workers of a role can meet on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def build(engines: list[Any], engine: str, spec: EngineSpec) -> int:

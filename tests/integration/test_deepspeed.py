@@ -1,6 +1,5 @@
 """DeepSpeed on two ranks against the plain engine on one."""
 
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from rlflow.nodes.losses import ClippedPolicyLoss, LikelihoodLoss
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Layout
 from tests.helpers import ARCHITECTURE, MODEL, minibatch, sequences, spec
-from tests.integration.engine_process import EngineProcess, all_of, call, processes
+from tests.integration.engine_process import EngineProcess, all_of, call, free_address, processes
 
 pytestmark = pytest.mark.slow
 
@@ -33,9 +32,7 @@ def two() -> "Iterator[Sequence[EngineProcess]]":
 
 @pytest.fixture(scope="module")
 def address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return free_address()
 
 
 def build_deepspeed(engines: list[Any], of: EngineSpec, sgd: bool) -> int:
@@ -227,7 +224,9 @@ def park(engines: list[Any], place: int) -> float:
     given_up = sum(copy.nbytes() for _, copy in parked._held)
     assert all(storage.nbytes() == 0 for storage, _ in parked._held)
     parked.bring_back()
-    return given_up / sum(4 * getattr(weight, "ds_numel", weight.numel()) for weight in engine._module.parameters())
+    return given_up / int(
+        sum(4 * getattr(weight, "ds_numel", weight.numel()) for weight in engine._module.parameters())
+    )
 
 
 @pytest.mark.parametrize(("stage", "share"), [(0, 3), (1, 2), (2, 2), (3, 1.5)])
