@@ -206,8 +206,8 @@ def of_ray(asked: "Future[tuple[Any, str | None]] | None", address: str | None) 
         return Finding("cluster", f"{where}; it cannot be joined: {problem}", fix=fix, broken=True)
     if hosts is None:
         return Finding("cluster", f"{where}, and none runs on this host: a run that needs Ray starts its own")
-    with_gpus = [f"{host['name']} ({host['gpus']})" for host in hosts if host["gpus"]]
-    listed = f"GPUs: {', '.join(with_gpus)}" if with_gpus else "none has a GPU"
+    with_gpus = [f"{host['name']} {host['free']} of {host['gpus']}" for host in hosts if host["gpus"]]
+    listed = f"GPUs free: {', '.join(with_gpus)}" if with_gpus else "none has a GPU"
     return Finding("cluster", f"{where}; a run joins the one of {len(hosts)} hosts; {listed}")
 
 

@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
@@ -52,8 +52,8 @@ class Machine:
     """The limit, and how far it may be raised; None where there is none."""
 
 
-def ask(command: Sequence[str], seconds: float, variables: Mapping[str, str] | None = None) -> Answer:
-    """The answer of a command within ``seconds``, with these environment variables in addition. Raises nothing.
+def ask(command: Sequence[str], seconds: float) -> Answer:
+    """The answer of a command within ``seconds``. Raises nothing.
 
     A process that hangs in a driver survives even SIGKILL, so nobody waits for its end.
     """
@@ -63,7 +63,6 @@ def ask(command: Sequence[str], seconds: float, variables: Mapping[str, str] | N
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, **(variables or {})},
             text=True,
             errors="replace",
             start_new_session=True,

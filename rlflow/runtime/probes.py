@@ -5,24 +5,19 @@
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from rlflow.errors import first_line
+from rlflow.errors import UserError, first_line
 from rlflow.runtime.machine import ask
-
-# Seconds in which the head of a Ray cluster must take a connection.
-_CONNECT_SECONDS = 5
-_QUIET = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONWARNINGS": "ignore"}
 
 
 def probe(name: str, argument: str = "", *, seconds: float) -> tuple[Any, str | None]:
     """What ``name`` finds, or None and why it finds nothing. Raises nothing, and ends in time."""
     command = [sys.executable, "-m", "rlflow.runtime.probes", name, argument]
-    answer = ask(command, seconds, _QUIET)
+    answer = ask(command, seconds)
     if answer.problem:
         return None, answer.problem
     try:
@@ -60,32 +55,16 @@ def cuda() -> dict[str, Any]:
 
 
 def ray_hosts() -> list[dict[str, Any]] | None:
-    """Name, address, GPUs and cores of the hosts of the cluster that a run would join; None without one.
+    """Name, GPUs and free GPUs of each host of the cluster that a run would join; None without one.
 
-    Raises what Ray raises for a cluster that cannot be joined.
+    Raises PlacementError, or what Ray raises, for a cluster that cannot be joined.
     """
-    import ray
-    from ray._private.services import get_ray_address_from_environment
+    from rlflow.runtime.hosts import live_hosts, quiet_ray, running_ray
 
-    # RAY_ADDRESS, or what ``ray start`` on this host has left; "auto" would join any Ray process of the machine.
-    address = get_ray_address_from_environment(None, None)
-    if address in (None, "local"):
+    if (address := running_ray()) is None:
         return None
-    if "//" not in address:
-        host, _, port = address.rpartition(":")
-        # Ray itself waits for minutes.
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-    ray.init(address, log_to_driver=False, logging_level="error")
-    return [
-        {
-            "name": node["NodeName"],
-            "address": node["NodeManagerAddress"],
-            "gpus": int(node["Resources"].get("GPU", 0)),
-            "cores": int(node["Resources"].get("CPU", 0)),
-        }
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    quiet_ray().init(address, log_to_driver=False, logging_level="ERROR")
+    return [{"name": host.name, "gpus": host.gpus, "free": host.free_gpus} for host in live_hosts() if host.alive]
 
 
 PROBES: dict[str, Callable[..., Any]] = {"importing": importing, "cuda": cuda, "ray_hosts": ray_hosts}
@@ -96,6 +75,8 @@ def main() -> None:
     name, *arguments = sys.argv[1:]
     try:
         found, problem = PROBES[name](*filter(None, arguments)), None
+    except UserError as error:
+        found, problem = None, error.fact
     except Exception as error:  # whatever a library raises is the answer
         found, problem = None, first_line(error)
     print(json.dumps({"found": found, "problem": problem}), flush=True)
