@@ -16,7 +16,6 @@ from rlflow.nodes.losses import LikelihoodLoss
 from tests.helpers import minibatch, prompts, sequences, spec
 from tests.integration.engine_process import EngineProcess, free_address, processes
 
-STARTED = [name for name in engine_names() if name != "vllm"]
 # Builds an engine by its name, from the options of ``tests.helpers.spec``.
 Build = Callable[..., Any]
 
@@ -25,7 +24,7 @@ def able(*capabilities: str) -> list[Any]:
     """The engines that have all of these; those that take a process of their own take their time."""
     return [
         pytest.param(name, marks=[pytest.mark.slow] if engine_kind(name).package else [])
-        for name in STARTED
+        for name in engine_names()
         if engine_kind(name).capabilities.issuperset(capabilities)
     ]
 
@@ -149,6 +148,6 @@ def test_weights_come_with_their_version(build: Build, name: str) -> None:
     leader = build("fake" if name == "fake" else "torch")
     engine = build(name)
     leader.update(minibatch(sequences([3], [[4]])), LikelihoodLoss())
-    engine.load_weights(leader.weights(), 5)
+    engine.load_weights(list(leader.weights()), 5)
     out = engine.generate(prompts(), Sampling(max_tokens=3))
     assert set(out.versions.values.tolist()) == {5}
