@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
+    from rlflow.engines.causal_lm.scoring import Spread
+
 # Bytes of weights that are gathered at once.
 _GATHERED = 256 * 2**20
 _TAG = "deepspeed"
@@ -31,7 +33,8 @@ class DeepSpeedEngine:
     """Every method is called on all ranks together, each with its share of the rows.
 
     ZeRO shards the state over all ranks: the optimizer's (1), gradients too (2), weights too (3). bfloat16 weights have
-    float32 masters. A role that is not trained has no optimizer, and is sharded by ZeRO 3 alone.
+    float32 masters. A role that is not trained has no optimizer, and is sharded by ZeRO 3 alone. Neighbouring ranks
+    that are sequence-parallel have the same rows, and each computes on a part of their tokens.
     """
 
     parallel: ClassVar[frozenset[str]] = frozenset({"data", "sequence"})
@@ -41,8 +44,6 @@ class DeepSpeedEngine:
     def __init__(self, spec: EngineSpec) -> None:
         if {"Values", "Scores"} <= spec.capabilities:
             raise EngineError("a model with a value head has no logprobs: use two roles.")
-        if spec.layout.sequence_parallel_size > 1:
-            raise EngineError(f"role {spec.role}: sequence_parallel_size above 1 is not supported.")
         join(spec)
         import torch
 
@@ -56,6 +57,7 @@ class DeepSpeedEngine:
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         if spec.layout.gradient_checkpointing:
             self._module.gradient_checkpointing_enable()
+        self._spread = self._ulysses(spec.layout.sequence_parallel_size)
         self._engine: Any = self._start() if self._trains or self._stage == 3 else None
         self._model: Any = self._module if self._engine is None else self._engine
         self._parked: Parked | None = None
@@ -140,6 +142,20 @@ class DeepSpeedEngine:
             self._parked.bring_back()
             self._parked = None
 
+    def _ulysses(self, size: int) -> "Spread | None":
+        """Raises EngineError for a model whose attention cannot be shared by ``size`` ranks."""
+        if size == 1:
+            return None
+        from rlflow.engines.sharded.ulysses import Ulysses
+
+        heads = self._module.config.num_attention_heads
+        if heads % size or self._spec.world_size % size:
+            raise EngineError(
+                f"role {self._spec.role}: sequence_parallel_size {size} does not divide {heads} attention heads "
+                f"and {self._spec.world_size} ranks."
+            )
+        return Ulysses(size)
+
     def _start(self) -> Any:
         import deepspeed
 
@@ -180,15 +196,16 @@ class DeepSpeedEngine:
 
     def _outputs(self, sequences: Sequences, temperature: float) -> "Tensor":
         if self._has_values:
-            return token_values(self._model, sequences)
-        return token_logprobs(self._model, sequences, temperature)
+            return token_values(self._model, sequences, self._spread)
+        return token_logprobs(self._model, sequences, temperature, self._spread)
 
     def _summed(self, sums: dict[str, float]) -> dict[str, float]:
-        """Over all ranks."""
+        """Over all shares of the data."""
         import torch
 
         totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(totals)
+        totals /= self._spec.layout.sequence_parallel_size
         return dict(zip(sums, totals.tolist(), strict=True))
 
     def _gathered(self, weights: "list[Tensor]") -> Any:
