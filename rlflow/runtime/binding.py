@@ -83,45 +83,44 @@ def match_hosts(planned: Sequence[Host], wanted: Mapping[str, int], live: Sequen
     Raises PlacementError for hosts that are missing or have too few GPUs. Their GPUs may still be taken.
     """
     alive = sorted((host for host in live if host.alive), key=_in_order)
-    named = {name: next((host for host in alive if host.is_called(name)), None) for name in wanted}
-    found = {name: host for name, host in named.items() if host is not None}
-    anywhere = all(host.name == f"host-{index}" for index, host in enumerate(planned))
-    if len(found) < len(wanted) and not anywhere:
-        missing = [name for name in wanted if name not in found]
+    found = _called(wanted, alive)
+    if all(host.name == f"host-{index}" for index, host in enumerate(planned)):
+        if any(name not in found or found[name].gpus < count for name, count in wanted.items()):
+            found = _first_fit(wanted, alive, "free_gpus")
+        if len(found) < len(wanted):
+            # Those that have enough, for a message that says who has taken them.
+            found = _first_fit(wanted, alive, "gpus")
+    known = [f"{host.name} ({host.gpus} GPUs)" for host in alive]
+    if missing := [name for name in wanted if name not in found]:
+        asked = ", ".join(f"'{name}' ({wanted[name]} GPUs)" for name in missing)
         raise PlacementError(
             _CLUSTER,
-            f"the plan is for {_hosts(list(wanted))}, and Ray has no {' and no '.join(_quoted(missing))}",
-            known=[host.name for host in alive],
+            f"the plan uses {len(wanted)} hosts, and Ray has none for {asked}",
+            known=known,
             fix="plan for the hosts that are there (cluster=auto), or start Ray on those that are missing",
         )
-    if len(found) < len(wanted) or (anywhere and any(found[name].gpus < count for name, count in wanted.items())):
-        # Those with GPUs enough free, or else those that have enough, for a message that says who has taken them.
-        return (
-            _first_fit(wanted, alive, "free_gpus") or _first_fit(wanted, alive, "gpus") or _raise_small(wanted, alive)
-        )
     if small := [name for name, count in wanted.items() if found[name].gpus < count]:
-        host = found[small[0]]
         raise PlacementError(
             _CLUSTER,
-            f"the plan uses {wanted[small[0]]} GPUs of host '{small[0]}', and Ray has {host.gpus} there",
-            fix="plan anew for the GPUs that are there (cluster=auto), or start Ray with all of them",
+            f"the plan uses {wanted[small[0]]} GPUs of host '{small[0]}', and Ray has {found[small[0]].gpus} there",
+            known=known,
+            fix="plan for the GPUs that are there (cluster=auto), or start Ray with all of them",
         )
     return found
 
 
 def check_free(wanted: Mapping[str, int], hosts: Mapping[str, LiveHost], holders: Mapping[str, Sequence[str]]) -> None:
     """Raises PlacementError for hosts with too few free GPUs; ``holders`` says by node id who has those taken."""
-    short = {name: host for name, host in hosts.items() if host.free_gpus < wanted[name]}
-    if short:
-        facts = [
-            f"{host.free_gpus} of {host.gpus} GPUs of '{host.name}' are free and the plan uses {wanted[name]}"
-            for name, host in short.items()
-        ]
-        taken = [f"{holder} on '{host.name}'" for host in short.values() for holder in holders.get(host.node_id, ())]
+    facts = []
+    for name, host in hosts.items():
+        if host.free_gpus < wanted[name]:
+            taken = f" (taken: {', '.join(holders[host.node_id])})" if host.node_id in holders else ""
+            facts.append(f"the plan uses {wanted[name]} GPUs of '{host.name}' and {host.free_gpus} are free{taken}")
+    if facts:
         raise PlacementError(
             _CLUSTER,
-            "; ".join(facts) + (f" (taken by {', '.join(taken)})" if taken else ""),
-            fix="wait for them or stop what has them, or plan for the GPUs that are free (cluster=auto)",
+            _first_few(facts),
+            fix="wait for them or stop what has them, or plan for those that are free (cluster=auto)",
         )
 
 
@@ -153,8 +152,7 @@ def check_bound(
         fix = (
             "start Ray on the host with CUDA_VISIBLE_DEVICES set to those that may be used" if kept else "run it again"
         )
-        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise PlacementError(_CLUSTER, f"Ray has not bound what is planned: {'; '.join(wrong[:3])}{more}", fix=fix)
+        raise PlacementError(_CLUSTER, f"Ray has not bound what is planned: {_first_few(wrong)}", fix=fix)
     indices: dict[Bundle, int] = {}
     for name in hosts:
         here = [index for index, bundle in enumerate(wanted) if bundle.host == name]
@@ -190,31 +188,31 @@ def placement_record(plan: Plan, placed: Placed) -> dict[str, Any]:
     }
 
 
-def _first_fit(wanted: Mapping[str, int], alive: Sequence[LiveHost], field: str) -> dict[str, LiveHost] | None:
-    """The largest first, each to the smallest host that has enough: finds a way if there is one."""
+def _called(wanted: Iterable[str], alive: Sequence[LiveHost]) -> dict[str, LiveHost]:
+    """The host of each name, where there is one that no other name means."""
+    found: dict[str, LiveHost] = {}
+    for name in wanted:
+        called = [host for host in alive if host.is_called(name) and host not in found.values()]
+        if called:
+            found[name] = called[0]
+    return found
+
+
+def _first_fit(wanted: Mapping[str, int], alive: Sequence[LiveHost], field: str) -> dict[str, LiveHost]:
+    """The most wanted first, each on the smallest host that has enough: finds a host for all if there is a way."""
     left = list(alive)
     chosen: dict[str, LiveHost] = {}
     for name in sorted(wanted, key=lambda name: -wanted[name]):
         enough = [host for host in left if getattr(host, field) >= wanted[name]]
-        if not enough:
-            return None
-        chosen[name] = min(enough, key=lambda host: getattr(host, field))
-        left.remove(chosen[name])
-    return {name: chosen[name] for name in wanted}
+        if enough:
+            chosen[name] = min(enough, key=lambda host: getattr(host, field))
+            left.remove(chosen[name])
+    return {name: chosen[name] for name in wanted if name in chosen}
 
 
-def _raise_small(wanted: Mapping[str, int], alive: Sequence[LiveHost]) -> dict[str, LiveHost]:
-    asked, there = _counts(wanted.values()), _counts(host.gpus for host in alive if host.gpus)
-    raise PlacementError(
-        _CLUSTER,
-        f"the plan uses {len(wanted)} hosts with {asked} GPUs, and Ray has {there or 'none with GPUs'}",
-        known=[f"{host.name} ({host.gpus} GPUs)" for host in alive],
-        fix="plan for the hosts that are there (cluster=auto), or start Ray on those that are missing",
-    )
-
-
-def _counts(gpus: Iterable[int]) -> str:
-    return ", ".join(str(count) for count in gpus)
+def _first_few(facts: Sequence[str]) -> str:
+    more = [f"and {len(facts) - 3} more"] if len(facts) > 3 else []
+    return "; ".join([*facts[:3], *more])
 
 
 def _in_order(host: LiveHost) -> tuple[Any, ...]:
@@ -224,11 +222,3 @@ def _in_order(host: LiveHost) -> tuple[Any, ...]:
 def _natural(text: str) -> list[tuple[int, str]]:
     """For sorting: host-2 before host-10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)]
-
-
-def _quoted(names: Iterable[str]) -> list[str]:
-    return [f"'{name}'" for name in names]
-
-
-def _hosts(names: Sequence[str]) -> str:
-    return f"host{'s' if len(names) > 1 else ''} {', '.join(_quoted(names))}"

@@ -167,7 +167,7 @@ def holders() -> dict[str, list[str]]:
     for content in state._connect_and_get_accessor().get_actor_table(None, "ALIVE"):
         actor = ActorTableData.FromString(content)
         if gpus := actor.required_resources.get("GPU", 0):
-            who = f"actor {actor.name or actor.class_name} of job {actor.job_id.hex()} ({gpus:g} GPUs)"
+            who = f"{gpus:g} by actor '{actor.name or actor.class_name}' of job {actor.job_id.hex()}"
             found.setdefault(actor.address.node_id.hex(), []).append(who)
     for group in placement_group_table().values():
         if group["state"] == "REMOVED":
@@ -175,10 +175,10 @@ def holders() -> dict[str, list[str]]:
         gpus_there: dict[str, float] = {}
         for index, node_id in group["bundles_to_node_id"].items():
             gpus_there[node_id] = gpus_there.get(node_id, 0) + group["bundles"][index].get("GPU", 0)
-        who = f"placement group {group['name'] or group['placement_group_id']}"
+        who = f"placement group '{group['name'] or group['placement_group_id']}'"
         for node_id, count in gpus_there.items():
             if node_id and count:
-                found.setdefault(node_id, []).append(f"{who} ({count:g} GPUs)")
+                found.setdefault(node_id, []).append(f"{count:g} by {who}")
     return found
 
 

@@ -117,7 +117,10 @@ def _until(done: Callable[[], bool], seconds: float, wanted: tuple[Bundle, ...],
             now = {host.node_id: host for host in live_hosts()}
             check_free(wanted_gpus(wanted), {name: now[host.node_id] for name, host in hosts.items()}, holders())
             raise PlacementError(
-                "cluster", f"Ray has not given {len(wanted)} GPUs of {len(hosts)} hosts within {seconds:g} s"
+                "cluster",
+                f"Ray has not given the {len(wanted)} GPUs of the plan within {seconds:g} s",
+                known=[f"{host.name} ({host.address})" for host in hosts.values()],
+                fix="see what 'ray status' says, and whether each of these hosts still works",
             )
 
 

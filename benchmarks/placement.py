@@ -1,0 +1,177 @@
+"""Whether Ray binds what was planned: ``python -m benchmarks.placement [--json FILE] [--plans 200]``.
+
+Random plans on simulated hosts, made by the planner itself: two to five roles with random degrees, apart or together.
+The GPUs of each are reserved, and what Ray's own table and the bundles themselves say is held against the plan. Beside
+it as many GPUs in a plain PACK group, given to the engines in the order of its bundles.
+"""
+
+import argparse
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+
+import rlflow
+from benchmarks.reporting import Goal, finish
+from rlflow.compiler.graph import wire
+from rlflow.compiler.lower import Requirements, lower
+from rlflow.compiler.plan import Plan, plan
+from rlflow.compose import cluster_named
+from rlflow.errors import PlacementError
+from rlflow.resources.cluster import Cluster
+from rlflow.resources.layout import Resources
+from rlflow.resources.placement import Bundle
+from rlflow.resources.workload import WeightCopy, Workload
+from rlflow.runtime.binding import Placed
+from rlflow.runtime.hosts import live_hosts, quiet_ray, simulated
+from rlflow.runtime.ray import bound
+
+SHAPES = ("2x8@cpu", "4x8@cpu", "1x7@cpu+1x8@cpu", "1x4@cpu+1x8@cpu+1x4@cpu")
+ROLES = {"actor": "actor", "critic": "actor", "judge": "reference", "reference": "reference", "rollout": "rollout"}
+_READY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one plan, or of several added up."""
+
+    plans: int = 0
+    bundles: int = 0
+    mismatches: int = 0
+    """Bundles whose host or GPU is not the planned one."""
+    engines: int = 0
+    """Tensor-parallel groups of more than one GPU."""
+    split: int = 0
+    """Of these on more than one host, as bound."""
+    naive_split: int = 0
+    """The same in a plain PACK group."""
+
+    def __add__(self, other: "Outcome") -> "Outcome":
+        return Outcome(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+
+def random_plans(cluster: Cluster, count: int, seed: int) -> Iterator[Plan]:
+    """Roles of the 32B recipe and more of their kinds, with random pins; what fits nowhere is drawn anew."""
+    draw = random.Random(seed)
+    recipe = rlflow.load(["recipe=grpo_32b", *(f"roles.{role}.engine=fake" for role in set(ROLES.values()))])
+    graph = wire(recipe)
+    given = lower(recipe, graph)
+    while count:
+        roles = {"actor", "rollout", *draw.sample(sorted(ROLES), draw.randint(0, 3))}
+        try:
+            yield plan(recipe, graph, _asking(given, sorted(roles), cluster, draw), cluster, {})
+        except PlacementError:
+            continue
+        count -= 1
+
+
+def _asking(given: Requirements, roles: Sequence[str], cluster: Cluster, draw: random.Random) -> Requirements:
+    demands = {demand.role: demand for demand in given.demands}
+    tasks = {task.role: task for task in given.workload.tasks if task.role}
+    nodes = {role: replace(tasks[ROLES[role]], node=role, role=role, after=()) for role in roles}
+    scored = tuple(role for role in roles if ROLES[role] == "reference")
+    for role in roles:
+        reads = {"actor": ("rollout", *scored), "reference": ("rollout",), "rollout": ()}[ROLES[role]]
+        nodes[role] = replace(nodes[role], after=reads)
+    order = sorted(roles, key=lambda role: len(nodes[role].after))
+    return Requirements(
+        demands=tuple(replace(demands[ROLES[role]], role=role, wants=_wants(cluster, draw)) for role in roles),
+        workload=Workload(
+            tasks=tuple(nodes[role] for role in order), copies=(WeightCopy(source="actor", target="rollout"),)
+        ),
+    )
+
+
+def _wants(cluster: Cluster, draw: random.Random) -> Resources:
+    """A size of the tensor-parallel groups; of some the number of groups, and of some that their GPUs are their own."""
+    largest = max(host.gpus for host in cluster.hosts)
+    return Resources(
+        tensor_parallel_size=draw.choice([size for size in (1, 2, 2, 4, 4, 8) if size <= largest]),
+        data_parallel_size=draw.choice(("auto", 1, 2, 3)),
+        colocate=draw.choice(("auto", ())),
+    )
+
+
+def tried(plans: Iterator[Plan]) -> Outcome:
+    """Each bound in turn, on the simulated hosts that this process has."""
+    return sum((_try(each) for each in plans), Outcome())
+
+
+def _try(tried: Plan) -> Outcome:
+    with bound(tried) as placed:
+        places = _places(placed)
+    used = list(dict.fromkeys(bundle for placement in tried.roles.values() for bundle in placement.bundles))
+    packed = dict(zip(used, _packed(len(used)), strict=True))
+    engines = list(_engines(tried))
+    return Outcome(
+        plans=1,
+        bundles=len(used),
+        mismatches=sum(places[bundle] != (bundle.host, str(bundle.gpu)) for bundle in used),
+        engines=len(engines),
+        split=sum(len({places[bundle][0] for bundle in engine}) > 1 for engine in engines),
+        naive_split=sum(len({packed[bundle] for bundle in engine}) > 1 for engine in engines),
+    )
+
+
+def _places(placed: Placed) -> dict[Bundle, tuple[str, str]]:
+    """The host of each bundle as Ray's table has it, and its GPU as a process in the bundle has told."""
+    quiet_ray()
+    from ray.util import placement_group_table
+
+    names = {host.node_id: host.name for host in live_hosts()}
+    node_ids = placement_group_table(placed.group)["bundles_to_node_id"]
+    return {bundle: (names[node_ids[index]], placed.gpu_ids[bundle]) for bundle, index in placed.bundle_indices.items()}
+
+
+def _packed(gpus: int) -> list[str]:
+    """The node of each bundle of a plain PACK group."""
+    quiet_ray()
+    from ray.util import placement_group, placement_group_table, remove_placement_group
+
+    group = placement_group([{"GPU": 1}] * gpus, strategy="PACK")
+    try:
+        assert group.wait(timeout_seconds=_READY_S)
+        node_ids: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+        return [node_ids[index] for index in range(gpus)]
+    finally:
+        remove_placement_group(group)
+
+
+def _engines(of: Plan) -> Iterator[tuple[Bundle, ...]]:
+    for placement in of.roles.values():
+        size = placement.layout.tensor_parallel_size
+        if size > 1:
+            yield from (placement.bundles[start : start + size] for start in range(0, len(placement.bundles), size))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plans", type=int, default=200)
+    arguments = parser.parse_args()
+    total = Outcome()
+    print(f"{'hosts':26}{'plans':>7}{'bundles':>9}{'mismatches':>12}{'engines':>9}{'split':>7}{'in a PACK group':>17}")
+    for index, shape in enumerate(SHAPES):
+        cluster = cluster_named(shape)
+        count = arguments.plans // len(SHAPES) + (index < arguments.plans % len(SHAPES))
+        with simulated(cluster):
+            of = tried(random_plans(cluster, count, seed=index))
+        print(f"{shape:26}{of.plans:7}{of.bundles:9}{of.mismatches:12}{of.engines:9}{of.split:7}{of.naive_split:17}")
+        total += of
+    figures = {
+        "plans": total.plans,
+        "bundles": total.bundles,
+        "mismatches": total.mismatches,
+        "engines": total.engines,
+        "split_engines": total.split,
+        "naive_split_engines": total.naive_split,
+    }
+    goals = {name: Goal("any", True) for name in figures} | {
+        "mismatches": Goal("0", total.mismatches == 0),
+        "split_engines": Goal("0", total.split == 0),
+    }
+    return finish("placement", figures, goals, arguments.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
