@@ -48,7 +48,7 @@ class Case:
 GROUP_SIZE = 8
 CASES = (
     Case("short", max_tokens=64, characters=63, prompts=32, steps=6),
-    Case("long", max_tokens=2048, characters=1023, prompts=8, steps=3),
+    Case("long", max_tokens=2048, characters=1023, prompts=8, steps=2),
 )
 
 

@@ -27,7 +27,7 @@ from rlflow.compose import (
     CONF,
     FrontDoor,
     calibration_of,
-    cluster_of_machine,
+    cluster_of_hosts,
     composing_error,
     free_keys,
     front_door_of,
@@ -139,9 +139,9 @@ def _plan(config: DictConfig, door: FrontDoor) -> Plan:
     if door.cluster.get("shape") != "auto":
         cluster = cluster_from(door.cluster)
     else:
-        from rlflow.runtime.machine import gpus_of_this_machine
+        from rlflow.runtime.hosts import live_devices
 
-        cluster = cluster_of_machine(gpus_of_this_machine(), config_dir)
+        cluster = cluster_of_hosts(live_devices(), config_dir)
     return compile_recipe(recipe, cluster, calibration_of(door, cluster))
 
 

@@ -151,21 +151,36 @@ def cluster_named(name: str, config_dir: Path | None = None) -> Cluster:
     return cluster_from(front_door_of(compose([f"cluster={name}"], config_dir)).cluster)
 
 
-def cluster_of_machine(device_names: Sequence[str], config_dir: Path | None = None) -> Cluster:
-    """One host with these GPUs, or the processor where there are none. Raises RecipeError for a GPU without figures."""
-    if not device_names:
+def cluster_of_hosts(devices: Mapping[str, Sequence[str]], config_dir: Path | None = None) -> Cluster:
+    """The hosts with their GPUs, by the names that nvidia-smi has for these; the processor where there are none.
+
+    Raises RecipeError for a GPU without figures, or one host with GPUs of several kinds.
+    """
+    if not any(devices.values()):
         return cluster_named("local", config_dir)
     folders = [CONF / "gpu", *([config_dir / "gpu"] if config_dir else [])]
     files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
     kinds = {str(_device_name(path)): path.stem for path in files}
-    if unknown := [name for name in device_names if name not in kinds]:
-        raise RecipeError(
-            "cluster",
-            f"no figures for this machine's GPU '{unknown[0]}'",
-            known=[f"{kind} ({name})" for name, kind in kinds.items() if name != "None"],
-            fix="a file gpu/NAME.yaml with its memory_gib and device_name in a folder given by --config-dir",
-        )
-    return cluster_named(f"1x{len(device_names)}@{kinds[device_names[0]]}", config_dir)
+    hosts = []
+    for host, names in devices.items():
+        if unknown := [name for name in names if name not in kinds]:
+            raise RecipeError(
+                "cluster",
+                f"no figures for the GPU '{unknown[0]}' of '{host}'",
+                known=[f"{kind} ({name})" for name, kind in kinds.items() if name != "None"],
+                fix="a file gpu/NAME.yaml with its memory_gib and device_name in a folder given by --config-dir",
+            )
+        if len(set(names)) > 1:
+            raise RecipeError(
+                "cluster",
+                f"'{host}' has GPUs of several kinds ({', '.join(sorted(set(names)))})",
+                fix="a file cluster/NAME.yaml with the hosts and which of their GPUs are free",
+            )
+        if names:
+            hosts.append({"name": host, "gpus": len(names), "gpu": kinds[names[0]]})
+    used = sorted({str(host["gpu"]) for host in hosts})
+    figures = cluster_named("+".join(f"1x1@{kind}" for kind in used), config_dir).gpus
+    return cluster_from({"hosts": hosts, "gpus": {kind: asdict(figures[kind]) for kind in used}})
 
 
 def calibration_of(door: FrontDoor, cluster: Cluster) -> Calibration:

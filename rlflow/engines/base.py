@@ -98,8 +98,8 @@ class Follows(Protocol):
     def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
         """Takes the weights over and writes ``version`` on what it generates from now on.
 
-        A tensor is good until the call returns. After one that failed the engine generates nothing until another has gone
-        through. Raises EngineError.
+        A tensor is good until the call returns. After a copy that failed the engine generates nothing until another has
+        gone through. Raises EngineError.
         """
 
 

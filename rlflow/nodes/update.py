@@ -18,9 +18,9 @@ from rlflow.nodes.losses import ClippedPolicyLoss, LikelihoodLoss
 class PolicyUpdate(Node, kind="policy_update", unit="batch"):
     """Policy gradient with a clipped ratio, every token counting the same within its minibatch.
 
-    The ratio is taken to ``old_logprobs`` where such a node is there, else to those that the engine sampled with. How far
-    the two engines are apart for the same weights is the metric ``sampler_difference``: the mean over tokens of the
-    absolute difference of their logprobs.
+    The ratio is taken to ``old_logprobs`` where such a node is there, else to those that the engine sampled with.
+    How far the two engines are apart for the same weights is the metric ``sampler_difference``: the mean over tokens of
+    the absolute difference of their logprobs.
     """
 
     clip_eps: Annotated[float, Gt(0)] = 0.2

@@ -88,7 +88,8 @@ class RayWorkers:
             raise
         if not failed:
             self._everywhere("offer", None)
-        return max(gathered(takes))
+        own: list[float] = gathered(takes)
+        return max(own)
 
     def _everywhere(self, method: str, *arguments: Any) -> "list[Future[Any]]":
         return [self._call(rank, method, *arguments) for rank in range(len(self))]

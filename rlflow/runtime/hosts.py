@@ -182,26 +182,22 @@ def holders() -> dict[str, list[str]]:
     return found
 
 
-def live_cluster() -> list[tuple[str, list[str], int]] | None:
-    """Of a Ray that runs each host with GPUs: its name, what nvidia-smi calls each, and how many are free.
+def live_devices() -> dict[str, list[str]]:
+    """For each host of a Ray that runs, else for this machine, what nvidia-smi calls the GPUs that are free there.
 
-    None where no Ray runs; it is not started. Raises PlacementError for a Ray that cannot be joined.
+    Raises PlacementError for a Ray that cannot be joined.
     """
-    if find_spec("ray") is None:
-        return None
-    if quiet_ray().is_initialized():
-        return _gpus_of_hosts()
-    if (address := running_ray()) is None:
-        return None
+    if find_spec("ray") is None or (address := running_ray()) is None:
+        return {"host-0": gpus_of_this_machine()}
     with _joined(address):
-        return _gpus_of_hosts()
+        return _devices_of_hosts()
 
 
-def _gpus_of_hosts() -> list[tuple[str, list[str], int]]:
+def _devices_of_hosts() -> dict[str, list[str]]:
     ray = quiet_ray()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    hosts = [host for host in live_hosts() if host.alive and host.gpus]
+    hosts = sorted((host for host in live_hosts() if host.alive and host.gpus), key=lambda host: host.name)
     ask = ray.remote(num_cpus=0, max_retries=0)(gpus_of_this_machine)
     answers = [
         ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(h.node_id, False)).remote() for h in hosts
@@ -210,7 +206,7 @@ def _gpus_of_hosts() -> list[tuple[str, list[str], int]]:
         names = ray.get(answers, timeout=_START_S)
     except Exception as error:  # of Ray, or of the hosts' own installation
         raise PlacementError("cluster", f"the hosts do not tell their GPUs ({first_line(error)})") from None
-    return sorted((host.name, list(told[: host.gpus]), host.free_gpus) for host, told in zip(hosts, names, strict=True))
+    return {host.name: list(told[: host.free_gpus]) for host, told in zip(hosts, names, strict=True)}
 
 
 def _wait_for(count: int) -> None:

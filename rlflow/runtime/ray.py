@@ -30,7 +30,7 @@ from rlflow.runtime.specs import check_engines, is_on_gpu
 
 # Ray is late to say that GPUs are free again.
 _FREED_S = 2.0
-_RESERVED_S = 6.0
+_RESERVED_S = 5.0
 # A process of Python on every host, with the disks of a cluster.
 _TOLD_S = 120.0
 _POLL_S = 0.25

@@ -6,7 +6,7 @@ from typing import Any
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.registry import engine_class, engine_kind
-from rlflow.errors import EngineError, UserError, first_line
+from rlflow.errors import EngineError, PlacementError, UserError, first_line
 from rlflow.extras import check_extra
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Optimizer
@@ -16,10 +16,19 @@ _SEQUENCES, _MOST_SEQUENCES = 256, 1024
 
 
 def check_engines(plan: Plan) -> None:
-    """Raises RecipeError for a role whose engine is not installed, or in a version that is not supported."""
+    """Raises RecipeError for a role whose engine is not installed, or in a version that is not supported, and
+    PlacementError for a worker on several hosts."""
     for role, written in plan.recipe.roles.items():
         if (package := engine_kind(written.engine).package) is not None:
             check_extra(package, f"roles.{role}.engine", f"engine '{written.engine}'")
+        for worker in plan.roles[role].workers:
+            if len(hosts := {bundle.host for bundle in worker.bundles}) > 1:
+                raise PlacementError(
+                    f"roles.{role}.pipeline_parallel_size",
+                    f"the stages of one engine are on {len(hosts)} hosts ({', '.join(sorted(hosts))}), and an engine is"
+                    " started within one",
+                    fix="stages that fit a host, a smaller model, or GPUs with more memory",
+                )
 
 
 def spec_of(plan: Plan, role: str, model: Model, *, device: str, rank: int = 0, address: str = "") -> EngineSpec:

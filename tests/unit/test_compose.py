@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.compose import cluster_named, cluster_of_machine, compose, free_keys, front_door_of
+from rlflow.compose import cluster_named, cluster_of_hosts, compose, free_keys, front_door_of
 from rlflow.errors import RecipeError
 
 
@@ -49,16 +49,21 @@ def test_unknown_clusters(name: str, message: str) -> None:
 
 
 def test_this_machine() -> None:
-    assert cluster_of_machine([]).shape == "1x1@cpu"
-    assert cluster_of_machine(["NVIDIA H200"] * 4).shape == "1x4@h200"
-    with pytest.raises(RecipeError, match="no figures for this machine's GPU 'NVIDIA X'"):
-        cluster_of_machine(["NVIDIA X"])
+    assert cluster_of_hosts({"host-0": []}).shape == "1x1@cpu"
+    assert cluster_of_hosts({"host-0": ["NVIDIA H200"] * 4}).shape == "1x4@h200"
+    several = cluster_of_hosts({"a": ["NVIDIA H200"] * 8, "b": ["NVIDIA A100-SXM4-80GB"] * 7, "c": []})
+    assert several.shape == "1x8@h200+1x7@a100_80gb"
+    assert [host.name for host in several.hosts] == ["a", "b"]
+    with pytest.raises(RecipeError, match="no figures for the GPU 'NVIDIA X' of 'host-0'"):
+        cluster_of_hosts({"host-0": ["NVIDIA X"]})
+    with pytest.raises(RecipeError, match="'a' has GPUs of several kinds"):
+        cluster_of_hosts({"a": ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"]})
 
 
 def test_kinds_of_gpu_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "gpu").mkdir()
     (tmp_path / "gpu" / "x1.yaml").write_text("memory_gib: 10.0\ndevice_name: NVIDIA X\nsource: test\n")
-    assert cluster_of_machine(["NVIDIA X"], tmp_path).shape == "1x1@x1"
+    assert cluster_of_hosts({"host-0": ["NVIDIA X"]}, tmp_path).shape == "1x1@x1"
     assert cluster_named("2x4@x1", tmp_path).gpus["x1"].memory_gib == 10.0
 
 

@@ -53,7 +53,8 @@ class WorkerExtension:
         given = weights.tensors() if isinstance(weights, SharedFile) else weights
         with self._rlflow_config():
             loaded = self.model_runner.get_model().load_weights(given)
-        self._rlflow_missing -= set(loaded)
+        # Some models do not tell.
+        self._rlflow_missing = set() if loaded is None else self._rlflow_missing - set(loaded)
 
     def finish_copy(self) -> Sequence[str]:
         """The names of vLLM's parameters for which nothing came."""

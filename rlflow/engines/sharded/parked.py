@@ -1,6 +1,7 @@
 """Tensors that give their GPU memory up and get it back, with every view of it."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -62,3 +63,6 @@ def _within(value: Any, depth: int) -> "Iterator[Tensor]":
     elif depth and isinstance(value, list | tuple):
         for each in value:
             yield from _within(each, depth - 1)
+    elif depth and is_dataclass(value):
+        # Where gradients are collected before they are reduced.
+        yield from _within(vars(value), depth)
