@@ -186,6 +186,36 @@ def test_top_p_cuts(alone: RemoteEngine) -> None:
     assert least.logprobs.values.min() < -0.1
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "llama"},
+        {"model_type": "qwen2", "attention_bias": True, "hidden_size": 128},
+        {"tie_word_embeddings": True},
+    ],
+    ids=["llama", "qwen2", "tied"],
+)
+def test_other_models(process: EngineProcess, changes: dict[str, Any]) -> None:
+    model = replace(MODEL, architecture=replace(ARCHITECTURE, **changes))
+    engine = process.build("vllm", serving(model=model, max_model_len=64))
+    reference = TransformersEngine(spec(model=model))
+    for version in range(3):
+        assert difference(reference, engine.generate(prompts((40, 5)), SAMPLING)) < TOLERANCE
+        weights = {name: torch.randn_like(tensor) / 8 for name, tensor in reference._model.state_dict().items()}
+        if "tie_word_embeddings" in changes:
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        engine.load_weights(list(weights.items()), version)
+        reference.load_weights(weights.items(), version)
+
+
+def test_weights_of_another_type_are_rounded(process: EngineProcess, reference: TransformersEngine) -> None:
+    engine = process.build("vllm", serving(model=replace(serving().model, dtype="bfloat16")))
+    weights = new_weights(7)
+    engine.load_weights(weights, 1)
+    reference.load_weights(weights, 1)
+    assert difference(reference, engine.generate(GIVEN, SAMPLING)) < 0.1
+
+
 def test_a_response_ends_with_the_end_token_or_at_its_limit(alone: RemoteEngine) -> None:
     out = alone.generate(GIVEN, Sampling(max_tokens=12, group_size=16))
     assert 0 < out.finished.sum() < len(out)
