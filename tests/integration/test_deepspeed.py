@@ -39,7 +39,7 @@ def address() -> str:
 
 
 def build_deepspeed(engines: list[Any], of: EngineSpec, sgd: bool) -> int:
-    """In the child. DeepSpeed keeps small weights whole, which here would be all of them."""
+    """In the child. DeepSpeed keeps small weights whole, which here would be all of them, and has large buffers."""
     import torch
 
     from rlflow.engines import deepspeed
@@ -47,7 +47,8 @@ def build_deepspeed(engines: list[Any], of: EngineSpec, sgd: bool) -> int:
 
     def config(of: EngineSpec, *, trains: bool) -> dict[str, Any]:
         usual = deepspeed_config(of, trains=trains)
-        return usual | {"zero_optimization": usual["zero_optimization"] | {"stage3_param_persistence_threshold": 0}}
+        small = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 100_000}
+        return usual | {"zero_optimization": usual["zero_optimization"] | small}
 
     vars(deepspeed)["deepspeed_config"] = config
 
@@ -153,6 +154,10 @@ def test_ranks_that_share_their_tokens_train_as_one_does(
     for rank in ours.logprobs([GIVEN] * 2, [0.7] * 2):
         assert rank.values.values == pytest.approx(scores, abs=1e-6)
     compare_training(ours, expected, sgd, lambda batch: [batch] * 2)
+    # The only response token is predicted at the end: the first rank has none.
+    batch = minibatch(sequences([9], [[1]]))
+    metrics = ours.update([batch] * 2, [LikelihoodLoss()] * 2)[0].values
+    assert metrics == pytest.approx(expected.update(batch, LikelihoodLoss()).values, abs=1e-4)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -199,6 +204,14 @@ def test_a_model_with_tied_weights_from_a_folder_and_back(
     for (name, value), (_, same) in zip(ours.weights()[0], again.weights(), strict=True):
         assert (value == same).all(), name
     assert again._tokenizer.decode(again._tokenizer("1+2=")["input_ids"]) == "1+2="
+
+
+def test_a_new_value_head_is_one_on_all_ranks(two: Sequence[EngineProcess], address: str, tmp_path: Path) -> None:
+    plain().export(tmp_path)
+    of = replace(actor(3), model=of_path(tmp_path), capabilities=frozenset({"Trains", "Values"}))
+    first, second = Ranks(two, of, address).values([GIVEN] * 2)
+    assert first.values.values.tolist() == second.values.values.tolist()
+    assert 1e-4 < first.values.values.std() < 1
 
 
 @pytest.mark.parametrize(
@@ -252,7 +265,7 @@ def park(engines: list[Any], place: int) -> float:
 
     engine = engines[place]
     parked = Parked(tensors_of(engine._module, engine._engine.optimizer), engine._device)
-    given_up = sum(copy.nbytes() for _, copy in parked._held)
+    given_up: int = sum(copy.nbytes() for _, copy in parked._held)
     assert all(storage.nbytes() == 0 for storage, _ in parked._held)
     parked.bring_back()
     return given_up / int(

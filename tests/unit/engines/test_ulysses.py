@@ -1,0 +1,93 @@
+"""Attention that ranks share, all ranks in one process; and micro-batches in equal number."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlflow.engines.causal_lm.attention import PackedLayout
+from rlflow.engines.causal_lm.packing import pack
+from rlflow.engines.sharded.rounds import evened
+from rlflow.engines.sharded.ulysses import UlyssesLayout, padded, part_of
+from tests.helpers import sequences
+
+GIVEN = sequences([5, 2, 4], [[4, 3, 1], [2], [1, 6]])
+CPU = torch.device("cpu")
+
+
+class Exchange:
+    """What an all-to-all does, between threads."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=20)
+        self._pieces: list[Tensor] = [torch.empty(0)] * size
+
+    def of(self, rank: int, pieces: Tensor) -> Tensor:
+        self._pieces[rank] = pieces
+        self._barrier.wait()
+        received = torch.stack([theirs[rank] for theirs in self._pieces])
+        self._barrier.wait()
+        return received
+
+
+@pytest.mark.parametrize(("size", "heads", "key_heads"), [(2, 4, 2), (2, 2, 1), (4, 4, 2), (4, 8, 8), (3, 6, 2)])
+def test_shared_attention_is_whole_attention(size: int, heads: int, key_heads: int) -> None:
+    stream = pack(GIVEN.prompt_ids, GIVEN.response_ids)
+    tokens = len(padded(stream, size).ids)
+    draw = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, count, tokens, 8, generator=draw) for count in (heads, key_heads, key_heads)]
+    whole = [x[:, :, : len(stream.ids)].clone().requires_grad_() for x in inputs]
+    query, key, value = whole
+    expected = PackedLayout(stream, CPU).attend(0, query, key, value, 0.3)
+    torch.autograd.backward(expected.square().sum())
+
+    shared = [x.clone().requires_grad_() for x in inputs]
+    exchange = Exchange(size)
+
+    def attend(rank: int) -> Tensor:
+        layout = UlyssesLayout(stream, CPU, size, lambda pieces: exchange.of(rank, pieces))
+        query, key, value = (x.chunk(size, dim=2)[rank] for x in shared)
+        return layout.attend(0, query, key, value, 0.3)
+
+    with ThreadPoolExecutor(size) as ranks:
+        parts = list(ranks.map(attend, range(size)))
+    out = torch.cat(parts, dim=1)[:, : len(stream.ids)]
+    assert torch.allclose(out, expected, atol=1e-6)
+    torch.autograd.backward(out.square().sum())
+    for ours, theirs in zip(shared, whole, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.allclose(ours.grad[:, :, : len(stream.ids)], theirs.grad, atol=1e-5)
+        assert not ours.grad[:, :, len(stream.ids) :].any()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 64])
+def test_parts_are_the_whole(size: int) -> None:
+    stream = pack(GIVEN.prompt_ids, GIVEN.response_ids)
+    parts = [part_of(stream, rank, size) for rank in range(size)]
+    assert len({len(part.ids) for part, _ in parts}) == 1
+    for name in ("ids", "positions"):
+        joined = np.concatenate([getattr(part, name) for part, _ in parts])
+        assert joined[: len(stream.ids)].tolist() == getattr(stream, name).tolist()
+    assert sorted(np.concatenate([tokens for _, tokens in parts])) == list(range(len(stream.predictors)))
+    for part, tokens in parts:
+        assert part.ids[part.predictors].tolist() == stream.ids[stream.predictors[tokens]].tolist()
+
+
+@pytest.mark.parametrize(
+    ("count", "pieces", "counting"),
+    [
+        (2, [[0, 1, 2], [3]], 2),
+        (3, [[0, 1], [2], [3]], 3),
+        (4, [[0], [1], [2], [3]], 4),
+        (6, [[0], [1], [2], [3], [3], [3]], 4),
+    ],
+)
+def test_as_many_micro_batches_as_the_other_ranks(count: int, pieces: list[list[int]], counting: int) -> None:
+    given = sequences([2], [[2, 3, 7, 1]])
+    ours, number = evened([np.arange(3), np.array([3])], given, count)
+    assert [piece.tolist() for piece in ours] == pieces
+    assert number == counting
