@@ -133,13 +133,14 @@ def of_gpus(found: list[Device], problem: str | None, linked: "Counter[str]") ->
         return [Finding("nvidia-smi", problem, fix=fix, broken=True)]
     if not found:
         return [Finding("GPUs", "none, or no NVIDIA driver: recipes run on the processor")]
-    findings = []
+    findings = [Finding("driver", ", ".join(sorted({gpu.driver for gpu in found})))]
     for gpu in found:
         memory = "memory unknown" if gpu.memory_gib is None else f"{gpu.memory_gib:.1f} GiB"
-        used = "" if gpu.used_gib is None else f", {gpu.used_gib:.1f} in use by {gpu.processes} processes"
+        used = "" if gpu.used_gib is None else f", {gpu.used_gib:.1f} in use"
+        used += f" by {_count(gpu.processes, 'process')}" if gpu.processes else ""
         busy = gpu.processes > 0 or (gpu.used_gib or 0) > _IDLE_GIB
-        fix = "stop what uses it (nvidia-smi shows it), or leave it out with CUDA_VISIBLE_DEVICES"
-        fact = f"{gpu.name}, {memory}{used}, driver {gpu.driver}"
+        fix = "stop what uses it, or hide it with CUDA_VISIBLE_DEVICES"
+        fact = f"{gpu.name}, {memory}{used}"
         findings.append(Finding(f"GPU {gpu.index}", fact, fix=fix if busy else None))
     if linked:
         pairs = ", ".join(f"{count} x {kind}" for kind, count in sorted(linked.items()))
@@ -202,13 +203,16 @@ def of_ray(asked: "Future[tuple[Any, str | None]] | None", address: str | None) 
         return Finding("cluster", f"{where}; runs of several GPUs need Ray", fix=install_line("ray"))
     hosts, problem = asked.result()
     if problem:
-        fix = "ray start --address=HEAD:6379 here, with RAY_ADDRESS=HEAD:6379; or to run without it: ray stop"
+        fix = (
+            "ray start --address=HEAD:6379 here, RAY_ADDRESS=HEAD:6379, and RAY_AUTH_MODE and the token of the head; "
+            "or without it: ray stop, unset RAY_ADDRESS"
+        )
         return Finding("cluster", f"{where}; it cannot be joined: {problem}", fix=fix, broken=True)
     if hosts is None:
         return Finding("cluster", f"{where}, and none runs on this host: a run that needs Ray starts its own")
     with_gpus = [f"{host['name']} {host['free']} of {host['gpus']}" for host in hosts if host["gpus"]]
     listed = f"GPUs free: {', '.join(with_gpus)}" if with_gpus else "none has a GPU"
-    return Finding("cluster", f"{where}; a run joins the one of {len(hosts)} hosts; {listed}")
+    return Finding("cluster", f"{where}; a run joins a cluster ({_count(len(hosts), 'host')}); {listed}")
 
 
 def of_variables(environment: Mapping[str, str]) -> list[Finding]:
@@ -241,6 +245,10 @@ def recipes() -> list[Finding]:
         findings.append(Finding(path.stem, f"engines {', '.join(engines)}{without}", fix=fix if missing else None))
     findings.append(Finding("does it fit?", "python -m rlflow recipe=NAME cluster=auto dry_run=true"))
     return findings
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "es" if what.endswith("s") else "s")
 
 
 if __name__ == "__main__":

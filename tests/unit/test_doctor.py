@@ -139,12 +139,14 @@ class TestMachine:
 
 class TestGpus:
     def test_idle_and_linked(self) -> None:
-        idle, linked = doctor.of_gpus([H100], None, Counter({"NV18": 6}))
-        assert idle == Finding("GPU 0", "NVIDIA H100 80GB HBM3, 80.0 GiB, 0.5 in use by 0 processes, driver 550.54.15")
+        driver, idle, linked = doctor.of_gpus([H100], None, Counter({"NV18": 6}))
+        assert idle == Finding("GPU 0", "NVIDIA H100 80GB HBM3, 80.0 GiB, 0.5 in use")
+        assert driver == Finding("driver", "550.54.15")
         assert linked.fact == "NVLink between all of them; pairs: 6 x NV18"
 
     def test_one_that_others_use_is_noted(self) -> None:
-        (busy,) = doctor.of_gpus([Device(3, "NVIDIA A10G", 22.0, 9.0, "550", 0)], None, Counter())
+        _, busy = doctor.of_gpus([Device(3, "NVIDIA A10G", 22.0, 9.0, "550", 2)], None, Counter())
+        assert busy.fact == "NVIDIA A10G, 22.0 GiB, 9.0 in use by 2 processes"
         assert "stop what uses it" in str(busy.fix)
         assert not busy.broken
 
@@ -231,7 +233,7 @@ class TestRay:
             {"name": name, "gpus": gpus, "free": free} for name, gpus, free in [("h", 0, 0), ("a", 8, 8), ("b", 8, 6)]
         ]
         fact = doctor.of_ray(answered(hosts), "10.0.0.1:6379").fact
-        assert fact == "RAY_ADDRESS=10.0.0.1:6379; a run joins the one of 3 hosts; GPUs free: a 8 of 8, b 6 of 8"
+        assert fact == "RAY_ADDRESS=10.0.0.1:6379; a run joins a cluster (3 hosts); GPUs free: a 8 of 8, b 6 of 8"
 
     def test_one_that_cannot_be_joined_is_broken(self) -> None:
         assert doctor.of_ray(answered(None, "ConnectionRefusedError: no"), "10.0.0.1:6379").broken

@@ -4,8 +4,10 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
+import rlflow
 from rlflow import extras
 from rlflow.errors import RecipeError
+from rlflow.runtime.ray import RayRuntime
 
 REQUIRES = [
     "torch==2.13.0",
@@ -98,3 +100,20 @@ def test_a_library_that_is_always_needed_has_no_extra(packages: dict[str, str]) 
 def test_rlflows_own_metadata_names_every_extra() -> None:
     for library in ("torch", "transformers", "ray", "deepspeed", "vllm"):
         assert extras.required(library).specifier
+
+
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [
+        ("ray", "cluster: a run on 1x2@cpu needs ray>=2.60,<2.61, which is not installed"),
+        ("vllm", "roles.rollout.engine: engine 'vllm' needs vllm>=0.32,<0.33, which is not installed"),
+        ("deepspeed", "roles.actor.engine: engine 'deepspeed' needs deepspeed>=0.19.8,<0.20, which is not installed"),
+    ],
+)
+def test_a_run_is_refused_before_it_starts(packages: dict[str, str], missing: str, told: str) -> None:
+    packages.update({"ray": "2.60.0", "vllm": "0.32.0", "deepspeed": "0.19.8"})
+    del packages[missing]
+    plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny_cluster"]), "1x2@cpu")
+    with pytest.raises(RecipeError) as caught:
+        RayRuntime().check(plan)
+    assert str(caught.value).startswith(told)
