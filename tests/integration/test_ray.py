@@ -1,0 +1,243 @@
+"""Placement in a Ray of simulated hosts: what was planned is bound, and what is missing is named."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+import rlflow
+from benchmarks.placement import SHAPES, random_plans, tried
+from rlflow.compiler.plan import Plan
+from rlflow.compose import cluster_named
+from rlflow.errors import PlacementError
+from rlflow.runtime.binding import match_hosts, wanted_gpus
+from rlflow.runtime.hosts import live_hosts, simulated
+from rlflow.runtime.ray import bound
+from tests.conftest import CONFIG_DIR, ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+COMMAND = [sys.executable, "-m", "rlflow", "--config-dir", str(CONFIG_DIR), "recipe=fake"]
+MARK = "RLFLOW_TEST_MARK"
+
+
+def using(cluster: str) -> Plan:
+    """A plan that uses all GPUs of the cluster."""
+    gpus = sum(host.gpus for host in cluster_named(cluster).hosts)
+    pins = [f"roles.rollout.gpus={gpus}", "roles.rollout.tensor_parallel_size=1"]
+    return rlflow.compile(rlflow.load(["recipe=fake", *pins], CONFIG_DIR), cluster)
+
+
+def processes(mark: str) -> list[str]:
+    """The command lines of all that have the mark in their environment, this process aside."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if int(folder.name) != os.getpid() and f"{MARK}={mark}" in (folder / "environ").read_text(errors="replace"):
+                found.append((folder / "cmdline").read_text().replace("\0", " "))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def seconds_until(done: Any, most: float = 20) -> float:
+    began = time.monotonic()
+    while not done():
+        assert time.monotonic() - began < most
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Given to all processes that the test starts; none of them is left after it."""
+    value = uuid4().hex
+    monkeypatch.setenv(MARK, value)
+    yield value
+    seconds_until(lambda: not processes(value))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_plans_are_bound_as_planned(shape: str, mark: str) -> None:
+    cluster = cluster_named(shape)
+    with simulated(cluster):
+        outcome = tried(random_plans(cluster, 50, seed=SHAPES.index(shape)))
+    print(f"{shape}: {outcome}")
+    assert outcome.plans == 50
+    assert outcome.mismatches == outcome.split == 0
+    assert outcome.engines > 0
+
+
+def test_sixteen_hosts(mark: str) -> None:
+    from ray.util import placement_group_table
+
+    plan = using("16x8@cpu")
+    with simulated(plan.cluster), bound(plan) as placed:
+        group = placement_group_table(placed.group)
+        assert group["stats"]["end_to_end_creation_latency_ms"] < 5000
+        assert len(placed.gpu_ids) == 128
+        assert all(
+            (placed.hosts[b.host].name, gpu) == (b.host, str(b.gpu))
+            and group["bundles_to_node_id"][placed.bundle_indices[b]] == placed.hosts[b.host].node_id
+            for b, gpu in placed.gpu_ids.items()
+        )
+
+
+@pytest.fixture(scope="class")
+def hosts() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray itself takes half a minute to notice that a host has died, and only then is all that it had let go.
+        patch.setenv("RAY_health_check_period_ms", "500")
+        patch.setenv("RAY_health_check_failure_threshold", "3")
+        with simulated(cluster_named("3x2@cpu")) as there:
+            yield there
+
+
+class TestErrors:
+    """All on the same hosts, which end with one of them dead."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_left(self, hosts: Any) -> Iterator[None]:
+        from ray._private.state import actors
+        from ray.util import placement_group_table
+
+        yield
+        seconds_until(lambda: all(group["state"] == "REMOVED" for group in placement_group_table().values()))
+        seconds_until(lambda: all(actor["State"] == "DEAD" for actor in actors().values()))
+        seconds_until(lambda: all(host.free_gpus == host.gpus for host in live_hosts() if host.alive))
+
+    def error(self, plan: Plan) -> str:
+        began = time.monotonic()
+        with pytest.raises(PlacementError) as raised, bound(plan):
+            pass
+        assert time.monotonic() - began < 10
+        return str(raised.value)
+
+    def test_a_host_is_missing(self) -> None:
+        error = self.error(using("4x2@cpu"))
+        assert "Ray has none for 'host-3' (2 GPUs)" in error
+        assert "Known: host-0 (2 GPUs), host-1 (2 GPUs), host-2 (2 GPUs)" in error
+
+    def test_a_gpu_is_taken_by_an_actor(self) -> None:
+        with taken("host-1"):
+            assert "uses 2 GPUs of 'host-1' and 1 are free (taken: 1 by actor 'thief' of job" in self.error(
+                using("2x2@cpu")
+            )
+
+    def test_gpus_are_taken_by_another_run(self) -> None:
+        with bound(using("2x2@cpu")):
+            error = self.error(using("2x2@cpu"))
+        assert "'host-0' and 0 are free (taken: 2 by placement group 'rlflow fake')" in error
+
+    def test_a_gpu_is_taken_while_waiting(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def as_if_free(plan: Plan, wanted: Any) -> Any:
+            return match_hosts(plan.cluster.hosts, wanted_gpus(wanted), live_hosts())
+
+        monkeypatch.setattr("rlflow.runtime.ray._hosts_with_room", as_if_free)
+        with taken("host-0"):
+            assert "GPUs of 'host-0' and 1 are free (taken: 1 by actor 'thief'" in self.error(using("2x2@cpu"))
+
+    def test_another_process_joins_and_leaves(self) -> None:
+        program = """
+import json
+from rlflow.compose import cluster_named
+from rlflow.runtime.hosts import connected, live_devices
+from rlflow.runtime.ray import bound
+from tests.integration.test_ray import using
+print(json.dumps(live_devices()))
+plan = using("2x2")
+with connected(plan.cluster), bound(plan) as placed:
+    print(json.dumps([placed.simulated, sorted(placed.addresses), sorted(placed.gpu_ids.values())]))
+"""
+        import ray
+
+        address = ray.get_runtime_context().gcs_address
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "RAY_ADDRESS": address},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.stderr == ""
+        assert done.stdout.splitlines() == [
+            '{"host-0": [], "host-1": [], "host-2": []}',
+            '[false, ["host-0", "host-1"], ["0", "0", "1", "1"]]',
+        ]
+
+    # The last of them: afterwards there is one host.
+    @pytest.mark.parametrize(("before", "gpus"), [("placement_group", 6), ("_ask", 4)])
+    def test_a_host_that_dies_while_waiting(
+        self, hosts: Any, before: str, gpus: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plan = using(f"{gpus // 2}x2@cpu")
+        name = plan.cluster.hosts[-1].name
+        (dying,) = [node for node in hosts.worker_nodes if node._ray_params.node_name == name]
+
+        def killing(*arguments: Any, **options: Any) -> Any:
+            for process in dying.all_processes["raylet"]:
+                process.process.kill()
+            return function(*arguments, **options)
+
+        module = "ray.util" if before == "placement_group" else "rlflow.runtime.ray"
+        function = getattr(sys.modules[module], before)
+        monkeypatch.setattr(f"{module}.{before}", killing)
+        assert f"lost '{name}'" in self.error(plan)
+
+
+@contextmanager
+def taken(host: str) -> Iterator[None]:
+    """A GPU of the host, by an actor."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    node_id = next(each.node_id for each in live_hosts() if each.name == host)
+    where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    thief = ray.remote(Thief).options(name="thief", num_gpus=1, num_cpus=0, scheduling_strategy=where).remote()
+    ray.get(thief.ready.remote(), timeout=60)
+    yield
+    ray.kill(thief)
+
+
+class Thief:
+    def ready(self) -> None:
+        pass
+
+
+def test_ctrl_c_leaves_nothing(mark: str, tmp_path: Path) -> None:
+    command = [*COMMAND, "cluster=2x1@cpu"]
+    options = ["steps=100000", f"hydra.run.dir={tmp_path}/run", "checkpoints.every=100000", "evaluation.every=100000"]
+    run = subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, process_group=0
+    )
+    try:
+        seconds_until(lambda: run.poll() is not None or (tmp_path / "run" / "metrics.jsonl").exists(), 120)
+        os.killpg(run.pid, signal.SIGINT)
+        out, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert (run.returncode, err) == (130, ""), out
+    assert "simulated" in (tmp_path / "run" / "placement.json").read_text()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:10001"])
+def test_an_address_that_cannot_be_joined(address: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "cluster=2x8", "roles.rollout.gpus=16", f"hydra.run.dir={tmp_path}/run"],
+        env={**os.environ, "RAY_ADDRESS": address},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"PlacementError: cluster: RAY_ADDRESS is '{address}', ")
+    assert "Traceback" not in done.stderr
