@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from rlflow.engines.base import EngineSpec
-from rlflow.errors import EngineError
+from rlflow.errors import EngineError, RecipeError
 
 
 def join(spec: EngineSpec) -> None:
@@ -44,12 +44,23 @@ def join(spec: EngineSpec) -> None:
 
 
 def deepspeed_config(spec: EngineSpec, *, trains: bool) -> dict[str, Any]:
-    """One sample a micro-batch as far as DeepSpeed knows: the engine scales its losses and says which one is last."""
+    """One sample a micro-batch as far as DeepSpeed knows: the engine scales its losses and says which one is last.
+
+    Raises RecipeError for an offload that the stage does not have.
+    """
     stage = spec.layout.zero_stage or 0
+    offload = spec.layout.offload or "none"
+    needed = {"none": 0, "optimizer": 1 if trains else 0, "weights": 3}[offload]
+    if stage < needed:
+        raise RecipeError(
+            f"roles.{spec.role}.offload",
+            f"'{offload}' with ZeRO stage {stage} is not possible",
+            fix=f"zero_stage {needed}" + (" or more" if needed < 3 else ""),
+        )
     zero: dict[str, Any] = {"stage": stage}
-    if spec.layout.offload in ("optimizer", "weights") and trains and stage > 0:
+    if offload != "none" and trains:
         zero["offload_optimizer"] = {"device": "cpu"}
-    if spec.layout.offload == "weights" and stage == 3:
+    if offload == "weights":
         zero["offload_param"] = {"device": "cpu"}
     in_fp32_without_zero = spec.model.dtype == "float32" and stage == 0
     return {

@@ -1,4 +1,4 @@
-"""Attention that ranks share, all ranks in one process; and micro-batches in equal number."""
+"""Attention that ranks share, with all ranks in one process."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rlflow.engines.causal_lm.attention import PackedLayout
 from rlflow.engines.causal_lm.packing import pack
-from rlflow.engines.sharded.rounds import evened
 from rlflow.engines.sharded.ulysses import UlyssesLayout, padded, part_of
 from tests.helpers import sequences
 
@@ -75,19 +74,3 @@ def test_parts_are_the_whole(size: int) -> None:
     assert sorted(np.concatenate([tokens for _, tokens in parts])) == list(range(len(stream.predictors)))
     for part, tokens in parts:
         assert part.ids[part.predictors].tolist() == stream.ids[stream.predictors[tokens]].tolist()
-
-
-@pytest.mark.parametrize(
-    ("count", "pieces", "counting"),
-    [
-        (2, [[0, 1, 2], [3]], 2),
-        (3, [[0, 1], [2], [3]], 3),
-        (4, [[0], [1], [2], [3]], 4),
-        (6, [[0], [1], [2], [3], [3], [3]], 4),
-    ],
-)
-def test_as_many_micro_batches_as_the_other_ranks(count: int, pieces: list[list[int]], counting: int) -> None:
-    given = sequences([2], [[2, 3, 7, 1]])
-    ours, number = evened([np.arange(3), np.array([3])], given, count)
-    assert [piece.tolist() for piece in ours] == pieces
-    assert number == counting
