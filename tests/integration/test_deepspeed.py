@@ -1,6 +1,7 @@
 """DeepSpeed on two ranks against the plain engine on one."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,19 @@ GIVEN = sequences([3, 6, 2], [[4, 9, 1], [2, 7], [5]])
 STEPS = 5
 
 
+@contextmanager
+def of_one_thread(count: int) -> "Iterator[Sequence[EngineProcess]]":
+    """Processes of several threads each would wait for one another on a machine of two cores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with processes(count) as started:
+            yield started
+
+
 @pytest.fixture(scope="module")
 def two() -> "Iterator[Sequence[EngineProcess]]":
-    with pytest.MonkeyPatch.context() as patch:
-        # Two processes of two threads each would wait for one another on a machine of two cores.
-        patch.setenv("OMP_NUM_THREADS", "1")
-        with processes(2) as started:
-            yield started
+    with of_one_thread(2) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +70,17 @@ def build_deepspeed(engines: list[Any], of: EngineSpec, sgd: bool) -> int:
 
 
 class Ranks:
-    """An engine on both ranks: ``update`` and the like split rows as the caller says."""
+    """An engine on all ranks: ``update`` and the like split rows as the caller says."""
 
-    def __init__(self, two: Sequence[EngineProcess], of: EngineSpec, address: str, sgd: bool = False) -> None:
-        self._two = two
-        specs = [replace(of, rank=rank, world_size=2, address=address) for rank in range(2)]
-        self._places = all_of(two, build_deepspeed, specs, [sgd, sgd])
+    def __init__(self, ranks: Sequence[EngineProcess], of: EngineSpec, address: str, sgd: bool = False) -> None:
+        self._ranks = ranks
+        specs = [replace(of, rank=rank, world_size=len(ranks), address=address) for rank in range(len(ranks))]
+        self._places = all_of(ranks, build_deepspeed, specs, [sgd] * len(ranks))
 
     def __getattr__(self, method: str) -> Any:
         """Called with a value for each rank of every argument; returns what each rank did."""
-        return lambda *arguments: all_of(self._two, call, self._places, [method] * 2, *arguments)
+        methods = [method] * len(self._ranks)
+        return lambda *arguments: all_of(self._ranks, call, self._places, methods, *arguments)
 
 
 def actor(stage: int, sequence_parallel_size: int = 1, **options: Any) -> EngineSpec:
@@ -131,8 +139,9 @@ def compare_training(ours: Ranks, expected: TorchEngine, sgd: bool, shares: Call
     """Five steps. AdamW divides small gradients by their own size, so that rounding shows."""
     for step in range(STEPS):
         batch = policy_minibatch(step)
-        first, second = ours.update(shares(batch), [LOSS] * 2)
-        assert first == second
+        parts = shares(batch)
+        first, *others = ours.update(parts, [LOSS] * len(parts))
+        assert all(other == first for other in others)
         metrics = expected.update(batch, LOSS).values
         assert metrics["grad_norm"] > 0.01
         assert first.values == pytest.approx(metrics, abs=1e-5 if sgd else 1e-4)
@@ -158,6 +167,13 @@ def test_ranks_that_share_their_tokens_train_as_one_does(
     batch = minibatch(sequences([9], [[1]]))
     metrics = ours.update([batch] * 2, [LikelihoodLoss()] * 2)[0].values
     assert metrics == pytest.approx(expected.update(batch, LikelihoodLoss()).values, abs=1e-4)
+
+
+def test_two_shares_of_the_data_of_two_ranks_each() -> None:
+    layout = Layout(micro_batch_tokens=16, zero_stage=3, data_parallel_size=2, sequence_parallel_size=2)
+    with of_one_thread(4) as four:
+        ours = Ranks(four, replace(actor(3), layout=layout), free_address(), sgd=True)
+        compare_training(ours, plain(sgd=True), True, lambda batch: [part for part in split(batch) for _ in range(2)])
 
 
 @pytest.mark.parametrize("stage", [0, 3])
