@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,6 +119,10 @@ CAPABILITIES: dict[str, type] = {
 }
 
 
+WeightBackend = Literal["ipc", "nccl"]
+"""From GPU to GPU: between processes on the same one, or from one to others."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
     """All that an engine is built from."""
@@ -145,6 +149,8 @@ class EngineSpec:
     """Tokens of the longest prompt and response together; None where the role generates nothing."""
     max_num_seqs: int = 256
     """Responses that one worker writes at once."""
+    weight_backend: WeightBackend | None = None
+    """How weights come to it, where not through ``load_weights``."""
 
 
 class Engine(Protocol):

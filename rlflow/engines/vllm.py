@@ -81,6 +81,14 @@ class VllmEngine:
         """
         self._batcher.call(lambda engine: self._load(engine, weights, version))
 
+    def transfer(self, method: str, arguments: dict[str, Any]) -> None:
+        """A step of vLLM's own way from GPU to GPU, on all ranks. ``transferred`` ends it."""
+        self._batcher.call(lambda engine: self._transfer(engine, method, arguments))
+
+    def transferred(self, version: int) -> None:
+        """All weights have come by ``transfer``."""
+        self._batcher.call(lambda engine: self._renew(engine, version))
+
     def sleep(self) -> None:
         """On the CPU it only generates nothing until it is woken: vLLM's memory is there as long as vLLM is."""
         self._batcher.call(self._sleep)
@@ -113,16 +121,24 @@ class VllmEngine:
         self._batcher.version = None
         given = self._expected.checked(role, weights)
         try:
-            engine.collective_rpc("begin_copy")
+            _on_ranks(engine, "begin_copy")
             for part in [given] if self._spec.layout.model_parallel_size == 1 else shared_files(given):
-                engine.collective_rpc("take_weights", args=(part,))
-            missing = {name for names in engine.collective_rpc("finish_copy") for name in names}
+                _on_ranks(engine, "take_weights", part)
+            missing = {name for names in _on_ranks(engine, "finish_copy") for name in names}
         except EngineError:
             raise
         except Exception as error:
             raise EngineError(f"role {role}: the copy of weights {version} failed ({first_line(error)}).") from error
         if missing:
             raise EngineError(f"role {role}: the weights lack vLLM's '{min(missing)}'.")
+        self._renew(engine, version)
+
+    def _transfer(self, engine: Any, method: str, arguments: dict[str, Any]) -> None:
+        if method != "init_weight_transfer_engine":
+            self._batcher.version = None
+        engine.collective_rpc(method, kwargs=arguments)
+
+    def _renew(self, engine: Any, version: int) -> None:
         self._forget_prompts(engine)
         self._batcher.version = version
 
@@ -148,8 +164,17 @@ def _start(arguments: dict[str, Any]) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-    engine.collective_rpc("score_whole_distribution")
+    _on_ranks(engine, "score_whole_distribution")
     return engine
+
+
+def _on_ranks(engine: Any, method: str, *arguments: Any) -> list[Any]:
+    """What a method of WorkerExtension returns on each rank. Raises the first error of any."""
+    answers = engine.collective_rpc("attempt", args=(method, *arguments))
+    for error, _ in answers:
+        if error is not None:
+            raise error
+    return [result for _, result in answers]
 
 
 ENGINE = VllmEngine

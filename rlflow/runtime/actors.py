@@ -1,6 +1,7 @@
 """The workers of a role as actors of Ray."""
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -11,14 +12,15 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlflow.compiler.plan import Plan
-from rlflow.engines.base import EngineSpec
+from rlflow.engines.base import EngineSpec, WeightBackend
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError, UserError, first_line
 from rlflow.recipe import Model
 from rlflow.resources.placement import Worker
 from rlflow.runtime.binding import Placed
+from rlflow.runtime.gpu_weights import Receivers
 from rlflow.runtime.proxies import RoleProxy, Turns, Workers, gathered
-from rlflow.runtime.specs import is_on_gpu, spec_of
+from rlflow.runtime.specs import is_on_gpu, spec_of, weight_backend
 from rlflow.runtime.worker import EngineWorker
 
 # Calls that wait in one worker: a prompt each for engines that write many at once.
@@ -48,8 +50,7 @@ class RayWorkers:
             ray.remote(EngineWorker).options(**self._options(rank, worker)).remote()
             for rank, worker in enumerate(self._workers)
         ]
-        host = self._placed.addresses[self._workers[0].bundles[0].host]
-        address = f"{host}:{gathered([self._call(0, 'meeting_port')])[0]}"
+        address = self._meeting_address()
         return [self._call(rank, "build", self._engine, self._spec(rank, address)) for rank in range(len(self))]
 
     def stop(self) -> None:
@@ -65,11 +66,24 @@ class RayWorkers:
         return self._call(rank, "call", method, *arguments)
 
     def copy_weights(self, source: Workers, version: int) -> float:
-        """Bucket by bucket through Ray's store: one is taken over while the next is gathered.
-
-        Returns the seconds of it that the slowest engine took to take them over.
-        """
+        """Returns the seconds of it that the slowest engine took to take them over."""
         assert isinstance(source, RayWorkers)
+        if (backend := weight_backend(self._plan, self._role)) is not None:
+            return self._copy_directly(source, backend, version)
+        return self._copy_through_store(source, version)
+
+    def _copy_directly(self, source: "RayWorkers", backend: WeightBackend, version: int) -> float:
+        """From GPU to GPU, by vLLM's own ways."""
+        began = time.perf_counter()
+        receivers = Receivers(self._actors, len(self._workers[0].bundles))
+        address = source._meeting_address()
+        ranks = range(len(source))
+        gathered([source._call(rank, "send_directly", backend, receivers, rank, address) for rank in ranks])
+        gathered([self.submit(rank, "transferred", version) for rank in range(len(self))])
+        return time.perf_counter() - began
+
+    def _copy_through_store(self, source: "RayWorkers", version: int) -> float:
+        """Bucket by bucket through Ray's store: one is taken over while the next is gathered."""
         gathered(source._everywhere("send_weights") + self._everywhere("expect_weights"))
         takes: list[Future[float]] = self._everywhere("take_weights", version)
         offers: list[Future[None]] = []
@@ -90,6 +104,11 @@ class RayWorkers:
             self._everywhere("offer", None)
         own: list[float] = gathered(takes)
         return max(own)
+
+    def _meeting_address(self) -> str:
+        """HOST:PORT on the host of rank 0."""
+        host = self._placed.addresses[self._workers[0].bundles[0].host]
+        return f"{host}:{gathered([self._call(0, 'meeting_port')])[0]}"
 
     def _everywhere(self, method: str, *arguments: Any) -> "list[Future[Any]]":
         return [self._call(rank, method, *arguments) for rank in range(len(self))]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlflow.compiler.plan import Plan
-from rlflow.engines.base import EngineSpec
+from rlflow.engines.base import EngineSpec, WeightBackend
 from rlflow.engines.registry import engine_class, engine_kind
 from rlflow.errors import EngineError, PlacementError, UserError, first_line
 from rlflow.extras import check_extra
@@ -50,7 +50,20 @@ def spec_of(plan: Plan, role: str, model: Model, *, device: str, rank: int = 0, 
         address=address,
         max_model_len=_max_model_len(plan, role),
         max_num_seqs=min(expected, _MOST_SEQUENCES),
+        weight_backend=weight_backend(plan, role),
     )
+
+
+def weight_backend(plan: Plan, role: str) -> WeightBackend | None:
+    """How weights come to ``role`` from GPU to GPU, by vLLM's own ways. None: through the memory of the hosts, as for
+    processors, other engines, and GPUs of which the two roles share only some."""
+    written = plan.recipe.roles[role]
+    if written.follows is None or written.engine != "vllm" or not is_on_gpu(plan):
+        return None
+    own, of_leader = set(plan.roles[role].bundles), set(plan.roles[written.follows].bundles)
+    if own <= of_leader:
+        return "ipc"
+    return "nccl" if own.isdisjoint(of_leader) else None
 
 
 def is_on_gpu(plan: Plan) -> bool:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from rlflow.engines.base import EngineSpec
+from rlflow.engines.base import EngineSpec, WeightBackend
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError
+from rlflow.runtime.gpu_weights import Receivers, sender
 from rlflow.runtime.specs import build
 from rlflow.runtime.weights import Bucket, buckets
 
@@ -27,6 +28,7 @@ class EngineWorker:
         self._engine: Any = None
         self._alone: ThreadPoolExecutor | None = ThreadPoolExecutor(1)
         self._sending: Iterator[Bucket] = iter(())
+        self._sender: Any = None
         self._arriving: queue.Queue[Bucket | str | None] = queue.Queue(1)
 
     def meeting_port(self) -> int:
@@ -54,6 +56,17 @@ class EngineWorker:
         """A bucket and True; at the end, None and False."""
         bucket: Bucket | None = self._run(next, self._sending, None)
         return bucket, bucket is not None
+
+    def send_directly(self, backend: WeightBackend, receivers: Receivers, rank: int, address: str) -> None:
+        """All weights from GPU to GPU; every rank of the role is asked at once."""
+        if self._sender is None:
+            self._sender = self._run(lambda: sender(self._engine, backend, receivers, rank=rank, address=address))
+        try:
+            self._run(self._sender.send_weights)
+        except BaseException:
+            # The next copy meets anew: a receiver may be another process by then.
+            self._sender = None
+            raise
 
     def expect_weights(self) -> None:
         """Comes before ``offer`` and ``take_weights``. Whatever another copy left over is forgotten."""

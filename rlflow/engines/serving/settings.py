@@ -62,6 +62,8 @@ def engine_arguments(spec: EngineSpec, folder: str, config: Any) -> dict[str, An
         }
     if layout.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = layout.gpu_memory_utilization
+    if spec.weight_backend is not None:
+        arguments["weight_transfer_config"] = {"backend": spec.weight_backend}
     return arguments | {"enable_sleep_mode": layout.sleeps}
 
 

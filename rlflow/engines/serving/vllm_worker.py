@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlflow.engines.serving.shared_files import SharedFile
+from rlflow.errors import first_line
 
 
 class WorkerExtension:
@@ -32,6 +33,17 @@ class WorkerExtension:
             return cut_and_draw(logits, generators, k, p)[0], scores
 
         sampler.forward = forward
+
+    def attempt(self, method: str, *arguments: Any) -> tuple[Exception | None, Any]:
+        """The error that a method of this class raised, and what it returned.
+
+        Where ranks raise or return an error, vLLM takes the first one's answer and leaves those of the others to the next call.
+        """
+        try:
+            return None, getattr(self, method)(*arguments)
+        except Exception as error:  # whatever it is, it is raised where the answers are
+            alone = self.vllm_config.parallel_config.world_size == 1
+            return (error if alone else RuntimeError(first_line(error))), None
 
     def begin_copy(self) -> None:
         """What a copy that failed has left is put away first."""

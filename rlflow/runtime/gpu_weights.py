@@ -1,0 +1,87 @@
+"""Weights from GPU to GPU, by vLLM's own engines for it: CUDA IPC on the same GPUs, NCCL between others.
+
+No line of it has run on a GPU so far.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from rlflow.engines.base import Trains, WeightBackend
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Source:
+    """An engine's weights in the form that vLLM's senders read."""
+
+    def __init__(self, engine: Trains) -> None:
+        self._engine = engine
+
+    def __iter__(self) -> "Iterator[tuple[str, Tensor]]":
+        return self._engine.weights()
+
+    def metadata(self) -> list[Any]:
+        return self._metadata
+
+    @cached_property
+    def _metadata(self) -> list[Any]:
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+
+
+class Receivers:
+    """The vLLM engines of a role, as vLLM's senders call them."""
+
+    def __init__(self, actors: Sequence[Any], width: int) -> None:
+        """``actors`` are handles of EngineWorkers; ``width`` is the number of GPUs of each."""
+        self._actors = actors
+        self._width = width
+
+    @property
+    def num_gpus(self) -> int:
+        return len(self._actors) * self._width
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        infos = [
+            # Each engine's ranks follow those of the one before it.
+            init_info | {"rank_offset": init_info["rank_offset"] + index * self._width}
+            if "rank_offset" in init_info
+            else init_info
+            for index in range(len(self._actors))
+        ]
+        self._call("init_weight_transfer_engine", [{"init_info": info} for info in infos])
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update", [{}] * len(self._actors))
+
+    def update_weights(self, update_info: Any) -> None:
+        self._call("update_weights", [{"update_info": update_info}] * len(self._actors))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("finish_weight_update", [{}] * len(self._actors))
+
+    def _call(self, method: str, arguments: Sequence[dict[str, Any]]) -> None:
+        import ray
+
+        calls = zip(self._actors, arguments, strict=True)
+        ray.get([actor.call.remote("transfer", method, each) for actor, each in calls])
+
+
+def sender(engine: Trains, backend: WeightBackend, receivers: Receivers, *, rank: int, address: str) -> Any:
+    """vLLM's sender for this rank of a trainer; rank 0 sends, the others take part in gathering.
+
+    ``address`` is HOST:PORT where it and the receivers meet, for NCCL.
+    """
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+    if backend == "ipc":
+        # Packed, since single tensors would all be kept until the last has been sent.
+        ipc = IPCTrainerInitInfo(packed=True, rank=rank)
+        return IPCTrainerWeightTransferEngine.trainer_init(ipc, client=receivers, source=Source(engine))
+    host, _, port = address.rpartition(":")
+    nccl = NCCLTrainerInitInfo(host, int(port), 1 + receivers.num_gpus, rank=rank)
+    return NCCLTrainerWeightTransferEngine.trainer_init(nccl, client=receivers, source=Source(engine))

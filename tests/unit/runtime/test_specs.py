@@ -1,0 +1,68 @@
+"""What engines are built from, and what is refused before."""
+
+from dataclasses import replace
+
+import pytest
+
+import rlflow
+from rlflow.compiler.plan import Plan
+from rlflow.errors import PlacementError
+from rlflow.resources.placement import Bundle, RolePlacement, Worker
+from rlflow.runtime.gpu_weights import Receivers
+from rlflow.runtime.specs import check_engines, spec_of, weight_backend
+
+
+def plan_of(cluster: str, *overrides: str) -> Plan:
+    return rlflow.compile(rlflow.load(["recipe=grpo_7b", *overrides]), cluster)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "backend"),
+    [
+        (["roles.rollout.colocate=[actor]"], "ipc"),
+        (["roles.rollout.colocate=[]"], "nccl"),
+    ],
+)
+def test_weights_go_from_gpu_to_gpu(overrides: list[str], backend: str) -> None:
+    plan = plan_of("2x8", *overrides)
+    assert weight_backend(plan, "rollout") == backend
+    assert weight_backend(plan, "actor") is None
+    spec = spec_of(plan, "rollout", plan.recipe.models["policy"], device="cuda:0")
+    assert spec.weight_backend == backend
+
+
+@pytest.mark.parametrize(("cluster", "engine"), [("2x2@cpu", "vllm"), ("2x8", "transformers")])
+def test_elsewhere_they_go_through_the_hosts(cluster: str, engine: str) -> None:
+    assert weight_backend(plan_of(cluster, f"roles.rollout.engine={engine}"), "rollout") is None
+
+
+def test_an_engine_is_told_its_lengths() -> None:
+    plan = plan_of("2x8", "data.max_prompt_tokens=100", "graph.rollouts.max_tokens=900")
+    model = plan.recipe.models["policy"]
+    assert spec_of(plan, "rollout", model, device="cuda:0").max_model_len == 1000
+    assert spec_of(plan, "actor", model, device="cuda:0").max_model_len is None
+    expected = plan.prediction.memory["rollout"].sequences
+    assert expected is not None
+    assert spec_of(plan, "rollout", model, device="cuda:0").max_num_seqs == min(expected, 1024)
+
+
+def test_stages_on_several_hosts_are_refused() -> None:
+    plan = plan_of("2x8")
+    roles = dict(plan.roles)
+    both = Worker((Bundle("host-0", 0), Bundle("host-1", 0)))
+    roles["rollout"] = RolePlacement(roles["rollout"].layout, (both,))
+    with pytest.raises(PlacementError, match="the stages of one engine are on 2 hosts"):
+        check_engines(replace(plan, roles=roles))
+
+
+def test_the_ranks_of_each_receiver_follow_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    receivers = Receivers(["a", "b", "c"], width=4)
+    called: list[tuple[str, list[dict[str, object]]]] = []
+    monkeypatch.setattr(receivers, "_call", lambda method, arguments: called.append((method, arguments)))
+    receivers.init_weight_transfer_engine({"rank_offset": 1, "world_size": 13})
+    receivers.init_weight_transfer_engine({"packed": True})
+    assert receivers.num_gpus == 12
+    assert [each["init_info"] for each in called[0][1]] == [
+        {"rank_offset": offset, "world_size": 13} for offset in (1, 5, 9)
+    ]
+    assert called[1][1] == [{"init_info": {"packed": True}}] * 3
