@@ -1,9 +1,11 @@
 """vLLM against transformers: the same weights give the same logprobs, whatever became of the copies before."""
 
+import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -135,6 +137,31 @@ def test_a_copy_that_fails_midway_is_never_generated_from(engine: RemoteEngine, 
             check_weights(engine, reference, attempt)
 
 
+def load_unchecked(engines: list[Any], weights: Weights) -> None:
+    """In the engine's process: vLLM itself meets what does not fit."""
+    engine = engines[0]
+    expected, engine._expected = engine._expected, SimpleNamespace(checked=lambda role, given: given)
+    try:
+        engine.load_weights(weights, 1)
+    finally:
+        engine._expected = expected
+
+
+def test_a_copy_that_fails_inside_vllm(engine: RemoteEngine, reference: TransformersEngine) -> None:
+    for attempt in range(3):
+        weights = new_weights(3000 + attempt)
+        place = next(at for at, (name, _) in enumerate(weights) if "layers.1.self_attn.k_proj" in name)
+        name, tensor = weights[place]
+        engine._process.send(load_unchecked, [*weights[:place], (name, tensor[:3, :3]), *weights[place + 1 :]])
+        with pytest.raises(EngineError, match="role rollout: the copy of weights 1 failed"):
+            engine._process.receive()
+        with pytest.raises(EngineError, match="nothing is generated, its weights are not whole"):
+            engine.generate(GIVEN, SAMPLING)
+        engine.load_weights(weights, attempt)
+        reference.load_weights(weights, attempt)
+        check_weights(engine, reference, attempt)
+
+
 def test_it_is_as_a_fresh_engine_on_the_same_weights(
     alone: RemoteEngine, reference: TransformersEngine, tmp_path: Path
 ) -> None:
@@ -250,3 +277,16 @@ def test_a_model_that_vllm_cannot_run_here(process: EngineProcess) -> None:
     small = replace(MODEL, architecture=replace(ARCHITECTURE, head_dim=8))
     with pytest.raises(RecipeError, match=r"models\.policy: vLLM on the CPU has no attention for heads of 8"):
         process.build("vllm", serving(model=small))
+
+
+def kill_a_rank(_: list[Any]) -> None:
+    """In the engine's process."""
+    multiprocessing.active_children()[-1].kill()
+
+
+def test_a_rank_that_dies_is_an_error(pair: RemoteEngine) -> None:
+    pair._process.send(kill_a_rank)
+    pair._process.receive()
+    for _ in range(2):
+        with pytest.raises(EngineError, match="role rollout: vLLM stopped"):
+            pair.generate(GIVEN, SAMPLING)
