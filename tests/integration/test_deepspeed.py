@@ -275,6 +275,28 @@ def test_a_gradient_that_is_not_finite_stops_the_run(two: Sequence[EngineProcess
         Ranks(two, actor(stage), address).update(split(batch), [LOSS] * 2)
 
 
+def most_gathered(engines: list[Any], place: int) -> int:
+    """Weights that were whole at once while all were gone through, a few bytes of them at a time."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    from rlflow.engines import deepspeed
+
+    usual = deepspeed._GATHERED
+    vars(deepspeed)["_GATHERED"] = 1
+    whole = [
+        sum(weight.ds_status == ZeroParamStatus.AVAILABLE for weight in engines[place]._module.parameters())
+        for _ in engines[place].weights()
+    ]
+    vars(deepspeed)["_GATHERED"] = usual
+    assert not any(weight.ds_status == ZeroParamStatus.AVAILABLE for weight in engines[place]._module.parameters())
+    return int(max(whole))
+
+
+def test_no_rank_gathers_the_whole_model(two: Sequence[EngineProcess], address: str) -> None:
+    ours = Ranks(two, actor(3), address)
+    assert all_of(two, most_gathered, ours._places) == [1, 1]
+
+
 def park(engines: list[Any], place: int) -> float:
     """Bytes given up, over those of the weights; then all is back. On the processor, where sleeping does nothing."""
     from rlflow.engines.sharded.parked import Parked, tensors_of
