@@ -19,14 +19,13 @@ def set_environment(spec: EngineSpec) -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # The runner whose sampler WorkerExtension knows.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
     }
     if spec.device == "cpu":
         settings["TORCH_COMPILE_DISABLE"] = "1"
         settings["VLLM_CPU_OMP_THREADS_BIND"] = _cores(spec)
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(settings)
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def engine_arguments(spec: EngineSpec, folder: str, config: Any) -> dict[str, Any]:

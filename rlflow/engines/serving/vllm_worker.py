@@ -37,7 +37,7 @@ class WorkerExtension:
     def attempt(self, method: str, *arguments: Any) -> tuple[Exception | None, Any]:
         """The error that a method of this class raised, and what it returned.
 
-        Where ranks raise or return an error, vLLM takes the first one's answer and leaves those of the others to the next call.
+        Where ranks raise or return an error, vLLM takes the first answer and leaves the others to the next call.
         """
         try:
             return None, getattr(self, method)(*arguments)
