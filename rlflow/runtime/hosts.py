@@ -22,7 +22,7 @@ from rlflow.runtime.machine import gpus_of_this_machine
 _ANSWER_S = 2.0
 _START_S = 120.0
 # Of each simulated host: batches and weights pass through it.
-_SIMULATED_STORE = 80_000_000
+_SIMULATED_STORE = 256_000_000
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
-BUCKET_BYTES = 64 * 2**20
+BUCKET_BYTES = 32 * 2**20
 # Of where a tensor begins in its bucket: a multiple of the size of every type.
 _ALIGNMENT = 64
 
