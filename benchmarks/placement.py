@@ -7,6 +7,7 @@ it as many GPUs in a plain PACK group, given to the engines in the order of its 
 
 import argparse
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -98,6 +99,7 @@ def tried(plans: Iterator[Plan]) -> Outcome:
 
 
 def _try(tried: Plan) -> Outcome:
+    _until_all_are_free()
     with bound(tried) as placed:
         places = _places(placed)
     used = list(dict.fromkeys(bundle for placement in tried.roles.values() for bundle in placement.bundles))
@@ -113,6 +115,14 @@ def _try(tried: Plan) -> Outcome:
     )
 
 
+def _until_all_are_free() -> None:
+    """As the plan was made: of GPUs that are let go one by one, others than those planned may be the first."""
+    deadline = time.monotonic() + _READY_S
+    while any(host.free_gpus < host.gpus for host in live_hosts()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def _places(placed: Placed) -> dict[Bundle, tuple[str, str]]:
     """The host of each bundle as Ray's table has it, and its GPU as a process in the bundle has told."""
     quiet_ray()
@@ -125,6 +135,7 @@ def _places(placed: Placed) -> dict[Bundle, tuple[str, str]]:
 
 def _packed(gpus: int) -> list[str]:
     """The node of each bundle of a plain PACK group."""
+    _until_all_are_free()
     quiet_ray()
     from ray.util import placement_group, placement_group_table, remove_placement_group
 

@@ -77,6 +77,19 @@ def wanted_gpus(wanted: Iterable[Bundle]) -> dict[str, int]:
     return counts
 
 
+def spare_bundles(planned: Sequence[Host], wanted: Sequence[Bundle], hosts: Mapping[str, LiveHost]) -> list[Bundle]:
+    """GPUs to reserve beside those wanted, since Ray gives out those with low numbers first: where the plan leaves one
+    out below another that it uses, and the host has them free."""
+    counts = wanted_gpus(wanted)
+    spare: list[Bundle] = []
+    for host in planned:
+        last = max((bundle.gpu for bundle in wanted if bundle.host == host.name), default=-1)
+        left_out = [bundle for gpu in host.usable if gpu < last and (bundle := Bundle(host.name, gpu)) not in wanted]
+        if left_out and hosts[host.name].free_gpus >= counts[host.name] + len(left_out):
+            spare += left_out
+    return spare
+
+
 def match_hosts(planned: Sequence[Host], wanted: Mapping[str, int], live: Sequence[LiveHost]) -> dict[str, LiveHost]:
     """Ray's host for each that is used. Names of a shape (host-0, host-1, ...) mean any host; others the one so called.
 
@@ -125,42 +138,45 @@ def check_free(wanted: Mapping[str, int], hosts: Mapping[str, LiveHost], holders
 
 
 def check_bound(
-    planned: Sequence[Host], wanted: Sequence[Bundle], hosts: Mapping[str, LiveHost], bound: Sequence[Bound]
+    planned: Sequence[Host],
+    wanted: Sequence[Bundle],
+    reserved: Sequence[Bundle],
+    hosts: Mapping[str, LiveHost],
+    bound: Sequence[Bound],
 ) -> dict[Bundle, int]:
-    """The index in ``bound`` of each planned bundle: on its host, and with the GPU of its number where that is there.
+    """The index in ``bound`` of each wanted bundle: on its host, and with the GPU of its number where that is there.
 
-    ``bound`` are the bundles of ``wanted`` in its order. Raises PlacementError when one is on a host that is not the
-    planned one, when two have one GPU, or for a GPU that the plan leaves alone.
+    ``bound`` is what those ``reserved``, the wanted among them, have got. Raises PlacementError when one is on a host
+    that is not the planned one, when two have one GPU, or for a GPU that the plan may not use.
     """
     names = {host.node_id: name for name, host in hosts.items()}
     places = [(names.get(each.node_id, each.node_id), each.gpu_id) for each in bound]
-    elsewhere = [
+    wrong = [
         f"GPU {bundle.gpu} of '{bundle.host}' is on '{place[0]}'"
-        for bundle, place in zip(wanted, places, strict=True)
+        for bundle, place in zip(reserved, places, strict=True)
         if bundle.host != place[0]
     ]
-    twice = [
-        f"GPU {gpu} of '{host}' is given twice" for host, gpu in sorted({p for p in places if places.count(p) > 1})
-    ]
-    usable = {host.name: host.free for host in planned if host.free is not None}
-    kept = [
-        f"GPU {gpu} of '{host}' is not one that the plan may use"
-        for host, gpu in places
-        if host in usable and gpu.isdecimal() and int(gpu) not in usable[host]
-    ]
-    if wrong := [*elsewhere, *twice, *kept]:
-        fix = (
-            "start Ray on the host with CUDA_VISIBLE_DEVICES set to those that may be used" if kept else "run it again"
-        )
-        raise PlacementError(_CLUSTER, f"Ray has not bound what is planned: {_first_few(wrong)}", fix=fix)
+    several = sorted({place for place in places if places.count(place) > 1})
+    wrong += [f"GPU {gpu} of '{host}' is given twice" for host, gpu in several]
+    if wrong:
+        raise PlacementError(_CLUSTER, f"Ray has not bound what is planned: {_first_few(wrong)}", fix="run it again")
     indices: dict[Bundle, int] = {}
     for name in hosts:
-        here = [index for index, bundle in enumerate(wanted) if bundle.host == name]
-        by_id = {bound[index].gpu_id: index for index in here}
-        same = {wanted[index]: by_id[str(wanted[index].gpu)] for index in here if str(wanted[index].gpu) in by_id}
-        rest = sorted(set(here) - set(same.values()), key=lambda index: _natural(bound[index].gpu_id))
-        others = [wanted[index] for index in here if wanted[index] not in same]
-        indices |= same | dict(zip(others, rest, strict=True))
+        by_id = {bound[index].gpu_id: index for index, bundle in enumerate(reserved) if bundle.host == name}
+        here = [bundle for bundle in wanted if bundle.host == name]
+        same = {bundle: by_id.pop(str(bundle.gpu)) for bundle in here if str(bundle.gpu) in by_id}
+        rest = [by_id[gpu_id] for gpu_id in sorted(by_id, key=_natural)]
+        indices |= same | dict(zip([bundle for bundle in here if bundle not in same], rest, strict=False))
+    usable = {host.name: host.free for host in planned if host.free is not None}
+    for bundle, index in indices.items():
+        gpu = bound[index].gpu_id
+        if bundle.host in usable and gpu.isdecimal() and int(gpu) not in (usable[bundle.host] or ()):
+            raise PlacementError(
+                _CLUSTER,
+                f"Ray has given GPU {gpu} of '{hosts[bundle.host].name}', which the plan may not use",
+                known=usable[bundle.host] or (),
+                fix="start Ray on the host with CUDA_VISIBLE_DEVICES set to those that may be used",
+            )
     return indices
 
 

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -22,6 +22,7 @@ from rlflow.runtime.binding import (
     check_free,
     match_hosts,
     placement_record,
+    spare_bundles,
     wanted_bundles,
     wanted_gpus,
 )
@@ -68,16 +69,20 @@ def bound(plan: Plan) -> Iterator[Placed]:
 
     wanted = wanted_bundles(plan)
     hosts = _hosts_with_room(plan, wanted)
+    reserved = (*wanted, *spare_bundles(plan.cluster.hosts, wanted, hosts))
     group = placement_group(
-        [{"GPU": 1}] * len(wanted),
+        [{"GPU": 1}] * len(reserved),
         strategy="PACK",
-        bundle_label_selector=[{"ray.io/node-id": hosts[bundle.host].node_id} for bundle in wanted],
+        bundle_label_selector=[{"ray.io/node-id": hosts[bundle.host].node_id} for bundle in reserved],
         name=f"rlflow {plan.recipe.name}",
     )
     try:
-        _until(lambda: group.wait(timeout_seconds=_POLL_S), _RESERVED_S, wanted, hosts)
-        told = _ask(group, wanted, hosts)
-        indices = check_bound(plan.cluster.hosts, wanted, hosts, told)
+        if not _until(lambda: group.wait(timeout_seconds=_POLL_S), _RESERVED_S, hosts):
+            now = {host.node_id: host for host in live_hosts()}
+            check_free(wanted_gpus(reserved), {name: now[host.node_id] for name, host in hosts.items()}, holders())
+            raise _late(f"Ray has not given the {len(reserved)} GPUs of the plan", _RESERVED_S, hosts.values())
+        told = _ask(group, reserved, hosts)
+        indices = check_bound(plan.cluster.hosts, wanted, reserved, hosts, told)
         yield Placed(
             group=group,
             bundle_indices=indices,
@@ -102,8 +107,8 @@ def _hosts_with_room(plan: Plan, wanted: tuple[Bundle, ...]) -> dict[str, LiveHo
         time.sleep(_POLL_S / 5)
 
 
-def _until(done: Callable[[], bool], seconds: float, wanted: tuple[Bundle, ...], hosts: Mapping[str, LiveHost]) -> None:
-    """Waits. Raises PlacementError when a host is lost meanwhile, or when it takes longer than ``seconds``."""
+def _until(done: Callable[[], bool], seconds: float, hosts: Mapping[str, LiveHost]) -> bool:
+    """Whether it is done within ``seconds``. Raises PlacementError when a host is lost meanwhile."""
     deadline = time.monotonic() + seconds
     while not done():
         if gone := lost(hosts):
@@ -114,17 +119,20 @@ def _until(done: Callable[[], bool], seconds: float, wanted: tuple[Bundle, ...],
                 fix="run it again when the host is back, or plan for the others (cluster=auto)",
             )
         if time.monotonic() > deadline:
-            now = {host.node_id: host for host in live_hosts()}
-            check_free(wanted_gpus(wanted), {name: now[host.node_id] for name, host in hosts.items()}, holders())
-            raise PlacementError(
-                "cluster",
-                f"Ray has not given the {len(wanted)} GPUs of the plan within {seconds:g} s",
-                known=[f"{host.name} ({host.address})" for host in hosts.values()],
-                fix="see what 'ray status' says, and whether each of these hosts still works",
-            )
+            return False
+    return True
 
 
-def _ask(group: Any, wanted: tuple[Bundle, ...], hosts: Mapping[str, LiveHost]) -> list[Bound]:
+def _late(what: str, seconds: float, hosts: Iterable[LiveHost]) -> PlacementError:
+    return PlacementError(
+        "cluster",
+        f"{what} within {seconds:g} s",
+        known=[f"{host.name} ({host.address})" for host in hosts],
+        fix="see what 'ray status' says, and whether each of these hosts still works",
+    )
+
+
+def _ask(group: Any, reserved: tuple[Bundle, ...], hosts: Mapping[str, LiveHost]) -> list[Bound]:
     """What each bundle of the group has got, told by a process inside it: a GPU of every host at a time."""
     ray = quiet_ray()
     from ray.exceptions import RayError
@@ -132,25 +140,34 @@ def _ask(group: Any, wanted: tuple[Bundle, ...], hosts: Mapping[str, LiveHost]) 
 
     # Without max_calls Ray starts a process for every bundle.
     ask = ray.remote(num_cpus=0, num_gpus=1, max_retries=0, max_calls=0)(_tell)
-    on_hosts = [[index for index, bundle in enumerate(wanted) if bundle.host == name] for name in hosts]
+    on_hosts = [[index for index, bundle in enumerate(reserved) if bundle.host == name] for name in hosts]
     told: dict[int, Bound] = {}
     for wave in zip_longest(*on_hosts):
         indices = [index for index in wave if index is not None]
         answers = [
             ask.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, i)).remote() for i in indices
         ]
-        _until(partial(_are_there, answers), _TOLD_S, wanted, hosts)
+        if not _until(partial(_are_there, answers), _TOLD_S, hosts):
+            waiting = set(ray.wait(answers, num_returns=len(answers), timeout=0)[1])
+            silent = [hosts[reserved[i].host] for i, answer in zip(indices, answers, strict=True) if answer in waiting]
+            raise _late("hosts have not said which GPU they give", _TOLD_S, silent)
         try:
             told |= {index: Bound(*answer) for index, answer in zip(indices, ray.get(answers), strict=True)}
         except RayError as error:
-            _until(lambda: False, _RESERVED_S, wanted, hosts)
+            # Why, if it is a host that is lost.
+            _until(_never, _RESERVED_S, hosts)
             raise PlacementError("cluster", f"a host does not say which GPU it gives ({first_line(error)})") from None
-    return [told[index] for index in range(len(wanted))]
+    return [told[index] for index in range(len(reserved))]
 
 
 def _are_there(answers: list[Any]) -> bool:
     waiting = quiet_ray().wait(answers, num_returns=len(answers), timeout=_POLL_S)[1]
     return not waiting
+
+
+def _never() -> bool:
+    time.sleep(_POLL_S)
+    return False
 
 
 def _tell() -> tuple[str, str]:

@@ -16,6 +16,7 @@ from rlflow.runtime.binding import (
     check_free,
     match_hosts,
     placement_record,
+    spare_bundles,
     wanted_bundles,
     wanted_gpus,
 )
@@ -138,33 +139,59 @@ class TestCheckBound:
 
     def test_a_bundle_is_where_its_number_is(self) -> None:
         told = self.bound(("a", "1"), ("a", "0"), ("b", "0"))
-        indices = check_bound(of_shape(2), self.wanted, self.there, told)
+        indices = check_bound(of_shape(2), self.wanted, self.wanted, self.there, told)
         assert indices == {self.wanted[0]: 1, self.wanted[1]: 0, self.wanted[2]: 2}
 
     def test_other_numbers_are_given_in_their_order(self) -> None:
         told = self.bound(("a", "10"), ("a", "9"), ("b", "GPU-7f"))
-        indices = check_bound(of_shape(2), self.wanted, self.there, told)
+        indices = check_bound(of_shape(2), self.wanted, self.wanted, self.there, told)
         assert indices == {self.wanted[0]: 1, self.wanted[1]: 0, self.wanted[2]: 2}
 
     def test_a_number_that_is_there_keeps_its_bundle(self) -> None:
-        indices = check_bound(of_shape(2), self.wanted, self.there, self.bound(("a", "1"), ("a", "5"), ("b", "0")))
+        indices = check_bound(
+            of_shape(2), self.wanted, self.wanted, self.there, self.bound(("a", "1"), ("a", "5"), ("b", "0"))
+        )
         assert indices == {self.wanted[0]: 1, self.wanted[1]: 0, self.wanted[2]: 2}
 
     def test_another_host(self) -> None:
         told = self.bound(("a", "0"), ("b", "1"), ("b", "0"))
         with pytest.raises(PlacementError, match="not bound what is planned: GPU 1 of 'host-0' is on 'host-1'"):
-            check_bound(of_shape(2), self.wanted, self.there, told)
+            check_bound(of_shape(2), self.wanted, self.wanted, self.there, told)
 
     def test_one_gpu_twice(self) -> None:
         told = self.bound(("a", "0"), ("a", "0"), ("b", "0"))
         with pytest.raises(PlacementError, match="GPU 0 of 'host-0' is given twice"):
-            check_bound(of_shape(2), self.wanted, self.there, told)
+            check_bound(of_shape(2), self.wanted, self.wanted, self.there, told)
 
     def test_a_gpu_that_the_plan_leaves_alone(self) -> None:
         planned = hosts("host-0", "host-1", free=(0, 1))
         told = self.bound(("a", "0"), ("a", "2"), ("b", "1"))
-        with pytest.raises(PlacementError, match="GPU 2 of 'host-0' is not one that the plan may use"):
-            check_bound(planned, self.wanted, self.there, told)
+        with pytest.raises(PlacementError, match="Ray has given GPU 2 of 'a', which the plan may not use"):
+            check_bound(planned, self.wanted, self.wanted, self.there, told)
+
+
+class TestSpareBundles:
+    wanted = (Bundle("host-0", 0), Bundle("host-0", 3), Bundle("host-1", 0), Bundle("host-1", 1))
+
+    def test_those_below_the_last_that_is_used(self) -> None:
+        there = {"host-0": live("a"), "host-1": live("b")}
+        spare = spare_bundles(of_shape(2), self.wanted, there)
+        assert spare == [Bundle("host-0", 1), Bundle("host-0", 2)]
+        reserved = (*self.wanted, *spare)
+        told = [Bound(f"id of {name}", gpu) for name, gpu in zip("aabbaa", "010123", strict=True)]
+        indices = check_bound(of_shape(2), self.wanted, reserved, there, told)
+        assert {bundle: told[index].gpu_id for bundle, index in indices.items()} == {
+            bundle: str(bundle.gpu) for bundle in self.wanted
+        }
+
+    def test_not_where_others_have_them(self) -> None:
+        there = {"host-0": live("a", free=3), "host-1": live("b")}
+        assert spare_bundles(of_shape(2), self.wanted, there) == []
+
+    def test_not_those_that_the_plan_may_not_use(self) -> None:
+        planned = [*hosts("host-0", free=(0, 2, 3)), *hosts("host-1")]
+        there = {"host-0": live("a"), "host-1": live("b")}
+        assert spare_bundles(planned, self.wanted, there) == [Bundle("host-0", 2)]
 
 
 def test_the_record_has_planned_beside_bound() -> None:
