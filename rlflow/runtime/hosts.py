@@ -45,7 +45,6 @@ def simulated(cluster: Cluster) -> Iterator[Any]:
     """Hosts that are processes of this machine, with numbers in place of GPUs. Gives Ray's own object for them."""
     quiet_ray()
     from ray._private.services import find_bootstrap_address
-    from ray._private.utils import write_ray_address
     from ray.cluster_utils import Cluster as Processes
 
     before = find_bootstrap_address(None)
@@ -61,16 +60,25 @@ def simulated(cluster: Cluster) -> Iterator[Any]:
                     include_dashboard=False,
                     wait=False,
                 )
-                if before is not None and host is cluster.hosts[0]:
-                    # Others who look for a Ray of this machine shall find theirs.
-                    write_ray_address(before)
+                if host is cluster.hosts[0]:
+                    _set_address(before)
             with _joined(processes.address):
                 _wait_for(len(cluster.hosts))
                 yield processes
         finally:
             processes.shutdown()
-            if before is not None:
-                write_ray_address(before)
+            _set_address(before)
+
+
+def _set_address(address: str | None) -> None:
+    """Of the Ray that others on this machine find, which is never one of simulated hosts."""
+    from ray._common.utils import reset_ray_address
+    from ray._private.utils import write_ray_address
+
+    if address is None:
+        reset_ray_address()
+    else:
+        write_ray_address(address)
 
 
 @contextmanager

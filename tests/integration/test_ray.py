@@ -81,6 +81,7 @@ def test_sixteen_hosts(mark: str) -> None:
     plan = using("16x8@cpu")
     with simulated(plan.cluster), bound(plan) as placed:
         group = placement_group_table(placed.group)
+        print(f"16x8: the group stood after {group['stats']['end_to_end_creation_latency_ms']:.0f} ms")
         assert group["stats"]["end_to_end_creation_latency_ms"] < 5000
         assert len(placed.gpu_ids) == 128
         assert all(
