@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec, WeightBackend
+from rlflow.engines.buckets import Bucket, buckets
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError
 from rlflow.runtime.gpu_weights import Receivers, sender
 from rlflow.runtime.specs import build
-from rlflow.runtime.weights import Bucket, buckets
 
 if TYPE_CHECKING:
     from torch import Tensor

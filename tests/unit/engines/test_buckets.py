@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rlflow.runtime.weights import buckets
+from rlflow.engines.buckets import buckets
 
 WEIGHTS = {
     "embedding": torch.arange(12, dtype=torch.float32).reshape(3, 4),

@@ -167,7 +167,8 @@ class TestSharedFiles:
             ("scalar", torch.tensor(3.0)),
             ("transposed", torch.arange(6.0).view(2, 3).T),
         ]
-        paths, found = [], []
+        paths: list[str] = []
+        found: list[tuple[str, torch.Tensor]] = []
         for file in shared_files(iter(given)):
             assert isinstance(file, SharedFile)
             assert os.path.exists(file.path)
