@@ -33,6 +33,6 @@ def shared_files(weights: "Iterable[tuple[str, Tensor]]") -> Iterator[SharedFile
     """All ``weights`` in their order. A file is deleted when the next is asked for."""
     folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
     for bucket in buckets(weights, _FILE_BYTES):
-        with tempfile.NamedTemporaryFile(prefix="rlflow-weights-", dir=folder, buffering=0) as file:
-            file.write(memoryview(bucket.data))
+        with tempfile.NamedTemporaryFile(prefix="rlflow-weights-", dir=folder) as file:
+            bucket.data.tofile(file.name)
             yield SharedFile(file.name, bucket.entries)
