@@ -148,6 +148,8 @@ class RayWorkers:
         bundle = self._placed.bundle_indices[worker.bundles[0]]
         variables = {"OMP_NUM_THREADS": str(self._threads(worker)), "GOMP_SPINCOUNT": "1500"}
         if is_on_gpu(self._plan):
+            # Else Ray hides all GPUs from an actor that has none in its books.
+            variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._placed.gpu_ids[each] for each in worker.bundles)
         return {
             "num_cpus": 0,
