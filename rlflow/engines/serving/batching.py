@@ -11,6 +11,9 @@ from rlflow.errors import EngineError, first_line
 
 Result = TypeVar("Result")
 
+# An idle engine waits so long for more: prompts that are read together are read faster than one after another.
+_TOGETHER_S = 0.01
+
 
 @dataclass(frozen=True)
 class Request:
@@ -101,10 +104,14 @@ class Batcher:
 
     def _admit(self, engine: Any) -> None:
         """Begins what waits, and waits for work when there is none."""
+        idle = not self._live
         while True:
             if self._next is None:
                 try:
-                    self._next = self._inbox.get(block=not self._live)
+                    if not self._live:
+                        self._next = self._inbox.get()
+                    else:
+                        self._next = self._inbox.get(block=idle, timeout=_TOGETHER_S)
                 except Empty:
                     return
             if isinstance(self._next, _Group):
