@@ -1,7 +1,7 @@
 """Weights on their way between processes: in buckets of bounded size, so that no process holds all of them twice."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ BUCKET_BYTES = 32 * 2**20
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Entry:
     name: str
     shape: tuple[int, ...]
@@ -45,25 +45,29 @@ class Bucket:
             yield entry.name, flat.view(dtype).view(entry.shape)
 
 
-def buckets(weights: "Iterable[tuple[str, Tensor]]", most: int = BUCKET_BYTES) -> Iterator[Bucket]:
+def buckets(
+    weights: "Iterable[tuple[str, Tensor]]", most: int = BUCKET_BYTES, *, keep: bool = True
+) -> Generator[Bucket]:
     """All ``weights`` in their order, ``most`` bytes at a time; a larger tensor has a bucket of its own.
 
-    A bucket is good until the next is asked for: new memory costs more than what is written to it.
+    A bucket is good until the next is asked for: new memory costs more than what is written to it. Without ``keep`` the
+    same buckets come empty.
     """
     import torch
 
     entries: list[Entry] = []
-    data = np.empty(most, np.uint8)
+    data = np.empty(most if keep else 0, np.uint8)
     size = 0
     for name, tensor in weights:
-        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        if entries and size + len(content) > most:
+        if entries and size + tensor.nbytes > most:
             yield Bucket(tuple(entries), data[:size])
             entries, size = [], 0
-        if len(content) > len(data):
-            data = np.empty(len(content), np.uint8)
-        data[size : size + len(content)] = content
+        if keep:
+            content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            if len(content) > len(data):
+                data = np.empty(len(content), np.uint8)
+            data[size : size + len(content)] = content
         entries.append(Entry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), size))
-        size += -(-len(content) // _ALIGNMENT) * _ALIGNMENT
+        size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     if entries:
         yield Bucket(tuple(entries), data[:size])

@@ -100,6 +100,10 @@ def _joined(address: str) -> Iterator[None]:
 def quiet_ray() -> Any:
     """Ray, which keeps its words to its own files."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # What fails is told by whoever asked for it.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    # Of a Ray that is started here: engines are what the machine is there for.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # Workers see the GPUs that the plan gives them, and not what Ray makes of its own books.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray

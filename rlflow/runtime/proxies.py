@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from rlflow.batch import (
     ValueEstimates,
 )
 from rlflow.engines.base import Sampling, TokenLoss
-from rlflow.errors import EngineError
 from rlflow.resources.layout import Layout
 from rlflow.runtime.shares import Index, shares
 
@@ -37,10 +36,7 @@ class Workers(Protocol):
         """Calls a method of the worker's engine. The future raises EngineError or a UserError."""
 
     def copy_weights(self, source: "Workers", version: int) -> object:
-        """Hands the weights of ``source`` to all of these. Raises EngineError when any did not take all of them."""
-
-    def restart(self) -> None:
-        """New processes with new engines. Raises EngineError."""
+        """Hands the weights of ``source`` to all of these. Raises EngineError when any has not taken all of them."""
 
 
 class RoleProxy:
@@ -101,17 +97,9 @@ class RoleProxy:
         return self._workers
 
     def load_weights(self, weights: Workers, version: int) -> None:
-        """Once more after a failure, and then once more with new engines. Raises EngineError when that fails too."""
+        """Raises EngineError when any worker has not taken all of them."""
         self._turns.join(self._role)
-        for attempt in (1, 2, 3):
-            if attempt == 3:
-                self._workers.restart()
-            try:
-                self._workers.copy_weights(weights, version)
-                break
-            except EngineError:
-                if attempt == 3:
-                    raise
+        self._workers.copy_weights(weights, version)
 
     @property
     def _num_shares(self) -> int:
@@ -170,25 +158,35 @@ class Turns:
         """``sharing``: for each role those that sleep while it works."""
         self._workers = workers
         self._sharing = sharing
-        self._asleep: set[str] = set()
+        self._asleep: dict[str, Literal["wholly", "but for its weights"]] = {}
+
+    def sleeps(self, role: str) -> bool:
+        """Whether it does while some other works."""
+        return any(role in others for others in self._sharing.values())
 
     def take(self, role: str) -> None:
         """``role`` is about to work: those that sleep meanwhile do, and it wakes."""
         for other in self._sharing[role]:
-            if other not in self._asleep:
-                self._all(other, "sleep")
-                self._asleep.add(other)
-        self.join(role)
-
-    def join(self, role: str) -> None:
-        """``role`` wakes beside those that are awake."""
+            self.rest(other)
         if role in self._asleep:
             self._all(role, "wake")
-            self._asleep.discard(role)
+            del self._asleep[role]
 
-    def _all(self, role: str, method: str) -> None:
+    def rest(self, role: str) -> None:
+        """``role`` goes to sleep, if it is one that does."""
+        if self.sleeps(role) and self._asleep.get(role) != "wholly":
+            self._all(role, "sleep")
+            self._asleep[role] = "wholly"
+
+    def join(self, role: str) -> None:
+        """``role`` hands weights on or takes them over, beside whoever is awake: it wakes with its weights alone."""
+        if self._asleep.get(role) == "wholly":
+            self._all(role, "wake", True)
+            self._asleep[role] = "but for its weights"
+
+    def _all(self, role: str, method: str, *arguments: object) -> None:
         workers = self._workers[role]
-        gathered([workers.submit(rank, method) for rank in range(len(workers))])
+        gathered([workers.submit(rank, method, *arguments) for rank in range(len(workers))])
 
 
 def gathered(calls: "Sequence[Future[Any]]") -> list[Any]:

@@ -3,7 +3,7 @@
 import queue
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +27,12 @@ class EngineWorker:
     def __init__(self) -> None:
         self._engine: Any = None
         self._alone: ThreadPoolExecutor | None = ThreadPoolExecutor(1)
-        self._sending: Iterator[Bucket] = iter(())
+        self._sending: Generator[Bucket] = buckets(())
         self._sender: Any = None
         self._arriving: queue.Queue[Bucket | str | None] = queue.Queue(1)
+
+    def ready(self) -> None:
+        """The process is there."""
 
     def meeting_port(self) -> int:
         """A free port, for the workers of this one's role to meet at."""
@@ -48,9 +51,10 @@ class EngineWorker:
         """A method of the engine."""
         return self._run(getattr(self._engine, method), *arguments)
 
-    def send_weights(self) -> None:
-        """From the first bucket again."""
-        self._sending = buckets(self._engine.weights())
+    def send_weights(self, keep: bool) -> None:
+        """From the first bucket again. Without ``keep`` the weights are gone through, for ranks that only gather."""
+        self._run(self._sending.close)
+        self._sending = buckets(self._engine.weights(), keep=keep)
 
     def next_bucket(self) -> tuple[Bucket | None, bool]:
         """A bucket and True; at the end, None and False."""
@@ -61,15 +65,10 @@ class EngineWorker:
         """All weights from GPU to GPU; every rank of the role is asked at once."""
         if self._sender is None:
             self._sender = self._run(lambda: sender(self._engine, backend, receivers, rank=rank, address=address))
-        try:
-            self._run(self._sender.send_weights)
-        except BaseException:
-            # The next copy meets anew: a receiver may be another process by then.
-            self._sender = None
-            raise
+        self._run(self._sender.send_weights)
 
     def expect_weights(self) -> None:
-        """Comes before ``offer`` and ``take_weights``. Whatever another copy left over is forgotten."""
+        """Comes before ``offer`` and ``take_weights``."""
         self._arriving = queue.Queue(1)
 
     def take_weights(self, version: int) -> float:

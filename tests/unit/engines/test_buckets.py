@@ -39,3 +39,9 @@ def test_a_tensor_need_not_outlive_the_next() -> None:
 
     arrived = {name: tensor.tolist() for bucket in buckets(reused()) for name, tensor in bucket.tensors()}
     assert arrived == {"0": [0, 0], "1": [1, 1], "2": [2, 2]}
+
+
+def test_who_only_gathers_has_the_same_buckets_empty() -> None:
+    full, empty = (list(buckets(WEIGHTS.items(), 130, keep=keep)) for keep in (True, False))
+    assert [bucket.entries for bucket in empty] == [bucket.entries for bucket in full]
+    assert all(len(bucket.data) == 0 for bucket in empty)

@@ -25,8 +25,8 @@ LAYOUT = Layout(micro_batch_tokens=4096)
 class Threads:
     """Workers in this process, a thread each."""
 
-    def __init__(self, engines: list[Any], failures: int = 0) -> None:
-        self.engines, self.failures, self.restarts = engines, failures, 0
+    def __init__(self, engines: list[Any]) -> None:
+        self.engines = engines
         self.calls: list[tuple[int, str]] = []
         self._pools = [ThreadPoolExecutor(8) for _ in engines]
 
@@ -38,15 +38,9 @@ class Threads:
         return self._pools[rank].submit(getattr(self.engines[rank], method), *arguments)
 
     def copy_weights(self, source: Workers, version: int) -> None:
-        self.failures -= 1
-        if self.failures >= 0:
-            raise EngineError("broke off")
         assert isinstance(source, Threads)
         for engine in self.engines:
             engine.load_weights(source.engines[0].weights(), version)
-
-    def restart(self) -> None:
-        self.restarts += 1
 
 
 def proxy(workers: Threads, layout: Layout = LAYOUT, room: int | None = None) -> RoleProxy:
@@ -150,16 +144,6 @@ class TestWeights:
         out = follower.generate(prompts(), Sampling(max_tokens=3))
         assert set(out.versions.values.tolist()) == {3}
 
-    @pytest.mark.parametrize(("failures", "restarts"), [(1, 0), (2, 1)])
-    def test_it_is_tried_again_and_then_with_new_engines(self, failures: int, restarts: int) -> None:
-        followers = Threads([FakeEngine(spec())], failures)
-        proxy(followers).load_weights(proxy(self.leader()).weights(), 3)
-        assert followers.restarts == restarts
-
-    def test_three_failures_are_an_error(self) -> None:
-        with pytest.raises(EngineError, match="broke off"):
-            proxy(Threads([FakeEngine(spec())], 3)).load_weights(proxy(self.leader()).weights(), 3)
-
 
 class Sleeper:
     def __init__(self, name: str, log: list[str]) -> None:
@@ -168,21 +152,38 @@ class Sleeper:
     def sleep(self) -> None:
         self.log.append(f"{self.name} sleeps")
 
-    def wake(self) -> None:
-        self.log.append(f"{self.name} wakes")
+    def wake(self, weights_only: bool = False) -> None:
+        self.log.append(f"{self.name} wakes" + (" with its weights" if weights_only else ""))
 
 
 def test_who_shares_gpus_takes_turns() -> None:
     log: list[str] = []
     workers = {name: Threads([Sleeper(name, log)]) for name in ("actor", "rollout", "reward")}
     turns = Turns(workers, {"actor": ["rollout"], "rollout": ["actor"], "reward": []})
-    for role in ("rollout", "rollout", "reward", "actor"):
-        turns.take(role)
-    assert log == ["actor sleeps", "rollout sleeps", "actor wakes"]
-    turns.join("rollout")  # to take weights over: both are awake
-    assert log[3:] == ["rollout wakes"]
+
+    def told() -> list[str]:
+        said = list(log)
+        log.clear()
+        return said
+
     turns.take("rollout")
-    assert log[4:] == ["actor sleeps"]
+    assert told() == ["actor sleeps"]
+    for role in ("rollout", "reward"):
+        turns.take(role)
+        turns.join(role)
+    turns.rest("reward")
+    assert told() == []
+    turns.take("actor")
+    assert told() == ["rollout sleeps", "actor wakes"]
+    for role in ("actor", "rollout", "rollout"):  # weights go from one to the other
+        turns.join(role)
+    assert told() == ["rollout wakes with its weights"]
+    turns.take("rollout")
+    assert told() == ["actor sleeps", "rollout wakes"]
+    turns.rest("rollout")
+    turns.join("rollout")
+    turns.rest("rollout")
+    assert told() == ["rollout sleeps", "rollout wakes with its weights", "rollout sleeps"]
 
 
 class TestWorker:
@@ -196,7 +197,7 @@ class TestWorker:
     def test_weights_go_from_one_to_another(self) -> None:
         source, target = self.worker(), self.worker()
         source.call("update", minibatch(sequences([3], [[4]])), LikelihoodLoss())
-        source.send_weights()
+        source.send_weights(keep=True)
         target.expect_weights()
         with ThreadPoolExecutor(1) as pool:
             taken = pool.submit(target.take_weights, 4)
