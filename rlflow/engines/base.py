@@ -110,8 +110,12 @@ class Sleeps(Protocol):
     def sleep(self) -> None:
         """Its weights and state go to the memory of the host."""
 
-    def wake(self) -> None:
-        """They are back where they were."""
+    def wake(self, weights_only: bool = False) -> None:
+        """They are back where they were.
+
+        With ``weights_only`` just enough to take weights over or to hand them on: before other work, a full wake must
+        follow. Either may be asked for of an engine that is awake already.
+        """
 
 
 CAPABILITIES: dict[str, type] = {

@@ -11,7 +11,7 @@ from rlflow.engines.base import EngineSpec, TokenLoss
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.causal_lm.scoring import token_logprobs, token_values
 from rlflow.engines.sharded.loading import load_sharded
-from rlflow.engines.sharded.parked import Parked, tensors_of
+from rlflow.engines.sharded.parked import Parked, state_of, weights_of
 from rlflow.engines.sharded.rounds import rounds
 from rlflow.engines.sharded.settings import deepspeed_config, join
 from rlflow.errors import EngineError
@@ -60,7 +60,7 @@ class DeepSpeedEngine:
         self._spread = self._ulysses(spec.layout.sequence_parallel_size)
         self._engine: Any = self._start() if self._trains or self._stage == 3 else None
         self._model: Any = self._module if self._engine is None else self._engine
-        self._parked: Parked | None = None
+        self._weights_away, self._state_away = Parked(self._device), Parked(self._device)
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         return Logprobs(values=self._forward(sequences, temperature))
@@ -134,13 +134,20 @@ class DeepSpeedEngine:
 
     def sleep(self) -> None:
         """On a GPU. Without one there is nothing to give up."""
-        if self._device.type == "cuda" and self._parked is None:
-            self._parked = Parked(tensors_of(self._module, getattr(self._engine, "optimizer", None)), self._device)
+        if self._device.type == "cuda":
+            self._park()
 
-    def wake(self) -> None:
-        if self._parked is not None:
-            self._parked.bring_back()
-            self._parked = None
+    def wake(self, weights_only: bool = False) -> None:
+        """With ``weights_only`` the optimizer's state stays with the host."""
+        self._weights_away.bring_back()
+        if not weights_only:
+            self._state_away.bring_back()
+
+    def _park(self) -> None:
+        if not self._weights_away.held_bytes:
+            self._weights_away.put_away(weights_of(self._module))
+        if not self._state_away.held_bytes:
+            self._state_away.put_away(state_of(getattr(self._engine, "optimizer", None)))
 
     def _ulysses(self, size: int) -> "Spread | None":
         """Raises EngineError for a model whose attention cannot be shared by ``size`` ranks."""

@@ -29,6 +29,7 @@ class FakeEngine:
         self._weight = 0
         self._version: int | None = 0
         self._awake = True
+        self._has_weights = True
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         if self._version is None or not self._awake:
@@ -72,9 +73,11 @@ class FakeEngine:
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
         import torch
 
+        self._check_weights()
         yield "updates", torch.tensor(self._weight)
 
     def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
+        self._check_weights()
         self._version = None
         given = dict(weights)
         if given.keys() != {"updates"}:
@@ -83,10 +86,11 @@ class FakeEngine:
         self._version = version
 
     def sleep(self) -> None:
-        self._awake = False
+        self._awake = self._has_weights = False
 
-    def wake(self) -> None:
-        self._awake = True
+    def wake(self, weights_only: bool = False) -> None:
+        self._awake = self._awake or not weights_only
+        self._has_weights = True
 
     def save(self, folder: Path) -> None:
         (folder / _STATE).write_text(json.dumps({"updates": self._weight}))
@@ -96,6 +100,10 @@ class FakeEngine:
 
     def export(self, folder: Path) -> None:
         self.save(folder)
+
+    def _check_weights(self) -> None:
+        if not self._has_weights:
+            raise EngineError(f"role {self._spec.role}: weights are asked for or come while it is asleep.")
 
     @staticmethod
     def _logprobs(response_ids: Packed) -> Packed:

@@ -26,6 +26,7 @@ class VllmEngine:
     def __init__(self, spec: EngineSpec) -> None:
         """Raises RecipeError for a model that vLLM cannot run here, EngineError when it does not start."""
         self._spec = spec
+        self._weights_asleep = False
         set_environment(spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         with model_files(spec) as folder:
@@ -93,8 +94,9 @@ class VllmEngine:
         """On the CPU it only generates nothing until it is woken: vLLM's memory is there as long as vLLM is."""
         self._batcher.call(self._sleep)
 
-    def wake(self) -> None:
-        self._batcher.call(self._wake)
+    def wake(self, weights_only: bool = False) -> None:
+        """With ``weights_only`` it generates nothing yet, and has no room for keys and values."""
+        self._batcher.call(lambda engine: self._wake(engine, weights_only))
 
     def _params(self, sampling: Sampling, seed: int) -> Any:
         from vllm import SamplingParams
@@ -116,9 +118,7 @@ class VllmEngine:
 
     def _load(self, engine: Any, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
         role = self._spec.role
-        if self._batcher.asleep:
-            raise EngineError(f"role {role}: weights come while it is asleep.")
-        self._batcher.version = None
+        self._expect_weights()
         given = self._expected.checked(role, weights)
         try:
             _on_ranks(engine, "begin_copy")
@@ -135,8 +135,13 @@ class VllmEngine:
 
     def _transfer(self, engine: Any, method: str, arguments: dict[str, Any]) -> None:
         if method != "init_weight_transfer_engine":
-            self._batcher.version = None
+            self._expect_weights()
         engine.collective_rpc(method, kwargs=arguments)
+
+    def _expect_weights(self) -> None:
+        if self._weights_asleep:
+            raise EngineError(f"role {self._spec.role}: weights come while it is asleep.")
+        self._batcher.version = None
 
     def _renew(self, engine: Any, version: int) -> None:
         self._forget_prompts(engine)
@@ -148,15 +153,17 @@ class VllmEngine:
             raise EngineError(f"role {self._spec.role}: vLLM keeps its prefix cache.")
 
     def _sleep(self, engine: Any) -> None:
-        if not self._batcher.asleep and self._spec.device != "cpu":
+        if not self._weights_asleep and self._spec.device != "cpu":
             self._forget_prompts(engine)
             engine.sleep(level=1)
-        self._batcher.asleep = True
+        self._weights_asleep = self._batcher.asleep = True
 
-    def _wake(self, engine: Any) -> None:
-        if self._batcher.asleep and self._spec.device != "cpu":
-            engine.wake_up()
-        self._batcher.asleep = False
+    def _wake(self, engine: Any, weights_only: bool) -> None:
+        asleep = self._weights_asleep if weights_only else self._batcher.asleep
+        if asleep and self._spec.device != "cpu":
+            engine.wake_up(["weights"] if weights_only else None)
+        self._weights_asleep = False
+        self._batcher.asleep = self._batcher.asleep and weights_only
 
 
 def _start(arguments: dict[str, Any]) -> Any:

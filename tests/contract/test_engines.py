@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlflow.engines.base import Sampling
+from rlflow.engines.base import Sampling, Sleeps
 from rlflow.engines.registry import engine_class, engine_kind, engine_names
+from rlflow.errors import EngineError
 from rlflow.nodes.losses import LikelihoodLoss
 from tests.helpers import minibatch, prompts, sequences, spec
 from tests.integration.engine_process import EngineProcess, free_address, processes
@@ -151,3 +152,18 @@ def test_weights_come_with_their_version(build: Build, name: str) -> None:
     engine.load_weights(list(leader.weights()), 5)
     out = engine.generate(prompts(), Sampling(max_tokens=3))
     assert set(out.versions.values.tolist()) == {5}
+
+
+@pytest.mark.parametrize("name", [each for each in able("Follows") if issubclass(engine_class(each.values[0]), Sleeps)])
+def test_weights_come_before_it_is_quite_awake(build: Build, name: str) -> None:
+    engine = build(name)
+    leader = build("fake" if name == "fake" else "torch")
+    engine.sleep()
+    with pytest.raises(EngineError, match="asleep"):
+        engine.load_weights(list(leader.weights()), 4)
+    engine.wake(True)
+    engine.load_weights(list(leader.weights()), 5)
+    with pytest.raises(EngineError, match="asleep"):
+        engine.generate(prompts(), Sampling(max_tokens=3))
+    engine.wake()
+    assert set(engine.generate(prompts(), Sampling(max_tokens=3)).versions.values.tolist()) == {5}

@@ -299,13 +299,18 @@ def test_no_rank_gathers_the_whole_model(two: Sequence[EngineProcess], address: 
 
 def park(engines: list[Any], place: int) -> float:
     """Bytes given up, over those of the weights; then all is back. On the processor, where sleeping does nothing."""
-    from rlflow.engines.sharded.parked import Parked, tensors_of
-
     engine = engines[place]
-    parked = Parked(tensors_of(engine._module, engine._engine.optimizer), engine._device)
-    given_up: int = sum(copy.nbytes() for _, copy in parked._held)
-    assert all(storage.nbytes() == 0 for storage, _ in parked._held)
-    parked.bring_back()
+    before = call(engines, place, "weights")
+    for _ in range(2):
+        engine._park()
+        away = [engine._weights_away, engine._state_away]
+        given_up: int = sum(parked.held_bytes for parked in away)
+        assert all(storage.nbytes() == 0 for parked in away for storage, _ in parked._storages)
+        engine.wake(True)
+        for (name, weight), (_, same) in zip(call(engines, place, "weights"), before, strict=True):
+            assert weight.equal(same), name
+    assert all(storage.nbytes() == 0 for storage, _ in engine._state_away._storages)
+    engine.wake()
     return given_up / int(
         sum(4 * getattr(weight, "ds_numel", weight.numel()) for weight in engine._module.parameters())
     )

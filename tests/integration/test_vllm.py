@@ -262,6 +262,7 @@ def test_the_longest_response_fills_the_model(alone: RemoteEngine) -> None:
 
 
 def test_asleep_it_generates_nothing(alone: RemoteEngine) -> None:
+    alone.load_weights(new_weights(8), 8)
     before = alone.generate(GIVEN, SAMPLING)
     alone.sleep()
     alone.sleep()
@@ -269,8 +270,14 @@ def test_asleep_it_generates_nothing(alone: RemoteEngine) -> None:
         alone.generate(GIVEN, SAMPLING)
     with pytest.raises(EngineError, match="role rollout: weights come while it is asleep"):
         alone.load_weights([], 1)
+    alone.wake(True)
+    with pytest.raises(EngineError, match="role rollout: nothing is generated, it is asleep"):
+        alone.generate(GIVEN, SAMPLING)
+    alone.load_weights(new_weights(8), 9)
     alone.wake()
-    assert alone.generate(GIVEN, SAMPLING).texts == before.texts
+    after = alone.generate(GIVEN, SAMPLING)
+    assert after.texts == before.texts
+    assert set(after.versions.values.tolist()) == {9}
 
 
 def test_a_model_that_vllm_cannot_run_here(process: EngineProcess) -> None:

@@ -6,46 +6,83 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, UntypedStorage
     from torch.nn import Module
+
+# torch rounds memory that a GPU reads directly up to a power of two, and so does not round this.
+_CHUNK_BYTES = 256 * 2**20
 
 
 class Parked:
-    """The memory behind ``tensors`` on ``device``, held by the host until ``bring_back``.
+    """Memory of ``device`` that the host holds meanwhile.
 
     Storages are emptied, not tensors replaced: DeepSpeed keeps many views of a few large buffers.
     """
 
-    def __init__(self, tensors: "Iterable[Tensor]", device: "torch.device") -> None:
+    def __init__(self, device: "torch.device") -> None:
+        self._device = device
+        self._storages: list[tuple[UntypedStorage, int]] = []
+        """With their bytes."""
+        self._chunks: list[Tensor] = []
+        """Kept from one time to the next: to allocate them takes longer than to fill them."""
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(size for _, size in self._storages)
+
+    def put_away(self, tensors: "Iterable[Tensor]") -> None:
+        """The memory behind ``tensors``, but for what is put away already. Not before all of the last time is back."""
         import torch
 
+        assert not self._storages
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
             for tensor in tensors
-            if tensor.device == device and tensor.untyped_storage().nbytes()
+            if tensor.device == self._device and tensor.untyped_storage().nbytes()
         }
-        self._held = []
-        for storage in storages.values():
-            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type == "cuda").untyped_storage()
-            copy.copy_(storage)
-            self._held.append((storage, copy))
+        self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
+        for there, here in self._pieces():
+            here.copy_(there)
+        for storage, _ in self._storages:
             storage.resize_(0)
-        if device.type == "cuda":
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def bring_back(self) -> None:
-        for storage, copy in self._held:
-            storage.resize_(copy.nbytes())
-            storage.copy_(copy)
-        self._held = []
+        for storage, size in self._storages:
+            storage.resize_(size)
+        for there, here in self._pieces():
+            there.copy_(here)
+        self._storages = []
+
+    def _pieces(self) -> "Iterator[tuple[Tensor, Tensor]]":
+        """The bytes of all storages and their places with the host, one storage after the other."""
+        import torch
+
+        at = 0
+        for storage, size in self._storages:
+            whole = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            done = 0
+            while done < size:
+                chunk, place = divmod(at, _CHUNK_BYTES)
+                if chunk == len(self._chunks):
+                    pinned = self._device.type == "cuda"
+                    self._chunks.append(torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned))
+                count = min(size - done, _CHUNK_BYTES - place)
+                yield whole[done : done + count], self._chunks[chunk][place : place + count]
+                done, at = done + count, at + count
 
 
-def tensors_of(module: "Module", optimizer: Any) -> "Iterator[Tensor]":
-    """All weights, their shards, and what DeepSpeed's optimizer holds between steps."""
+def weights_of(module: "Module") -> "Iterator[Tensor]":
+    """All weights and their shards."""
     for tensor in [*module.parameters(), *module.buffers()]:
         yield tensor.data
         if hasattr(tensor, "ds_tensor"):
             yield tensor.ds_tensor.data
+
+
+def state_of(optimizer: Any) -> "Iterator[Tensor]":
+    """What DeepSpeed's optimizer holds between steps, in part views of the weights; None holds nothing."""
     yield from _within(vars(optimizer) if optimizer is not None else {}, depth=4)
     inner = getattr(optimizer, "optimizer", optimizer)
     yield from _within(getattr(inner, "state", {}), depth=2)

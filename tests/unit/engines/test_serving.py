@@ -16,6 +16,7 @@ from rlflow.engines.serving.batching import Batcher, Request
 from rlflow.engines.serving.model_files import Expected, load_config, load_end_ids, model_files
 from rlflow.engines.serving.settings import check_model, engine_arguments, set_environment
 from rlflow.engines.serving.shared_files import SharedFile, shared_files
+from rlflow.engines.vllm import VllmEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.resources.layout import Layout
 from tests.helpers import ARCHITECTURE, CHARACTERS, MODEL, spec
@@ -90,6 +91,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
     raise AssertionError("it does not come about")
 
 
+def waiting(batcher: Batcher) -> int:
+    return batcher._inbox.qsize() + (batcher._next is not None)
+
+
 class TestBatcher:
     def test_all_callers_are_worked_on_together(self, engine: FakeEngine, batcher: Batcher) -> None:
         engine.go_on.clear()
@@ -113,9 +118,9 @@ class TestBatcher:
             return len(engine.live)
 
         call, live = started(batcher.call, change)
-        wait_for(lambda: batcher._inbox.qsize() == 1)
+        wait_for(lambda: waiting(batcher) == 1)
         after, second = started(batcher.generate, requests(5))
-        wait_for(lambda: batcher._inbox.qsize() == 2)
+        wait_for(lambda: waiting(batcher) == 2)
         engine.go_on.set()
         for thread in (before, call, after):
             thread.join(60)
@@ -155,6 +160,68 @@ class TestBatcher:
 
     def test_nothing_asked_is_answered(self, batcher: Batcher) -> None:
         assert batcher.generate([]).outputs == []
+
+
+class SleepingEngine(FakeEngine):
+    """Writes down what it is told of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+
+    def sleep(self, level: int) -> None:
+        self.told.append(f"sleep {level}")
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        self.told.append(tags)
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        self.told.append(method)
+
+
+class TestSleeps:
+    @pytest.fixture
+    def inner(self) -> SleepingEngine:
+        return SleepingEngine()
+
+    @pytest.fixture
+    def engine(self, inner: SleepingEngine, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
+        """As on a GPU."""
+        monkeypatch.setattr(VllmEngine, "__init__", lambda self, spec: None)
+        engine = VllmEngine(spec())
+        engine._spec = replace(spec("rollout"), device="cuda:0")
+        engine._batcher = Batcher("rollout", lambda: inner)
+        engine._weights_asleep = False
+        return engine
+
+    def test_weights_come_before_there_is_room_for_keys_and_values(
+        self, engine: VllmEngine, inner: SleepingEngine
+    ) -> None:
+        engine.sleep()
+        with pytest.raises(EngineError, match="role rollout: weights come while it is asleep"):
+            engine.transfer("update_weights", {})
+        for _ in range(2):
+            engine.wake(True)
+        with pytest.raises(EngineError, match="role rollout: nothing is generated, it is asleep"):
+            engine._batcher.generate(requests(1))
+        engine.transfer("update_weights", {})
+        engine.transferred(3)
+        engine.wake()
+        engine.wake()
+        assert engine._batcher.generate(requests(1)).version == 3
+        assert inner.told == ["sleep 1", ["weights"], "update_weights", None]
+
+    def test_it_falls_asleep_again_before_it_was_quite_awake(self, engine: VllmEngine, inner: SleepingEngine) -> None:
+        engine.sleep()
+        engine.wake(True)
+        engine.sleep()
+        engine.sleep()
+        engine.wake()
+        assert inner.told == ["sleep 1", ["weights"], "sleep 1", None]
+        assert engine._batcher.generate(requests(1)).version == 0
 
 
 class TestSharedFiles:

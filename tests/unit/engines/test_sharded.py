@@ -1,11 +1,13 @@
-"""What DeepSpeed is told, and micro-batches in equal number."""
+"""What DeepSpeed is told, micro-batches in equal number, and memory that is given up."""
 
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from rlflow.engines.sharded.parked import Parked
 from rlflow.engines.sharded.rounds import evened
 from rlflow.engines.sharded.settings import deepspeed_config
 from rlflow.errors import RecipeError
@@ -73,3 +75,44 @@ def test_as_many_micro_batches_as_the_other_ranks(count: int, pieces: list[list[
     ours, number = evened([np.arange(3), np.array([3])], given, count)
     assert [piece.tolist() for piece in ours] == pieces
     assert number == counting
+
+
+class TestParked:
+    @pytest.fixture(autouse=True)
+    def small_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("rlflow.engines.sharded.parked._CHUNK_BYTES", 64)
+
+    def test_views_of_what_was_given_up_are_what_they_were(self) -> None:
+        whole = torch.arange(50.0)
+        other, empty = torch.arange(5, dtype=torch.int8), torch.empty(0)
+        views = [whole[:20].view(4, 5), whole[30:], other, empty]
+        before = [view.clone() for view in views]
+        parked = Parked(torch.device("cpu"))
+        parked.put_away(views)
+        assert parked.held_bytes == 50 * 4 + 5
+        assert {view.untyped_storage().nbytes() for view in views} == {0}
+        parked.bring_back()
+        assert all(torch.equal(view, same) for view, same in zip(views, before, strict=True))
+        assert parked.held_bytes == 0
+
+    def test_the_host_gives_chunks_of_one_size_that_serve_again(self) -> None:
+        parked = Parked(torch.device("cpu"))
+        first, more = torch.arange(41.0), torch.arange(10.0)
+        for tensors, count in (([first], 3), ([first, more], 4), ([more], 4)):
+            before = [chunk.data_ptr() for chunk in parked._chunks]
+            parked.put_away(tensors)
+            assert [chunk.data_ptr() for chunk in parked._chunks][: len(before)] == before
+            assert [chunk.nbytes for chunk in parked._chunks] == [64] * count
+            parked.bring_back()
+        assert torch.equal(first, torch.arange(41.0))
+
+    def test_what_one_has_put_away_another_leaves_alone(self) -> None:
+        weights, state = torch.arange(6.0), torch.arange(9.0)
+        view = weights[2:]
+        first, second = Parked(torch.device("cpu")), Parked(torch.device("cpu"))
+        first.put_away([weights])
+        second.put_away([view, state])
+        assert (first.held_bytes, second.held_bytes) == (24, 36)
+        first.bring_back()
+        assert torch.equal(weights, torch.arange(6.0))
+        assert state.untyped_storage().nbytes() == 0
