@@ -44,7 +44,7 @@ def main() -> int:
     again = {name: tensor.clone() for name, tensor in own.items()}
     new_s, used_s, syncs, shares = [], [], [], []
     with tempfile.TemporaryDirectory() as folder, RayRuntime().start(plan, models, Path(folder)) as engines:
-        source, target = engines["actor"].weights(), engines["rollout"].weights()
+        source, target = engines["actor"].workers, engines["rollout"].workers
         assert isinstance(target, RayWorkers)
         target.copy_weights(source, 0)
         for version in range(1, _REPEATS + 1):

@@ -46,7 +46,7 @@ class RoleProxy:
         """``room`` is the number of responses that one engine writes at once, for engines that take more prompts while
         they write; None for those that do not."""
         self._role = role
-        self._workers = workers
+        self.workers = workers
         self._width = layout.sequence_parallel_size
         self._room = room
         self._turns = turns
@@ -55,9 +55,9 @@ class RoleProxy:
         self._turns.take(self._role)
         if self._room is not None:
             return self._pulled(prompts, sampling, max(self._room, sampling.group_size))
-        parts = [part for part in np.array_split(np.arange(len(prompts)), len(self._workers)) if len(part)]
+        parts = [part for part in np.array_split(np.arange(len(prompts)), len(self.workers)) if len(part)]
         calls = [
-            self._workers.submit(rank, "generate", prompts.take(part), sampling) for rank, part in enumerate(parts)
+            self.workers.submit(rank, "generate", prompts.take(part), sampling) for rank, part in enumerate(parts)
         ]
         return Rollouts.joined(gathered(calls))
 
@@ -69,7 +69,7 @@ class RoleProxy:
 
     def evaluate(self, rollouts: Rollouts) -> Rewards:
         self._turns.take(self._role)
-        rewards: Rewards = gathered([self._workers.submit(0, "evaluate", rollouts)])[0]
+        rewards: Rewards = gathered([self.workers.submit(0, "evaluate", rollouts)])[0]
         return rewards
 
     def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
@@ -78,7 +78,7 @@ class RoleProxy:
         calls = []
         for rank, rows in self._ranks(shares(minibatch, self._num_shares)):
             part = minibatch.take(rows) if len(rows) else _without_weight(minibatch.take(np.array([0])))
-            calls.append(self._workers.submit(rank, "update", part, loss))
+            calls.append(self.workers.submit(rank, "update", part, loss))
         metrics: Metrics = gathered(calls)[0]
         return metrics
 
@@ -94,31 +94,31 @@ class RoleProxy:
     def weights(self) -> Workers:
         """The workers that have them: tensors do not pass through this process."""
         self._turns.join(self._role)
-        return self._workers
+        return self.workers
 
     def load_weights(self, weights: Workers, version: int) -> None:
         """Raises EngineError when any worker has not taken all of them."""
         self._turns.join(self._role)
-        self._workers.copy_weights(weights, version)
+        self.workers.copy_weights(weights, version)
 
     @property
     def _num_shares(self) -> int:
-        return len(self._workers) // self._width
+        return len(self.workers) // self._width
 
     def _everywhere(self, method: str, folder: Path) -> None:
         self._turns.take(self._role)
-        gathered([self._workers.submit(rank, method, folder) for rank in range(len(self._workers))])
+        gathered([self.workers.submit(rank, method, folder) for rank in range(len(self.workers))])
 
     def _ranks(self, parts: Sequence[Index]) -> Iterable[tuple[int, Index]]:
         """Each rank with its rows; the sequence-parallel ranks of a share have the same."""
-        return ((rank, parts[rank // self._width]) for rank in range(len(self._workers)))
+        return ((rank, parts[rank // self._width]) for rank in range(len(self.workers)))
 
     def _split(self, sequences: Sequences, method: str, *arguments: Any) -> Packed:
         """Ranks without rows work on the first one: sharded models need all ranks for every pass."""
         self._turns.take(self._role)
         parts = shares(sequences, self._num_shares)
         calls = [
-            self._workers.submit(rank, method, sequences.take(rows if len(rows) else np.array([0])), *arguments)
+            self.workers.submit(rank, method, sequences.take(rows if len(rows) else np.array([0])), *arguments)
             for rank, rows in self._ranks(parts)
         ]
         results = gathered(calls)[:: self._width]
@@ -130,7 +130,7 @@ class RoleProxy:
 
         One prompt more than there is room for lies ready at each, so that none runs dry meanwhile.
         """
-        free = dict.fromkeys(range(len(self._workers)), room // sampling.group_size + 1)
+        free = dict.fromkeys(range(len(self.workers)), room // sampling.group_size + 1)
         running: dict[Future[Any], tuple[int, int]] = {}
         written: dict[int, Rollouts] = {}
         waiting = iter(range(len(prompts)))
@@ -139,7 +139,7 @@ class RoleProxy:
             while prompt is not None and max(free.values()):
                 rank = max(free, key=lambda each: free[each])
                 free[rank] -= 1
-                running[self._workers.submit(rank, "generate", prompts.take(np.array([prompt])), sampling)] = (
+                running[self.workers.submit(rank, "generate", prompts.take(np.array([prompt])), sampling)] = (
                     rank,
                     prompt,
                 )

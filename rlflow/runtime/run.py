@@ -16,6 +16,8 @@ from rlflow.errors import EngineError, RecipeError
 from rlflow.recipe import Model
 from rlflow.runtime import checkpoint
 from rlflow.runtime.base import Observer, Report, Runtime
+from rlflow.runtime.choose import runtime_of
+from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.models import resolve_models
 from rlflow.runtime.step import Evaluator, evaluator, run_graph, summary
 
@@ -46,7 +48,9 @@ def run(
     def run_base(base: Plan, name: str) -> Report:
         write_plan(plan, directory)
         folder = directory / "base" / name
-        return run(base, folder, runtime, observers, resume=bool(checkpoint.checkpoints(folder)), stop=stop)
+        # It may need what this process alone does not have; what runs anything runs it too.
+        on = runtime_of(base) if isinstance(runtime, LocalRuntime) else runtime
+        return run(base, folder, on, observers, resume=bool(checkpoint.checkpoints(folder)), stop=stop)
 
     models = resolve_models(plan, run_base)
     data, evaluation = _open_data(plan, models, rows, held_out)
