@@ -14,7 +14,7 @@ from rlflow.engines.sharded.loading import load_sharded
 from rlflow.engines.sharded.parked import Parked, state_of, weights_of
 from rlflow.engines.sharded.rounds import rounds
 from rlflow.engines.sharded.settings import deepspeed_config, join
-from rlflow.errors import EngineError
+from rlflow.errors import EngineError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,14 +105,21 @@ class DeepSpeedEngine:
             (folder / _MADE_BY).write_text(json.dumps(self._shards))
 
     def restore(self, folder: Path) -> None:
-        """Raises EngineError for what another number of ranks saved, or another ZeRO stage."""
+        """Raises EngineError for what another number of ranks saved, or another ZeRO stage, and for lost files."""
         made_by = json.loads((folder / _MADE_BY).read_text())
         if made_by != self._shards:
             raise EngineError(
                 f"role {self._spec.role}: the checkpoint was saved by {made_by['world_size']} ranks with ZeRO "
                 f"{made_by['zero_stage']}, and these are {self._spec.world_size} with ZeRO {self._stage}."
             )
-        self._engine.load_checkpoint(str(folder), tag=_TAG)
+        try:
+            found, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
+        except Exception as error:  # whatever DeepSpeed stumbles over where files are missing
+            raise EngineError(
+                f"role {self._spec.role}: '{folder}' cannot be restored ({first_line(error)})."
+            ) from error
+        if found is None:
+            raise EngineError(f"role {self._spec.role}: DeepSpeed found nothing to restore in '{folder}'.")
 
     def export(self, folder: Path) -> None:
         """Rank 0 writes. It holds the weights in the memory of its host for that, never on its GPU."""

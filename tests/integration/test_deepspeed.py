@@ -1,5 +1,6 @@
 """DeepSpeed on two ranks against the plain engine on one."""
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -252,6 +253,17 @@ def test_it_goes_on_from_what_it_saved(
         assert (value == same).all(), name
     with pytest.raises(EngineError, match="saved by 2 ranks with ZeRO"):
         Ranks(two, actor(1), address).restore([tmp_path] * 2)
+    shutil.rmtree(tmp_path / "deepspeed")
+    with pytest.raises(EngineError, match=r"role actor: '.*' cannot be restored"):
+        other.restore([tmp_path] * 2)
+    all_of(two, find_nothing, other._places)
+    with pytest.raises(EngineError, match="role actor: DeepSpeed found nothing to restore in"):
+        other.restore([tmp_path] * 2)
+
+
+def find_nothing(engines: list[Any], place: int) -> None:
+    """As DeepSpeed does for some files that it lacks."""
+    engines[place]._engine.load_checkpoint = lambda *_, **__: (None, {})
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -130,11 +130,18 @@ class Batcher:
         group.version = self.version
         if not group.requests:
             group.done.set_result(Written([], self.version))
-        for index, request in enumerate(group.requests):
-            name = str(self._count)
-            self._count += 1
-            self._live[name] = (group, index)
-            engine.add_request(name, {"prompt_token_ids": request.prompt_ids}, request.params)
+        names = [str(self._count + index) for index in range(len(group.requests))]
+        self._count += len(names)
+        try:
+            for name, request in zip(names, group.requests, strict=True):
+                engine.add_request(name, {"prompt_token_ids": request.prompt_ids}, request.params)
+        except Exception as error:  # vLLM refuses in many ways what is wrong with one request
+            engine.abort_request(names)
+            refused = EngineError(f"role {self._role}: vLLM does not take a request ({first_line(error)}).")
+            refused.__cause__ = error
+            group.done.set_exception(refused)
+            return
+        self._live |= {name: (group, index) for index, name in enumerate(names)}
 
     def _run(self, engine: Any, call: _Call) -> None:
         try:

@@ -5,6 +5,7 @@ from typing import Any
 
 from rlflow.engines.base import EngineSpec
 from rlflow.errors import RecipeError
+from rlflow.resources.memory.phases import MAX_BATCHED_TOKENS
 
 # Of vLLM's attention on the CPU.
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -63,7 +64,10 @@ def engine_arguments(spec: EngineSpec, folder: str, config: Any) -> dict[str, An
         arguments["gpu_memory_utilization"] = layout.gpu_memory_utilization
     if spec.weight_backend is not None:
         arguments["weight_transfer_config"] = {"backend": spec.weight_backend}
-    return arguments | {"enable_sleep_mode": layout.sleeps}
+    return arguments | {
+        "max_num_batched_tokens": max(MAX_BATCHED_TOKENS, spec.max_num_seqs),
+        "enable_sleep_mode": layout.sleeps,
+    }
 
 
 def _head_dim(config: Any) -> int:

@@ -33,6 +33,8 @@ NCCL_COMMUNICATOR_GIB = 0.2
 # All-to-all between the GPUs of experts has buffers for every peer: 4 channels, both ways, of about 5 MiB (4 MiB of
 # NCCL_BUFFSIZE, and those of the protocols for short messages). Over 10 GB with some hundred peers.
 NCCL_PEER_GIB = 0.04
+# Tokens of a step of vLLM, which the engine is told: its own default depends on the kind of GPU.
+MAX_BATCHED_TOKENS = 8192
 
 
 def usable_gib(memory_gib: float) -> float:
@@ -183,7 +185,7 @@ def generate_memory(
     memory_gib: float,
     *,
     max_num_seqs: int = 256,
-    max_batched_tokens: int = 8192,
+    max_batched_tokens: int = MAX_BATCHED_TOKENS,
     weight_bytes: float = 2,
 ) -> EngineMemory:
     """How an engine of vLLM's kind uses ``gpu_memory_utilization`` of a GPU: what weights, the peak of a step and CUDA

@@ -44,6 +44,10 @@ class FakeEngine:
             raise ValueError("no such parameter")
         self.live[name] = len(prompt["prompt_token_ids"])
 
+    def abort_request(self, names: list[str]) -> None:
+        for name in names:
+            self.live.pop(name, None)
+
     def step(self) -> list[Output]:
         assert self.go_on.wait(60)
         self.threads.add(threading.get_ident())
@@ -150,9 +154,21 @@ class TestBatcher:
         with pytest.raises(EngineError, match=r"role rollout: vLLM stopped \(ZeroDivisionError: division by zero\)"):
             batcher.call(lambda _: None)
 
-    def test_a_request_that_is_refused_stops_it(self, batcher: Batcher) -> None:
-        with pytest.raises(EngineError, match="ValueError: no such parameter"):
-            batcher.generate(requests(1, params="bad"))
+    def test_a_request_that_is_refused_fails_its_group_alone(self, engine: FakeEngine, batcher: Batcher) -> None:
+        engine.go_on.clear()
+        other, results = started(batcher.generate, requests(3, 2))
+        wait_for(lambda: len(engine.live) == 2)
+        bad, errors = started(batcher.generate, [*requests(5, 5), *requests(1, params="bad")])
+        wait_for(lambda: waiting(batcher) == 1)
+        engine.go_on.set()
+        for thread in (other, bad):
+            thread.join(60)
+        assert [str(error) for error in errors] == [
+            "role rollout: vLLM does not take a request (ValueError: no such parameter)."
+        ]
+        assert results[0].outputs == ["after 0", "after 0"]
+        assert engine.live == {}
+        assert len(batcher.generate(requests(1)).outputs) == 1
 
     def test_what_does_not_start_says_so(self) -> None:
         with pytest.raises(ZeroDivisionError):
@@ -330,6 +346,7 @@ class TestSettings:
         assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (2, "mp")
         assert (given["gpu_memory_utilization"], given["enable_sleep_mode"]) == (0.6, True)
         assert given["max_model_len"] == 4096
+        assert given["max_num_batched_tokens"] == 8192
         assert not {"enforce_eager", "kv_cache_memory_bytes"} & given.keys()
 
     def test_ranks_have_cores_of_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
