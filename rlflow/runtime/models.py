@@ -21,7 +21,8 @@ def cache_folder() -> Path:
 
 
 def resolve_models(plan: Plan, run: Callable[[Plan, str], Report]) -> dict[str, Model]:
-    """The recipe's models in use, each with a path or random weights.
+    """The recipe's models in use, each with a path or random weights. Folders are absolute: workers are started
+    elsewhere.
 
     ``run`` runs the plan of another recipe, for the model of that name. Raises KeyboardInterrupt when that was stopped.
     """
@@ -31,7 +32,8 @@ def resolve_models(plan: Plan, run: Callable[[Plan, str], Report]) -> dict[str, 
 
 def _resolve(plan: Plan, name: str, model: Model, run: Callable[[Plan, str], Report]) -> Model:
     if model.recipe is None:
-        return model
+        folder = Path(model.path or "").expanduser()
+        return replace(model, path=str(folder.resolve())) if model.path and folder.is_dir() else model
     base = compile_recipe(model.recipe, plan.cluster)
     folder = cache_folder() / f"{model.recipe.name}-{base.fingerprint}"
     if not folder.exists():
@@ -40,4 +42,4 @@ def _resolve(plan: Plan, name: str, model: Model, run: Callable[[Plan, str], Rep
             raise KeyboardInterrupt
         made = report.models[trained_role(model.recipe)]
         write_whole(folder, lambda temporary: shutil.copytree(made, temporary, dirs_exist_ok=True))
-    return replace(model, path=str(folder), recipe=None)
+    return replace(model, path=str(folder.resolve()), recipe=None)

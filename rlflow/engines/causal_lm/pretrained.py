@@ -88,10 +88,10 @@ def _config_fields(name: str, model: Model) -> dict[str, Any]:
 
 def _from(name: str, path: str, load: Callable[[str], Any]) -> Any:
     where = f"models.{name}.path"
-    if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
+    if path.startswith((".", "/", "~")) and not Path(path).is_dir():
         raise RecipeError(where, f"'{path}' is not a folder", fix="give the folder that save_pretrained wrote")
     try:
-        return load(str(Path(path).expanduser()) if path.startswith("~") else path)
+        return load(path)
     except Exception as error:  # the libraries below raise errors of many kinds for a damaged file
         raise RecipeError(
             where,

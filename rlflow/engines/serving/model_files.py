@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ def model_files(spec: EngineSpec) -> Iterator[str]:
     import torch
 
     if spec.model.path is not None:
-        yield str(Path(spec.model.path).expanduser()) if spec.model.path.startswith("~") else spec.model.path
+        yield spec.model.path
         return
     with TemporaryDirectory(prefix="rlflow-model-") as folder:
         dtype = getattr(torch, spec.model.dtype)
