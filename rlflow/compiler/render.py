@@ -48,8 +48,8 @@ def _verdict(plan: Plan) -> Text:
     text = Text.assemble((plan.recipe.name, "bold"), f" on {plan.cluster.shape}   ", verdict)
     text.append(f", {seconds(prediction.step_seconds)}/step, {prediction.tokens_per_second_per_gpu:.0f} tokens/s/GPU")
     used = {bundle for placement in plan.roles.values() for bundle in placement.bundles}
-    # Hosts of processors are played by one machine.
-    unit = "GPUs" if counted else "processors" + (" on simulated hosts" if len(plan.cluster.hosts) > 1 else "")
+    # Several processors are played by one.
+    unit = "GPUs" if counted else "processors" + (" on simulated hosts" if len(used) > 1 else "")
     text.append(f"\n{len(used)} of {sum(len(host.usable) for host in plan.cluster.hosts)} {unit}, ")
     if prediction.headroom_gib is None:
         return text.append("whose memory is not counted")

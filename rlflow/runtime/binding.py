@@ -7,7 +7,7 @@ from typing import Any
 
 from rlflow.compiler.plan import Plan
 from rlflow.errors import PlacementError
-from rlflow.resources.cluster import Host
+from rlflow.resources.cluster import Cluster, Host
 from rlflow.resources.placement import Bundle
 
 _CLUSTER = "cluster"
@@ -27,9 +27,11 @@ class LiveHost:
     gpus: int
     free_gpus: int
     alive: bool
+    simulated: bool = False
+    """It is a process of this machine, and its GPUs are numbers."""
 
     def is_called(self, name: str) -> bool:
-        return name in (self.name, self.hostname, self.address)
+        return name in (self.name, self.hostname, self.address, self.node_id)
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Bound:
     node_id: str
     gpu_id: str
     """As the host's driver counts."""
+    device_name: str | None = None
+    """As nvidia-smi calls it; None without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +57,10 @@ class Placed:
     """For CUDA_VISIBLE_DEVICES on the bundle's host."""
     hosts: Mapping[str, LiveHost]
     """By the plan's name of each."""
-    simulated: bool
-    """The hosts are processes of this machine, and their GPUs are numbers."""
+
+    @property
+    def simulated(self) -> bool:
+        return any(host.simulated for host in self.hosts.values())
 
     @property
     def addresses(self) -> Mapping[str, str]:
@@ -95,7 +101,7 @@ def match_hosts(planned: Sequence[Host], wanted: Mapping[str, int], live: Sequen
 
     Raises PlacementError for hosts that are missing or have too few GPUs. Their GPUs may still be taken.
     """
-    alive = sorted((host for host in live if host.alive), key=_in_order)
+    alive = sorted((host for host in live if host.alive), key=in_order)
     found = _called(wanted, alive)
     if all(host.name == f"host-{index}" for index, host in enumerate(planned)):
         if any(name not in found or found[name].gpus < count for name, count in wanted.items()):
@@ -180,6 +186,20 @@ def check_bound(
     return indices
 
 
+def check_kinds(cluster: Cluster, hosts: Mapping[str, LiveHost], bound: Mapping[Bundle, Bound]) -> None:
+    """Raises PlacementError for a GPU of another kind than the planned one, where both are known by name."""
+    kinds = {host.name: host.gpu for host in cluster.hosts}
+    for bundle, got in bound.items():
+        planned = cluster.gpus[kinds[bundle.host]].device_name
+        if None not in (planned, got.device_name) and planned != got.device_name and not hosts[bundle.host].simulated:
+            raise PlacementError(
+                _CLUSTER,
+                f"the plan is for GPUs of the kind {kinds[bundle.host]} ({planned}), and GPU {got.gpu_id} of"
+                f" '{hosts[bundle.host].name}' is {got.device_name}",
+                fix="plan for the GPUs that are there (cluster=auto, or their kind as in cluster=2x8@h200)",
+            )
+
+
 def placement_record(plan: Plan, placed: Placed) -> dict[str, Any]:
     """``placement.json``: planned beside bound, for each worker of each role."""
     return {
@@ -231,7 +251,8 @@ def _first_few(facts: Sequence[str]) -> str:
     return "; ".join([*facts[:3], *more])
 
 
-def _in_order(host: LiveHost) -> tuple[Any, ...]:
+def in_order(host: LiveHost) -> tuple[Any, ...]:
+    """For sorting."""
     return (_natural(host.name), host.node_id)
 
 

@@ -9,20 +9,19 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import PlacementError, first_line
+from rlflow.errors import EngineError, PlacementError, UserError, first_line
 from rlflow.resources.cluster import Cluster
 from rlflow.runtime.binding import LiveHost
-from rlflow.runtime.machine import gpus_of_this_machine
 
 # For what answers at once when it lives.
 _ANSWER_S = 2.0
 _START_S = 120.0
 # Of each simulated host: batches and weights pass through it.
 _SIMULATED_STORE = 256_000_000
+_SIMULATED = "rlflow-simulated"
 
 
 @contextmanager
@@ -36,7 +35,7 @@ def connected(cluster: Cluster) -> Iterator[None]:
         with simulated(cluster):
             yield
     else:
-        with _joined(running_ray() or "local"):
+        with joined(running_ray() or "local"):
             yield
 
 
@@ -57,17 +56,21 @@ def simulated(cluster: Cluster) -> Iterator[Any]:
                     num_gpus=host.gpus,
                     num_cpus=1,
                     object_store_memory=_SIMULATED_STORE,
+                    labels={_SIMULATED: "true"},
                     include_dashboard=False,
                     wait=False,
                 )
                 if host is cluster.hosts[0]:
                     _set_address(before)
-            with _joined(processes.address):
+            with joined(processes.address):
                 _wait_for(len(cluster.hosts))
                 yield processes
         finally:
+            # Ray forgets it on shutdown, whosever it is.
+            now = find_bootstrap_address(None)
+            own = processes.address
             processes.shutdown()
-            _set_address(before)
+            _set_address(before if now == own else now)
 
 
 def _set_address(address: str | None) -> None:
@@ -82,7 +85,7 @@ def _set_address(address: str | None) -> None:
 
 
 @contextmanager
-def _joined(address: str) -> Iterator[None]:
+def joined(address: str) -> Iterator[None]:
     """Ray at ``address``, or a new one for ``local``."""
     ray = quiet_ray()
     options = {"include_dashboard": False} if address == "local" else {}
@@ -97,6 +100,20 @@ def _joined(address: str) -> Iterator[None]:
             ray.shutdown()
 
 
+@contextmanager
+def ray_errors(*others: type[Exception]) -> Iterator[None]:
+    """Raises EngineError for what Ray raises when it fails itself, and for errors of ``others``."""
+    quiet_ray()
+    from ray.exceptions import RayError
+
+    try:
+        yield
+    except (UserError, EngineError):
+        raise
+    except (RayError, *others) as error:
+        raise EngineError(f"Ray: {first_line(error)}.") from error
+
+
 def quiet_ray() -> Any:
     """Ray, which keeps its words to its own files."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -104,8 +121,6 @@ def quiet_ray() -> Any:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Of a Ray that is started here: engines are what the machine is there for.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Workers see the GPUs that the plan gives them, and not what Ray makes of its own books.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -157,6 +172,7 @@ def live_hosts() -> list[LiveHost]:
             gpus=int(node["Resources"].get("GPU", 0)),
             free_gpus=int(free.get(node["NodeID"], {}).get("GPU", 0)),
             alive=node["Alive"],
+            simulated=_SIMULATED in node["Labels"],
         )
         for node in ray.nodes()
     ]
@@ -192,33 +208,6 @@ def holders() -> dict[str, list[str]]:
             if node_id and count:
                 found.setdefault(node_id, []).append(f"{count:g} by {who}")
     return found
-
-
-def live_devices() -> dict[str, list[str]]:
-    """For each host of a Ray that runs, else for this machine, what nvidia-smi calls the GPUs that are free there.
-
-    Raises PlacementError for a Ray that cannot be joined.
-    """
-    if find_spec("ray") is None or (address := running_ray()) is None:
-        return {"host-0": gpus_of_this_machine()}
-    with _joined(address):
-        return _devices_of_hosts()
-
-
-def _devices_of_hosts() -> dict[str, list[str]]:
-    ray = quiet_ray()
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    hosts = sorted((host for host in live_hosts() if host.alive and host.gpus), key=lambda host: host.name)
-    ask = ray.remote(num_cpus=0, max_retries=0)(gpus_of_this_machine)
-    answers = [
-        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(h.node_id, False)).remote() for h in hosts
-    ]
-    try:
-        names = ray.get(answers, timeout=_START_S)
-    except Exception as error:  # of Ray, or of the hosts' own installation
-        raise PlacementError("cluster", f"the hosts do not tell their GPUs ({first_line(error)})") from None
-    return {host.name: list(told[: host.free_gpus]) for host, told in zip(hosts, names, strict=True)}
 
 
 def _wait_for(count: int) -> None:

@@ -91,9 +91,33 @@ def machine() -> Machine:
 
 
 def gpus_of_this_machine() -> list[str]:
-    """The names of its GPUs, as nvidia-smi tells them; empty without one."""
-    answer = ask(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], _NVIDIA_SMI_SECONDS)
-    return [] if answer.problem else [line.strip() for line in answer.output.splitlines() if line.strip()]
+    """The names of those that this process may use, as nvidia-smi tells them; empty without one."""
+    return gpus_from(gpu_listing(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def gpu_listing() -> str:
+    """Index, uuid and name of each of its GPUs, as nvidia-smi tells them; empty without one."""
+    answer = ask(["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"], _NVIDIA_SMI_SECONDS)
+    return "" if answer.problem else answer.output
+
+
+def gpus_from(listing: str, visible: str | None) -> list[str]:
+    """The names of those that CUDA_VISIBLE_DEVICES lets a process see; None: all. As in CUDA an id that is of no GPU
+    ends the list, and a uuid may be cut short."""
+    lines = [[field.strip() for field in line.split(",")] for line in listing.splitlines()]
+    gpus = [(index, uuid, name) for index, uuid, name in (line for line in lines if len(line) == 3)]
+    if visible is None:
+        return [name for _, _, name in gpus]
+    names = []
+    for wanted in visible.split(","):
+        id_ = wanted.strip()
+        found = [
+            name for index, uuid, name in gpus if id_ == index or (id_.startswith("GPU-") and uuid.startswith(id_))
+        ]
+        if not found:
+            break
+        names.append(found[0])
+    return names
 
 
 def devices() -> tuple[list[Device], str | None]:

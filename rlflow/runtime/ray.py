@@ -3,8 +3,8 @@
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,16 @@ from rlflow.runtime.binding import (
     Placed,
     check_bound,
     check_free,
+    check_kinds,
     match_hosts,
     placement_record,
     spare_bundles,
     wanted_bundles,
     wanted_gpus,
 )
-from rlflow.runtime.hosts import connected, holders, live_hosts, lost, quiet_ray
-from rlflow.runtime.specs import check_engines, is_on_gpu
+from rlflow.runtime.hosts import connected, holders, live_hosts, lost, quiet_ray, ray_errors
+from rlflow.runtime.machine import gpu_listing, gpus_from
+from rlflow.runtime.specs import check_engines
 
 # Ray is late to say that GPUs are free again.
 _FREED_S = 2.0
@@ -47,14 +49,18 @@ class RayRuntime:
 
     @contextmanager
     def start(self, plan: Plan, models: Mapping[str, Model], directory: Path) -> Iterator[Mapping[str, Any]]:
-        """Raises PlacementError for hosts that are not as planned, EngineError for an engine that fails."""
+        """Raises PlacementError for hosts that are not as planned, EngineError for an engine, or a Ray, that fails."""
         # With Ray, which may not be installed.
         from rlflow.runtime.actors import start_engines
 
-        with connected(plan.cluster), bound(plan) as placed:
-            record = placement_record(plan, placed)
-            (directory / "placement.json").write_text(json.dumps(record, indent=1))
-            with start_engines(plan, models, placed) as engines:
+        with ExitStack() as running:
+            with ray_errors(RuntimeError):
+                running.enter_context(connected(plan.cluster))
+                placed = running.enter_context(bound(plan))
+                record = placement_record(plan, placed)
+                (directory / "placement.json").write_text(json.dumps(record, indent=1))
+                engines = running.enter_context(start_engines(plan, models, placed))
+            with ray_errors():
                 yield engines
 
 
@@ -83,15 +89,17 @@ def bound(plan: Plan) -> Iterator[Placed]:
             raise _late(f"Ray has not given the {len(reserved)} GPUs of the plan", _RESERVED_S, hosts.values())
         told = _ask(group, reserved, hosts)
         indices = check_bound(plan.cluster.hosts, wanted, reserved, hosts, told)
+        check_kinds(plan.cluster, hosts, {bundle: told[index] for bundle, index in indices.items()})
         yield Placed(
             group=group,
             bundle_indices=indices,
             gpu_ids={bundle: told[index].gpu_id for bundle, index in indices.items()},
             hosts=hosts,
-            simulated=not is_on_gpu(plan),
         )
     finally:
-        remove_placement_group(group)
+        # Ray lets go of it anyway when this process leaves, and why that is comes first.
+        with suppress(Exception):
+            remove_placement_group(group)
 
 
 def _hosts_with_room(plan: Plan, wanted: tuple[Bundle, ...]) -> dict[str, LiveHost]:
@@ -170,7 +178,12 @@ def _never() -> bool:
     return False
 
 
-def _tell() -> tuple[str, str]:
-    """In a bundle: the id of its node, and of its GPU."""
+def _tell() -> tuple[str, str, str | None]:
+    """In a bundle: the id of its node, and of its GPU, and what nvidia-smi calls that."""
     context = quiet_ray().get_runtime_context()
-    return context.get_node_id(), ",".join(context.get_accelerator_ids()["GPU"])
+    gpu_id = ",".join(context.get_accelerator_ids()["GPU"])
+    return context.get_node_id(), gpu_id, next(iter(gpus_from(_listing(), gpu_id)), None)
+
+
+# A process tells for several bundles.
+_listing = cache(gpu_listing)

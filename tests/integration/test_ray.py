@@ -149,7 +149,8 @@ class TestErrors:
         program = """
 import json
 from rlflow.compose import cluster_named
-from rlflow.runtime.hosts import connected, live_devices
+from rlflow.runtime.free_gpus import live_devices
+from rlflow.runtime.hosts import connected
 from rlflow.runtime.ray import bound
 from tests.integration.test_ray import using
 print(json.dumps(live_devices()))
@@ -171,7 +172,7 @@ with connected(plan.cluster), bound(plan) as placed:
         assert done.stderr == ""
         assert done.stdout.splitlines() == [
             '{"host-0": [], "host-1": [], "host-2": []}',
-            '[false, ["host-0", "host-1"], ["0", "0", "1", "1"]]',
+            '[true, ["host-0", "host-1"], ["0", "0", "1", "1"]]',
         ]
 
     # The last of them: afterwards there is one host.

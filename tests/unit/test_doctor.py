@@ -85,14 +85,32 @@ class TestNvidiaSmi:
 
     def test_all_of_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         script = f"""case "$*" in
-  *--query-gpu=name*) printf 'NVIDIA H100 80GB HBM3\\nNVIDIA H100 80GB HBM3\\n';;
+  *--query-gpu=index,uuid,name\\ *) printf '0, GPU-a, NVIDIA H100 80GB HBM3\\n1, GPU-b, NVIDIA H200\\n';;
   *--query-gpu=*) printf '{LISTING.replace(chr(10), chr(92) + "n")}';;
   *--query-compute-apps=*) printf '{USERS.replace(chr(10), chr(92) + "n")}';;
 esac"""
         tool(tmp_path, "nvidia-smi", script)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
         assert machine.devices() == (machine.devices_from(LISTING, USERS), None)
-        assert machine.gpus_of_this_machine() == ["NVIDIA H100 80GB HBM3"] * 2
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        assert machine.gpus_of_this_machine() == ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+        assert machine.gpus_of_this_machine() == ["NVIDIA H200"]
+
+    @pytest.mark.parametrize(
+        ("visible", "names"),
+        [
+            (None, ["A", "B", "C"]),
+            ("", []),
+            ("-1", []),
+            ("2, 0", ["C", "A"]),
+            ("0,7,1", ["A"]),
+            ("GPU-5e", ["B"]),
+        ],
+    )
+    def test_those_that_a_process_may_see(self, visible: str | None, names: list[str]) -> None:
+        listing = "0, GPU-1f00, A\n1, GPU-5e00, B\n2, GPU-7a00, C\nNo devices were found\n"
+        assert machine.gpus_from(listing, visible) == names
 
 
 class TestAsking:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 import rlflow
+from rlflow.compose import cluster_named
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Host
 from rlflow.resources.placement import Bundle
@@ -14,6 +15,7 @@ from rlflow.runtime.binding import (
     Placed,
     check_bound,
     check_free,
+    check_kinds,
     match_hosts,
     placement_record,
     spare_bundles,
@@ -23,7 +25,7 @@ from rlflow.runtime.binding import (
 from tests.conftest import CONFIG_DIR
 
 
-def live(name: str, gpus: int = 8, free: int | None = None, *, alive: bool = True) -> LiveHost:
+def live(name: str, gpus: int = 8, free: int | None = None, *, alive: bool = True, simulated: bool = False) -> LiveHost:
     return LiveHost(
         node_id=f"id of {name}",
         name=name,
@@ -33,6 +35,7 @@ def live(name: str, gpus: int = 8, free: int | None = None, *, alive: bool = Tru
         gpus=gpus,
         free_gpus=gpus if free is None else free,
         alive=alive,
+        simulated=simulated,
     )
 
 
@@ -67,8 +70,8 @@ class TestMatchHosts:
         there = [live("host-1"), live("host-0"), live("a")]
         assert chosen(of_shape(2), {"host-0": 8, "host-1": 8}, there) == {"host-0": "host-0", "host-1": "host-1"}
 
-    @pytest.mark.parametrize("name", ["b", "b.example.org", "10.0.0.1"])
-    def test_by_name_host_name_or_address(self, name: str) -> None:
+    @pytest.mark.parametrize("name", ["b", "b.example.org", "10.0.0.1", "id of b"])
+    def test_by_name_host_name_address_or_id(self, name: str) -> None:
         assert chosen(hosts(name), {name: 8}, [live("b"), live("other")]) == {name: "b"}
 
     def test_one_host_is_not_taken_for_two(self) -> None:
@@ -170,6 +173,30 @@ class TestCheckBound:
             check_bound(planned, self.wanted, self.wanted, self.there, told)
 
 
+class TestCheckKinds:
+    bundles = (Bundle("host-0", 0), Bundle("host-1", 0))
+
+    def check(self, *names: str | None, cluster: str = "2x8@h200", simulated: bool = False) -> None:
+        there = {"host-0": live("a", simulated=simulated), "host-1": live("b", simulated=simulated)}
+        told = {bundle: Bound("", "3", name) for bundle, name in zip(self.bundles, names, strict=True)}
+        check_kinds(cluster_named(cluster), there, told)
+
+    def test_another_kind(self) -> None:
+        with pytest.raises(PlacementError) as raised:
+            self.check("NVIDIA H200", "NVIDIA A100-SXM4-80GB")
+        assert raised.value.fact == (
+            "the plan is for GPUs of the kind h200 (NVIDIA H200), and GPU 3 of 'b' is NVIDIA A100-SXM4-80GB"
+        )
+
+    def test_each_host_has_its_own(self) -> None:
+        self.check("NVIDIA H200", "NVIDIA A10G", cluster="1x8@h200+1x8@a10g")
+
+    def test_kinds_that_are_not_known(self) -> None:
+        self.check("NVIDIA H200", None)
+        self.check("AMD", "AMD", cluster="2x8@mi300x")
+        self.check("NVIDIA A10G", "NVIDIA A10G", simulated=True)
+
+
 class TestSpareBundles:
     wanted = (Bundle("host-0", 0), Bundle("host-0", 3), Bundle("host-1", 0), Bundle("host-1", 1))
 
@@ -197,10 +224,8 @@ class TestSpareBundles:
 def test_the_record_has_planned_beside_bound() -> None:
     plan = rlflow.compile(rlflow.load(["recipe=fake"], CONFIG_DIR), "1x1@cpu")
     (bundle,) = wanted_bundles(plan)
-    host = live("a")
-    placed = Placed(
-        group=None, bundle_indices={bundle: 0}, gpu_ids={bundle: "5"}, hosts={bundle.host: host}, simulated=True
-    )
+    host = live("a", simulated=True)
+    placed = Placed(group=None, bundle_indices={bundle: 0}, gpu_ids={bundle: "5"}, hosts={bundle.host: host})
     record = placement_record(plan, placed)
     assert record["simulated"] is True
     assert record["hosts"] == {"host-0": {"name": "a", "node_id": "id of a", "address": "10.0.0.1", "gpus": 8}}
