@@ -56,9 +56,7 @@ class RoleProxy:
         if self._room is not None:
             return self._pulled(prompts, sampling, max(self._room, sampling.group_size))
         parts = [part for part in np.array_split(np.arange(len(prompts)), len(self.workers)) if len(part)]
-        calls = [
-            self.workers.submit(rank, "generate", prompts.take(part), sampling) for rank, part in enumerate(parts)
-        ]
+        calls = [self.workers.submit(rank, "generate", prompts.take(part), sampling) for rank, part in enumerate(parts)]
         return Rollouts.joined(gathered(calls))
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
