@@ -32,6 +32,11 @@ GIVEN = prompts((70, 40, 5))
 SAMPLING = Sampling(max_tokens=12, group_size=4)
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
 
+LAYOUTS = {
+    "alone": Layout(micro_batch_tokens=1),
+    "pair": Layout(micro_batch_tokens=1, tensor_parallel_size=2),
+}
+
 Weights = list[tuple[str, torch.Tensor]]
 
 
@@ -53,9 +58,8 @@ def alone(process: EngineProcess) -> RemoteEngine:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RemoteEngine]:
-    layout = Layout(micro_batch_tokens=1, tensor_parallel_size=2)
     with processes(1) as (started,):
-        yield started.build("vllm", serving(layout=layout))
+        yield started.build("vllm", serving(layout=LAYOUTS["pair"]))
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,12 @@ def reference() -> TransformersEngine:
 def engine(request: pytest.FixtureRequest) -> RemoteEngine:
     """On one rank, and tensor-parallel on two."""
     return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def layout(request: pytest.FixtureRequest) -> Layout:
+    """Of ``engine``."""
+    return LAYOUTS[request.node.callspec.params["engine"]]
 
 
 def new_weights(seed: int) -> Weights:
@@ -88,8 +98,20 @@ def check_weights(engine: RemoteEngine, reference: TransformersEngine, version: 
     assert likeliest.response_ids.values.tolist() == reference.generate(GIVEN, GREEDY).response_ids.values.tolist()
 
 
+def check_against_fresh(engine: RemoteEngine, reference: TransformersEngine, layout: Layout, folder: Path) -> None:
+    """A new engine of the same layout, from files."""
+    reference._model.save_pretrained(folder)
+    load_tokenizer("policy", MODEL).save_pretrained(folder)
+    model = Model(path=str(folder), dtype="float32")
+    with processes(1) as (started,):
+        fresh = started.build("vllm", serving(model=model, layout=layout)).generate(GIVEN, SAMPLING)
+    out = engine.generate(GIVEN, SAMPLING)
+    assert out.response_ids.values.tolist() == fresh.response_ids.values.tolist()
+    assert out.logprobs.values == pytest.approx(fresh.logprobs.values, abs=TOLERANCE)
+
+
 def test_after_each_copy_logprobs_are_those_of_the_new_weights(
-    engine: RemoteEngine, reference: TransformersEngine
+    engine: RemoteEngine, reference: TransformersEngine, layout: Layout, tmp_path: Path
 ) -> None:
     texts = set()
     for version in range(1, COPIES + 1):
@@ -99,6 +121,7 @@ def test_after_each_copy_logprobs_are_those_of_the_new_weights(
         check_weights(engine, reference, version)
         texts.add(engine.generate(GIVEN, GREEDY).texts)
     assert len(texts) > COPIES / 2
+    check_against_fresh(engine, reference, layout, tmp_path)
 
 
 @dataclass(frozen=True)
@@ -160,22 +183,6 @@ def test_a_copy_that_fails_inside_vllm(engine: RemoteEngine, reference: Transfor
         engine.load_weights(weights, attempt)
         reference.load_weights(weights, attempt)
         check_weights(engine, reference, attempt)
-
-
-def test_it_is_as_a_fresh_engine_on_the_same_weights(
-    alone: RemoteEngine, reference: TransformersEngine, tmp_path: Path
-) -> None:
-    weights = new_weights(5)
-    alone.load_weights(weights, 0)
-    reference.load_weights(weights, 0)
-    reference._model.save_pretrained(tmp_path)
-    load_tokenizer("policy", MODEL).save_pretrained(tmp_path)
-    model = Model(path=str(tmp_path), dtype="float32")
-    with processes(1) as (started,):
-        fresh = started.build("vllm", serving(model=model)).generate(GIVEN, SAMPLING)
-    out = alone.generate(GIVEN, SAMPLING)
-    assert out.response_ids.values.tolist() == fresh.response_ids.values.tolist()
-    assert out.logprobs.values == pytest.approx(fresh.logprobs.values, abs=TOLERANCE)
 
 
 def generate_at_once(engines: list[Any], groups: Sequence[Any], sampling: Sampling) -> list[Rollouts]:
