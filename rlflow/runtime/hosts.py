@@ -111,7 +111,7 @@ def ray_errors(*others: type[Exception]) -> Iterator[None]:
     except (UserError, EngineError):
         raise
     except (RayError, *others) as error:
-        raise EngineError(f"Ray: {first_line(error)}.") from error
+        raise EngineError(f"Ray failed: {first_line(error)}.") from error
 
 
 def quiet_ray() -> Any:

