@@ -93,17 +93,17 @@ def _wants(cluster: Cluster, draw: random.Random) -> Resources:
     )
 
 
-def tried(plans: Iterator[Plan]) -> Outcome:
-    """Each bound in turn, on the simulated hosts that this process has."""
-    return sum((_try(each) for each in plans), Outcome())
+def tried(plans: Iterator[Plan], *, packed: bool = False) -> Outcome:
+    """Each bound in turn, on the simulated hosts that this process has; ``packed``: in a plain PACK group, too."""
+    return sum((_try(each, packed=packed) for each in plans), Outcome())
 
 
-def _try(tried: Plan) -> Outcome:
+def _try(tried: Plan, *, packed: bool) -> Outcome:
     _until_all_are_free()
     with bound(tried) as placed:
         places = _places(placed)
     used = list(dict.fromkeys(bundle for placement in tried.roles.values() for bundle in placement.bundles))
-    packed = dict(zip(used, _packed(len(used)), strict=True))
+    naive = dict(zip(used, _packed(len(used)), strict=True)) if packed else {}
     engines = list(_engines(tried))
     return Outcome(
         plans=1,
@@ -111,7 +111,7 @@ def _try(tried: Plan) -> Outcome:
         mismatches=sum(places[bundle] != (bundle.host, str(bundle.gpu)) for bundle in used),
         engines=len(engines),
         split=sum(len({places[bundle][0] for bundle in engine}) > 1 for engine in engines),
-        naive_split=sum(len({packed[bundle] for bundle in engine}) > 1 for engine in engines),
+        naive_split=sum(len({naive.get(bundle) for bundle in engine}) > 1 for engine in engines),
     )
 
 
@@ -166,7 +166,7 @@ def main() -> int:
         cluster = cluster_named(shape)
         count = arguments.plans // len(SHAPES) + (index < arguments.plans % len(SHAPES))
         with simulated(cluster):
-            of = tried(random_plans(cluster, count, seed=index))
+            of = tried(random_plans(cluster, count, seed=index), packed=True)
         print(f"{shape:26}{of.plans:7}{of.bundles:9}{of.mismatches:12}{of.engines:9}{of.split:7}{of.naive_split:17}")
         total += of
     figures = {

@@ -6,8 +6,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
@@ -17,10 +18,10 @@ import rlflow
 from benchmarks.placement import SHAPES, random_plans, tried
 from rlflow.compiler.plan import Plan
 from rlflow.compose import cluster_named
-from rlflow.errors import PlacementError
+from rlflow.errors import EngineError, PlacementError
 from rlflow.runtime.binding import match_hosts, wanted_gpus
 from rlflow.runtime.hosts import live_hosts, simulated
-from rlflow.runtime.ray import bound
+from rlflow.runtime.ray import RayRuntime, bound
 from tests.conftest import CONFIG_DIR, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -93,48 +94,32 @@ def test_sixteen_hosts(mark: str) -> None:
 
 @pytest.fixture(scope="class")
 def hosts() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        # Ray itself takes half a minute to notice that a host has died, and only then is all that it had let go.
-        patch.setenv("RAY_health_check_period_ms", "500")
-        patch.setenv("RAY_health_check_failure_threshold", "3")
-        with simulated(cluster_named("3x2@cpu")) as there:
-            yield there
+    with simulated(cluster_named("3x2@cpu")) as there:
+        yield there
 
 
 class TestErrors:
-    """All on the same hosts, which end with one of them dead."""
+    """On the same hosts, which each test leaves as it found them."""
 
     @pytest.fixture(autouse=True)
-    def nothing_is_left(self, hosts: Any) -> Iterator[None]:
-        from ray._private.state import actors
-        from ray.util import placement_group_table
-
+    def all_is_let_go(self, hosts: Any) -> Iterator[None]:
         yield
-        seconds_until(lambda: all(group["state"] == "REMOVED" for group in placement_group_table().values()))
-        seconds_until(lambda: all(actor["State"] == "DEAD" for actor in actors().values()))
-        seconds_until(lambda: all(host.free_gpus == host.gpus for host in live_hosts() if host.alive))
-
-    def error(self, plan: Plan) -> str:
-        began = time.monotonic()
-        with pytest.raises(PlacementError) as raised, bound(plan):
-            pass
-        assert time.monotonic() - began < 10
-        return str(raised.value)
+        until_nothing_is_left()
 
     def test_a_host_is_missing(self) -> None:
-        error = self.error(using("4x2@cpu"))
+        error = error_of(using("4x2@cpu"))
         assert "Ray has none for 'host-3' (2 GPUs)" in error
         assert "Known: host-0 (2 GPUs), host-1 (2 GPUs), host-2 (2 GPUs)" in error
 
     def test_a_gpu_is_taken_by_an_actor(self) -> None:
         with taken("host-1"):
-            assert "uses 2 GPUs of 'host-1' and 1 are free (taken: 1 by actor 'thief' of job" in self.error(
+            assert "uses 2 GPUs of 'host-1' and 1 are free (taken: 1 by actor 'thief' of job" in error_of(
                 using("2x2@cpu")
             )
 
     def test_gpus_are_taken_by_another_run(self) -> None:
         with bound(using("2x2@cpu")):
-            error = self.error(using("2x2@cpu"))
+            error = error_of(using("2x2@cpu"))
         assert "'host-0' and 0 are free (taken: 2 by placement group 'rlflow fake')" in error
 
     def test_a_gpu_is_taken_while_waiting(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +128,7 @@ class TestErrors:
 
         monkeypatch.setattr("rlflow.runtime.ray._hosts_with_room", as_if_free)
         with taken("host-0"):
-            assert "GPUs of 'host-0' and 1 are free (taken: 1 by actor 'thief'" in self.error(using("2x2@cpu"))
+            assert "GPUs of 'host-0' and 1 are free (taken: 1 by actor 'thief'" in error_of(using("2x2@cpu"))
 
     def test_another_process_joins_and_leaves(self) -> None:
         program = """
@@ -175,14 +160,27 @@ with connected(plan.cluster), bound(plan) as placed:
             '[true, ["host-0", "host-1"], ["0", "0", "1", "1"]]',
         ]
 
-    # The last of them: afterwards there is one host.
-    @pytest.mark.parametrize(("before", "gpus"), [("placement_group", 6), ("_ask", 4)])
-    def test_a_host_that_dies_while_waiting(
-        self, hosts: Any, before: str, gpus: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        plan = using(f"{gpus // 2}x2@cpu")
-        name = plan.cluster.hosts[-1].name
-        (dying,) = [node for node in hosts.worker_nodes if node._ray_params.node_name == name]
+    def test_why_a_run_failed_comes_before_what_fails_after_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ray import util
+
+        def failing(group: Any) -> None:
+            remove(group)
+            raise RuntimeError("no GCS")
+
+        remove = util.remove_placement_group
+        monkeypatch.setattr(util, "remove_placement_group", failing)
+        with pytest.raises(EngineError, match="the cause"), bound(using("1x2@cpu")):
+            raise EngineError("the cause")
+
+
+@pytest.mark.parametrize("before", ["placement_group", "_ask"])
+def test_a_host_that_dies_while_waiting(before: str, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ray itself takes half a minute to notice that a host has died, and only then is all that it had let go.
+    monkeypatch.setenv("RAY_health_check_period_ms", "500")
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
+    plan = using("2x2@cpu")
+    with simulated(plan.cluster) as hosts:
+        (dying,) = hosts.worker_nodes
 
         def killing(*arguments: Any, **options: Any) -> Any:
             for process in dying.all_processes["raylet"]:
@@ -192,7 +190,62 @@ with connected(plan.cluster), bound(plan) as placed:
         module = "ray.util" if before == "placement_group" else "rlflow.runtime.ray"
         function = getattr(sys.modules[module], before)
         monkeypatch.setattr(f"{module}.{before}", killing)
-        assert f"lost '{name}'" in self.error(plan)
+        assert "lost 'host-1'" in error_of(plan)
+        until_nothing_is_left()
+
+
+@pytest.mark.parametrize(("kind", "inside"), [(RuntimeError, False), ("RpcError", False), ("RpcError", True)])
+def test_errors_of_ray_itself(kind: Any, inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray import exceptions
+
+    def failing() -> Any:
+        raise error
+
+    error = getattr(exceptions, kind)("no GCS") if isinstance(kind, str) else kind("no GCS")
+    plan = using("1x2@cpu")
+    monkeypatch.setattr("rlflow.runtime.ray.connected", nullcontext)
+    if inside:
+        monkeypatch.setattr("rlflow.runtime.ray.bound", nullcontext)
+        monkeypatch.setattr("rlflow.runtime.ray.placement_record", lambda plan, placed: {})
+        monkeypatch.setattr("rlflow.runtime.actors.start_engines", lambda *given: nullcontext({}))
+    else:
+        monkeypatch.setattr("rlflow.runtime.ray.live_hosts", failing)
+    with (
+        pytest.raises(EngineError, match=rf"^Ray failed: {type(error).__name__}: no GCS\.$"),
+        RayRuntime().start(plan, {}, tmp_path),
+    ):
+        failing()
+
+
+def test_the_address_that_others_find_stays_theirs(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Short, for the names of sockets below it.
+    with TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        note = Path(folder) / "ray" / "ray_current_cluster"
+        note.parent.mkdir()
+        note.write_text("10.0.0.1:6379")
+        with simulated(cluster_named("1x1@cpu")):
+            assert note.read_text() == "10.0.0.1:6379"
+            note.write_text("10.0.0.2:6379")
+        assert note.read_text() == "10.0.0.2:6379"
+
+
+def error_of(plan: Plan) -> str:
+    began = time.monotonic()
+    with pytest.raises(PlacementError) as raised, bound(plan):
+        pass
+    assert time.monotonic() - began < 10
+    return str(raised.value)
+
+
+def until_nothing_is_left() -> None:
+    """Of groups, actors and GPUs that are taken."""
+    from ray._private.state import actors
+    from ray.util import placement_group_table
+
+    seconds_until(lambda: all(group["state"] == "REMOVED" for group in placement_group_table().values()))
+    seconds_until(lambda: all(actor["State"] == "DEAD" for actor in actors().values()))
+    seconds_until(lambda: all(host.free_gpus == host.gpus for host in live_hosts() if host.alive))
 
 
 @contextmanager
