@@ -186,15 +186,15 @@ def test_a_damaged_checkpoint(tmp_path: Path) -> None:
     assert "is damaged (actor/state.json is not as it was written)" in done.stderr
 
 
-def test_an_engine_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_what_an_engine_finds_wrong_in_its_own_process(tmp_path: Path) -> None:
     done = rlflow(*fake("roles.rollout.engine=vllm"), cwd=tmp_path, code=2)
-    assert "RecipeError: roles.rollout.engine: 'vllm' can be planned for" in done.stderr
+    assert "RecipeError: models.policy: vLLM on the CPU has no attention for heads of 8" in done.stderr
 
 
 def test_auto_takes_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\necho NVIDIA H200\necho NVIDIA H200\n")
+    tool.write_text("#!/bin/sh\necho 0, GPU-a, NVIDIA H200\necho 1, GPU-b, NVIDIA H200\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     out = rlflow("recipe=grpo_7b", "cluster=auto", "dry_run=true", cwd=tmp_path).stdout
