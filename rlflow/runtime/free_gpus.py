@@ -58,7 +58,9 @@ def _devices_of(hosts: Sequence[LiveHost]) -> dict[str, list[str]]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     asked = [host.node_id for host in hosts if host.gpus and not host.simulated]
-    ask = ray.remote(num_cpus=0, max_retries=0)(gpus_of_this_machine)
+    # All that Ray has there, also where it is told to hide them from who asks for none.
+    seeing = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
+    ask = ray.remote(num_cpus=0, max_retries=0, runtime_env=seeing)(gpus_of_this_machine)
     answers = [ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(id_, False)).remote() for id_ in asked]
     try:
         return dict(zip(asked, ray.get(answers, timeout=_TOLD_S), strict=True))
