@@ -3,11 +3,11 @@
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlflow.compiler.plan import Plan
@@ -65,7 +65,8 @@ class RayWorkers:
 
     def stop(self) -> None:
         for actor in self.actors:
-            ray.kill(actor)
+            with suppress(RayError):  # of a Ray that has gone itself
+                ray.kill(actor)
         self.actors = []
 
     def restart(self) -> None:
