@@ -133,7 +133,8 @@ class RayWorkers:
     def _options(self, rank: int, worker: Worker) -> dict[str, Any]:
         """Without GPUs of its own in Ray's books: those of its bundles are reserved, and roles share them."""
         bundle = self._placed.bundle_indices[worker.bundles[0]]
-        variables = {"OMP_NUM_THREADS": str(self._threads(worker)), "GOMP_SPINCOUNT": "1500"}
+        # Threads that wait spin long enough for the pauses within a step, and let other roles have the cores after it.
+        variables = {"OMP_NUM_THREADS": str(self._threads(worker)), "GOMP_SPINCOUNT": "10000"}
         if is_on_gpu(self._plan):
             # A cluster may be set to hide all GPUs from an actor that has none in Ray's books.
             variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
