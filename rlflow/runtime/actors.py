@@ -1,9 +1,8 @@
 """The workers of a role as actors of Ray."""
 
 import os
-from collections.abc import Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -17,9 +16,8 @@ from rlflow.errors import EngineError, UserError, first_line
 from rlflow.recipe import Model
 from rlflow.resources.placement import Worker
 from rlflow.runtime.binding import Placed
-from rlflow.runtime.copies import directly, through_store
 from rlflow.runtime.hosts import lost
-from rlflow.runtime.proxies import RoleProxy, Turns, Workers, gathered
+from rlflow.runtime.proxies import gathered
 from rlflow.runtime.specs import is_on_gpu, spec_of, weight_backend
 from rlflow.runtime.worker import EngineWorker
 
@@ -29,11 +27,13 @@ _OTHER_CALLS = 8
 _LOOK_S = 2.0
 
 
-class RayWorkers:
+class Actors:
     """A role's workers, each where the plan has it."""
 
     def __init__(self, plan: Plan, role: str, model: Model, placed: Placed) -> None:
         self._plan, self._role, self._model, self._placed = plan, role, model, placed
+        self.weight_backend = weight_backend(plan, role)
+        """How weights come to it from GPU to GPU; None: through Ray's store."""
         self._engine = plan.recipe.roles[role].engine
         self._workers = plan.roles[role].workers
         self.actors: list[Any] = []
@@ -72,16 +72,6 @@ class RayWorkers:
     def restart(self) -> None:
         self.stop()
         self.start()
-
-    def submit(self, rank: int, method: str, *arguments: Any) -> "Future[Any]":
-        return self.call(rank, "call", method, *arguments)
-
-    def copy_weights(self, source: Workers, version: int) -> float:
-        """Returns the seconds of it that the slowest engine took to take them over."""
-        assert isinstance(source, RayWorkers)
-        if (backend := weight_backend(self._plan, self._role)) is not None:
-            return directly(source, self, backend, version)
-        return through_store(source, self, version)
 
     def meeting_address(self) -> str:
         """HOST:PORT on the host of rank 0."""
@@ -156,36 +146,3 @@ class RayWorkers:
             return max(1, (os.cpu_count() or 1) * len(worker.bundles) // len(sharing))
         cores = next(node["Resources"].get("CPU", 1) for node in ray.nodes() if node["NodeID"] == host.node_id)
         return max(1, int(cores) * len(worker.bundles) // sharing.count(host))
-
-
-@contextmanager
-def start_engines(plan: Plan, models: Mapping[str, Model], placed: Placed) -> Iterator[Mapping[str, RoleProxy]]:
-    """All engines of a plan, built at once, and stopped on exit. Raises EngineError and UserErrors."""
-    workers = {name: RayWorkers(plan, name, models[role.model], placed) for name, role in plan.recipe.roles.items()}
-    beside = sharing(plan)
-    turns = Turns(workers, beside)
-    with ThreadPoolExecutor(len(workers)) as pool, ExitStack() as running:
-        for started in workers.values():
-            running.callback(started.stop)
-        apart = [role for role in workers if not beside[role] and not turns.sleeps(role)]
-        starting = [pool.submit(workers[role].start) for role in apart]
-        for role in sorted(workers.keys() - set(apart), key=lambda role: plan.recipe.roles[role].follows is None):
-            # One after another, those that write first: vLLM measures what is free, and nobody else may change it.
-            workers[role].start()
-            turns.rest(role)
-        gathered(starting)
-        yield {
-            role: RoleProxy(role, started, plan.roles[role].layout, started.room, turns)
-            for role, started in workers.items()
-        }
-
-
-def sharing(plan: Plan) -> dict[str, list[str]]:
-    """For each role those that sleep while it works, since they are on its GPUs."""
-    bundles = {role: set(placement.bundles) for role, placement in plan.roles.items()}
-    return {
-        role: [
-            other for other in plan.roles if other != role and plan.roles[other].layout.sleeps and own & bundles[other]
-        ]
-        for role, own in bundles.items()
-    }

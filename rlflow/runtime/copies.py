@@ -2,20 +2,18 @@
 
 import time
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlflow.engines.base import WeightBackend
 from rlflow.errors import EngineError, UserError
+from rlflow.runtime.actors import Actors
 from rlflow.runtime.gpu_weights import Receivers
 from rlflow.runtime.proxies import gathered
-
-if TYPE_CHECKING:
-    from rlflow.runtime.actors import RayWorkers
 
 _ATTEMPTS = 3
 
 
-def through_store(source: "RayWorkers", target: "RayWorkers", version: int) -> float:
+def through_store(source: Actors, target: Actors, version: int) -> float:
     """Through Ray's store: tried again when it fails, and the last time with new engines. Raises EngineError.
 
     Returns the seconds that the slowest engine took to take them over, waiting aside.
@@ -29,7 +27,7 @@ def through_store(source: "RayWorkers", target: "RayWorkers", version: int) -> f
     return _bucket_by_bucket(source, target, version)
 
 
-def directly(source: "RayWorkers", target: "RayWorkers", backend: WeightBackend, version: int) -> float:
+def directly(source: Actors, target: Actors, backend: WeightBackend, version: int) -> float:
     """From GPU to GPU, by vLLM's own ways. Returns the seconds that it took.
 
     It is not tried again: who failed has left the others waiting in an exchange. Raises EngineError.
@@ -43,7 +41,7 @@ def directly(source: "RayWorkers", target: "RayWorkers", backend: WeightBackend,
     return time.perf_counter() - began
 
 
-def _bucket_by_bucket(source: "RayWorkers", target: "RayWorkers", version: int) -> float:
+def _bucket_by_bucket(source: Actors, target: Actors, version: int) -> float:
     """One is taken over while the next is gathered. Every engine has ended, well or not, when this returns."""
     calls = [source.call(rank, "send_weights", rank == 0) for rank in range(len(source))]
     gathered(calls + target.everywhere("expect_weights"))
@@ -69,7 +67,7 @@ def _bucket_by_bucket(source: "RayWorkers", target: "RayWorkers", version: int) 
     return max(own)
 
 
-def _next_bucket(source: "RayWorkers") -> Any | None:
+def _next_bucket(source: Actors) -> Any | None:
     """Ray's reference to it; None after the last. Every rank gathers it, and the first one has it."""
     references = [actor.next_bucket.options(num_returns=2).remote() for actor in source.actors]
     more = gathered([source.told(there, rank) for rank, (_, there) in enumerate(references)])[0]

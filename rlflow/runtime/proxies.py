@@ -53,8 +53,9 @@ class RoleProxy:
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         self._turns.take(self._role)
-        if self._room is not None:
+        if self._room is not None and len(prompts) * sampling.group_size > self._room * len(self.workers):
             return self._pulled(prompts, sampling, max(self._room, sampling.group_size))
+        # All can be written at once: nothing waits, and a call a worker is the least to carry.
         parts = [part for part in np.array_split(np.arange(len(prompts)), len(self.workers)) if len(part)]
         calls = [self.workers.submit(rank, "generate", prompts.take(part), sampling) for rank, part in enumerate(parts)]
         return Rollouts.joined(gathered(calls))

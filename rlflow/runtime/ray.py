@@ -51,7 +51,7 @@ class RayRuntime:
     def start(self, plan: Plan, models: Mapping[str, Model], directory: Path) -> Iterator[Mapping[str, Any]]:
         """Raises PlacementError for hosts that are not as planned, EngineError for an engine, or a Ray, that fails."""
         # With Ray, which may not be installed.
-        from rlflow.runtime.actors import start_engines
+        from rlflow.runtime.roles import start_engines
 
         with ExitStack() as running:
             with ray_errors(RuntimeError):
