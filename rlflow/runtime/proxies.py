@@ -55,7 +55,7 @@ class RoleProxy:
         self._turns.take(self._role)
         if self._room is not None and len(prompts) * sampling.group_size > self._room * len(self.workers):
             return self._pulled(prompts, sampling, max(self._room, sampling.group_size))
-        # All can be written at once: nothing waits, and a call a worker is the least to carry.
+        # All can be written at once, or the engine takes nothing more while it writes: a call a worker is enough.
         parts = [part for part in np.array_split(np.arange(len(prompts)), len(self.workers)) if len(part)]
         calls = [self.workers.submit(rank, "generate", prompts.take(part), sampling) for rank, part in enumerate(parts)]
         return Rollouts.joined(gathered(calls))
