@@ -251,7 +251,7 @@ def test_errors_of_ray_itself(kind: Any, inside: bool, tmp_path: Path, monkeypat
     if inside:
         monkeypatch.setattr("rlflow.runtime.ray.bound", nullcontext)
         monkeypatch.setattr("rlflow.runtime.ray.placement_record", lambda plan, placed: {})
-        monkeypatch.setattr("rlflow.runtime.actors.start_engines", lambda *given: nullcontext({}))
+        monkeypatch.setattr("rlflow.runtime.roles.start_engines", lambda *given: nullcontext({}))
     else:
         monkeypatch.setattr("rlflow.runtime.ray.live_hosts", failing)
     with (
