@@ -4,7 +4,7 @@ The rule: split by data-parallel rank, call, join in the order of the rows.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -24,6 +24,7 @@ from rlflow.batch import (
 )
 from rlflow.engines.base import Sampling, TokenLoss
 from rlflow.resources.layout import Layout
+from rlflow.runtime.pulling import pulled
 from rlflow.runtime.shares import Index, shares
 
 
@@ -54,7 +55,7 @@ class RoleProxy:
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         self._turns.take(self._role)
         if self._room is not None and len(prompts) * sampling.group_size > self._room * len(self.workers):
-            return self._pulled(prompts, sampling, max(self._room, sampling.group_size))
+            return pulled(self.workers, prompts, sampling, max(self._room, sampling.group_size))
         # All can be written at once, or the engine takes nothing more while it writes: a call a worker is enough.
         parts = [part for part in np.array_split(np.arange(len(prompts)), len(self.workers)) if len(part)]
         calls = [self.workers.submit(rank, "generate", prompts.take(part), sampling) for rank, part in enumerate(parts)]
@@ -123,31 +124,6 @@ class RoleProxy:
         results = gathered(calls)[:: self._width]
         values = [result.values for result, rows in zip(results, parts, strict=True) if len(rows)]
         return Packed.joined(values).take(np.argsort(np.concatenate(parts)))
-
-    def _pulled(self, prompts: Prompts, sampling: Sampling, room: int) -> Rollouts:
-        """Each prompt goes to an engine when that has room: none waits behind the long responses of another.
-
-        One prompt more than there is room for lies ready at each, so that none runs dry meanwhile.
-        """
-        free = dict.fromkeys(range(len(self.workers)), room // sampling.group_size + 1)
-        running: dict[Future[Any], tuple[int, int]] = {}
-        written: dict[int, Rollouts] = {}
-        waiting = iter(range(len(prompts)))
-        prompt = next(waiting, None)
-        while prompt is not None or running:
-            while prompt is not None and max(free.values()):
-                rank = max(free, key=lambda each: free[each])
-                free[rank] -= 1
-                running[self.workers.submit(rank, "generate", prompts.take(np.array([prompt])), sampling)] = (
-                    rank,
-                    prompt,
-                )
-                prompt = next(waiting, None)
-            for call in wait(running, return_when=FIRST_COMPLETED).done:
-                rank, done = running.pop(call)
-                free[rank] += 1
-                written[done] = call.result()
-        return Rollouts.joined([written[index] for index in range(len(prompts))])
 
 
 class Turns:
