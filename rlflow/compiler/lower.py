@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from rlflow.compiler.edges import edges_of
 from rlflow.compiler.graph import Graph, GraphNode, wire
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import RecipeError
@@ -53,7 +54,9 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     copies = tuple(
         WeightCopy(source=role.follows, target=name) for name, role in sorted(recipe.roles.items()) if role.follows
     )
-    return Requirements(demands=tuple(demands), workload=Workload(tasks=_tasks(recipe, graph), copies=copies))
+    tasks = _tasks(recipe, graph)
+    workload = Workload(tasks=tasks, copies=copies, edges=edges_of(graph, tasks))
+    return Requirements(demands=tuple(demands), workload=workload)
 
 
 def _tasks(recipe: Recipe, graph: Graph) -> tuple[Task, ...]:

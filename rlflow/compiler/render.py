@@ -10,7 +10,7 @@ from rich.text import Text
 
 from rlflow.compiler.graph import SOURCES, GraphNode
 from rlflow.compiler.plan import Plan
-from rlflow.resources.layout import Layout
+from rlflow.resources.layout import GIB, Layout
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 # Hosts, and GPUs of a host, that are drawn; more are told in words.
@@ -211,8 +211,10 @@ def _words(plan: Plan, *, explain: bool) -> Table:
     most = max(prediction.host_gib, key=lambda host: prediction.host_gib[host], default=None)
     if most is not None and prediction.host_gib[most] >= 1:
         table.add_row(
-            "host", f"{prediction.host_gib[most]:.0f} GiB of the memory of {most}, for what sleeps or is offloaded"
+            "host",
+            f"{prediction.host_gib[most]:.0f} GiB of the memory of {most}, for what sleeps or is offloaded, and data",
         )
+    table.add_row("data", _data(plan))
     for limit in prediction.limits[: None if explain else 1]:
         table.add_row("limit", limit)
     for warning in prediction.warnings:
@@ -221,6 +223,22 @@ def _words(plan: Plan, *, explain: bool) -> Table:
         table.add_row("instead", line)
     table.add_row("", Text(f"fingerprint {plan.fingerprint}", "dim"))
     return table
+
+
+def _data(plan: Plan) -> str:
+    """What travels between nodes in a step, and where most of it is at once."""
+    data = plan.prediction.data
+    largest = max(data.edges, key=lambda edge: data.edges[edge])
+    fullest = max(data.store_peak_gib, key=lambda host: data.store_peak_gib[host])
+    most = _size(data.store_peak_gib[fullest] * GIB)
+    words = f"{_size(sum(data.edges.values()))} a step ({largest} {_size(data.edges[largest])})"
+    return f"{words}, at most {most} of it at once in the store of {fullest}"
+
+
+def _size(count: float) -> str:
+    """Of bytes, for a person."""
+    unit, name = next((u, n) for u, n in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if count >= u or n == "KiB")
+    return f"{count / unit:.3g} {name}" if count < 1000 * unit else f"{count / unit:.0f} {name}"
 
 
 def _alternatives(plan: Plan, *, explain: bool) -> Iterator[str]:

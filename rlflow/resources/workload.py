@@ -44,6 +44,20 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Edge:
+    """What a node, or the data, gives to the nodes that read it. It is in the store until the last of them is done."""
+
+    name: str
+    """The node's, or the source's."""
+    role: str | None
+    """Whose workers hold it; None: a process beside the controller."""
+    bytes: float
+    """Expected, of its own: what it hands on of another edge is counted there."""
+    readers: tuple[str, ...]
+    """Nodes that need it, with those that read what hands it on."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightCopy:
     """After every step, from a trained role to one that follows it."""
 
@@ -60,9 +74,19 @@ class Workload:
     tasks: tuple[Task, ...]
     """Each behind those it reads."""
     copies: tuple[WeightCopy, ...] = ()
+    edges: tuple[Edge, ...] = ()
 
     def of(self, role: str) -> tuple[Task, ...]:
         return tuple(task for task in self.tasks if task.role == role)
+
+    def bytes_made_by(self, role: str) -> float:
+        """In a step."""
+        return sum(edge.bytes for edge in self.edges if edge.role == role)
+
+    def bytes_read_by(self, role: str) -> float:
+        """In a step, an edge once, however many of the role's nodes read it."""
+        nodes = {task.node for task in self.of(role)}
+        return sum(edge.bytes for edge in self.edges if nodes.intersection(edge.readers))
 
     @property
     def generated_tokens(self) -> float:

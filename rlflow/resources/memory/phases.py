@@ -245,8 +245,8 @@ def host_terms(
     data_gib: float = 0.0,
 ) -> dict[str, float]:
     """Of the host's memory, for one GPU of a trained role: what is offloaded or parked there while others use the GPU,
-    and its share of the data between roles (twice: with whoever made it, and in the object store)."""
+    and its part of the data between roles."""
     placed = state_terms(model, layout, training)
     whole = state_terms(model, replace(layout, offload="none"), training)
     away = {name: whole[name] if parks else whole[name] - placed[name] for name in whole}
-    return away | {"data": 2 * data_gib}
+    return away | {"data": data_gib}

@@ -15,6 +15,7 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout
 from rlflow.resources.placement import RolePlacement, Share, workers
 from rlflow.resources.search.candidate import Candidate, Rejected, describe
+from rlflow.resources.search.data import reading_seconds
 from rlflow.resources.search.fill import PoolRequest, fill
 from rlflow.resources.search.partitions import Partition, partitions
 from rlflow.resources.search.pool import Pool, Shortage
@@ -165,7 +166,10 @@ class Search:
 
     def _candidate(self, partition: Partition, gpus: tuple[int, ...], uses: Sequence[PoolUse]) -> Candidate:
         seconds = {node: value for used in uses for node, value in used.seconds.items()}
-        seconds |= {task.node: task.samples * _HOST_TASK_S for task in self.workload.tasks if task.role is None}
+        for task in self.workload.tasks:
+            site = self.site(partition[0] if task.role is None else [task.role])
+            needed = task.samples * _HOST_TASK_S if task.role is None else seconds[task.node]
+            seconds[task.node] = needed + reading_seconds(self.workload, task, site, partition, gpus)
         pool_of = {role: index for index, pool in enumerate(partition) for role in pool}
         layouts = {role: choice.layout for used in uses for role, choice in used.choices.items()}
         for copy in self.workload.copies:

@@ -1,6 +1,6 @@
 """Roles that use the same GPUs: what they have in common, what each chooses, and what it keeps while others work."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from rlflow.resources.demand import Demand
@@ -8,12 +8,10 @@ from rlflow.resources.layout import GIB, Layout, Offload
 from rlflow.resources.memory.phases import asleep_terms, host_terms, score_terms, sync_terms
 from rlflow.resources.memory.state import Terms, state_terms
 from rlflow.resources.search.site import Site
-from rlflow.resources.workload import Task
+from rlflow.resources.workload import Workload
 
 # Of an engine on the processor, where memory is not counted.
 CPU_MICRO_BATCH_TOKENS = 2048
-# Of a token that goes from role to role: its id, two logprobs, a mask.
-TOKEN_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -121,18 +119,19 @@ def resting_terms(demand: Demand, policy: Policy, pool: Pool) -> Terms:
     return asleep_terms(False) | {"weights": weights}
 
 
-def host_memory(demand: Demand, choice: Choice, tasks: Sequence[Task]) -> Terms:
-    """Of host memory for each of the role's GPUs: what is offloaded, what sleeps there, and data in flight."""
+def host_memory(demand: Demand, choice: Choice, workload: Workload) -> Terms:
+    """Of host memory for each of the role's GPUs: what is offloaded, what sleeps there, and its part of the data: what
+    it makes, once with itself and once in the object store, and what it reads."""
     model, layout = demand.architecture, choice.layout
     if model is None or not choice.awake:
         return {}
-    data = max((task.tokens * TOKEN_BYTES / layout.num_gpus / GIB for task in tasks), default=0.0)
+    data = (2 * workload.bytes_made_by(demand.role) + workload.bytes_read_by(demand.role)) / layout.num_gpus / GIB
     if demand.trains:
         return host_terms(model, layout, demand.training, parks=layout.sleeps, data_gib=data)
     if demand.generates or not (layout.sleeps or layout.offload == "weights"):
-        return {"data": 2 * data}
+        return {"data": data}
     stays = replace(layout, offload="none")
-    return {"weights": score_terms(model, stays, 0, weight_bytes=demand.weight_bytes)["weights"], "data": 2 * data}
+    return {"weights": score_terms(model, stays, 0, weight_bytes=demand.weight_bytes)["weights"], "data": data}
 
 
 def sync_memory(source: Demand, given: Choice, target: Demand, followed: Choice, *, same_gpus: bool) -> Terms:

@@ -96,7 +96,7 @@ def _use_by(policy: Policy, pool: Pool, workload: Workload, known: _Known) -> Po
 
 
 def _host_shortage(pool: Pool, choices: Mapping[str, Choice], workload: Workload) -> Shortage | None:
-    parked = sum(sum(host_memory(d, choices[d.role], workload.of(d.role)).values()) for d in pool.demands)
+    parked = sum(sum(host_memory(d, choices[d.role], workload).values()) for d in pool.demands)
     if parked <= pool.site.host_gib:
         return None
     what = f"{parked:.0f} GiB of host memory for each GPU, of {pool.site.host_gib:.0f}"

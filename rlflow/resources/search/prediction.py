@@ -8,6 +8,7 @@ from rlflow.resources.memory.phases import score_terms, update_terms
 from rlflow.resources.memory.state import Terms
 from rlflow.resources.search.candidate import Candidate, Rejected, describe
 from rlflow.resources.search.choices import most_tokens
+from rlflow.resources.search.data import DataPrediction, predict_data
 from rlflow.resources.search.planner import Placed, Search
 from rlflow.resources.search.pool import Choice, host_memory, sync_memory
 from rlflow.resources.search.warnings import warnings_of
@@ -66,7 +67,8 @@ class Prediction:
     fullest: str
     """Its host, number and phase."""
     host_gib: Mapping[str, float]
-    """Of each host's memory, for what is offloaded or sleeps."""
+    """Of each host's memory, for what is offloaded or sleeps, and for data between roles."""
+    data: DataPrediction
     reasons: tuple[str, ...]
     limits: tuple[str, ...]
     """What would first run out of memory, and at which response length."""
@@ -101,6 +103,7 @@ def predict(search: Search, placed: Placed) -> Prediction:
         headroom_gib=headroom,
         fullest=fullest,
         host_gib=_on_hosts(placed, memory),
+        data=predict_data(search.workload, placed.roles, search.cluster.hosts[0].name),
         reasons=_reasons(candidate),
         limits=_limits(search, candidate),
         warnings=warnings_of(search, placed),
@@ -124,7 +127,7 @@ def _memory(search: Search, placed: Placed, role: str) -> RoleMemory:
         phase=choice.phase,
         phases={phase: {term: gib for term, gib in terms.items() if gib} for phase, terms in phases.items() if terms},
         peak_gib=peaks,
-        host_gib=host_memory(search.demands[role], choice, search.workload.of(role)),
+        host_gib=host_memory(search.demands[role], choice, search.workload),
         sequences=None if choice.concurrency is None else floor(choice.concurrency),
     )
 

@@ -5,8 +5,7 @@ from math import ceil
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout
-from rlflow.resources.search.pool import TOKEN_BYTES
-from rlflow.resources.time.passes import generation, offload_seconds, scoring, training, transfer_seconds
+from rlflow.resources.time.passes import generation, offload_seconds, scoring, training
 from rlflow.resources.time.speed import Speed
 from rlflow.resources.workload import Task
 
@@ -36,12 +35,11 @@ def _of_task(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens
     assert model is not None
     length = task.typical_length
     workers = layout.data_parallel_size
-    comes = transfer_seconds(task.tokens * TOKEN_BYTES / workers) if workers > 1 else 0.0
     if task.kind == "update":
         tokens, minibatches = task.tokens * task.epochs, task.minibatches
-        return comes + training(model, layout, speed, tokens=tokens, length=length, minibatches=minibatches).seconds
+        return training(model, layout, speed, tokens=tokens, length=length, minibatches=minibatches).seconds
     if task.kind == "score":
-        return comes + scoring(model, layout, speed, tokens=task.tokens, length=length).seconds
+        return scoring(model, layout, speed, tokens=task.tokens, length=length).seconds
     each = ceil(ceil(task.samples / task.group_size) / workers) * task.group_size
     return generation(
         model,

@@ -17,8 +17,9 @@ _HOST_ADAM = 8e9
 # Between a GPU and its host's memory, in bytes a second: PCIe 4.0 x16 with pinned buffers, and without, as what moves a
 # whole state (module.to("cpu")) does it from all GPUs of a host at once.
 _PINNED, _PAGEABLE = 20e9, 6e9
-# Bytes a second of an object store that copies into shared memory and sends over TCP, and seconds of each object.
-_STORE, _STORE_OBJECT_S = 1.5e9, 5e-3
+# Bytes a second that a host copies into its object store or out of it (176 MB, in and out, took 0.10 to 0.13 s on two
+# cores), and that it sends to others over TCP; seconds until the first byte.
+_STORE_COPY, _STORE_TCP, _STORE_S = 3e9, 1.5e9, 5e-3
 # On the controller, in Python: a step, and collecting, decoding, scoring by rule and packing each sample. Published
 # logs of NeMo-RL have 4 s of it in a step of 66 s.
 _HOST_STEP_S, _HOST_SAMPLE_S = 0.1, 2e-3
@@ -222,9 +223,19 @@ def gather_seconds(model: Architecture, layout: Layout, speed: Speed) -> float:
     return 2 * _spread_seconds(model, layout, speed)
 
 
-def transfer_seconds(size: float, objects: int = 1) -> float:
-    """Bytes of samples from one process to another through an object store."""
-    return objects * _STORE_OBJECT_S + size / _STORE
+def transfer_seconds(
+    size: float, from_hosts: int, to_hosts: int, speed: Speed, *, crosses: bool, same_hosts: bool
+) -> float:
+    """Bytes in the object stores of ``from_hosts``, each to one of ``to_hosts``, whoever needs it.
+
+    ``crosses``: the roles are on several hosts. Between the same hosts a part stays where it is.
+    """
+    seconds = _STORE_S + 2 * size / min(from_hosts, to_hosts) / _STORE_COPY
+    if not crosses:
+        return seconds
+    leaves = size * (1 - 1 / from_hosts) if same_hosts else size
+    rate = min(_STORE_TCP, speed.network * speed.gpus_per_host * speed.efficiency.link)
+    return seconds + leaves / min(from_hosts, to_hosts) / rate
 
 
 def offload_seconds(size: float) -> float:

@@ -316,7 +316,13 @@ def test_every_target_sees_all_weights_by_its_own_share_of_the_network() -> None
 
 def test_moving_samples_and_states() -> None:
     # 176 MB in packed arrays took 0.10 to 0.13 s.
-    assert transfer_seconds(176e6) == pytest.approx(0.12, abs=0.02)
-    assert transfer_seconds(0, objects=10) == pytest.approx(0.05)
+    inside = transfer_seconds(176e6, 1, 1, SPEED, crosses=False, same_hosts=True)
+    assert inside == pytest.approx(0.12, abs=0.02)
+    # Of 3 GB on two hosts each sends 0.75 to the other, and copies 1.5 in and out.
+    assert transfer_seconds(3e9, 2, 2, SPEED, crosses=True, same_hosts=True) == pytest.approx(0.005 + 1 + 0.5)
+    # To one other host all of it goes through one link.
+    assert transfer_seconds(3e9, 2, 1, SPEED, crosses=True, same_hosts=False) == pytest.approx(0.005 + 2 + 2)
+    slow = replace(SPEED, network=0.1e9)
+    assert transfer_seconds(3e9, 1, 1, slow, crosses=True, same_hosts=False) > 3e9 / 0.8e9
     assert offload_seconds(6e9) == pytest.approx(1)
     assert host_seconds(2000) == pytest.approx(4.1)

@@ -1,0 +1,96 @@
+"""What lies in the stores, by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.placement import Bundle, RolePlacement, Worker
+from rlflow.resources.search.data import predict_data, reading_seconds
+from rlflow.resources.search.prediction import predict
+from rlflow.resources.workload import Edge, Workload
+from tests.unit.resources.search.planning import SEVEN_B, cluster, demand, search, task
+
+LAYOUT = Layout(micro_batch_tokens=1)
+
+
+def edge(name: str, role: str | None, gib: float, *readers: str) -> Edge:
+    return Edge(name=name, role=role, bytes=gib * GIB, readers=readers)
+
+
+GRPO = Workload(
+    tasks=(
+        task("write", "rollout", "generate"),
+        task("score", "reference", "score", "write"),
+        task("train", "actor", "update", "write", "score"),
+    ),
+    edges=(
+        edge("prompts", None, 1, "write"),
+        edge("write", "rollout", 8, "score", "train"),
+        edge("score", "reference", 2, "train"),
+    ),
+)
+
+
+def placed(**hosts: list[str]) -> dict[str, RolePlacement]:
+    return {
+        role: RolePlacement(LAYOUT, tuple(Worker((Bundle(host, n),)) for n, host in enumerate(names)))
+        for role, names in hosts.items()
+    }
+
+
+def test_an_edge_is_there_until_its_last_reader_is_done() -> None:
+    roles = placed(rollout=["a"], reference=["a"], actor=["a"])
+    # The prompts and what is written to them; then that and its scores.
+    assert predict_data(GRPO, roles, "a").store_peak_gib == pytest.approx({"a": 10})
+    longer = replace(GRPO, edges=(edge("prompts", None, 3, "write"), *GRPO.edges[1:]))
+    assert predict_data(longer, roles, "a").store_peak_gib == pytest.approx({"a": 11})
+
+
+def test_it_is_with_those_who_made_it() -> None:
+    roles = placed(rollout=["a", "b", "b", "b"], reference=["c"], actor=["a", "b"])
+    found = predict_data(GRPO, roles, "controller")
+    assert found.store_peak_gib == pytest.approx({"a": 2, "b": 6, "c": 2, "controller": 1})
+    assert found.edges == {"prompts": GIB, "write": 8 * GIB, "score": 2 * GIB}
+
+
+def test_reading_takes_time_between_hosts() -> None:
+    demands = [demand("actor"), demand("rollout"), demand("reference")]
+    site = search(demands, cluster(8, 8)).site(["actor"])
+    train = GRPO.tasks[-1]
+
+    def read(*pools: tuple[tuple[str, ...], int]) -> float:
+        return reading_seconds(GRPO, train, site, tuple(roles for roles, _ in pools), tuple(size for _, size in pools))
+
+    alone = read((("actor", "reference", "rollout"), 1))
+    one_host = read((("actor", "reference", "rollout"), 8))
+    two_hosts = read((("actor", "reference", "rollout"), 16))
+    apart = read((("rollout",), 8), (("actor", "reference"), 8))
+    assert alone == 0 < one_host
+    assert two_hosts < apart
+    assert apart > 8 * GIB / 1.5e9
+
+
+def test_the_plan_tells_and_the_hosts_memory_counts_it() -> None:
+    demands = [demand("actor", SEVEN_B), demand("reference", SEVEN_B), demand("rollout", SEVEN_B)]
+    found = search(demands, cluster(8, 8), longest=4096, samples=1024)
+
+    def data(gib: float) -> tuple[float, float, float]:
+        edges = (edge("rollout", "rollout", gib, "reference", "actor"), edge("reference", "reference", gib, "actor"))
+        found.workload = replace(found.workload, edges=edges)
+        found._uses.clear()
+        best = found.best()
+        assert best is not None
+        prediction = predict(found, best)
+        return (
+            sum(prediction.data.store_peak_gib.values()),
+            sum(prediction.host_gib.values()),
+            prediction.step_seconds,
+        )
+
+    none, some = data(0), data(64)
+    assert none[0] == 0
+    assert some[0] == pytest.approx(128)
+    # Each is with who made it and in the store, and with each of its readers.
+    assert some[1] - none[1] == pytest.approx(2 * 128 + 64 + 128, rel=0.01)
+    assert some[2] > none[2]
