@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Sequences, ValueEstimates
 from rlflow.engines.base import EngineSpec, TokenLoss
+from rlflow.engines.causal_lm.micro_batches import in_order
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.causal_lm.scoring import token_logprobs, token_values
 from rlflow.engines.sharded.loading import load_sharded
@@ -205,8 +206,8 @@ class DeepSpeedEngine:
 
         pieces, counting = rounds(sequences, self._spec.layout.micro_batch_tokens)
         with torch.no_grad():
-            outputs = [self._outputs(sequences.take(rows), temperature) for rows in pieces]
-        return sequences.response_ids.like(torch.cat(outputs[:counting]).cpu().numpy())
+            values = [self._outputs(sequences.take(rows), temperature).cpu().numpy() for rows in pieces]
+        return in_order(sequences.response_ids, pieces[:counting], values[:counting])
 
     def _outputs(self, sequences: Sequences, temperature: float) -> "Tensor":
         if self._has_values:

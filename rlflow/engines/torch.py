@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Sequences, ValueEstimates
 from rlflow.engines.base import EngineSpec, TokenLoss
-from rlflow.engines.causal_lm.packing import micro_batches
+from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.engines.causal_lm.scoring import token_logprobs, token_values
 from rlflow.errors import EngineError
@@ -116,12 +116,10 @@ class TorchEngine:
     def _forward(self, sequences: Sequences, temperature: float) -> Packed:
         import torch
 
+        pieces = micro_batches(sequences, self._spec.layout.micro_batch_tokens)
         with torch.inference_mode(), self._autocast():
-            pieces = [
-                self._outputs(sequences.take(rows), temperature)
-                for rows in micro_batches(sequences, self._spec.layout.micro_batch_tokens)
-            ]
-        return sequences.response_ids.like(torch.cat(pieces).cpu().numpy())
+            values = [self._outputs(sequences.take(rows), temperature).cpu().numpy() for rows in pieces]
+        return in_order(sequences.response_ids, pieces, values)
 
     def _outputs(self, sequences: Sequences, temperature: float) -> "Tensor":
         if self._has_values:

@@ -8,7 +8,7 @@ import numpy as np
 from rlflow.batch import Logprobs, Packed, Prompts, Rollouts, Sequences
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.decoding import decode
-from rlflow.engines.causal_lm.packing import micro_batches
+from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
 from rlflow.engines.causal_lm.pretrained import end_ids, load_model, load_tokenizer
 from rlflow.engines.causal_lm.scoring import token_logprobs
 from rlflow.errors import EngineError
@@ -65,12 +65,10 @@ class TransformersEngine:
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         import torch
 
+        pieces = micro_batches(sequences, self._spec.layout.micro_batch_tokens)
         with torch.inference_mode():
-            pieces = [
-                token_logprobs(self._model, sequences.take(rows), temperature)
-                for rows in micro_batches(sequences, self._spec.layout.micro_batch_tokens)
-            ]
-        return Logprobs(values=sequences.response_ids.like(torch.cat(pieces).cpu().numpy()))
+            values = [token_logprobs(self._model, sequences.take(rows), temperature).cpu().numpy() for rows in pieces]
+        return Logprobs(values=in_order(sequences.response_ids, pieces, values))
 
     def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
         import torch

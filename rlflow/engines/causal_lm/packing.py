@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Packed, Sequences
+from rlflow.batch import Packed
 
 Index = NDArray[np.int64]
 
@@ -86,16 +86,3 @@ def _blocks(rows: list[Index]) -> Iterator[Index]:
             line[len(rows[row]) :] = rows[row][0]
         yield block
         order = order[count:]
-
-
-def micro_batches(sequences: Sequences, max_tokens: int) -> list[Index]:
-    """Rows in their order, cut so that no piece is longer than ``max_tokens`` unless a single row is."""
-    lengths = sequences.prompt_ids.lengths + sequences.response_ids.lengths
-    pieces: list[Index] = []
-    start, size = 0, 0
-    for row, length in enumerate(lengths):
-        if row > start and size + length > max_tokens:
-            pieces.append(np.arange(start, row))
-            start, size = row, 0
-        size += int(length)
-    return [*pieces, np.arange(start, len(lengths))]

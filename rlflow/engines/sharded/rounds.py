@@ -1,12 +1,9 @@
 """Micro-batches in equal number on all ranks: every pass of a sharded model is one that all ranks make together."""
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlflow.batch import Sequences
-from rlflow.engines.causal_lm.packing import micro_batches
-
-Index = NDArray[np.int64]
+from rlflow.engines.causal_lm.micro_batches import Index, micro_batches, passes_needed
 
 
 def rounds(sequences: Sequences, max_tokens: int) -> tuple[list[Index], int]:
@@ -16,21 +13,16 @@ def rounds(sequences: Sequences, max_tokens: int) -> tuple[list[Index], int]:
     """
     import torch
 
-    pieces = micro_batches(sequences, max_tokens)
     if torch.distributed.get_world_size() == 1:
+        pieces = micro_batches(sequences, max_tokens)
         return pieces, len(pieces)
-    most = torch.tensor(len(pieces), device="cuda" if torch.distributed.get_backend() == "nccl" else "cpu")
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    most = torch.tensor(passes_needed(sequences, max_tokens), device=device)
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-    return evened(pieces, sequences, int(most))
+    return repeated(micro_batches(sequences, max_tokens, int(most)), sequences, int(most))
 
 
-def evened(pieces: list[Index], sequences: Sequences, count: int) -> tuple[list[Index], int]:
-    """Cut further until there are ``count``; where there are too few rows, the shortest is repeated."""
-    pieces = list(pieces)
-    while len(pieces) < count:
-        at = max(range(len(pieces)), key=lambda piece: len(pieces[piece]))
-        if len(pieces[at]) == 1:
-            break
-        pieces[at : at + 1] = np.array_split(pieces[at], 2)
+def repeated(pieces: list[Index], sequences: Sequences, count: int) -> tuple[list[Index], int]:
+    """A rank with fewer rows than passes goes through its shortest row again, since a pass cannot be empty."""
     shortest = np.argsort(sequences.prompt_ids.lengths + sequences.response_ids.lengths)[:1]
     return pieces + [shortest] * (count - len(pieces)), len(pieces)

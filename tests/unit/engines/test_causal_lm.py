@@ -11,7 +11,7 @@ import torch
 from rlflow.batch import Packed, Sequences
 from rlflow.engines.base import Sampling
 from rlflow.engines.causal_lm.decoding import _sample, decode
-from rlflow.engines.causal_lm.packing import micro_batches, pack
+from rlflow.engines.causal_lm.packing import pack
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.engines.causal_lm.scoring import token_logprobs
 from rlflow.engines.torch import TorchEngine
@@ -79,14 +79,6 @@ def test_no_slot_of_padding_is_anyones() -> None:
         block = int(np.searchsorted(ends, owner, side="right"))
         slot = owner - (ends[block] - stream.blocks[block].size)
         assert slot % stream.blocks[block].shape[1] == position
-
-
-@pytest.mark.parametrize(
-    ("limit", "pieces"), [(100, [[0, 1, 2, 3]]), (9, [[0, 1], [2], [3]]), (1, [[0], [1], [2], [3]])]
-)
-def test_micro_batches(limit: int, pieces: list[list[int]]) -> None:
-    given = sequences([2], [[2, 3, 7, 1]])  # 4, 5, 9 and 3 tokens
-    assert [piece.tolist() for piece in micro_batches(given, limit)] == pieces
 
 
 def decoded(prompts: Packed, sampling: Sampling, end_ids: Sequence[int] = (0,)) -> Any:

@@ -1,18 +1,16 @@
-"""What DeepSpeed is told, micro-batches in equal number, and memory that is given up."""
+"""What DeepSpeed is told, and memory that is given up."""
 
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from rlflow.engines.sharded.parked import Parked
-from rlflow.engines.sharded.rounds import evened
 from rlflow.engines.sharded.settings import deepspeed_config
 from rlflow.errors import RecipeError
 from rlflow.resources.layout import Layout
-from tests.helpers import MODEL, sequences, spec
+from tests.helpers import MODEL, spec
 
 
 def config(dtype: str = "float32", trains: bool = True, **layout: Any) -> dict[str, Any]:
@@ -59,22 +57,6 @@ def test_an_offload_that_the_stage_does_not_have() -> None:
     assert str(raised.value) == (
         "roles.actor.offload: 'weights' with ZeRO stage 2 is not possible.\n  Fix: zero_stage 3."
     )
-
-
-@pytest.mark.parametrize(
-    ("count", "pieces", "counting"),
-    [
-        (2, [[0, 1, 2], [3]], 2),
-        (3, [[0, 1], [2], [3]], 3),
-        (4, [[0], [1], [2], [3]], 4),
-        (6, [[0], [1], [2], [3], [3], [3]], 4),
-    ],
-)
-def test_as_many_micro_batches_as_the_other_ranks(count: int, pieces: list[list[int]], counting: int) -> None:
-    given = sequences([2], [[2, 3, 7, 1]])
-    ours, number = evened([np.arange(3), np.array([3])], given, count)
-    assert [piece.tolist() for piece in ours] == pieces
-    assert number == counting
 
 
 class TestParked:
