@@ -10,7 +10,7 @@ from rlflow.errors import RecipeError
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Recipe
 from rlflow.resources.demand import Demand
-from rlflow.resources.memory.state import DEEPSPEED, Training
+from rlflow.resources.memory.state import DEEPSPEED, LOGITS_AT_ONCE, Training
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.lengths import Lengths, measured
 from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
@@ -20,6 +20,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 _KINDS: Mapping[str, TaskKind] = {"Generates": "generate", "Trains": "update", "Scores": "score", "Values": "score"}
 # Of the longest that is allowed, the mean that is expected where nothing is known.
 _MEAN_SHARE = 0.35
+_IN_FP32 = Training(weights=4, gradients=4, optimizer=8)
 # Engines other than these train with fp32 weights.
 _TRAINING = {"deepspeed": DEEPSPEED}
 
@@ -47,7 +48,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
                 generates="Generates" in graph.capabilities(name),
                 architecture=architecture_of(model),
                 weight_bytes=_BYTES[model.dtype],
-                training=_TRAINING.get(role.engine, Training(weights=4, gradients=4, optimizer=8)),
+                training=replace(_TRAINING.get(role.engine, _IN_FP32), logits_at_once=LOGITS_AT_ONCE),
                 wants=role,
             )
         )

@@ -85,6 +85,9 @@ def _moments(model: Architecture, layout: Layout, training: Training, stage: Sta
     if training.fused_loss:
         # In chunks of as many tokens as make their logits as large as the hidden states (Liger's FLCE).
         loss, output = training.logits * per_rank * model.hidden_size, 0.0
+    elif logits > training.logits_at_once:
+        # Besides them the gradient of the hidden states, which is put together chunk by chunk.
+        loss, output = training.logits * training.logits_at_once + 4 * per_rank * model.hidden_size, 0.0
     full = training.lora_rank is None
     trained = 1.0 if full else 0.0
     whole = stage.dense + stage.experts
@@ -140,13 +143,13 @@ def score_terms(
     per_rank = tokens / layout.sequence_parallel_size / layout.tensor_parallel_size
     # No gradients of the logits.
     logit_bytes = max(2.0, training.logits - 4)
-    width = model.hidden_size if training.fused_loss else model.vocab_size
+    logits = per_rank * (model.hidden_size if training.fused_loss else model.vocab_size)
     gathered = 0.0
     if zero == 3 and layout.data_parallel_size * layout.sequence_parallel_size > 1:
         gathered = 2 * max(2 * stage.layer, stage.layer + stage.ends)
     moving = {
         "activations": per_rank * (8 * model.hidden_size + 6 * model.mlp_width) / GIB,
-        "logits": logit_bytes * per_rank * width / GIB,
+        "logits": logit_bytes * min(logits, training.logits_at_once) / GIB,
         "gathered": gathered / GIB,
     }
     moving["fragmentation"] = FRAGMENTATION * sum(moving.values())

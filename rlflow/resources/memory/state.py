@@ -30,7 +30,9 @@ class Training:
     shards_norms: bool = False
     """Tensor-parallel ranks share out what is between their products too: Megatron's sequence parallelism."""
     fused_loss: bool = False
-    """Logits are made and used in chunks."""
+    """Logits are made and used in chunks as large as the hidden states (Liger's kernel)."""
+    logits_at_once: float = float("inf")
+    """Logits that exist at a time, where those of all tokens do not: they are made again for the backward pass."""
     logits: float = 14
     """Bytes a logit at the peak of the loss. Transformers: in bf16, their log-softmax in fp32, and two gradients."""
     step: float = 0
@@ -46,6 +48,8 @@ class Training:
     """They go to the host with the optimizer."""
 
 
+LOGITS_AT_ONCE = 2**24
+"""Of the engines that score with rlflow.engines.causal_lm, by chunks of tokens and of the vocabulary."""
 DEEPSPEED = Training(step=4, step_parameters=_ADAM_SUB_GROUP, live_parameters=1e9, bucket_elements=5e8)
 """ds_config defaults: sub_group_size, stage3_max_live_parameters, reduce_bucket_size. A step widens its gradients."""
 FSDP2 = Training(weights=4, gradients=4, optimizer=8, keeps_gradients=False)

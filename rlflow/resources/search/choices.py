@@ -100,7 +100,7 @@ def _terms_of(demand: Demand, layout: Layout, pool: Pool) -> Callable[[float], T
         return lambda tokens: {}
     if demand.trains:
         return lambda tokens: update_terms(model, layout, demand.training, tokens)
-    return lambda tokens: score_terms(model, layout, tokens, weight_bytes=demand.weight_bytes)
+    return lambda tokens: score_terms(model, layout, tokens, weight_bytes=demand.weight_bytes, training=demand.training)
 
 
 def _micro_batch(
@@ -130,7 +130,8 @@ def _micro_batch(
 def most_tokens(terms: Callable[[float], Terms], fits: int, most: int, available: float) -> int:
     """Tokens that fit, where ``fits`` do: ``most``, or nearly as many as do, in whole thousands beyond ``fits``.
 
-    What is needed is a maximum of linear functions of the tokens, so it lies below a line between two of its points.
+    What is needed is a maximum of linear functions of the tokens, so it lies below a line between two of its points;
+    but where logits come in chunks, beyond the first of them.
     """
     low, needed_low = fits, sum(terms(fits).values())
     high, needed_high = most, sum(terms(most).values())
@@ -139,6 +140,8 @@ def most_tokens(terms: Callable[[float], Terms], fits: int, most: int, available
     for _ in range(2):
         low += floor((high - low) * (available - needed_low) / (needed_high - needed_low))
         needed_low = sum(terms(low).values())
+    while low > fits and sum(terms(low).values()) > available:
+        low = (low + fits) // 2
     return max(fits, low // 1024 * 1024)
 
 

@@ -215,7 +215,7 @@ def _most_tokens(search: Search, candidate: Candidate, role: str, choice: Choice
     def terms(tokens: float) -> Terms:
         if demand.trains:
             return update_terms(model, choice.layout, demand.training, tokens)
-        return score_terms(model, choice.layout, tokens, weight_bytes=demand.weight_bytes)
+        return score_terms(model, choice.layout, tokens, weight_bytes=demand.weight_bytes, training=demand.training)
 
     longest = max(task.longest for task in tasks)
     found = most_tokens(terms, longest, 64 * longest, available)

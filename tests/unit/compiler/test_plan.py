@@ -80,7 +80,7 @@ def test_what_plan_json_holds() -> None:
     assert all(other["loses"] for other in plan["alternatives"])
     memory = plan["roles"]["actor"]["memory_gib"]
     assert set(memory["phases"]) == {"update", "resting", "sync"}
-    assert {"weights", "optimizer", "activations", "logits", "context"} <= set(memory["phases"]["update"])
+    assert {"weights", "optimizer", "activations", "context"} <= set(memory["phases"]["update"])
     assert set(memory["peak_gib"]["host-0"]) == set(range(8))
 
 

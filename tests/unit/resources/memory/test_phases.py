@@ -206,6 +206,20 @@ def test_logits_and_losses() -> None:
     assert fused["logits"] < 0.05 * eager["logits"]
 
 
+def test_chunked_logits_do_not_grow_with_the_tokens() -> None:
+    """16 Mi of them at a time, by hand, and the gradient of the hidden states."""
+    chunked = replace(DEEPSPEED, logits_at_once=2**24)
+    for tokens in (8192, 32768):
+        terms = update_terms(QWEN, layout(gradient_checkpointing=False), chunked, tokens)
+        assert terms["logits"] == pytest.approx((14 * 2**24 + 4 * tokens * 3584) / GIB)
+        assert terms["logits"] < 0.1 * update_terms(QWEN, layout(), DEEPSPEED, tokens)["logits"]
+    scored = [score_terms(QWEN, layout(), tokens, training=chunked)["logits"] for tokens in (2048, 65536)]
+    assert scored == [pytest.approx(10 * 2**24 / GIB)] * 2
+    # A chunk is not more than there is.
+    small = replace(QWEN, vocab_size=64)
+    assert update_terms(small, layout(), chunked, 512) == update_terms(small, layout(), DEEPSPEED, 512)
+
+
 @pytest.mark.parametrize("case", REFEREE, ids=lambda case: f"{case['model']}-{case['ranks']}x{case['tokens']}")
 def test_update_agrees_with_torchs_tracker(case: dict[str, Any]) -> None:
     """What benchmarks/fsdp_memory.py measured; it sees tensors, not the allocator nor the process."""
