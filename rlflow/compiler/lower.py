@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from rlflow.compiler.edges import edges_of
 from rlflow.compiler.graph import Graph, GraphNode, wire
 from rlflow.engines.registry import engine_kind
-from rlflow.errors import RecipeError
+from rlflow.errors import PlacementError, RecipeError
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Recipe
 from rlflow.resources.demand import Demand
@@ -33,7 +33,10 @@ class Requirements:
 
 
 def lower(recipe: Recipe, graph: Graph) -> Requirements:
-    """What each role asks of a cluster, whichever it will be. Raises RecipeError."""
+    """What each role asks of a cluster, whichever it will be.
+
+    Raises RecipeError, and PlacementError for a pinned micro-batch that has no room for the longest sequence.
+    """
     trained = graph.trained_roles()
     _check_lengths(recipe, graph)
     demands = []
@@ -56,6 +59,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
         WeightCopy(source=role.follows, target=name) for name, role in sorted(recipe.roles.items()) if role.follows
     )
     tasks = _tasks(recipe, graph)
+    _check_micro_batches(recipe, tasks)
     workload = Workload(tasks=tasks, copies=copies, edges=edges_of(graph, tasks))
     return Requirements(demands=tuple(demands), workload=workload)
 
@@ -128,6 +132,20 @@ def _check_lengths(recipe: Recipe, graph: Graph) -> None:
                 f"prompts of {prompt} and responses of {response} tokens are longer than the model's "
                 f"{positions} positions",
                 fix=f"max_tokens {max(1, positions - prompt)}, or a smaller max_prompt_tokens",
+            )
+
+
+def _check_micro_batches(recipe: Recipe, tasks: tuple[Task, ...]) -> None:
+    """That each has room for the longest sequence that the recipe allows."""
+    prompt = recipe.data.max_prompt_tokens
+    for name, role in sorted(recipe.roles.items()):
+        longest = max((task.longest for task in tasks if task.role == name and task.kind != "generate"), default=0)
+        if role.micro_batch_tokens != "auto" and role.micro_batch_tokens < longest:
+            raise PlacementError(
+                f"roles.{name}.micro_batch_tokens",
+                f"{role.micro_batch_tokens} tokens have no room for the longest sequence: {longest}, "
+                f"{prompt} of its prompt (data.max_prompt_tokens) and {longest - prompt} of its response",
+                fix=f"roles.{name}.micro_batch_tokens={longest}, or shorter sequences",
             )
 
 

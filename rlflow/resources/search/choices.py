@@ -110,7 +110,7 @@ def _micro_batch(
     longest = max((task.longest for task in tasks), default=1)
     pinned = demand.wants.micro_batch_tokens
     if available == float("inf"):
-        return replace(layout, micro_batch_tokens=CPU_MICRO_BATCH_TOKENS if pinned == "auto" else pinned)
+        return replace(layout, micro_batch_tokens=max(longest, CPU_MICRO_BATCH_TOKENS) if pinned == "auto" else pinned)
     needed = longest if pinned == "auto" else max(longest, pinned)
     least = sum(terms(needed).values())
     if least > available:

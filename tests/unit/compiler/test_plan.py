@@ -28,7 +28,7 @@ def test_a_plan_is_read_back_as_it_was_written(recipe: str) -> None:
 def test_the_fingerprint_is_of_the_experiment() -> None:
     recipe = rlflow.load(["recipe=grpo_32b"])
     assert rlflow.compile(recipe, "2x8").fingerprint == rlflow.compile(recipe, "4x8").fingerprint
-    pinned = rlflow.load(["recipe=grpo_32b", "roles.actor.micro_batch_tokens=4096", "checkpoints.keep=9"])
+    pinned = rlflow.load(["recipe=grpo_32b", "roles.actor.micro_batch_tokens=8192", "checkpoints.keep=9"])
     assert rlflow.compile(recipe, "2x8").fingerprint == rlflow.compile(pinned, "2x8").fingerprint
     other = rlflow.load(["recipe=grpo_32b", "graph.rollouts.group_size=4"])
     assert rlflow.compile(recipe, "2x8").fingerprint != rlflow.compile(other, "2x8").fingerprint
