@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -115,7 +116,8 @@ def seconds_of(case: Case) -> tuple[Sequence[float], Sequence[float], int]:
     with tempfile.TemporaryDirectory() as folder, RayRuntime().start(plan, models, Path(folder)) as engines:
         for step in range(case.steps + 1):
             prompts = data.prompts(step)
-            outputs, seconds = run_graph(plan.graph, engines, {"prompts": prompts})
+            outputs: dict[str, Any] = {}
+            seconds = run_graph(plan.graph, engines, {"prompts": prompts}, outputs.__setitem__)
             engines["rollout"].load_weights(engines["actor"].weights(), step + 1)
             here.send(requests(prompts, plan.recipe.seed))
             assert here.poll(600), "vLLM does not answer"

@@ -6,91 +6,127 @@ that it keeps for life; results stand in the order of keys, never of arrival.
 Shapes: P prompts, G group, B rollouts (P x G), T tokens (of all rows together).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from rlflow.packed import Packed, Records, Repeated, compact, expanded
+
+__all__ = [
+    "Advantages",
+    "Batch",
+    "Examples",
+    "Logprobs",
+    "Metrics",
+    "Minibatch",
+    "Packed",
+    "Prompts",
+    "Records",
+    "Repeated",
+    "Rewards",
+    "Rollouts",
+    "Sequences",
+    "ValueEstimates",
+]
+
+Rows = NDArray[np.integer[Any]]
 
 
-@dataclass(frozen=True, eq=False)
-class Packed:
-    """Rows of different lengths in one array: row i is ``values[offsets[i]:offsets[i + 1]]``."""
+class Batch:
+    """Rows of several fields, each of which has as many rows; numbers and None are of the whole batch.
 
-    values: Array
-    """[T]"""
-    offsets: NDArray[np.int64]
-    """[rows + 1], beginning with 0."""
-
-    @classmethod
-    def from_rows(cls, rows: Iterable[Sequence[Any] | Array], dtype: DTypeLike) -> "Packed":
-        arrays = [np.asarray(row, dtype) for row in rows]
-        values = np.concatenate(arrays) if arrays else np.empty(0, dtype)
-        return cls(values, offsets_of([len(array) for array in arrays]))
-
-    @classmethod
-    def joined(cls, parts: Sequence["Packed"]) -> "Packed":
-        """The rows of all parts, one part after another."""
-        lengths = np.concatenate([part.lengths for part in parts])
-        return cls(np.concatenate([part.values for part in parts]), offsets_of(lengths))
+    A field is an array [rows, ...], Packed, a mapping of Packed, or a sequence of texts or of rows of the data set.
+    """
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(next(iter(vars(self).values())))
 
-    def __getitem__(self, row: int) -> Array:
-        return self.values[self.offsets[row] : self.offsets[row + 1]]
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """[rows]"""
-        return np.diff(self.offsets)
-
-    def take(self, rows: NDArray[np.int64]) -> "Packed":
+    def take(self, rows: Rows) -> Self:
         """These rows, in this order."""
-        lengths = self.lengths[rows]
-        offsets = offsets_of(lengths)
-        places = np.repeat(self.offsets[rows] - offsets[:-1], lengths) + np.arange(offsets[-1])
-        return Packed(self.values[places], offsets)
+        return self._each(lambda value: _taken(value, rows))
 
-    def like(self, values: Array) -> "Packed":
-        """Other values, ``[T]``, cut at the same places."""
-        assert len(values) == len(self.values)
-        return Packed(values, self.offsets)
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """All parts, one after another; what is of the whole batch is that of the first."""
+        if len(parts) == 1:
+            return parts[0]
+        fields = {name: _joined([getattr(part, name) for part in parts]) for name in vars(parts[0])}
+        return cls(**fields)
+
+    def mapped(self, function: Callable[[Packed], Packed]) -> Self:
+        """With ``function`` applied to every packed field; texts and rows are packed for it."""
+        return self._each(lambda value: _mapped(value, function))
+
+    def _each(self, function: Callable[[Any], Any]) -> Self:
+        changed: Self = replace(self, **{name: function(value) for name, value in vars(self).items()})  # type: ignore[type-var]
+        return changed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = {
+            name: compact(value) if isinstance(value, np.ndarray) else value for name, value in vars(self).items()
+        }
+        return _restored, (type(self), fields)
 
 
-def offsets_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """[rows + 1] from [rows]."""
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+def _restored(kind: type[Batch], fields: Mapping[str, Any]) -> Batch:
+    return kind(**{name: expanded(value) for name, value in fields.items()})
+
+
+def _taken(value: Any, rows: Rows) -> Any:
+    if isinstance(value, np.ndarray):
+        return value[rows]
+    if isinstance(value, Packed | Records):
+        return value.take(rows)
+    if isinstance(value, Mapping):
+        return {name: column.take(rows) for name, column in value.items()}
+    return tuple(value[row] for row in rows) if isinstance(value, Sequence) else value
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, np.ndarray):
+        return np.concatenate(values)
+    if isinstance(first, Packed):
+        return Packed.joined(values)
+    if isinstance(first, Mapping):
+        return {name: Packed.joined([value[name] for value in values]) for name in first}
+    if all(isinstance(value, Records) for value in values):
+        return Records.joined(values)
+    return tuple(item for value in values for item in value) if isinstance(first, Sequence) else first
+
+
+def _mapped(value: Any, function: Callable[[Packed], Packed]) -> Any:
+    if isinstance(value, Packed):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {name: function(column) for name, column in value.items()}
+    if isinstance(value, Sequence):
+        records = value if isinstance(value, Records) else Records.of(value)
+        return Records(function(records.column))
+    return value
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Prompts:
+class Prompts(Batch):
     keys: NDArray[np.int64]
     """[P, 3]: step, prompt, 0."""
     ids: Packed
     """P rows of int32 token ids."""
-    rows: tuple[Mapping[str, Any], ...]
+    rows: Sequence[Mapping[str, Any]]
     """P rows of the data set: what a reward function compares with."""
 
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def take(self, rows: NDArray[np.int64]) -> "Prompts":
-        """These rows, in this order."""
-        return Prompts(keys=self.keys[rows], ids=self.ids.take(rows), rows=tuple(self.rows[row] for row in rows))
-
     def repeat(self, group_size: int) -> "Prompts":
-        """[B]: each prompt ``group_size`` times, its keys counting the samples."""
+        """[B]: each prompt ``group_size`` times, its keys counting the samples on from those that are there."""
         repeated = self.take(np.repeat(np.arange(len(self)), group_size))
-        repeated.keys[:, 2] = np.tile(np.arange(group_size), len(self))
+        repeated.keys[:, 2] += np.tile(np.arange(group_size), len(self))
         return repeated
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Sequences:
+class Sequences(Batch):
     """Prompts with a response each: what a model scores and trains on."""
 
     keys: NDArray[np.int64]
@@ -100,14 +136,9 @@ class Sequences:
     response_ids: Packed
     """B rows of int32 token ids, at least one each, with the end token where there is one."""
 
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def take(self, rows: NDArray[np.int64]) -> "Sequences":
-        """These rows, in this order, without what a subclass adds."""
-        return Sequences(
-            keys=self.keys[rows], prompt_ids=self.prompt_ids.take(rows), response_ids=self.response_ids.take(rows)
-        )
+    def bare(self) -> "Sequences":
+        """Without what a subclass adds."""
+        return Sequences(keys=self.keys, prompt_ids=self.prompt_ids, response_ids=self.response_ids)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -127,23 +158,10 @@ class Rollouts(Sequences):
     """[B]: False where the response was cut at the limit."""
     temperature: float
     """What the logits were divided by; whoever scores or trains on these rollouts does the same."""
-    texts: tuple[str, ...]
+    texts: Sequence[str]
     """B responses as text, without special tokens."""
-    rows: tuple[Mapping[str, Any], ...]
+    rows: Sequence[Mapping[str, Any]]
     """B rows of the data set."""
-
-    @classmethod
-    def joined(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
-        """All parts, one after another; they have one temperature."""
-        packed = ("prompt_ids", "response_ids", "logprobs", "versions")
-        return cls(
-            **{name: Packed.joined([getattr(part, name) for part in parts]) for name in packed},
-            keys=np.concatenate([part.keys for part in parts]),
-            finished=np.concatenate([part.finished for part in parts]),
-            temperature=parts[0].temperature,
-            texts=tuple(text for part in parts for text in part.texts),
-            rows=tuple(row for part in parts for row in part.rows),
-        )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -156,34 +174,27 @@ class Minibatch(Sequences):
     """B rows of float32: what each response token counts in the loss. They add up to one, so that the gradient
     does not depend on how the minibatch is cut."""
 
-    def take(self, rows: NDArray[np.int64]) -> "Minibatch":
-        return Minibatch(
-            **vars(super().take(rows)),
-            columns={name: column.take(rows) for name, column in self.columns.items()},
-            weights=self.weights.take(rows),
-        )
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Rewards:
+class Rewards(Batch):
     values: NDArray[np.float32]
     """[B]"""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Logprobs:
+class Logprobs(Batch):
     values: Packed
     """B rows of float32, a value a response token."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ValueEstimates:
+class ValueEstimates(Batch):
     values: Packed
     """B rows of float32, a value a response token: the return expected before that token is written."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Advantages:
+class Advantages(Batch):
     values: NDArray[np.float32]
     """[B], the same for every token of a rollout."""
 

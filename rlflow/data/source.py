@@ -31,6 +31,7 @@ class DataSource:
     rows: Rows
     prompt_ids: Packed
     response_ids: Packed | None
+    held_out: Prompts
 
     def prompts(self, step: int) -> Prompts:
         """``batch_size`` prompts for ``step``, counted from 0."""
@@ -48,6 +49,10 @@ class DataSource:
             prompt_ids=self.prompt_ids.take(rows),
             response_ids=self.response_ids.take(rows),
         )
+
+    def held_out_prompts(self) -> Prompts:
+        """All rows that are held out, in their order."""
+        return self.held_out
 
     def _rows_of(self, step: int) -> NDArray[np.int64]:
         places = np.arange(step * self.data.batch_size, (step + 1) * self.data.batch_size)
@@ -72,9 +77,15 @@ def load_rows(data: Data, field: Literal["split", "eval_split"]) -> Rows:
 
 
 def open_training_data(
-    data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows, seed: int, *, with_responses: bool
+    data: Data,
+    tokenizer: "PreTrainedTokenizerBase",
+    rows: Rows,
+    seed: int,
+    *,
+    with_responses: bool,
+    held_out: Rows = (),
 ) -> DataSource:
-    """Encodes all training rows. Raises RecipeError."""
+    """Encodes all rows. Raises RecipeError."""
     prompt_ids = _encode_prompts(data, tokenizer, rows)
     response_ids = None
     if with_responses:
@@ -83,12 +94,13 @@ def open_training_data(
         texts = [str(text) for text in _column(data, rows, "response")]
         encoded = _guarded(data, lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])
         response_ids = Packed.from_rows([[*ids, end] for ids in encoded], np.int32)
-    return DataSource(data, seed, rows, prompt_ids, response_ids)
+    return DataSource(data, seed, rows, prompt_ids, response_ids, held_out_prompts(data, tokenizer, held_out))
 
 
 def held_out_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows) -> Prompts:
     """All of ``rows``. Raises RecipeError."""
-    return Prompts(keys=_keys(0, len(rows)), ids=_encode_prompts(data, tokenizer, rows), rows=tuple(rows))
+    ids = _encode_prompts(data, tokenizer, rows) if rows else Packed.from_rows([], np.int32)
+    return Prompts(keys=_keys(0, len(rows)), ids=ids, rows=tuple(rows))
 
 
 def _keys(step: int, count: int) -> NDArray[np.int64]:

@@ -17,7 +17,7 @@ class ClippedPolicyLoss:
 
     Source: PPO (arXiv 1707.06347), equation 7; the KL estimator k3 = exp(d) - d - 1 with d = log(reference / policy)
     is that of DeepSeekMath (arXiv 2402.03300), equation 4, and of http://joschu.net/blog/kl-approx.html.
-    Columns: ``old_logprobs`` and ``advantages``, and ``reference`` where there is one.
+    Columns: ``old_logprobs`` and ``advantages``, and ``reference`` and ``sampler_logprobs`` where there are any.
     """
 
     clip_eps: float
@@ -34,6 +34,8 @@ class ClippedPolicyLoss:
             "clip_fraction": ((ratio * advantages) > (clipped * advantages)).float(),
             "logprob_change": difference.abs(),
         }
+        if "sampler_logprobs" in columns:
+            metrics["sampler_difference"] = (columns["old_logprobs"] - columns["sampler_logprobs"]).abs()
         if "reference" in columns:
             towards = columns["reference"] - logprobs
             kl = towards.exp() - towards - 1

@@ -22,7 +22,7 @@ class Reward(Node, kind="reward", unit="sample"):
     def run(self, rollouts: Rollouts) -> Rewards:
         function = find_reward(self.function)
         try:
-            given = list(function(rollouts.texts, rollouts.rows))
+            given = list(function(tuple(rollouts.texts), tuple(rollouts.rows)))
             values = np.array([float(value) for value in given], np.float32)
         except Exception as error:  # whatever the user's own function raises
             raise RecipeError(

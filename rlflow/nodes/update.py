@@ -7,7 +7,7 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Ge, Gt
 
-from rlflow.batch import Advantages, Examples, Logprobs, Metrics, Minibatch, Packed, Rollouts, Sequences
+from rlflow.batch import Advantages, Examples, Logprobs, Metrics, Minibatch, Packed, Repeated, Rollouts, Sequences
 from rlflow.engines.base import TokenLoss, Trains
 from rlflow.errors import GraphError
 from rlflow.nodes.base import Node
@@ -46,21 +46,21 @@ class PolicyUpdate(Node, kind="policy_update", unit="batch"):
         reference: Logprobs | None = None,
         old_logprobs: Logprobs | None = None,
     ) -> Metrics:
-        response = rollouts.response_ids
         columns = {
-            "old_logprobs": old_logprobs.values if old_logprobs else rollouts.logprobs,
-            "advantages": response.like(np.repeat(advantages.values, response.lengths)),
+            "old_logprobs": rollouts.logprobs,
+            "advantages": Repeated(advantages.values, rollouts.response_ids.lengths),
         }
+        if old_logprobs is not None:
+            columns |= {"old_logprobs": old_logprobs.values, "sampler_logprobs": rollouts.logprobs}
         if reference is not None:
             columns["reference"] = reference.values
         loss = ClippedPolicyLoss(clip_eps=self.clip_eps, kl_coef=self.kl_coef, temperature=rollouts.temperature)
         steps = train(engine, rollouts, columns, loss, self.num_minibatches, self.num_epochs)
+        metrics = averaged(steps)
         if old_logprobs is None:
             # Before its first step the trained model is the one that wrote the rollouts.
-            difference = steps[0]["logprob_change"]
-        else:
-            difference = float(np.abs(old_logprobs.values.values - rollouts.logprobs.values).mean(dtype=np.float64))
-        return Metrics(values={**averaged(steps), "sampler_difference": difference})
+            metrics["sampler_difference"] = steps[0]["logprob_change"]
+        return Metrics(values=metrics)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +85,11 @@ def train(
 ) -> list[Mapping[str, float]]:
     """One optimizer step a minibatch, and the metrics of each. A minibatch is cut in the order of keys: the data's own
     order is random already. Fewer rows than minibatches make fewer minibatches."""
-    steps = []
+    steps, bare = [], sequences.bare()
     for rows in num_epochs * np.array_split(np.arange(len(sequences)), min(num_minibatches, len(sequences))):
-        part = sequences.take(rows)
-        size = len(part.response_ids.values)
-        weights = part.response_ids.like(np.full(size, 1 / size, np.float32))
+        part = bare.take(rows)
+        lengths = part.response_ids.lengths
+        weights = Repeated(np.full(len(part), 1 / lengths.sum(), np.float32), lengths)
         taken = {name: column.take(rows) for name, column in columns.items()}
         steps.append(engine.update(Minibatch(**vars(part), columns=taken, weights=weights), loss).values)
     return steps

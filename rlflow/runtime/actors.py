@@ -95,26 +95,7 @@ class Actors:
 
     def told(self, reference: Any, rank: int) -> "Future[Any]":
         """The result, or what went wrong in words of ours."""
-        told: Future[Any] = Future()
-
-        def tell(answer: "Future[Any]") -> None:
-            error = answer.exception()
-            if error is None:
-                told.set_result(answer.result())
-            else:
-                told.set_exception(self._error(error, rank))
-
-        reference.future().add_done_callback(tell)
-        return told
-
-    def _error(self, error: BaseException, rank: int) -> BaseException:
-        if isinstance(error, RayTaskError) and isinstance(error.cause, UserError | EngineError):
-            return error.cause
-        who = f"role {self._role}: worker {rank} on {self._workers[rank].bundles[0].host}"
-        if isinstance(error, RayActorError):
-            return EngineError(f"{who} died: {first_line(error)}.")
-        cause = error.cause if isinstance(error, RayTaskError) else error
-        return EngineError(f"{who}: {first_line(cause)}.")
+        return told(reference, f"role {self._role}: worker {rank} on {self._workers[rank].bundles[0].host}")
 
     def _spec(self, rank: int, address: str) -> EngineSpec:
         device = "cuda:0" if is_on_gpu(self._plan) else "cpu"
@@ -146,3 +127,27 @@ class Actors:
             return max(1, (os.cpu_count() or 1) * len(worker.bundles) // len(sharing))
         cores = next(node["Resources"].get("CPU", 1) for node in ray.nodes() if node["NodeID"] == host.node_id)
         return max(1, int(cores) * len(worker.bundles) // sharing.count(host))
+
+
+def told(reference: Any, who: str) -> "Future[Any]":
+    """What Ray's reference stands for, or what went wrong with ``who`` in words of ours."""
+    told: Future[Any] = Future()
+
+    def tell(answer: "Future[Any]") -> None:
+        error = answer.exception()
+        if error is None:
+            told.set_result(answer.result())
+        else:
+            told.set_exception(_error(error, who))
+
+    reference.future().add_done_callback(tell)
+    return told
+
+
+def _error(error: BaseException, who: str) -> BaseException:
+    if isinstance(error, RayTaskError) and isinstance(error.cause, UserError | EngineError):
+        return error.cause
+    if isinstance(error, RayActorError):
+        return EngineError(f"{who} died: {first_line(error)}.")
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return EngineError(f"{who}: {first_line(cause)}.")

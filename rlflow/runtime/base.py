@@ -4,19 +4,28 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Model
+
+Held = TypeVar("Held")
+
+
+class Engines(dict[str, Any]):
+    """The engine of each role."""
+
+    def hosted(self, held: Held) -> Held:
+        """``held``, which is used by its methods alone: where engines are elsewhere, it may live in a process of its
+        own from now on, and then what it gives and gets does not pass through this one."""
+        return held
 
 
 class Runtime(Protocol):
     def check(self, plan: Plan) -> None:
         """Raises a UserError for a plan that cannot be run here. Starts nothing."""
 
-    def start(
-        self, plan: Plan, models: Mapping[str, Model], directory: Path
-    ) -> AbstractContextManager[Mapping[str, Any]]:
+    def start(self, plan: Plan, models: Mapping[str, Model], directory: Path) -> AbstractContextManager[Engines]:
         """An engine for each role, with the capabilities that the graph asks of it; all are stopped on exit.
 
         ``models`` are the recipe's, each with a path or random weights; ``directory`` is the run's folder. Raises

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rlflow.compiler.plan import Plan
 from rlflow.errors import PlacementError
 from rlflow.recipe import Model
+from rlflow.runtime.base import Engines
 from rlflow.runtime.machine import gpus_of_this_machine
 from rlflow.runtime.specs import build, check_engines, is_on_gpu, spec_of
 
@@ -26,9 +26,9 @@ class LocalRuntime:
         check_engines(plan)
 
     @contextmanager
-    def start(self, plan: Plan, models: Mapping[str, Model], directory: Path) -> Iterator[Mapping[str, Any]]:
+    def start(self, plan: Plan, models: Mapping[str, Model], directory: Path) -> Iterator[Engines]:
         """Raises EngineError for an engine that fails."""
-        engines = {}
+        engines = Engines()
         for role, written in plan.recipe.roles.items():
             gpu = plan.roles[role].bundles[0].gpu
             device = f"cuda:{gpu}" if is_on_gpu(plan) else "cpu"

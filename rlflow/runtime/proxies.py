@@ -17,6 +17,7 @@ from rlflow.batch import (
     Minibatch,
     Packed,
     Prompts,
+    Repeated,
     Rewards,
     Rollouts,
     Sequences,
@@ -24,8 +25,12 @@ from rlflow.batch import (
 )
 from rlflow.engines.base import Sampling, TokenLoss
 from rlflow.resources.layout import Layout
+from rlflow.runtime.kept import check_lengths
+from rlflow.runtime.parts import Whole
 from rlflow.runtime.pulling import pulled
 from rlflow.runtime.shares import Index, shares
+
+_FIRST = np.array([0])
 
 
 class Workers(Protocol):
@@ -33,8 +38,9 @@ class Workers(Protocol):
 
     def __len__(self) -> int: ...
 
-    def submit(self, rank: int, method: str, *arguments: Any) -> "Future[Any]":
-        """Calls a method of the worker's engine. The future raises EngineError or a UserError."""
+    def submit(self, rank: int, method: str, *arguments: Any, wanted: bool = True) -> "Future[Any]":
+        """Calls a method of the worker's engine; a Part arrives as these rows of the batch. Of a result that is not
+        wanted nothing comes back. The future raises EngineError or a UserError."""
 
     def copy_weights(self, source: "Workers", version: int) -> object:
         """Hands the weights of ``source`` to all of these. Raises EngineError when any has not taken all of them."""
@@ -58,7 +64,8 @@ class RoleProxy:
             return pulled(self.workers, prompts, sampling, max(self._room, sampling.group_size))
         # All can be written at once, or the engine takes nothing more while it writes: a call a worker is enough.
         parts = [part for part in np.array_split(np.arange(len(prompts)), len(self.workers)) if len(part)]
-        calls = [self.workers.submit(rank, "generate", prompts.take(part), sampling) for rank, part in enumerate(parts)]
+        whole = Whole(prompts)
+        calls = [self.workers.submit(rank, "generate", whole.part(part), sampling) for rank, part in enumerate(parts)]
         return Rollouts.joined(gathered(calls))
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
@@ -75,9 +82,10 @@ class RoleProxy:
     def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
         """The metrics are those of the whole minibatch, which every rank has."""
         self._turns.take(self._role)
+        whole, idle = Whole(minibatch), Whole(_without_weight(minibatch.take(_FIRST)))
         calls = []
         for rank, rows in self._ranks(shares(minibatch, self._num_shares)):
-            part = minibatch.take(rows) if len(rows) else _without_weight(minibatch.take(np.array([0])))
+            part = whole.part(rows) if len(rows) else idle.part(_FIRST)
             calls.append(self.workers.submit(rank, "update", part, loss))
         metrics: Metrics = gathered(calls)[0]
         return metrics
@@ -116,14 +124,26 @@ class RoleProxy:
     def _split(self, sequences: Sequences, method: str, *arguments: Any) -> Packed:
         """Ranks without rows work on the first one: sharded models need all ranks for every pass."""
         self._turns.take(self._role)
-        parts = shares(sequences, self._num_shares)
+        parts, whole = shares(sequences, self._num_shares), Whole(sequences.bare())
         calls = [
-            self.workers.submit(rank, method, sequences.take(rows if len(rows) else np.array([0])), *arguments)
+            self.workers.submit(
+                rank,
+                method,
+                whole.part(rows if len(rows) else _FIRST),
+                *arguments,
+                # Each of the ranks that share a sequence has all of the result.
+                wanted=rank % self._width == 0 and len(rows) > 0,
+            )
             for rank, rows in self._ranks(parts)
         ]
         results = gathered(calls)[:: self._width]
-        values = [result.values for result, rows in zip(results, parts, strict=True) if len(rows)]
-        return Packed.joined(values).take(np.argsort(np.concatenate(parts)))
+        columns = []
+        for share, (result, rows) in enumerate(zip(results, parts, strict=True)):
+            if len(rows):
+                what = f"role {self._role}: {method} of worker {share * self._width}"
+                check_lengths(what, result.values, sequences.response_ids.lengths[rows])
+                columns.append(result.values)
+        return Packed.joined(columns).take(np.argsort(np.concatenate(parts)))
 
 
 class Turns:
@@ -174,4 +194,4 @@ def gathered(calls: "Sequence[Future[Any]]") -> list[Any]:
 
 
 def _without_weight(minibatch: Minibatch) -> Minibatch:
-    return replace(minibatch, weights=minibatch.weights.like(np.zeros_like(minibatch.weights.values)))
+    return replace(minibatch, weights=Repeated(np.zeros(len(minibatch), np.float32), minibatch.response_ids.lengths))

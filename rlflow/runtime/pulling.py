@@ -7,6 +7,7 @@ import numpy as np
 
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
+from rlflow.runtime.parts import Whole
 
 
 class Engines(Protocol):
@@ -24,6 +25,7 @@ def pulled(engines: Engines, prompts: Prompts, sampling: Sampling, room: int) ->
     One prompt more than there is room for lies ready at each, so that none runs dry meanwhile.
     """
     free = dict.fromkeys(range(len(engines)), room // sampling.group_size + 1)
+    whole = Whole(prompts)
     running: dict[Future[Any], tuple[int, int]] = {}
     written: dict[int, Rollouts] = {}
     waiting = iter(range(len(prompts)))
@@ -32,7 +34,8 @@ def pulled(engines: Engines, prompts: Prompts, sampling: Sampling, room: int) ->
         while prompt is not None and max(free.values()):
             rank = max(free, key=lambda each: free[each])
             free[rank] -= 1
-            running[engines.submit(rank, "generate", prompts.take(np.array([prompt])), sampling)] = (rank, prompt)
+            part = whole.part(np.array([prompt]))
+            running[engines.submit(rank, "generate", part, sampling)] = (rank, prompt)
             prompt = next(waiting, None)
         for call in wait(running, return_when=FIRST_COMPLETED).done:
             rank, done = running.pop(call)

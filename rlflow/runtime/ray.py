@@ -14,6 +14,7 @@ from rlflow.errors import PlacementError, first_line
 from rlflow.extras import check_extra
 from rlflow.recipe import Model
 from rlflow.resources.placement import Bundle
+from rlflow.runtime.base import Engines
 from rlflow.runtime.binding import (
     Bound,
     LiveHost,
@@ -48,7 +49,7 @@ class RayRuntime:
         check_engines(plan)
 
     @contextmanager
-    def start(self, plan: Plan, models: Mapping[str, Model], directory: Path) -> Iterator[Mapping[str, Any]]:
+    def start(self, plan: Plan, models: Mapping[str, Model], directory: Path) -> Iterator[Engines]:
         """Raises PlacementError for hosts that are not as planned, EngineError for an engine, or a Ray, that fails."""
         # With Ray, which may not be installed.
         from rlflow.runtime.roles import start_engines

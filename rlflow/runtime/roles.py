@@ -3,21 +3,34 @@
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Model
 from rlflow.runtime.actors import Actors
+from rlflow.runtime.base import Engines, Held
 from rlflow.runtime.binding import Placed
+from rlflow.runtime.budget import Budget
 from rlflow.runtime.copies import directly, through_store
+from rlflow.runtime.handover import Handover, Remote
+from rlflow.runtime.hosting import Hosting, store_rooms
 from rlflow.runtime.proxies import RoleProxy, Turns, Workers, gathered
 
 
 class RayWorkers(Actors):
     """The workers of a role, as its proxy calls them."""
 
-    def submit(self, rank: int, method: str, *arguments: Any) -> "Future[Any]":
-        return self.call(rank, "call", method, *arguments)
+    def __init__(self, plan: Plan, role: str, model: Model, placed: Placed, handover: Handover) -> None:
+        super().__init__(plan, role, model, placed)
+        self.handover = handover
+
+    def submit(self, rank: int, method: str, *arguments: Any, wanted: bool = True) -> "Future[Any]":
+        return self.handover.call(self.remote(rank), method, *arguments, wanted=wanted)
+
+    def remote(self, rank: int) -> Remote:
+        """For the handover: calls any method of the worker itself."""
+        return partial(self.call, rank)
 
     def copy_weights(self, source: Workers, version: int) -> float:
         """Returns the seconds of it that the slowest engine took to take them over."""
@@ -27,13 +40,30 @@ class RayWorkers(Actors):
         return through_store(source, self, version)
 
 
+class RayEngines(Engines):
+    """Proxies over actors, and over processes that hold what is neither an engine nor the controller's."""
+
+    def __init__(self, engines: Mapping[str, RoleProxy], handover: Handover, hosting: Hosting) -> None:
+        super().__init__(engines)
+        self.handover = handover
+        self._hosting = hosting
+
+    def hosted(self, held: Held) -> Held:
+        return cast(Held, self._hosting.hosted(held))
+
+
 @contextmanager
-def start_engines(plan: Plan, models: Mapping[str, Model], placed: Placed) -> Iterator[Mapping[str, RoleProxy]]:
+def start_engines(plan: Plan, models: Mapping[str, Model], placed: Placed) -> Iterator[RayEngines]:
     """All engines of a plan, built at once, and stopped on exit. Raises EngineError and UserErrors."""
-    workers = {name: RayWorkers(plan, name, models[role.model], placed) for name, role in plan.recipe.roles.items()}
+    handover = Handover(Budget(store_rooms()))
+    workers = {
+        name: RayWorkers(plan, name, models[role.model], placed, handover) for name, role in plan.recipe.roles.items()
+    }
     beside = sharing(plan)
     turns = Turns(workers, beside)
     with ThreadPoolExecutor(len(workers)) as pool, ExitStack() as running:
+        running.enter_context(handover.running())
+        hosting = running.enter_context(Hosting(handover))
         for started in workers.values():
             running.callback(started.stop)
         apart = [role for role in workers if not beside[role] and not turns.sleeps(role)]
@@ -43,10 +73,11 @@ def start_engines(plan: Plan, models: Mapping[str, Model], placed: Placed) -> It
             workers[role].start()
             turns.rest(role)
         gathered(starting)
-        yield {
+        engines = {
             role: RoleProxy(role, started, plan.roles[role].layout, started.room, turns)
             for role, started in workers.items()
         }
+        yield RayEngines(engines, handover, hosting)
 
 
 def sharing(plan: Plan) -> dict[str, list[str]]:

@@ -10,12 +10,13 @@ from typing import Any
 
 from rlflow.batch import Sequences
 from rlflow.compiler.plan import Plan, write_plan
-from rlflow.data.source import DataSource, Rows, held_out_prompts, load_rows, open_training_data
+from rlflow.data.source import DataSource, Rows, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, RecipeError
 from rlflow.recipe import Model
 from rlflow.runtime import checkpoint
-from rlflow.runtime.base import Observer, Report, Runtime
+from rlflow.runtime.base import Engines, Observer, Report, Runtime
+from rlflow.runtime.budget import edge
 from rlflow.runtime.choose import runtime_of
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.models import resolve_models
@@ -58,6 +59,7 @@ def run(
     began = time.perf_counter()
     with ExitStack() as open_parts:
         engines = open_parts.enter_context(runtime.start(plan, models, directory))
+        data = engines.hosted(data)
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
         if last:
             checkpoint.restore(last, trained)
@@ -69,7 +71,7 @@ def run(
         _copy_weights(plan, engines, version=step)
         while True:
             if evaluation and _is_due(plan, step) and str(step) not in evaluations:
-                evaluations[str(step)] = evaluation.run(engines)
+                evaluations[str(step)] = evaluation.run(engines, data.held_out_prompts())
                 for observer in observers:
                     observer.evaluated(step, evaluations[str(step)])
             stopped = stop()
@@ -90,21 +92,31 @@ def run(
     return report
 
 
-def train_step(plan: Plan, engines: Mapping[str, Any], data: DataSource, step: int) -> dict[str, float]:
+def train_step(plan: Plan, engines: Engines, data: DataSource, step: int) -> dict[str, float]:
     """One pass over the graph, and the weights to those that follow. Times are named ``seconds`` or ``per_second``."""
     began = time.perf_counter()
+    metrics: dict[str, float] = {}
+    tokens = 0
+
+    def made(name: str, output: Any) -> None:
+        nonlocal tokens
+        metrics.update(summary(name, output))
+        tokens += int(output.response_ids.lengths.sum()) if isinstance(output, Sequences) else 0
+
+    edges: dict[str, Any] = {}
     read = {"prompts": data.prompts, "examples": data.examples}
-    sources = {name: read[name](step) for name in plan.graph.sources}
     try:
-        outputs, seconds = run_graph(plan.graph, engines, sources)
+        for name in plan.graph.sources:
+            with edge(name):
+                edges[name] = read[name](step)
+            made(name, edges[name])
+        seconds = run_graph(plan.graph, engines, edges, made)
         seconds["copy"] = _copy_weights(plan, engines, version=step + 1)
     except EngineError as error:
         raise EngineError(f"step {step + 1}: {error}") from error
     total = time.perf_counter() - began
-    edges = (*sources.values(), *outputs.values())
-    tokens = sum(len(edge.response_ids.values) for edge in edges if isinstance(edge, Sequences))
     times = {f"seconds/{name}": value for name, value in seconds.items()}
-    return {**summary(outputs), "tokens": tokens, "tokens_per_second": tokens / total, "seconds": total, **times}
+    return {**metrics, "tokens": tokens, "tokens_per_second": tokens / total, "seconds": total, **times}
 
 
 def _copy_weights(plan: Plan, engines: Mapping[str, Any], version: int) -> float:
@@ -125,10 +137,10 @@ def _open_data(
     recipe, graph = plan.recipe, plan.graph
     name = recipe.roles[graph.trained_roles()[0]].model
     tokenizer = load_tokenizer(name, models[name])
-    data = open_training_data(recipe.data, tokenizer, rows, recipe.seed, with_responses="examples" in graph.sources)
-    if not held_out:
-        return data, None
-    return data, evaluator(graph, held_out_prompts(recipe.data, tokenizer, held_out))
+    data = open_training_data(
+        recipe.data, tokenizer, rows, recipe.seed, held_out=held_out, with_responses="examples" in graph.sources
+    )
+    return data, evaluator(graph) if held_out else None
 
 
 def _is_due(plan: Plan, step: int) -> bool:

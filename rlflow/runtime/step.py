@@ -1,7 +1,7 @@
 """One pass over the graph."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,29 +13,43 @@ from rlflow.errors import EngineError, UserError, below
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward import Reward
 from rlflow.resources.time.past_run import QUANTILES
+from rlflow.runtime.base import Engines
+from rlflow.runtime.budget import edge
 
 
 def run_graph(
-    graph: Graph, engines: Mapping[str, Any], sources: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """The output of every node, and the seconds it took. ``sources`` are the data's edges of this step."""
-    outputs: dict[str, Any] = {}
+    graph: Graph, engines: Engines, edges: dict[str, Any], made: Callable[[str, Any], None] = lambda name, output: None
+) -> dict[str, float]:
+    """The seconds of each node. ``edges`` are the data's of this step; the nodes' come to them.
+
+    Each edge is taken out of ``edges`` when its last reader has run, and ``made`` is told each output when it is there:
+    who holds on to one holds its columns.
+    """
     seconds: dict[str, float] = {}
+    readers = {origin: node.name for node in graph.nodes for origin in node.inputs.values()}
     for node in graph.nodes:
         began = time.perf_counter()
-        outputs[node.name] = run_node(node, engines, {**sources, **outputs})
+        output = run_node(node, engines, edges)
         seconds[node.name] = time.perf_counter() - began
-    return outputs, seconds
+        made(node.name, output)
+        edges[node.name] = output
+        del output
+        for name in [name for name in edges if readers.get(name, node.name) == node.name]:
+            del edges[name]
+    return seconds
 
 
-def run_node(node: GraphNode, engines: Mapping[str, Any], edges: Mapping[str, Any]) -> Any:
+def run_node(node: GraphNode, engines: Engines, edges: Mapping[str, Any]) -> Any:
     """The output of one node. ``edges`` are the outputs before it and the data's."""
     arguments = {name: edges[origin] for name, origin in node.inputs.items()}
+    operation: Any = node.operation
     if node.role is not None:
         arguments["engine"] = engines[node.role]
-    operation: Any = node.operation
+    elif operation.unit == "sample":
+        # It reads what rollouts hold, and not only what is said of them: where that is elsewhere, it goes there.
+        operation = engines.hosted(operation)
     try:
-        with below(f"graph.{node.name}"):
+        with below(f"graph.{node.name}"), edge(node.name):
             return operation.run(**arguments)
     except (UserError, EngineError):
         raise
@@ -45,42 +59,40 @@ def run_node(node: GraphNode, engines: Mapping[str, Any], edges: Mapping[str, An
 
 @dataclass(frozen=True)
 class Evaluator:
-    """The graph's own generation and reward, on held-out prompts, taking the likeliest token."""
+    """The graph's own generation and reward, taking the likeliest token."""
 
     generate: GraphNode
     reward: GraphNode
-    prompts: Prompts
 
-    def run(self, engines: Mapping[str, Any]) -> float:
+    def run(self, engines: Engines, prompts: Prompts) -> float:
         """The mean reward."""
-        rollouts = run_node(self.generate, engines, dict.fromkeys(self.generate.inputs.values(), self.prompts))
+        rollouts = run_node(self.generate, engines, dict.fromkeys(self.generate.inputs.values(), prompts))
         rewards = run_node(self.reward, engines, dict.fromkeys(self.reward.inputs.values(), rollouts))
         return float(np.mean(rewards.values, dtype=np.float64))
 
 
-def evaluator(graph: Graph, prompts: Prompts) -> Evaluator:
+def evaluator(graph: Graph) -> Evaluator:
     """Of a graph that has nodes of the kinds generate and reward; the first of each."""
     generate, reward = (
         next(node for node in graph.nodes if isinstance(node.operation, kind)) for kind in (Generate, Reward)
     )
     assert isinstance(generate.operation, Generate)
     greedy = replace(generate.operation, temperature=0.0, group_size=1)
-    return Evaluator(replace(generate, operation=greedy), reward, prompts)
+    return Evaluator(replace(generate, operation=greedy), reward)
 
 
-def summary(outputs: Mapping[str, Any]) -> dict[str, float]:
-    """What one step's outputs say in single numbers, under the names of their nodes."""
-    metrics: dict[str, float] = {}
-    for name, output in outputs.items():
-        if isinstance(output, Metrics):
-            metrics |= {f"{name}/{key}": value for key, value in output.values.items()}
-        elif isinstance(output, Rewards):
-            metrics[f"{name}/mean"] = float(np.mean(output.values, dtype=np.float64))
-        elif isinstance(output, Rollouts):
-            lengths = output.response_ids.lengths
-            metrics[f"{name}/length_mean"] = float(np.mean(lengths))
-            for quantile in QUANTILES:
-                metrics[f"{name}/length_p{quantile}"] = float(np.percentile(lengths, quantile))
-            metrics[f"{name}/length_max"] = int(np.max(lengths))
-            metrics[f"{name}/finished"] = float(np.mean(output.finished))
-    return metrics
+def summary(name: str, output: Any) -> dict[str, float]:
+    """What a node's output says in single numbers, under the node's name."""
+    if isinstance(output, Metrics):
+        return {f"{name}/{key}": value for key, value in output.values.items()}
+    if isinstance(output, Rewards):
+        return {f"{name}/mean": float(np.mean(output.values, dtype=np.float64))}
+    if isinstance(output, Rollouts):
+        lengths = output.response_ids.lengths
+        return {
+            f"{name}/length_mean": float(np.mean(lengths)),
+            **{f"{name}/length_p{quantile}": float(np.percentile(lengths, quantile)) for quantile in QUANTILES},
+            f"{name}/length_max": int(np.max(lengths)),
+            f"{name}/finished": float(np.mean(output.finished)),
+        }
+    return {}

@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec, WeightBackend
@@ -12,19 +13,21 @@ from rlflow.engines.buckets import Bucket, buckets
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError
 from rlflow.runtime.gpu_weights import Receivers, sender
+from rlflow.runtime.kept import Keeper
 from rlflow.runtime.specs import build
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class EngineWorker:
+class EngineWorker(Keeper):
     """Its methods are called from several threads at once: what an engine is asked waits in none of its callers' way.
 
     Libraries keep state by thread, so an engine that is not made for several is only ever called from one.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._engine: Any = None
         self._alone: ThreadPoolExecutor | None = ThreadPoolExecutor(1)
         self._sending: Generator[Bucket] = buckets(())
@@ -47,9 +50,9 @@ class EngineWorker:
             self._alone = None
         self._engine = self._run(build, engine, spec)
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
         """A method of the engine."""
-        return self._run(getattr(self._engine, method), *arguments)
+        return self._run(partial(getattr(self._engine, method), *arguments, **named))
 
     def send_weights(self, keep: bool) -> None:
         """From the first bucket again. Without ``keep`` the weights are gone through, for ranks that only gather."""

@@ -43,6 +43,14 @@ def test_kl_is_k3() -> None:
     assert value == pytest.approx(0.5 * metrics["kl"])
 
 
+def test_how_far_the_sampler_was_apart() -> None:
+    """Only where the ratio is not taken to what it sampled with."""
+    columns = {name: torch.tensor([value]) for name, value in (("old_logprobs", -1.0), ("advantages", 0.0))}
+    _, metrics = LOSS(torch.tensor([-3.0]), columns | {"sampler_logprobs": torch.tensor([-1.25])})
+    assert metrics["sampler_difference"].tolist() == [0.25]
+    assert "sampler_difference" not in LOSS(torch.tensor([-3.0]), columns)[1]
+
+
 def test_likelihood() -> None:
     losses, _ = LikelihoodLoss()(torch.tensor([-0.5, -2.0]), {})
     assert losses.tolist() == [0.5, 2.0]

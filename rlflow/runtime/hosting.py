@@ -1,0 +1,74 @@
+"""Objects in processes of their own on this host, whose results go into its store."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlflow.runtime.actors import told
+from rlflow.runtime.budget import Room
+from rlflow.runtime.handover import Handover
+from rlflow.runtime.kept import Keeper, here
+from rlflow.runtime.proxies import gathered
+
+# Of a host's store. The rest is for copies that its own readers fetch from other hosts, of which Ray drops those that
+# nobody reads, and for weights on their way.
+_SHARE = 0.5
+
+
+def store_rooms() -> Mapping[str, Room]:
+    """What batches may take of the store of each host, by the id of its Ray node."""
+    return {
+        node["NodeID"]: Room(node["NodeName"], int(_SHARE * node["Resources"].get("object_store_memory", 0)))
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+
+
+class Hosting:
+    """The processes, which are stopped on exit."""
+
+    def __init__(self, handover: Handover) -> None:
+        self._handover = handover
+        self._hosted: dict[int, tuple[Any, _Hosted]] = {}
+
+    def hosted(self, held: Any) -> Any:
+        """What has the methods of ``held``, in a process that is started the first time. Each call returns when it is
+        done, and raises UserErrors and EngineErrors as they are."""
+        if id(held) not in self._hosted:
+            affinity = NodeAffinitySchedulingStrategy(here(), soft=False)
+            options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": affinity}
+            actor = ray.remote(Keeper).options(**options).remote(held)
+            self._hosted[id(held)] = (held, _Hosted(actor, type(held).__name__, self._handover))
+        return self._hosted[id(held)][1]
+
+    def __enter__(self) -> "Hosting":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for _, proxy in self._hosted.values():
+            with suppress(RayError):  # of a Ray that has gone itself
+                ray.kill(proxy.actor)
+
+
+class _Hosted:
+    def __init__(self, actor: Any, name: str, handover: Handover) -> None:
+        self.actor = actor
+        self._name = name
+        self._handover = handover
+
+    def __getattr__(self, method: str) -> Any:
+        return partial(self._call, method)
+
+    def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        return gathered([self._handover.call(self._remote, method, *arguments, named=named)])[0]
+
+    def _remote(self, method: str, *arguments: Any, **named: Any) -> Any:
+        return told(getattr(self.actor, method).remote(*arguments, **named), f"the process of {self._name}")
