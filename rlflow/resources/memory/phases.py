@@ -86,8 +86,9 @@ def _moments(model: Architecture, layout: Layout, training: Training, stage: Sta
         # In chunks of as many tokens as make their logits as large as the hidden states (Liger's FLCE).
         loss, output = training.logits * per_rank * model.hidden_size, 0.0
     elif logits > training.logits_at_once:
-        # Besides them the gradient of the hidden states, which is put together chunk by chunk.
-        loss, output = training.logits * training.logits_at_once + 4 * per_rank * model.hidden_size, 0.0
+        # Besides them the gradients of the hidden states and of the head, which are put together chunk by chunk.
+        put_together = 4 * per_rank * model.hidden_size + training.weights * stage.head
+        loss, output = training.logits * training.logits_at_once + put_together, 0.0
     full = training.lora_rank is None
     trained = 1.0 if full else 0.0
     whole = stage.dense + stage.experts

@@ -40,7 +40,11 @@ def _of_task(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens
         return training(model, layout, speed, tokens=tokens, length=length, minibatches=minibatches).seconds
     if task.kind == "score":
         return scoring(model, layout, speed, tokens=task.tokens, length=length).seconds
-    each = ceil(ceil(task.samples / task.group_size) / workers) * task.group_size
+    # Whole groups where all can be written at once. Where not, an engine that takes more while it writes has samples
+    # given to it as it has room, the longest first, so that all engines end together.
+    each: float = ceil(ceil(task.samples / task.group_size) / workers) * task.group_size
+    if "tensor" in demand.parallel and each > min(MAX_NUM_SEQS, kv_tokens / length):
+        each = task.samples / workers
     return generation(
         model,
         layout,
