@@ -39,7 +39,7 @@ MAY_IMPORT = {
 PARTS_OF_RESOURCES = ["models", "cluster", "layout", "placement", "memory", "time", "demand", "workload", "search"]
 MODEL_LIBRARIES = {"torch", "transformers", "vllm", "deepspeed", "datasets", "tokenizers"}
 # Imported by engines when they are built, never before.
-LAZY = {"engines/causal_lm/attention.py", "engines/sharded/ulysses.py"}
+LAZY = {"engines/causal_lm/attention.py", "engines/causal_lm/head.py", "engines/sharded/ulysses.py"}
 
 
 def room(path: Path) -> str:

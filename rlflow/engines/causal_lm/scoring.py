@@ -1,12 +1,14 @@
-"""One pass of a model over packed sequences: a number for each response token.
+"""One pass of a model over packed sequences: numbers for each response token.
 
 Shapes: T response tokens of all rows in their order, N tokens of the stream, V vocabulary.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlflow.batch import Sequences
 from rlflow.engines.causal_lm.packing import Index, Stream, pack
+from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
@@ -24,34 +26,55 @@ class Spread(Protocol):
         """Attention over the whole stream, called with a part of it."""
 
     def whole(self, values: "Tensor", tokens: Index, count: int) -> "Tensor":
-        """[T] from this rank's ``values`` for ``tokens``. Gradients flow to these; the others have their own ranks."""
+        """[T, ...] from this rank's ``values`` for ``tokens``. Gradients flow to these; others have their own ranks."""
 
 
-def token_logprobs(
+@dataclass(frozen=True, eq=False)
+class TokenScores:
+    logprobs: "Tensor"
+    """[T], float32: of each response token."""
+    entropies: "Tensor"
+    """[T], float32: of what the model would have written in its place, in nats. Without a gradient."""
+
+
+def token_scores(
     model: "PreTrainedModel", sequences: Sequences, temperature: float, spread: Spread | None = None
-) -> "Tensor":
-    """[T], float32: the log-probability of each response token, logits divided by ``temperature``."""
+) -> TokenScores:
+    """Of logits divided by ``temperature``. Raises EngineError for a model that does more than one linear layer to get
+    them."""
     import torch
-    from torch.nn.functional import cross_entropy
+
+    from rlflow.engines.causal_lm.head import scoring_head
 
     inputs, predictors, tokens = _inputs(model, sequences, spread)
     # Rollouts of one prompt have one predictor of their first token. Taking it once keeps gradients reproducible: those
     # of an index with repetitions are added up in any order.
     once, places = torch.unique(predictors, return_inverse=True)
-    logits = model(**inputs, logits_to_keep=once).logits[0].float().index_select(0, places)
     ids = sequences.response_ids.values
     targets = torch.from_numpy(ids if tokens is None else ids[tokens]).to(model.device, torch.int64)
-    values = -cross_entropy(logits / temperature if temperature != 1.0 else logits, targets, reduction="none")
-    return values if spread is None or tokens is None else spread.whole(values, tokens, len(ids))
+    with scoring_head(model, places, targets, temperature) as made:
+        scores = model(**inputs, logits_to_keep=once).logits
+    if scores.data_ptr() != made[0]:
+        name = type(getattr(model, "module", model)).__name__
+        raise EngineError(f"a {name} changes its logits after its output layer, which is not supported.")
+    scores = scores[0] if spread is None or tokens is None else spread.whole(scores[0], tokens, len(ids))
+    return TokenScores(scores[:, 0], scores[:, 1].detach())
+
+
+def token_logprobs(
+    model: "PreTrainedModel", sequences: Sequences, temperature: float, spread: Spread | None = None
+) -> "Tensor":
+    """[T], float32."""
+    return token_scores(model, sequences, temperature, spread).logprobs
 
 
 def token_values(model: "PreTrainedModel", sequences: Sequences, spread: Spread | None = None) -> "Tensor":
     """[T], float32: what the value head says before each response token."""
     inputs, predictors, tokens = _inputs(model, sequences, spread)
     values: Tensor = model(**inputs).logits[0, :, 0].float().index_select(0, predictors)
-    return (
-        values if spread is None or tokens is None else spread.whole(values, tokens, len(sequences.response_ids.values))
-    )
+    if spread is None or tokens is None:
+        return values
+    return spread.whole(values, tokens, int(sequences.response_ids.offsets[-1]))
 
 
 def _inputs(

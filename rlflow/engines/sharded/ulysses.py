@@ -95,7 +95,7 @@ class Ulysses:
 
     def whole(self, values: Tensor, tokens: Index, count: int) -> Tensor:
         places = torch.from_numpy(tokens).to(values.device)
-        mine = values.new_zeros(count).index_copy(0, places, values)
+        mine = values.new_zeros(count, *values.shape[1:]).index_copy(0, places, values)
         everyones = mine.detach().clone()
         all_reduce(everyones, group=self._group)
         # Each place but those of this rank is nought in ``mine``: the sum is exact.

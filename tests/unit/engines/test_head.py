@@ -1,0 +1,94 @@
+"""Logprobs in chunks against those from whole logits."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from rlflow.engines.causal_lm import head
+from rlflow.engines.causal_lm.head import scores_of, scoring_head
+from rlflow.errors import EngineError
+
+T, H, V = 37, 16, 101
+
+
+def inputs(*, bias: bool, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor | None]:
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight, shifts = (torch.randn(*shape, generator=draw).to(dtype) for shape in ((T, H), (V, H), (V,)))
+    return hidden.requires_grad_(), (weight / 4).requires_grad_(), shifts.requires_grad_() if bias else None
+
+
+TARGETS = torch.randint(V, (T,), generator=torch.Generator().manual_seed(2))
+
+
+def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float) -> Tensor:
+    logits = linear(hidden, weight, bias)
+    scores = ((logits if logits.dtype == torch.float64 else logits.float()) / temperature).log_softmax(-1)
+    entropies = -(scores.exp() * scores).sum(-1).detach()
+    return torch.stack([scores.gather(1, targets[:, None])[:, 0], entropies], 1)
+
+
+def gradients(values: Tensor, *of: Tensor | None) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return list(
+        torch.autograd.grad((values[:, 0] * torch.randn(T, generator=draw)).sum(), [x for x in of if x is not None])
+    )
+
+
+# One chunk; parts of the vocabulary; parts of both.
+@pytest.mark.parametrize("at_once", [2**20, T * 25, 130, 7])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("bias", [False, True])
+def test_chunks_are_the_whole(monkeypatch: pytest.MonkeyPatch, at_once: int, temperature: float, bias: bool) -> None:
+    monkeypatch.setattr(head, "_ON_CPU", at_once)
+    given = inputs(bias=bias)
+    exactly: Any = [None if x is None else x.detach().double().requires_grad_() for x in given]
+    ours, theirs = scores_of(*given, TARGETS, temperature), plain(*exactly, TARGETS, temperature)
+    assert torch.allclose(ours.double(), theirs, rtol=1e-6, atol=1e-6)
+    for one, other in zip(gradients(ours, *given), gradients(theirs, *exactly), strict=True):
+        assert torch.allclose(one.double(), other, rtol=1e-6, atol=1e-6)
+
+
+def test_large_logits_of_either_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "_ON_CPU", 130)
+    hidden, weight, _ = inputs(bias=False)
+    for shift in (-300.0, 300.0):
+        bias = torch.full((V,), shift)
+        ours, theirs = (function(hidden, weight, bias, TARGETS, 1.0) for function in (scores_of, plain))
+        assert torch.allclose(ours, theirs, rtol=0, atol=3e-4)
+        assert (ours[:, 0] <= 0).all()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_rounds_logits_and_nothing_else(monkeypatch: pytest.MonkeyPatch, autocast: bool) -> None:
+    monkeypatch.setattr(head, "_ON_CPU", 130)
+    given = inputs(bias=True, dtype=torch.float32 if autocast else torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        ours, theirs = (function(*given, TARGETS, 0.9) for function in (scores_of, plain))
+    assert ours.dtype == torch.float32
+    assert torch.allclose(ours, theirs, rtol=0, atol=2e-5)
+    for one, other, of in zip(gradients(ours, *given), gradients(theirs, *given), given, strict=True):
+        assert of is not None
+        assert one.dtype == of.dtype
+        assert float((one - other).float().norm()) <= 0.01 * float(other.float().norm())
+
+
+def test_no_tokens_have_gradients_of_nought() -> None:
+    hidden, weight, bias = inputs(bias=True)
+    assert bias is not None
+    values = scores_of(hidden[:0], weight, bias, TARGETS[:0], 1.0)
+    assert values.shape == (0, 2)
+    for gradient in torch.autograd.grad(values.sum(), [weight, bias]):
+        assert not gradient.any()
+
+
+def test_a_layer_that_is_not_linear_is_refused() -> None:
+    class Odd:
+        def get_output_embeddings(self) -> Any:
+            return torch.nn.Identity()
+
+    places = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(EngineError, match="kind Identity is not supported"), scoring_head(Odd(), places, places, 1.0):
+        pass
