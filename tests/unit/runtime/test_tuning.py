@@ -1,0 +1,125 @@
+"""The climb against made-up engines whose throughput and memory are known."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlflow.runtime.tuning import Climb
+
+
+def run(climb: Climb, rate: Callable[[int], float], share: Callable[[int], float], steps: int = 60) -> list[int]:
+    """The settings of each step. What does not fit takes all memory."""
+    settings = []
+    for _ in range(steps):
+        settings.append(climb.setting)
+        climb.told(1000.0, 1000.0 / rate(climb.setting), min(1.0, share(climb.setting)))
+    return settings
+
+
+def little(setting: int) -> float:
+    return setting / 1e6
+
+
+def test_it_goes_up_while_throughput_grows_and_keeps_the_best() -> None:
+    climb = Climb(1000, 100, 10**6)
+    settings = run(climb, lambda setting: min(setting, 4000), little)
+    # A warm-up step, then two of each.
+    assert settings[:9] == [1000, 1000, 1000, 1500, 1500, 2250, 2250, 3375, 3375]
+    assert climb.best is not None
+    assert climb.best.setting == settings[-1] == 5063  # 4000 is 18 % more than 3375
+    assert not climb.trying
+    assert [trial.setting for trial in climb.trials] == [1000, 1500, 2250, 3375, 5063, 7595]
+
+
+def test_what_gains_nothing_is_left_at_once() -> None:
+    climb = Climb(2048, 100, 10**6)
+    settings = run(climb, lambda setting: 100.0, little)
+    assert set(settings) == {2048, 3072}
+    assert settings[5:] == [2048] * 55
+    slower = Climb(2048, 100, 10**6)
+    assert run(slower, lambda setting: 1e6 / setting, little)[-1] == 2048
+
+
+def test_noise_of_two_percent_is_no_gain() -> None:
+    noise = iter([100.0, 100.0, 100.0, 102.0, 101.0] + [100.0] * 95)
+    climb = Climb(2048, 100, 10**6)
+    assert run(climb, lambda setting: next(noise), little)[-1] == 2048
+
+
+def test_memory_bounds_it_before_it_runs_out() -> None:
+    climb = Climb(1000, 100, 10**6)
+    settings = run(climb, float, lambda setting: 0.3 + setting / 10_000)
+    assert max(settings) <= 6000
+    assert max(settings) == settings[-1] == 5063
+    # With one trial alone nothing is known but that half as much again needs at most half as much again.
+    assert set(run(Climb(1000, 100, 10**6), float, lambda setting: 0.7 + setting / 10**6)) == {1000}
+
+
+def test_it_steps_down_where_memory_runs_out() -> None:
+    def cliff(setting: int) -> float:
+        return 0.2 if setting <= 2000 else 1.0
+
+    climb = Climb(1000, 100, 10**6)
+    settings = run(climb, float, cliff)
+    assert settings.count(2250) == 1
+    assert settings[-1] == 1500
+    at_first = Climb(4000, 100, 10**6)
+    settings = run(at_first, float, cliff)
+    assert settings[:3] == [4000, 2667, 1778]
+    assert settings[-1] == 1778
+    assert at_first.best is not None
+
+
+def test_it_stays_within_its_bounds() -> None:
+    climb = Climb(1000, 800, 2000)
+    assert set(run(climb, float, little)) == {1000, 1500, 2000}
+    never = Climb(1000, 800, 2000)
+    assert min(run(never, float, lambda setting: 1.0)) == 800
+
+
+def test_an_adaptive_one_follows_what_changes() -> None:
+    climb = Climb(2000, 100, 10**6, adaptive=True)
+    assert run(climb, lambda setting: min(setting, 3000), little, 40)[-1] == 3000
+    # Longer texts, of which less at a time is faster.
+    settings = run(climb, lambda setting: 1e6 / setting, little, 200)
+    assert settings[-1] < 1000
+    # And more again.
+    assert run(climb, float, little, 400)[-1] > 3000
+
+
+def test_an_adaptive_one_gives_way_when_memory_gets_short() -> None:
+    climb = Climb(2000, 100, 10**6, adaptive=True)
+    best = run(climb, lambda setting: min(setting, 3000), little, 12)[-1]
+    assert not climb.trying
+    climb.told(1.0, 1.0, 0.98)
+    assert climb.setting < best
+
+
+def test_without_it_nothing_changes_any_more() -> None:
+    climb = Climb(2000, 100, 10**6)
+    best = run(climb, lambda setting: min(setting, 3000), little, 40)[-1]
+    assert set(run(climb, lambda setting: 1e6 / setting, little, 200)) == {best}
+
+
+@given(
+    start=st.integers(1, 10**5),
+    rates=st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=50),
+    shares=st.lists(st.floats(0, 1), min_size=1, max_size=50),
+    adaptive=st.booleans(),
+)
+def test_whatever_it_is_told_it_stays_within_bounds(
+    start: int, rates: list[float], shares: list[float], adaptive: bool
+) -> None:
+    climb = Climb(start, max(1, start // 4), 4 * start, adaptive=adaptive)
+    for index in range(200):
+        assert max(1, start // 4) <= climb.setting <= 4 * start
+        climb.told(1.0, 1 / rates[index % len(rates)], shares[index % len(shares)])
+    assert all(trial.tokens_per_second >= 0 for trial in climb.trials)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_equal_steps_lead_to_equal_settings(adaptive: bool) -> None:
+    runs = [run(Climb(1000, 10, 10**6, adaptive=adaptive), lambda s: s**0.5, little, 100) for _ in range(2)]
+    assert runs[0] == runs[1]
