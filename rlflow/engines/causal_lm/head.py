@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import Linear
 
 from rlflow.errors import EngineError
+from rlflow.resources.memory.state import LOGITS_AT_ONCE
 
-LOGITS_AT_ONCE = 2**24
 # What the caches of a processor hold.
 _ON_CPU = 2**20
 
@@ -166,7 +166,8 @@ class _Head:
         """Rows and their logits over ``part`` [.., C], divided by the temperature; they may be written over."""
         for start in range(0, len(self.hidden), self._length):
             rows = slice(start, min(start + self._length, len(self.hidden)))
-            logits = torch.nn.functional.linear(self.hidden[rows], part.weight, part.bias).float()
+            product = self.hidden[rows] @ part.weight.T
+            logits = (product if part.bias is None else product.add_(part.bias)).float()
             yield rows, logits if self._temperature == 1.0 else logits.div_(self._temperature)
 
     def within(self, part: _Part, rows: slice) -> tuple[Tensor, Tensor]:

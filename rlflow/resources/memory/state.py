@@ -49,7 +49,7 @@ class Training:
 
 
 LOGITS_AT_ONCE = 2**24
-"""Of the engines that score with rlflow.engines.causal_lm, by chunks of tokens and of the vocabulary."""
+"""On a GPU, by the engines of rlflow: engines/causal_lm/head.py makes so many at a time."""
 DEEPSPEED = Training(step=4, step_parameters=_ADAM_SUB_GROUP, live_parameters=1e9, bucket_elements=5e8)
 """ds_config defaults: sub_group_size, stage3_max_live_parameters, reduce_bucket_size. A step widens its gradients."""
 FSDP2 = Training(weights=4, gradients=4, optimizer=8, keeps_gradients=False)
