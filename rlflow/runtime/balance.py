@@ -4,18 +4,20 @@ Shapes: N numbers, all positive; K sets.
 """
 
 from heapq import heapify, heappop, heappush, heapreplace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Index = NDArray[np.int64]
 Costs = NDArray[np.float64]
-Mask = NDArray[np.bool_]
 
 # Sums are even where the largest is above the least that it could be by no more than this share.
 NEAR = 1e-3
 # Exchanges, for each set; and sets that the fullest one tries to exchange something with.
 _EXCHANGES, _PARTNERS = 8, 8
+# The most numbers that are given, or taken, at once.
+_AT_ONCE = 16
 
 
 def balanced(costs: Costs, count: int) -> Index:
@@ -52,23 +54,28 @@ def least_possible(costs: Costs, count: int) -> float:
 
 
 def exchanged(owners: Index, costs: Costs, count: int) -> Index:
-    """Improves on ``owners`` until the sums are even or nothing helps: the fullest set gives a number to another, for
-    one of that set's or for none."""
+    """Improves on ``owners`` until the sums are even or nothing helps: the fullest set gives to another, and takes from
+    it. First single numbers, and several where these help no more."""
     owners = owners.copy()
     enough = (1 + NEAR) * least_possible(costs, count)
+    at_once = 1
     for _ in range(_EXCHANGES * count):
         totals = sums(owners, costs, count)
         order = np.argsort(totals, kind="stable")
         fullest = order[-1]
         if totals[fullest] <= enough:
             break
+        ours = np.flatnonzero(owners == fullest)
         for other in order[: min(_PARTNERS, count - 1)]:
-            pair = _exchange(owners == fullest, owners == other, costs, float(totals[fullest] - totals[other]))
-            if pair is not None:
-                owners[pair[0]], owners[pair[1]] = other, fullest
+            theirs = np.flatnonzero(owners == other)
+            runs = _exchange(ours, theirs, costs, float(totals[fullest] - totals[other]), at_once)
+            if runs is not None:
+                owners[runs[0]], owners[runs[1]] = other, fullest
                 break
         else:
-            break
+            if at_once == _AT_ONCE:
+                break
+            at_once = _AT_ONCE
     return owners
 
 
@@ -106,26 +113,54 @@ def _differenced(costs: Costs, count: int) -> Index:
 
 def _largest_first(costs: Costs, count: int) -> Index:
     """Each to the set with the smallest sum so far (Graham 1969)."""
-    owners = np.empty(len(costs), np.int64)
+    order = np.argsort(-costs, kind="stable")
+    chosen = []
     heap = [(0.0, owner) for owner in range(count)]
-    for at in np.argsort(-costs, kind="stable"):
-        total, owners[at] = heap[0]
-        heapreplace(heap, (total + costs[at], int(owners[at])))
+    for cost in costs[order].tolist():
+        total, owner = heap[0]
+        chosen.append(owner)
+        heapreplace(heap, (total + cost, owner))
+    owners = np.empty(len(costs), np.int64)
+    owners[order] = chosen
     return owners
 
 
-def _exchange(ours: Mask, theirs: Mask, costs: Costs, gap: float) -> tuple[Index, Index] | None:
-    """A number of ``ours`` [N] and one or none of ``theirs``: their difference is the nearest to half of ``gap``, by
-    which our sum is larger. None where that makes it hardly better."""
-    given, taken = np.flatnonzero(ours), np.flatnonzero(theirs)
-    taken = taken[np.argsort(costs[taken])]
-    # To take none is to take a nought.
-    numbers = np.concatenate([[0.0], costs[taken], [np.inf]])
-    wanted = costs[given] - gap / 2
-    right = np.searchsorted(numbers, wanted).clip(1)
-    nearest = np.where(numbers[right] - wanted < wanted - numbers[right - 1], right, right - 1)
+def _exchange(ours: Index, theirs: Index, costs: Costs, gap: float, longest: int) -> tuple[Index, Index] | None:
+    """What to give of ``ours`` and what to take of ``theirs``: runs of up to ``longest`` numbers that are neighbours by
+    size, whose sums differ by the most nearly half of ``gap``, by which ours is larger. None where that hardly helps.
+    """
+    ours, theirs = ours[np.argsort(costs[ours])], theirs[np.argsort(costs[theirs])]
+    given, taken = _runs(costs[ours], longest), _runs(costs[theirs], longest)
+    by_size = np.argsort(taken.sums)
+    # Nothing may be taken at all.
+    numbers = np.concatenate([[0.0], taken.sums[by_size], [np.inf]])
+    wanted = given.sums - gap / 2
+    above = np.searchsorted(numbers, wanted).clip(1)
+    nearest = np.where(numbers[above] - wanted < wanted - numbers[above - 1], above, above - 1)
     off = np.abs(numbers[nearest] - wanted)
     best = int(off.argmin())
     if off[best] > (1 - NEAR) * gap / 2:
         return None
-    return given[best : best + 1], taken[nearest[best] - 1 : nearest[best]] if nearest[best] else taken[:0]
+    back = nearest[best] - 1
+    return given.of(ours, best), taken.of(theirs, by_size[back]) if back >= 0 else theirs[:0]
+
+
+class _Runs(NamedTuple):
+    """Of neighbours in a sorted array."""
+
+    sums: Costs
+    first: Index
+    lengths: Index
+
+    def of(self, members: Index, run: int) -> Index:
+        return members[self.first[run] : self.first[run] + self.lengths[run]]
+
+
+def _runs(costs: Costs, longest: int) -> _Runs:
+    """All of 1 to ``longest`` numbers."""
+    first = np.arange(len(costs))[:, None] + np.zeros(longest, np.int64)
+    lengths = np.arange(1, longest + 1) + np.zeros_like(first)
+    inside = first + lengths <= len(costs)
+    first, lengths = first[inside], lengths[inside]
+    ends = np.concatenate([[0.0], np.cumsum(costs)])
+    return _Runs(ends[first + lengths] - ends[first], first, lengths)

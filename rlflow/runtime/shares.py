@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlflow.batch import Sequences
+from rlflow.engines.causal_lm.micro_batches import prompts_of
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.work import work_of
-from rlflow.runtime.balance import Costs, balanced, exchanged, is_even, sums
+from rlflow.runtime.balance import NEAR, Costs, balanced, exchanged, least_possible, sums
 from rlflow.runtime.balance import Index as Index
 
 
@@ -35,31 +36,22 @@ def cost_of(model: Architecture | None) -> Cost:
 
 
 def shares(sequences: Sequences, count: int, cost: Cost = Cost()) -> list[Index]:
-    """``count`` sets of rows, each in the order of the batch, of nearly equal cost. None is empty where there are rows
-    enough.
+    """``count`` sets of rows, each in the order of the batch, such that the slowest rank computes as little as can be.
+    None is empty where there are rows enough.
 
-    The rollouts of a prompt stay together as far as that costs no balance, since their rank reads the prompt once.
+    The rollouts of a prompt stay together unless dividing them gains more than reading the prompt again costs.
     """
     prompts = prompts_of(sequences)
     costs = row_costs(sequences, prompts, cost)
-    tried = []
-    for owners in _together(prompts, costs, count):
-        tried.append(owners)
-        if is_even(owners, costs, count):
+    reading = cost.token * sequences.prompt_ids.lengths.astype(np.float64)
+    least, best = float("inf"), np.zeros(len(sequences), np.int64)
+    for owners in _ways(prompts, costs, count):
+        slowest = _slowest(owners, costs, count, prompts, reading)
+        if slowest < least:
+            least, best = slowest, owners
+        if least <= (1 + NEAR) * least_possible(costs, count):
             break
-    else:
-        again = cost.token * sequences.prompt_ids.lengths.astype(np.float64)
-        tried.append(balanced(costs, count))
-        owners = min(tried, key=lambda owners: _largest(owners, costs, count, prompts, again))
-    return [np.flatnonzero(owners == share) for share in range(count)]
-
-
-def prompts_of(sequences: Sequences) -> Index:
-    """[B]: the number of each row's prompt, counted from 0 in the order of keys."""
-    steps, prompts = sequences.keys[:, 0], sequences.keys[:, 1]
-    # As one number, which sorts ten times as fast as two.
-    both = (steps - steps.min()) * (prompts.max() + 1) + prompts
-    return np.unique(both, return_inverse=True)[1]
+    return [np.flatnonzero(best == share) for share in range(count)]
 
 
 def row_costs(sequences: Sequences, prompts: Index, cost: Cost) -> Costs:
@@ -69,8 +61,9 @@ def row_costs(sequences: Sequences, prompts: Index, cost: Cost) -> Costs:
     return cost.token * (shared + sequences.response_ids.lengths) + cost.pair * whole.astype(np.float64) ** 2
 
 
-def _together(prompts: Index, costs: Costs, count: int) -> Iterator[Index]:
-    """All rollouts of a prompt in one share, then with as many prompts divided as there are shares, and a few more."""
+def _ways(prompts: Index, costs: Costs, count: int) -> Iterator[Index]:
+    """[B]: the share of each row. First all rollouts of a prompt stay together, then all but those of about as many
+    prompts as there are shares, then they go anywhere."""
     totals = sums(prompts, costs, 0)
     if len(totals) >= count:
         yield balanced(totals, count)[prompts]
@@ -80,11 +73,13 @@ def _together(prompts: Index, costs: Costs, count: int) -> Iterator[Index]:
     owners[order] = ((ends - costs[order] / 2) * (count / ends[-1])).astype(np.int64).clip(max=count - 1)
     if len(np.unique(owners)) == count:
         yield exchanged(owners, costs, count)
+    yield balanced(costs, count)
 
 
-def _largest(owners: Index, costs: Costs, count: int, prompts: Index, again: Costs) -> float:
-    """What the slowest rank computes, where prompts are divided: ``again`` [B] is what it costs to read one once."""
+def _slowest(owners: Index, costs: Costs, count: int, prompts: Index, reading: Costs) -> float:
+    """What the rank computes that computes most. ``reading`` [B] is what it costs to read a row's prompt."""
     _, first, parts = np.unique(owners * (prompts.max() + 1) + prompts, return_index=True, return_inverse=True)
+    # Rows have their part of a reading each; where some of a prompt's rows are elsewhere, the others have too little.
     present = np.bincount(parts) / np.bincount(prompts)[prompts[first]]
-    read = np.bincount(owners[first], weights=again[first] * (1 - present), minlength=count)
-    return float((sums(owners, costs, count) + read).max())
+    missing = np.bincount(owners[first], weights=reading[first] * (1 - present), minlength=count)
+    return float((sums(owners, costs, count) + missing).max())
