@@ -10,7 +10,8 @@ from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Sequences, ValueE
 from rlflow.engines.base import EngineSpec, TokenLoss
 from rlflow.engines.causal_lm.micro_batches import in_order
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
-from rlflow.engines.causal_lm.scoring import token_logprobs, token_values
+from rlflow.engines.causal_lm.scoring import token_scores, token_values
+from rlflow.engines.sharded.group import spread_of
 from rlflow.engines.sharded.loading import load_sharded
 from rlflow.engines.sharded.parked import Parked, state_of, weights_of
 from rlflow.engines.sharded.rounds import rounds
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
     from torch.optim import Optimizer
-
-    from rlflow.engines.causal_lm.scoring import Spread
 
 # Bytes of weights that are gathered at once.
 _GATHERED = 256 * 2**20
@@ -58,7 +57,7 @@ class DeepSpeedEngine:
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         if spec.layout.gradient_checkpointing:
             self._module.gradient_checkpointing_enable()
-        self._spread = self._ulysses(spec.layout.sequence_parallel_size)
+        self._spread = spread_of(spec, self._module)
         self._engine: Any = self._start() if self._trains or self._stage == 3 else None
         self._model: Any = self._module if self._engine is None else self._engine
         self._weights_away, self._state_away = Parked(self._device), Parked(self._device)
@@ -80,9 +79,9 @@ class DeepSpeedEngine:
         for at, rows in enumerate(pieces):
             self._engine.set_gradient_accumulation_boundary(at == len(pieces) - 1)
             part = minibatch.take(rows)
-            outputs = self._outputs(part, loss.temperature)
+            outputs, more = self._outputs(part, loss.temperature)
             columns = {name: self._tensor(column) for name, column in part.columns.items()}
-            losses, metrics = loss(outputs, columns)
+            losses, metrics = loss(outputs, columns | more)
             weights = self._tensor(part.weights) * float(at < counting)
             total = (losses * weights).sum()
             # DeepSpeed takes the mean of the ranks' gradients, and this loss is a sum over them.
@@ -157,20 +156,6 @@ class DeepSpeedEngine:
         if not self._state_away.held_bytes:
             self._state_away.put_away(state_of(getattr(self._engine, "optimizer", None)))
 
-    def _ulysses(self, size: int) -> "Spread | None":
-        """Raises EngineError for a model whose attention cannot be shared by ``size`` ranks."""
-        if size == 1:
-            return None
-        from rlflow.engines.sharded.ulysses import Ulysses
-
-        heads = self._module.config.num_attention_heads
-        if heads % size or self._spec.world_size % size:
-            raise EngineError(
-                f"role {self._spec.role}: sequence_parallel_size {size} does not divide {heads} attention heads "
-                f"and {self._spec.world_size} ranks."
-            )
-        return Ulysses(size)
-
     def _start(self) -> Any:
         import deepspeed
 
@@ -206,13 +191,15 @@ class DeepSpeedEngine:
 
         pieces, counting = rounds(sequences, self._spec.layout.micro_batch_tokens)
         with torch.no_grad():
-            values = [self._outputs(sequences.take(rows), temperature).cpu().numpy() for rows in pieces]
+            values = [self._outputs(sequences.take(rows), temperature)[0].cpu().numpy() for rows in pieces]
         return in_order(sequences.response_ids, pieces[:counting], values[:counting])
 
-    def _outputs(self, sequences: Sequences, temperature: float) -> "Tensor":
+    def _outputs(self, sequences: Sequences, temperature: float) -> "tuple[Tensor, dict[str, Tensor]]":
+        """What the loss is a function of, and columns besides those of the minibatch."""
         if self._has_values:
-            return token_values(self._model, sequences, self._spread)
-        return token_logprobs(self._model, sequences, temperature, self._spread)
+            return token_values(self._model, sequences, self._spread), {}
+        scores = token_scores(self._model, sequences, temperature, self._spread)
+        return scores.logprobs, {"entropy": scores.entropies}
 
     def _summed(self, sums: dict[str, float]) -> dict[str, float]:
         """Over all shares of the data."""

@@ -1,4 +1,4 @@
-"""Trains, scores and values with plain PyTorch, in this process."""
+"""Trains, scores and values with plain PyTorch: one process, or one of those that share each sequence."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,7 +10,8 @@ from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Sequences, ValueE
 from rlflow.engines.base import EngineSpec, TokenLoss
 from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
-from rlflow.engines.causal_lm.scoring import token_logprobs, token_values
+from rlflow.engines.causal_lm.scoring import token_scores, token_values
+from rlflow.engines.sharded.group import meet, spread_of
 from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
@@ -20,9 +21,13 @@ _STATE = "state.pt"
 
 
 class TorchEngine:
-    """Weights and moments in float32; a bfloat16 model computes under autocast."""
+    """Weights and moments in float32; a bfloat16 model computes under autocast.
 
-    parallel: ClassVar[frozenset[str]] = frozenset()
+    Sequence-parallel ranks have the same rows and each all of the state. Each computes on a part of the tokens, and
+    their gradients are added up.
+    """
+
+    parallel: ClassVar[frozenset[str]] = frozenset({"sequence"})
     package: ClassVar[str | None] = None
     concurrent: ClassVar[bool] = False
 
@@ -33,6 +38,9 @@ class TorchEngine:
         self._has_values = "Values" in spec.capabilities
         if {"Values", "Scores"} <= spec.capabilities:
             raise EngineError("a model with a value head has no logprobs: use two roles.")
+        self._alone = spec.world_size == 1
+        if not self._alone:
+            meet(spec)
         self._model = load_model(
             spec.model_name,
             spec.model,
@@ -44,6 +52,7 @@ class TorchEngine:
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         if spec.layout.gradient_checkpointing:
             self._model.gradient_checkpointing_enable()
+        self._spread = spread_of(spec, self._model)
         options = spec.optimizer
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
@@ -72,9 +81,9 @@ class TorchEngine:
         for rows in micro_batches(minibatch, self._spec.layout.micro_batch_tokens):
             part = minibatch.take(rows)
             with self._autocast():
-                outputs = self._outputs(part, loss.temperature)
+                outputs, more = self._outputs(part, loss.temperature)
             columns = {name: self._tensor(column) for name, column in part.columns.items()}
-            losses, metrics = loss(outputs, columns)
+            losses, metrics = loss(outputs, columns | more)
             weights = self._tensor(part.weights)
             total = (losses * weights).sum()
             torch.autograd.backward(total)
@@ -82,6 +91,7 @@ class TorchEngine:
             for name, values in metrics.items():
                 sums[name] += float((values.detach() * weights).sum())
         self._model.eval()
+        self._add_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._spec.optimizer.max_grad_norm)
         if not torch.isfinite(norm):
             raise EngineError(f"role {self._spec.role}: the gradient's norm is {float(norm)}.")
@@ -92,10 +102,13 @@ class TorchEngine:
         yield from self._model.state_dict().items()
 
     def save(self, folder: Path) -> None:
+        """Rank 0 writes."""
         import torch
 
-        state = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
-        torch.save(state, folder / _STATE)
+        if self._spec.rank == 0:
+            state = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+            torch.save(state, folder / _STATE)
+        self._wait()
 
     def restore(self, folder: Path) -> None:
         import torch
@@ -105,26 +118,47 @@ class TorchEngine:
         self._optimizer.load_state_dict(state["optimizer"])
 
     def export(self, folder: Path) -> None:
+        """Rank 0 writes."""
         import torch
 
-        dtype = getattr(torch, self._spec.model.dtype)
-        weights = {name: tensor.to(dtype) for name, tensor in self._model.state_dict().items()}
-        self._model.config.dtype = dtype
-        self._model.save_pretrained(folder, state_dict=weights)
-        self._tokenizer.save_pretrained(folder)
+        if self._spec.rank == 0:
+            dtype = getattr(torch, self._spec.model.dtype)
+            weights = {name: tensor.to(dtype) for name, tensor in self._model.state_dict().items()}
+            self._model.config.dtype = dtype
+            self._model.save_pretrained(folder, state_dict=weights)
+            self._tokenizer.save_pretrained(folder)
+        self._wait()
+
+    def _add_gradients(self) -> None:
+        """Each rank has those of its tokens."""
+        import torch
+
+        if not self._alone:
+            for weight in self._model.parameters():
+                if weight.grad is not None:
+                    torch.distributed.all_reduce(weight.grad)
+
+    def _wait(self) -> None:
+        """For the other ranks."""
+        import torch
+
+        if not self._alone:
+            torch.distributed.barrier()
 
     def _forward(self, sequences: Sequences, temperature: float) -> Packed:
         import torch
 
         pieces = micro_batches(sequences, self._spec.layout.micro_batch_tokens)
         with torch.inference_mode(), self._autocast():
-            values = [self._outputs(sequences.take(rows), temperature).cpu().numpy() for rows in pieces]
+            values = [self._outputs(sequences.take(rows), temperature)[0].cpu().numpy() for rows in pieces]
         return in_order(sequences.response_ids, pieces, values)
 
-    def _outputs(self, sequences: Sequences, temperature: float) -> "Tensor":
+    def _outputs(self, sequences: Sequences, temperature: float) -> "tuple[Tensor, dict[str, Tensor]]":
+        """What the loss is a function of, and columns besides those of the minibatch."""
         if self._has_values:
-            return token_values(self._model, sequences)
-        return token_logprobs(self._model, sequences, temperature)
+            return token_values(self._model, sequences, self._spread), {}
+        scores = token_scores(self._model, sequences, temperature, self._spread)
+        return scores.logprobs, {"entropy": scores.entropies}
 
     def _autocast(self) -> "AbstractContextManager[object]":
         import torch

@@ -1,4 +1,4 @@
-"""DeepSpeed on two ranks against the plain engine on one."""
+"""Two ranks of DeepSpeed, and of the plain engine, against the plain engine on one."""
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -70,13 +70,26 @@ def build_deepspeed(engines: list[Any], of: EngineSpec, sgd: bool) -> int:
     return len(engines) - 1
 
 
+def build_torch(engines: list[Any], of: EngineSpec, sgd: bool) -> int:
+    """In the child."""
+    engines.append(plain(sgd, of=of))
+    return len(engines) - 1
+
+
 class Ranks:
     """An engine on all ranks: ``update`` and the like split rows as the caller says."""
 
-    def __init__(self, ranks: Sequence[EngineProcess], of: EngineSpec, address: str, sgd: bool = False) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[EngineProcess],
+        of: EngineSpec,
+        address: str,
+        sgd: bool = False,
+        build: Callable[..., int] = build_deepspeed,
+    ) -> None:
         self._ranks = ranks
         specs = [replace(of, rank=rank, world_size=len(ranks), address=address) for rank in range(len(ranks))]
-        self._places = all_of(ranks, build_deepspeed, specs, [sgd] * len(ranks))
+        self._places = all_of(ranks, build, specs, [sgd] * len(ranks))
 
     def __getattr__(self, method: str) -> Any:
         """Called with a value for each rank of every argument; returns what each rank did."""
@@ -121,10 +134,10 @@ def split(batch: Any) -> list[Any]:
     return [batch.take(np.arange(5)), batch.take(np.array([5]))]
 
 
-def plain(sgd: bool = False, model: Model = MODEL) -> TorchEngine:
+def plain(sgd: bool = False, model: Model = MODEL, of: EngineSpec | None = None) -> TorchEngine:
     import torch
 
-    engine = TorchEngine(spec(model=model, optimizer=Optimizer(learning_rate=1e-2)))
+    engine = TorchEngine(of or spec(model=model, optimizer=Optimizer(learning_rate=1e-2)))
     if sgd:
         engine._optimizer = torch.optim.SGD(engine._model.parameters(), lr=1e-2)  # type: ignore[assignment]
     return engine
@@ -153,13 +166,16 @@ def compare_training(ours: Ranks, expected: TorchEngine, sgd: bool, shares: Call
 
 
 @pytest.mark.parametrize("key_heads", [1, 2])
-@pytest.mark.parametrize(("stage", "sgd"), [(0, True), (3, True), (3, False)])
+@pytest.mark.parametrize(
+    ("build", "stage", "sgd"),
+    [(build_torch, 0, True), (build_deepspeed, 0, True), (build_deepspeed, 3, True), (build_deepspeed, 3, False)],
+)
 def test_ranks_that_share_their_tokens_train_as_one_does(
-    two: Sequence[EngineProcess], address: str, stage: int, sgd: bool, key_heads: int
+    two: Sequence[EngineProcess], address: str, build: Callable[..., int], stage: int, sgd: bool, key_heads: int
 ) -> None:
     model = replace(MODEL, architecture=replace(ARCHITECTURE, num_key_value_heads=key_heads))
     of = actor(stage, sequence_parallel_size=2, gradient_checkpointing=stage == 3)
-    ours, expected = Ranks(two, replace(of, model=model), address, sgd), plain(sgd, model)
+    ours, expected = Ranks(two, replace(of, model=model), address, sgd, build), plain(sgd, model)
     scores = expected.logprobs(GIVEN, 0.7).values.values
     for rank in ours.logprobs([GIVEN] * 2, [0.7] * 2):
         assert rank.values.values == pytest.approx(scores, abs=1e-6)
@@ -177,12 +193,31 @@ def test_two_shares_of_the_data_of_two_ranks_each() -> None:
         compare_training(ours, plain(sgd=True), True, lambda batch: [part for part in split(batch) for _ in range(2)])
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_values_of_ranks_that_share_their_tokens(two: Sequence[EngineProcess], address: str, stage: int) -> None:
+@pytest.mark.parametrize(("build", "stage"), [(build_torch, 0), (build_deepspeed, 0), (build_deepspeed, 3)])
+def test_values_of_ranks_that_share_their_tokens(
+    two: Sequence[EngineProcess], address: str, build: Callable[..., int], stage: int
+) -> None:
     of = replace(actor(stage, sequence_parallel_size=2), capabilities=frozenset({"Values"}))
     expected = TorchEngine(spec(capabilities=["Values"])).values(GIVEN).values.values
-    for rank in Ranks(two, of, address).values([GIVEN] * 2):
+    for rank in Ranks(two, of, address, build=build).values([GIVEN] * 2):
         assert rank.values.values == pytest.approx(expected, abs=1e-6)
+
+
+def test_plain_ranks_go_on_from_what_the_first_one_saved(
+    two: Sequence[EngineProcess], address: str, tmp_path: Path
+) -> None:
+    one, other = (Ranks(two, actor(0, sequence_parallel_size=2), address, build=build_torch) for _ in range(2))
+    batch = [policy_minibatch(0)] * 2
+    one.update(batch, [LOSS] * 2)
+    one.save([tmp_path] * 2)
+    one.export([tmp_path / "exported"] * 2)
+    other.restore([tmp_path] * 2)
+    assert one.update(batch, [LOSS] * 2) == other.update(batch, [LOSS] * 2)
+    alone = plain(of=actor(0))
+    alone.restore(tmp_path)
+    alone.export(tmp_path / "alone")
+    first, second = ((tmp_path / each / "model.safetensors").read_bytes() for each in ("exported", "alone"))
+    assert first == second
 
 
 def test_heads_that_cannot_be_shared_are_told(two: Sequence[EngineProcess], address: str) -> None:

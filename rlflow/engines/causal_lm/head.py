@@ -166,8 +166,8 @@ class _Head:
         """Rows and their logits over ``part`` [.., C], divided by the temperature; they may be written over."""
         for start in range(0, len(self.hidden), self._length):
             rows = slice(start, min(start + self._length, len(self.hidden)))
-            product = self.hidden[rows] @ part.weight.T
-            logits = (product if part.bias is None else product.add_(part.bias)).float()
+            hidden, weight = self.hidden[rows], part.weight.T
+            logits = (hidden @ weight if part.bias is None else torch.addmm(part.bias, hidden, weight)).float()
             yield rows, logits if self._temperature == 1.0 else logits.div_(self._temperature)
 
     def within(self, part: _Part, rows: slice) -> tuple[Tensor, Tensor]:

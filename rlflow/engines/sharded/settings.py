@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, and the group of processes that share a model."""
+"""DeepSpeed's configuration."""
 
 import logging
 import os
@@ -6,11 +6,12 @@ import warnings
 from typing import Any
 
 from rlflow.engines.base import EngineSpec
-from rlflow.errors import EngineError, RecipeError
+from rlflow.engines.sharded.group import meet
+from rlflow.errors import RecipeError
 
 
 def join(spec: EngineSpec) -> None:
-    """Meets the other workers of the role. Raises EngineError when this process is of another group already."""
+    """As ``meet``, with what DeepSpeed wants to be told."""
     import torch
 
     host, _, port = spec.address.rpartition(":")
@@ -31,15 +32,7 @@ def join(spec: EngineSpec) -> None:
     deepspeed.utils.logger.setLevel(logging.ERROR)
     # Built by a compiler on first use otherwise, and needed by none of what is called here.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if torch.distributed.is_initialized():
-        place = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        if place != (spec.rank, spec.world_size):
-            raise EngineError(
-                f"role {spec.role}: this process is rank {place[0]} of {place[1]} of another role already, "
-                f"and cannot be rank {spec.rank} of {spec.world_size}."
-            )
-    if on_gpu:
-        torch.cuda.set_device(torch.device(spec.device))
+    meet(spec)
     deepspeed.init_distributed("nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False)
 
 
