@@ -28,7 +28,7 @@ from rlflow.resources.layout import Layout
 from rlflow.runtime.kept import check_lengths
 from rlflow.runtime.parts import Whole
 from rlflow.runtime.pulling import pulled
-from rlflow.runtime.shares import Index, shares
+from rlflow.runtime.shares import TOKENS, Cost, Index, shares
 
 _FIRST = np.array([0])
 
@@ -49,14 +49,17 @@ class Workers(Protocol):
 class RoleProxy:
     """Has the methods of every capability; the engine behind it has those that the graph asks for."""
 
-    def __init__(self, role: str, workers: Workers, layout: Layout, room: int | None, turns: "Turns") -> None:
+    def __init__(
+        self, role: str, workers: Workers, layout: Layout, room: int | None, turns: "Turns", cost: Cost = TOKENS
+    ) -> None:
         """``room`` is the number of responses that one engine writes at once, for engines that take more prompts while
-        they write; None for those that do not."""
+        they write; None for those that do not. By ``cost`` rows are divided among ranks."""
         self._role = role
         self.workers = workers
         self._width = layout.sequence_parallel_size
         self._room = room
         self._turns = turns
+        self._cost = cost
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         self._turns.take(self._role)
@@ -84,7 +87,7 @@ class RoleProxy:
         self._turns.take(self._role)
         whole, idle = Whole(minibatch), Whole(_without_weight(minibatch.take(_FIRST)))
         calls = []
-        for rank, rows in self._ranks(shares(minibatch, self._num_shares)):
+        for rank, rows in self._ranks(shares(minibatch, self._num_shares, self._cost)):
             part = whole.part(rows) if len(rows) else idle.part(_FIRST)
             calls.append(self.workers.submit(rank, "update", part, loss))
         metrics: Metrics = gathered(calls)[0]
@@ -124,7 +127,7 @@ class RoleProxy:
     def _split(self, sequences: Sequences, method: str, *arguments: Any) -> Packed:
         """Ranks without rows work on the first one: sharded models need all ranks for every pass."""
         self._turns.take(self._role)
-        parts, whole = shares(sequences, self._num_shares), Whole(sequences.bare())
+        parts, whole = shares(sequences, self._num_shares, self._cost), Whole(sequences.bare())
         calls = [
             self.workers.submit(
                 rank,

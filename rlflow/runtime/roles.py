@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
+from rlflow.compiler.lower import architecture_of
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Model
 from rlflow.runtime.actors import Actors
@@ -16,6 +17,7 @@ from rlflow.runtime.copies import directly, through_store
 from rlflow.runtime.handover import Handover, Remote
 from rlflow.runtime.hosting import Hosting, store_rooms
 from rlflow.runtime.proxies import RoleProxy, Turns, Workers, gathered
+from rlflow.runtime.shares import Cost, cost_of
 
 
 class RayWorkers(Actors):
@@ -74,10 +76,14 @@ def start_engines(plan: Plan, models: Mapping[str, Model], placed: Placed) -> It
             turns.rest(role)
         gathered(starting)
         engines = {
-            role: RoleProxy(role, started, plan.roles[role].layout, started.room, turns)
+            role: RoleProxy(role, started, plan.roles[role].layout, started.room, turns, _cost(plan, role))
             for role, started in workers.items()
         }
         yield RayEngines(engines, handover, hosting)
+
+
+def _cost(plan: Plan, role: str) -> Cost:
+    return cost_of(architecture_of(plan.recipe.models[plan.recipe.roles[role].model]))
 
 
 def sharing(plan: Plan) -> dict[str, list[str]]:

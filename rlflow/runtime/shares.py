@@ -24,18 +24,21 @@ class Cost:
     pair: float = 0.0
 
 
+TOKENS = Cost()
+
+
 def cost_of(model: Architecture | None) -> Cost:
     """Operations of a model's linear layers, and of its attention, where a token meets half of the others in the mean.
 
     Tokens alone count for a model whose figures are not known.
     """
     if model is None:
-        return Cost()
+        return TOKENS
     work = work_of(model)
     return Cost(token=work.dense_flops + work.expert_flops, pair=work.key_flops / 2)
 
 
-def shares(sequences: Sequences, count: int, cost: Cost = Cost()) -> list[Index]:
+def shares(sequences: Sequences, count: int, cost: Cost = TOKENS) -> list[Index]:
     """``count`` sets of rows, each in the order of the batch, such that the slowest rank computes as little as can be.
     None is empty where there are rows enough.
 
