@@ -43,7 +43,10 @@ class TokenLoss(Protocol):
         """The logits are divided by it."""
 
     def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
-        """The loss [T], and metrics [T] that are averaged as the loss is."""
+        """The loss [T], and metrics [T] that are averaged as the loss is.
+
+        Besides the minibatch's columns an engine that has logprobs may give ``entropy``: of the model, in nats.
+        """
 
 
 @runtime_checkable

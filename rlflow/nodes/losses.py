@@ -17,7 +17,8 @@ class ClippedPolicyLoss:
 
     Source: PPO (arXiv 1707.06347), equation 7; the KL estimator k3 = exp(d) - d - 1 with d = log(reference / policy)
     is that of DeepSeekMath (arXiv 2402.03300), equation 4, and of http://joschu.net/blog/kl-approx.html.
-    Columns: ``old_logprobs`` and ``advantages``, and ``reference`` and ``sampler_logprobs`` where there are any.
+    Columns: ``old_logprobs`` and ``advantages``, and ``reference`` and ``sampler_logprobs`` where there are any; and
+    ``entropy`` from engines that know it, which is a metric.
     """
 
     clip_eps: float
@@ -34,6 +35,8 @@ class ClippedPolicyLoss:
             "clip_fraction": ((ratio * advantages) > (clipped * advantages)).float(),
             "logprob_change": difference.abs(),
         }
+        if "entropy" in columns:
+            metrics["entropy"] = columns["entropy"]
         if "sampler_logprobs" in columns:
             metrics["sampler_difference"] = (columns["old_logprobs"] - columns["sampler_logprobs"]).abs()
         if "reference" in columns:
