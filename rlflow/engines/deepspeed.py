@@ -11,6 +11,7 @@ from rlflow.engines.base import EngineSpec, TokenLoss
 from rlflow.engines.causal_lm.micro_batches import in_order
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.causal_lm.scoring import token_scores, token_values
+from rlflow.engines.causal_lm.tunable import Tunable
 from rlflow.engines.sharded.group import spread_of
 from rlflow.engines.sharded.loading import load_sharded
 from rlflow.engines.sharded.parked import Parked, state_of, weights_of
@@ -29,7 +30,7 @@ _TAG = "deepspeed"
 _MADE_BY = "deepspeed.json"
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(Tunable):
     """Every method is called on all ranks together, each with its share of the rows.
 
     ZeRO shards the state over all ranks: the optimizer's (1), gradients too (2), weights too (3). bfloat16 weights have

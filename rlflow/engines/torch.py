@@ -1,7 +1,7 @@
 """Trains, scores and values with plain PyTorch: one process, or one of those that share each sequence."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -11,6 +11,7 @@ from rlflow.engines.base import EngineSpec, TokenLoss
 from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.engines.causal_lm.scoring import token_scores, token_values
+from rlflow.engines.causal_lm.tunable import Tunable
 from rlflow.engines.sharded.group import meet, spread_of
 from rlflow.errors import EngineError
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _STATE = "state.pt"
 
 
-class TorchEngine:
+class TorchEngine(Tunable):
     """Weights and moments in float32; a bfloat16 model computes under autocast.
 
     Sequence-parallel ranks have the same rows and each all of the state. Each computes on a part of the tokens, and
@@ -63,10 +64,10 @@ class TorchEngine:
         )
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
-        return Logprobs(values=self._forward(sequences, temperature))
+        return Logprobs(values=self.within_memory(lambda: self._forward(sequences, temperature)))
 
     def values(self, sequences: Sequences) -> ValueEstimates:
-        return ValueEstimates(values=self._forward(sequences, 1.0))
+        return ValueEstimates(values=self.within_memory(lambda: self._forward(sequences, 1.0)))
 
     def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
         import torch
@@ -75,8 +76,21 @@ class TorchEngine:
         learning_rate = self._spec.optimizer.learning_rate_at(step, self._spec.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        self._optimizer.zero_grad(set_to_none=True)
         self._model.train()
+        sums = self.within_memory(lambda: self._gradients(minibatch, loss))
+        self._model.eval()
+        self._add_gradients()
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._spec.optimizer.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise EngineError(f"role {self._spec.role}: the gradient's norm is {float(norm)}.")
+        self._optimizer.step()
+        return Metrics(values={**sums, "grad_norm": float(norm), "learning_rate": learning_rate})
+
+    def _gradients(self, minibatch: Minibatch, loss: TokenLoss) -> Mapping[str, float]:
+        """Of all micro-batches, left with the weights; the sums of what is measured."""
+        import torch
+
+        self._optimizer.zero_grad(set_to_none=True)
         sums: defaultdict[str, float] = defaultdict(float)
         for rows in micro_batches(minibatch, self._spec.layout.micro_batch_tokens):
             part = minibatch.take(rows)
@@ -90,13 +104,7 @@ class TorchEngine:
             sums["loss"] += float(total.detach())
             for name, values in metrics.items():
                 sums[name] += float((values.detach() * weights).sum())
-        self._model.eval()
-        self._add_gradients()
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._spec.optimizer.max_grad_norm)
-        if not torch.isfinite(norm):
-            raise EngineError(f"role {self._spec.role}: the gradient's norm is {float(norm)}.")
-        self._optimizer.step()
-        return Metrics(values={**sums, "grad_norm": float(norm), "learning_rate": learning_rate})
+        return sums
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
         yield from self._model.state_dict().items()

@@ -11,6 +11,7 @@ from rlflow.engines.causal_lm.decoding import decode
 from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
 from rlflow.engines.causal_lm.pretrained import end_ids, load_model, load_tokenizer
 from rlflow.engines.causal_lm.scoring import token_logprobs
+from rlflow.engines.causal_lm.tunable import Tunable
 from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _MAX_LIVE = 1024
 
 
-class TransformersEngine:
+class TransformersEngine(Tunable):
     parallel: ClassVar[frozenset[str]] = frozenset()
     package: ClassVar[str | None] = None
     concurrent: ClassVar[bool] = False
