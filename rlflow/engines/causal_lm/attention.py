@@ -1,18 +1,22 @@
 """Attention over packed streams and over a cache of live sequences, as an attention function of transformers.
 
 The model is called with ``layout=``, which transformers hands through to every layer's attention.
-Shapes: N tokens of the stream, B rows, S slots, H query heads, K key heads, D head size, C capacity of the cache.
+Shapes: N tokens of the stream, B rows, S slots, W tokens of all rows, H query heads, K key heads, D head size, C
+capacity of the cache.
 Importing this file imports torch and transformers.
 """
 
+from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from rlflow.engines.causal_lm.packing import Stream
+from rlflow.engines.causal_lm.packing import Index, Stream
 from rlflow.errors import EngineError
 
 NAME = "rlflow"
@@ -27,24 +31,71 @@ class PackedLayout:
     """Each row of a stream attends to itself, causally. Exact: the padding of a block lies behind its rows."""
 
     def __init__(self, stream: Stream, device: torch.device, *, keep_keys: bool = False) -> None:
-        self._blocks = [torch.from_numpy(block).to(device) for block in stream.blocks]
-        self._owners = torch.from_numpy(stream.owners).to(device)
+        self._stream, self._device = stream, device
         self.kept: list[tuple[Tensor, Tensor]] | None = [] if keep_keys else None
         """Keys and values [K, N, D] of each layer, for the cache of a generation that goes on from here."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if self.kept is not None:
             self.kept.append((key[0], value[0]))
-        packed = [x[0].transpose(0, 1) for x in (query, key, value)]
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        if takes_rows(v):
+            return self._rows(q.to(v.dtype), k.to(v.dtype), v, scale)[None]
+        return self._blocks(q, k, v, scale)[None]
+
+    def _blocks(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[N, H, D], with rows of like length together."""
+        blocks, owners = self._places
         outputs = []
-        for block in self._blocks:
+        for block in blocks:
             rows, slots = block.shape
-            q, k, v = (x.index_select(0, block.view(-1)).view(rows, slots, -1, x.shape[-1]) for x in packed)
+            q, k, v = (
+                x.index_select(0, block.view(-1)).view(rows, slots, -1, x.shape[-1]) for x in (query, key, value)
+            )
             out = scaled_dot_product_attention(
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=scale, enable_gqa=True
             )
             outputs.append(out.transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs).index_select(0, self._owners)[None]
+        return torch.cat(outputs).index_select(0, owners)
+
+    def _rows(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[N, H, D], with rows of any length together. Has never run on a GPU."""
+        places, owners, ends, longest = self._ends
+        q, k, v = (x.index_select(0, places) for x in (query, key, value))
+        out = varlen_attn(
+            q, k, v, ends, ends, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1]
+        )
+        assert isinstance(out, Tensor)
+        return out.index_select(0, owners)
+
+    @cached_property
+    def _places(self) -> tuple[list[Tensor], Tensor]:
+        blocks = [torch.from_numpy(block).to(self._device) for block in self._stream.blocks]
+        return blocks, torch.from_numpy(self._stream.owners).to(self._device)
+
+    @cached_property
+    def _ends(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        """The places [W] of all tokens of all rows, for each token of the stream one of these [N], and where rows end
+        among them [B + 1], beginning with 0; the length of the longest."""
+        places, owners, lengths = unpadded(self._stream)
+        ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        of_stream, of_rows, at = (torch.from_numpy(x).to(self._device) for x in (owners, places, ends))
+        return of_rows, of_stream, at, int(lengths.max())
+
+
+def takes_rows(value: Tensor) -> bool:
+    """Whether there is a kernel for rows of different lengths: flash attention's, for GPUs and half precision."""
+    return value.is_cuda and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def unpadded(stream: Stream) -> tuple[Index, Index, Index]:
+    """The places [W] of all tokens of all rows, for each token of the stream one of these [N], and lengths [B]."""
+    # A slot of padding holds a row's first token, whose position is another than its own.
+    real = [stream.positions[block] == np.arange(block.shape[1]) for block in stream.blocks]
+    kept = np.concatenate([slots.ravel() for slots in real])
+    places = np.concatenate([block.ravel() for block in stream.blocks])[kept]
+    owners = (np.cumsum(kept) - 1)[stream.owners]
+    return places, owners, np.concatenate([slots.sum(1) for slots in real])
 
 
 class CacheLayout:
