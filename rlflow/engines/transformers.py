@@ -1,9 +1,11 @@
 """Generates and scores with a model of the transformers library, in this process."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Prompts, Rollouts, Sequences
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed
@@ -17,8 +19,15 @@ from rlflow.errors import EngineError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Sequences that are generated at once; their keys and values are held in memory.
-_MAX_LIVE = 1024
+
+@dataclass(frozen=True)
+class _Turn:
+    """What is written at once: so many samples of each of so many prompts, from these on."""
+
+    prompt: int
+    prompts: int
+    sample: int
+    samples: int
 
 
 class TransformersEngine(Tunable):
@@ -41,12 +50,13 @@ class TransformersEngine(Tunable):
             raise EngineError(f"role {self._spec.role}: the last copy of weights failed, and its model is half old.")
         samples = prompts.repeat(sampling.group_size)
         seeds = [sample_seed(self._spec.seed, key) for key in samples.keys]
-        at_once = max(1, _MAX_LIVE // sampling.group_size)
         ids, logprobs, finished = [], [], []
-        for start in range(0, len(prompts), at_once):
-            part = prompts.ids.take(np.arange(start, min(start + at_once, len(prompts))))
-            part_seeds = seeds[start * sampling.group_size :][: len(part) * sampling.group_size]
-            decoded = decode(self._model, part, sampling, part_seeds, self._end_ids)
+        for turn in self._turns(prompts.ids.lengths, sampling.group_size):
+            of_each = replace(sampling, group_size=turn.samples)
+            part = prompts.ids.take(np.arange(turn.prompt, turn.prompt + turn.prompts))
+            first = turn.prompt * sampling.group_size + turn.sample
+            part_seeds = seeds[first : first + turn.prompts * turn.samples]
+            decoded = decode(self._model, part, of_each, part_seeds, self._end_ids)
             ids += decoded.ids
             logprobs += decoded.logprobs
             finished.append(decoded.finished)
@@ -62,6 +72,18 @@ class TransformersEngine(Tunable):
             texts=tuple(self._tokenizer.batch_decode(ids, skip_special_tokens=True)),
             rows=samples.rows,
         )
+
+    def _turns(self, lengths: NDArray[np.int64], group_size: int) -> Iterator[_Turn]:
+        """No more sequences than memory was planned for, and no more tokens of prompts than go through the model."""
+        samples = min(group_size, self._spec.max_num_seqs)
+        most = max(1, self._spec.max_num_seqs // group_size)
+        first = 0
+        while first < len(lengths):
+            tokens = np.cumsum(lengths[first : first + most])
+            count = max(1, int(np.searchsorted(tokens, self._spec.layout.micro_batch_tokens, side="right")))
+            for sample in range(0, group_size, samples):
+                yield _Turn(first, count, sample, min(samples, group_size - sample))
+            first += count
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         import torch

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 END_TOKEN = "<|end|>"
+# What a configuration calls them.
+_CHANGES_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 # Types of which models with new weights can be had.
 NEW_MODELS = {"llama", "qwen2", "qwen3"}
 
@@ -55,6 +57,12 @@ def load_model(
         raise RecipeError(
             f"models.{name}.path", f"layers of {', '.join(sorted(layers - {'full_attention'}))} are not supported"
         )
+    for key in () if value_head else _CHANGES_OF_LOGITS:
+        if (value := getattr(built.config, key, None)) not in (None, 1):
+            raise RecipeError(
+                f"models.{name}.path",
+                f"logits that the model changes after its output layer ({key} {value}) are not supported",
+            )
     # Dropout would make the policy that trains another than the one that wrote.
     for module in built.modules():
         if isinstance(module, torch.nn.Dropout):

@@ -17,7 +17,7 @@ from rlflow.engines.causal_lm.scoring import token_logprobs
 from rlflow.engines.torch import TorchEngine
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
-from rlflow.nodes.losses import LikelihoodLoss
+from rlflow.nodes.losses import ClippedPolicyLoss, LikelihoodLoss
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Layout
 from tests.helpers import MODEL, minibatch, prompts, sequences, spec
@@ -113,6 +113,21 @@ def test_sequences_end_at_the_end_token_and_leave_the_others_alone() -> None:
         assert cut.finished[row] == bool(stops.size)
 
 
+@pytest.mark.parametrize(("tokens", "live"), [(4096, 4), (8, 256), (8, 3), (1, 1), (4096, 20)])
+def test_what_is_written_at_once_changes_nothing(tokens: int, live: int) -> None:
+    given, sampling = prompts((3, 7, 1, 2)), Sampling(max_tokens=6, group_size=5)
+    whole = TransformersEngine(spec()).generate(given, sampling)
+    engine = TransformersEngine(replace(spec(micro_batch_tokens=tokens), max_num_seqs=live))
+    parts = engine.generate(given, sampling)
+    assert parts.response_ids.values.tolist() == whole.response_ids.values.tolist()
+    assert parts.logprobs.values == pytest.approx(whole.logprobs.values, abs=1e-5)
+    assert parts.finished.tolist() == whole.finished.tolist()
+    turns = list(engine._turns(given.ids.lengths, 5))
+    assert max(turn.prompts * turn.samples for turn in turns) <= live
+    for turn in turns:
+        assert turn.prompts == 1 or given.ids.lengths[turn.prompt : turn.prompt + turn.prompts].sum() <= tokens
+
+
 def test_sampling_inverts_the_distribution_function() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
     for draw, token in ((0.0, 0), (0.49, 0), (0.51, 1), (0.79, 1), (0.81, 2), (0.999999, 2)):
@@ -204,6 +219,43 @@ def test_layers_that_would_mix_sequences_are_refused(tmp_path: Any) -> None:
     built.save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match="layers of sliding_attention are not supported"):
         load_model("policy", Model(path=str(tmp_path)), device="cpu", dtype=torch.float32, seed=0)
+
+
+def granite(**options: Any) -> Any:
+    """A model that divides its logits after its output layer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("granite", vocab_size=13, num_key_value_heads=2, **sizes, **options)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="rlflow")
+
+
+def test_logits_that_are_changed_at_the_end_are_refused(tmp_path: Any) -> None:
+    built = granite(logits_scaling=8.0)
+    built.save_pretrained(tmp_path)
+    with pytest.raises(
+        RecipeError, match=r"models.policy.path: logits that .* \(logits_scaling 8.0\) are not supported"
+    ):
+        load_model("policy", Model(path=str(tmp_path)), device="cpu", dtype=torch.float32, seed=0)
+    with pytest.raises(EngineError, match="a GraniteForCausalLM changes its logits after its output layer"):
+        token_logprobs(built, sequences([3], [[2]]), 1.0)
+
+
+def test_a_policy_update_knows_the_entropy() -> None:
+    given = sequences([3, 6], [[4, 9], [2]])
+    zeros = np.zeros(len(given.response_ids.values))
+    batch = minibatch(given, old_logprobs=zeros, advantages=zeros)
+    loss = ClippedPolicyLoss(clip_eps=0.2, kl_coef=0.0, temperature=0.7)
+    plain, expected = model("eager"), []
+    for row in range(len(given)):
+        prompt, response = given.prompt_ids[row], given.response_ids[row]
+        ids = torch.tensor(np.concatenate([prompt, response]))[None].long()
+        with torch.no_grad():
+            scores = (plain(ids).logits[0] / 0.7).log_softmax(-1)[len(prompt) - 1 : -1]
+        expected += (-(scores.exp() * scores).sum(-1)).tolist()
+    for size in (4096, 8):
+        metrics = TorchEngine(spec(micro_batch_tokens=size)).update(batch, loss).values
+        assert metrics["entropy"] == pytest.approx(np.mean(expected), abs=1e-5)
 
 
 def test_checkpointing_changes_nothing() -> None:
