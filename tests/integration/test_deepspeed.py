@@ -46,10 +46,8 @@ def address() -> str:
     return free_address()
 
 
-def build_deepspeed(engines: list[Any], of: EngineSpec, sgd: bool) -> int:
+def share_everything() -> None:
     """In the child. DeepSpeed keeps small weights whole, which here would be all of them, and has large buffers."""
-    import torch
-
     from rlflow.engines import deepspeed
     from rlflow.engines.sharded.settings import deepspeed_config
 
@@ -59,6 +57,15 @@ def build_deepspeed(engines: list[Any], of: EngineSpec, sgd: bool) -> int:
         return usual | {"zero_optimization": usual["zero_optimization"] | small}
 
     vars(deepspeed)["deepspeed_config"] = config
+
+
+def build_deepspeed(engines: list[Any], of: EngineSpec, sgd: bool) -> int:
+    """In the child."""
+    import torch
+
+    from rlflow.engines import deepspeed
+
+    share_everything()
 
     class Engine(deepspeed.DeepSpeedEngine):
         def _optimizer(self, parameters: Any) -> Any:

@@ -1,0 +1,219 @@
+"""One minibatch, cut in many ways: its gradient is the same."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from rlflow.batch import Metrics, Minibatch
+from rlflow.engines.base import EngineSpec
+from rlflow.engines.torch import TorchEngine
+from rlflow.nodes.losses import ClippedPolicyLoss, LikelihoodLoss
+from rlflow.recipe import Optimizer
+from rlflow.resources.layout import Layout
+from rlflow.runtime.shares import shares
+from tests.helpers import minibatch, sequences, spec
+from tests.integration.engine_process import EngineProcess, all_of, free_address
+from tests.integration.test_deepspeed import of_one_thread, share_everything
+
+pytestmark = pytest.mark.slow
+
+LOSS = ClippedPolicyLoss(clip_eps=0.2, kl_coef=0.1, temperature=0.9)
+# The difference of the weights before and after is the gradient, but for this factor: large, so that their own rounding
+# counts little.
+STEP = 16.0
+# Of a gradient, by that of weights of about one.
+ROUNDING = 1e-7 / STEP
+GIVEN = sequences([3, 6, 2, 9], [[4, 9, 1], [2, 7, 7, 5], [5], [12, 3, 3]])
+BACKWARDS = np.arange(len(GIVEN))[::-1]
+# No two neighbours have one prompt.
+SCATTERED = np.array([3, 0, 8, 4, 1, 9, 5, 7, 10, 2, 6])
+
+Gradients = dict[str, NDArray[np.float64]]
+
+
+def batch() -> Minibatch:
+    draw = np.random.default_rng(0)
+    size = len(GIVEN.response_ids.values)
+    old, reference = draw.normal(-2.5, 0.2, (2, size))
+    return minibatch(GIVEN, old_logprobs=old, reference=reference, advantages=draw.normal(0, 1, size))
+
+
+def evenly(given: Minibatch) -> list[Minibatch]:
+    return [given.take(rows) for rows in shares(given, 2)]
+
+
+def ten_and_one(given: Minibatch) -> list[Minibatch]:
+    """The second rank has fewer rows than there are passes, and repeats its row."""
+    return [given.take(np.arange(10)), given.take(np.array([10]))]
+
+
+def all_and_none(given: Minibatch) -> list[Minibatch]:
+    """As a rank without rows is given one that counts nothing."""
+    idle = given.take(np.array([0]))
+    return [given, replace(idle, weights=idle.weights.like(np.zeros_like(idle.weights.values)))]
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    tokens: int
+    """Of a micro-batch, at most."""
+    stage: int | None = None
+    """Of ZeRO, on two ranks; None: the plain engine."""
+    split: Callable[[Minibatch], list[Minibatch]] | None = None
+    """None: the ranks share each sequence."""
+    order: NDArray[np.int64] | None = None
+
+    def __str__(self) -> str:
+        engine = "plain" if self.stage is None else f"zero{self.stage}"
+        split = "sequences shared" if self.split is None else self.split.__name__
+        order = {id(None): "", id(BACKWARDS): "-backwards", id(SCATTERED): "-scattered"}[id(self.order)]
+        return f"{engine}-{split}-{self.tokens}{order}"
+
+
+ON_ONE_RANK = [
+    Cut(90),
+    Cut(40),
+    Cut(22),
+    Cut(1),
+    Cut(4096, order=BACKWARDS),
+    Cut(4096, order=SCATTERED),
+    Cut(40, order=SCATTERED),
+]
+ON_TWO_RANKS = [
+    Cut(4096),
+    Cut(40),
+    Cut(4096, 0, evenly),
+    Cut(22, 0, ten_and_one),
+    Cut(40, 1, evenly, BACKWARDS),
+    Cut(22, 2, evenly),
+    Cut(40, 2, all_and_none),
+    Cut(4096, 3, evenly),
+    Cut(40, 3, evenly, SCATTERED),
+    Cut(22, 3, ten_and_one),
+    Cut(1, 3, all_and_none),
+    Cut(4096, 3),
+    Cut(40, 3),
+    Cut(22, 3, order=SCATTERED),
+]
+
+
+def spec_of(stage: int | None, sequence_parallel_size: int, rank: int = 0, ranks: int = 1, address: str = "") -> Any:
+    layout = Layout(
+        micro_batch_tokens=4096,
+        zero_stage=stage,
+        data_parallel_size=ranks // sequence_parallel_size,
+        sequence_parallel_size=sequence_parallel_size,
+    )
+    of = spec(capabilities=["Trains", "Scores"], optimizer=Optimizer(learning_rate=STEP, max_grad_norm=1e9))
+    return replace(of, layout=layout, rank=rank, world_size=ranks, address=address)
+
+
+def returning(parameters: Any) -> Any:
+    """An optimizer of plain steps, each second one of which takes back the one before."""
+    import torch
+
+    class Returning(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for weight in [weight for group in self.param_groups for weight in group["params"]]:
+                if "before" in self.state[weight]:
+                    weight.copy_(self.state[weight].pop("before"))
+                elif weight.grad is not None:
+                    self.state[weight]["before"] = weight.clone()
+                    weight.sub_(STEP * weight.grad)
+
+    return Returning(parameters, {"lr": STEP})
+
+
+def plain(of: EngineSpec) -> TorchEngine:
+    engine = TorchEngine(of)
+    engine._optimizer = returning(engine._model.parameters())
+    return engine
+
+
+def build(engines: list[Any], of: EngineSpec) -> int:
+    """In the child."""
+    from rlflow.engines.deepspeed import DeepSpeedEngine
+
+    class Engine(DeepSpeedEngine):
+        def _optimizer(self, parameters: Any) -> Any:
+            return returning(parameters)
+
+    share_everything()
+    engines.append(plain(of) if of.layout.zero_stage is None else Engine(of))
+    return len(engines) - 1
+
+
+def gradients(engines: list[Any], place: int, given: Minibatch, tokens: int) -> tuple[Gradients, Metrics]:
+    """Of each weight, and what the update said. The engine is left as it was."""
+    engine = engines[place]
+    engine._spec = replace(engine._spec, layout=replace(engine._spec.layout, micro_batch_tokens=tokens))
+
+    def weights() -> Gradients:
+        return {name: weight.numpy().astype(np.float64) for name, weight in engine.weights()}
+
+    before = weights()
+    metrics = engine.update(given, LOSS)
+    after = weights()
+    engine.update(given, LikelihoodLoss())
+    assert all((weight == before[name]).all() for name, weight in weights().items())
+    return {name: (before[name] - weight) / STEP for name, weight in after.items()}, metrics
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[Gradients, Metrics]:
+    """Of the whole minibatch in one pass."""
+    return gradients([plain(spec_of(None, 1))], 0, batch(), 4096)
+
+
+@pytest.fixture(scope="module")
+def two() -> "Iterator[Sequence[EngineProcess]]":
+    with of_one_thread(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def places(two: Sequence[EngineProcess]) -> Callable[[int | None, int], list[int]]:
+    """Of the engine of a ZeRO stage and so many ranks that share sequences, in each of the processes."""
+    address = free_address()
+
+    @cache
+    def built(stage: int | None, size: int) -> list[int]:
+        return all_of(two, build, [spec_of(stage, size, rank, 2, address) for rank in range(2)])
+
+    return built
+
+
+def compare(ours: tuple[Gradients, Metrics], expected: tuple[Gradients, Metrics]) -> None:
+    (gradient, metrics), (right, said) = ours, expected
+    assert gradient.keys() == right.keys()
+    for name, values in right.items():
+        largest = np.abs(values).max()
+        assert largest > 1e-5, "a gradient of nothing proves nothing"
+        assert np.abs(gradient[name] - values).max() <= 1e-5 * largest + ROUNDING, name
+    assert metrics.values == pytest.approx(said.values, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("cut", ON_ONE_RANK, ids=str)
+def test_on_one_rank(cut: Cut, expected: tuple[Gradients, Metrics]) -> None:
+    given = batch() if cut.order is None else batch().take(cut.order)
+    compare(gradients([plain(spec_of(None, 1))], 0, given, cut.tokens), expected)
+
+
+@pytest.mark.parametrize("cut", ON_TWO_RANKS, ids=str)
+def test_on_two_ranks(
+    cut: Cut,
+    two: Sequence[EngineProcess],
+    places: Callable[[int | None, int], list[int]],
+    expected: tuple[Gradients, Metrics],
+) -> None:
+    given = batch() if cut.order is None else batch().take(cut.order)
+    parts = [given] * 2 if cut.split is None else cut.split(given)
+    engine = places(cut.stage, 2 if cut.split is None else 1)
+    for ours in all_of(two, gradients, engine, parts, [cut.tokens] * 2):
+        compare(ours, expected)
