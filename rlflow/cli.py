@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -36,6 +37,9 @@ from rlflow.compose import (
 )
 from rlflow.errors import EngineError, RecipeError, UserError
 from rlflow.resources.cluster import cluster_from
+
+if TYPE_CHECKING:
+    from rlflow.runtime.tuner import Tune
 
 STOPPED = 130
 # Of what is printed to a file or a pipe.
@@ -123,13 +127,13 @@ def _plan_and_run(config: DictConfig, directory: Path, outcomes: list[Outcome]) 
         return 0
     resumed = _run_to_resume(door.resume, plan, directory)
     console.print()
-    return _run(plan, resumed or directory, console, resume=resumed is not None)
+    return _run(plan, resumed or directory, console, resume=resumed is not None, tune=door.tune)
 
 
 def _plan(config: DictConfig, door: FrontDoor) -> Plan:
     options = {override.split("=")[0] for override in _overrides()}
     if door.plan is not None:
-        if others := sorted(options - {"plan", "dry_run", "resume", "explain"}):
+        if others := sorted(options - {"plan", "dry_run", "resume", "explain", "tune"}):
             raise RecipeError(
                 "plan", f"a plan is whole, and '{others[0]}' would change it", fix=f"leave out {', '.join(others)}"
             )
@@ -176,17 +180,23 @@ def _can_be_resumed(path: Path, plan: Plan) -> bool:
     return False
 
 
-def _run(plan: Plan, directory: Path, console: Console, *, resume: bool) -> int:
+def _run(plan: Plan, directory: Path, console: Console, *, resume: bool, tune: "Tune") -> int:
     # Imported only now: a dry run needs no torch.
     from rlflow.report.metrics import MetricsWriter
     from rlflow.report.progress import ProgressDisplay
+    from rlflow.report.tuning import tuning_table
     from rlflow.runtime.base import Observer
     from rlflow.runtime.choose import runtime_of
     from rlflow.runtime.run import run
 
     observers: list[Observer] = [MetricsWriter(), ProgressDisplay(console)]
     with _stop_on_interrupt(console) as stopping:
-        report = run(plan, directory, runtime_of(plan), observers, resume=resume, stop=lambda: bool(stopping))
+        report = run(
+            plan, directory, runtime_of(plan), observers, resume=resume, stop=lambda: bool(stopping), tune=tune
+        )
+    if tune and (table := tuning_table(directory)):
+        console.print()
+        _show(table)
     if report.status == "stopped":
         console.print(f"go on with: python -m rlflow plan={directory}/plan.json resume={directory}", soft_wrap=True)
         return STOPPED

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -41,6 +41,7 @@ class FrontDoor(Section):
     plan: str | None
     resume: bool | str
     explain: bool
+    tune: bool | Literal["adaptive"]
     calibration: str | None
     """A YAML file with measured efficiencies by kind of GPU."""
 

@@ -112,6 +112,15 @@ class RoleProxy:
         self._turns.join(self._role)
         self.workers.copy_weights(weights, version)
 
+    def set_micro_batch_tokens(self, tokens: int) -> None:
+        """Of every worker, from its next call on."""
+        gathered([self.workers.submit(rank, "set_micro_batch_tokens", tokens) for rank in range(len(self.workers))])
+
+    def memory_share(self) -> float:
+        """Of the worker that has the least left."""
+        shares = gathered([self.workers.submit(rank, "memory_share") for rank in range(len(self.workers))])
+        return float(max(shares))
+
     @property
     def _num_shares(self) -> int:
         return len(self.workers) // self._width

@@ -21,6 +21,7 @@ from rlflow.runtime.choose import runtime_of
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.models import resolve_models
 from rlflow.runtime.step import Evaluator, evaluator, run_graph, summary
+from rlflow.runtime.tuner import Tune, Tuner
 
 
 def run(
@@ -31,8 +32,11 @@ def run(
     *,
     resume: bool = False,
     stop: Callable[[], bool] = lambda: False,
+    tune: Tune = False,
 ) -> Report:
     """Runs ``plan`` in ``directory``; with ``resume`` from the last checkpoint there.
+
+    ``tune``: micro-batches grow as long as that is faster, in its first steps or, adaptively, in all of them.
 
     ``stop`` is asked after every step; when it says so, the run ends with a checkpoint. Raises a UserError
     for what the recipe names and is not there and for a plan that cannot be run here, EngineError for what fails.
@@ -63,6 +67,8 @@ def run(
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
         if last:
             checkpoint.restore(last, trained)
+        if tune:
+            observers = (*observers, Tuner(engines, adaptive=tune == "adaptive"))
         for observer in observers:
             observer.started(plan, directory, behind.step)
             open_parts.callback(observer.close)

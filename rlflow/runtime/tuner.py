@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlflow.compiler.lower import lower
 from rlflow.compiler.plan import Plan
@@ -14,6 +14,7 @@ from rlflow.resources.workload import Workload
 from rlflow.runtime.base import Report
 from rlflow.runtime.tuning import Climb
 
+Tune = bool | Literal["adaptive"]
 FILE = "tuning.json"
 
 

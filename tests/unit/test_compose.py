@@ -67,7 +67,7 @@ def test_kinds_of_gpu_of_the_users_own(tmp_path: Path) -> None:
     assert cluster_named("2x4@x1", tmp_path).gpus["x1"].memory_gib == 10.0
 
 
-@pytest.mark.parametrize("override", ["dry_run=maybe", "resume=3", "plan=[1]"])
+@pytest.mark.parametrize("override", ["dry_run=maybe", "resume=3", "plan=[1]", "tune=sometimes"])
 def test_a_wrong_word_at_the_front_door(override: str) -> None:
     with pytest.raises(RecipeError, match=f"^{override.split('=')[0]}: .* is not valid"):
         front_door_of(compose([override]))

@@ -1,0 +1,96 @@
+"""The tuner of a run, with stubs for engines: whom it tunes, what it writes, what a person sees."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import rlflow
+from rlflow.compiler.plan import Plan
+from rlflow.report.tuning import tuning_table
+from rlflow.runtime.tuner import Tuner
+from tests.unit.runtime.test_proxies import Threads, proxy
+
+
+class Stub:
+    """Does a thousand tokens in a second for every thousand tokens of a micro-batch, up to 4000."""
+
+    def __init__(self, tokens: int = 2048) -> None:
+        self.tokens = tokens
+
+    def set_micro_batch_tokens(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def memory_share(self) -> float:
+        return self.tokens / 20_000
+
+    def seconds(self, tokens: float) -> float:
+        return tokens / min(4000, self.tokens)
+
+
+def plan_of(*overrides: str) -> Plan:
+    return rlflow.compile(rlflow.load(["recipe=grpo_tiny", *overrides]))
+
+
+def tuned(plan: Plan, folder: Path, engines: dict[str, Any], steps: int = 20) -> dict[str, Any]:
+    tuner = Tuner(engines, adaptive=False)
+    tuner.started(plan, folder, 0)
+    for step in range(steps):
+        seconds = {"update": engines["actor"].seconds(8000), "reference": engines["reference"].seconds(8000)}
+        seconds |= {node.name: 1.0 for node in plan.graph.nodes if node.name not in seconds}
+        tuner.stepped(step + 1, {"tokens": 8000, **{f"seconds/{name}": value for name, value in seconds.items()}})
+    tuner.close()
+    content: dict[str, Any] = json.loads((folder / "tuning.json").read_text())
+    return content
+
+
+def stubs() -> dict[str, Any]:
+    return {role: Stub() for role in ("actor", "reference", "rollout")}
+
+
+def test_roles_that_pass_sequences_through_a_model_are_tuned(tmp_path: Path) -> None:
+    engines = stubs()
+    found = tuned(plan_of(), tmp_path, engines)
+    assert set(found) == {"actor", "reference"}
+    assert engines["rollout"].tokens == 2048
+    assert engines["actor"].tokens == found["actor"]["best"] == 4608
+    trials = found["actor"]["trials"]
+    assert [trial["setting"] for trial in trials] == [2048, 3072, 4608, 6656]  # a minibatch
+    assert [round(trial["tokens_per_second"]) for trial in trials] == [2048, 3072, 4000, 4000]
+    assert trials[1]["memory_share"] == pytest.approx(0.1536)
+    assert found["actor"]["planned"] == 2048
+    assert not found["actor"]["trying"]
+    assert found["actor"]["predicted"]["tokens_per_second"] > 0
+
+
+def test_what_is_pinned_stays(tmp_path: Path) -> None:
+    engines = stubs()
+    assert set(tuned(plan_of("roles.actor.micro_batch_tokens=2048"), tmp_path, engines)) == {"reference"}
+    assert engines["actor"].tokens == 2048
+
+
+def test_what_was_found_stands_beside_what_was_predicted(tmp_path: Path) -> None:
+    assert tuning_table(tmp_path) is None
+    tuned(plan_of(), tmp_path, stubs())
+    table = tuning_table(tmp_path)
+    assert table is not None
+    console = Console(width=100, file=io.StringIO(), highlight=False)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.split() for line in console.file.getvalue().splitlines() if "(kept)" in line]
+    assert lines[0][:3] == ["4608", "(kept)", "4000"]
+    assert lines[0][-1] == "+95%"
+    # Of a run that has only begun.
+    tuned(plan_of(), tmp_path, stubs(), steps=1)
+    assert tuning_table(tmp_path) is not None
+
+
+def test_of_many_workers_the_fullest_counts_and_all_are_told() -> None:
+    workers = Threads([Stub(1000), Stub(3000)])
+    role = proxy(workers)
+    assert role.memory_share() == 0.15
+    role.set_micro_batch_tokens(500)
+    assert [engine.tokens for engine in workers.engines] == [500, 500]
