@@ -18,6 +18,7 @@ from rlflow.runtime import checkpoint
 from rlflow.runtime.base import Engines, Observer, Report, Runtime
 from rlflow.runtime.budget import edge
 from rlflow.runtime.choose import runtime_of
+from rlflow.runtime.lengths import check_examples
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.models import resolve_models
 from rlflow.runtime.step import Evaluator, evaluator, run_graph, summary
@@ -146,6 +147,7 @@ def _open_data(
     data = open_training_data(
         recipe.data, tokenizer, rows, recipe.seed, held_out=held_out, with_responses="examples" in graph.sources
     )
+    check_examples(plan, data)
     return data, evaluator(graph) if held_out else None
 
 

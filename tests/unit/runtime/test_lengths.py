@@ -1,0 +1,39 @@
+"""Examples that are longer than a limit are refused before an engine starts."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import rlflow
+from rlflow.batch import Packed
+from rlflow.data.source import DataSource
+from rlflow.errors import RecipeError
+from rlflow.runtime.lengths import check_examples
+from tests.helpers import prompts
+
+
+def told(prompt: int, response: int, *overrides: str) -> str:
+    plan = rlflow.compile(rlflow.load(["recipe=sft_tiny", *overrides]), "local")
+    short = np.ones(2, np.int32)
+    ids = [Packed.from_rows([short, np.ones(longest)], np.int32) for longest in (prompt, response)]
+    data = DataSource(replace(plan.recipe.data, source="additions"), 0, [{}, {}], ids[0], ids[1], prompts())
+    with pytest.raises(RecipeError) as raised:
+        check_examples(plan, data)
+    return str(raised.value)
+
+
+def test_than_the_positions() -> None:
+    assert told(10, 23) == (
+        "data.source: the example of row 1 of 'additions' has 33 tokens, and there are 32 positions of its model.\n"
+        "  Fix: a model with more, or leave such rows out."
+    )
+
+
+def test_than_a_micro_batch() -> None:
+    """A plan is for the responses that are expected."""
+    overrides = ["models.policy.architecture.max_position_embeddings=100000", "expect.response_tokens=[10]"]
+    message = told(10, 60000, *overrides)
+    assert "has 60010 tokens, and there are" in message
+    assert "tokens of a micro-batch of role actor" in message
+    assert "Fix: roles.actor.micro_batch_tokens=60010, or leave such rows out." in message
