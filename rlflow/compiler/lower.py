@@ -18,6 +18,8 @@ from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
 _BYTES = {"float32": 4, "bfloat16": 2}
 # What a step can ask of an engine, as the planner tells it apart.
 _KINDS: Mapping[str, TaskKind] = {"Generates": "generate", "Trains": "update", "Scores": "score", "Values": "score"}
+# Of text in UTF-8, a token: English has 4 to 5 letters a token, numbers and code fewer.
+_TEXT_BYTES = 4
 # Of the longest that is allowed, the mean that is expected where nothing is known.
 _MEAN_SHARE = 0.35
 _IN_FP32 = Training(weights=4, gradients=4, optimizer=8)
@@ -60,7 +62,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     )
     tasks = _tasks(recipe, graph)
     _check_micro_batches(recipe, tasks)
-    workload = Workload(tasks=tasks, copies=copies, edges=edges_of(graph, tasks))
+    workload = Workload(tasks=tasks, copies=copies, edges=edges_of(graph, tasks, _text_bytes(recipe)))
     return Requirements(demands=tuple(demands), workload=workload)
 
 
@@ -154,6 +156,15 @@ def architecture_of(model: Model) -> Architecture | None:
     if model.architecture is None and model.recipe is not None:
         return architecture_of(model.recipe.models[model.recipe.roles[trained_role(model.recipe)].model])
     return model.architecture
+
+
+def _text_bytes(recipe: Recipe) -> float:
+    """Of a token as text."""
+    of_characters = (
+        model.characters or (model.recipe and _text_bytes(model.recipe) == 1)
+        for model in models_in_use(recipe).values()
+    )
+    return 1 if all(of_characters) else _TEXT_BYTES
 
 
 def trained_role(recipe: Recipe) -> str:

@@ -53,6 +53,8 @@ class Edge:
     """Whose workers hold it; None: a process beside the controller."""
     bytes: float
     """Expected, of its own: what it hands on of another edge is counted there."""
+    stored: float
+    """Of them, in the hosts' stores: numbers a sample are with the controller."""
     readers: tuple[str, ...]
     """Nodes that need it, with those that read what hands it on."""
 
@@ -80,13 +82,13 @@ class Workload:
         return tuple(task for task in self.tasks if task.role == role)
 
     def bytes_made_by(self, role: str) -> float:
-        """In a step."""
-        return sum(edge.bytes for edge in self.edges if edge.role == role)
+        """In a step, of what is stored."""
+        return sum(edge.stored for edge in self.edges if edge.role == role)
 
     def bytes_read_by(self, role: str) -> float:
-        """In a step, an edge once, however many of the role's nodes read it."""
+        """Likewise, an edge once, however many of the role's nodes read it."""
         nodes = {task.node for task in self.of(role)}
-        return sum(edge.bytes for edge in self.edges if nodes.intersection(edge.readers))
+        return sum(edge.stored for edge in self.edges if nodes.intersection(edge.readers))
 
     @property
     def generated_tokens(self) -> float:

@@ -33,7 +33,7 @@ def predict_data(workload: Workload, roles: Mapping[str, RolePlacement], control
             first, last = spans[edge.name]
             if first <= moment <= last:
                 for host, share in _shares(edge, roles, controller).items():
-                    held[host] = held.get(host, 0.0) + share * edge.bytes / GIB
+                    held[host] = held.get(host, 0.0) + share * edge.stored / GIB
         for host, gib in held.items():
             peaks[host] = max(peaks.get(host, 0.0), gib)
     return DataPrediction(edges={edge.name: edge.bytes for edge in workload.edges}, store_peak_gib=peaks)

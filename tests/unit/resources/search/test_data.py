@@ -15,7 +15,7 @@ LAYOUT = Layout(micro_batch_tokens=1)
 
 
 def edge(name: str, role: str | None, gib: float, *readers: str) -> Edge:
-    return Edge(name=name, role=role, bytes=gib * GIB, readers=readers)
+    return Edge(name=name, role=role, bytes=gib * GIB, stored=gib * GIB, readers=readers)
 
 
 GRPO = Workload(
