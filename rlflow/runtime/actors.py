@@ -1,6 +1,7 @@
 """The workers of a role as actors of Ray."""
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from typing import Any
@@ -21,8 +22,10 @@ from rlflow.runtime.proxies import gathered
 from rlflow.runtime.specs import is_on_gpu, spec_of, weight_backend
 from rlflow.runtime.worker import EngineWorker
 
-# Calls that go on in one worker besides those that generate: weights come while others are offered.
-_OTHER_CALLS = 8
+# That go on in one worker at a time: weights come while others are offered.
+_CALLS = 8
+# What micro-batches are copied into is used again: new memory for each takes longer than the copying.
+ALLOCATION = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 # How often it is asked whether hosts are still there, while engines are built.
 _LOOK_S = 2.0
 
@@ -36,6 +39,8 @@ class Actors:
         """How weights come to it from GPU to GPU; None: through Ray's store."""
         self._engine = plan.recipe.roles[role].engine
         self._workers = plan.roles[role].workers
+        self.met = False
+        """Whether those that send weights from GPU to GPU know these engines."""
         self.actors: list[Any] = []
         """Ray's handles of EngineWorkers, by rank."""
 
@@ -53,14 +58,16 @@ class Actors:
 
     def start(self) -> None:
         """New processes with new engines. Raises EngineError and UserErrors."""
-        self.actors = [
-            ray.remote(EngineWorker).options(**self._options(rank, worker)).remote()
-            for rank, worker in enumerate(self._workers)
-        ]
+        self.actors = [self._process(rank) for rank in range(len(self))]
+        self._build(range(len(self)))
+
+    def _process(self, rank: int) -> Any:
+        return ray.remote(EngineWorker).options(**self._options(rank, self._workers[rank])).remote()
+
+    def _build(self, ranks: Sequence[int]) -> None:
         # A host that has died since it was bound would leave them waiting for ever.
-        self._wait_for(self.everywhere("ready"))
+        self._wait_for([self.call(rank, "ready") for rank in ranks])
         address = self.meeting_address()
-        ranks = range(len(self))
         self._wait_for([self.call(rank, "build", self._engine, self._spec(rank, address)) for rank in ranks])
 
     def stop(self) -> None:
@@ -69,9 +76,22 @@ class Actors:
                 ray.kill(actor)
         self.actors = []
 
-    def restart(self) -> None:
-        self.stop()
-        self.start()
+    def restart(self, ranks: Sequence[int] | None = None) -> Sequence[int]:
+        """New engines in the places of these, by default all: those that are new. Raises EngineError.
+
+        All, too, where weights come from GPU to GPU: who has met there before cannot meet somebody else.
+        """
+        if ranks is None or self.weight_backend is not None:
+            self.stop()
+            self.start()
+            self.met = False
+            return range(len(self))
+        for rank in ranks:
+            with suppress(RayError):
+                ray.kill(self.actors[rank])
+            self.actors[rank] = self._process(rank)
+        self._build(ranks)
+        return ranks
 
     def meeting_address(self) -> str:
         """HOST:PORT on the host of rank 0."""
@@ -105,7 +125,7 @@ class Actors:
         """Without GPUs of its own in Ray's books: those of its bundles are reserved, and roles share them."""
         bundle = self._placed.bundle_indices[worker.bundles[0]]
         # Threads that wait spin long enough for the pauses within a step, and let other roles have the cores after it.
-        variables = {"OMP_NUM_THREADS": str(self._threads(worker)), "GOMP_SPINCOUNT": "10000"}
+        variables = {**ALLOCATION, "OMP_NUM_THREADS": str(self._threads(worker)), "GOMP_SPINCOUNT": "10000"}
         if is_on_gpu(self._plan):
             # A cluster may be set to hide all GPUs from an actor that has none in Ray's books.
             variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
@@ -113,7 +133,7 @@ class Actors:
         return {
             "num_cpus": 0,
             "num_gpus": 0,
-            "max_concurrency": (self.room or 0) + _OTHER_CALLS,
+            "max_concurrency": _CALLS,
             "max_restarts": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._placed.group, bundle),
             "runtime_env": {"env_vars": variables},

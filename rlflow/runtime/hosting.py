@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlflow.runtime.actors import told
+from rlflow.runtime.actors import ALLOCATION, told
 from rlflow.runtime.budget import Room
 from rlflow.runtime.handover import Handover
 from rlflow.runtime.kept import Keeper, here
@@ -42,9 +42,15 @@ class Hosting:
         done, and raises UserErrors and EngineErrors as they are."""
         if id(held) not in self._hosted:
             affinity = NodeAffinitySchedulingStrategy(here(), soft=False)
-            options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": affinity}
-            actor = ray.remote(Keeper).options(**options).remote(held)
-            self._hosted[id(held)] = (held, _Hosted(actor, type(held).__name__, self._handover))
+            runtime_env = {"env_vars": ALLOCATION}
+            actor = (
+                ray.remote(Keeper)
+                .options(num_cpus=0, max_restarts=0, scheduling_strategy=affinity, runtime_env=runtime_env)
+                .remote()
+            )
+            proxy = _Hosted(actor, type(held).__name__, self._handover)
+            self._hosted[id(held)] = (held, proxy)
+            gathered([proxy.tell("hold", ray.cloudpickle.dumps(held))])
         return self._hosted[id(held)][1]
 
     def __enter__(self) -> "Hosting":
@@ -68,7 +74,8 @@ class _Hosted:
         return partial(self._call, method)
 
     def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        return gathered([self._handover.call(self._remote, method, *arguments, named=named)])[0]
+        return gathered([self._handover.call(self.tell, method, *arguments, named=named)])[0]
 
-    def _remote(self, method: str, *arguments: Any, **named: Any) -> Any:
+    def tell(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """Calls a method of the process itself."""
         return told(getattr(self.actor, method).remote(*arguments, **named), f"the process of {self._name}")

@@ -1,5 +1,6 @@
 """What a worker has made and not yet put into the store of its host."""
 
+import pickle
 import threading
 from dataclasses import dataclass, fields
 from typing import Any
@@ -71,9 +72,14 @@ class Kept:
 class Keeper:
     """Answers the calls of a Handover for what it holds. Its methods may be called from several threads."""
 
-    def __init__(self, held: Any = None) -> None:
+    def __init__(self) -> None:
         self.kept = Kept()
-        self._held = held
+        self._held: Any = None
+
+    def hold(self, pickled: bytes) -> None:
+        """Comes before the first call. Neither as an argument of the constructor nor with its arrays mapped: the store
+        would have it as long as this process is there."""
+        self._held = pickle.loads(pickled)
 
     def call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
         """A method of what it holds."""
