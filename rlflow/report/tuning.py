@@ -16,7 +16,7 @@ def tuning_table(directory: Path) -> Table | None:
     except FileNotFoundError:
         return None
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    for heading in ("role", "micro_batch_tokens", "tokens/s", "predicted", "memory", "predicted", "gain"):
+    for heading in ("role", "setting", "", "tokens/s", "predicted", "memory", "predicted", "gain"):
         table.add_column(heading)
     for role, entry in found.items():
         predicted, trials = entry["predicted"], entry["trials"]
@@ -26,6 +26,7 @@ def tuning_table(directory: Path) -> Table | None:
             gain = trial["tokens_per_second"] / first["tokens_per_second"] - 1 if first and not planned else None
             table.add_row(
                 role if trial is trials[0] else "",
+                entry["setting"] if trial is trials[0] else "",
                 f"{trial['setting']}{' (planned)' if planned else ''}{' (kept)' if best else ''}",
                 f"{trial['tokens_per_second']:.0f}",
                 _written(predicted["tokens_per_second"], "{:.0f}") if planned else "",

@@ -22,7 +22,7 @@ from rlflow.runtime.lengths import check_examples
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.models import resolve_models
 from rlflow.runtime.step import Evaluator, evaluator, run_graph, summary
-from rlflow.runtime.tuner import Tune, Tuner
+from rlflow.runtime.tuner import Tune, Tuner, with_places
 
 
 def run(
@@ -63,7 +63,7 @@ def run(
     write_plan(plan, directory)
     began = time.perf_counter()
     with ExitStack() as open_parts:
-        engines = open_parts.enter_context(runtime.start(plan, models, directory))
+        engines = open_parts.enter_context(runtime.start(with_places(plan) if tune else plan, models, directory))
         data = engines.hosted(data)
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
         if last:

@@ -34,7 +34,6 @@ def check_engines(plan: Plan) -> None:
 def spec_of(plan: Plan, role: str, model: Model, *, device: str, rank: int = 0, address: str = "") -> EngineSpec:
     """Of the worker ``rank`` of ``role``; ``address`` is where its workers meet."""
     written, placement = plan.recipe.roles[role], plan.roles[role]
-    expected = plan.prediction.memory[role].sequences or _SEQUENCES
     return EngineSpec(
         role=role,
         model_name=written.model,
@@ -49,9 +48,14 @@ def spec_of(plan: Plan, role: str, model: Model, *, device: str, rank: int = 0, 
         world_size=len(placement.workers),
         address=address,
         max_model_len=_max_model_len(plan, role),
-        max_num_seqs=min(expected, _MOST_SEQUENCES),
+        max_num_seqs=num_sequences(plan, role),
         weight_backend=weight_backend(plan, role),
     )
+
+
+def num_sequences(plan: Plan, role: str) -> int:
+    """Responses that one engine of the role writes at once."""
+    return min(plan.prediction.memory[role].sequences or _SEQUENCES, _MOST_SEQUENCES)
 
 
 def weight_backend(plan: Plan, role: str) -> WeightBackend | None:

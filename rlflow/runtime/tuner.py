@@ -1,8 +1,8 @@
-"""Tunes the micro-batches of a run's roles while it goes, and writes what it found to ``tuning.json``."""
+"""Tunes a run's roles while it goes, and writes what it found to ``tuning.json``."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal
@@ -12,45 +12,65 @@ from rlflow.compiler.plan import Plan
 from rlflow.engines.registry import engine_class
 from rlflow.resources.workload import Workload
 from rlflow.runtime.base import Report
+from rlflow.runtime.specs import num_sequences
 from rlflow.runtime.tuning import Climb
 
 Tune = bool | Literal["adaptive"]
 FILE = "tuning.json"
+# An engine that is tuned is started with places for so many times the sequences that it begins with.
+_PLACES = 4
+
+
+@dataclass(frozen=True)
+class _Knob:
+    """One setting of a role."""
+
+    role: str
+    name: str
+    """``micro_batch_tokens`` or ``max_num_seqs``: engines have a method ``set_<name>``."""
+    planned: int
+    climb: Climb
+
+
+def with_places(plan: Plan) -> Plan:
+    """With more places in engines that take new samples while they write, none of which is used before it is tried."""
+    memory = {
+        role: replace(of, sequences=_PLACES * num_sequences(plan, role)) if _can(plan, role, "max_num_seqs") else of
+        for role, of in plan.prediction.memory.items()
+    }
+    return replace(plan, prediction=replace(plan.prediction, memory=memory))
 
 
 class Tuner:
-    """An observer that changes what it observes: of every role whose engine can, and whose recipe leaves it open, the
-    tokens of a micro-batch."""
+    """An observer that changes what it observes: the tokens of a micro-batch of roles that train or score, where the
+    recipe leaves them open, and the sequences that an engine writes at once."""
 
     def __init__(self, engines: Mapping[str, Any], *, adaptive: bool) -> None:
         self._engines = engines
         self._adaptive = adaptive
-        self._climbs: dict[str, Climb] = {}
+        self._knobs: list[_Knob] = []
 
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         self._file = directory / FILE
         self._plan = plan
         workload = lower(plan.recipe, plan.graph).workload
-        for role, written in plan.recipe.roles.items():
-            passes = plan.graph.capabilities(role) & {"Trains", "Scores", "Values"}
-            can = passes and hasattr(engine_class(written.engine), "set_micro_batch_tokens")
-            if can and written.micro_batch_tokens == "auto":
-                start = plan.roles[role].layout.micro_batch_tokens
-                self._climbs[role] = Climb(start, *_bounds(plan, workload, role), adaptive=self._adaptive)
-                # What it held before its first step is none of its trials.
-                self._engines[role].memory_share()
-        self._predicted = {role: _predicted(plan, workload, role) for role in self._climbs}
+        self._knobs = list(_knobs(plan, workload, adaptive=self._adaptive))
+        self._predicted = {knob.role: _predicted(plan, workload, knob.role) for knob in self._knobs}
+        for knob in self._knobs:
+            self._set(knob)
+            # What it held before its first step is none of its trials.
+            self._memory_share(knob)
 
     def evaluated(self, step: int, reward: float) -> None:
         """Nothing of it is tuned."""
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        for role, climb in self._climbs.items():
-            before = climb.setting
-            seconds = sum(metrics[f"seconds/{node.name}"] for node in self._plan.graph.nodes if node.role == role)
-            climb.told(metrics["tokens"], seconds, self._engines[role].memory_share())
-            if climb.setting != before:
-                self._engines[role].set_micro_batch_tokens(climb.setting)
+        for knob in self._knobs:
+            before = knob.climb.setting
+            seconds = sum(metrics[f"seconds/{node.name}"] for node in self._plan.graph.nodes if node.role == knob.role)
+            knob.climb.told(metrics["tokens"], seconds, self._memory_share(knob))
+            if knob.climb.setting != before:
+                self._set(knob)
         self._write()
 
     def ended(self, report: Report) -> None:
@@ -59,28 +79,49 @@ class Tuner:
     def close(self) -> None:
         """It holds nothing open."""
 
+    def _set(self, knob: _Knob) -> None:
+        getattr(self._engines[knob.role], f"set_{knob.name}")(knob.climb.setting)
+
+    def _memory_share(self, knob: _Knob) -> float:
+        """Nothing for engines that write: they take what memory they will ever have when they start."""
+        return float(self._engines[knob.role].memory_share()) if knob.name == "micro_batch_tokens" else 0.0
+
     def _write(self) -> None:
         content = {
-            role: {
-                "planned": self._plan.roles[role].layout.micro_batch_tokens,
-                "best": climb.best.setting if climb.best else None,
-                "trying": climb.trying,
-                "predicted": self._predicted[role],
-                "trials": [asdict(trial) for trial in climb.trials],
+            knob.role: {
+                "setting": knob.name,
+                "planned": knob.planned,
+                "best": knob.climb.best.setting if knob.climb.best else None,
+                "trying": knob.climb.trying,
+                "predicted": self._predicted[knob.role],
+                "trials": [asdict(trial) for trial in knob.climb.trials],
             }
-            for role, climb in self._climbs.items()
+            for knob in self._knobs
         }
         beside = self._file.with_suffix(".writing")
         beside.write_text(json.dumps(content, indent=1))
         beside.rename(self._file)
 
 
-def _bounds(plan: Plan, workload: Workload, role: str) -> tuple[int, int]:
-    """The longest sequence, and all that the role can have at once."""
-    tasks = workload.of(role)
-    ranks = plan.roles[role].layout.data_parallel_size
-    most = max(ceil(task.samples * task.longest * task.epochs / task.minibatches / ranks) for task in tasks)
-    return max(task.longest for task in tasks), most
+def _can(plan: Plan, role: str, name: str) -> bool:
+    return hasattr(engine_class(plan.recipe.roles[role].engine), f"set_{name}")
+
+
+def _knobs(plan: Plan, workload: Workload, *, adaptive: bool) -> Iterator[_Knob]:
+    """Each between the least that works and all that the role can have at once."""
+    for role, written in plan.recipe.roles.items():
+        tasks, layout = workload.of(role), plan.roles[role].layout
+        passes = plan.graph.capabilities(role) & {"Trains", "Scores", "Values"}
+        if passes and written.micro_batch_tokens == "auto" and _can(plan, role, "micro_batch_tokens"):
+            most = max(task.samples * task.longest * task.epochs / task.minibatches for task in tasks)
+            least = max(task.longest for task in tasks)
+            climb = Climb(layout.micro_batch_tokens, least, ceil(most / layout.data_parallel_size), adaptive=adaptive)
+            yield _Knob(role, "micro_batch_tokens", layout.micro_batch_tokens, climb)
+        elif _can(plan, role, "max_num_seqs"):
+            share = max(ceil(task.samples / layout.data_parallel_size) for task in tasks)
+            start = num_sequences(plan, role)
+            climb = Climb(start, 1, min(share, num_sequences(with_places(plan), role)), adaptive=adaptive)
+            yield _Knob(role, "max_num_seqs", start, climb)
 
 
 def _predicted(plan: Plan, workload: Workload, role: str) -> dict[str, float | None]:
