@@ -40,17 +40,17 @@ def _of_task(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens
         return training(model, layout, speed, tokens=tokens, length=length, minibatches=minibatches).seconds
     if task.kind == "score":
         return scoring(model, layout, speed, tokens=task.tokens, length=length).seconds
-    # Whole groups where all can be written at once. Where not, an engine that takes more while it writes has samples
-    # given to it as it has room, the longest first, so that all engines end together.
-    each: float = ceil(ceil(task.samples / task.group_size) / workers) * task.group_size
-    if "tensor" in demand.parallel and each > min(MAX_NUM_SEQS, kv_tokens / length):
-        each = task.samples / workers
+    # An engine that takes more while it writes is given samples as it has room, so that all engines end together; those
+    # of a prompt go to several, each of which reads it. Other engines have whole groups from the beginning.
+    shared = "tensor" in demand.parallel
+    groups = task.samples / task.group_size
+    each = task.samples / workers if shared else ceil(groups / workers) * task.group_size
     return generation(
         model,
         layout,
         speed,
         sequences=min(task.samples, each),
-        group_size=task.group_size,
+        group_size=max(1.0, task.group_size / workers) if shared else task.group_size,
         prompts=task.prompts,
         responses=task.responses,
         kv_tokens=kv_tokens,

@@ -29,7 +29,7 @@ def generation(
     speed: Speed,
     *,
     sequences: float,
-    group_size: int,
+    group_size: float,
     prompts: Lengths,
     responses: Lengths,
     kv_tokens: float,
@@ -41,7 +41,7 @@ def generation(
 
     While more wait than fit, places are taken up again, and the batch becomes a mixture of all ages, the sooner the
     more lengths vary; its mean context and what is left when none waits are those of a renewal process. Every token is
-    counted once.
+    counted once. ``group_size``: sequences of this engine that share a prompt, which is read once.
     """
     decoder = decoder_of(model, layout.tensor_parallel_size, layout.pipeline_parallel_size, speed, weight_bytes)
     prompt, mean, residual = prompts.mean, responses.mean, responses.residual
