@@ -116,6 +116,10 @@ class RoleProxy:
         """Of every worker, from its next call on."""
         gathered([self.workers.submit(rank, "set_micro_batch_tokens", tokens) for rank in range(len(self.workers))])
 
+    def set_max_num_seqs(self, number: int) -> None:
+        """Likewise."""
+        gathered([self.workers.submit(rank, "set_max_num_seqs", number) for rank in range(len(self.workers))])
+
     def memory_share(self) -> float:
         """Of the worker that has the least left."""
         shares = gathered([self.workers.submit(rank, "memory_share") for rank in range(len(self.workers))])

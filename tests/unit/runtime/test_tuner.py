@@ -10,8 +10,10 @@ from rich.console import Console
 
 import rlflow
 from rlflow.compiler.plan import Plan
+from rlflow.engines.registry import engine_class
 from rlflow.report.tuning import tuning_table
-from rlflow.runtime.tuner import Tuner
+from rlflow.runtime.specs import num_sequences
+from rlflow.runtime.tuner import Tuner, with_places
 from tests.unit.runtime.test_proxies import Threads, proxy
 
 
@@ -40,6 +42,8 @@ def tuned(plan: Plan, folder: Path, engines: dict[str, Any], steps: int = 20) ->
     tuner.started(plan, folder, 0)
     for step in range(steps):
         seconds = {"update": engines["actor"].seconds(8000), "reference": engines["reference"].seconds(8000)}
+        if isinstance(engines["rollout"], Writer):
+            seconds["rollouts"] = engines["rollout"].seconds(8000)
         seconds |= {node.name: 1.0 for node in plan.graph.nodes if node.name not in seconds}
         tuner.stepped(step + 1, {"tokens": 8000, **{f"seconds/{name}": value for name, value in seconds.items()}})
     tuner.close()
@@ -64,6 +68,33 @@ def test_roles_that_pass_sequences_through_a_model_are_tuned(tmp_path: Path) -> 
     assert found["actor"]["planned"] == 2048
     assert not found["actor"]["trying"]
     assert found["actor"]["predicted"]["tokens_per_second"] > 0
+
+
+class Writer:
+    """Writes as fast as it has places, up to 500."""
+
+    def __init__(self) -> None:
+        self.places = 0
+
+    def set_max_num_seqs(self, number: int) -> None:
+        self.places = number
+
+    def seconds(self, tokens: float) -> float:
+        return tokens / min(500, self.places)
+
+
+def test_engines_that_take_samples_while_they_write_are_given_more_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny", "roles.rollout.engine=vllm"]))
+    monkeypatch.setattr(engine_class("vllm"), "set_max_num_seqs", Writer.set_max_num_seqs, raising=False)
+    # They are started with room for more than is planned.
+    assert (num_sequences(plan, "rollout"), num_sequences(with_places(plan), "rollout")) == (256, 1024)
+    engines = {**stubs(), "rollout": Writer()}
+    found = tuned(plan, tmp_path, engines)["rollout"]
+    assert [trial["setting"] for trial in found["trials"]] == [256, 384, 576, 864]
+    assert found["setting"] == "max_num_seqs"
+    assert engines["rollout"].places == found["best"] == 576
 
 
 def test_what_is_pinned_stays(tmp_path: Path) -> None:
