@@ -30,7 +30,7 @@ def tuning_table(directory: Path) -> Table | None:
                 f"{trial['setting']}{' (planned)' if planned else ''}{' (kept)' if best else ''}",
                 f"{trial['tokens_per_second']:.0f}",
                 _written(predicted["tokens_per_second"], "{:.0f}") if planned else "",
-                f"{trial['memory_share']:.0%}",
+                _written(trial["memory_share"] or None, "{:.0%}"),
                 _written(predicted["memory_share"], "{:.0%}") if planned else "",
                 _written(gain, "{:+.0%}"),
                 style="bold" if best else None,
