@@ -1,13 +1,19 @@
 """Small models, prompts and sequences for tests."""
 
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Minibatch, Packed, Prompts, Rollouts, Sequences
-from rlflow.engines.base import EngineSpec
+from rlflow.engines.base import EngineSpec, Sampling
+from rlflow.engines.fake import FakeEngine
+from rlflow.engines.serving.seconds import Second
+from rlflow.engines.serving.sessions import Sessions
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
@@ -94,3 +100,41 @@ def rollouts(rewarded: Sequences, texts: Sequence[str] | None = None) -> Rollout
         texts=tuple(texts or ["1"] * len(rewarded)),
         rows=({"answer": "1"},) * len(rewarded),
     )
+
+
+class WritingEngine(Sessions, FakeEngine):
+    """The fake engine as one that takes new samples while it writes. ``given``: the prompts of what came at once."""
+
+    concurrent: ClassVar[bool] = True
+
+    def __init__(self, spec: EngineSpec, room: tuple[int, int] = (4, 10_000)) -> None:
+        super().__init__(spec)
+        self._room = room
+        self.given: list[list[int]] = []
+        self._steps = 0
+
+    @property
+    def room(self) -> tuple[int, int]:
+        return self._room
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    def submit(self, samples: Prompts, sampling: Sampling) -> "list[Future[Any]]":
+        """Each is done at once."""
+        self._steps += sampling.max_tokens
+        self.given.append(samples.keys[:, 1].tolist())
+        return [self.response(samples.take(np.array([row])), sampling) for row in range(len(samples))]
+
+    def response(self, sample: Prompts, sampling: Sampling) -> "Future[Any]":
+        done: Future[Any] = Future()
+        rollouts = FakeEngine.generate(self, sample, replace(sampling, group_size=1))
+        done.set_result(SimpleNamespace(rollouts=rollouts, length=int(rollouts.response_ids.lengths[0])))
+        return done
+
+    def rollouts(self, samples: Prompts, responses: Sequence[Any], sampling: Sampling) -> Rollouts:
+        return Rollouts.joined([response.rollouts for response in responses])
+
+    def seconds(self) -> list[Second]:
+        return [Second(0.0, 1.0, 10, 1, 0, 0.5, 0, None)]

@@ -1,15 +1,18 @@
 """Generates with vLLM, in a process of its own."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from rlflow.batch import Packed, Prompts, Rollouts
+from rlflow.batch import Packed, Prompts, Repeated, Rollouts
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.pretrained import end_ids, load_tokenizer
-from rlflow.engines.serving.batching import Batcher, Request
+from rlflow.engines.serving.batching import Batcher, Request, Written
 from rlflow.engines.serving.model_files import Expected, load_config, load_end_ids, model_files
+from rlflow.engines.serving.seconds import Second
+from rlflow.engines.serving.sessions import Sessions
 from rlflow.engines.serving.settings import check_model, engine_arguments, set_environment
 from rlflow.engines.serving.shared_files import shared_files
 from rlflow.errors import EngineError, UserError, first_line
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class VllmEngine:
+class VllmEngine(Sessions):
     parallel: ClassVar[frozenset[str]] = frozenset({"data", "tensor", "pipeline"})
     package: ClassVar[str | None] = "vllm"
     concurrent: ClassVar[bool] = True
@@ -42,38 +45,57 @@ class VllmEngine:
                 raise
             except Exception as error:
                 raise EngineError(f"role {spec.role}: vLLM does not start ({first_line(error)}).") from error
+        self._places = spec.max_num_seqs
+        self._cache_tokens = self._batcher.call(_cache_tokens)
 
-    def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
-        """May be called from several threads at once. Raises EngineError."""
-        longest = int(prompts.ids.lengths.max(initial=0))
+    @property
+    def room(self) -> tuple[int, int]:
+        return self._places, self._cache_tokens
+
+    def set_max_num_seqs(self, number: int) -> None:
+        """That are written at once from the next generation on: at most as many as it was built for."""
+        self._places = min(number, self._spec.max_num_seqs)
+
+    @property
+    def steps(self) -> int:
+        return self._batcher.steps
+
+    def submit(self, samples: Prompts, sampling: Sampling) -> "list[Future[Written]]":
+        longest = int(samples.ids.lengths.max(initial=0))
         if longest >= self._max_model_len:
             raise EngineError(
                 f"role {self._spec.role}: a prompt of {longest} tokens leaves no room for a response"
                 f" in {self._max_model_len}."
             )
-        samples = prompts.repeat(sampling.group_size)
-        requests = [
-            Request(samples.ids[row].tolist(), self._params(sampling, sample_seed(self._spec.seed, key)))
-            for row, key in enumerate(samples.keys)
-        ]
-        written = self._batcher.generate(requests)
-        response_ids = Packed.from_rows([output.token_ids for output in written.outputs], np.int32)
-        logprobs = Packed.from_rows([output.logprobs.logprobs for output in written.outputs], np.float32)
+        ids = samples.ids.take(np.arange(len(samples)))
+        return self._batcher.submit(
+            [
+                Request(ids[row].tolist(), self._params(sampling, sample_seed(self._spec.seed, key)))
+                for row, key in enumerate(samples.keys)
+            ]
+        )
+
+    def rollouts(self, samples: Prompts, responses: Sequence[Written], sampling: Sampling) -> Rollouts:
+        outputs = [response.output for response in responses]
+        response_ids = Packed.from_rows([output.token_ids for output in outputs], np.int32)
+        logprobs = Packed.from_rows([output.logprobs.logprobs for output in outputs], np.float32)
+        versions = np.array([response.version for response in responses], np.int32)
+        texts = self._tokenizer.batch_decode([list(output.token_ids) for output in outputs], skip_special_tokens=True)
         return Rollouts(
             keys=samples.keys,
             prompt_ids=samples.ids,
             response_ids=response_ids,
             logprobs=response_ids.like(logprobs.values),
-            versions=response_ids.like(np.full(len(response_ids.values), written.version, np.int32)),
+            versions=Repeated(versions, response_ids.lengths),
             temperature=sampling.scoring_temperature,
-            finished=np.array([output.finish_reason == "stop" for output in written.outputs], np.bool_),
-            texts=tuple(
-                self._tokenizer.batch_decode(
-                    [list(output.token_ids) for output in written.outputs], skip_special_tokens=True
-                )
-            ),
+            finished=np.array([output.finish_reason == "stop" for output in outputs], np.bool_),
+            texts=tuple(texts),
             rows=samples.rows,
         )
+
+    def seconds(self) -> list[Second]:
+        """What vLLM did since this was last asked."""
+        return self._batcher.seconds()
 
     def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
         """They are handed on in passing. They stay as they are until this returns: vLLM keeps some for a while.
@@ -173,6 +195,12 @@ def _start(arguments: dict[str, Any]) -> Any:
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     _on_ranks(engine, "score_whole_distribution")
     return engine
+
+
+def _cache_tokens(engine: Any) -> int:
+    cache = engine.vllm_config.cache_config
+    # vLLM keeps one block for itself.
+    return int((cache.num_gpu_blocks - 1) * cache.block_size)
 
 
 def _on_ranks(engine: Any, method: str, *arguments: Any) -> list[Any]:

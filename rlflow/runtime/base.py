@@ -15,6 +15,10 @@ Held = TypeVar("Held")
 class Engines(dict[str, Any]):
     """The engine of each role."""
 
+    def measured(self, step: int) -> dict[str, float]:
+        """What the engines measured of themselves in this step, counted from 1, in single numbers."""
+        return {}
+
     def hosted(self, held: Held) -> Held:
         """``held``, which is used by its methods alone: where engines are elsewhere, it may live in a process of its
         own from now on, and then what it gives and gets does not pass through this one."""

@@ -33,6 +33,9 @@ def directly(source: Actors, target: Actors, backend: WeightBackend, version: in
     It is not tried again: who failed has left the others waiting in an exchange. Raises EngineError.
     """
     began = time.perf_counter()
+    if not target.met:
+        gathered(source.everywhere("forget_receivers"))
+        target.met = True
     receivers = Receivers(target.actors, target.num_gpus_each)
     address = source.meeting_address()
     ranks = range(len(source))

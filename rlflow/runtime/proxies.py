@@ -27,8 +27,8 @@ from rlflow.engines.base import Sampling, TokenLoss
 from rlflow.resources.layout import Layout
 from rlflow.runtime.kept import check_lengths
 from rlflow.runtime.parts import Whole
-from rlflow.runtime.pulling import pulled
 from rlflow.runtime.shares import TOKENS, Cost, Index, shares
+from rlflow.runtime.writing import Writing
 
 _FIRST = np.array([0])
 
@@ -42,6 +42,10 @@ class Workers(Protocol):
         """Calls a method of the worker's engine; a Part arrives as these rows of the batch. Of a result that is not
         wanted nothing comes back. The future raises EngineError or a UserError."""
 
+    def restart(self, ranks: Sequence[int]) -> Sequence[int]:
+        """New engines in the places of these, and of others where that must be: those that are new. Raises
+        EngineError."""
+
     def copy_weights(self, source: "Workers", version: int) -> object:
         """Hands the weights of ``source`` to all of these. Raises EngineError when any has not taken all of them."""
 
@@ -54,18 +58,18 @@ class RoleProxy:
     ) -> None:
         """``room`` is the number of responses that one engine writes at once, for engines that take more prompts while
         they write; None for those that do not. By ``cost`` rows are divided among ranks."""
+        self.writing = None if room is None else Writing(role, workers)
         self._role = role
         self.workers = workers
         self._width = layout.sequence_parallel_size
-        self._room = room
         self._turns = turns
         self._cost = cost
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         self._turns.take(self._role)
-        if self._room is not None and len(prompts) * sampling.group_size > self._room * len(self.workers):
-            return pulled(self.workers, prompts, sampling, max(self._room, sampling.group_size))
-        # All can be written at once, or the engine takes nothing more while it writes: a call a worker is enough.
+        if self.writing is not None:
+            return self.writing.generate(prompts, sampling)
+        # An engine that takes nothing more while it writes has its share from the beginning.
         parts = [part for part in np.array_split(np.arange(len(prompts)), len(self.workers)) if len(part)]
         whole = Whole(prompts)
         calls = [self.workers.submit(rank, "generate", whole.part(part), sampling) for rank, part in enumerate(parts)]
@@ -111,6 +115,8 @@ class RoleProxy:
         """Raises EngineError when any worker has not taken all of them."""
         self._turns.join(self._role)
         self.workers.copy_weights(weights, version)
+        if self.writing is not None:
+            self.writing.renewed()
 
     def set_micro_batch_tokens(self, tokens: int) -> None:
         """Of every worker, from its next call on."""

@@ -1,13 +1,25 @@
-"""Generation over several engines: each takes a request when it has room for it."""
+"""Generation over several engines that take new samples while they write: each takes some when it has room.
 
+Messages are few: an engine is given rows in lists, and answers when some are done. What it has written it hands over
+once, at the end. The rows of an engine that fails go to the others.
+"""
+
+from collections.abc import Collection
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
-from rlflow.runtime.parts import Whole
+from rlflow.errors import EngineError
+from rlflow.runtime.parts import Part, Whole
+from rlflow.runtime.scheduling import Room, Scheduler
+
+# Rows that are done are told together, this part of what an engine writes at once.
+_SHARE = 32
 
 
 class Engines(Protocol):
@@ -18,27 +30,120 @@ class Engines(Protocol):
     def submit(self, rank: int, method: str, *arguments: Any) -> "Future[Any]": ...
 
 
-def pulled(engines: Engines, prompts: Prompts, sampling: Sampling, room: int) -> Rollouts:
-    """Each prompt goes to an engine when that has room, for ``room`` responses at once: none waits behind the long
-    responses of another.
+@dataclass
+class Pulled:
+    """What became of a generation."""
 
-    One prompt more than there is room for lies ready at each, so that none runs dry meanwhile.
+    rollouts: list[Rollouts] = field(default_factory=list)
+    rows: list[NDArray[np.int64]] = field(default_factory=list)
+    """Of each of the rollouts, in their order."""
+    lost: dict[int, EngineError] = field(default_factory=dict)
+    """Engines that failed, and why."""
+
+    def joined(self) -> Rollouts:
+        """In the order of rows."""
+        whole = Rollouts.joined(self.rollouts)
+        order = np.argsort(np.concatenate(self.rows))
+        return whole if np.array_equal(order, np.arange(len(order))) else whole.take(order)
+
+
+def pulled(
+    engines: Engines, ranks: Collection[int], prompts: Prompts, sampling: Sampling, before: NDArray[np.float64] | None
+) -> Pulled:
+    """Row ``prompt * group_size + sample`` of every sample, by the engines of ``ranks``.
+
+    ``before``: lengths of responses that came in the step before. Raises EngineError when all engines have failed.
     """
-    free = dict.fromkeys(range(len(engines)), room // sampling.group_size + 1)
-    whole = Whole(prompts)
-    running: dict[Future[Any], tuple[int, int]] = {}
-    written: dict[int, Rollouts] = {}
-    waiting = iter(range(len(prompts)))
-    prompt = next(waiting, None)
-    while prompt is not None or running:
-        while prompt is not None and max(free.values()):
-            rank = max(free, key=lambda each: free[each])
-            free[rank] -= 1
-            part = whole.part(np.array([prompt]))
-            running[engines.submit(rank, "generate", part, sampling)] = (rank, prompt)
-            prompt = next(waiting, None)
-        for call in wait(running, return_when=FIRST_COMPLETED).done:
-            rank, done = running.pop(call)
-            free[rank] += 1
-            written[done] = call.result()
-    return Rollouts.joined([written[index] for index in range(len(prompts))])
+    done = Pulled()
+    whole = Whole(prompts).part(np.arange(len(prompts)))
+    rows = np.arange(len(prompts) * sampling.group_size)
+    while len(rows):
+        alive = [rank for rank in ranks if rank not in done.lost]
+        if not alive:
+            raise next(iter(done.lost.values()))
+        _Round(engines, whole, prompts, sampling, done).run(alive, rows, before)
+        rows = np.setdiff1d(rows, np.concatenate([*done.rows, np.zeros(0, np.int64)]))
+    return done
+
+
+class _Round:
+    """One pass over rows that are to be written. What an engine that fails at its end has written is missing after."""
+
+    def __init__(self, engines: Engines, whole: Part, prompts: Prompts, sampling: Sampling, done: Pulled) -> None:
+        self._engines, self._whole, self._sampling, self._done = engines, whole, sampling, done
+        self._prompt_lengths = prompts.ids.lengths
+        self._calls: dict[Future[Any], int] = {}
+        self._scheduler: Scheduler
+
+    def run(self, ranks: Collection[int], rows: NDArray[np.int64], before: NDArray[np.float64] | None) -> None:
+        rooms = {rank: Room(*room) for rank, room in self._each(ranks, "begin", self._whole, self._sampling).items()}
+        self._scheduler = scheduler = Scheduler(
+            self._prompt_lengths,
+            self._sampling.group_size,
+            self._sampling.max_tokens,
+            rooms,
+            rows=rows,
+            before=before,
+        )
+        if scheduler.all_fit:
+            given = scheduler.deal()
+            arguments = {rank: (self._whole, self._sampling, packed(given[rank])) for rank in rooms if given[rank]}
+            calls = {rank: self._engines.submit(rank, "write_rows", *sent) for rank, sent in arguments.items()}
+            self._collect({rank: np.sort(given[rank]) for rank in calls}, calls)
+            return
+        for rank, given_rows in scheduler.deal().items():
+            self._write(rank, given_rows)
+        while self._calls:
+            for call in wait(self._calls, return_when=FIRST_COMPLETED).done:
+                self._answered(self._calls.pop(call), call)
+        written = {rank: np.array(scheduler.rows(rank), np.int64) for rank in scheduler.ranks if scheduler.rows(rank)}
+        self._collect(written, {rank: self._engines.submit(rank, "finish") for rank in written})
+
+    def _write(self, rank: int, rows: list[int]) -> None:
+        """Gives it these rows, and is told when enough are done: when none wait, that is all of them."""
+        enough = max(1, self._scheduler.room(rank).sequences // _SHARE) if self._scheduler.waiting else 0
+        self._calls[self._engines.submit(rank, "write", packed(rows), enough)] = rank
+
+    def _answered(self, rank: int, call: "Future[Any]") -> None:
+        scheduler = self._scheduler
+        if rank in self._done.lost:
+            return
+        try:
+            progress = call.result()
+        except EngineError as error:
+            self._done.lost[rank] = error
+            scheduler.lost(rank)
+            # Others may be waiting for their last rows, and have room.
+            for other in scheduler.ranks:
+                if rows := scheduler.next(other):
+                    self._write(other, rows)
+            return
+        ended, lengths = (np.frombuffer(part, np.int32).tolist() for part in (progress.rows, progress.lengths))
+        scheduler.finished(rank, ended, lengths, progress.steps)
+        rows = scheduler.next(rank)
+        if rows or (scheduler.running(rank) and rank not in self._calls.values()):
+            self._write(rank, rows)
+
+    def _each(self, ranks: Collection[int], method: str, *arguments: Any) -> dict[int, Any]:
+        calls = {rank: self._engines.submit(rank, method, *arguments) for rank in ranks}
+        answers: dict[int, Any] = {}
+        for rank, call in calls.items():
+            try:
+                answers[rank] = call.result()
+            except EngineError as error:
+                self._done.lost[rank] = error
+        return answers
+
+    def _collect(self, rows: dict[int, NDArray[np.int64]], calls: "dict[int, Future[Any]]") -> None:
+        for rank, call in calls.items():
+            try:
+                self._done.rollouts.append(call.result())
+            except EngineError as error:
+                self._done.lost[rank] = error
+            else:
+                self._done.rows.append(rows[rank])
+
+
+def packed(rows: list[int]) -> bytes:
+    """For a message."""
+    return np.array(rows, np.int32).tobytes()

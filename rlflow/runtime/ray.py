@@ -60,7 +60,7 @@ class RayRuntime:
                 placed = running.enter_context(bound(plan))
                 record = placement_record(plan, placed)
                 (directory / "placement.json").write_text(json.dumps(record, indent=1))
-                engines = running.enter_context(start_engines(plan, models, placed))
+                engines = running.enter_context(start_engines(plan, models, placed, directory))
             with ray_errors():
                 yield engines
 

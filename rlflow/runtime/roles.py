@@ -1,9 +1,11 @@
 """The roles of a plan as engines: proxies over actors of Ray."""
 
+import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from rlflow.compiler.lower import architecture_of
@@ -18,6 +20,7 @@ from rlflow.runtime.handover import Handover, Remote
 from rlflow.runtime.hosting import Hosting, store_rooms
 from rlflow.runtime.proxies import RoleProxy, Turns, Workers, gathered
 from rlflow.runtime.shares import Cost, cost_of
+from rlflow.runtime.writing import summary
 
 
 class RayWorkers(Actors):
@@ -45,17 +48,28 @@ class RayWorkers(Actors):
 class RayEngines(Engines):
     """Proxies over actors, and over processes that hold what is neither an engine nor the controller's."""
 
-    def __init__(self, engines: Mapping[str, RoleProxy], handover: Handover, hosting: Hosting) -> None:
+    def __init__(self, engines: Mapping[str, RoleProxy], handover: Handover, hosting: Hosting, directory: Path) -> None:
         super().__init__(engines)
+        self._directory = directory
         self.handover = handover
         self._hosting = hosting
+
+    def measured(self, step: int) -> dict[str, float]:
+        """Also writes a line of each engine and second into ``engines.jsonl``."""
+        metrics: dict[str, float] = {}
+        for role, engine in self.items():
+            if engine.writing is not None and (lines := engine.writing.taken_lines()):
+                with (self._directory / "engines.jsonl").open("a") as file:
+                    file.writelines(json.dumps({"step": step, **line}) + "\n" for line in lines)
+                metrics |= {f"{role}/{name}": value for name, value in summary(lines).items()}
+        return metrics
 
     def hosted(self, held: Held) -> Held:
         return cast(Held, self._hosting.hosted(held))
 
 
 @contextmanager
-def start_engines(plan: Plan, models: Mapping[str, Model], placed: Placed) -> Iterator[RayEngines]:
+def start_engines(plan: Plan, models: Mapping[str, Model], placed: Placed, directory: Path) -> Iterator[RayEngines]:
     """All engines of a plan, built at once, and stopped on exit. Raises EngineError and UserErrors."""
     handover = Handover(Budget(store_rooms()))
     workers = {
@@ -79,7 +93,7 @@ def start_engines(plan: Plan, models: Mapping[str, Model], placed: Placed) -> It
             role: RoleProxy(role, started, plan.roles[role].layout, started.room, turns, _cost(plan, role))
             for role, started in workers.items()
         }
-        yield RayEngines(engines, handover, hosting)
+        yield RayEngines(engines, handover, hosting, directory)
 
 
 def _cost(plan: Plan, role: str) -> Cost:

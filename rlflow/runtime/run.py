@@ -123,7 +123,14 @@ def train_step(plan: Plan, engines: Engines, data: DataSource, step: int) -> dic
         raise EngineError(f"step {step + 1}: {error}") from error
     total = time.perf_counter() - began
     times = {f"seconds/{name}": value for name, value in seconds.items()}
-    return {**metrics, "tokens": tokens, "tokens_per_second": tokens / total, "seconds": total, **times}
+    return {
+        **metrics,
+        "tokens": tokens,
+        "tokens_per_second": tokens / total,
+        "seconds": total,
+        **times,
+        **engines.measured(step + 1),
+    }
 
 
 def _copy_weights(plan: Plan, engines: Mapping[str, Any], version: int) -> float:

@@ -64,6 +64,10 @@ class EngineWorker(Keeper):
         bucket: Bucket | None = self._run(next, self._sending, None)
         return bucket, bucket is not None
 
+    def forget_receivers(self) -> None:
+        """There are new ones."""
+        self._sender = None
+
     def send_directly(self, backend: WeightBackend, receivers: Receivers, rank: int, address: str) -> None:
         """All weights from GPU to GPU; every rank of the role is asked at once."""
         if self._sender is None:

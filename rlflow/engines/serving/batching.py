@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from rlflow.engines.serving.seconds import Recorder, Second
 from rlflow.errors import EngineError, first_line
 
 Result = TypeVar("Result")
@@ -24,26 +25,41 @@ class Request:
 
 @dataclass(frozen=True)
 class Written:
-    """The responses to one group of requests."""
+    """The response to one request."""
 
-    outputs: list[Any]
-    """vLLM's CompletionOutputs, in the order of the requests."""
+    output: Any
+    """vLLM's CompletionOutput."""
     version: int
-    """Of the weights that wrote them."""
+    """Of the weights that wrote it."""
+
+    @property
+    def length(self) -> int:
+        """Its tokens."""
+        return len(self.output.token_ids)
 
 
 @dataclass(eq=False)
 class _Group:
+    """Requests that came together; their answers are told as they are there."""
+
     requests: Sequence[Request]
-    done: "Future[Written]" = field(default_factory=Future)
-    outputs: dict[int, Any] = field(default_factory=dict)
+    answers: "list[Future[Written]]"
     version: int = 0
+
+    def fail(self, error: BaseException) -> None:
+        for answer in self.answers:
+            if not answer.done():
+                answer.set_exception(error)
 
 
 @dataclass(eq=False)
 class _Call:
     function: Callable[[Any], Any]
     done: "Future[Any]" = field(default_factory=Future)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
 
 
 class Batcher:
@@ -53,6 +69,8 @@ class Batcher:
     """Of the weights; None while they are not whole. Set by calls."""
     asleep: bool = False
     """Set by calls."""
+    steps: int = 0
+    """So many tokens has the engine written of a request that it had from the beginning."""
 
     def __init__(self, role: str, start: Callable[[], Any]) -> None:
         """``start`` makes vLLM's engine, which is used from this thread alone. Raises what it raises."""
@@ -63,15 +81,17 @@ class Batcher:
         self._count = 0
         self._lock = threading.Lock()
         self._failure: EngineError | None = None
+        self._recorder: Recorder | None = None
         started: Future[None] = Future()
         threading.Thread(target=self._serve, args=(start, started), name=f"{role} vllm", daemon=True).start()
         started.result()
 
-    def generate(self, requests: Sequence[Request]) -> Written:
-        """Returns when all are done. May be called from any thread. Raises EngineError."""
-        group = _Group(requests)
+    def submit(self, requests: Sequence[Request]) -> "list[Future[Written]]":
+        """The answer to each request, when it is there. They are refused together. May be called from any thread; the
+        answers' callbacks run in the engine's, which they keep waiting. Raises EngineError, as the answers do."""
+        group = _Group(requests, [Future() for _ in requests])
         self._put(group)
-        return group.done.result()
+        return group.answers
 
     def call(self, function: Callable[[Any], Result]) -> Result:
         """What ``function`` makes of vLLM's engine while it works on nothing else. Raises what it raises."""
@@ -79,6 +99,10 @@ class Batcher:
         self._put(call)
         result: Result = call.done.result()
         return result
+
+    def seconds(self) -> list[Second]:
+        """What the engine did since this was last asked, while it had work."""
+        return self._recorder.take() if self._recorder else []
 
     def _put(self, work: _Group | _Call) -> None:
         with self._lock:
@@ -89,6 +113,7 @@ class Batcher:
     def _serve(self, start: Callable[[], Any], started: "Future[None]") -> None:
         try:
             engine = start()
+            self._recorder = recorder = Recorder(engine)
         except BaseException as error:
             started.set_exception(error)
             return
@@ -96,9 +121,11 @@ class Batcher:
         try:
             while True:
                 self._admit(engine)
-                for output in engine.step():
-                    if output.finished:
-                        self._finish(output)
+                finished = [output for output in engine.step() if output.finished]
+                self.steps += 1
+                recorder.stepped(finished, idle=len(finished) == len(self._live))
+                for output in finished:
+                    self._finish(output)
         except BaseException as error:  # whatever it is, callers wait
             self._fail(error)
 
@@ -110,6 +137,8 @@ class Batcher:
                 try:
                     if not self._live:
                         self._next = self._inbox.get()
+                        assert self._recorder is not None
+                        self._recorder.begin()
                     else:
                         self._next = self._inbox.get(block=idle, timeout=_TOGETHER_S)
                 except Empty:
@@ -125,11 +154,9 @@ class Batcher:
     def _add(self, engine: Any, group: _Group) -> None:
         if self.version is None or self.asleep:
             why = "it is asleep" if self.asleep else "its weights are not whole, since the last copy failed"
-            group.done.set_exception(EngineError(f"role {self._role}: nothing is generated, {why}."))
+            group.fail(EngineError(f"role {self._role}: nothing is generated, {why}."))
             return
         group.version = self.version
-        if not group.requests:
-            group.done.set_result(Written([], self.version))
         names = [str(self._count + index) for index in range(len(group.requests))]
         self._count += len(names)
         try:
@@ -139,7 +166,7 @@ class Batcher:
             engine.abort_request(names)
             refused = EngineError(f"role {self._role}: vLLM does not take a request ({first_line(error)}).")
             refused.__cause__ = error
-            group.done.set_exception(refused)
+            group.fail(refused)
             return
         self._live |= {name: (group, index) for index, name in enumerate(names)}
 
@@ -147,14 +174,11 @@ class Batcher:
         try:
             call.done.set_result(call.function(engine))
         except BaseException as error:
-            call.done.set_exception(error)
+            call.fail(error)
 
     def _finish(self, output: Any) -> None:
         group, index = self._live.pop(output.request_id)
-        group.outputs[index] = output.outputs[0]
-        if len(group.outputs) == len(group.requests):
-            in_order = [group.outputs[index] for index in range(len(group.requests))]
-            group.done.set_result(Written(in_order, group.version))
+        group.answers[index].set_result(Written(output.outputs[0], group.version))
 
     def _fail(self, error: BaseException) -> None:
         """Everyone who waits is told, and so is everyone who comes later."""
@@ -166,5 +190,4 @@ class Batcher:
             while not self._inbox.empty():
                 waiting.add(self._inbox.get())
         for work in waiting:
-            if not work.done.done():
-                work.done.set_exception(self._failure)
+            work.fail(self._failure)

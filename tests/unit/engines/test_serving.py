@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlflow.engines.causal_lm.pretrained import load_model
-from rlflow.engines.serving.batching import Batcher, Request
+from rlflow.engines.serving.batching import Batcher, Request, Written
 from rlflow.engines.serving.model_files import Expected, load_config, load_end_ids, model_files
 from rlflow.engines.serving.settings import check_model, engine_arguments, set_environment
 from rlflow.engines.serving.shared_files import SharedFile, shared_files
@@ -25,7 +25,7 @@ from tests.helpers import ARCHITECTURE, CHARACTERS, MODEL, spec
 @dataclass
 class Output:
     request_id: str
-    outputs: list[str]
+    outputs: list[Any]
     finished: bool = True
 
 
@@ -37,6 +37,7 @@ class FakeEngine:
         self.most = 0
         self.go_on = threading.Event()
         self.go_on.set()
+        self.steps = 0
         self.threads: set[int] = set()
 
     def add_request(self, name: str, prompt: dict[str, list[int]], params: str) -> None:
@@ -49,12 +50,13 @@ class FakeEngine:
             self.live.pop(name, None)
 
     def step(self) -> list[Output]:
+        self.steps += 1
         assert self.go_on.wait(60)
         self.threads.add(threading.get_ident())
         self.most = max(self.most, len(self.live))
         self.live = {name: left - 1 for name, left in self.live.items()}
         done = [name for name, left in self.live.items() if left == 0]
-        return [Output(name, [f"after {self.live.pop(name)}"]) for name in done]
+        return [Output(name, [SimpleNamespace(token_ids=[self.live.pop(name)])]) for name in done]
 
 
 def requests(*lengths: int, params: str = "") -> list[Request]:
@@ -95,6 +97,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
     raise AssertionError("it does not come about")
 
 
+def generate(batcher: Batcher, given: list[Request]) -> list[Written]:
+    return [answer.result(timeout=60) for answer in batcher.submit(given)]
+
+
 def waiting(batcher: Batcher) -> int:
     return batcher._inbox.qsize() + (batcher._next is not None)
 
@@ -102,19 +108,19 @@ def waiting(batcher: Batcher) -> int:
 class TestBatcher:
     def test_all_callers_are_worked_on_together(self, engine: FakeEngine, batcher: Batcher) -> None:
         engine.go_on.clear()
-        callers = [started(batcher.generate, requests(3, 2, 2)) for _ in range(4)]
+        callers = [started(generate, batcher, requests(3, 2, 2)) for _ in range(4)]
         wait_for(lambda: len(engine.live) + batcher._inbox.qsize() * 3 == 12)
         engine.go_on.set()
         for thread, results in callers:
             thread.join(60)
-            assert [len(written.outputs) for written in results] == [3]
+            assert [len(written) for written in results] == [3]
         assert engine.most == 12
         assert engine.threads.isdisjoint({threading.get_ident()})
 
     def test_a_call_has_the_engine_for_itself(self, engine: FakeEngine, batcher: Batcher) -> None:
         engine.go_on.clear()
-        before, first = started(batcher.generate, requests(5))
-        wait_for(lambda: len(engine.live) == 1)
+        before, first = started(generate, batcher, requests(5))
+        wait_for(lambda: engine.steps == 1)
 
         def change(given: FakeEngine) -> int:
             assert given is engine
@@ -123,13 +129,13 @@ class TestBatcher:
 
         call, live = started(batcher.call, change)
         wait_for(lambda: waiting(batcher) == 1)
-        after, second = started(batcher.generate, requests(5))
+        after, second = started(generate, batcher, requests(5))
         wait_for(lambda: waiting(batcher) == 2)
         engine.go_on.set()
         for thread in (before, call, after):
             thread.join(60)
         assert live == [0]
-        assert [written.version for written in first + second] == [0, 1]
+        assert [written.version for (written,) in first + second] == [0, 1]
 
     def test_nothing_is_generated_from_weights_that_are_not_whole(self, batcher: Batcher) -> None:
         def fail(_: FakeEngine) -> None:
@@ -139,15 +145,15 @@ class TestBatcher:
         with pytest.raises(OSError, match="gone"):
             batcher.call(fail)
         with pytest.raises(EngineError, match="role rollout: nothing is generated, its weights are not whole"):
-            batcher.generate(requests(1))
+            generate(batcher, requests(1))
 
     def test_an_engine_that_fails_fails_everybody(self, engine: FakeEngine, batcher: Batcher) -> None:
         engine.go_on.clear()
-        callers = [started(batcher.generate, requests(1)) for _ in range(3)]
+        callers = [started(generate, batcher, requests(1)) for _ in range(3)]
         wait_for(lambda: len(engine.live) + batcher._inbox.qsize() == 3)
         engine.step = lambda: 1 / 0  # type: ignore[assignment,return-value]
         engine.go_on.set()
-        for thread, results in [*callers, started(batcher.generate, requests(9))]:
+        for thread, results in [*callers, started(generate, batcher, requests(9))]:
             thread.join(60)
             assert len(results) == 1
         assert isinstance(results[0], EngineError)
@@ -156,9 +162,9 @@ class TestBatcher:
 
     def test_a_request_that_is_refused_fails_its_group_alone(self, engine: FakeEngine, batcher: Batcher) -> None:
         engine.go_on.clear()
-        other, results = started(batcher.generate, requests(3, 2))
-        wait_for(lambda: len(engine.live) == 2)
-        bad, errors = started(batcher.generate, [*requests(5, 5), *requests(1, params="bad")])
+        other, results = started(generate, batcher, requests(3, 2))
+        wait_for(lambda: engine.steps == 1)
+        bad, errors = started(generate, batcher, [*requests(5, 5), *requests(1, params="bad")])
         wait_for(lambda: waiting(batcher) == 1)
         engine.go_on.set()
         for thread in (other, bad):
@@ -166,16 +172,16 @@ class TestBatcher:
         assert [str(error) for error in errors] == [
             "role rollout: vLLM does not take a request (ValueError: no such parameter)."
         ]
-        assert results[0].outputs == ["after 0", "after 0"]
+        assert [written.output.token_ids for written in results[0]] == [[0], [0]]
         assert engine.live == {}
-        assert len(batcher.generate(requests(1)).outputs) == 1
+        assert len(generate(batcher, requests(1))) == 1
 
     def test_what_does_not_start_says_so(self) -> None:
         with pytest.raises(ZeroDivisionError):
             Batcher("rollout", lambda: 1 / 0)
 
     def test_nothing_asked_is_answered(self, batcher: Batcher) -> None:
-        assert batcher.generate([]).outputs == []
+        assert generate(batcher, []) == []
 
 
 class SleepingEngine(FakeEngine):
@@ -222,12 +228,12 @@ class TestSleeps:
         for _ in range(2):
             engine.wake(True)
         with pytest.raises(EngineError, match="role rollout: nothing is generated, it is asleep"):
-            engine._batcher.generate(requests(1))
+            generate(engine._batcher, requests(1))
         engine.transfer("update_weights", {})
         engine.transferred(3)
         engine.wake()
         engine.wake()
-        assert engine._batcher.generate(requests(1)).version == 3
+        assert generate(engine._batcher, requests(1))[0].version == 3
         assert inner.told == ["sleep 1", ["weights"], "update_weights", None]
 
     def test_it_falls_asleep_again_before_it_was_quite_awake(self, engine: VllmEngine, inner: SleepingEngine) -> None:
@@ -237,7 +243,7 @@ class TestSleeps:
         engine.sleep()
         engine.wake()
         assert inner.told == ["sleep 1", ["weights"], "sleep 1", None]
-        assert engine._batcher.generate(requests(1)).version == 0
+        assert generate(engine._batcher, requests(1))[0].version == 0
 
 
 class TestSharedFiles:

@@ -1,6 +1,7 @@
 """Many workers as one engine: here threads of this process with the fake engine and with torch's."""
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlflow.batch import Metrics, Minibatch, Packed, Prompts, Rollouts, Sequences
+from rlflow.batch import Metrics, Minibatch, Packed, Sequences
 from rlflow.engines.base import Sampling, TokenLoss
 from rlflow.engines.fake import FakeEngine
 from rlflow.errors import EngineError
@@ -18,7 +19,7 @@ from rlflow.resources.layout import Layout
 from rlflow.runtime.parts import Part
 from rlflow.runtime.proxies import RoleProxy, Turns, Workers
 from rlflow.runtime.worker import EngineWorker
-from tests.helpers import minibatch, prompts, sequences, spec
+from tests.helpers import WritingEngine, minibatch, prompts, sequences, spec
 
 LAYOUT = Layout(micro_batch_tokens=4096)
 
@@ -44,6 +45,11 @@ class Threads:
         call.add_done_callback(lambda done: nothing.set_result(None) if not done.exception() else None)
         return nothing
 
+    def restart(self, ranks: Sequence[int]) -> Sequence[int]:
+        for rank in ranks:
+            self.engines[rank] = type(self.engines[rank])(spec())
+        return ranks
+
     def copy_weights(self, source: Workers, version: int) -> None:
         assert isinstance(source, Threads)
         for engine in self.engines:
@@ -63,36 +69,14 @@ def fakes(count: int) -> Threads:
 def test_what_is_generated_does_not_depend_on_the_workers(count: int, room: int | None) -> None:
     given, sampling = prompts((3, 5, 2, 4)), Sampling(max_tokens=4, group_size=3)
     alone = FakeEngine(spec()).generate(given, sampling)
-    out = proxy(fakes(count), room=room).generate(given, sampling)
+    workers = fakes(count) if room is None else Threads([WritingEngine(spec(), (room, 1000)) for _ in range(count)])
+    out = proxy(workers, room=room).generate(given, sampling)
     for name in ("keys", "finished"):
         assert (getattr(out, name) == getattr(alone, name)).all()
     for name in ("prompt_ids", "response_ids", "logprobs", "versions"):
         assert (getattr(out, name).values == getattr(alone, name).values).all()
         assert (getattr(out, name).offsets == getattr(alone, name).offsets).all()
     assert (tuple(out.texts), tuple(out.rows), out.temperature) == (alone.texts, alone.rows, alone.temperature)
-
-
-class Slow(FakeEngine):
-    """Holds its first prompt until as many others as it is told are done."""
-
-    def __init__(self, others: threading.Semaphore, wait_for: int) -> None:
-        super().__init__(spec())
-        self.others, self.wait_for = others, wait_for
-
-    def generate(self, given: Prompts, sampling: Sampling) -> Rollouts:
-        if given.keys[0, 1] == 0:
-            assert all(self.others.acquire(timeout=20) for _ in range(self.wait_for))
-        else:
-            self.others.release()
-        return super().generate(given, sampling)
-
-
-def test_no_prompt_waits_behind_a_long_one() -> None:
-    """The engine with prompt 0 has room for one more beside it; all others must get done elsewhere, or this hangs."""
-    others = threading.Semaphore(0)
-    engines = [Slow(others, 9), Slow(others, 9)]
-    out = proxy(Threads(engines), room=2).generate(prompts((2,) * 10), Sampling(max_tokens=3, group_size=2))
-    assert out.keys[:, 1].tolist() == [prompt for prompt in range(10) for _ in range(2)]
 
 
 class Recorder:

@@ -1,0 +1,249 @@
+"""Which sample is written by which engine, and when: pure, without threads and without a clock.
+
+One sample of each group is written first. What these and all others show of a group's length orders the rest: the
+longest first, so that short ones fill the end (Graham 1969, LPT). An engine is given samples when it has room for them.
+
+Room is a number of sequences and a number of tokens of keys and values. Of the tokens, as many samples are in flight as
+are expected to fit at every moment to come, with some standard deviations to spare. Of a sample nothing is expected that
+its limit forbids, nor less than it has written. Where all that are left fit if they are as long as is expected, they are
+begun: one that begins late costs more than one that has to be put off.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlflow.runtime.expectation import DEVIATIONS, LAST_DEVIATIONS, Expectation
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# The order of those that wait is made anew so often in a step. Each time costs a sort.
+_ORDERS = 128
+# In so many turns engines are given their first samples.
+_TURNS = 16
+
+
+@dataclass(frozen=True)
+class Room:
+    """Of one engine."""
+
+    sequences: int
+    """Written at once, at most."""
+    tokens: int
+    """Of keys and values in its cache."""
+
+
+@dataclass
+class _Engine:
+    room: Room
+    running: dict[int, int] = field(default_factory=dict)
+    """Rows, and the engine's steps when each was given to it."""
+    ended: list[int] = field(default_factory=list)
+    steps: int = 0
+
+
+class Scheduler:
+    """Rows are samples: row ``prompt * group_size + sample``. Every row is finished exactly once.
+
+    The same events in the same order lead to the same decisions.
+    """
+
+    def __init__(
+        self,
+        prompt_lengths: Ints,
+        group_size: int,
+        max_tokens: int,
+        rooms: Mapping[int, Room],
+        *,
+        rows: Ints | None = None,
+        before: Floats | None = None,
+    ) -> None:
+        """``prompt_lengths`` [P] in tokens; ``rows`` are those asked for, by default all.
+
+        ``before``: some lengths of the step before, in tokens.
+        """
+        self._prompts = np.repeat(prompt_lengths, group_size)
+        self._groups = np.repeat(np.arange(len(prompt_lengths)), group_size)
+        self._max_tokens = max_tokens
+        self._engines = {rank: _Engine(room) for rank, room in rooms.items()}
+        size = len(self._groups)
+        self._lengths = np.zeros(size, np.int64)
+        self._waiting = np.zeros(size, np.bool_)
+        self._waiting[np.arange(size) if rows is None else rows] = True
+        self._num_waiting = self._unfinished = int(self._waiting.sum())
+        self._expectation = Expectation(self._groups, max_tokens, before)
+        self._queue: Ints = np.zeros(0, np.int64)
+        self._first = self._last = self._events = 0
+        self._every = max(1, self._unfinished // _ORDERS)
+        self._order()
+
+    @property
+    def waiting(self) -> int:
+        """Rows that no engine has."""
+        return self._num_waiting
+
+    @property
+    def unfinished(self) -> int:
+        """Rows that wait or are being written."""
+        return self._unfinished
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The engines that are not lost."""
+        return list(self._engines)
+
+    @property
+    def all_fit(self) -> bool:
+        """Whether all rows that wait can be written at once, however long they become."""
+        places = sum(engine.room.sequences for engine in self._engines.values())
+        longest = int(self._prompts.max(initial=0)) + self._max_tokens
+        each = -(-self._num_waiting // max(1, len(self._engines)))
+        return self._num_waiting <= places and all(
+            each <= engine.room.sequences and each * longest <= engine.room.tokens for engine in self._engines.values()
+        )
+
+    def room(self, rank: int) -> Room:
+        return self._engines[rank].room
+
+    def deal(self) -> dict[int, list[int]]:
+        """The first rows of all engines, which are given some in turn until none has room."""
+        if self._num_waiting and all(map(self._takes_its_share, self._engines.values())):
+            queue, count = self._queue[self._first : self._last], len(self._engines)
+            parts = {rank: queue[place::count] for place, rank in enumerate(self._engines)}
+            for rank, part in parts.items():
+                self._begin(self._engines[rank], part)
+            self._first = self._last
+            return {rank: part.tolist() for rank, part in parts.items()}
+        given: dict[int, list[int]] = {rank: [] for rank in self._engines}
+        least = min((engine.room.sequences for engine in self._engines.values()), default=0)
+        turn = max(1, min(least, self._num_waiting // max(1, len(given))) // _TURNS)
+        hungry = list(given)
+        while hungry and self._num_waiting:
+            front = self._queue[self._first : self._first + turn * len(hungry)]
+            left = np.ones(len(front), np.bool_)
+            full = []
+            for place, rank in enumerate(hungry):
+                # What follows each other, of one group or of like ones, goes to different engines.
+                engine, part = self._engines[rank], front[place :: len(hungry)]
+                part = part[: engine.room.sequences - len(engine.running)]
+                part = part[: self._fitting(engine, part, DEVIATIONS)]
+                self._begin(engine, part)
+                given[rank] += part.tolist()
+                left[place : place + len(part) * len(hungry) : len(hungry)] = False
+                if len(part) < turn:
+                    full.append(rank)
+            self._queue = np.concatenate([front[left], self._queue[self._first + len(front) : self._last]])
+            self._first, self._last = 0, len(self._queue)
+            hungry = [rank for rank in hungry if rank not in full]
+        return given
+
+    def running(self, rank: int) -> int:
+        """Rows that this engine is writing."""
+        return len(self._engines[rank].running)
+
+    def rows(self, rank: int) -> Sequence[int]:
+        """Those that this engine has finished, ascending."""
+        return sorted(self._engines[rank].ended)
+
+    def next(self, rank: int) -> list[int]:
+        """The rows that this engine is to begin now."""
+        if self._events >= self._every:
+            self._order()
+        engine = self._engines[rank]
+        places = engine.room.sequences - len(engine.running)
+        wanted = min(places, self._num_waiting)
+        front = self._queue[self._first : self._first + wanted]
+        share = -(-self._num_waiting // len(self._engines))
+        if share <= wanted and self._fitting(engine, front[:share], LAST_DEVIATIONS) == share:
+            wanted = share
+            front = front[:share]
+        else:
+            front = front[: self._fitting(engine, front, DEVIATIONS)]
+        self._begin(engine, front)
+        self._first += len(front)
+        rows: list[int] = front.tolist()
+        if len(front) < wanted:
+            # There is no room for what is long, and until there is, what is short may come and go.
+            back = self._queue[self._first : self._last][::-1][: wanted - len(front)]
+            back = back[: self._fitting(engine, back, DEVIATIONS)]
+            self._begin(engine, back)
+            self._last -= len(back)
+            rows += back.tolist()
+        return rows
+
+    def finished(self, rank: int, rows: Sequence[int], lengths: Sequence[int], steps: int) -> None:
+        """``lengths`` are the responses' tokens; in ``steps`` so far the engine wrote a token of each that it had."""
+        engine = self._engines[rank]
+        engine.steps = max(engine.steps, steps)
+        for row, length in zip(rows, lengths, strict=True):
+            del engine.running[row]
+            engine.ended.append(row)
+            self._lengths[row] = length
+        self._unfinished -= len(rows)
+        self._events += len(rows)
+
+    def lost(self, rank: int) -> None:
+        """All rows that the engine had, also those that it had finished, wait again. It gets no more."""
+        engine = self._engines.pop(rank)
+        self._waiting[[*engine.running, *engine.ended]] = True
+        self._num_waiting += len(engine.running) + len(engine.ended)
+        self._unfinished += len(engine.ended)
+        self._order()
+
+    def _takes_its_share(self, engine: _Engine) -> bool:
+        """Whether it can write its share of all that wait at once."""
+        share = self._queue[self._first : self._last : len(self._engines)]
+        places = engine.room.sequences - len(engine.running)
+        return len(share) <= places and self._fitting(engine, share, LAST_DEVIATIONS) == len(share)
+
+    def _begin(self, engine: _Engine, rows: Ints) -> None:
+        self._waiting[rows] = False
+        self._num_waiting -= len(rows)
+        engine.running |= dict.fromkeys(rows.tolist(), engine.steps)
+
+    def _fitting(self, engine: _Engine, rows: Ints, spare: float) -> int:
+        """How many of ``rows``, from the first, fit into the engine's cache besides what it has."""
+        prompts = self._prompts[rows]
+        running = np.fromiter(engine.running, np.int64, len(engine.running))
+        most = np.concatenate([self._prompts[running], prompts]) + self._max_tokens
+        fitting = len(rows)
+        if most.sum() > engine.room.tokens:
+            begun = np.fromiter(engine.running.values(), np.int64, len(engine.running))
+            written = np.minimum(engine.steps - begun, self._max_tokens - 1)
+            mean, variance = self._use(running, written)
+            more_mean, more_variance = self._use(rows, np.zeros(len(rows), np.int64))
+            means = mean.sum(0) + np.cumsum(more_mean, 0)
+            variances = variance.sum(0) + np.cumsum(more_variance, 0)
+            fits = (means + spare * np.sqrt(variances)).max(1, initial=0) <= engine.room.tokens
+            fitting = len(rows) if fits.all() else int(fits.argmin())
+            # One alone is written whatever is expected of it: its longest was found to fit beforehand.
+            fitting = max(fitting, int(len(running) == 0 < len(rows)))
+        return fitting
+
+    def _use(self, rows: Ints, written: Ints) -> tuple[Floats, Floats]:
+        left = self._max_tokens - written
+        return self._expectation.use(rows, self._prompts[rows], written.astype(np.float64), left)
+
+    def _order(self) -> None:
+        """Those that wait: first one of each group that has none yet, then by what is expected of their groups."""
+        self._events = 0
+        tokens = self._lengths.copy()
+        for engine in self._engines.values():
+            for row, begun in engine.running.items():
+                tokens[row] = max(tokens[row], min(engine.steps - begun, self._max_tokens - 1))
+        known = np.flatnonzero(~self._waiting | (self._lengths > 0))
+        self._expectation.learn(known, tokens[known].astype(np.float64), self._lengths[known] > 0)
+        rows = np.flatnonzero(self._waiting)
+        groups = self._groups[rows]
+        begun_groups = np.zeros(len(self._expectation.factors), np.bool_)
+        begun_groups[self._groups[known]] = True
+        first = np.searchsorted(groups, groups)
+        place = np.arange(len(rows)) - first
+        probe = (place == 0) & ~begun_groups[groups]
+        # Of groups of which nothing is known, samples in turn; and those of one group to different engines.
+        turn = (groups + place) % len(begun_groups)
+        self._queue = rows[np.lexsort((turn, place, self._expectation.factors[groups], ~probe))]
+        self._first, self._last = 0, len(self._queue)

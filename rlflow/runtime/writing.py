@@ -1,0 +1,94 @@
+"""What engines do over a run that take new samples while they write: which of them can, and what each did when."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlflow.batch import Prompts, Rollouts
+from rlflow.engines.base import Sampling
+from rlflow.errors import EngineError
+from rlflow.runtime.pulling import pulled
+
+Line = dict[str, Any]
+"""A second of an engine; a line of ``engines.jsonl``."""
+
+
+class Engines(Protocol):
+    """The workers of a role, by rank."""
+
+    def __len__(self) -> int: ...
+
+    def submit(self, rank: int, method: str, *arguments: Any) -> "Future[Any]": ...
+
+    def restart(self, ranks: Sequence[int]) -> Sequence[int]:
+        """New engines in the places of these, and of others where that must be: those that are new. Raises
+        EngineError."""
+
+
+class Writing:
+    """Of one role."""
+
+    def __init__(self, role: str, engines: Engines) -> None:
+        self._role, self._engines = role, engines
+        self._out: set[int] = set()
+        self._followed = False
+        self._before: dict[Sampling, NDArray[np.float64]] = {}
+        self._lines: list[Line] = []
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+        """``group_size`` rollouts of each prompt, in the order of keys. Raises EngineError when all engines fail.
+
+        One that fails is started anew, and writes again when it has the weights.
+        """
+        ranks = [rank for rank in range(len(self._engines)) if rank not in self._out]
+        if not ranks:
+            raise EngineError(f"role {self._role}: all engines have failed, and new ones have no weights yet.")
+        done = pulled(self._engines, ranks, prompts, sampling, self._before.get(sampling))
+        rollouts = done.joined()
+        self._before[sampling] = rollouts.response_ids.lengths.astype(np.float64)
+        self._note([rank for rank in ranks if rank not in done.lost])
+        if done.lost:
+            new = self._engines.restart(sorted(done.lost))
+            # A new engine has the weights that training began with.
+            self._out |= set(new) if self._followed else set()
+        return rollouts
+
+    def renewed(self) -> None:
+        """All engines have the same weights again."""
+        self._out.clear()
+        self._followed = True
+
+    def taken_lines(self) -> list[Line]:
+        """What the engines did since this was last asked."""
+        lines, self._lines = self._lines, []
+        return lines
+
+    def _note(self, ranks: Sequence[int]) -> None:
+        calls = {rank: self._engines.submit(rank, "seconds") for rank in ranks}
+        wait(calls.values())
+        for rank, call in calls.items():
+            # What has been written is there, whatever became of the engine since.
+            seconds = [] if call.exception() else call.result()
+            self._lines += [{"role": self._role, "engine": rank, **asdict(second)} for second in seconds]
+
+
+def summary(lines: Sequence[Line]) -> dict[str, float]:
+    """Of one role's generations in a step, in single numbers."""
+    engines = sorted({line["engine"] for line in lines})
+    worked = [sum(line["seconds"] for line in lines if line["engine"] == engine) for engine in engines]
+    tokens = sum(line["tokens"] for line in lines)
+    longest = max(worked, default=0.0)
+    if not longest:
+        return {}
+    return {
+        "engines/tokens_per_second": tokens / sum(worked),
+        "engines/idle": 1 - sum(worked) / (longest * len(worked)),
+        "engines/idle_most": 1 - min(worked) / longest,
+        "engines/last": engines[worked.index(longest)],
+        "engines/cache_most": max(line["cache"] for line in lines),
+        "engines/preemptions": sum(line["preemptions"] for line in lines),
+    }

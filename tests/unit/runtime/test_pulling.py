@@ -1,0 +1,146 @@
+"""Generation over engines that take new samples while they write: here threads of this process."""
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlflow.batch import Prompts, Rollouts
+from rlflow.engines.base import EngineSpec, Sampling
+from rlflow.engines.fake import FakeEngine
+from rlflow.errors import EngineError
+from rlflow.runtime.writing import Writing, summary
+from tests.helpers import WritingEngine, prompts, spec
+from tests.unit.runtime.test_proxies import Threads
+
+SAMPLING = Sampling(max_tokens=4, group_size=3)
+GIVEN = prompts(tuple(range(2, 22)))
+
+
+def check(out: Rollouts) -> None:
+    alone = FakeEngine(spec()).generate(GIVEN, SAMPLING)
+    assert out.keys.tolist() == alone.keys.tolist()
+    assert out.response_ids.values.tolist() == alone.response_ids.values.tolist()
+    assert tuple(out.texts) == tuple(alone.texts)
+
+
+class Held(WritingEngine):
+    """Does not finish prompt 0 before it is told that all others are done, on whatever engine."""
+
+    left = 0
+    done = threading.Event()
+
+    def response(self, sample: Prompts, sampling: Sampling) -> "Future[Any]":
+        if sample.keys[0, 1] > 0:
+            Held.left -= 1
+            if Held.left == 0:
+                Held.done.set()
+            return super().response(sample, sampling)
+        late: Future[Any] = Future()
+
+        def finish() -> None:
+            assert Held.done.wait(60)
+            late.set_result(super(Held, self).response(sample, sampling).result())
+
+        threading.Thread(target=finish, daemon=True).start()
+        return late
+
+
+def test_no_sample_waits_behind_a_long_one() -> None:
+    """An engine with all but one of its places taken for long goes on, and so do the others, or this hangs."""
+    Held.left, Held.done = (len(GIVEN) - 1) * SAMPLING.group_size, threading.Event()
+    check(Writing("rollout", Threads([Held(spec()) for _ in range(2)])).generate(GIVEN, SAMPLING))
+
+
+def test_samples_go_out_in_few_messages() -> None:
+    workers = Threads([WritingEngine(spec(), (64, 10_000)) for _ in range(2)])
+    check(Writing("rollout", workers).generate(GIVEN, SAMPLING))
+    assert [method for _, method in workers.calls] == ["begin"] * 2 + ["write_rows"] * 2 + ["seconds"] * 2
+    assert [sum(map(len, engine.given)) for engine in workers.engines] == [30, 30]
+
+
+class Dying(WritingEngine):
+    """Fails when it is given samples for the ``at``-th time, or hands over what it has written."""
+
+    at: int | None = 2
+
+    def submit(self, samples: Prompts, sampling: Sampling) -> "list[Future[Any]]":
+        if len(self.given) == self.at:
+            raise EngineError("it died")
+        return super().submit(samples, sampling)
+
+    def finish(self) -> Rollouts:
+        if self.at is None:
+            raise EngineError("it died at the end")
+        return super().finish()
+
+
+class DyingAtTheEnd(Dying):
+    at = None
+
+
+@pytest.mark.parametrize("kind", [Dying, DyingAtTheEnd])
+@pytest.mark.parametrize("room", [4, 100])
+def test_the_samples_of_an_engine_that_fails_go_to_the_others(kind: type[Dying], room: int) -> None:
+    class Here(kind):  # type: ignore[misc,valid-type]
+        at = 0 if room == 100 and kind is Dying else kind.at
+
+    workers = Threads([WritingEngine(spec(), (room, 10_000)), Here(spec(), (room, 10_000))])
+    writing = Writing("rollout", workers)
+    writing.renewed()
+    check(writing.generate(GIVEN, SAMPLING))
+    failed = not (room == 100 and kind is DyingAtTheEnd)
+    # The new engine writes nothing before it has the weights.
+    check(writing.generate(GIVEN, SAMPLING))
+    assert (workers.engines[1].given == []) is failed
+    writing.renewed()
+    workers.engines[1].at = 99
+    check(writing.generate(GIVEN, SAMPLING))
+    assert workers.engines[1].given
+
+
+def test_when_all_have_failed_it_is_an_error() -> None:
+    with pytest.raises(EngineError, match="it died"):
+        Writing("rollout", Threads([Dying(spec()) for _ in range(2)])).generate(GIVEN, SAMPLING)
+
+
+class Mute(WritingEngine):
+    """Its cache has room for one sample at its longest and one that has just begun."""
+
+    def __init__(self, given: EngineSpec) -> None:
+        super().__init__(given, (8, 30))
+
+
+def test_a_full_cache_holds_samples_back() -> None:
+    workers = Threads([Mute(spec()) for _ in range(2)])
+    check(Writing("rollout", workers).generate(GIVEN, SAMPLING))
+    assert max(len(given) for engine in workers.engines for given in engine.given) < 8
+
+
+def test_what_engines_did_is_told_once() -> None:
+    writing = Writing("rollout", Threads([WritingEngine(spec()) for _ in range(2)]))
+    writing.generate(GIVEN, SAMPLING)
+    lines = writing.taken_lines()
+    assert [(line["role"], line["engine"], line["tokens"]) for line in lines] == [
+        ("rollout", 0, 10),
+        ("rollout", 1, 10),
+    ]
+    assert writing.taken_lines() == []
+    lines[1] |= {"seconds": 0.25, "cache": 0.75, "preemptions": 2}
+    assert summary(lines) == {
+        "engines/tokens_per_second": 16.0,
+        "engines/idle": 0.375,
+        "engines/idle_most": 0.75,
+        "engines/last": 0,
+        "engines/cache_most": 0.75,
+        "engines/preemptions": 2,
+    }
+    assert summary([]) == {}
+
+
+def test_rows_arrive_in_the_order_of_keys() -> None:
+    out = Writing("rollout", Threads([WritingEngine(spec()) for _ in range(3)])).generate(GIVEN, SAMPLING)
+    order = np.lexsort((out.keys[:, 2], out.keys[:, 1]))
+    assert order.tolist() == list(range(len(out)))

@@ -1,0 +1,143 @@
+"""Which sample goes where: every one exactly once, the longest first, and no more than fit."""
+
+import heapq
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from rlflow.runtime.expectation import Expectation
+from rlflow.runtime.scheduling import Room, Scheduler
+
+Ints = NDArray[np.int64]
+GROUP = 4
+
+
+def drain(
+    scheduler: Scheduler, lengths: Ints, ranks: int, lose: Mapping[int, int] | None = None
+) -> tuple[dict[int, int], list[int]]:
+    """Engines that write a token of each sample in a step and tell of every end. Who wrote what, and the order in which
+    samples were begun. ``lose``: an engine fails after so many events."""
+    begun: list[int] = []
+    running: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(ranks)}
+    steps = dict.fromkeys(running, 0)
+    lose = dict(lose or {})
+
+    def give(rank: int, rows: list[int]) -> None:
+        begun.extend(rows)
+        for row in rows:
+            heapq.heappush(running[rank], (steps[rank] + int(lengths[row]), row))
+
+    for rank, rows in scheduler.deal().items():
+        give(rank, rows)
+    written: dict[int, int] = {}
+    events = 0
+    while any(running.values()):
+        rank = min((rank for rank in running if running[rank]), key=lambda rank: running[rank][0][0])
+        end, row = heapq.heappop(running[rank])
+        steps[rank] = end
+        events += 1
+        if rank in lose and events >= lose[rank]:
+            running.pop(rank)
+            written = {row: by for row, by in written.items() if by != rank}
+            scheduler.lost(rank)
+            for other in scheduler.ranks:
+                give(other, scheduler.next(other))
+            continue
+        assert row not in written
+        written[row] = rank
+        scheduler.finished(rank, [row], [int(lengths[row])], end)
+        give(rank, scheduler.next(rank))
+    return written, begun
+
+
+def scheduler(prompts: int, ranks: int, max_tokens: int, room: Room, before: Ints | None = None) -> Scheduler:
+    expected = None if before is None else before.astype(np.float64)
+    return Scheduler(np.full(prompts, 5), GROUP, max_tokens, dict.fromkeys(range(ranks), room), before=expected)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40).map(lambda drawn: np.repeat(drawn, GROUP)),
+    ranks=st.integers(1, 5),
+    sequences=st.integers(1, 20),
+    tokens=st.integers(55, 1000),
+    lose=st.dictionaries(st.integers(1, 4), st.integers(1, 60)),
+)
+def test_every_sample_is_written_once(
+    lengths: Ints, ranks: int, sequences: int, tokens: int, lose: Mapping[int, int]
+) -> None:
+    """Whatever room there is and whichever engines fail, as long as one is left; and the same again."""
+
+    def run() -> tuple[dict[int, int], list[int]]:
+        made = scheduler(len(lengths) // GROUP, ranks, 50, Room(sequences, tokens))
+        done = drain(made, lengths, ranks, {rank: at for rank, at in lose.items() if rank < ranks})
+        assert (made.unfinished, made.waiting) == (0, 0)
+        assert sorted(row for rank in made.ranks for row in made.rows(rank)) == list(range(len(lengths)))
+        return done
+
+    written, begun = run()
+    assert sorted(written) == list(range(len(lengths)))
+    assert run() == (written, begun)
+
+
+def test_one_of_each_group_comes_first_and_then_the_longest() -> None:
+    group_lengths = np.random.default_rng(0).permutation(np.arange(1, 41) * 10)
+    lengths = np.repeat(group_lengths, GROUP)
+    _, begun = drain(scheduler(40, 2, 500, Room(8, 10**6)), lengths, 2)
+    assert sorted(row // GROUP for row in begun[:40]) == list(range(40))
+    ranks = np.argsort(np.argsort(group_lengths[np.array(begun[40:]) // GROUP]))
+    assert np.corrcoef(ranks, -np.arange(len(ranks)))[0, 1] > 0.8
+
+
+@pytest.mark.parametrize("draw", [lambda rng: rng.exponential(60, 400), lambda rng: rng.normal(300, 30, 400)])
+def test_the_cache_is_filled_and_does_not_overflow(draw: Callable[[np.random.Generator], NDArray[np.float64]]) -> None:
+    """Samples whose lengths are distributed as those of the step before."""
+    rng = np.random.default_rng(0)
+    room, limit = Room(10**6, 12_000), 400
+    before, lengths = (np.clip(draw(rng), 1, limit).astype(np.int64) for _ in range(2))
+    made = scheduler(100, 1, limit, room, before)
+    held: list[int] = []
+    running: list[tuple[int, int]] = []
+    steps = 0
+    rows = made.deal()[0]
+    while rows or running:
+        running += [(steps, row) for row in rows]
+        steps += 1
+        ended = [row for begun, row in running if steps - begun == lengths[row]]
+        held.append(sum(5 + steps - begun for begun, _ in running))
+        running = [(begun, row) for begun, row in running if row not in ended]
+        made.finished(0, ended, lengths[ended].tolist(), steps)
+        rows = made.next(0)
+    assert max(held) <= room.tokens
+    assert np.mean(held[: len(held) // 2]) > 0.4 * room.tokens
+
+
+def test_one_that_is_alone_is_written_whatever_is_expected() -> None:
+    made = scheduler(2, 1, 100, Room(8, 105))
+    assert [len(made.deal()[0]), made.next(0)] == [1, []]
+
+
+class TestExpectation:
+    def learned(self, tokens: list[float], done: list[bool]) -> Expectation:
+        """Groups of one."""
+        made = Expectation(np.arange(len(tokens)), 100)
+        made.learn(np.arange(len(tokens)), np.array(tokens), np.array(done))
+        return made
+
+    def test_who_writes_on_is_longer_than_who_has_ended(self) -> None:
+        factors = self.learned([10, 50, 50, 100], [True, True, False, True]).factors
+        assert factors[0] > factors[1] > factors[2] > factors[3]
+
+    def test_nothing_is_expected_beyond_the_limit(self) -> None:
+        mean, variance = self.learned([0.0], [False]).use(
+            np.array([0]), np.array([7]), np.array([90.0]), np.array([10])
+        )
+        assert mean.max() <= 107
+        assert variance.max() <= 107**2
+
+    def test_without_a_step_before_responses_are_as_long_as_they_may_be(self) -> None:
+        mean, _ = Expectation(np.array([0]), 100).use(np.array([0]), np.array([7]), np.array([0.0]), np.array([100]))
+        assert mean.max() == pytest.approx(107)
