@@ -23,16 +23,26 @@ from rlflow.engines.causal_lm.packing import Index, Stream
 Exchange = Callable[[Tensor], Tensor]
 
 
-def padded(stream: Stream, multiple: int) -> Stream:
-    """With tokens at the end that nothing is predicted from and nobody attends to."""
-    more = -len(stream.ids) % multiple
+def shared(stream: Stream, size: int) -> Stream:
+    """In the order of ranks, of which each has every ``size``-th token: of prompts and of responses alike, since only
+    these have logits. At the end are tokens that nothing is predicted from and nobody attends to, for equal parts.
+    """
+    more = -len(stream.ids) % size
     ids, positions, owners = (np.pad(x, (0, more)) for x in (stream.ids, stream.positions, stream.owners))
-    return replace(stream, ids=ids, positions=positions, owners=owners)
+    order = np.arange(len(ids)).reshape(-1, size).T.ravel()
+    places = np.argsort(order)
+    return Stream(
+        ids=ids[order],
+        positions=positions[order],
+        predictors=places[stream.predictors],
+        blocks=tuple(places[block] for block in stream.blocks),
+        owners=owners[order],
+    )
 
 
 def part_of(stream: Stream, rank: int, size: int) -> tuple[Stream, Index]:
     """The tokens of ``rank`` of ``size`` without their attention, and which predictors are among them."""
-    stream = padded(stream, size)
+    stream = shared(stream, size)
     length = len(stream.ids) // size
     mine = slice(rank * length, (rank + 1) * length)
     tokens = np.flatnonzero(stream.predictors // length == rank)
@@ -51,7 +61,7 @@ class UlyssesLayout:
     """Attention over a whole stream, for a rank that has a part of it."""
 
     def __init__(self, stream: Stream, device: torch.device, size: int, exchange: Exchange) -> None:
-        self._inner = PackedLayout(padded(stream, size), device)
+        self._inner = PackedLayout(shared(stream, size), device)
         self._size = size
         self._exchange = exchange
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlflow.engines.causal_lm.attention import PackedLayout
 from rlflow.engines.causal_lm.packing import pack
-from rlflow.engines.sharded.ulysses import UlyssesLayout, padded, part_of
+from rlflow.engines.sharded.ulysses import UlyssesLayout, part_of, shared
 from tests.helpers import sequences
 
 GIVEN = sequences([5, 2, 4], [[4, 3, 1], [2], [1, 6]])
@@ -35,7 +35,7 @@ class Exchange:
 @pytest.mark.parametrize(("size", "heads", "key_heads"), [(2, 4, 2), (2, 2, 1), (4, 4, 2), (4, 8, 8), (3, 6, 2)])
 def test_shared_attention_is_whole_attention(size: int, heads: int, key_heads: int) -> None:
     stream = pack(GIVEN.prompt_ids, GIVEN.response_ids)
-    tokens = len(padded(stream, size).ids)
+    tokens = len(shared(stream, size).ids)
     draw = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, count, tokens, 8, generator=draw) for count in (heads, key_heads, key_heads)]
     whole = [x[:, :, : len(stream.ids)].clone().requires_grad_() for x in inputs]
@@ -43,23 +43,23 @@ def test_shared_attention_is_whole_attention(size: int, heads: int, key_heads: i
     expected = PackedLayout(stream, CPU).attend(0, query, key, value, 0.3)
     torch.autograd.backward(expected.square().sum())
 
-    shared = [x.clone().requires_grad_() for x in inputs]
+    theirs = [x.clone().requires_grad_() for x in inputs]
     exchange = Exchange(size)
 
     def attend(rank: int) -> Tensor:
         layout = UlyssesLayout(stream, CPU, size, lambda pieces: exchange.of(rank, pieces))
-        query, key, value = (x.chunk(size, dim=2)[rank] for x in shared)
+        query, key, value = (x[:, :, rank::size] for x in theirs)
         return layout.attend(0, query, key, value, 0.3)
 
     with ThreadPoolExecutor(size) as ranks:
         parts = list(ranks.map(attend, range(size)))
-    out = torch.cat(parts, dim=1)[:, : len(stream.ids)]
+    out = torch.stack(parts, dim=2).flatten(1, 2)[:, : len(stream.ids)]
     assert torch.allclose(out, expected, atol=1e-6)
     torch.autograd.backward(out.square().sum())
-    for ours, theirs in zip(shared, whole, strict=True):
+    for ours, alone in zip(theirs, whole, strict=True):
         assert ours.grad is not None
-        assert theirs.grad is not None
-        assert torch.allclose(ours.grad[:, :, : len(stream.ids)], theirs.grad, atol=1e-5)
+        assert alone.grad is not None
+        assert torch.allclose(ours.grad[:, :, : len(stream.ids)], alone.grad, atol=1e-5)
         assert not ours.grad[:, :, len(stream.ids) :].any()
 
 
@@ -69,8 +69,16 @@ def test_parts_are_the_whole(size: int) -> None:
     parts = [part_of(stream, rank, size) for rank in range(size)]
     assert len({len(part.ids) for part, _ in parts}) == 1
     for name in ("ids", "positions"):
-        joined = np.concatenate([getattr(part, name) for part, _ in parts])
+        joined = np.stack([getattr(part, name) for part, _ in parts], axis=1).ravel()
         assert joined[: len(stream.ids)].tolist() == getattr(stream, name).tolist()
     assert sorted(np.concatenate([tokens for _, tokens in parts])) == list(range(len(stream.predictors)))
     for part, tokens in parts:
         assert part.ids[part.predictors].tolist() == stream.ids[stream.predictors[tokens]].tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_have_as_many_predictors(size: int) -> None:
+    given = sequences([60], [[50]])
+    stream = pack(given.prompt_ids, given.response_ids)
+    counts = [len(part_of(stream, rank, size)[1]) for rank in range(size)]
+    assert max(counts) - min(counts) <= 1
