@@ -40,8 +40,9 @@ def connected(cluster: Cluster) -> Iterator[None]:
 
 
 @contextmanager
-def simulated(cluster: Cluster) -> Iterator[Any]:
-    """Hosts that are processes of this machine, with numbers in place of GPUs. Gives Ray's own object for them."""
+def simulated(cluster: Cluster, store_bytes: int = _SIMULATED_STORE) -> Iterator[Any]:
+    """Hosts that are processes of this machine, with numbers in place of GPUs, and object stores of ``store_bytes``
+    each. Gives Ray's own object for them."""
     quiet_ray()
     from ray._private.services import find_bootstrap_address
     from ray.cluster_utils import Cluster as Processes
@@ -55,7 +56,7 @@ def simulated(cluster: Cluster) -> Iterator[Any]:
                     node_name=host.name,
                     num_gpus=host.gpus,
                     num_cpus=1,
-                    object_store_memory=_SIMULATED_STORE,
+                    object_store_memory=store_bytes,
                     labels={_SIMULATED: "true"},
                     include_dashboard=False,
                     wait=False,

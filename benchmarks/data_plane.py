@@ -1,0 +1,350 @@
+"""What moving a batch between processes takes: ``python -m benchmarks.data_plane [--json FILE]``.
+
+4096 samples of up to 8192 tokens (a long tail, 1800 in the mean), six fields of a value a token, four workers on one
+Ray. Each has written a quarter of the batch, row by row: it makes arrays of it, all of it is handed out anew by ranks,
+and every value is read. This is done in turns as rlflow does it, as padded torch tensors and as padded numpy arrays.
+These are padded to the longest of the batch, with whole numbers of 64 bits and the attention mask that padding needs,
+as tokenizers give them, and sent in micro-batches of 32 rows, by reference and never through this process. What is
+padded with whole numbers of 32 bits and without a mask is shown beside them. Each way is gone twice in a row in memory
+that is free, and the second time counts. The limit is one copy of the same bytes within one process, to new memory as
+any second copy needs it.
+
+Then whole steps of GRPO by rlflow's own loop, with engines that write without a model: 256 x 16 and 512 x 32 samples of
+such lengths. Counted are the bytes in the store against those of the plan, those that were spilled, and those of all
+messages that the controller sends and gets.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from mmap import mmap
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+import rlflow
+from benchmarks.long_writer import LONGEST, WriterWorker, lengths_of
+from benchmarks.reporting import Goal, finish
+from benchmarks.traffic import counted
+from rlflow.batch import Batch, Packed, Sequences
+from rlflow.compiler.lower import models_in_use
+from rlflow.data.source import load_rows, open_training_data
+from rlflow.engines.causal_lm.pretrained import load_tokenizer
+from rlflow.runtime.actors import ALLOCATION, told
+from rlflow.runtime.budget import Budget
+from rlflow.runtime.handover import Handover, Remote, blocks_of
+from rlflow.runtime.hosting import store_rooms
+from rlflow.runtime.hosts import quiet_ray, simulated
+from rlflow.runtime.kept import Keeper
+from rlflow.runtime.parts import Whole
+from rlflow.runtime.proxies import gathered
+from rlflow.runtime.ray import RayRuntime
+from rlflow.runtime.roles import RayEngines
+from rlflow.runtime.run import train_step
+from rlflow.runtime.shares import shares
+
+WORKERS, SAMPLES = 4, 4096
+MICRO_BATCH, MICRO_BATCH_TOKENS = 32, 32768
+REPEATS = 5
+STORE = 3_000_000_000
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Six(Batch):
+    """Two fields of whole numbers and four of others."""
+
+    keys: NDArray[np.int64]
+    ids: Packed
+    versions: Packed
+    logprobs: Packed
+    reference: Packed
+    values: Packed
+    returns: Packed
+
+
+WHOLE, REAL = ("ids", "versions"), ("logprobs", "reference", "values", "returns")
+
+
+class Holder:
+    """In a worker: its part of the batch, row by row, as an engine has written it."""
+
+    def __init__(self, rank: int, lengths: NDArray[np.int64]) -> None:
+        rows = np.array_split(np.arange(len(lengths)), WORKERS)[rank]
+        draw = np.random.default_rng(rank)
+        self.keys = np.stack([np.zeros_like(rows), rows // 16, rows % 16], axis=1)
+        self.rows: dict[str, list[NDArray[Any]]] = {
+            name: [draw.integers(1, 1 << 20, length, np.int32) for length in lengths[rows]] for name in WHOLE
+        }
+        self.rows |= {name: [draw.random(length, np.float32) for length in lengths[rows]] for name in REAL}
+        self.longest = int(lengths.max())
+
+    def make(self) -> Six:
+        columns = {name: Packed.from_rows(rows, rows[0].dtype) for name, rows in self.rows.items()}
+        return Six(keys=self.keys, **columns)
+
+    def read(self, given: Six) -> int:
+        """A checksum over every value, micro-batch by micro-batch, as engines read."""
+        total = 0
+        cuts = np.flatnonzero(np.diff(np.cumsum(given.ids.lengths) // MICRO_BATCH_TOKENS)) + 1
+        for rows in np.split(np.arange(len(given)), cuts):
+            part = given.take(rows)
+            for name in self.rows:
+                total ^= checksum(getattr(part, name).values)
+        return total
+
+    def put_padded(self, as_torch: bool, small: bool) -> list[Any]:
+        """References to micro-batches."""
+        ray, torch = quiet_ray(), import_module("torch")
+        references = []
+        for start in range(0, len(self.keys), MICRO_BATCH):
+            part = slice(start, start + MICRO_BATCH)
+            arrays = {name: self._padded(rows[part], small) for name, rows in self.rows.items()}
+            if not small:
+                arrays["attention_mask"] = (arrays["ids"] > 0).astype(np.int64)
+            references.append(ray.put({k: torch.from_numpy(v) for k, v in arrays.items()} if as_torch else arrays))
+        return references
+
+    def read_padded(self, references: list[Any]) -> int:
+        total = 0
+        for reference in references:
+            arrays = quiet_ray().get(reference)
+            read = {name: checksum(np.asarray(array)) for name, array in arrays.items()}
+            read.pop("attention_mask", None)
+            total ^= int(np.bitwise_xor.reduce(list(read.values())))
+        return total
+
+    def _padded(self, rows: list[NDArray[Any]], small: bool) -> NDArray[Any]:
+        kind = np.int64 if rows[0].dtype == np.int32 and not small else rows[0].dtype
+        whole = np.zeros((len(rows), self.longest), kind)
+        for line, row in zip(whole, rows, strict=True):
+            line[: len(row)] = row
+        return whole
+
+
+def checksum(values: NDArray[Any]) -> int:
+    """Padding does not change it, nor does the number of bits."""
+    return int(np.bitwise_xor.reduce(values.ravel().view(f"i{values.itemsize}"))) if values.size else 0
+
+
+class Workers:
+    """The same four processes for every form."""
+
+    def __init__(self, lengths: NDArray[np.int64]) -> None:
+
+        remote = quiet_ray().remote(Keeper).options(num_cpus=0, runtime_env={"env_vars": ALLOCATION})
+        self.actors = [remote.remote() for _ in range(WORKERS)]
+        holders = [quiet_ray().cloudpickle.dumps(Holder(rank, lengths)) for rank in range(WORKERS)]
+        quiet_ray().get([actor.hold.remote(holder) for actor, holder in zip(self.actors, holders, strict=True)])
+        self.handover = Handover(Budget(store_rooms()))
+
+    def call(self, rank: int, method: str, *arguments: Any, **named: Any) -> Any:
+        return told(getattr(self.actors[rank], method).remote(*arguments, **named), f"worker {rank}")
+
+    def ways(self) -> Mapping[str, Callable[[], int]]:
+        return {
+            "packed": self.ours,
+            "padded torch": lambda: self.padded(True),
+            "padded numpy": lambda: self.padded(False),
+            "padded numpy, 32 bits": lambda: self.padded(False, small=True),
+        }
+
+    def remotes(self) -> list[Remote]:
+        return [partial(self.call, rank) for rank in range(WORKERS)]
+
+    def made(self) -> Six:
+        return Six.joined(gathered([self.handover.call(remote, "make") for remote in self.remotes()]))
+
+    def padding(self) -> int:
+        """Values in the store that belong to no row."""
+        batch = self.made()
+        rows = sum(int(getattr(batch, name).lengths.sum()) for name in (*WHOLE, *REAL))
+        return sum(block.count for block in blocks_of(batch)) - rows
+
+    def ours(self) -> int:
+
+        remotes = self.remotes()
+        batch = self.made()
+        whole = Whole(batch)
+        cut = shares(Sequences(keys=batch.keys, prompt_ids=batch.ids, response_ids=batch.ids), WORKERS)
+        sums = [self.handover.call(remote, "read", whole.part(rows)) for remote, rows in zip(remotes, cut, strict=True)]
+        return int(np.bitwise_xor.reduce(gathered(sums)))
+
+    def padded(self, as_torch: bool, small: bool = False) -> int:
+        """Micro-batches go to the ranks in turn."""
+        ray = quiet_ray()
+        made = ray.get([actor.call.remote("put_padded", as_torch, small) for actor in self.actors])
+        references = [reference for part in made for reference in part]
+        sums = [actor.call.remote("read_padded", references[rank::WORKERS]) for rank, actor in enumerate(self.actors)]
+        return int(np.bitwise_xor.reduce(ray.get(sums)))
+
+
+def settled() -> None:
+    """Until nothing is left in the store: Ray frees once a second."""
+    deadline = time.monotonic() + 20
+    while store_stats().object_store_bytes_used > 1 << 20:
+        assert time.monotonic() < deadline, "something is left in the store"
+        time.sleep(0.05)
+
+
+def store_stats() -> Any:
+    """Ray's, of the first host."""
+    from ray._private.internal_api import node_stats
+
+    node = quiet_ray().nodes()[0]
+    stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
+    return stats.store_stats
+
+
+def seconds(way: Callable[[], int]) -> tuple[float, int]:
+    """Of the second time, and the checksum."""
+    for _ in range(2):
+        settled()
+        began = time.perf_counter()
+        result = way()
+        took = time.perf_counter() - began
+    return took, result
+
+
+def copied(source: list[NDArray[Any]], to_new: bool) -> float:
+    """Seconds of one copy."""
+    targets = source
+    if not to_new:
+        targets = [array.copy() for array in source]
+    began = time.perf_counter()
+    for array, used in zip(source, targets, strict=True):
+        target = np.frombuffer(mmap(-1, array.nbytes), array.dtype) if to_new else used
+        target[:] = array
+    return time.perf_counter() - began
+
+
+def moved() -> tuple[Mapping[str, float], int]:
+    """Seconds of every way, as medians, and the padding in what is stored of ours."""
+    lengths = lengths_of(SAMPLES)
+    taken: dict[str, list[float]] = {}
+    sums = set()
+    workers = Workers(lengths)
+    source = [np.ones(int(lengths.sum()), np.int32) for _ in (*WHOLE, *REAL)]
+    for _ in range(REPEATS):
+        for name, way in workers.ways().items():
+            took, result = seconds(way)
+            taken.setdefault(name, []).append(took)
+            sums.add(result)
+        taken.setdefault("memcpy", []).append(copied(source, to_new=True))
+        taken.setdefault("memcpy to memory in use", []).append(copied(source, to_new=False))
+    assert len(sums) == 1, "all have read the same"
+    return {name: median(values) for name, values in taken.items()}, workers.padding()
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Of one size of a step."""
+
+    samples: int
+    seconds: float
+    stored: int
+    """Bytes, of all edges."""
+    peak_over_predicted: float
+    controller_bytes: int
+    """Of a step."""
+
+
+def steps_of(prompts: int, group_size: int, steps: int = 3) -> Steps:
+    """On a host of two processors, where every role is on both."""
+
+    pins = [f"roles.{role}.{pin}" for role in ("actor", "rollout", "reference") for pin in ("engine=fake", "gpus=2")]
+    quantiles = np.quantile(lengths_of(20000), (np.arange(200) + 0.5) / 200)
+    recipe = rlflow.load(
+        [
+            "recipe=grpo_tiny_cluster",
+            *pins,
+            "models.policy={recipe: null, random_weights: true, characters: '0123456789+='}",
+            "models.policy.architecture={model_type: qwen3, hidden_size: 64, intermediate_size: 128,"
+            " num_attention_heads: 2, num_hidden_layers: 2, num_key_value_heads: 1, head_dim: 32, vocab_size: 13,"
+            f" max_position_embeddings: {LONGEST + 64}}}",
+            f"data.batch_size={prompts}",
+            f"graph.rollouts={{group_size: {group_size}, max_tokens: {LONGEST}}}",
+            f"expect.response_tokens={[round(each) for each in quantiles]}",
+        ]
+    )
+    plan = rlflow.compile(recipe, "1x2@cpu")
+    models = models_in_use(recipe)
+    data_options = recipe.data
+    tokenizer = load_tokenizer("policy", models["policy"])
+    rows = load_rows(data_options, "split")
+    data = open_training_data(data_options, tokenizer, rows, recipe.seed, with_responses=False)
+    with (
+        patch("rlflow.runtime.actors.EngineWorker", WriterWorker),
+        TemporaryDirectory() as folder,
+        RayRuntime().start(plan, models, Path(folder)) as engines,
+    ):
+        assert isinstance(engines, RayEngines)
+        budget, hosted = engines.handover.budget, engines.hosted(data)
+        took = []
+        train_step(plan, engines, hosted, 0)
+        with counted() as traffic:
+            train_step(plan, engines, hosted, 1)
+        for step in range(steps):
+            settled()
+            took.append(train_step(plan, engines, hosted, step + 2)["seconds"])
+        (peak,) = budget.peaks.values()
+        stored = sum(budget.taken_sums().values()) // (steps + 2)
+    (predicted,) = plan.prediction.data.store_peak_gib.values()
+    samples = prompts * group_size
+    return Steps(samples, median(took), stored, peak / (predicted * 2**30), traffic.nbytes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    json_file = parser.parse_args().json
+    cluster = rlflow.compile(rlflow.load(["recipe=grpo_tiny_cluster"]), "1x2@cpu").cluster
+    with simulated(cluster, STORE):
+        ways, padding = moved()
+        small, large = steps_of(256, 16), steps_of(512, 32)
+        spilled = store_stats().spilled_bytes_total
+    table = Table("way", "seconds", "over packed")
+    for name, took in ways.items():
+        table.add_row(name, f"{took:.3f}", f"{took / ways['packed']:.2f}")
+    Console().print(table)
+    table = Table("samples", "seconds", "stored", "peak over predicted", "controller's messages", "a sample")
+    for each in (small, large):
+        peak, messages = f"{each.peak_over_predicted:.3f}", f"{each.controller_bytes / 1024:.0f} KiB"
+        row = (f"{each.seconds:.2f}", f"{each.stored / 1e6:.0f} MB", peak, messages)
+        table.add_row(str(each.samples), *row, f"{each.controller_bytes / each.samples:.1f}")
+    Console().print(table)
+    worst = max(small.peak_over_predicted, large.peak_over_predicted, key=lambda ratio: abs(ratio - 1))
+    figures = {
+        "padded_torch_over_packed": ways["padded torch"] / ways["packed"],
+        "padded_numpy_over_packed": ways["padded numpy"] / ways["packed"],
+        "packed_over_memcpy": ways["packed"] / ways["memcpy"],
+        "controller_bytes_per_sample": max((each.controller_bytes - 65536) / each.samples for each in (small, large)),
+        "pad_tokens": padding,
+        "spilled_bytes": float(spilled),
+        "store_peak_over_predicted": worst,
+        "time_over_bytes_growth": (large.seconds / small.seconds) / (large.stored / small.stored),
+    }
+    met = {
+        "padded_torch_over_packed": ("at least 15", figures["padded_torch_over_packed"] >= 15),
+        "padded_numpy_over_packed": ("at least 5", figures["padded_numpy_over_packed"] >= 5),
+        "packed_over_memcpy": ("at most 3", figures["packed_over_memcpy"] <= 3),
+        "controller_bytes_per_sample": ("at most 100 above 64 KiB", figures["controller_bytes_per_sample"] <= 100),
+        "pad_tokens": ("none", figures["pad_tokens"] == 0),
+        "spilled_bytes": ("none", figures["spilled_bytes"] == 0),
+        "store_peak_over_predicted": ("0.9 to 1.1", 0.9 <= worst <= 1.1),
+        "time_over_bytes_growth": ("at most 1", figures["time_over_bytes_growth"] <= 1),
+    }
+    return finish("data_plane", figures, {name: Goal(*goal) for name, goal in met.items()}, json_file)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

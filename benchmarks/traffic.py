@@ -1,0 +1,52 @@
+"""The bytes of all messages that this process exchanges with others through Ray: what it sends, gets, and puts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import ray
+from ray.actor import ActorMethod
+
+from rlflow.runtime import actors, hosting
+
+
+@dataclass
+class Traffic:
+    nbytes: int = 0
+    messages: int = 0
+
+    def count(self, content: Any) -> None:
+        """As Ray makes bytes of it; its own envelope is not in it."""
+        context = ray._private.worker.global_worker.get_serialization_context()
+        self.nbytes += context.serialize(content).total_bytes
+        self.messages += 1
+
+
+@contextmanager
+def counted() -> Iterator[Traffic]:
+    """What goes to and comes from processes that are called inside."""
+    traffic = Traffic()
+    remote, told, put = ActorMethod._remote, actors.told, ray.put
+
+    def counted_remote(method: Any, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        traffic.count((args, kwargs))
+        return remote(method, args, kwargs, **options)
+
+    def counted_told(reference: Any, who: str) -> Any:
+        answer = told(reference, who)
+        answer.add_done_callback(lambda done: None if done.exception() else traffic.count(done.result()))
+        return answer
+
+    def counted_put(value: Any, **options: Any) -> Any:
+        traffic.count(value)
+        return put(value, **options)
+
+    with (
+        patch.object(ActorMethod, "_remote", counted_remote),
+        patch.object(actors, "told", counted_told),
+        patch.object(hosting, "told", counted_told),
+        patch.object(ray, "put", counted_put),
+    ):
+        yield traffic
