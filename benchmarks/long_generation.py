@@ -1,0 +1,186 @@
+"""Long texts in the loop: ``python -m benchmarks.long_generation [--json FILE]``.
+
+Two vLLM engines on this machine's processor write responses that end by chance, so most are short and a few very long;
+the places of each engine are fewer than its share, and new samples come into those that short ones leave. In the loop,
+rlflow's controller gives the samples out through Ray. Alone, each of two processes with vLLM and nothing else is given
+half of the very same requests at once: the prompts are split so that the halves have as many tokens, which nobody could
+know beforehand. Pinned, each engine of rlflow is called once, with its half of the batch in the order of the data.
+Tokens a second of both engines until the last is done, the best of some turns; all write the same, which is checked.
+"""
+
+import argparse
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+import rlflow
+from benchmarks.reporting import Goal, finish
+from benchmarks.rollout_overhead import vllm_alone
+from rlflow.batch import Prompts, Rollouts
+from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.plan import Plan
+from rlflow.data.source import load_rows, open_training_data
+from rlflow.engines.base import EngineSpec, Sampling, sample_seed
+from rlflow.engines.causal_lm.pretrained import load_tokenizer
+from rlflow.runtime import specs
+from rlflow.runtime.parts import Whole
+from rlflow.runtime.proxies import RoleProxy, gathered
+from rlflow.runtime.ray import RayRuntime
+
+ENGINES, GROUP_SIZE, PROMPTS, PLACES = 2, 8, 24, 32
+MAX_TOKENS = 1536
+# One in so many tokens ends a response.
+CHARACTERS = 255
+TURNS = 3
+SAMPLING = Sampling(max_tokens=MAX_TOKENS, group_size=GROUP_SIZE)
+
+Ints = NDArray[np.int64]
+
+
+def plan_of() -> Plan:
+    # Digits for the prompts, and as many others as make responses long.
+    characters = "0123456789+=" + "".join(chr(0x4E00 + index) for index in range(CHARACTERS - 12))
+    figures = (
+        "{model_type: qwen3, hidden_size: 256, intermediate_size: 768, num_hidden_layers: 4, num_attention_heads: 4,"
+        f" num_key_value_heads: 2, head_dim: 64, vocab_size: {CHARACTERS + 1},"
+        f" max_position_embeddings: {MAX_TOKENS + 32}}}"
+    )
+    recipe = rlflow.load(
+        [
+            "recipe=grpo_tiny",
+            f"models.policy={{recipe: null, random_weights: true, characters: '{characters}', dtype: float32}}",
+            f"models.policy.architecture={figures}",
+            "roles.rollout.engine=vllm",
+            f"roles.rollout.gpus={ENGINES}",
+            "roles.rollout.tensor_parallel_size=1",
+            f"data.batch_size={PROMPTS}",
+            f"graph.rollouts={{group_size: {GROUP_SIZE}, max_tokens: {MAX_TOKENS}}}",
+        ]
+    )
+    return rlflow.compile(recipe, f"1x{ENGINES}@cpu")
+
+
+@contextmanager
+def alone(spec: EngineSpec, end_id: int) -> Iterator[list[Connection]]:
+    """vLLM and nothing else, a core each."""
+    context = multiprocessing.get_context("spawn")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sampling = {"max_tokens": MAX_TOKENS, "stop_token_ids": [end_id], "ignore_eos": True}
+    pipes = [context.Pipe() for _ in range(ENGINES)]
+    started = [context.Process(target=vllm_alone, args=(spec, sampling, there), daemon=True) for _, there in pipes]
+    for process in started:
+        process.start()
+    del os.environ["OMP_NUM_THREADS"]
+    ours = [here for here, _ in pipes]
+    for here in ours:
+        assert here.poll(300), "vLLM did not start"
+        here.recv()
+    yield ours
+    for here in ours:
+        here.send(None)
+    for process in started:
+        process.join(60)
+
+
+def requests(prompts: Prompts, seed: int) -> tuple[list[list[int]], list[int]]:
+    samples = prompts.repeat(GROUP_SIZE)
+    return [samples.ids[row].tolist() for row in range(len(samples))], [sample_seed(seed, key) for key in samples.keys]
+
+
+def run_alone(pipes: Sequence[Connection], prompts: Prompts, halves: Sequence[Ints], seed: int) -> tuple[Any, float]:
+    """The tokens of each half, and the seconds until both are done."""
+    began = time.perf_counter()
+    for here, half in zip(pipes, halves, strict=True):
+        here.send(requests(prompts.take(half), seed))
+    assert all(here.poll(600) for here in pipes), "vLLM does not answer"
+    tokens = [here.recv()[0] for here in pipes]
+    return tokens, time.perf_counter() - began
+
+
+def run_in_loop(engine: RoleProxy, prompts: Prompts) -> tuple[Rollouts, float]:
+    began = time.perf_counter()
+    rollouts = engine.generate(prompts, SAMPLING)
+    return rollouts, time.perf_counter() - began
+
+
+def run_pinned(engine: RoleProxy, prompts: Prompts) -> tuple[Rollouts, float]:
+    began = time.perf_counter()
+    whole, halves = Whole(prompts), np.array_split(np.arange(len(prompts)), ENGINES)
+    calls = [engine.workers.submit(rank, "generate", whole.part(half), SAMPLING) for rank, half in enumerate(halves)]
+    return Rollouts.joined(gathered(calls)), time.perf_counter() - began
+
+
+def even_halves(tokens: Ints) -> list[Ints]:
+    """Prompts with these numbers of tokens in sets of nearly equal sums: the longest first, each to the least."""
+    halves: list[list[int]] = [[] for _ in range(ENGINES)]
+    for prompt in np.argsort(-tokens, kind="stable").tolist():
+        min(halves, key=lambda half: int(tokens[half].sum())).append(prompt)
+    return [np.array(sorted(half)) for half in halves]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    json_file = parser.parse_args().json
+    specs._MOST_SEQUENCES = PLACES
+    plan = plan_of()
+    models = models_in_use(plan.recipe)
+    tokenizer = load_tokenizer("policy", models["policy"])
+    options = plan.recipe.data
+    data = open_training_data(options, tokenizer, load_rows(options, "split"), 0, with_responses=False)
+    prompts, seed = data.prompts(0), plan.recipe.seed
+    spec = specs.spec_of(plan, "rollout", models["policy"], device="cpu")
+    seconds: dict[str, list[float]] = {"in the loop": [], "pinned": [], "alone": []}
+    with tempfile.TemporaryDirectory() as folder, RayRuntime().start(plan, models, Path(folder)) as engines:
+        engine: Any = engines["rollout"]
+        with alone(spec, tokenizer.eos_token_id) as pipes:
+            warm = prompts.take(np.arange(2))
+            for run in (run_in_loop, run_pinned):
+                run(engine, warm)
+            run_alone(pipes, warm, [np.array([0]), np.array([1])], seed)
+            for _ in range(TURNS):
+                rollouts, took = run_in_loop(engine, prompts)
+                seconds["in the loop"].append(took)
+                lengths = rollouts.response_ids.lengths
+                pinned, took = run_pinned(engine, prompts)
+                seconds["pinned"].append(took)
+                halves = even_halves(lengths.reshape(-1, GROUP_SIZE).sum(1))
+                tokens, took = run_alone(pipes, prompts, halves, seed)
+                seconds["alone"].append(took)
+                same = rollouts.response_ids.values.tolist()
+                assert pinned.response_ids.values.tolist() == same, "all are to write the same tokens"
+                rows = np.concatenate([half[:, None] * GROUP_SIZE + np.arange(GROUP_SIZE) for half in halves]).ravel()
+                in_order = [ids for _, ids in sorted(zip(rows.tolist(), chain(*tokens), strict=True))]
+                assert np.concatenate(in_order).tolist() == same, "all are to write the same tokens"
+    total = int(lengths.sum())
+    table = Table("engines", "tokens/s, best", "tokens/s, all turns", title=f"{len(lengths)} samples, {total} tokens")
+    for name, times in seconds.items():
+        table.add_row(name, f"{total / min(times):.0f}", ", ".join(f"{total / each:.0f}" for each in times))
+    Console().print(table)
+    quantiles = ", ".join(f"p{q} {np.percentile(lengths, q):.0f}" for q in (10, 50, 90, 99, 100))
+    print(f"tokens of a response: mean {lengths.mean():.0f}, {quantiles}; {PLACES} places an engine")
+    figures = {
+        "in_loop_over_alone": min(seconds["alone"]) / min(seconds["in the loop"]),
+        "pinned_over_alone": min(seconds["alone"]) / min(seconds["pinned"]),
+    }
+    goals = {
+        "in_loop_over_alone": Goal("at least 0.9", figures["in_loop_over_alone"] >= 0.9),
+        "pinned_over_alone": Goal("for comparison", True),
+    }
+    return finish("long_generation", figures, goals, json_file)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
