@@ -1,0 +1,85 @@
+"""Engines in processes of their own that take samples while they write, of which one dies."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import rlflow
+from rlflow.compiler.lower import models_in_use
+from rlflow.engines.base import EngineSpec, Sampling
+from rlflow.engines.fake import FakeEngine
+from rlflow.errors import EngineError
+from rlflow.runtime.actors import Actors
+from rlflow.runtime.hosts import simulated
+from rlflow.runtime.ray import RayRuntime
+from rlflow.runtime.worker import EngineWorker
+from tests import helpers
+from tests.conftest import CONFIG_DIR
+from tests.helpers import WritingEngine, prompts, spec
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+class Worker(EngineWorker):
+    """Its engine takes samples while it writes. The process of rank 1 ends when it is given any, while there is a
+    file."""
+
+    file: Path
+
+    def build(self, engine: str, spec: EngineSpec) -> None:
+        super().build(engine, spec)
+        if spec.role == "rollout":
+            self._alone = None
+            self._engine = WritingEngine(spec)
+
+    def call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
+        if method == "write" and self._engine._spec.rank == 1 and self.file.exists():
+            self.file.unlink()
+            os._exit(1)
+        return super().call(method, *arguments, **named)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[None]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.cloudpickle.register_pickle_by_value(helpers)
+    with simulated(rlflow.compile(rlflow.load(["recipe=fake"], CONFIG_DIR), "2x1@cpu").cluster):
+        yield
+
+
+@pytest.mark.usefixtures("hosts")
+def test_an_engine_that_dies_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others write what it was to write, and it writes again when it has the weights."""
+    pins = [f"roles.{role}.gpus=2" for role in ("actor", "rollout", "reference")]
+    plan = rlflow.compile(rlflow.load(["recipe=fake", *pins], CONFIG_DIR), "2x1@cpu")
+    monkeypatch.setattr(Worker, "file", tmp_path / "dies", raising=False)
+    monkeypatch.setattr("rlflow.runtime.actors.EngineWorker", Worker)
+    room = property(lambda actors: 4 if actors._role == "rollout" else None)
+    monkeypatch.setattr(Actors, "room", room)
+    given, sampling = prompts((2,) * 8), Sampling(max_tokens=3, group_size=2)
+    expected = FakeEngine(spec()).generate(given, sampling).response_ids.values.tolist()
+    with RayRuntime().start(plan, models_in_use(plan.recipe), tmp_path) as engines:
+        rollout, source = engines["rollout"], engines["actor"].weights()
+        for version, dies in enumerate((False, True, False), start=1):
+            rollout.load_weights(source, version)
+            if dies:
+                Worker.file.touch()
+            for _ in range(2):
+                out = rollout.generate(given, sampling)
+                assert out.response_ids.values.tolist() == expected
+                assert set(out.versions.values.tolist()) == {version}
+            assert engines.measured(version)
+        assert not Worker.file.exists()
+        lines = [json.loads(line) for line in (tmp_path / "engines.jsonl").read_text().splitlines()]
+        engines_of_step = [{line["engine"] for line in lines if line["step"] == step} for step in (1, 2, 3)]
+        assert engines_of_step == [{0, 1}, {0}, {0, 1}]
+        for rank in range(2):
+            ray.kill(rollout.workers.actors[rank])
+        with pytest.raises(EngineError, match=r"role rollout: worker \d on host-\d died"):
+            rollout.generate(given, sampling)
