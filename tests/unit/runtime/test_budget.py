@@ -1,0 +1,221 @@
+"""Who waits for room in a store, and who is told that there will be none."""
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlflow.batch import Logprobs, Packed, Rewards
+from rlflow.errors import EngineError
+from rlflow.runtime import kept
+from rlflow.runtime.budget import Budget, Room, current_edge, edge
+from rlflow.runtime.handover import Handover, blocks_of
+from rlflow.runtime.kept import Keeper
+from rlflow.runtime.parts import opened
+from rlflow.runtime.store import Block
+
+MIB = 2**20
+
+
+class Holder:
+    """Something that can go."""
+
+
+def budget(mib: float = 10) -> Budget:
+    made = Budget({"a": Room("host-0", int(mib * MIB)), "b": Room("host-1", int(mib * MIB))})
+    made.begin()  # a call that goes on for ever
+    return made
+
+
+class TestBudget:
+    def test_room_is_given_in_the_order_in_which_it_is_asked_for(self) -> None:
+        of = budget()
+        for _ in range(3):
+            of.begin()
+        asked = [of.reserve("a", size * MIB, "x") for size in (6, 6, 1)]
+        other = of.reserve("b", 10 * MIB, "x")
+        assert [call.done() for call in (*asked, other)] == [True, False, False, True]
+        of.release("a", 6 * MIB, "x")
+        assert all(call.done() and call.exception() is None for call in asked)
+        assert of.used == {"host-0": 7 * MIB, "host-1": 10 * MIB}
+        assert of.peaks == {"host-0": 7 * MIB, "host-1": 10 * MIB}
+
+    def test_it_goes_with_what_holds_it(self) -> None:
+        of = budget()
+        of.reserve("a", 8 * MIB, "x")
+        holder: Any = Holder()
+        of.hold(holder, "a", 8 * MIB, "x")
+        of.begin()
+        waiting = of.reserve("a", 8 * MIB, "y")
+        assert not waiting.done()
+        holder.itself = holder  # only the collector can see that it has gone
+        del holder
+        of.end()
+        assert waiting.result(timeout=0) is None
+        assert of.taken_sums() == {"x": 8 * MIB, "y": 8 * MIB}
+        assert of.taken_sums() == {}
+
+    def test_when_nothing_runs_that_could_give_back_it_is_an_error(self) -> None:
+        of = budget()
+        of.reserve("a", 7 * MIB, "rollouts")
+        of.reserve("a", 1 * MIB, "prompts")
+        of.begin()
+        waiting = of.reserve("a", 3 * MIB, "reference")
+        assert not waiting.done()
+        of.end()
+        said = (
+            r"store of host-0: reference asks for 3\.0 MiB of 10\.0 MiB that batches may take there, and nothing that"
+            r" runs gives any back\. Held: rollouts 7\.0 MiB, prompts 1\.0 MiB\. Fix: a larger --object-store-memory"
+        )
+        with pytest.raises(EngineError, match=said):
+            waiting.result(timeout=0)
+        of.release("a", 7 * MIB, "rollouts")
+        assert of.reserve("a", 3 * MIB, "reference").done(), "it goes on when there is room again"
+
+    def test_more_than_all_of_it_never_fits(self) -> None:
+        of = budget()
+        of.begin()
+        with pytest.raises(EngineError, match=r"asks for 11\.0 MiB of 10\.0 MiB"):
+            of.reserve("a", 11 * MIB, "x").result(timeout=0)
+
+    def test_many_threads_lose_nothing(self) -> None:
+        of, count = budget(1), 400
+        answers: list[Future[None]] = []
+
+        def take_and_go(number: int) -> None:
+            of.begin()
+            asked = of.reserve("a", MIB // 4, "x")
+            answers.append(asked)
+            asked.add_done_callback(lambda _: of.hold(Holder(), "a", MIB // 4, "x"))
+            of.end()
+
+        # A second call that goes on: whoever waits has somebody to wait for.
+        of.begin()
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(take_and_go, range(count)))
+        assert [answer.exception(timeout=20) for answer in answers] == [None] * count
+        assert of.used == {"host-0": 0, "host-1": 0}
+        assert 0 < of.peaks["host-0"] <= MIB
+
+
+def test_edges_are_named_by_those_around() -> None:
+    with edge("rollouts"):
+        assert current_edge() == "rollouts"
+    assert current_edge() == "other"
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.began = threading.Event()
+
+    def make(self, mib: float) -> Logprobs:
+        return Logprobs(values=Packed.from_rows([np.zeros(int(mib * MIB) // 4, np.float32)], np.float32))
+
+    def judge(self, made: Logprobs, *, add: float = 0) -> Rewards:
+        return Rewards(values=np.full(1, made.values.lengths.sum() + add, np.float32))
+
+    def wait(self, made: Any) -> None:
+        self.began.set()
+        assert self.go_on.wait(20)
+
+    def fail(self) -> None:
+        raise EngineError("it fails.")
+
+
+class Threads:
+    """Workers on two hosts, and calls of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, mib: float) -> None:
+        objects: dict[int, Any] = {}
+        self.pool = ThreadPoolExecutor(8)
+        self.engine = Engine()
+        self.keeper = Keeper()
+        self.keeper._held = self.engine
+        self.handover = Handover(Budget({"a": Room("host-0", int(mib * MIB))}))
+        monkeypatch.setattr(kept, "here", lambda: "a")
+        monkeypatch.setattr(kept, "put", lambda values: self.put(objects, values))
+        self.refuse = False
+
+    def put(self, objects: dict[int, Any], values: Any) -> Block:
+        if self.refuse:
+            raise EngineError("the disk is gone.")
+        objects[len(objects)] = values
+        return Block(len(objects) - 1, "a", len(values), values.dtype.str)
+
+    def remote(self, method: str, *arguments: Any, **named: Any) -> "Future[Any]":
+        return self.pool.submit(getattr(self.keeper, method), *map(opened, arguments), **named)
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> "Future[Any]":
+        return self.handover.call(self.remote, method, *arguments, **options)
+
+
+class TestHandover:
+    @pytest.fixture
+    def threads(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        threads = Threads(monkeypatch, mib=10)
+        with threads.handover.running():
+            yield threads
+        threads.engine.go_on.set()
+        threads.pool.shutdown()
+
+    def test_a_result_is_in_the_store_as_long_as_somebody_has_it(self, threads: Threads) -> None:
+        with edge("prompts"):
+            made = threads.call("make", 4).result(timeout=20)
+        assert [block.nbytes for block in blocks_of(made)] == [4 * MIB]
+        assert threads.handover.budget.used["host-0"] == 4 * MIB
+        assert threads.handover.budget.taken_sums() == {"prompts": 4 * MIB}
+        part = made.take(np.array([0]))
+        del made
+        assert threads.handover.budget.used["host-0"] == 4 * MIB
+        assert threads.call("judge", part, named={"add": 1}).result(timeout=20).values.tolist() == [MIB + 1]
+        del part
+        assert threads.handover.budget.used["host-0"] == 0
+
+    def test_a_result_that_is_not_wanted_takes_no_room(self, threads: Threads) -> None:
+        assert threads.call("make", 40, wanted=False).result(timeout=20) is None
+        assert threads.handover.budget.peaks["host-0"] == 0
+
+    def test_who_makes_more_waits_for_a_reader(self, threads: Threads) -> None:
+        """The reader's call alone holds what is in the way."""
+        made = threads.call("make", 8).result(timeout=20)
+        reading = threads.call("wait", made)
+        assert threads.engine.began.wait(20)
+        del made
+        more = threads.call("make", 8)
+        with pytest.raises(TimeoutError):
+            more.result(timeout=0.2)
+        threads.engine.go_on.set()
+        reading.result(timeout=20)
+        del reading
+        assert len(more.result(timeout=20)) == 1
+        assert threads.handover.budget.peaks["host-0"] == 8 * MIB
+
+    def test_a_store_that_is_full_is_an_error_and_nothing_is_lost(self, threads: Threads) -> None:
+        made = threads.call("make", 8).result(timeout=20)
+        with pytest.raises(EngineError, match=r"store of host-0: other asks for 8\.0 MiB"):
+            threads.call("make", 8).result(timeout=20)
+        assert threads.call("judge", made).result(timeout=20).values.tolist() == [2 * MIB]
+        del made
+        assert len(threads.call("make", 8).result(timeout=20)) == 1
+
+    def test_what_fails_gives_its_room_back(self, threads: Threads) -> None:
+        with pytest.raises(EngineError, match="it fails"):
+            threads.call("fail").result(timeout=20)
+        threads.refuse = True
+        with pytest.raises(EngineError, match="the disk is gone"):
+            threads.call("make", 8).result(timeout=20)
+        threads.refuse = False
+        assert len(threads.call("make", 8).result(timeout=20)) == 1
+
+    def test_results_of_many_calls_are_put_as_one(self, threads: Threads) -> None:
+        ticket = threads.handover.ticket()
+        answers = [threads.handover.keep(threads.remote, ticket, "make", 1).result(timeout=20) for _ in range(3)]
+        assert threads.handover.budget.used["host-0"] == 0
+        nbytes = sum(answer.nbytes for answer in answers)
+        made = threads.handover.put(threads.remote, ticket, "a", nbytes).result(timeout=20)
+        assert len(made) == 3
+        assert threads.handover.budget.used["host-0"] == nbytes
+        assert len(made.values.blocks) == 1

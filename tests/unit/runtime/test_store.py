@@ -1,0 +1,179 @@
+"""Columns in the store, which is a dictionary here."""
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlflow.batch import Logprobs, Packed, Rewards
+from rlflow.errors import EngineError
+from rlflow.runtime import kept, store
+from rlflow.runtime.kept import Kept
+from rlflow.runtime.parts import SentPart, Whole, opened
+from rlflow.runtime.store import Block, Stored
+from tests.helpers import prompts, rollouts, sequences
+
+
+@pytest.fixture
+def objects(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
+    """What has been put, by reference."""
+    held: dict[int, Any] = {}
+
+    def put(values: Any) -> Block:
+        held[len(held)] = values
+        return store.block_of(len(held) - 1, "h", len(values), values.dtype.str)
+
+    monkeypatch.setattr(store, "_BLOCKS", type(store._BLOCKS)())
+    monkeypatch.setattr(store, "fetch", held.__getitem__)
+    monkeypatch.setattr(kept, "put", put)
+    monkeypatch.setattr(kept, "here", lambda: "h")
+    return held
+
+
+def stored(of: Any) -> Any:
+    keeping = Kept()
+    keeping.add(0, of)
+    return keeping.put(0)
+
+
+def rows_of(column: Packed) -> list[list[Any]]:
+    return [column[row].tolist() for row in range(len(column))]
+
+
+@pytest.fixture
+def written() -> Any:
+    """Six rollouts whose values are all different."""
+    of = rollouts(sequences([3, 2], [[4, 1, 3], [2, 5, 1]]), list("abcdef"))
+    count = len(of.response_ids.values)
+    return of.mapped(lambda c: c.like(np.arange(count, dtype=c.values.dtype)) if len(c.values) == count else c)
+
+
+def test_an_object_a_field(objects: dict[int, Any], written: Any) -> None:
+    out = stored(written)
+    assert len(objects) == 6  # prompts, responses, logprobs, versions, texts, rows
+    for name in ("prompt_ids", "response_ids", "logprobs", "versions"):
+        assert rows_of(getattr(out, name)) == rows_of(getattr(written, name)), name
+    assert list(out.texts) == list("abcdef")
+    assert list(out.rows) == [{"answer": "1"}] * 6
+    assert Kept().add(0, out).result is out, "what is in the store already stays there"
+
+
+@pytest.mark.usefixtures("objects")
+@pytest.mark.parametrize("rows", [[3, 0, 5], [1, 1, 2], [2, 3, 4], []])
+def test_rows_of_several_producers(written: Any, rows: list[int]) -> None:
+    whole = type(written).joined([stored(written.take(np.array(part))) for part in ([0, 1], [2], [3, 4, 5])])
+    taken = whole.take(np.array(rows, np.int64))
+    for name in ("prompt_ids", "response_ids", "logprobs", "versions"):
+        column, expected = getattr(taken, name), getattr(written, name)
+        assert isinstance(column, Stored)
+        assert rows_of(column) == [expected[row].tolist() for row in rows]
+        assert column.values.tolist() == [value for row in rows for value in expected[row]]
+        assert column.values.dtype == expected.values.dtype
+        assert (column.offsets == expected.take(np.array(rows, np.int64)).offsets).all()
+        assert column.values.flags.writeable
+    assert list(taken.texts) == ["abcdef"[row] for row in rows]
+
+
+@pytest.mark.usefixtures("objects")
+def test_columns_that_are_cut_alike_travel_once(written: Any) -> None:
+    whole = type(written).joined([stored(written.take(np.array(part))) for part in ([0, 1], [2, 3, 4, 5])])
+    for batch in (whole, whole.take(np.array([4, 2])), pickle.loads(pickle.dumps(whole))):
+        assert batch.logprobs.places is batch.response_ids.places
+        assert batch.versions.places is batch.response_ids.places
+    again = pickle.loads(pickle.dumps(whole.take(np.array([5, 0]))))
+    assert rows_of(again.logprobs) == [rows_of(written.logprobs)[row] for row in (5, 0)]
+    assert again.logprobs.blocks[0] is whole.logprobs.blocks[0], "there is one of each block in a process"
+
+
+def test_a_thousand_rollouts_in_a_message(objects: dict[int, Any]) -> None:
+    """Ray's references aside, which are numbers here: 10 bytes each or less."""
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(1, 100, (250, 4))
+    parts = np.array_split(np.arange(1000), 4)
+    whole = rollouts(sequences(list(draw.integers(1, 40, 250)), [list(group) for group in lengths]))
+    joined = type(whole).joined([stored(whole.take(part)) for part in parts])
+    assert len(pickle.dumps(joined)) < 10_000
+    assert len(objects) == 24
+
+
+def test_only_blocks_that_are_asked_for_are_fetched(objects: dict[int, Any], written: Any) -> None:
+    whole = type(written).joined([stored(written.take(np.array(part))) for part in ([0, 1], [2, 3, 4, 5])])
+    objects.clear()
+    assert whole.take(np.array([0, 4])).response_ids.lengths.tolist() == [4, 5]
+    with pytest.raises(KeyError):
+        _ = whole.take(np.array([0])).response_ids.values
+
+
+def test_results_of_many_calls_are_handed_over_as_one(objects: dict[int, Any], written: Any) -> None:
+    keeping = Kept()
+    sizes = [keeping.add(3, written.take(np.array([row]))).nbytes for row in (4, 0, 1)]
+    assert objects == {}
+    out = keeping.put(3)
+    assert len(objects) == 6
+    assert sum(sizes) == sum(values.nbytes for values in objects.values())
+    assert rows_of(out.response_ids) == [rows_of(written.response_ids)[row] for row in (4, 0, 1)]
+    with pytest.raises(KeyError):
+        keeping.put(3)
+
+
+def test_what_has_no_columns_is_given_back(objects: dict[int, Any]) -> None:
+    keeping = Kept()
+    rewards = Rewards(values=np.ones(2, np.float32))
+    for result in (rewards, None, 0.5):
+        assert keeping.add(0, result).result is result
+    assert keeping.add(None, prompts()).nbytes == 0
+    assert objects == {}
+
+
+class TestBadData:
+    def test_a_block_that_is_not_as_announced(self, objects: dict[int, Any], written: Any) -> None:
+        out = stored(written)
+        values = objects[1]
+        for wrong, said in ((values[:-1], r"int32 of \(15,\)"), (values.astype(np.int64), "int64"), ("text", "str")):
+            objects[1] = wrong
+            fresh = pickle.loads(pickle.dumps(out))
+            for block in fresh.response_ids.blocks:
+                vars(block).pop("values", None)
+            with pytest.raises(EngineError, match=rf"store: a block of 16 values of int32 holds {said}"):
+                _ = fresh.response_ids.values
+
+    def test_rows_beyond_the_end(self, objects: dict[int, Any]) -> None:
+        column = Stored.of(kept.put(np.arange(4)), np.array([2, 3]))
+        with pytest.raises(EngineError, match="reach beyond the end of their block"):
+            _ = column.values
+        assert objects
+
+    def test_columns_that_do_not_fit_each_other(self, objects: dict[int, Any], written: Any) -> None:
+        short = written.logprobs.take(np.array([0, 1, 2, 3, 4, 4]))
+        with pytest.raises(EngineError, match="logprobs has 5 values in row 5, where there are 1 tokens"):
+            Kept().add(0, replace(written, logprobs=short))
+        with pytest.raises(EngineError, match="versions has 2 rows, and there are 6"):
+            Kept().add(0, replace(written, versions=written.versions.take(np.array([0, 1]))))
+        broken = Packed(written.versions.values[:-1], written.versions.offsets)
+        with pytest.raises(EngineError, match="a column has 15 values, and its rows 16"):
+            Kept().add(0, replace(written, versions=broken))
+        with pytest.raises(EngineError, match=r"texts has 1 rows"):
+            Kept().add(0, replace(written, texts=("a",)))
+        assert objects == {}
+
+
+def test_a_part_of_a_batch(objects: dict[int, Any], written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Whole(written)
+    monkeypatch.setattr("rlflow.runtime.parts.fetch", objects.__getitem__)
+    objects[99] = pickle.loads(pickle.dumps(written))
+    vars(whole)["reference"] = 99
+    part = whole.part(np.array([4, 1]))
+    sent = pickle.loads(pickle.dumps(part.sent()))
+    assert isinstance(sent, SentPart)
+    arrived: Any = opened(sent)
+    expected: Any = part.batch
+    assert rows_of(arrived.response_ids) == rows_of(expected.response_ids)
+    assert opened("text") == "text"
+
+
+def test_scores_have_a_batch_of_their_own(objects: dict[int, Any], written: Any) -> None:
+    out = stored(Logprobs(values=written.logprobs))
+    assert len(out) == 6
+    assert len(objects) == 1
