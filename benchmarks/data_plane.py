@@ -43,13 +43,13 @@ from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.runtime.actors import ALLOCATION, told
 from rlflow.runtime.budget import Budget
 from rlflow.runtime.handover import Handover, Remote, blocks_of
-from rlflow.runtime.hosting import store_rooms
 from rlflow.runtime.hosts import quiet_ray, simulated
 from rlflow.runtime.kept import Keeper
 from rlflow.runtime.parts import Whole
 from rlflow.runtime.proxies import gathered
 from rlflow.runtime.ray import RayRuntime
 from rlflow.runtime.roles import RayEngines
+from rlflow.runtime.rooms import store_rooms
 from rlflow.runtime.run import train_step
 from rlflow.runtime.shares import shares
 
@@ -297,7 +297,7 @@ def steps_of(prompts: int, group_size: int, steps: int = 3) -> Steps:
             settled()
             took.append(train_step(plan, engines, hosted, step + 2)["seconds"])
         (peak,) = budget.peaks.values()
-        stored = sum(budget.taken_sums().values()) // (steps + 2)
+        stored = round(sum(engines.store_use().edges.values()))
     (predicted,) = plan.prediction.data.store_peak_gib.values()
     samples = prompts * group_size
     return Steps(samples, median(took), stored, peak / (predicted * 2**30), traffic.nbytes)

@@ -12,12 +12,26 @@ from rlflow.recipe import Model
 Held = TypeVar("Held")
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoreUse:
+    """What lay in the object stores of the hosts, in bytes."""
+
+    edges: Mapping[str, float]
+    """Of a step in the mean, by the node or the source that gave it."""
+    peaks: Mapping[str, int]
+    """The most at a time, by host."""
+
+
 class Engines(dict[str, Any]):
     """The engine of each role."""
 
     def measured(self, step: int) -> dict[str, float]:
         """What the engines measured of themselves in this step, counted from 1, in single numbers."""
         return {}
+
+    def store_use(self) -> StoreUse:
+        """In all steps so far that were measured; nothing where there is one process."""
+        return StoreUse(edges={}, peaks={})
 
     def hosted(self, held: Held) -> Held:
         """``held``, which is used by its methods alone: where engines are elsewhere, it may live in a process of its
@@ -70,5 +84,7 @@ class Report:
     """Of this process's training, evaluations included."""
     eval_before: float | None
     eval_after: float | None
+    store: Mapping[str, Mapping[str, float]]
+    """MiB of each edge and, at a time, of each host: ``predicted`` and ``measured``. Empty for a run in one process."""
     models: Mapping[str, str]
     """The folder of each trained role's model, when finished."""

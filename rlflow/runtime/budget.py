@@ -14,13 +14,14 @@ from weakref import finalize
 from rlflow.errors import EngineError
 
 # The edge of the graph that is being made; what is put into the store meanwhile counts as its.
-_EDGE: ContextVar[str] = ContextVar("edge", default="other")
+_EDGE: ContextVar[str] = ContextVar("edge", default="")
 
 
 @contextmanager
 def edge(name: str) -> Iterator[None]:
-    """What is asked of workers inside makes the edge ``name``."""
-    token = _EDGE.set(name)
+    """What is asked of workers inside makes the edge ``name``; within another, that is written before it."""
+    outer = _EDGE.get()
+    token = _EDGE.set(f"{outer}/{name}" if outer else name)
     try:
         yield
     finally:
@@ -28,8 +29,8 @@ def edge(name: str) -> Iterator[None]:
 
 
 def current_edge() -> str:
-    """That of the innermost ``edge`` around."""
-    return _EDGE.get()
+    """That of ``edge`` around."""
+    return _EDGE.get() or "other"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Objects in processes of their own on this host, whose results go into its store."""
 
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -11,23 +10,9 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlflow.runtime.actors import ALLOCATION, told
-from rlflow.runtime.budget import Room
 from rlflow.runtime.handover import Handover
 from rlflow.runtime.kept import Keeper, here
 from rlflow.runtime.proxies import gathered
-
-# Of a host's store. The rest is for copies that its own readers fetch from other hosts, of which Ray drops those that
-# nobody reads, and for weights on their way.
-_SHARE = 0.5
-
-
-def store_rooms() -> Mapping[str, Room]:
-    """What batches may take of the store of each host, by the id of its Ray node."""
-    return {
-        node["NodeID"]: Room(node["NodeName"], int(_SHARE * node["Resources"].get("object_store_memory", 0)))
-        for node in ray.nodes()
-        if node["Alive"]
-    }
 
 
 class Hosting:

@@ -1,6 +1,7 @@
 """The roles of a plan as engines: proxies over actors of Ray."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -12,13 +13,14 @@ from rlflow.compiler.lower import architecture_of
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Model
 from rlflow.runtime.actors import Actors
-from rlflow.runtime.base import Engines, Held
+from rlflow.runtime.base import Engines, Held, StoreUse
 from rlflow.runtime.binding import Placed
 from rlflow.runtime.budget import Budget
 from rlflow.runtime.copies import directly, through_store
 from rlflow.runtime.handover import Handover, Remote
-from rlflow.runtime.hosting import Hosting, store_rooms
+from rlflow.runtime.hosting import Hosting
 from rlflow.runtime.proxies import RoleProxy, Turns, Workers, gathered
+from rlflow.runtime.rooms import check_rooms, store_rooms
 from rlflow.runtime.shares import Cost, cost_of
 from rlflow.runtime.writing import summary
 
@@ -51,6 +53,8 @@ class RayEngines(Engines):
     def __init__(self, engines: Mapping[str, RoleProxy], handover: Handover, hosting: Hosting, directory: Path) -> None:
         super().__init__(engines)
         self._directory = directory
+        self._stored: Counter[str] = Counter()
+        self._steps = 0
         self.handover = handover
         self._hosting = hosting
 
@@ -62,7 +66,17 @@ class RayEngines(Engines):
                 with (self._directory / "engines.jsonl").open("a") as file:
                     file.writelines(json.dumps({"step": step, **line}) + "\n" for line in lines)
                 metrics |= {f"{role}/{name}": value for name, value in summary(lines).items()}
-        return metrics
+        # Not what an evaluation before it has put.
+        stored = {edge: size for edge, size in self.handover.budget.taken_sums().items() if "/" not in edge}
+        self._stored.update(stored)
+        self._steps += 1
+        return metrics | {f"store/{edge}_bytes": size for edge, size in stored.items()}
+
+    def store_use(self) -> StoreUse:
+        return StoreUse(
+            edges={edge: size / self._steps for edge, size in self._stored.items()},
+            peaks=self.handover.budget.peaks,
+        )
 
     def hosted(self, held: Held) -> Held:
         return cast(Held, self._hosting.hosted(held))
@@ -71,7 +85,9 @@ class RayEngines(Engines):
 @contextmanager
 def start_engines(plan: Plan, models: Mapping[str, Model], placed: Placed, directory: Path) -> Iterator[RayEngines]:
     """All engines of a plan, built at once, and stopped on exit. Raises EngineError and UserErrors."""
-    handover = Handover(Budget(store_rooms()))
+    rooms = store_rooms()
+    check_rooms(plan, {name: rooms[host.node_id] for name, host in placed.hosts.items()})
+    handover = Handover(Budget(rooms))
     workers = {
         name: RayWorkers(plan, name, models[role.model], placed, handover) for name, role in plan.recipe.roles.items()
     }

@@ -14,8 +14,9 @@ from rlflow.data.source import DataSource, Rows, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, RecipeError
 from rlflow.recipe import Model
+from rlflow.resources.layout import GIB
 from rlflow.runtime import checkpoint
-from rlflow.runtime.base import Engines, Observer, Report, Runtime
+from rlflow.runtime.base import Engines, Observer, Report, Runtime, StoreUse
 from rlflow.runtime.budget import edge
 from rlflow.runtime.choose import runtime_of
 from rlflow.runtime.lengths import check_examples
@@ -92,7 +93,8 @@ def run(
             for observer in observers:
                 observer.stepped(step, metrics)
         exported = _export(directory, trained) if step == steps else {}
-        report = _report(plan, directory, step, time.perf_counter() - began, evaluations, exported)
+        stored = _compared(plan, engines.store_use())
+        report = _report(plan, directory, step, time.perf_counter() - began, evaluations, stored, exported)
         (directory / "report.json").write_text(json.dumps(asdict(report), indent=1))
         for observer in observers:
             observer.ended(report)
@@ -169,6 +171,7 @@ def _report(
     step: int,
     seconds: float,
     evaluations: Mapping[str, float],
+    stored: Mapping[str, Mapping[str, float]],
     models: Mapping[str, str],
 ) -> Report:
     scores, finished = list(evaluations.values()), step == plan.recipe.steps
@@ -181,8 +184,21 @@ def _report(
         seconds=seconds,
         eval_before=scores[0] if scores else None,
         eval_after=scores[-1] if scores and finished else None,
+        store=stored,
         models=models,
     )
+
+
+def _compared(plan: Plan, use: StoreUse) -> dict[str, dict[str, float]]:
+    """MiB, of what was both predicted and measured."""
+    predicted = plan.prediction.data
+    pairs = {name: (size, use.edges[name]) for name, size in predicted.edges.items() if name in use.edges}
+    pairs |= {
+        f"peak of {host}": (gib * GIB, use.peaks[host])
+        for host, gib in predicted.store_peak_gib.items()
+        if host in use.peaks
+    }
+    return {name: {"predicted": a / 2**20, "measured": b / 2**20} for name, (a, b) in pairs.items()}
 
 
 def _export(directory: Path, trained: Mapping[str, Any]) -> dict[str, str]:

@@ -66,8 +66,9 @@ class Evaluator:
 
     def run(self, engines: Engines, prompts: Prompts) -> float:
         """The mean reward."""
-        rollouts = run_node(self.generate, engines, dict.fromkeys(self.generate.inputs.values(), prompts))
-        rewards = run_node(self.reward, engines, dict.fromkeys(self.reward.inputs.values(), rollouts))
+        with edge("evaluation"):
+            rollouts = run_node(self.generate, engines, dict.fromkeys(self.generate.inputs.values(), prompts))
+            rewards = run_node(self.reward, engines, dict.fromkeys(self.reward.inputs.values(), rollouts))
         return float(np.mean(rewards.values, dtype=np.float64))
 
 

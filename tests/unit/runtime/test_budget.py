@@ -84,17 +84,18 @@ class TestBudget:
         of, count = budget(1), 400
         answers: list[Future[None]] = []
 
-        def take_and_go(number: int) -> None:
+        def go(asked: "Future[None]") -> None:
+            of.hold(Holder(), "a", MIB // 4, "x")
+            of.end()
+
+        def take(number: int) -> None:
             of.begin()
             asked = of.reserve("a", MIB // 4, "x")
             answers.append(asked)
-            asked.add_done_callback(lambda _: of.hold(Holder(), "a", MIB // 4, "x"))
-            of.end()
+            asked.add_done_callback(go)
 
-        # A second call that goes on: whoever waits has somebody to wait for.
-        of.begin()
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(take_and_go, range(count)))
+            list(pool.map(take, range(count)))
         assert [answer.exception(timeout=20) for answer in answers] == [None] * count
         assert of.used == {"host-0": 0, "host-1": 0}
         assert 0 < of.peaks["host-0"] <= MIB

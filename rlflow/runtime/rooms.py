@@ -1,0 +1,50 @@
+"""How much of the hosts' object stores batches may take, and whether that is enough for a plan."""
+
+from collections.abc import Mapping
+
+from rlflow.compiler.plan import Plan
+from rlflow.errors import PlacementError
+from rlflow.nodes.generate import Generate
+from rlflow.resources.layout import GIB
+from rlflow.runtime.budget import Room
+from rlflow.runtime.hosts import quiet_ray
+
+# Of a host's store. The rest is for copies that its own readers fetch from other hosts, of which Ray drops those that
+# nobody reads, for what it frees a second late, and for weights on their way.
+_SHARE = 0.5
+# Of a token of a rollout: its id, logprob and version, and its text.
+_TOKEN_BYTES = 16
+
+
+def store_rooms() -> Mapping[str, Room]:
+    """By the id of the Ray node."""
+    return {
+        node["NodeID"]: Room(node["NodeName"], int(_SHARE * node["Resources"].get("object_store_memory", 0)))
+        for node in quiet_ray().nodes()
+        if node["Alive"]
+    }
+
+
+def check_rooms(plan: Plan, rooms: Mapping[str, Room]) -> None:
+    """``rooms`` by the names of the plan's hosts. Raises PlacementError for a step, or a single sample, that does not
+    fit."""
+    fix = "give Ray more with --object-store-memory, or make {} smaller"
+    least = min(rooms.values(), key=lambda room: room.nbytes)
+    for node in plan.graph.nodes:
+        if isinstance(node.operation, Generate):
+            longest = node.operation.max_tokens * _TOKEN_BYTES
+            if longest > least.nbytes:
+                raise PlacementError(
+                    f"graph.{node.name}.max_tokens",
+                    f"a response of {node.operation.max_tokens} tokens is {longest / GIB:.2f} GiB, and batches may take"
+                    f" {least.nbytes / GIB:.2f} GiB of the object store of {least.name}",
+                    fix=fix.format("max_tokens"),
+                )
+    for host, gib in plan.prediction.data.store_peak_gib.items():
+        if host in rooms and gib * GIB > rooms[host].nbytes:
+            raise PlacementError(
+                "data.batch_size",
+                f"{gib:.2f} GiB of a step's data are expected in the object store of {host} at once, and batches may"
+                f" take {rooms[host].nbytes / GIB:.2f} GiB of it",
+                fix=fix.format("batch_size, group_size or max_tokens"),
+            )
