@@ -1,0 +1,126 @@
+"""Whole steps on simulated hosts: what passes through the controller, and what lies in the stores."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import rlflow
+from benchmarks.traffic import counted
+from rlflow.batch import Sequences
+from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.plan import Plan
+from rlflow.data.source import load_rows, open_training_data
+from rlflow.engines.causal_lm.pretrained import load_tokenizer
+from rlflow.errors import EngineError, PlacementError, RecipeError
+from rlflow.runtime.budget import Room
+from rlflow.runtime.hosts import simulated
+from rlflow.runtime.ray import RayRuntime
+from rlflow.runtime.roles import RayEngines
+from rlflow.runtime.run import run, train_step
+from tests.conftest import CONFIG_DIR
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+PROMPTS, GROUP_SIZE = 64, 8
+
+
+def plan_of(*overrides: str) -> Plan:
+    pins = [f"roles.{role}.gpus=2" for role in ("actor", "rollout", "reference")]
+    sizes = [f"data.batch_size={PROMPTS}", f"graph.rollouts.group_size={GROUP_SIZE}"]
+    return rlflow.compile(rlflow.load(["recipe=fake", *pins, *sizes, *overrides], CONFIG_DIR), "2x1@cpu")
+
+
+def fails(texts: Any, rows: Any) -> list[float]:
+    raise ValueError(f"{len(texts)} texts, of which {type(texts[0]).__name__}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hosts() -> Iterator[None]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    with simulated(plan_of().cluster):
+        yield
+
+
+@pytest.fixture(scope="class")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Plan, RayEngines, Any]]:
+    plan = plan_of()
+    models, options = models_in_use(plan.recipe), plan.recipe.data
+    tokenizer = load_tokenizer("policy", models["policy"])
+    data = open_training_data(options, tokenizer, load_rows(options, "split"), 0, with_responses=False)
+    with RayRuntime().start(plan, models, tmp_path_factory.mktemp("run")) as engines:
+        assert isinstance(engines, RayEngines)
+        yield plan, engines, engines.hosted(data)
+
+
+class TestSteps:
+    def test_the_messages_of_a_step_are_short(self, started: tuple[Plan, RayEngines, Any]) -> None:
+        plan, engines, data = started
+        train_step(plan, engines, data, 0)
+        with counted() as traffic:
+            train_step(plan, engines, data, 1)
+        samples = PROMPTS * GROUP_SIZE
+        assert 0 < traffic.nbytes <= 65536 + 100 * samples
+
+    def test_nothing_is_left_in_the_stores_after_a_step(self, started: tuple[Plan, RayEngines, Any]) -> None:
+        plan, engines, data = started
+        metrics = train_step(plan, engines, data, 2)
+        assert set(engines.handover.budget.used.values()) == {0}
+        # The ids, logprobs and versions of the rollouts are four bytes a token each, and their texts are there too.
+        assert metrics["store/rollouts_bytes"] > 12 * metrics["rollouts/length_mean"] * PROMPTS * GROUP_SIZE
+        assert metrics["store/reference_bytes"] == 4 * metrics["tokens"]
+
+    def test_no_token_comes_to_the_controller(self, started: tuple[Plan, RayEngines, Any], monkeypatch: Any) -> None:
+        plan, engines, data = started
+        read: list[Any] = []
+        monkeypatch.setattr("rlflow.runtime.store.fetch", read.append)
+        train_step(plan, engines, data, 3)
+        assert read == []
+
+    def test_a_store_that_is_full(self, started: tuple[Plan, RayEngines, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        plan, engines, data = started
+        budget = engines.handover.budget
+        with monkeypatch.context() as patched:
+            small = {host: Room(room.name, 10_000) for host, room in budget.rooms.items()}
+            patched.setattr(budget, "rooms", small)
+            with pytest.raises(EngineError, match=r"step 5: store of host-\d: rollouts asks for .* MiB of 0\.0 MiB"):
+                train_step(plan, engines, data, 4)
+        assert train_step(plan, engines, data, 4)["tokens"] > 0, "it goes on when there is room again"
+
+    def test_a_block_that_is_lost(self, started: tuple[Plan, RayEngines, Any]) -> None:
+        _, engines, data = started
+        prompts = data.prompts(0)
+        block = prompts.ids.blocks[0]
+        block.count -= 1
+        lost = Sequences(keys=prompts.keys, prompt_ids=prompts.ids, response_ids=prompts.ids)
+        with pytest.raises(EngineError, match=r"store: a block of \d+ values of int32 holds int32 of"):
+            engines["reference"].logprobs(lost, 1.0)
+
+
+def test_a_plan_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("rlflow.runtime.rooms._SHARE", 1e-7)
+    plan, entered = plan_of(), False
+    with (
+        pytest.raises(PlacementError, match=r"graph\.rollouts\.max_tokens: a response of 4 tokens"),
+        RayRuntime().start(plan, models_in_use(plan.recipe), tmp_path),
+    ):
+        entered = True
+    assert not entered
+
+
+def test_a_reward_that_fails_is_the_recipes(tmp_path: Path) -> None:
+    """Its texts and rows come to it as they do in one process."""
+    plan = plan_of(f"graph.rewards.function='{__name__}:fails'", "evaluation=null")
+    said = rf"graph\.rewards\.function: '{__name__}:fails' failed \(ValueError: 512 texts, of which str\)"
+    with pytest.raises(RecipeError, match=said):
+        run(plan, tmp_path, RayRuntime())
+
+
+def test_the_report_has_what_was_predicted_beside_what_was_measured(tmp_path: Path) -> None:
+    report = run(plan_of("steps=1", "evaluation=null", "expect.response_tokens=2.5"), tmp_path, RayRuntime())
+    assert report.store.keys() == {"prompts", "rollouts", "reference", "peak of host-0", "peak of host-1"}
+    for name in ("rollouts", "reference"):
+        figures = report.store[name]
+        assert figures["measured"] == pytest.approx(figures["predicted"], rel=0.3), name
