@@ -13,6 +13,8 @@ from rlflow.resources.workload import Edge, Task
 _TOKEN_BYTES = 4
 # Besides the text itself, of each that is pickled, and of each row of a data set, for the names of its fields.
 _EACH_TEXT_BYTES, _EACH_ROW_BYTES = 15, 64
+# Of a number whose type says no size.
+_NUMBER_BYTES = 8
 # What a node hands on as it was given: it is in the store once, with the edge that it came from.
 _HANDED_ON = ("prompt_ids", "rows")
 
@@ -65,7 +67,15 @@ def _output_bytes(kind: type, task: Task, text_bytes: float) -> tuple[float, flo
         elif get_args(hint)[:1] == (str,):
             each_token += text_bytes
             each_text += _EACH_TEXT_BYTES
-        elif get_origin(hint) is np.ndarray:
-            number = get_args(get_args(hint)[1])[0]
-            each_number += np.dtype(number).itemsize
+        elif np.ndarray in (hint, get_origin(hint)):
+            each_number += _number_bytes(hint)
     return task.samples * (task.responses.mean * each_token + each_text), task.samples * each_number
+
+
+def _number_bytes(array: Any) -> int:
+    """Of ``NDArray[np.float32]`` 4; of a plain ``np.ndarray``, or one of an abstract type, what most have."""
+    try:
+        size: int = get_args(get_args(array)[1])[0]().itemsize
+    except (IndexError, TypeError):
+        return _NUMBER_BYTES
+    return size

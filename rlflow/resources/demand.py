@@ -6,7 +6,7 @@ from math import prod
 from rlflow.errors import PlacementError
 from rlflow.resources.layout import Resources
 from rlflow.resources.memory.state import DEEPSPEED, Training
-from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.models.architecture import Architecture, heads_divide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,9 @@ class Demand:
         return int(value)
 
     def shares_heads(self, size: int) -> bool:
-        """Whether so many GPUs can share the attention heads: evenly, and with whole or copied key-value heads."""
+        """Whether so many GPUs can share the attention heads."""
         model = self.architecture
-        if model is None:
-            return True
-        keys = model.num_key_value_heads
-        return model.num_attention_heads % size == 0 and (keys % size == 0 or size % keys == 0)
+        return model is None or heads_divide(model.num_attention_heads, model.num_key_value_heads, size)
 
     def check(self, largest_host: int) -> None:
         """Raises PlacementError for pins that the engine or the hosts cannot meet, or that contradict each other."""

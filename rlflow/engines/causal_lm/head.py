@@ -23,9 +23,9 @@ _ON_CPU = 2**20
 
 
 @contextmanager
-def scoring_head(model: Any, places: Tensor, targets: Tensor, temperature: float) -> Iterator[list[int]]:
+def scoring_head(model: Any, places: Tensor, targets: Tensor, temperature: float) -> Iterator[list[Tensor]]:
     """Within it a pass of the model gives [1, T, 2] for its logits: what ``scores_of`` does, of ``targets`` [T] at the
-    inputs ``places`` [T] of the layer. Yields where in memory that is, once it is there.
+    inputs ``places`` [T] of the layer. Yields a list that holds it, once it is there.
 
     The layer itself is called: where its weights are sharded, that is when they are gathered, and again for the
     gradient.
@@ -36,10 +36,10 @@ def scoring_head(model: Any, places: Tensor, targets: Tensor, temperature: float
 
     def forward(hidden: Tensor) -> Tensor:
         scores = scores_of(hidden[0].index_select(0, places), head.weight, head.bias, targets, temperature)[None]
-        made.append(scores.data_ptr())
+        made.append(scores)
         return scores
 
-    made: list[int] = []
+    made: list[Tensor] = []
     own = vars(head)
     before = {name: value for name, value in own.items() if name == "forward"}
     own["forward"] = forward
@@ -75,7 +75,8 @@ class _TokenScores(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         head = _Head(hidden, weight, bias, targets, temperature, dtype)
-        highest = torch.full((len(hidden),), torch.finfo(torch.float32).min, device=hidden.device)
+        highest_of_none = torch.finfo(torch.float32).min
+        highest = torch.full((len(hidden),), highest_of_none, device=hidden.device)
         # Sums over the vocabulary of e^(logit - highest), and of the same times (logit - highest).
         total, weighted, chosen = (torch.zeros_like(highest) for _ in range(3))
         for part in head.parts():
@@ -85,7 +86,8 @@ class _TokenScores(torch.autograd.Function):
                 new = torch.maximum(highest[rows], logits.amax(1))
                 lower = highest[rows] - new
                 shrunk = lower.exp()
-                shifted = logits.sub_(new[:, None])
+                # A logit of minus infinity is a probability of nought, and so is this one; but it can be multiplied.
+                shifted = logits.sub_(new[:, None]).clamp_(min=highest_of_none)
                 powers = shifted.exp()
                 weighted[rows] = (weighted[rows] + total[rows] * lower) * shrunk + torch.linalg.vecdot(powers, shifted)
                 total[rows] = total[rows] * shrunk + powers.sum(1)
@@ -153,7 +155,8 @@ class _Head:
         self._weight, self._bias, self._targets = weight, bias, targets
         self._temperature = temperature
         most = _ON_CPU if hidden.device.type == "cpu" else LOGITS_AT_ONCE
-        self._width = min(len(weight), most // min(max(1, len(hidden)), int(most**0.5)))
+        # Neither the logits of a part nor its weights, with their gradients, are much more than ``most``.
+        self._width = min(len(weight), most // min(max(*hidden.shape, 1), int(most**0.5)))
         self._length = most // self._width
 
     def parts(self) -> Iterator[_Part]:

@@ -54,18 +54,16 @@ def token_scores(
     targets = torch.from_numpy(ids if tokens is None else ids[tokens]).to(model.device, torch.int64)
     with scoring_head(model, places, targets, temperature) as made:
         scores = model(**inputs, logits_to_keep=once).logits
-    if scores.data_ptr() != made[0]:
+    if scores.data_ptr() != made[0].data_ptr():
         name = type(getattr(model, "module", model)).__name__
         raise EngineError(f"a {name} changes its logits after its output layer, which is not supported.")
     scores = scores[0] if spread is None or tokens is None else spread.whole(scores[0], tokens, len(ids))
     return TokenScores(scores[:, 0], scores[:, 1].detach())
 
 
-def token_logprobs(
-    model: "PreTrainedModel", sequences: Sequences, temperature: float, spread: Spread | None = None
-) -> "Tensor":
+def token_logprobs(model: "PreTrainedModel", sequences: Sequences, temperature: float) -> "Tensor":
     """[T], float32."""
-    return token_scores(model, sequences, temperature, spread).logprobs
+    return token_scores(model, sequences, temperature).logprobs
 
 
 def token_values(model: "PreTrainedModel", sequences: Sequences, spread: Spread | None = None) -> "Tensor":

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from rlflow.engines.base import EngineSpec
 from rlflow.errors import EngineError
+from rlflow.resources.models.architecture import heads_divide
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,9 +47,10 @@ def spread_of(spec: EngineSpec, model: "PreTrainedModel") -> "Spread | None":
     from rlflow.engines.sharded.ulysses import Ulysses
 
     heads = model.config.num_attention_heads
-    if heads % size or spec.world_size % size:
+    keys = getattr(model.config, "num_key_value_heads", heads)
+    if not heads_divide(heads, keys, size) or spec.world_size % size:
         raise EngineError(
             f"role {spec.role}: sequence_parallel_size {size} does not divide {heads} attention heads "
-            f"and {spec.world_size} ranks."
+            f"({keys} of keys and values) and {spec.world_size} ranks."
         )
     return Ulysses(size)

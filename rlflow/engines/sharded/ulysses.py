@@ -8,7 +8,6 @@ Importing this file imports torch and transformers.
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import gcd
 from typing import Any
 
 import numpy as np
@@ -66,10 +65,9 @@ class UlyssesLayout:
         self._exchange = exchange
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """query [1, H, n, D], key and value with K heads; returns [1, n, H, D]. H is a multiple of R."""
-        # Where key heads do not go into the ranks, several ranks have the same one.
-        copies = self._size // gcd(key.shape[1], self._size)
-        if copies > 1:
+        """query [1, H, n, D], key and value with K heads; returns [1, n, H, D]. H is a multiple of R, K too or R of K."""
+        # Where there are fewer key heads than ranks, several ranks have the same one.
+        if (copies := self._size // key.shape[1]) > 1:
             key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
         query, key, value = (self._all_tokens(x) for x in (query, key, value))
         return self._all_heads(self._inner.attend(layer, query, key, value, scale))

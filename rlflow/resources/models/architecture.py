@@ -7,6 +7,11 @@ from rlflow.resources.models import parameters
 from rlflow.resources.models.figures import Figures
 
 
+def heads_divide(heads: int, keys: int, size: int) -> bool:
+    """Whether so many ranks can share ``heads`` evenly, and those of keys and values: whole ones, or copies of one."""
+    return heads % size == 0 and (keys % size == 0 or size % keys == 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture(Figures):
     """A decoder-only transformer's figures, and how many parameters it has of which kind."""

@@ -1,10 +1,15 @@
 """Bytes on the edges of the graph, by hand, and against the arrays of a batch of just those lengths."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import rlflow
-from rlflow.batch import Packed, Rollouts
+from rlflow.batch import Batch, Packed, Rollouts
+from rlflow.compiler.edges import _output_bytes
 from rlflow.compiler.graph import wire
 from rlflow.compiler.lower import lower
 from rlflow.recipe import Recipe
@@ -75,3 +80,18 @@ def test_a_token_that_is_a_character_is_a_byte_of_text() -> None:
     found = edges("recipe=grpo_tiny", "expect.prompt_tokens=[6]", "expect.response_tokens=[4]")
     assert found["rollouts"].stored == 1024 * (4 * (12 + 1) + 15)
     assert found["prompts"].stored == 128 * (6 * (4 + 1) + 64)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Own(Batch):
+    """As a user may write one."""
+
+    any_float: "NDArray[np.floating[Any]]"
+    plain: np.ndarray
+    half: NDArray[np.float16]
+
+
+def test_numbers_whose_size_is_not_said_have_eight_bytes() -> None:
+    recipe = rlflow.load(["recipe=grpo_tiny"])
+    task = lower(recipe, wire(recipe)).workload.tasks[0]
+    assert _output_bytes(Own, task, 1) == (0, task.samples * (8 + 8 + 2))

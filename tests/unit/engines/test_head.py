@@ -62,6 +62,21 @@ def test_large_logits_of_either_sign(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (ours[:, 0] <= 0).all()
 
 
+@pytest.mark.parametrize("at_once", [2**20, 130])
+def test_what_is_impossible_counts_nothing(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """As where a vocabulary is larger than the tokenizer's, and the rest is forbidden."""
+    monkeypatch.setattr(head, "_ON_CPU", at_once)
+    hidden, weight, _ = inputs(bias=False)
+    bias = torch.zeros(V)
+    bias[:50] = -torch.inf
+    targets = TARGETS.clamp(min=50)
+    ours = scores_of(hidden, weight, bias, targets, 0.7)
+    theirs = plain(hidden, weight[50:], bias[50:], targets - 50, 0.7)
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    for one, other in zip(gradients(ours, hidden, weight), gradients(theirs, hidden, weight), strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16_rounds_logits_and_nothing_else(monkeypatch: pytest.MonkeyPatch, autocast: bool) -> None:
     monkeypatch.setattr(head, "_ON_CPU", 130)

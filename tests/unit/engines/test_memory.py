@@ -35,6 +35,20 @@ def test_logits_never_exist_together(monkeypatch: pytest.MonkeyPatch, dtype: tor
     assert peak(lambda: torch.autograd.backward(scores_of(hidden, weight, None, targets, 1.0).sum())) < logits / 5
 
 
+@pytest.mark.parametrize("tokens", [1, 64, 1024])
+def test_few_tokens_need_no_copy_of_the_output_layer(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    width, vocabulary = 256, 8192
+    monkeypatch.setattr(head, "_ON_CPU", 2**16)
+    hidden = torch.randn(tokens, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width, requires_grad=True)
+    targets = torch.zeros(tokens, dtype=torch.int64)
+    own = (vocabulary + 4 * tokens) * width * 4  # gradients; of the hidden states as they are summed up too
+    taken = peak(
+        lambda: torch.autograd.grad(scores_of(hidden, weight, None, targets, 1.0)[:, 0].sum(), [hidden, weight])
+    )
+    assert taken < own + 6 * 2**16 * 4
+
+
 @pytest.mark.parametrize("groups", [[32], [4] * 8], ids=["group_size", "prompts"])
 def test_the_peak_does_not_grow_with_the_batch(groups: list[int]) -> None:
     engine = TorchEngine(spec(micro_batch_tokens=64))

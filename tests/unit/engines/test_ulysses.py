@@ -32,7 +32,9 @@ class Exchange:
         return received
 
 
-@pytest.mark.parametrize(("size", "heads", "key_heads"), [(2, 4, 2), (2, 2, 1), (4, 4, 2), (4, 8, 8), (3, 6, 2)])
+@pytest.mark.parametrize(
+    ("size", "heads", "key_heads"), [(2, 4, 2), (2, 2, 1), (4, 4, 2), (4, 8, 8), (6, 6, 3), (3, 6, 3)]
+)
 def test_shared_attention_is_whole_attention(size: int, heads: int, key_heads: int) -> None:
     stream = pack(GIVEN.prompt_ids, GIVEN.response_ids)
     tokens = len(shared(stream, size).ids)
