@@ -27,7 +27,7 @@ class Packed:
     def from_rows(cls, rows: Iterable[Sequence[Any] | Array], dtype: DTypeLike) -> "Packed":
         arrays = [np.asarray(row, dtype) for row in rows]
         values = np.concatenate(arrays) if arrays else np.empty(0, dtype)
-        return Packed(values, offsets_of([len(array) for array in arrays]))
+        return Packed(values, offsets_of(list(map(len, arrays))))
 
     @staticmethod
     def joined(parts: "Sequence[Packed]") -> "Packed":

@@ -124,7 +124,9 @@ def quiet_ray() -> Any:
     os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
-    logging.getLogger("ray").setLevel(logging.ERROR)
+    logger = logging.getLogger("ray")
+    if logger.level != logging.ERROR:  # setting it empties the caches of all loggers
+        logger.setLevel(logging.ERROR)
     return ray
 
 

@@ -95,6 +95,17 @@ class Places:
         parts[0]._joined = (parts, numbers, whole)
         return whole
 
+    @cached_property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Block, start and end of rows that follow each other there, which can be read in one go."""
+        if not len(self.block):
+            return []
+        ends = self.start + self.length
+        new = np.flatnonzero((self.start[1:] != ends[:-1]) | (self.block[1:] != self.block[:-1])) + 1
+        first, last = np.append(0, new), np.append(new - 1, len(ends) - 1)
+        whole = (self.block[first], self.start[first], ends[last])
+        return list(zip(*(each.tolist() for each in whole), strict=True))
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Rows that follow each other in a block are 0 apart.
         ends = np.concatenate([[0], (self.start + self.length)[:-1]])
@@ -156,14 +167,10 @@ class Stored(Packed):
         return Stored, (self.blocks, self.places)
 
     def _read(self, places: Places) -> Array:
-        arrays = {index: self.blocks[index].values for index in np.unique(places.block).tolist()}
-        ends = places.start + places.length
-        if any((ends[places.block == index] > len(array)).any() for index, array in arrays.items()):
-            raise EngineError("store: rows reach beyond the end of their block.")
-        if not arrays:
-            return np.empty(0, self.dtype)
-        # Rows that follow each other are copied in one go.
-        new = np.flatnonzero((places.start[1:] != ends[:-1]) | (places.block[1:] != places.block[:-1])) + 1
-        first, last = np.concatenate([[0], new]), np.concatenate([new - 1, [len(ends) - 1]])
-        runs = zip(places.block[first].tolist(), places.start[first].tolist(), ends[last].tolist(), strict=True)
-        return np.concatenate([arrays[block][start:end] for block, start, end in runs])
+        pieces = []
+        for block, start, end in places.runs:
+            values = self.blocks[block].values
+            if end > len(values):
+                raise EngineError("store: rows reach beyond the end of their block.")
+            pieces.append(values[start:end])
+        return np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
