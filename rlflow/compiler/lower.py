@@ -99,7 +99,8 @@ def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:
         architecture = architecture_of(recipe.models[recipe.roles[node.role].model]) if node.role else None
         group_size, longest = 1, max(1, architecture.max_position_embeddings - limit if architecture else limit)
     responses = _lengths(expect.response_tokens, longest, "expect.response_tokens")
-    if kind != "generate" and expect.response_tokens != "auto":
+    expected = kind == "generate" or expect.response_tokens != "auto"
+    if kind != "generate" and expected:
         longest = int(responses.longest)
     return Task(
         node=node.name,
@@ -110,6 +111,7 @@ def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:
         prompts=prompts,
         responses=responses,
         longest=limit + longest,
+        is_expected=expected,
     )
 
 
@@ -138,10 +140,11 @@ def _check_lengths(recipe: Recipe, graph: Graph) -> None:
 
 
 def _check_micro_batches(recipe: Recipe, tasks: tuple[Task, ...]) -> None:
-    """That each has room for the longest sequence that the recipe allows."""
+    """That each has room for the longest sequence that is expected. What else the data holds is for the run to see."""
     prompt = recipe.data.max_prompt_tokens
     for name, role in sorted(recipe.roles.items()):
-        longest = max((task.longest for task in tasks if task.role == name and task.kind != "generate"), default=0)
+        passes = [task for task in tasks if task.role == name and task.kind != "generate"]
+        longest = max((task.longest for task in passes if task.is_expected), default=0)
         if role.micro_batch_tokens != "auto" and role.micro_batch_tokens < longest:
             raise PlacementError(
                 f"roles.{name}.micro_batch_tokens",

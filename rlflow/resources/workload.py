@@ -27,6 +27,8 @@ class Task:
     responses: Lengths
     longest: int
     """Tokens of the longest sequence that the recipe allows."""
+    is_expected: bool = True
+    """Whether such a sequence is: else nothing but the model's positions bounds those of the data."""
     minibatches: int = 1
     """Optimizer steps, all epochs together."""
     epochs: int = 1

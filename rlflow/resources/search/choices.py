@@ -70,7 +70,7 @@ def _models(
 ) -> Iterator[Choice | Shortage]:
     """Of a role that trains or scores: sequence parallelism, checkpointing where it trains, and the micro-batch."""
     resting = resting_terms(demand, policy, pool)
-    longest = max((task.longest for task in tasks), default=1)
+    longest = _longest_expected(tasks)
     for layout in _sequence_layouts(demand, policy, pool):
         if isinstance(layout, Shortage):
             yield layout
@@ -106,12 +106,15 @@ def _terms_of(demand: Demand, layout: Layout, pool: Pool) -> Callable[[float], T
 def _micro_batch(
     demand: Demand, tasks: Sequence[Task], layout: Layout, terms: Callable[[float], Terms], available: float
 ) -> Layout | Shortage:
-    """As many tokens as fit, and no more than the role ever has at once; never less than the longest sequence."""
-    longest = max((task.longest for task in tasks), default=1)
-    pinned = demand.wants.micro_batch_tokens
+    """As many tokens as fit, and no more than the role ever has at once; never less than the longest sequence.
+
+    Where memory is not counted, sequences that are not expected count nothing: each would be a micro-batch by itself.
+    """
+    pinned, expected = demand.wants.micro_batch_tokens, _longest_expected(tasks)
     if available == float("inf"):
-        return replace(layout, micro_batch_tokens=max(longest, CPU_MICRO_BATCH_TOKENS) if pinned == "auto" else pinned)
-    needed = longest if pinned == "auto" else max(longest, pinned)
+        return replace(layout, micro_batch_tokens=max(expected, CPU_MICRO_BATCH_TOKENS) if pinned == "auto" else pinned)
+    longest = max((task.longest for task in tasks), default=1)
+    needed = longest if pinned == "auto" else max(expected, pinned)
     least = sum(terms(needed).values())
     if least > available:
         empty = sum(terms(0).values())
@@ -125,6 +128,10 @@ def _micro_batch(
     useful = max((ceil(task.tokens * task.epochs / task.minibatches / ranks) for task in tasks), default=longest)
     most = min(MAX_MICRO_BATCH_TOKENS, max(longest, useful))
     return replace(layout, micro_batch_tokens=most_tokens(terms, longest, most, available))
+
+
+def _longest_expected(tasks: Sequence[Task]) -> int:
+    return max((task.longest for task in tasks if task.is_expected), default=1)
 
 
 def most_tokens(terms: Callable[[float], Terms], fits: int, most: int, available: float) -> int:

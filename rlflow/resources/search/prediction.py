@@ -217,7 +217,7 @@ def _most_tokens(search: Search, candidate: Candidate, role: str, choice: Choice
             return update_terms(model, choice.layout, demand.training, tokens)
         return score_terms(model, choice.layout, tokens, weight_bytes=demand.weight_bytes, training=demand.training)
 
-    longest = max(task.longest for task in tasks)
+    longest = max((task.longest for task in tasks if task.is_expected), default=choice.layout.micro_batch_tokens)
     found = most_tokens(terms, longest, 64 * longest, available)
     return found if found < 64 * longest else None
 

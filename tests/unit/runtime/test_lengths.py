@@ -12,14 +12,20 @@ from rlflow.errors import RecipeError
 from rlflow.runtime.lengths import check_examples
 from tests.helpers import prompts
 
+LONG = ["models.policy.architecture.max_position_embeddings=100000"]
 
-def told(prompt: int, response: int, *overrides: str) -> str:
+
+def check(prompt: int, response: int, *overrides: str) -> None:
     plan = rlflow.compile(rlflow.load(["recipe=sft_tiny", *overrides]), "local")
     short = np.ones(2, np.int32)
     ids = [Packed.from_rows([short, np.ones(longest)], np.int32) for longest in (prompt, response)]
     data = DataSource(replace(plan.recipe.data, source="additions"), 0, [{}, {}], ids[0], ids[1], prompts())
+    check_examples(plan, data)
+
+
+def told(prompt: int, response: int, *overrides: str) -> str:
     with pytest.raises(RecipeError) as raised:
-        check_examples(plan, data)
+        check(prompt, response, *overrides)
     return str(raised.value)
 
 
@@ -31,9 +37,13 @@ def test_than_the_positions() -> None:
 
 
 def test_than_a_micro_batch() -> None:
-    """A plan is for the responses that are expected."""
-    overrides = ["models.policy.architecture.max_position_embeddings=100000", "expect.response_tokens=[10]"]
-    message = told(10, 60000, *overrides)
-    assert "has 60010 tokens, and there are" in message
+    message = told(10, 60000, *LONG, "roles.actor.micro_batch_tokens=4096")
+    assert "has 60010 tokens, and there are 4096" in message
     assert "tokens of a micro-batch of role actor" in message
     assert "Fix: roles.actor.micro_batch_tokens=60010, or leave such rows out." in message
+
+
+def test_a_micro_batch_that_is_nobodys_limit() -> None:
+    check(10, 60000, *LONG)
+    check(10, 60000, *LONG, "expect.response_tokens=[10]")
+    check(10, 4000, *LONG, "roles.actor.micro_batch_tokens=4096")
