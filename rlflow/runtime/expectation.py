@@ -20,9 +20,10 @@ _PRIOR_ENDS = 2.0
 # Responses whose word is taken for what was expected beforehand.
 _PRIOR_ROWS = 16.0
 _EDGES, _FUTURE = 65, 24
-# How far above the expected use of the cache there must be room, in standard deviations.
-DEVIATIONS = 3.0
-# So far for the last samples of a step: one that begins late costs more than one that is put off.
+# How far above the expected use of the cache there must be room, in standard deviations. More leaves room unused, less
+# has samples put off (``benchmarks/tail.py``).
+DEVIATIONS = 1.0
+# Likewise for the last samples of a step: one that begins late costs more than one that is put off.
 LAST_DEVIATIONS = 0.5
 
 
@@ -64,15 +65,28 @@ class Expectation:
 
         [R] each: their prompts' tokens, those that they have written, and those that they may still write.
         """
-        ahead = np.minimum(self._future, left[:, None])
-        now = np.interp(tokens, self._edges, self._hazard)
-        later = np.interp(tokens[:, None] + ahead, self._edges, self._hazard)
-        alive = np.exp(-self.factors[self._groups[rows], None] * (later - now[:, None]))
+        ahead, alive = self._alive(rows, tokens, left)
         # What reaches its limit between two of the moments is counted at the second.
         before = np.concatenate([[0.0], self._future[:-1]])
         alive *= before < left[:, None]
         held = (prompts + tokens)[:, None] + ahead
         return held * alive, held**2 * alive * (1 - alive)
+
+    def left(self, rows: Ints, tokens: Floats, left: Ints) -> Floats:
+        """The mean of the tokens that will still be written of each row, [R]."""
+        ahead, alive = self._alive(rows, tokens, left)
+        alive = np.concatenate([np.ones((len(rows), 1)), alive], 1)
+        widths = np.diff(ahead, axis=1, prepend=0.0)
+        means: Floats = (widths * (alive[:, 1:] + alive[:, :-1]) / 2).sum(1)
+        return means
+
+    def _alive(self, rows: Ints, tokens: Floats, left: Ints) -> tuple[Floats, Floats]:
+        """Moments to come, at most those at which rows reach their limits, and the chance that rows are written still,
+        [R, F] each."""
+        ahead = np.minimum(self._future, left[:, None])
+        now = np.interp(tokens, self._edges, self._hazard)
+        later = np.interp(tokens[:, None] + ahead, self._edges, self._hazard)
+        return ahead, np.exp(-self.factors[self._groups[rows], None] * (later - now[:, None]))
 
     def _counted(self, tokens: Floats, done: NDArray[np.bool_]) -> tuple[Floats, Floats]:
         """Ends within each interval, and tokens written in it, [E - 1] each."""

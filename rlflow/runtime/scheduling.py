@@ -3,10 +3,10 @@
 One sample of each group is written first. What these and all others show of a group's length orders the rest: the
 longest first, so that short ones fill the end (Graham 1969, LPT). An engine is given samples when it has room for them.
 
-Room is a number of sequences and a number of tokens of keys and values. Of the tokens, as many samples are in flight as
-are expected to fit at every moment to come, with some standard deviations to spare. Of a sample nothing is expected that
-its limit forbids, nor less than it has written. Where all that are left fit if they are as long as is expected, they are
-begun: one that begins late costs more than one that has to be put off.
+Room is a number of sequences and a number of tokens of keys and values. Of the tokens, as many samples are in flight
+as are expected to fit at every moment to come, with some standard deviations to spare. Of a sample nothing is expected
+that its limit forbids, nor less than it has written. Of the last samples more are begun: one that begins late costs
+more than one that the engine has to put off.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +24,8 @@ Ints = NDArray[np.int64]
 _ORDERS = 128
 # In so many turns engines are given their first samples.
 _TURNS = 16
+# Samples count as the last ones of an engine when there are so many left for each that it is writing.
+_LAST = 0.5
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class _Engine:
     """Rows, and the engine's steps when each was given to it."""
     ended: list[int] = field(default_factory=list)
     steps: int = 0
+    left: float = 0.0
+    """Tokens that it was last expected to write still of the rows that it has."""
 
 
 class Scheduler:
@@ -76,6 +80,7 @@ class Scheduler:
         self._num_waiting = self._unfinished = int(self._waiting.sum())
         self._expectation = Expectation(self._groups, max_tokens, before)
         self._queue: Ints = np.zeros(0, np.int64)
+        self._expected: Floats = np.zeros(0)
         self._first = self._last = self._events = 0
         self._every = max(1, self._unfinished // _ORDERS)
         self._order()
@@ -154,21 +159,24 @@ class Scheduler:
             self._order()
         engine = self._engines[rank]
         places = engine.room.sequences - len(engine.running)
-        wanted = min(places, self._num_waiting)
+        wanted = min(places, self._part(engine))
         front = self._queue[self._first : self._first + wanted]
         share = -(-self._num_waiting // len(self._engines))
+        spare = LAST_DEVIATIONS
         if share <= wanted and self._fitting(engine, front[:share], LAST_DEVIATIONS) == share:
             wanted = share
             front = front[:share]
         else:
-            front = front[: self._fitting(engine, front, DEVIATIONS)]
+            last = self._num_waiting <= _LAST * len(engine.running) * len(self._engines)
+            spare = LAST_DEVIATIONS if last else DEVIATIONS
+            front = front[: self._fitting(engine, front, spare)]
         self._begin(engine, front)
         self._first += len(front)
         rows: list[int] = front.tolist()
         if len(front) < wanted:
             # There is no room for what is long, and until there is, what is short may come and go.
             back = self._queue[self._first : self._last][::-1][: wanted - len(front)]
-            back = back[: self._fitting(engine, back, DEVIATIONS)]
+            back = back[: self._fitting(engine, back, spare)]
             self._begin(engine, back)
             self._last -= len(back)
             rows += back.tolist()
@@ -193,6 +201,23 @@ class Scheduler:
         self._unfinished += len(engine.ended)
         self._order()
 
+    def _part(self, engine: _Engine) -> int:
+        """How many of those that wait, from the first, it may take: with them it has no more to write than all others
+        have. They may have room in a moment."""
+        rows, written = self._running(engine)
+        engine.left = float(self._expectation.left(rows, written.astype(np.float64), self._max_tokens - written).sum())
+        waiting = np.cumsum(self._expected[self._groups[self._queue[self._first : self._last]]])
+        if not len(waiting):
+            return 0
+        mean = (sum(other.left for other in self._engines.values()) + waiting[-1]) / len(self._engines)
+        return max(int(np.searchsorted(waiting, mean - engine.left, side="right")), int(not engine.running))
+
+    def _running(self, engine: _Engine) -> tuple[Ints, Ints]:
+        """Rows that it is writing, and their tokens so far."""
+        rows = np.fromiter(engine.running, np.int64, len(engine.running))
+        begun = np.fromiter(engine.running.values(), np.int64, len(engine.running))
+        return rows, np.minimum(engine.steps - begun, self._max_tokens - 1)
+
     def _takes_its_share(self, engine: _Engine) -> bool:
         """Whether it can write its share of all that wait at once."""
         share = self._queue[self._first : self._last : len(self._engines)]
@@ -207,12 +232,10 @@ class Scheduler:
     def _fitting(self, engine: _Engine, rows: Ints, spare: float) -> int:
         """How many of ``rows``, from the first, fit into the engine's cache besides what it has."""
         prompts = self._prompts[rows]
-        running = np.fromiter(engine.running, np.int64, len(engine.running))
+        running, written = self._running(engine)
         most = np.concatenate([self._prompts[running], prompts]) + self._max_tokens
         fitting = len(rows)
         if most.sum() > engine.room.tokens:
-            begun = np.fromiter(engine.running.values(), np.int64, len(engine.running))
-            written = np.minimum(engine.steps - begun, self._max_tokens - 1)
             mean, variance = self._use(running, written)
             more_mean, more_variance = self._use(rows, np.zeros(len(rows), np.int64))
             means = mean.sum(0) + np.cumsum(more_mean, 0)
@@ -236,6 +259,12 @@ class Scheduler:
                 tokens[row] = max(tokens[row], min(engine.steps - begun, self._max_tokens - 1))
         known = np.flatnonzero(~self._waiting | (self._lengths > 0))
         self._expectation.learn(known, tokens[known].astype(np.float64), self._lengths[known] > 0)
+        prompts = np.arange(len(self._expectation.factors))
+        new = np.zeros(len(prompts), np.int64)
+        # A row of each group stands for all.
+        self._expected = self._expectation.left(
+            np.searchsorted(self._groups, prompts), new.astype(np.float64), new + self._max_tokens
+        )
         rows = np.flatnonzero(self._waiting)
         groups = self._groups[rows]
         begun_groups = np.zeros(len(self._expectation.factors), np.bool_)

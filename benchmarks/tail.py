@@ -1,0 +1,193 @@
+"""How near rollouts come to a scheduler that knows every length: ``python -m benchmarks.tail [--json FILE]``.
+
+Simulated: engines that write in the seconds of the planner's model of decoding. Lengths are log-normal, cut at the
+limit of a published run and with its mean. Those of one prompt are alike: on the scale of a normal distribution (a
+Gaussian copula) a share of the variance is the prompt's and the rest the sample's. That share has not been published
+for these runs, so it is varied. Compared in the same simulation: static shards; pull when free, sample by sample in the
+order of the data, with a cache that vLLM fills and that has samples put off when it is full; rlflow's scheduler, with
+the lengths of a step before; and an oracle that knows every length, fills the cache just so that it does not overflow,
+and takes the better of longest first and longest first in shards of equal tokens.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+import rlflow
+from benchmarks.engine_simulator import Outcome, Samples, Speed, simulate
+from benchmarks.reporting import Goal, finish
+from benchmarks.tail_sources import Oracle, fifo, static
+from rlflow.compose import cluster_named
+from rlflow.resources.time.decoding import decoder_of
+from rlflow.resources.time.lengths import Lengths
+from rlflow.resources.time.speed import Efficiency, speed_of
+from rlflow.runtime.scheduling import Room, Scheduler
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run's lengths, in tokens."""
+
+    name: str
+    prompt: int
+    """Not published apart from the responses: taken to be so much of the whole."""
+    mean: int
+    limit: int
+
+
+# NeMo-RL's performance tables for v0.4 to v0.6, "G-Average seq len (prompt+response)", 8 H100 or GB200 hosts and more.
+RUNS = (
+    Run("DeepSeek-V3", prompt=150, mean=595, limit=1536),
+    Run("Qwen3-32B", prompt=150, mean=3056, limit=4096),
+    Run("Qwen3-235B-A22B", prompt=150, mean=5550, limit=8192),
+    Run("Nemotron-3-Nano-30B-A3B", prompt=250, mean=31349, limit=131072),
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Engines of a model on H100s."""
+
+    recipe: str
+    gpus_each: int
+    engines: int
+    prompts: int
+
+
+SMALL = Site("grpo_7b", gpus_each=1, engines=8, prompts=256)
+LARGE = Site("grpo_7b", gpus_each=1, engines=64, prompts=1024)
+GROUP_SIZE = 16
+# At most, as rlflow asks of vLLM.
+SEQUENCES = 1024
+# The site, and the prompt's share of the variance.
+CASES = ((SMALL, 0.3), (SMALL, 0.5), (SMALL, 0.7), (LARGE, 0.5))
+
+
+def engine_of(site: Site) -> tuple[Speed, Room]:
+    """Its seconds, and its room: what weights leave of 0.85 of the GPUs' memory."""
+    model = rlflow.load([f"recipe={site.recipe}"]).models["policy"].architecture
+    cluster = cluster_named("1x8")
+    gpu = next(iter(cluster.gpus.values()))
+    assert model is not None
+    assert gpu.memory_gib is not None
+    speed = speed_of(gpu, 8, Efficiency())
+    decoder = decoder_of(model, site.gpus_each, 1, speed, 2)
+    free = 0.85 * gpu.memory_gib * 2**30 * site.gpus_each - 2 * model.num_parameters
+    tokens = int(free / (2 * model.kv_values_per_token))
+    return Speed(decoder, lambda count: decoder.prefill(speed, count, count)), Room(SEQUENCES, tokens)
+
+
+def samples_of(run: Run, prompts: int, alike: float, seed: int) -> Samples:
+    draw = np.random.default_rng(seed)
+    of_prompt = np.repeat(draw.standard_normal(prompts), GROUP_SIZE)
+    scores = alike**0.5 * of_prompt + (1 - alike) ** 0.5 * draw.standard_normal(len(of_prompt))
+    normal = NormalDist()
+    places = np.array([normal.cdf(score) for score in scores])
+    lengths = np.array(Lengths.about(run.mean, run.limit).values)
+    return Samples(
+        prompts=np.full(len(scores), run.prompt),
+        lengths=np.ceil(lengths[(places * len(lengths)).astype(np.int64)]).astype(np.int64),
+        groups=np.repeat(np.arange(prompts), GROUP_SIZE),
+    )
+
+
+@dataclass(frozen=True)
+class Compared:
+    static: Outcome
+    pulled: Outcome
+    scheduled: Outcome
+    oracle: Outcome
+    controller_s: float
+    """Of this machine, in the scheduler, for the whole step."""
+
+
+class Timed:
+    """Counts the seconds that a scheduler takes."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.seconds = 0.0
+
+    def deal(self) -> dict[int, list[int]]:
+        began = time.perf_counter()
+        rows = self._scheduler.deal()
+        self.seconds += time.perf_counter() - began
+        return rows
+
+    def next(self, rank: int) -> Sequence[int]:
+        began = time.perf_counter()
+        rows = self._scheduler.next(rank)
+        self.seconds += time.perf_counter() - began
+        return rows
+
+    def finished(self, rank: int, rows: Sequence[int], lengths: Sequence[int], steps: int) -> None:
+        began = time.perf_counter()
+        self._scheduler.finished(rank, rows, lengths, steps)
+        self.seconds += time.perf_counter() - began
+
+
+def compare(run: Run, site: Site, alike: float, seed: int) -> Compared:
+    """Raises AssertionError where a way does not write exactly what was asked for."""
+    speed, room = engine_of(site)
+    samples = samples_of(run, site.prompts, alike, seed)
+    before: NDArray[np.float64] = samples_of(run, site.prompts, alike, seed + 1000).lengths.astype(np.float64)
+    rooms = dict.fromkeys(range(site.engines), room)
+    lengths = np.full(site.prompts, run.prompt)
+    ours = Timed(Scheduler(lengths, GROUP_SIZE, run.limit, rooms, before=before))
+    args = samples, room, site.engines
+    ways = static(*args), fifo(*args), ours, Oracle(*args, shards=False), Oracle(*args, shards=True)
+    outcomes = [simulate(samples, speed, room, site.engines, source) for source in ways]
+    assert all(sorted(outcome.kept) == list(range(len(samples.lengths))) for outcome in outcomes)
+    of_static, of_pulled, of_ours, first, second = outcomes
+    oracle = min(first, second, key=lambda outcome: outcome.seconds)
+    return Compared(of_static, of_pulled, of_ours, oracle, ours.seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    json_file = parser.parse_args().json
+    table = Table(
+        *("lengths", "engines", "alike", "oracle s", "static", "pulled", "rlflow"),
+        *("put off: static", "pulled", "rlflow", "idle", "scheduler s"),
+        title="share of the oracle's throughput",
+    )
+    shares, of_static, of_pulled = [], [], []
+    for run in RUNS:
+        for site, alike in CASES:
+            found = compare(run, site, alike, seed=0)
+            ways = (found.static, found.pulled, found.scheduled)
+            static_share, pulled_share, share = (found.oracle.seconds / way.seconds for way in ways)
+            shares.append(share)
+            of_static.append(static_share)
+            of_pulled.append(pulled_share)
+            table.add_row(
+                *(run.name, str(site.engines), f"{alike}", f"{found.oracle.seconds:.0f}"),
+                *(f"{each:.3f}" for each in (static_share, pulled_share, share)),
+                *(str(way.preemptions) for way in ways),
+                *(f"{found.scheduled.idle:.2f}", f"{found.controller_s:.2f}"),
+            )
+    Console(width=140).print(table)
+    figures = {
+        "share_of_oracle_throughput": min(shares),
+        "share_static": min(of_static),
+        "share_pulled": min(of_pulled),
+        "share_of_oracle_throughput_mean": float(np.mean(shares)),
+        "share_static_mean": float(np.mean(of_static)),
+        "share_pulled_mean": float(np.mean(of_pulled)),
+    }
+    goals = dict.fromkeys(figures, Goal("for comparison", True))
+    goals["share_of_oracle_throughput"] = Goal("at least 0.92", figures["share_of_oracle_throughput"] >= 0.92)
+    return finish("tail", figures, goals, json_file)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
