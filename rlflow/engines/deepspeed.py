@@ -75,6 +75,14 @@ class DeepSpeedEngine(Tunable):
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         self._module.train()
+        with self.within_memory():
+            sums = self._gradients(minibatch, loss)
+        self._module.eval()
+        norm = self._step()
+        return Metrics(values={**self._summed(sums), "grad_norm": norm, "learning_rate": learning_rate})
+
+    def _gradients(self, minibatch: Minibatch, loss: TokenLoss) -> dict[str, float]:
+        """Left at the weights. Returns sums over this rank's share."""
         sums: defaultdict[str, float] = defaultdict(float)
         pieces, counting = rounds(minibatch, self._spec.layout.micro_batch_tokens)
         for at, rows in enumerate(pieces):
@@ -90,9 +98,7 @@ class DeepSpeedEngine(Tunable):
             sums["loss"] += float(total.detach())
             for name, values in metrics.items():
                 sums[name] += float((values.detach() * weights).sum())
-        self._module.eval()
-        norm = self._step()
-        return Metrics(values={**self._summed(sums), "grad_norm": norm, "learning_rate": learning_rate})
+        return sums
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
         for group in _groups(self._module.state_dict(keep_vars=True).items()):
@@ -191,7 +197,7 @@ class DeepSpeedEngine(Tunable):
         import torch
 
         pieces, counting = rounds(sequences, self._spec.layout.micro_batch_tokens)
-        with torch.no_grad():
+        with self.within_memory(), torch.no_grad():
             values = [self._outputs(sequences.take(rows), temperature)[0].cpu().numpy() for rows in pieces]
         return in_order(sequences.response_ids, pieces[:counting], values[:counting])
 

@@ -64,10 +64,10 @@ class TorchEngine(Tunable):
         )
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
-        return Logprobs(values=self.within_memory(lambda: self._forward(sequences, temperature)))
+        return Logprobs(values=self._forward(sequences, temperature))
 
     def values(self, sequences: Sequences) -> ValueEstimates:
-        return ValueEstimates(values=self.within_memory(lambda: self._forward(sequences, 1.0)))
+        return ValueEstimates(values=self._forward(sequences, 1.0))
 
     def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
         import torch
@@ -77,7 +77,8 @@ class TorchEngine(Tunable):
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._model.train()
-        sums = self.within_memory(lambda: self._gradients(minibatch, loss))
+        with self.within_memory():
+            sums = self._gradients(minibatch, loss)
         self._model.eval()
         self._add_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._spec.optimizer.max_grad_norm)
@@ -157,7 +158,7 @@ class TorchEngine(Tunable):
         import torch
 
         pieces = micro_batches(sequences, self._spec.layout.micro_batch_tokens)
-        with torch.inference_mode(), self._autocast():
+        with self.within_memory(), torch.inference_mode(), self._autocast():
             values = [self._outputs(sequences.take(rows), temperature)[0].cpu().numpy() for rows in pieces]
         return in_order(sequences.response_ids, pieces, values)
 

@@ -89,7 +89,7 @@ class TransformersEngine(Tunable):
         import torch
 
         pieces = micro_batches(sequences, self._spec.layout.micro_batch_tokens)
-        with torch.inference_mode():
+        with self.within_memory(), torch.inference_mode():
             values = [token_logprobs(self._model, sequences.take(rows), temperature).cpu().numpy() for rows in pieces]
         return Logprobs(values=in_order(sequences.response_ids, pieces, values))
 

@@ -10,8 +10,8 @@ from rlflow.runtime.specs import is_on_gpu
 def check_examples(plan: Plan, data: DataSource) -> None:
     """Raises RecipeError for an example that has no room in a role's micro-batch, or in its model's positions.
 
-    Prompts are within their limit already, and responses that are written end at theirs. Where the size of micro-batches
-    is neither pinned nor a matter of memory, a longer example is one by itself.
+    Prompts are within their limit already, and responses that are written end at theirs. Where the size of a
+    micro-batch is neither pinned nor a matter of memory, a longer example is one by itself.
     """
     if data.response_ids is None:
         return

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
+
+from rlflow.host_memory import total_bytes
 
 GIB = 2**30
 # Seconds that nvidia-smi may take; a first call without a persistent driver takes several.
@@ -87,7 +88,7 @@ def ask(command: Sequence[str], seconds: float) -> Answer:
 
 def machine() -> Machine:
     """What this process may use of it."""
-    return Machine(cores=_cores(), memory_gib=_memory_gib(), shared_gib=_shared_gib(), open_files=_open_files())
+    return Machine(cores=_cores(), memory_gib=total_bytes() / GIB, shared_gib=_shared_gib(), open_files=_open_files())
 
 
 def gpus_of_this_machine() -> list[str]:
@@ -170,13 +171,6 @@ def _gib(mib: str) -> float | None:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _memory_gib() -> float:
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    with suppress(OSError, ValueError):  # no file without a container, and "max" without a limit
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(limits) / GIB
 
 
 def _shared_gib() -> float | None:

@@ -1,74 +1,86 @@
-"""Micro-batches whose size may change between steps, and the memory that a step needed."""
+"""Micro-batches whose size may change between steps, and the memory that they needed."""
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
+from rlflow import host_memory
 from rlflow.engines.base import EngineSpec
-
-Result = TypeVar("Result")
-
-_KIB = 2**10
+from rlflow.errors import EngineError
 
 
 class Tunable:
-    """Of an engine that reads ``_spec.layout.micro_batch_tokens`` whenever it works."""
+    """Of an engine that reads ``_spec.layout.micro_batch_tokens`` whenever it works, ``within_memory``."""
 
     _spec: EngineSpec
-    _ran_out = False
+    _others = 0
+    """Bytes that other processes held, the most since the last call of ``memory_share``."""
 
     def set_micro_batch_tokens(self, tokens: int) -> None:
         """From the next call on. It changes no result but by rounding."""
         self._spec = replace(self._spec, layout=replace(self._spec.layout, micro_batch_tokens=tokens))
+        _give_back(self._spec.device)
 
     def memory_share(self) -> float:
-        """Of the GPU's memory, or the host's, what was in use at the peak since the last call: of this process at its
-        peak, of others now. 1 where it ran out; 0 where it cannot be known."""
-        ran_out, self._ran_out = self._ran_out, False
-        return 1.0 if ran_out else min(0.999, _share(self._spec.device))
+        """Of the GPU's memory, or the host's, what this process held at its peak since the last call, and others when
+        its passes ended: roles that share a GPU sleep then. 0 where it cannot be known."""
+        try:
+            _, peak, total = _memory(self._spec.device)
+        except (OSError, KeyError):
+            return 0.0
+        share = min(1.0, (self._others + peak) / total)
+        self._others = 0
+        _begin_anew(self._spec.device)
+        return share
 
-    def within_memory(self, work: Callable[[], Result]) -> Result:
-        """What ``work`` gives; where a GPU's memory runs out it is done again with half the tokens at a time.
-
-        Not where ranks work together: the others are waiting for this one in the middle of a pass.
-        """
+    @contextmanager
+    def within_memory(self) -> Iterator[None]:
+        """For the passes over a batch. Raises EngineError where the GPU's memory does not suffice."""
         import torch
 
-        while True:
-            try:
-                return work()
-            except torch.OutOfMemoryError:
-                tokens = self._spec.layout.micro_batch_tokens
-                if self._spec.world_size > 1 or tokens <= 1:
-                    raise
-            # Outside the handler, whose traceback holds what the pass has made.
-            torch.cuda.empty_cache()
-            self._ran_out = True
-            self.set_micro_batch_tokens(tokens // 2)
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            tokens = self._spec.layout.micro_batch_tokens
+            path = f"roles.{self._spec.role}.micro_batch_tokens"
+            raise EngineError(
+                f"role {self._spec.role}: its GPU has no memory for micro_batch_tokens {tokens}.\n"
+                f"  Fix: {path}={max(1, tokens // 2)}, with resume=true from the last checkpoint."
+            ) from error
+        with suppress(OSError, KeyError):
+            self._others = max(self._others, _memory(self._spec.device)[0])
 
 
-def _share(device: str) -> float:
+def _memory(device: str) -> tuple[int, int, int]:
+    """Bytes: of other processes now, of this one at its peak, and of all. Raises OSError and KeyError where unknown."""
     import torch
 
     if torch.device(device).type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        here, peak = torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
+        own, peak = torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
+    else:
+        free, total = host_memory.free_bytes(), host_memory.total_bytes()
+        process = host_memory.figures("/proc/self/status")
+        own, peak = process["VmRSS"], process["VmHWM"]
+    return max(0, total - free - own), peak, total
+
+
+def _begin_anew(device: str) -> None:
+    """The peak."""
+    import torch
+
+    if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        return float((total - free + peak - here) / total)
-    try:
-        host, process = _figures("/proc/meminfo"), _figures("/proc/self/status")
-        free, total = host["MemAvailable"], host["MemTotal"]
-        here, peak = process["VmRSS"], process["VmHWM"]
-    except (OSError, KeyError):  # not Linux
-        return 0.0
+        return
     with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    return (total - free + peak - here) / total
+        Path("/proc/self/clear_refs").write_text("5")
 
 
-def _figures(path: str) -> dict[str, int]:
-    """Bytes by name."""
-    lines = (line.split() for line in Path(path).read_text().splitlines())
-    return {words[0].rstrip(":"): int(words[1]) * _KIB for words in lines if len(words) == 3 and words[2] == "kB"}
+def _give_back(device: str) -> None:
+    """What torch keeps of a GPU's memory for passes of another size, so that it counts for none of this one."""
+    import torch
+
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
+        _begin_anew(device)

@@ -1,57 +1,83 @@
 """What an engine that can be tuned says of itself."""
 
-from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from rlflow.engines.causal_lm import tunable
+from rlflow import host_memory
 from rlflow.engines.causal_lm.tunable import Tunable
+from rlflow.errors import EngineError
 from tests.helpers import spec
+
+GIB = 2**30
 
 
 class Engine(Tunable):
-    def __init__(self, world_size: int = 1) -> None:
-        self._spec = replace(spec(micro_batch_tokens=4096), world_size=world_size)
-
-    @property
-    def tokens(self) -> int:
-        return self._spec.layout.micro_batch_tokens
+    def __init__(self) -> None:
+        self._spec = spec(micro_batch_tokens=4096)
 
 
-def test_the_memory_of_a_step_is_seen_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = tunable._figures
-    # Others on this machine take and give memory back meanwhile.
-    host = {"MemAvailable": 60 * 2**30, "MemTotal": 64 * 2**30}
-    monkeypatch.setattr(tunable, "_figures", lambda path: host if path == "/proc/meminfo" else read(path))
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Of 64 GiB, whatever others on this machine take and give back meanwhile."""
+    used = {"by others": 0}
+    free = host_memory.free_bytes
+    monkeypatch.setattr(host_memory, "total_bytes", lambda: 64 * GIB)
+    own = "/proc/self/status"
+    figures = host_memory.figures
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 64 * GIB - used["by others"] - figures(own)["VmRSS"])
+    assert free() > 0
+    return used
+
+
+def pass_over(engine: Engine, gib: float = 0) -> None:
+    with engine.within_memory():
+        np.ones(int(gib * 2**27))
+
+
+def test_the_memory_of_a_step_is_seen_once(host: dict[str, int]) -> None:
     engine = Engine()
     engine.memory_share()
-    assert 64 * engine.memory_share() == pytest.approx(4, abs=0.3)
-    block = np.ones(2**27)  # 1 GiB
-    del block
-    assert 64 * engine.memory_share() == pytest.approx(5, abs=0.3)
-    assert 64 * engine.memory_share() == pytest.approx(4, abs=0.3)
+    pass_over(engine)
+    least = 64 * engine.memory_share()
+    pass_over(engine, gib=1)
+    assert 64 * engine.memory_share() == pytest.approx(least + 1, abs=0.3)
+    pass_over(engine)
+    assert 64 * engine.memory_share() == pytest.approx(least, abs=0.3)
 
 
-def test_where_memory_runs_out_less_is_done_at_once() -> None:
+def test_others_count_as_they_are_while_it_works(host: dict[str, int]) -> None:
     engine = Engine()
+    engine.memory_share()
+    pass_over(engine)
+    alone = 64 * engine.memory_share()
+    for gib in (2, 8, 4):
+        host["by others"] = gib * GIB
+        pass_over(engine)
+    # It sleeps, and another role has the memory.
+    host["by others"] = 60 * GIB
+    assert 64 * engine.memory_share() == pytest.approx(alone + 8, abs=0.3)
+    host["by others"] = 0
+    pass_over(engine)
+    assert 64 * engine.memory_share() == pytest.approx(alone, abs=0.3)
 
-    def work() -> int:
-        if engine.tokens > 1500:
-            raise torch.OutOfMemoryError("out of memory")
-        return engine.tokens
 
-    assert engine.within_memory(work) == 1024
-    assert engine.memory_share() == 1
-    assert engine.memory_share() < 1
-
-
-def test_ranks_that_work_together_do_not_try_again() -> None:
-    def work() -> int:
+def test_where_memory_runs_out_it_is_said_what_asks_for_less() -> None:
+    with pytest.raises(EngineError) as caught, Engine().within_memory():
         raise torch.OutOfMemoryError("out of memory")
+    assert str(caught.value) == (
+        "role actor: its GPU has no memory for micro_batch_tokens 4096.\n"
+        "  Fix: roles.actor.micro_batch_tokens=2048, with resume=true from the last checkpoint."
+    )
 
-    with pytest.raises(torch.OutOfMemoryError):
-        Engine(world_size=2).within_memory(work)
-    with pytest.raises(torch.OutOfMemoryError):
-        Engine().within_memory(work)
+
+def test_a_container_has_what_it_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_GROUP", tmp_path)
+    of_the_machine = host_memory.total_bytes()
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory.total_bytes() == of_the_machine
+    for name, text in {"max": "10000", "current": "9000", "stat": "anon 5000\ninactive_file 500\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert (host_memory.total_bytes(), host_memory.free_bytes()) == (10000, 1500)
