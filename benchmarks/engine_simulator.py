@@ -29,7 +29,7 @@ class Source(Protocol):
 
     def deal(self) -> Mapping[int, list[int]]: ...
 
-    def next(self, rank: int) -> Sequence[int]: ...
+    def next(self, rank: int) -> Mapping[int, Sequence[int]]: ...
 
     def finished(self, rank: int, rows: Sequence[int], lengths: Sequence[int], steps: int) -> None: ...
 
@@ -196,8 +196,11 @@ def simulate(samples: Samples, speed: Speed, room: Room, num_engines: int, sourc
             told[rank] = len(engine.done)
             steps = engine.steps
             source.finished(rank, rows, samples.lengths[rows].tolist(), steps)
-            if more := source.next(rank):
-                engine.give(more, max(time, engine.time) + _MESSAGE_S)
+            now = max(time, engine.time)
+            for other, more in source.next(rank).items():
+                engines[other].give(more, now + _MESSAGE_S)
+                if other != rank:
+                    expect(other)
         elif news and not timers[rank]:
             timers[rank] = True
             heapq.heappush(events, (engine.time + _LATEST_S, rank, True))

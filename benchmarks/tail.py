@@ -11,7 +11,7 @@ and takes the better of longest first and longest first in shards of equal token
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -122,7 +122,7 @@ class Timed:
         self.seconds += time.perf_counter() - began
         return rows
 
-    def next(self, rank: int) -> Sequence[int]:
+    def next(self, rank: int) -> Mapping[int, Sequence[int]]:
         began = time.perf_counter()
         rows = self._scheduler.next(rank)
         self.seconds += time.perf_counter() - began

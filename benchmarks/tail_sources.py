@@ -18,7 +18,7 @@ def dealt(source: "Queues | Oracle", num_engines: int, each: int) -> dict[int, l
     open_ranks = list(given)
     while open_ranks:
         for rank in list(open_ranks):
-            rows = source.next(rank, each)
+            rows = source.some(rank, each)
             given[rank] += rows
             if len(rows) < each:
                 open_ranks.remove(rank)
@@ -38,7 +38,10 @@ class Queues:
     def deal(self) -> dict[int, list[int]]:
         return dealt(self, len(self._queues), self._each)
 
-    def next(self, rank: int, most: int | None = None) -> list[int]:
+    def next(self, rank: int) -> dict[int, list[int]]:
+        return {rank: rows} if (rows := self.some(rank)) else {}
+
+    def some(self, rank: int, most: int | None = None) -> list[int]:
         places = self._room - self._running[rank]
         count = places if most is None else min(places, most)
         rows = [row for _, row in zip(range(count), self._queues[rank], strict=False)]
@@ -84,7 +87,10 @@ class Oracle:
     def deal(self) -> dict[int, list[int]]:
         return dealt(self, len(self._queues), 1)
 
-    def next(self, rank: int, most: int | None = None) -> list[int]:
+    def next(self, rank: int) -> dict[int, list[int]]:
+        return {rank: rows} if (rows := self.some(rank)) else {}
+
+    def some(self, rank: int, most: int | None = None) -> list[int]:
         queue, running, rows = self._queues[rank], self._running[rank], list[int]()
         while queue and len(running) < self._room.sequences and (most is None or len(rows) < most):
             now = self._steps[rank]

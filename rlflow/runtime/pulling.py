@@ -115,14 +115,17 @@ class _Round:
             scheduler.lost(rank)
             # Others may be waiting for their last rows, and have room.
             for other in scheduler.ranks:
-                if rows := scheduler.next(other):
-                    self._write(other, rows)
+                self._give(scheduler.next(other))
             return
         ended, lengths = (np.frombuffer(part, np.int32).tolist() for part in (progress.rows, progress.lengths))
         scheduler.finished(rank, ended, lengths, progress.steps)
-        rows = scheduler.next(rank)
-        if rows or (scheduler.running(rank) and rank not in self._calls.values()):
-            self._write(rank, rows)
+        self._give(scheduler.next(rank))
+        if scheduler.running(rank) and rank not in self._calls.values():
+            self._write(rank, [])
+
+    def _give(self, rows: dict[int, list[int]]) -> None:
+        for rank, given in rows.items():
+            self._write(rank, given)
 
     def _each(self, ranks: Collection[int], method: str, *arguments: Any) -> dict[int, Any]:
         calls = {rank: self._engines.submit(rank, method, *arguments) for rank in ranks}

@@ -143,6 +143,8 @@ class Scheduler:
             self._queue = np.concatenate([front[left], self._queue[self._first + len(front) : self._last]])
             self._first, self._last = 0, len(self._queue)
             hungry = [rank for rank in hungry if rank not in full]
+        for engine in self._engines.values():
+            self._look(engine)
         return given
 
     def running(self, rank: int) -> int:
@@ -153,13 +155,22 @@ class Scheduler:
         """Those that this engine has finished, ascending."""
         return sorted(self._engines[rank].ended)
 
-    def next(self, rank: int) -> list[int]:
-        """The rows that this engine is to begin now."""
+    def next(self, rank: int) -> dict[int, list[int]]:
+        """The rows that this engine, which has told of something, is to begin now, and what another may begin instead
+        of it. Engines that begin none are left out."""
         if self._events >= self._every:
             self._order()
-        engine = self._engines[rank]
-        places = engine.room.sequences - len(engine.running)
-        wanted = min(places, self._part(engine))
+        given = {rank: self._taken(self._engines[rank], self._part(self._engines[rank]))}
+        free = {rank: each for rank, each in self._engines.items() if len(each.running) < each.room.sequences}
+        if self._num_waiting and free:
+            # Whoever has least to write takes one at least, or all might leave it to each other.
+            other = min(free, key=lambda each: free[each].left)
+            given[other] = given.get(other, []) + self._taken(free[other], max(1, self._part(free[other])))
+        return {rank: rows for rank, rows in given.items() if rows}
+
+    def _taken(self, engine: _Engine, part: int) -> list[int]:
+        """At most ``part`` of the rows that wait, which the engine begins."""
+        wanted = min(engine.room.sequences - len(engine.running), part)
         front = self._queue[self._first : self._first + wanted]
         share = -(-self._num_waiting // len(self._engines))
         spare = LAST_DEVIATIONS
@@ -204,13 +215,17 @@ class Scheduler:
     def _part(self, engine: _Engine) -> int:
         """How many of those that wait, from the first, it may take: with them it has no more to write than all others
         have. They may have room in a moment."""
-        rows, written = self._running(engine)
-        engine.left = float(self._expectation.left(rows, written.astype(np.float64), self._max_tokens - written).sum())
+        self._look(engine)
         waiting = np.cumsum(self._expected[self._groups[self._queue[self._first : self._last]]])
         if not len(waiting):
             return 0
         mean = (sum(other.left for other in self._engines.values()) + waiting[-1]) / len(self._engines)
         return max(int(np.searchsorted(waiting, mean - engine.left, side="right")), int(not engine.running))
+
+    def _look(self, engine: _Engine) -> None:
+        """How much it still has to write."""
+        rows, written = self._running(engine)
+        engine.left = float(self._expectation.left(rows, written.astype(np.float64), self._max_tokens - written).sum())
 
     def _running(self, engine: _Engine) -> tuple[Ints, Ints]:
         """Rows that it is writing, and their tokens so far."""
