@@ -1,0 +1,102 @@
+"""Which engine lags in writing, and why: from ``engines.jsonl``."""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from rlflow.compiler.plan import Plan
+from rlflow.runtime.base import Report
+
+# An engine lags where others have had nothing to write for this share of its time.
+_SHARE = 0.05
+_SLOWER, _FULL = 0.85, 0.95
+
+Line = Mapping[str, Any]
+
+
+class EngineReport:
+    """Says at the end of a run, for each role with several engines that write, which one the others waited for."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._path = Path()
+
+    def started(self, plan: Plan, directory: Path, step: int) -> None:
+        self._path = directory / "engines.jsonl"
+        if self._path.exists():
+            # What a resumed run does again is not to stand there twice.
+            beside = self._path.with_suffix(".writing")
+            beside.write_text("".join(f"{json.dumps(line)}\n" for line in _read(self._path) if line["step"] <= step))
+            beside.rename(self._path)
+
+    def evaluated(self, step: int, reward: float) -> None:
+        """Nothing."""
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing: the runtime writes the lines."""
+
+    def ended(self, report: Report) -> None:
+        if self._path.exists():
+            for text in lagging(_read(self._path)):
+                self._console.print(text, soft_wrap=True)
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def _read(path: Path) -> list[Line]:
+    """Without a line that was cut off."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def lagging(lines: Sequence[Line]) -> list[str]:
+    """A sentence for each role with an engine that lags."""
+    steps: dict[str, dict[int, list[Line]]] = defaultdict(lambda: defaultdict(list))
+    for line in lines:
+        steps[line["role"]][line["step"]].append(line)
+    return [text for role, of_role in steps.items() if (text := _of_role(role, of_role)) is not None]
+
+
+def _of_role(role: str, steps: Mapping[int, Sequence[Line]]) -> str | None:
+    lags: Counter[int] = Counter()
+    waits: dict[int, list[float]] = defaultdict(list)
+    causes: dict[int, Counter[str]] = defaultdict(Counter)
+    for lines in steps.values():
+        worked: dict[int, float] = defaultdict(float)
+        for line in lines:
+            worked[line["engine"]] += line["seconds"]
+        last = max(worked, key=lambda engine: worked[engine])
+        others = [seconds for engine, seconds in worked.items() if engine != last]
+        if others and (wait := worked[last] - sum(others) / len(others)) > _SHARE * worked[last]:
+            lags[last] += 1
+            waits[last].append(wait / worked[last])
+            causes[last][_cause(last, lines)] += 1
+    if not lags:
+        return None
+    engine, count = lags.most_common(1)[0]
+    cause = causes[engine].most_common(1)[0][0]
+    return (
+        f"{role}: engine {engine} lags in {count} of {len(steps)} steps, others wait {median(waits[engine]):.0%} of its"
+        f" time: {cause}"
+    )
+
+
+def _cause(engine: int, lines: Sequence[Line]) -> str:
+    own = [line for line in lines if line["engine"] == engine]
+    full = sum(line["seconds"] for line in own if line["cache"] >= _FULL or line["preemptions"])
+    if full > _SHARE * sum(line["seconds"] for line in own):
+        return "its cache is full"
+    speeds = {each: _speed([line for line in lines if line["engine"] == each]) for each in {e["engine"] for e in lines}}
+    if speeds[engine] < _SLOWER * median(speeds.values()):
+        return f"it writes {speeds[engine]:.0f} tokens/s of a response where others write {median(speeds.values()):.0f}"
+    return "it has the longest responses"
+
+
+def _speed(lines: Sequence[Line]) -> float:
+    """Tokens a second of each response that was being written."""
+    return sum(line["tokens"] for line in lines) / max(sum(line["seconds"] * line["running"] for line in lines), 1e-9)

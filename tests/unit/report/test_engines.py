@@ -1,0 +1,31 @@
+"""Which engine lags, and why."""
+
+from typing import Any
+
+from rlflow.report.engines import lagging
+
+
+def line(engine: int, step: int = 1, **values: Any) -> dict[str, Any]:
+    usual = {"role": "rollout", "seconds": 1.0, "tokens": 100, "running": 10, "cache": 0.5, "preemptions": 0}
+    return {"engine": engine, "step": step, **usual, **values}
+
+
+def test_engines_that_end_together_are_not_told_of() -> None:
+    assert lagging([]) == []
+    assert lagging([line(0), line(1)]) == []
+    assert lagging([line(0)] * 3) == []
+
+
+def test_the_one_that_ends_last_is_told_of_with_its_cause() -> None:
+    others = [line(0), line(1)]
+    long = [*others, *[line(2, running=5, tokens=50)] * 4]
+    assert lagging(long) == [
+        "rollout: engine 2 lags in 1 of 1 steps, others wait 75% of its time: it has the longest responses"
+    ]
+    assert lagging([*others, *[line(2, cache=1.0)] * 4])[0].endswith("its cache is full")
+    assert lagging([*others, *[line(2, tokens=50)] * 4])[0].endswith(
+        "it writes 5 tokens/s of a response where others write 10"
+    )
+    assert (
+        "engine 2 lags in 2 of 3 steps" in lagging([*long, *[{**each, "step": 2} for each in long], line(0, step=3)])[0]
+    )
