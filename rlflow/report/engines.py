@@ -99,4 +99,6 @@ def _cause(engine: int, lines: Sequence[Line]) -> str:
 
 def _speed(lines: Sequence[Line]) -> float:
     """Tokens a second of each response that was being written."""
-    return sum(line["tokens"] for line in lines) / max(sum(line["seconds"] * line["running"] for line in lines), 1e-9)
+    return float(sum(line["tokens"] for line in lines)) / max(
+        sum(line["seconds"] * line["running"] for line in lines), 1e-9
+    )
