@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlflow.compiler.plan import Plan
-    from rlflow.recipe import Recipe
+    from rlflow.recipe import Recipe, Tune
     from rlflow.resources.cluster import Cluster
     from rlflow.runtime.base import Report
 
@@ -39,9 +39,12 @@ def compile(recipe: "Recipe", cluster: "Cluster | str | None" = None) -> "Plan":
     return compile_recipe(recipe, hosts)
 
 
-def run(plan: "Plan", directory: Path | None = None) -> "Report":
+def run(plan: "Plan", directory: Path | None = None, *, tune: "Tune" = False) -> "Report":
     """Trains as planned, and writes plan, metrics, checkpoints, model and report to ``directory``, by default a new
-    folder below ``outputs``. Raises EngineError, and RecipeError for what the recipe names and is not there."""
+    folder below ``outputs``. With ``tune``, True or "adaptive", it finds faster sizes meanwhile.
+
+    Raises EngineError, and RecipeError for what the recipe names and is not there.
+    """
     from datetime import datetime
 
     from rlflow.report.metrics import MetricsWriter
@@ -49,4 +52,4 @@ def run(plan: "Plan", directory: Path | None = None) -> "Report":
     from rlflow.runtime.run import run as run_plan
 
     folder = directory or Path("outputs") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
-    return run_plan(plan, folder, runtime_of(plan), [MetricsWriter()])
+    return run_plan(plan, folder, runtime_of(plan), [MetricsWriter()], tune=tune)

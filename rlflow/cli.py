@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -36,10 +35,8 @@ from rlflow.compose import (
     register_shapes,
 )
 from rlflow.errors import EngineError, RecipeError, UserError
+from rlflow.recipe import Tune
 from rlflow.resources.cluster import cluster_from
-
-if TYPE_CHECKING:
-    from rlflow.runtime.tuner import Tune
 
 STOPPED = 130
 # Of what is printed to a file or a pipe.
@@ -180,7 +177,7 @@ def _can_be_resumed(path: Path, plan: Plan) -> bool:
     return False
 
 
-def _run(plan: Plan, directory: Path, console: Console, *, resume: bool, tune: "Tune") -> int:
+def _run(plan: Plan, directory: Path, console: Console, *, resume: bool, tune: Tune) -> int:
     # Imported only now: a dry run needs no torch.
     from rlflow.report.engines import EngineReport
     from rlflow.report.metrics import MetricsWriter
@@ -195,9 +192,9 @@ def _run(plan: Plan, directory: Path, console: Console, *, resume: bool, tune: "
         report = run(
             plan, directory, runtime_of(plan), observers, resume=resume, stop=lambda: bool(stopping), tune=tune
         )
-    if tune and (table := tuning_table(directory)):
+    if tune:
         console.print()
-        _show(table)
+        _show(tuning_table(directory))
     if report.status == "stopped":
         console.print(f"go on with: python -m rlflow plan={directory}/plan.json resume={directory}", soft_wrap=True)
         return STOPPED

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlflow.errors import RecipeError, did_you_mean, first_line
-from rlflow.recipe import Recipe, load, plain
+from rlflow.recipe import Recipe, Tune, load, plain
 from rlflow.resources.cluster import Cluster, cluster_from, parse_shape
 from rlflow.resources.time.speed import Calibration, calibration_from
 from rlflow.schema import Section, parse
@@ -41,7 +41,7 @@ class FrontDoor(Section):
     plan: str | None
     resume: bool | str
     explain: bool
-    tune: bool | Literal["adaptive"]
+    tune: Tune
     calibration: str | None
     """A YAML file with measured efficiencies by kind of GPU."""
 

@@ -18,6 +18,8 @@ from rlflow.resources.time.past_run import lengths_of_run
 from rlflow.schema import Section, parse
 
 Size = Annotated[float, Ge(0)]
+# Of a run: whether sizes that its recipe leaves open are tuned, and whether throughout.
+Tune = bool | Literal["adaptive"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ MAY_IMPORT = {
         "compiler",
     },
     "report": {"compiler", "runtime"},
-    "cli": {"errors", "resources", "compiler", "compose", "runtime", "report"},
+    "cli": {"errors", "resources", "recipe", "compiler", "compose", "runtime", "report"},
     "doctor": {"errors", "extras", "engines", "compose", "runtime"},
     "__init__": {"resources", "recipe", "compiler", "compose", "runtime", "report"},
     "__main__": {"cli"},

@@ -9,12 +9,13 @@ from rich.table import Table
 from rlflow.runtime.tuner import FILE
 
 
-def tuning_table(directory: Path) -> Table | None:
-    """Of the run in ``directory``; None where nothing was tuned."""
-    try:
-        found = json.loads((directory / FILE).read_text())
-    except FileNotFoundError:
-        return None
+def tuning_table(directory: Path) -> Table | str:
+    """Of the run in ``directory``; a line that says why where nothing was tuned."""
+    found = json.loads((directory / FILE).read_text())
+    if not found:
+        return "nothing to tune: every micro_batch_tokens is pinned, and no engine takes more sequences while it writes"
+    if not any(entry["trials"] for entry in found.values()):
+        return "nothing tuned: the first trial takes three steps"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     for heading in ("role", "setting", "", "tokens/s", "predicted", "memory", "predicted", "gain"):
         table.add_column(heading)
@@ -23,7 +24,8 @@ def tuning_table(directory: Path) -> Table | None:
         first = next((trial for trial in trials if trial["setting"] == entry["planned"]), None)
         for trial in trials:
             planned, best = trial is first, trial["setting"] == entry["best"]
-            gain = trial["tokens_per_second"] / first["tokens_per_second"] - 1 if first and not planned else None
+            rate = first["tokens_per_second"] if first and not planned else 0
+            gain = trial["tokens_per_second"] / rate - 1 if rate else None
             table.add_row(
                 role if trial is trials[0] else "",
                 entry["setting"] if trial is trials[0] else "",

@@ -13,7 +13,7 @@ from rlflow.compiler.plan import Plan, write_plan
 from rlflow.data.source import DataSource, Rows, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, RecipeError
-from rlflow.recipe import Model
+from rlflow.recipe import Model, Tune
 from rlflow.resources.layout import GIB
 from rlflow.runtime import checkpoint
 from rlflow.runtime.base import Engines, Observer, Report, Runtime, StoreUse
@@ -23,7 +23,7 @@ from rlflow.runtime.lengths import check_examples
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.models import resolve_models
 from rlflow.runtime.step import Evaluator, evaluator, run_graph, summary
-from rlflow.runtime.tuner import Tune, Tuner, with_places
+from rlflow.runtime.tuner import Tuner, with_places
 
 
 def run(
@@ -38,8 +38,8 @@ def run(
 ) -> Report:
     """Runs ``plan`` in ``directory``; with ``resume`` from the last checkpoint there.
 
-    ``tune``: micro-batches grow as long as that is faster, in its first steps or, adaptively, in all of them.
-
+    ``tune``: in the first steps, or with "adaptive" as long as it runs, micro-batches and the sequences that an engine
+    writes at once grow as long as that is faster and memory allows, from those of the plan, with ``resume`` too.
     ``stop`` is asked after every step; when it says so, the run ends with a checkpoint. Raises a UserError
     for what the recipe names and is not there and for a plan that cannot be run here, EngineError for what fails.
     """

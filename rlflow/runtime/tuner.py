@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rlflow.compiler.lower import lower
 from rlflow.compiler.plan import Plan
@@ -15,10 +15,10 @@ from rlflow.runtime.base import Report
 from rlflow.runtime.specs import num_sequences
 from rlflow.runtime.tuning import Climb
 
-Tune = bool | Literal["adaptive"]
 FILE = "tuning.json"
-# An engine that is tuned is started with places for so many times the sequences that it begins with.
-_PLACES = 4
+# An engine that is tuned is started with places for so many times the sequences that it begins with: vLLM takes memory
+# for them, and records graphs.
+_PLACES = 2
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,21 @@ class _Knob:
 
 
 def with_places(plan: Plan) -> Plan:
-    """With more places in engines that take new samples while they write, none of which is used before it is tried."""
-    memory = {
-        role: replace(of, sequences=_PLACES * num_sequences(plan, role)) if _can(plan, role, "max_num_seqs") else of
-        for role, of in plan.prediction.memory.items()
-    }
+    """With more places in engines that take new samples while they write, as far as a step has samples for them. None
+    of these is used before it is tried."""
+    workload = lower(plan.recipe, plan.graph).workload
+    memory = dict(plan.prediction.memory)
+    for role in memory:
+        if _can(plan, role, "max_num_seqs"):
+            planned = num_sequences(plan, role)
+            places = max(planned, min(_PLACES * planned, _samples_each(plan, workload, role)))
+            memory[role] = replace(memory[role], sequences=places)
     return replace(plan, prediction=replace(plan.prediction, memory=memory))
 
 
 class Tuner:
     """An observer that changes what it observes: the tokens of a micro-batch of roles that train or score, where the
-    recipe leaves them open, and the sequences that an engine writes at once."""
+    recipe leaves them open, and the sequences that an engine writes at once. It begins with those of the plan."""
 
     def __init__(self, engines: Mapping[str, Any], *, adaptive: bool) -> None:
         self._engines = engines
@@ -60,18 +64,21 @@ class Tuner:
             self._set(knob)
             # What it held before its first step is none of its trials.
             self._memory_share(knob)
+        self._write()
 
     def evaluated(self, step: int, reward: float) -> None:
         """Nothing of it is tuned."""
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        for knob in self._knobs:
+        tuned = [knob for knob in self._knobs if knob.climb.trying or self._adaptive]
+        for knob in tuned:
             before = knob.climb.setting
             seconds = sum(metrics[f"seconds/{node.name}"] for node in self._plan.graph.nodes if node.role == knob.role)
             knob.climb.told(metrics["tokens"], seconds, self._memory_share(knob))
             if knob.climb.setting != before:
                 self._set(knob)
-        self._write()
+        if tuned:
+            self._write()
 
     def ended(self, report: Report) -> None:
         """All is written."""
@@ -94,7 +101,9 @@ class Tuner:
                 "best": knob.climb.best.setting if knob.climb.best else None,
                 "trying": knob.climb.trying,
                 "predicted": self._predicted[knob.role],
-                "trials": [asdict(trial) for trial in knob.climb.trials],
+                "trials": [
+                    asdict(trial) for trial in sorted(knob.climb.trials.values(), key=lambda trial: trial.setting)
+                ],
             }
             for knob in self._knobs
         }
@@ -118,10 +127,14 @@ def _knobs(plan: Plan, workload: Workload, *, adaptive: bool) -> Iterator[_Knob]
             climb = Climb(layout.micro_batch_tokens, least, ceil(most / layout.data_parallel_size), adaptive=adaptive)
             yield _Knob(role, "micro_batch_tokens", layout.micro_batch_tokens, climb)
         elif _can(plan, role, "max_num_seqs"):
-            share = max(ceil(task.samples / layout.data_parallel_size) for task in tasks)
             start = num_sequences(plan, role)
-            climb = Climb(start, 1, min(share, num_sequences(with_places(plan), role)), adaptive=adaptive)
+            climb = Climb(start, 1, num_sequences(with_places(plan), role), adaptive=adaptive)
             yield _Knob(role, "max_num_seqs", start, climb)
+
+
+def _samples_each(plan: Plan, workload: Workload, role: str) -> int:
+    """Of a step, for each of the role's workers."""
+    return max(ceil(task.samples / plan.roles[role].layout.data_parallel_size) for task in workload.of(role))
 
 
 def _predicted(plan: Plan, workload: Workload, role: str) -> dict[str, float | None]:

@@ -21,26 +21,34 @@ class Trial:
     setting: int
     tokens_per_second: float
     memory_share: float
-    """Of the fullest GPU or host, at the peak; 1 where there was too little."""
+    """Of the fullest GPU or host, at the peak."""
 
 
 class Climb:
     """Raises a setting while throughput grows and memory allows, and keeps the best.
 
-    With ``adaptive`` it tries again every so many steps, upwards and downwards, and gives way when memory gets short.
+    With ``adaptive`` it tries again every so many steps, upwards and downwards, and in between it is lowered in every
+    step that leaves next to no memory, until the next round of trials.
     """
 
     def __init__(self, start: int, least: int, most: int, *, adaptive: bool = False) -> None:
-        self.setting = start
-        """For the next step."""
-        self.trials: list[Trial] = []
+        self.trials: dict[int, Trial] = {}
+        """By setting, of each the last."""
         self.best: Trial | None = None
-        self._least, self._most = min(start, least), max(start, most)
+        """None until something has been tried, and for a setting that only memory led to."""
+        self._start, self._least, self._most = start, min(start, least), max(start, most)
         self._adaptive = adaptive
-        self._ways = [_FACTOR]
+        # How often the setting has been raised, less how often lowered; and that of the best.
+        self._level = self._best_level = 0
+        self._ways = [1]
         self._rates: list[float] = []
         self._used = 0.0
         self._is_warm = False
+
+    @property
+    def setting(self) -> int:
+        """For the next step."""
+        return self._at(self._level)
 
     @property
     def trying(self) -> bool:
@@ -48,36 +56,38 @@ class Climb:
         return bool(self._ways)
 
     def told(self, tokens: float, seconds: float, memory_share: float) -> None:
-        """Of a step with ``setting``: the role's own seconds. A share of 1 says that memory ran out."""
-        if memory_share >= 1:
-            self._ran_out()
-            return
+        """Of a step with ``setting``: the role's own seconds."""
         if not self._is_warm:
             # The first step loads, compiles and grows its buffers.
             self._is_warm = True
             return
         self._rates.append(tokens / seconds)
         self._used = max(self._used, memory_share)
-        if self.trying and len(self._rates) >= _STEPS:
-            self._judge()
-        elif self._adaptive and not self.trying:
-            if memory_share > _FULL:
-                self._ran_out()
-            elif len(self._rates) >= _REST:
-                # Lengths change as a model learns: what it did of late is what others are compared with.
-                self._ways, self.best = [_FACTOR, 1 / _FACTOR], None
+        if self.trying:
+            if len(self._rates) >= _STEPS:
                 self._judge()
+        elif self._adaptive and memory_share > _FULL and self._at(self._level - 1) < self.setting:
+            self._level -= 1
+            self.best = self.trials.get(self.setting)
+            self._rates, self._used = [], 0.0
+        elif self._adaptive and len(self._rates) >= _REST:
+            # Lengths change as a model learns: what it did of late is what others are compared with.
+            self._ways, self.best = [1, -1], None
+            self._judge()
+
+    def _at(self, level: int) -> int:
+        return min(self._most, max(self._least, ceil(self._start * _FACTOR**level)))
 
     def _judge(self) -> None:
         trial = Trial(
             setting=self.setting, tokens_per_second=max(self._rates[-_STEPS:]), memory_share=round(self._used, 4)
         )
-        self.trials.append(trial)
+        self.trials[self.setting] = trial
         if self.best is None:
-            self.best = trial
+            self.best, self._best_level = trial, self._level
         elif trial.tokens_per_second > _GAIN * self.best.tokens_per_second:
             # Having gone one way, the other leads back.
-            self.best, self._ways = trial, self._ways[:1]
+            self.best, self._best_level, self._ways = trial, self._level, self._ways[:1]
         else:
             self._ways.pop(0)
         self._go()
@@ -87,34 +97,20 @@ class Climb:
         assert self.best is not None
         self._rates, self._used = [], 0.0
         while self._ways:
-            tried = min(self._most, max(self._least, ceil(self.best.setting * self._ways[0])))
-            if tried != self.best.setting and self._has_room(tried):
-                self.setting = tried
+            self._level = self._best_level + self._ways[0]
+            if self.setting != self.best.setting and self._has_room(self.best, self.setting):
                 return
             self._ways.pop(0)
-        self.setting = self.best.setting
+        self._level = self._best_level
 
-    def _has_room(self, setting: int) -> bool:
-        """By the line through the last two trials; with one alone, as if all memory grew with the setting."""
-        here = self.best
-        assert here is not None
+    def _has_room(self, here: Trial, setting: int) -> bool:
+        """By the line through ``here`` and the next smaller setting that was tried; where none was, as if all memory
+        grew with the setting."""
         if setting < here.setting:
             return True
-        before = [trial for trial in self.trials if trial.setting < here.setting and trial.memory_share < 1]
+        smaller = [trial for trial in self.trials.values() if trial.setting < here.setting]
         slope = here.memory_share / here.setting
-        if before:
-            last = max(before, key=lambda trial: trial.setting)
+        if smaller:
+            last = max(smaller, key=lambda trial: trial.setting)
             slope = max(0.0, here.memory_share - last.memory_share) / (here.setting - last.setting)
         return here.memory_share + slope * (setting - here.setting) <= _ROOM
-
-    def _ran_out(self) -> None:
-        """Below what was too much from now on."""
-        self.trials.append(Trial(setting=self.setting, tokens_per_second=0.0, memory_share=1.0))
-        self._most = max(self._least, ceil(self.setting / _FACTOR))
-        if self.best is None or self.best.setting > self._most:
-            self.best, self.setting = None, self._most
-            self._ways = [_FACTOR]
-            self._rates, self._used = [], 0.0
-        else:
-            self._ways = []
-            self._go()

@@ -89,12 +89,14 @@ def test_engines_that_take_samples_while_they_write_are_given_more_at_once(
     plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny", "roles.rollout.engine=vllm"]))
     monkeypatch.setattr(engine_class("vllm"), "set_max_num_seqs", Writer.set_max_num_seqs, raising=False)
     # They are started with room for more than is planned.
-    assert (num_sequences(plan, "rollout"), num_sequences(with_places(plan), "rollout")) == (256, 1024)
+    assert (num_sequences(plan, "rollout"), num_sequences(with_places(plan), "rollout")) == (256, 512)
+    few = rlflow.compile(rlflow.load(["recipe=grpo_tiny", "roles.rollout.engine=vllm", "data.batch_size=40"]))
+    assert num_sequences(with_places(few), "rollout") == 320  # of 40 prompts 8
     engines = {**stubs(), "rollout": Writer()}
     found = tuned(plan, tmp_path, engines)["rollout"]
-    assert [trial["setting"] for trial in found["trials"]] == [256, 384, 576, 864]
+    assert [trial["setting"] for trial in found["trials"]] == [256, 384, 512]
     assert found["setting"] == "max_num_seqs"
-    assert engines["rollout"].places == found["best"] == 576
+    assert engines["rollout"].places == found["best"] == 512
 
 
 def test_what_is_pinned_stays(tmp_path: Path) -> None:
@@ -104,19 +106,48 @@ def test_what_is_pinned_stays(tmp_path: Path) -> None:
 
 
 def test_what_was_found_stands_beside_what_was_predicted(tmp_path: Path) -> None:
-    assert tuning_table(tmp_path) is None
     tuned(plan_of(), tmp_path, stubs())
     table = tuning_table(tmp_path)
-    assert table is not None
     console = Console(width=100, file=io.StringIO(), highlight=False)
     console.print(table)
     assert isinstance(console.file, io.StringIO)
     lines = [line.split() for line in console.file.getvalue().splitlines() if "(kept)" in line]
     assert lines[0][:3] == ["4608", "(kept)", "4000"]
     assert lines[0][-1] == "+95%"
-    # Of a run that has only begun.
+
+
+def test_where_nothing_is_tuned_it_is_said_why(tmp_path: Path) -> None:
     tuned(plan_of(), tmp_path, stubs(), steps=1)
-    assert tuning_table(tmp_path) is not None
+    assert tuning_table(tmp_path) == "nothing tuned: the first trial takes three steps"
+    pinned = plan_of("roles.actor.micro_batch_tokens=2048", "roles.reference.micro_batch_tokens=2048")
+    tuned(pinned, tmp_path, stubs())
+    assert str(tuning_table(tmp_path)).startswith("nothing to tune: every micro_batch_tokens is pinned")
+
+
+def test_a_planned_size_that_did_nothing_has_no_gain_over_it(tmp_path: Path) -> None:
+    tuned(plan_of(), tmp_path, stubs())
+    found = json.loads((tmp_path / "tuning.json").read_text())
+    found["actor"]["trials"][0]["tokens_per_second"] = 0.0
+    (tmp_path / "tuning.json").write_text(json.dumps(found))
+    assert not isinstance(tuning_table(tmp_path), str)
+
+
+def test_what_has_settled_is_left_alone(tmp_path: Path) -> None:
+    class Counting(Stub):
+        asked = 0
+
+        def memory_share(self) -> float:
+            self.asked += 1
+            return super().memory_share()
+
+    engines = {**stubs(), "actor": Counting()}
+    tuned(plan_of(), tmp_path, engines, steps=10)
+    asked, written = engines["actor"].asked, (tmp_path / "tuning.json").stat()
+    assert asked == 10  # before the first step, to warm up, and two of each of four
+    engines = {**stubs(), "actor": Counting()}
+    tuned(plan_of(), tmp_path, engines, steps=30)
+    assert engines["actor"].asked == asked
+    assert written.st_size == (tmp_path / "tuning.json").stat().st_size
 
 
 def test_of_many_workers_the_fullest_counts_and_all_are_told() -> None:
