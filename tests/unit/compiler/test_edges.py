@@ -1,4 +1,4 @@
-"""Bytes on the edges of the graph, by hand, and against the arrays of a batch of just those lengths."""
+"""Bytes on the edges of the graph, by hand, and against what an engine puts into the store."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +8,17 @@ import pytest
 from numpy.typing import NDArray
 
 import rlflow
-from rlflow.batch import Batch, Packed, Rollouts
+from rlflow.batch import Batch
 from rlflow.compiler.edges import _output_bytes
 from rlflow.compiler.graph import wire
 from rlflow.compiler.lower import lower
+from rlflow.engines.base import Sampling
+from rlflow.engines.transformers import TransformersEngine
 from rlflow.recipe import Recipe
 from rlflow.resources.workload import Edge
+from rlflow.runtime import kept, store
+from rlflow.runtime.store import Block
+from tests.helpers import prompts, spec
 
 LENGTHS = [
     "expect.prompt_tokens=100",
@@ -43,23 +48,39 @@ def test_of_grpo() -> None:
     assert "update" not in found
 
 
-def test_as_many_bytes_as_the_arrays_have() -> None:
-    predicted = edges("recipe=grpo_7b", *LENGTHS)["rollouts"].bytes
-    count, length = 2048, 400
-    packed = {name: Packed.from_rows([np.zeros(length)] * count, "int32") for name in ("response_ids", "versions")}
-    rollouts = Rollouts(
-        keys=np.zeros((count, 3), np.int64),
-        prompt_ids=Packed.from_rows([np.zeros(100)] * count, "int32"),
-        logprobs=Packed.from_rows([np.zeros(length)] * count, "float32"),
-        finished=np.ones(count, np.bool_),
-        temperature=1.0,
-        texts=("word" * length,) * count,
-        rows=({},) * count,
-        **packed,
+def test_as_many_bytes_as_an_engine_puts_into_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a model wrote, and of prompts, as they lie there."""
+    held: dict[int, Any] = {}
+
+    def put(values: Any) -> Block:
+        held[len(held)] = values
+        return store.block_of(len(held) - 1, "host", len(values), values.dtype.str)
+
+    monkeypatch.setattr(store, "fetch", held.__getitem__)
+    monkeypatch.setattr(kept, "put", put)
+    monkeypatch.setattr(kept, "here", lambda: "host")
+
+    def stored(of: Any) -> tuple[Any, int]:
+        keeping = kept.Kept()
+        size = keeping.add(0, of).nbytes
+        return keeping.put(0), size
+
+    sampling = Sampling(max_tokens=16, group_size=8)
+    asked, of_prompts = stored(prompts([4, 6, 8] * 4))
+    out, of_rollouts = stored(TransformersEngine(spec("rollout")).generate(asked, sampling))
+    lengths = out.response_ids.lengths.tolist()
+    found = edges(
+        "recipe=grpo_tiny",
+        "data.batch_size=12",
+        "graph.rollouts.group_size=8",
+        "graph.rollouts.max_tokens=16",
+        "expect.prompt_tokens=[4,6,8]",
+        f"expect.response_tokens={lengths}",
     )
-    columns = (rollouts.response_ids, rollouts.logprobs, rollouts.versions)
-    held = sum(column.values.nbytes for column in columns) + sum(map(len, rollouts.texts)) + rollouts.finished.nbytes
-    assert predicted == pytest.approx(held, rel=0.01)
+    assert of_rollouts == pytest.approx(found["rollouts"].stored, rel=0.05)
+    # In the store is a row of data for each prompt, of which 64 bytes are the names of more fields than these have.
+    assert of_prompts == pytest.approx(found["prompts"].stored, rel=0.5)
+    assert sum(values.nbytes for values in held.values()) == of_prompts + of_rollouts
 
 
 def test_prompts_are_needed_as_long_as_what_was_written_to_them() -> None:
