@@ -99,6 +99,6 @@ def _cause(engine: int, lines: Sequence[Line]) -> str:
 
 def _speed(lines: Sequence[Line]) -> float:
     """Tokens a second of each response that was being written."""
-    return float(sum(line["tokens"] for line in lines)) / max(
-        sum(line["seconds"] * line["running"] for line in lines), 1e-9
-    )
+    tokens: float = sum(line["tokens"] for line in lines)
+    seconds: float = sum(line["seconds"] * line["running"] for line in lines)
+    return tokens / max(seconds, 1e-9)

@@ -24,8 +24,6 @@ Ints = NDArray[np.int64]
 _ORDERS = 128
 # In so many turns engines are given their first samples.
 _TURNS = 16
-# Samples count as the last ones of an engine when there are so many left for each that it is writing.
-_LAST = 0.5
 
 
 @dataclass(frozen=True)
@@ -173,21 +171,18 @@ class Scheduler:
         wanted = min(engine.room.sequences - len(engine.running), part)
         front = self._queue[self._first : self._first + wanted]
         share = -(-self._num_waiting // len(self._engines))
-        spare = LAST_DEVIATIONS
         if share <= wanted and self._fitting(engine, front[:share], LAST_DEVIATIONS) == share:
             wanted = share
             front = front[:share]
         else:
-            last = self._num_waiting <= _LAST * len(engine.running) * len(self._engines)
-            spare = LAST_DEVIATIONS if last else DEVIATIONS
-            front = front[: self._fitting(engine, front, spare)]
+            front = front[: self._fitting(engine, front, DEVIATIONS)]
         self._begin(engine, front)
         self._first += len(front)
         rows: list[int] = front.tolist()
         if len(front) < wanted:
             # There is no room for what is long, and until there is, what is short may come and go.
             back = self._queue[self._first : self._last][::-1][: wanted - len(front)]
-            back = back[: self._fitting(engine, back, spare)]
+            back = back[: self._fitting(engine, back, DEVIATIONS)]
             self._begin(engine, back)
             self._last -= len(back)
             rows += back.tolist()
