@@ -137,11 +137,10 @@ def checksum(values: NDArray[Any]) -> int:
 
 
 class Workers:
-    """The same four processes for every form."""
+    """Four processes: as rlflow starts them, or as Ray does."""
 
-    def __init__(self, lengths: NDArray[np.int64]) -> None:
-
-        remote = quiet_ray().remote(Keeper).options(num_cpus=0, runtime_env={"env_vars": ALLOCATION})
+    def __init__(self, lengths: NDArray[np.int64], variables: Mapping[str, str]) -> None:
+        remote = quiet_ray().remote(Keeper).options(num_cpus=0, runtime_env={"env_vars": dict(variables)})
         self.actors = [remote.remote() for _ in range(WORKERS)]
         holders = [quiet_ray().cloudpickle.dumps(Holder(rank, lengths)) for rank in range(WORKERS)]
         quiet_ray().get([actor.hold.remote(holder) for actor, holder in zip(self.actors, holders, strict=True)])
@@ -149,14 +148,6 @@ class Workers:
 
     def call(self, rank: int, method: str, *arguments: Any, **named: Any) -> Any:
         return told(getattr(self.actors[rank], method).remote(*arguments, **named), f"worker {rank}")
-
-    def ways(self) -> Mapping[str, Callable[[], int]]:
-        return {
-            "packed": self.ours,
-            "padded torch": lambda: self.padded(True),
-            "padded numpy": lambda: self.padded(False),
-            "padded numpy, 32 bits": lambda: self.padded(False, small=True),
-        }
 
     def remotes(self) -> list[Remote]:
         return [partial(self.call, rank) for rank in range(WORKERS)]
@@ -171,7 +162,6 @@ class Workers:
         return sum(block.count for block in blocks_of(batch)) - rows
 
     def ours(self) -> int:
-
         remotes = self.remotes()
         batch = self.made()
         whole = Whole(batch)
@@ -232,10 +222,18 @@ def moved() -> tuple[Mapping[str, float], int]:
     lengths = lengths_of(SAMPLES)
     taken: dict[str, list[float]] = {}
     sums = set()
-    workers = Workers(lengths)
+    workers, plain = Workers(lengths, ALLOCATION), Workers(lengths, {})
+    ways: Mapping[str, Callable[[], int]] = {
+        "packed": workers.ours,
+        "padded torch": lambda: plain.padded(as_torch=True),
+        "padded numpy": lambda: plain.padded(as_torch=False),
+        "padded torch, as started by rlflow": lambda: workers.padded(as_torch=True),
+        "padded numpy, as started by rlflow": lambda: workers.padded(as_torch=False),
+        "padded numpy, 32 bits": lambda: workers.padded(as_torch=False, small=True),
+    }
     source = [np.ones(int(lengths.sum()), np.int32) for _ in (*WHOLE, *REAL)]
     for _ in range(REPEATS):
-        for name, way in workers.ways().items():
+        for name, way in ways.items():
             took, result = seconds(way)
             taken.setdefault(name, []).append(took)
             sums.add(result)
