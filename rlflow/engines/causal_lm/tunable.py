@@ -43,11 +43,9 @@ class Tunable:
             yield
         except torch.OutOfMemoryError as error:
             tokens = self._spec.layout.micro_batch_tokens
-            path = f"roles.{self._spec.role}.micro_batch_tokens"
-            raise EngineError(
-                f"role {self._spec.role}: its GPU has no memory for micro_batch_tokens {tokens}.\n"
-                f"  Fix: {path}={max(1, tokens // 2)}, with resume=true from the last checkpoint."
-            ) from error
+            fact = f"role {self._spec.role}: its GPU has no memory for micro_batch_tokens {tokens}"
+            fix = f"roles.{self._spec.role}.micro_batch_tokens={max(1, tokens // 2)}"
+            raise EngineError(f"{fact}.\n  Fix: {fix}, with resume=true from the last checkpoint.") from error
         with suppress(OSError, KeyError):
             self._others = max(self._others, _memory(self._spec.device)[0])
 
