@@ -186,7 +186,7 @@ def simulate(samples: Samples, speed: Speed, room: Room, num_engines: int, sourc
         engine = engines[rank]
         if is_timer:
             timers[rank] = False
-        elif engine.next_end() is None or abs(engine.next_end() - time) > 1e-9:
+        elif (end := engine.next_end()) is None or abs(end - time) > 1e-9:
             continue  # what ran has changed since
         else:
             engine.run_on()
