@@ -65,7 +65,10 @@ class UlyssesLayout:
         self._exchange = exchange
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """query [1, H, n, D], key and value with K heads; returns [1, n, H, D]. R divides H, and K or is divided by it."""
+        """query [1, H, n, D], key and value with K heads; returns [1, n, H, D].
+
+        R divides H, and divides K or is a multiple of it.
+        """
         # Where there are fewer key heads than ranks, several ranks have the same one.
         if (copies := self._size // key.shape[1]) > 1:
             key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
