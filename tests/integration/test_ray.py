@@ -312,7 +312,7 @@ class Thief:
 
 
 def test_ctrl_c_leaves_nothing(mark: str, tmp_path: Path) -> None:
-    command = [*COMMAND, "cluster=2x1@cpu"]
+    command = [*COMMAND, "cluster=2x1@cpu", "roles.rollout.colocate=[]"]
     options = ["steps=100000", f"hydra.run.dir={tmp_path}/run", "checkpoints.every=100000", "evaluation.every=100000"]
     run = subprocess.Popen(
         [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, process_group=0
