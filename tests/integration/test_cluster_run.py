@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_the_tiny_recipe_learns_on_two_hosts(tmp_path: Path) -> None:
-    """In eight steps the run in one process goes from 0.35 to 0.5 and more."""
+    """In eight steps it gains a tenth and more."""
     pins = [f"roles.{role}.gpus=2" for role in ("actor", "reference", "rollout")]
     overrides = ["recipe=grpo_tiny_cluster", "cluster=2x1@cpu", "steps=8", "evaluation.every=8", *pins]
     done = subprocess.run(
