@@ -137,4 +137,4 @@ class WritingEngine(Sessions, FakeEngine):
         return Rollouts.joined([response.rollouts for response in responses])
 
     def seconds(self) -> list[Second]:
-        return [Second(0.0, 1.0, 10, 1, 0, 0.5, 0, None)]
+        return [Second(0.0, 1.0, 10, 1, 0, 0.5, 0)]

@@ -12,7 +12,7 @@ from rlflow.engines.base import EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.decoding import decode
 from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
 from rlflow.engines.causal_lm.pretrained import end_ids, load_model, load_tokenizer
-from rlflow.engines.causal_lm.scoring import token_logprobs
+from rlflow.engines.causal_lm.scoring import token_scores
 from rlflow.engines.causal_lm.tunable import Tunable
 from rlflow.errors import EngineError
 
@@ -90,7 +90,8 @@ class TransformersEngine(Tunable):
 
         pieces = micro_batches(sequences, self._spec.layout.micro_batch_tokens)
         with self.within_memory(), torch.inference_mode():
-            values = [token_logprobs(self._model, sequences.take(rows), temperature).cpu().numpy() for rows in pieces]
+            scores = (token_scores(self._model, sequences.take(rows), temperature) for rows in pieces)
+            values = [score.logprobs.cpu().numpy() for score in scores]
         return Logprobs(values=in_order(sequences.response_ids, pieces, values))
 
     def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:

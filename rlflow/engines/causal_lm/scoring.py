@@ -61,11 +61,6 @@ def token_scores(
     return TokenScores(scores[:, 0], scores[:, 1].detach())
 
 
-def token_logprobs(model: "PreTrainedModel", sequences: Sequences, temperature: float) -> "Tensor":
-    """[T], float32."""
-    return token_scores(model, sequences, temperature).logprobs
-
-
 def token_values(model: "PreTrainedModel", sequences: Sequences, spread: Spread | None = None) -> "Tensor":
     """[T], float32: what the value head says before each response token."""
     inputs, predictors, tokens = _inputs(model, sequences, spread)

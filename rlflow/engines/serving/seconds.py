@@ -1,7 +1,7 @@
 """What vLLM's engine did in each second."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,17 +25,14 @@ class Second:
     """Of the room for keys and values, the share that is taken, at its end."""
     preemptions: int
     """Requests that were put off after they had been begun, within it."""
-    gpu: float | None
-    """Of the time, the share in which the GPU computed; None without one."""
 
 
 class Recorder:
     """Used from the engine's thread; ``take`` from any."""
 
-    def __init__(self, engine: Any, gpu: Callable[[], float | None] = lambda: None) -> None:
+    def __init__(self, engine: Any) -> None:
         """``engine`` is vLLM's LLMEngine, with its core in this process."""
         self._scheduler = scheduler_of(engine)
-        self._gpu = gpu
         self._done: list[Second] = []
         self._since = self._clock()
         self._finished = 0
@@ -71,7 +68,6 @@ class Recorder:
                 waiting=waiting,
                 cache=cache,
                 preemptions=self._preempted,
-                gpu=self._gpu(),
             )
         )
         self._since, self._before, self._preempted = now, tokens, 0

@@ -13,7 +13,7 @@ from rlflow.engines.base import Sampling
 from rlflow.engines.causal_lm.decoding import _sample, decode
 from rlflow.engines.causal_lm.packing import pack
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
-from rlflow.engines.causal_lm.scoring import token_logprobs
+from rlflow.engines.causal_lm.scoring import token_scores
 from rlflow.engines.torch import TorchEngine
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
@@ -57,7 +57,7 @@ SHAPES = [
 def test_packed_is_one_by_one(prompt_lengths: Sequence[int], response_lengths: Sequence[Sequence[int]]) -> None:
     given = sequences(prompt_lengths, response_lengths)
     with torch.no_grad():
-        packed = token_logprobs(model(), given, 1.0)
+        packed = token_scores(model(), given, 1.0).logprobs
     assert packed.tolist() == pytest.approx(own_logprobs(given), abs=1e-5)
 
 
@@ -238,7 +238,7 @@ def test_logits_that_are_changed_at_the_end_are_refused(tmp_path: Any) -> None:
     ):
         load_model("policy", Model(path=str(tmp_path)), device="cpu", dtype=torch.float32, seed=0)
     with pytest.raises(EngineError, match="a GraniteForCausalLM changes its logits after its output layer"):
-        token_logprobs(built, sequences([3], [[2]]), 1.0)
+        token_scores(built, sequences([3], [[2]]), 1.0)
 
 
 def test_a_policy_update_knows_the_entropy() -> None:
@@ -285,7 +285,7 @@ def test_an_attention_that_is_not_ours_is_refused() -> None:
     built = model()
     built.model.layers[0].self_attn.sliding_window = 4
     with pytest.raises(EngineError, match="attention with sliding_window"):
-        token_logprobs(built, sequences([3], [[2]]), 1.0)
+        token_scores(built, sequences([3], [[2]]), 1.0)
 
 
 def test_a_saved_model_is_the_same(tmp_path: Any) -> None:
