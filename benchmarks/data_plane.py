@@ -40,18 +40,18 @@ from rlflow.batch import Batch, Packed, Sequences
 from rlflow.compiler.lower import models_in_use
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
-from rlflow.runtime.actors import ALLOCATION, told
-from rlflow.runtime.budget import Budget
-from rlflow.runtime.handover import Handover, Remote, blocks_of
-from rlflow.runtime.hosts import quiet_ray, simulated
-from rlflow.runtime.kept import Keeper
-from rlflow.runtime.parts import Whole
-from rlflow.runtime.proxies import gathered
+from rlflow.runtime.cluster.hosts import quiet_ray, simulated
+from rlflow.runtime.data_plane.budget import Budget
+from rlflow.runtime.data_plane.handover import Handover, Remote, blocks_of
+from rlflow.runtime.data_plane.kept import Keeper
+from rlflow.runtime.data_plane.parts import Whole
+from rlflow.runtime.data_plane.rooms import store_rooms
+from rlflow.runtime.data_plane.shares import shares
 from rlflow.runtime.ray import RayRuntime
 from rlflow.runtime.roles import RayEngines
-from rlflow.runtime.rooms import store_rooms
 from rlflow.runtime.run import train_step
-from rlflow.runtime.shares import shares
+from rlflow.runtime.workers.actors import ALLOCATION, told
+from rlflow.runtime.workers.proxies import gathered
 
 WORKERS, SAMPLES = 4, 4096
 MICRO_BATCH, MICRO_BATCH_TOKENS = 32, 32768
@@ -281,7 +281,7 @@ def steps_of(prompts: int, group_size: int, steps: int = 3) -> Steps:
     rows = load_rows(data_options, "split")
     data = open_training_data(data_options, tokenizer, rows, recipe.seed, with_responses=False)
     with (
-        patch("rlflow.runtime.actors.EngineWorker", WriterWorker),
+        patch("rlflow.runtime.workers.actors.EngineWorker", WriterWorker),
         TemporaryDirectory() as folder,
         RayRuntime().start(plan, models, Path(folder)) as engines,
     ):

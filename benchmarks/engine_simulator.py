@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.resources.time.decoding import Decoder
-from rlflow.runtime.scheduling import Room
+from rlflow.runtime.rollout.scheduling import Room
 
 # Of a message to an engine and back.
 _MESSAGE_S = 0.005

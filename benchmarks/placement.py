@@ -23,8 +23,8 @@ from rlflow.resources.cluster import Cluster
 from rlflow.resources.layout import Resources
 from rlflow.resources.placement import Bundle
 from rlflow.resources.workload import WeightCopy, Workload
-from rlflow.runtime.binding import Placed
-from rlflow.runtime.hosts import live_hosts, quiet_ray, simulated
+from rlflow.runtime.cluster.binding import Placed
+from rlflow.runtime.cluster.hosts import live_hosts, quiet_ray, simulated
 from rlflow.runtime.ray import bound
 
 SHAPES = ("2x8@cpu", "4x8@cpu", "1x7@cpu+1x8@cpu", "1x4@cpu+1x8@cpu+1x4@cpu")

@@ -32,8 +32,8 @@ from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.serving.model_files import load_config, model_files
 from rlflow.engines.serving.settings import engine_arguments, set_environment
 from rlflow.runtime.ray import RayRuntime
-from rlflow.runtime.specs import spec_of
 from rlflow.runtime.step import run_graph
+from rlflow.runtime.workers.specs import spec_of
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from rlflow.compose import cluster_named
 from rlflow.resources.time.decoding import decoder_of
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.speed import Efficiency, speed_of
-from rlflow.runtime.scheduling import Room, Scheduler
+from rlflow.runtime.rollout.scheduling import Room, Scheduler
 
 
 @dataclass(frozen=True)

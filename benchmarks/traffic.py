@@ -9,7 +9,7 @@ from unittest.mock import patch
 import ray
 from ray.actor import ActorMethod
 
-from rlflow.runtime import actors, hosting
+from rlflow.runtime.workers import actors, hosting
 
 
 @dataclass

@@ -140,7 +140,7 @@ def _plan(config: DictConfig, door: FrontDoor) -> Plan:
     if door.cluster.get("shape") != "auto":
         cluster = cluster_from(door.cluster)
     else:
-        from rlflow.runtime.free_gpus import live_devices
+        from rlflow.runtime.cluster.free_gpus import live_devices
 
         cluster = cluster_of_hosts(live_devices(), config_dir)
     return compile_recipe(recipe, cluster, calibration_of(door, cluster))

@@ -23,8 +23,8 @@ from rlflow.compose import CONF
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import UserError
 from rlflow.extras import fits, install_line, installed, required, versions
-from rlflow.runtime.machine import Device, Machine, devices, links, machine
-from rlflow.runtime.probes import probe
+from rlflow.runtime.cluster.machine import Device, Machine, devices, links, machine
+from rlflow.runtime.cluster.probes import probe
 
 ALWAYS, OPTIONAL = ("torch", "transformers"), ("ray", "deepspeed", "vllm")
 # Seconds that a library may take from a slow disk, and that a driver or a cluster may take to answer.

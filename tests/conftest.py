@@ -5,11 +5,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Nothing is fetched in a test, and texts are as wide as in a pipe.
 os.environ.update(
     HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false", GOMP_SPINCOUNT="1500"
 )
+
+# The same cases in every run; `HYPOTHESIS_PROFILE=search pytest` looks for others.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("search", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 ROOT = Path(__file__).parents[1]
 CONFIG_DIR = Path(__file__).parent / "conf"

@@ -1,1 +1,1 @@
-"""Where workers live, and the run itself."""
+"""The run itself: in this process, or on a cluster."""

@@ -4,7 +4,7 @@ from rlflow.compiler.lower import architecture_of
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import DataSource
 from rlflow.errors import RecipeError
-from rlflow.runtime.specs import is_on_gpu
+from rlflow.runtime.workers.specs import is_on_gpu
 
 
 def check_examples(plan: Plan, data: DataSource) -> None:

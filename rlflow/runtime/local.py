@@ -8,8 +8,8 @@ from rlflow.compiler.plan import Plan
 from rlflow.errors import PlacementError
 from rlflow.recipe import Model
 from rlflow.runtime.base import Engines
-from rlflow.runtime.machine import gpus_of_this_machine
-from rlflow.runtime.specs import build, check_engines, is_on_gpu, spec_of
+from rlflow.runtime.cluster.machine import gpus_of_this_machine
+from rlflow.runtime.workers.specs import build, check_engines, is_on_gpu, spec_of
 
 
 class LocalRuntime:

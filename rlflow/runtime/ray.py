@@ -15,7 +15,7 @@ from rlflow.extras import check_extra
 from rlflow.recipe import Model
 from rlflow.resources.placement import Bundle
 from rlflow.runtime.base import Engines
-from rlflow.runtime.binding import (
+from rlflow.runtime.cluster.binding import (
     Bound,
     LiveHost,
     Placed,
@@ -28,9 +28,9 @@ from rlflow.runtime.binding import (
     wanted_bundles,
     wanted_gpus,
 )
-from rlflow.runtime.hosts import connected, holders, live_hosts, lost, quiet_ray, ray_errors
-from rlflow.runtime.machine import gpu_listing, gpus_from
-from rlflow.runtime.specs import check_engines
+from rlflow.runtime.cluster.hosts import connected, holders, live_hosts, lost, quiet_ray, ray_errors
+from rlflow.runtime.cluster.machine import gpu_listing, gpus_from
+from rlflow.runtime.workers.specs import check_engines
 
 # Ray is late to say that GPUs are free again.
 _FREED_S = 2.0

@@ -12,17 +12,17 @@ from typing import Any, cast
 from rlflow.compiler.lower import architecture_of
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Model
-from rlflow.runtime.actors import Actors
 from rlflow.runtime.base import Engines, Held, StoreUse
-from rlflow.runtime.binding import Placed
-from rlflow.runtime.budget import Budget
-from rlflow.runtime.copies import directly, through_store
-from rlflow.runtime.handover import Handover, Remote
-from rlflow.runtime.hosting import Hosting
-from rlflow.runtime.proxies import RoleProxy, Turns, Workers, gathered
-from rlflow.runtime.rooms import check_rooms, store_rooms
-from rlflow.runtime.shares import Cost, cost_of
-from rlflow.runtime.writing import summary
+from rlflow.runtime.cluster.binding import Placed
+from rlflow.runtime.data_plane.budget import Budget
+from rlflow.runtime.data_plane.handover import Handover, Remote
+from rlflow.runtime.data_plane.rooms import check_rooms, store_rooms
+from rlflow.runtime.data_plane.shares import Cost, cost_of
+from rlflow.runtime.rollout.writing import summary
+from rlflow.runtime.workers.actors import Actors
+from rlflow.runtime.workers.copies import directly, through_store
+from rlflow.runtime.workers.hosting import Hosting
+from rlflow.runtime.workers.proxies import RoleProxy, Turns, Workers, gathered
 
 
 class RayWorkers(Actors):

@@ -17,8 +17,8 @@ from rlflow.recipe import Model, Tune
 from rlflow.resources.layout import GIB
 from rlflow.runtime import checkpoint
 from rlflow.runtime.base import Engines, Observer, Report, Runtime, StoreUse
-from rlflow.runtime.budget import edge
 from rlflow.runtime.choose import runtime_of
+from rlflow.runtime.data_plane.budget import edge
 from rlflow.runtime.lengths import check_examples
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.models import resolve_models

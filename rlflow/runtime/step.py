@@ -14,7 +14,7 @@ from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward import Reward
 from rlflow.resources.time.past_run import QUANTILES
 from rlflow.runtime.base import Engines
-from rlflow.runtime.budget import edge
+from rlflow.runtime.data_plane.budget import edge
 
 
 def run_graph(

@@ -12,8 +12,8 @@ from rlflow.compiler.plan import Plan
 from rlflow.engines.registry import engine_class
 from rlflow.resources.workload import Workload
 from rlflow.runtime.base import Report
-from rlflow.runtime.specs import num_sequences
 from rlflow.runtime.tuning import Climb
+from rlflow.runtime.workers.specs import num_sequences
 
 FILE = "tuning.json"
 # An engine that is tuned is started with places for so many times the sequences that it begins with: vLLM takes memory

@@ -15,9 +15,9 @@ from rlflow.compiler.lower import models_in_use
 from rlflow.engines.base import Sampling
 from rlflow.engines.buckets import Bucket
 from rlflow.errors import EngineError
-from rlflow.runtime.hosts import simulated
+from rlflow.runtime.cluster.hosts import simulated
 from rlflow.runtime.ray import RayRuntime
-from rlflow.runtime.worker import EngineWorker
+from rlflow.runtime.workers.worker import EngineWorker
 from tests.conftest import CONFIG_DIR
 from tests.helpers import prompts
 
@@ -64,7 +64,7 @@ def engines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Map
     waiting = folder / "failures"
     waiting.mkdir()
     monkeypatch.setattr(Failing, "folder", waiting, raising=False)
-    monkeypatch.setattr("rlflow.runtime.actors.EngineWorker", Failing)
+    monkeypatch.setattr("rlflow.runtime.workers.actors.EngineWorker", Failing)
     with RayRuntime().start(plan, models_in_use(plan.recipe), folder) as started:
 
         def fail(*kinds: str) -> None:

@@ -15,7 +15,7 @@ from rlflow.engines.torch import TorchEngine
 from rlflow.nodes.losses import ClippedPolicyLoss, LikelihoodLoss
 from rlflow.recipe import Optimizer
 from rlflow.resources.layout import Layout
-from rlflow.runtime.shares import shares
+from rlflow.runtime.data_plane.shares import shares
 from tests.helpers import minibatch, sequences, spec
 from tests.integration.engine_process import EngineProcess, all_of, free_address
 from tests.integration.test_deepspeed import of_one_thread, share_everything

@@ -16,8 +16,8 @@ from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, PlacementError, RecipeError
-from rlflow.runtime.budget import Room
-from rlflow.runtime.hosts import simulated
+from rlflow.runtime.cluster.hosts import simulated
+from rlflow.runtime.data_plane.budget import Room
 from rlflow.runtime.ray import RayRuntime
 from rlflow.runtime.roles import RayEngines
 from rlflow.runtime.run import run, train_step
@@ -75,7 +75,7 @@ class TestSteps:
     def test_no_token_comes_to_the_controller(self, started: tuple[Plan, RayEngines, Any], monkeypatch: Any) -> None:
         plan, engines, data = started
         read: list[Any] = []
-        monkeypatch.setattr("rlflow.runtime.store.fetch", read.append)
+        monkeypatch.setattr("rlflow.runtime.data_plane.store.fetch", read.append)
         train_step(plan, engines, data, 3)
         assert read == []
 
@@ -100,7 +100,7 @@ class TestSteps:
 
 
 def test_a_plan_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("rlflow.runtime.rooms._SHARE", 1e-7)
+    monkeypatch.setattr("rlflow.runtime.data_plane.rooms._SHARE", 1e-7)
     plan, entered = plan_of(), False
     with (
         pytest.raises(PlacementError, match=r"graph\.rollouts\.max_tokens: a response of 4 tokens"),

@@ -19,8 +19,8 @@ from benchmarks.placement import random_plans, tried
 from rlflow.compiler.plan import Plan
 from rlflow.compose import cluster_named
 from rlflow.errors import EngineError, PlacementError
-from rlflow.runtime.binding import match_hosts, wanted_gpus
-from rlflow.runtime.hosts import live_hosts, simulated
+from rlflow.runtime.cluster.binding import match_hosts, wanted_gpus
+from rlflow.runtime.cluster.hosts import live_hosts, simulated
 from rlflow.runtime.ray import RayRuntime, bound
 from tests.conftest import CONFIG_DIR, ROOT
 
@@ -141,8 +141,8 @@ class TestErrors:
         program = """
 import json
 from rlflow.compose import cluster_named
-from rlflow.runtime.free_gpus import live_devices
-from rlflow.runtime.hosts import connected
+from rlflow.runtime.cluster.free_gpus import live_devices
+from rlflow.runtime.cluster.hosts import connected
 from rlflow.runtime.ray import bound
 from tests.integration.test_ray import using
 print(json.dumps(live_devices()))
@@ -168,7 +168,7 @@ with connected(plan.cluster), bound(plan) as placed:
         ]
 
     def test_gpus_of_another_kind(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rlflow.runtime.hosts._SIMULATED", "no label that they have")
+        monkeypatch.setattr("rlflow.runtime.cluster.hosts._SIMULATED", "no label that they have")
         assert "GPUs of the kind h200 (NVIDIA H200), and GPU 0 of 'host-0' is NVIDIA A10G" in error_of(
             using("1x2@h200")
         )
@@ -180,8 +180,8 @@ with connected(plan.cluster), bound(plan) as placed:
 
         program = """
 from rlflow.errors import PlacementError
-from rlflow.runtime import hosts
-from rlflow.runtime.free_gpus import live_devices
+from rlflow.runtime.cluster import hosts
+from rlflow.runtime.cluster.free_gpus import live_devices
 hosts._SIMULATED = "no label that they have"
 try:
     live_devices()

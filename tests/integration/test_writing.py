@@ -15,10 +15,10 @@ from rlflow.compiler.lower import models_in_use
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
 from rlflow.errors import EngineError
-from rlflow.runtime.actors import Actors
-from rlflow.runtime.hosts import simulated
+from rlflow.runtime.cluster.hosts import simulated
 from rlflow.runtime.ray import RayRuntime
-from rlflow.runtime.worker import EngineWorker
+from rlflow.runtime.workers.actors import Actors
+from rlflow.runtime.workers.worker import EngineWorker
 from tests import helpers
 from tests.conftest import CONFIG_DIR
 from tests.helpers import WritingEngine, prompts, spec
@@ -59,7 +59,7 @@ def test_an_engine_that_dies_is_replaced(tmp_path: Path, monkeypatch: pytest.Mon
     pins = [f"roles.{role}.gpus=2" for role in ("actor", "rollout", "reference")]
     plan = rlflow.compile(rlflow.load(["recipe=fake", *pins], CONFIG_DIR), "2x1@cpu")
     monkeypatch.setattr(Worker, "file", tmp_path / "dies", raising=False)
-    monkeypatch.setattr("rlflow.runtime.actors.EngineWorker", Worker)
+    monkeypatch.setattr("rlflow.runtime.workers.actors.EngineWorker", Worker)
     room = property(lambda actors: 4 if actors._role == "rollout" else None)
     monkeypatch.setattr(Actors, "room", room)
     given, sampling = prompts((2,) * 8), Sampling(max_tokens=3, group_size=2)

@@ -15,8 +15,8 @@ import pytest
 
 from rlflow import doctor
 from rlflow.doctor import Finding
-from rlflow.runtime import machine, probes
-from rlflow.runtime.machine import Device, Machine
+from rlflow.runtime.cluster import machine, probes
+from rlflow.runtime.cluster.machine import Device, Machine
 
 # As nvidia-smi prints them for --format=csv,noheader,nounits: two of the eight GPUs of a host, one in use, one silent.
 LISTING = """\
@@ -303,6 +303,6 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_a_probe_prints_json_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "rlflow.runtime.probes", "importing", "json"]
+    command = [sys.executable, "-m", "rlflow.runtime.cluster.probes", "importing", "json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout) == {"found": None, "problem": None}

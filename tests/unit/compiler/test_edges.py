@@ -16,8 +16,8 @@ from rlflow.engines.base import Sampling
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.recipe import Recipe
 from rlflow.resources.workload import Edge
-from rlflow.runtime import kept, store
-from rlflow.runtime.store import Block
+from rlflow.runtime.data_plane import kept, store
+from rlflow.runtime.data_plane.store import Block
 from tests.helpers import prompts, spec
 
 LENGTHS = [

@@ -9,7 +9,7 @@ from rlflow.compose import cluster_named
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Host
 from rlflow.resources.placement import Bundle
-from rlflow.runtime.binding import (
+from rlflow.runtime.cluster.binding import (
     Bound,
     LiveHost,
     Placed,

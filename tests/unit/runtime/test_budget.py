@@ -9,12 +9,12 @@ import pytest
 
 from rlflow.batch import Logprobs, Packed, Rewards
 from rlflow.errors import EngineError
-from rlflow.runtime import kept
-from rlflow.runtime.budget import Budget, Room, current_edge, edge
-from rlflow.runtime.handover import Handover, blocks_of
-from rlflow.runtime.kept import Keeper
-from rlflow.runtime.parts import opened
-from rlflow.runtime.store import Block
+from rlflow.runtime.data_plane import kept
+from rlflow.runtime.data_plane.budget import Budget, Room, current_edge, edge
+from rlflow.runtime.data_plane.handover import Handover, blocks_of
+from rlflow.runtime.data_plane.kept import Keeper
+from rlflow.runtime.data_plane.parts import opened
+from rlflow.runtime.data_plane.store import Block
 
 MIB = 2**20
 

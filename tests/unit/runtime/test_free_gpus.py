@@ -6,8 +6,8 @@ import pytest
 
 from rlflow.compose import cluster_of_hosts
 from rlflow.errors import RecipeError
-from rlflow.runtime import free_gpus
-from rlflow.runtime.free_gpus import free_devices, none_free
+from rlflow.runtime.cluster import free_gpus
+from rlflow.runtime.cluster.free_gpus import free_devices, none_free
 from tests.unit.runtime.test_binding import live
 
 
@@ -42,6 +42,6 @@ def test_none_free() -> None:
 
 def test_without_ray_those_that_this_process_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(free_gpus, "running_ray", lambda: None)
-    monkeypatch.setattr("rlflow.runtime.machine.gpu_listing", lambda: "0, GPU-1, X\n1, GPU-2, Y\n")
+    monkeypatch.setattr("rlflow.runtime.cluster.machine.gpu_listing", lambda: "0, GPU-1, X\n1, GPU-2, Y\n")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert free_gpus.live_devices() == {"host-0": ["Y"]}

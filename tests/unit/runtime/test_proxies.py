@@ -16,9 +16,9 @@ from rlflow.engines.fake import FakeEngine
 from rlflow.errors import EngineError
 from rlflow.nodes.losses import LikelihoodLoss
 from rlflow.resources.layout import Layout
-from rlflow.runtime.parts import Part
-from rlflow.runtime.proxies import RoleProxy, Turns, Workers
-from rlflow.runtime.worker import EngineWorker
+from rlflow.runtime.data_plane.parts import Part
+from rlflow.runtime.workers.proxies import RoleProxy, Turns, Workers
+from rlflow.runtime.workers.worker import EngineWorker
 from tests.helpers import WritingEngine, minibatch, prompts, sequences, spec
 
 LAYOUT = Layout(micro_batch_tokens=4096)

@@ -11,7 +11,7 @@ from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
 from rlflow.errors import EngineError
-from rlflow.runtime.writing import Writing, summary
+from rlflow.runtime.rollout.writing import Writing, summary
 from tests.helpers import WritingEngine, prompts, spec
 from tests.unit.runtime.test_proxies import Threads
 

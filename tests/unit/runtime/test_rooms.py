@@ -5,8 +5,8 @@ import pytest
 import rlflow
 from rlflow.errors import PlacementError
 from rlflow.resources.layout import GIB
-from rlflow.runtime.budget import Room
-from rlflow.runtime.rooms import check_rooms
+from rlflow.runtime.data_plane.budget import Room
+from rlflow.runtime.data_plane.rooms import check_rooms
 from tests.conftest import CONFIG_DIR
 
 PLAN = rlflow.compile(rlflow.load(["recipe=fake"], CONFIG_DIR), "2x1@cpu")

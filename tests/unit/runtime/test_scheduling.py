@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from rlflow.runtime.expectation import Expectation
-from rlflow.runtime.scheduling import Room, Scheduler
+from rlflow.runtime.rollout.expectation import Expectation
+from rlflow.runtime.rollout.scheduling import Room, Scheduler
 
 Ints = NDArray[np.int64]
 GROUP = 4

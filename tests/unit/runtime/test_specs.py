@@ -8,8 +8,8 @@ import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.errors import PlacementError
 from rlflow.resources.placement import Bundle, RolePlacement, Worker
-from rlflow.runtime.gpu_weights import Receivers
-from rlflow.runtime.specs import check_engines, spec_of, weight_backend
+from rlflow.runtime.workers.gpu_weights import Receivers
+from rlflow.runtime.workers.specs import check_engines, spec_of, weight_backend
 
 
 def plan_of(cluster: str, *overrides: str) -> Plan:

@@ -9,10 +9,10 @@ import pytest
 
 from rlflow.batch import Logprobs, Packed, Rewards
 from rlflow.errors import EngineError
-from rlflow.runtime import kept, store
-from rlflow.runtime.kept import Kept
-from rlflow.runtime.parts import SentPart, Whole, opened
-from rlflow.runtime.store import Block, Stored
+from rlflow.runtime.data_plane import kept, store
+from rlflow.runtime.data_plane.kept import Kept
+from rlflow.runtime.data_plane.parts import SentPart, Whole, opened
+from rlflow.runtime.data_plane.store import Block, Stored
 from tests.helpers import prompts, rollouts, sequences
 
 
@@ -161,7 +161,7 @@ class TestBadData:
 
 def test_a_part_of_a_batch(objects: dict[int, Any], written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Whole(written)
-    monkeypatch.setattr("rlflow.runtime.parts.fetch", objects.__getitem__)
+    monkeypatch.setattr("rlflow.runtime.data_plane.parts.fetch", objects.__getitem__)
     objects[99] = pickle.loads(pickle.dumps(written))
     vars(whole)["reference"] = 99
     part = whole.part(np.array([4, 1]))

@@ -12,8 +12,8 @@ import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.engines.registry import engine_class
 from rlflow.report.tuning import tuning_table
-from rlflow.runtime.specs import num_sequences
 from rlflow.runtime.tuner import Tuner, with_places
+from rlflow.runtime.workers.specs import num_sequences
 from tests.unit.runtime.test_proxies import Threads, proxy
 
 

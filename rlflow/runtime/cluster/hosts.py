@@ -14,7 +14,7 @@ from typing import Any
 
 from rlflow.errors import EngineError, PlacementError, UserError, first_line
 from rlflow.resources.cluster import Cluster
-from rlflow.runtime.binding import LiveHost
+from rlflow.runtime.cluster.binding import LiveHost
 
 # For what answers at once when it lives.
 _ANSWER_S = 2.0

@@ -16,11 +16,11 @@ from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError, UserError, first_line
 from rlflow.recipe import Model
 from rlflow.resources.placement import Worker
-from rlflow.runtime.binding import Placed
-from rlflow.runtime.hosts import lost
-from rlflow.runtime.proxies import gathered
-from rlflow.runtime.specs import is_on_gpu, spec_of, weight_backend
-from rlflow.runtime.worker import EngineWorker
+from rlflow.runtime.cluster.binding import Placed
+from rlflow.runtime.cluster.hosts import lost
+from rlflow.runtime.workers.proxies import gathered
+from rlflow.runtime.workers.specs import is_on_gpu, spec_of, weight_backend
+from rlflow.runtime.workers.worker import EngineWorker
 
 # That go on in one worker at a time: weights come while others are offered.
 _CALLS = 8

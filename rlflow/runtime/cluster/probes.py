@@ -1,6 +1,6 @@
 """Questions that may hang, crash or take long, each answered by a process of its own.
 
-``python -m rlflow.runtime.probes NAME [ARGUMENT]`` prints the answer of a function of this file as JSON.
+``python -m rlflow.runtime.cluster.probes NAME [ARGUMENT]`` prints the answer of a function of this file as JSON.
 """
 
 import json
@@ -11,12 +11,12 @@ from importlib import import_module
 from typing import Any
 
 from rlflow.errors import UserError, first_line
-from rlflow.runtime.machine import ask
+from rlflow.runtime.cluster.machine import ask
 
 
 def probe(name: str, argument: str = "", *, seconds: float) -> tuple[Any, str | None]:
     """What ``name`` finds, or None and why it finds nothing. Raises nothing, and ends in time."""
-    command = [sys.executable, "-m", "rlflow.runtime.probes", name, argument]
+    command = [sys.executable, "-m", "rlflow.runtime.cluster.probes", name, argument]
     answer = ask(command, seconds)
     if answer.problem:
         return None, answer.problem
@@ -59,7 +59,7 @@ def ray_hosts() -> list[dict[str, Any]] | None:
 
     Raises PlacementError, or what Ray raises, for a cluster that cannot be joined.
     """
-    from rlflow.runtime.hosts import live_hosts, quiet_ray, running_ray
+    from rlflow.runtime.cluster.hosts import live_hosts, quiet_ray, running_ray
 
     if (address := running_ray()) is None:
         return None

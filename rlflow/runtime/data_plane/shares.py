@@ -12,8 +12,8 @@ from rlflow.batch import Sequences
 from rlflow.engines.causal_lm.micro_batches import prompts_of
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.work import work_of
-from rlflow.runtime.balance import NEAR, Costs, balanced, exchanged, least_possible, sums
-from rlflow.runtime.balance import Index as Index
+from rlflow.runtime.data_plane.balance import NEAR, Costs, balanced, exchanged, least_possible, sums
+from rlflow.runtime.data_plane.balance import Index as Index
 
 
 @dataclass(frozen=True)

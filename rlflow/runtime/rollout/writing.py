@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
 from rlflow.errors import EngineError
-from rlflow.runtime.pulling import pulled
+from rlflow.runtime.rollout.pulling import pulled
 
 Line = dict[str, Any]
 """A second of an engine; a line of ``engines.jsonl``."""

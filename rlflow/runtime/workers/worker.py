@@ -12,9 +12,9 @@ from rlflow.engines.base import EngineSpec, WeightBackend
 from rlflow.engines.buckets import Bucket, buckets
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError
-from rlflow.runtime.gpu_weights import Receivers, sender
-from rlflow.runtime.kept import Keeper
-from rlflow.runtime.specs import build
+from rlflow.runtime.data_plane.kept import Keeper
+from rlflow.runtime.workers.gpu_weights import Receivers, sender
+from rlflow.runtime.workers.specs import build
 
 if TYPE_CHECKING:
     from torch import Tensor

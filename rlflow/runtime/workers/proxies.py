@@ -25,10 +25,10 @@ from rlflow.batch import (
 )
 from rlflow.engines.base import Sampling, TokenLoss
 from rlflow.resources.layout import Layout
-from rlflow.runtime.kept import check_lengths
-from rlflow.runtime.parts import Whole
-from rlflow.runtime.shares import TOKENS, Cost, Index, shares
-from rlflow.runtime.writing import Writing
+from rlflow.runtime.data_plane.kept import check_lengths
+from rlflow.runtime.data_plane.parts import Whole
+from rlflow.runtime.data_plane.shares import TOKENS, Cost, Index, shares
+from rlflow.runtime.rollout.writing import Writing
 
 _FIRST = np.array([0])
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from rlflow.batch import Batch
 from rlflow.packed import Compact, Rows, compact, expanded
-from rlflow.runtime.hosts import quiet_ray
-from rlflow.runtime.store import fetch
+from rlflow.runtime.cluster.hosts import quiet_ray
+from rlflow.runtime.data_plane.store import fetch
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,10 +9,10 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlflow.runtime.actors import ALLOCATION, told
-from rlflow.runtime.handover import Handover
-from rlflow.runtime.kept import Keeper, here
-from rlflow.runtime.proxies import gathered
+from rlflow.runtime.data_plane.handover import Handover
+from rlflow.runtime.data_plane.kept import Keeper, here
+from rlflow.runtime.workers.actors import ALLOCATION, told
+from rlflow.runtime.workers.proxies import gathered
 
 
 class Hosting:

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from rlflow.batch import Packed
 from rlflow.errors import EngineError, first_line
 from rlflow.packed import Array, Compact, Rows, compact, expanded, offsets_of
-from rlflow.runtime.hosts import quiet_ray
+from rlflow.runtime.cluster.hosts import quiet_ray
 
 # Of this process, by reference: columns that come in different messages share what they have fetched, and a block is
 # counted once.

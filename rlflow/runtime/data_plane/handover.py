@@ -8,10 +8,10 @@ from typing import Any
 
 from rlflow.batch import Batch, Packed
 from rlflow.errors import EngineError
-from rlflow.runtime.budget import Budget, current_edge
-from rlflow.runtime.kept import Answer
-from rlflow.runtime.parts import Part
-from rlflow.runtime.store import Block, Stored
+from rlflow.runtime.data_plane.budget import Budget, current_edge
+from rlflow.runtime.data_plane.kept import Answer
+from rlflow.runtime.data_plane.parts import Part
+from rlflow.runtime.data_plane.store import Block, Stored
 
 Remote = Callable[..., "Future[Any]"]
 """Calls a method of one worker by its name: one of those that EngineWorker has."""

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from rlflow.batch import Batch, Packed, Records, Rollouts
 from rlflow.errors import EngineError
 from rlflow.packed import Array
-from rlflow.runtime.hosts import quiet_ray
-from rlflow.runtime.parts import opened
-from rlflow.runtime.store import Block, Places, Stored, block_of
+from rlflow.runtime.cluster.hosts import quiet_ray
+from rlflow.runtime.data_plane.parts import opened
+from rlflow.runtime.data_plane.store import Block, Places, Stored, block_of
 
 
 @dataclass(frozen=True)

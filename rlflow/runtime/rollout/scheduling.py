@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.runtime.expectation import DEVIATIONS, LAST_DEVIATIONS, Expectation
+from rlflow.runtime.rollout.expectation import DEVIATIONS, LAST_DEVIATIONS, Expectation
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -6,8 +6,8 @@ from rlflow.compiler.plan import Plan
 from rlflow.errors import PlacementError
 from rlflow.nodes.generate import Generate
 from rlflow.resources.layout import GIB
-from rlflow.runtime.budget import Room
-from rlflow.runtime.hosts import quiet_ray
+from rlflow.runtime.cluster.hosts import quiet_ray
+from rlflow.runtime.data_plane.budget import Room
 
 # Of a host's store. The rest is for copies that its own readers fetch from other hosts, of which Ray drops those that
 # nobody reads, for what it frees a second late, and for weights on their way.

@@ -6,9 +6,9 @@ from typing import Any
 
 from rlflow.engines.base import WeightBackend
 from rlflow.errors import EngineError, UserError
-from rlflow.runtime.actors import Actors
-from rlflow.runtime.gpu_weights import Receivers
-from rlflow.runtime.proxies import gathered
+from rlflow.runtime.workers.actors import Actors
+from rlflow.runtime.workers.gpu_weights import Receivers
+from rlflow.runtime.workers.proxies import gathered
 
 _ATTEMPTS = 3
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
 from rlflow.errors import EngineError
-from rlflow.runtime.parts import Part, Whole
-from rlflow.runtime.scheduling import Room, Scheduler
+from rlflow.runtime.data_plane.parts import Part, Whole
+from rlflow.runtime.rollout.scheduling import Room, Scheduler
 
 # Rows that are done are told together, this part of what an engine writes at once.
 _SHARE = 32

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
 from rlflow.errors import PlacementError, first_line
-from rlflow.runtime.binding import LiveHost, in_order
-from rlflow.runtime.hosts import holders, joined, live_hosts, quiet_ray, ray_errors, running_ray
-from rlflow.runtime.machine import gpus_of_this_machine
+from rlflow.runtime.cluster.binding import LiveHost, in_order
+from rlflow.runtime.cluster.hosts import holders, joined, live_hosts, quiet_ray, ray_errors, running_ray
+from rlflow.runtime.cluster.machine import gpus_of_this_machine
 
 _TOLD_S = 120.0
 

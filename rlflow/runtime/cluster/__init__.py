@@ -1,0 +1,1 @@
+"""The hosts and GPUs that are there, and which of them each host of the plan is."""

@@ -1,0 +1,1 @@
+"""Which engine writes which sample, and when."""
