@@ -59,6 +59,7 @@ def wire(recipe: Recipe) -> Graph:
     _check_outputs_read(graph)
     _check_evaluation(recipe, graph)
     _check_roles(recipe, graph)
+    _check_overcommit(recipe, graph)
     return graph
 
 
@@ -178,6 +179,27 @@ def _check_roles(recipe: Recipe, graph: Graph) -> None:
             raise GraphError(f"{path}.optimizer", f"'{name}' is never trained", fix="remove it")
         if role.follows is not None:
             _check_follows(recipe, name, role.follows, trained)
+
+
+def _check_overcommit(recipe: Recipe, graph: Graph) -> None:
+    reading = [node.name for node in graph.nodes if "prompts" in node.inputs.values()]
+    for node in graph.nodes:
+        if not isinstance(node.operation, Generate) or not node.operation.overcommit or node.role is None:
+            continue
+        path, share, size = f"graph.{node.name}.overcommit", node.operation.overcommit, recipe.data.batch_size
+        if not node.operation.begun_ahead(size):
+            fact = f"{share:g} of {size} prompts (data.batch_size) is less than one"
+            raise RecipeError(path, fact, fix=f"{path}={1 / size:.3g}, or 0")
+        if reading != [node.name]:
+            fact = f"prompts are begun before their step, and these nodes read those of a step: {', '.join(reading)}"
+            raise GraphError(path, fact, fix=f"{path}=0")
+        if not engine_kind(recipe.roles[node.role].engine).can_go_on:
+            raise RecipeError(
+                path,
+                f"engine '{recipe.roles[node.role].engine}' of role '{node.role}' writes all of a response at once",
+                known=[name for name in engine_names() if engine_kind(name).can_go_on],
+                fix=f"one of those known, or {path}=0",
+            )
 
 
 def _check_name(path: str, what: str, name: str, known: Iterable[str]) -> None:

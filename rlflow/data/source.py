@@ -32,18 +32,27 @@ class DataSource:
     prompt_ids: Packed
     response_ids: Packed | None
     held_out: Prompts
+    ahead: int = 0
+    """Prompts that are given before the step that they would be given for."""
+    steps: int = 0
+    """Of the whole run, where prompts are given ahead: none are given of which there is no step."""
 
     def prompts(self, step: int) -> Prompts:
-        """``batch_size`` prompts for ``step``, counted from 0."""
-        rows = self._rows_of(step)
-        return Prompts(
-            keys=_keys(step, len(rows)), ids=self.prompt_ids.take(rows), rows=tuple(self.rows[int(row)] for row in rows)
-        )
+        """``batch_size`` prompts for ``step``, counted from 0; with ``ahead`` more in the first and fewer in the
+        last."""
+        first, end = self._first(step), self._first(step + 1)
+        if self.ahead:
+            end = min(end, self.steps * self.data.batch_size)
+        return self._prompts_at(_keys(step, end - first), np.arange(first, end))
+
+    def prompts_of(self, keys: NDArray[np.int64]) -> Prompts:
+        """Those that ``prompts`` gave with these keys, [P, 3]."""
+        return self._prompts_at(keys, np.array([self._first(step) for step in keys[:, 0].tolist()]) + keys[:, 1])
 
     def examples(self, step: int) -> Examples:
         """``batch_size`` prompts with their responses for ``step``, counted from 0."""
         assert self.response_ids is not None
-        rows = self._rows_of(step)
+        rows = self._rows_at(np.arange(step * self.data.batch_size, (step + 1) * self.data.batch_size))
         return Examples(
             keys=_keys(step, len(rows)),
             prompt_ids=self.prompt_ids.take(rows),
@@ -54,8 +63,15 @@ class DataSource:
         """All rows that are held out, in their order."""
         return self.held_out
 
-    def _rows_of(self, step: int) -> NDArray[np.int64]:
-        places = np.arange(step * self.data.batch_size, (step + 1) * self.data.batch_size)
+    def _first(self, step: int) -> int:
+        """The place of the step's first prompt among those of the run."""
+        return step * self.data.batch_size + (self.ahead if step else 0)
+
+    def _prompts_at(self, keys: NDArray[np.int64], places: NDArray[np.int64]) -> Prompts:
+        rows = self._rows_at(places)
+        return Prompts(keys=keys, ids=self.prompt_ids.take(rows), rows=tuple(self.rows[int(row)] for row in rows))
+
+    def _rows_at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         epochs = places // len(self.rows)
         orders = {
             epoch: np.random.default_rng([self.seed, int(epoch)]).permutation(len(self.rows)) for epoch in set(epochs)
@@ -84,6 +100,8 @@ def open_training_data(
     *,
     with_responses: bool,
     held_out: Rows = (),
+    ahead: int = 0,
+    steps: int = 0,
 ) -> DataSource:
     """Encodes all rows. Raises RecipeError."""
     prompt_ids = _encode_prompts(data, tokenizer, rows)
@@ -94,7 +112,7 @@ def open_training_data(
         texts = [str(text) for text in _column(data, rows, "response")]
         encoded = _guarded(data, lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])
         response_ids = Packed.from_rows([[*ids, end] for ids in encoded], np.int32)
-    return DataSource(data, seed, rows, prompt_ids, response_ids, held_out_prompts(data, tokenizer, held_out))
+    return DataSource(data, seed, rows, prompt_ids, response_ids, held_out_prompts(data, tokenizer, held_out), ahead, steps)
 
 
 def held_out_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows) -> Prompts:

@@ -107,6 +107,19 @@ class Follows(Protocol):
 
 
 @runtime_checkable
+class Continues(Protocol):
+    """Not asked by nodes: an engine that need not write all of a response at once."""
+
+    def write_on(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
+        """``begun`` as far as it is, and what is written until so many prompts have all of their rollouts.
+
+        Rows are in the order of keys, as those given must be. A row that is neither finished nor ``max_tokens`` long
+        was broken off, and of a sample that is not begun there is none. New tokens have the version of the weights
+        that wrote them.
+        """
+
+
+@runtime_checkable
 class Sleeps(Protocol):
     """Not asked by nodes: an engine that gives its GPU memory up while other roles on its GPUs work."""
 
@@ -122,7 +135,7 @@ class Sleeps(Protocol):
 
 
 CAPABILITIES: dict[str, type] = {
-    protocol.__name__: protocol for protocol in (Generates, Scores, Values, Evaluates, Trains, Follows)
+    protocol.__name__: protocol for protocol in (Generates, Scores, Values, Evaluates, Trains, Follows, Continues)
 }
 
 

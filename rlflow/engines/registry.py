@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlflow.engines.base import Engine, capabilities_of
 
-_NOT_ENGINES = {"base", "buckets", "registry"}
+_NOT_ENGINES = {"base", "buckets", "groups", "registry"}
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,12 @@ class EngineKind:
     """The extra that brings what it needs."""
     concurrent: bool
     """Whether its ``generate`` may be called from several threads at once."""
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a generation can end before all is written, and what is there go on in another: by ``write_on``, or
+        where samples are given to the engine one by one."""
+        return self.concurrent or "Continues" in self.capabilities
 
 
 @cache

@@ -1,7 +1,8 @@
 """Generates and scores with a model of the transformers library, in this process."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -9,11 +10,12 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Prompts, Rollouts, Sequences
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed
-from rlflow.engines.causal_lm.decoding import decode
+from rlflow.engines.causal_lm.decoding import Decoded, decode
 from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
 from rlflow.engines.causal_lm.pretrained import end_ids, load_model, load_tokenizer
 from rlflow.engines.causal_lm.scoring import token_scores
 from rlflow.engines.causal_lm.tunable import Tunable
+from rlflow.engines.groups import Begun, Groups
 from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
@@ -46,8 +48,7 @@ class TransformersEngine(Tunable):
         self._version: int | None = 0
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
-        if self._version is None:
-            raise EngineError(f"role {self._spec.role}: the last copy of weights failed, and its model is half old.")
+        self._check_version()
         samples = prompts.repeat(sampling.group_size)
         seeds = [sample_seed(self._spec.seed, key) for key in samples.keys]
         ids, logprobs, finished = [], [], []
@@ -60,18 +61,66 @@ class TransformersEngine(Tunable):
             ids += decoded.ids
             logprobs += decoded.logprobs
             finished.append(decoded.finished)
+        versions = [np.full(len(row), self._version, np.int32) for row in ids]
+        return self._rollouts(samples, sampling, ids, logprobs, versions, np.concatenate(finished))
+
+    def write_on(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
+        self._check_version()
+        groups = Groups(prompts, sampling, begun)
+        rows = np.flatnonzero(~groups.done)
+        samples, before = prompts.repeat(sampling.group_size).take(rows), groups.begun_of(rows)
+        texts = [np.concatenate([samples.ids[row], each.ids]) for row, each in enumerate(before)]
+        ids = Packed.from_rows(texts, np.int32)
+        seeds = [sample_seed(self._spec.seed, key) for key in samples.keys]
+        alone = replace(sampling, group_size=1)
+        new = []
+        for turn in self._turns(ids.lengths, 1):
+            if groups.whole.sum() >= enough:
+                break
+            part = np.arange(turn.prompt, turn.prompt + turn.prompts)
+            stop = partial(_ended, groups, rows[part], enough)
+            part_seeds = seeds[turn.prompt : turn.prompt + turn.prompts]
+            written = groups.written[rows[part]]
+            decoded = decode(self._model, ids.take(part), alone, part_seeds, self._end_ids, written, stop)
+            new.append(self._continued(samples.take(part), sampling, before[turn.prompt :], decoded))
+        joined = groups.joined(new)
+        assert joined is not None, "nothing is asked for"
+        return joined
+
+    def _continued(self, samples: Prompts, sampling: Sampling, before: Sequence[Begun], decoded: Decoded) -> Rollouts:
+        """Of ``samples`` what was written ``before`` (of these and of others behind them) and what is new."""
+        ids, logprobs, versions = [], [], []
+        for each, new, scores in zip(before, decoded.ids, decoded.logprobs, strict=False):
+            ids.append(np.concatenate([each.ids, new]))
+            logprobs.append(np.concatenate([each.logprobs, scores]))
+            versions.append(np.concatenate([each.versions, np.full(len(new), self._version, np.int32)]))
+        return self._rollouts(samples, sampling, ids, logprobs, versions, decoded.finished)
+
+    def _rollouts(
+        self,
+        samples: Prompts,
+        sampling: Sampling,
+        ids: Sequence[NDArray[np.int32]],
+        logprobs: Sequence[NDArray[np.float32]],
+        versions: Sequence[NDArray[np.int32]],
+        finished: NDArray[np.bool_],
+    ) -> Rollouts:
         response_ids = Packed.from_rows(ids, np.int32)
         return Rollouts(
             keys=samples.keys,
             prompt_ids=samples.ids,
             response_ids=response_ids,
             logprobs=response_ids.like(np.concatenate(logprobs)),
-            versions=response_ids.like(np.full(len(response_ids.values), self._version, np.int32)),
+            versions=response_ids.like(np.concatenate(versions)),
             temperature=sampling.scoring_temperature,
-            finished=np.concatenate(finished),
+            finished=finished,
             texts=tuple(self._tokenizer.batch_decode(ids, skip_special_tokens=True)),
             rows=samples.rows,
         )
+
+    def _check_version(self) -> None:
+        if self._version is None:
+            raise EngineError(f"role {self._spec.role}: the last copy of weights failed, and its model is half old.")
 
     def _turns(self, lengths: NDArray[np.int64], group_size: int) -> Iterator[_Turn]:
         """No more sequences than memory was planned for, and no more tokens of prompts than go through the model."""
@@ -109,6 +158,12 @@ class TransformersEngine(Tunable):
         if missing:
             raise EngineError(f"role {self._spec.role}: the weights lack '{min(missing)}'.")
         self._version = version
+
+
+def _ended(groups: Groups, rows: NDArray[np.int64], enough: int, ended: NDArray[np.int64]) -> bool:
+    """Notes which of ``rows`` are done; whether so many groups are whole."""
+    groups.done[rows[ended]] = True
+    return bool(groups.whole.sum() >= enough)
 
 
 ENGINE = TransformersEngine

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Generates, Sampling
@@ -20,9 +20,25 @@ class Generate(Node, kind="generate", unit="sample"):
     temperature: Annotated[float, Ge(0)] = 1.0
     """0 takes the likeliest token."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    overcommit: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """More prompts are begun than a step trains on, by this share of ``data.batch_size``, and a step's generation ends
+    when as many groups are whole as it trains on. What is written of the others goes on in the next step.
 
-    def run(self, engine: Generates, prompts: Prompts) -> Rollouts:
-        sampling = Sampling(
+    Biased: short responses are trained on earlier than long ones, and the tokens of one response may be of several
+    versions of the policy; ``logprobs`` are those of the version that wrote each. Over the whole run every prompt is
+    trained on once, as without it.
+    """
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(
             max_tokens=self.max_tokens, group_size=self.group_size, temperature=self.temperature, top_p=self.top_p
         )
-        return engine.generate(prompts, sampling)
+
+    def begun_ahead(self, batch_size: int) -> int:
+        """Prompts that are begun before the step that they would be trained in: ``overcommit``, rounded down."""
+        # 0.29 x 100 is 28.999999999999996.
+        return int(self.overcommit * batch_size + 1e-9)
+
+    def run(self, engine: Generates, prompts: Prompts) -> Rollouts:
+        return engine.generate(prompts, self.sampling)

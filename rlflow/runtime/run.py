@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from rlflow.runtime.data_plane.budget import edge
 from rlflow.runtime.lengths import check_examples
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.models import resolve_models
+from rlflow.runtime.rollout.overcommit import begun_ahead, overcommitted
 from rlflow.runtime.step import Evaluator, evaluator, run_graph, summary
 from rlflow.runtime.tuner import Tuner, with_places
 
@@ -67,8 +68,10 @@ def run(
         engines = open_parts.enter_context(runtime.start(with_places(plan) if tune else plan, models, directory))
         data = engines.hosted(data)
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
+        graph, begun = overcommitted(plan.graph, plan.recipe.data.batch_size, data.prompts_of)
+        training, kept = replace(plan, graph=graph), {**trained, **begun}
         if last:
-            checkpoint.restore(last, trained)
+            checkpoint.restore(last, kept)
         if tune:
             observers = (*observers, Tuner(engines, adaptive=tune == "adaptive"))
         for observer in observers:
@@ -85,10 +88,10 @@ def run(
             stopped = stop()
             if step != saved and (stopped or step == steps or (step > 0 and step % options.every == 0)):
                 done = checkpoint.Progress(plan.fingerprint, step, evaluations)
-                checkpoint.save(directory, done, trained, options.keep)
+                checkpoint.save(directory, done, kept, options.keep)
             if stopped or step == steps:
                 break
-            metrics = train_step(plan, engines, data, step)
+            metrics = train_step(training, engines, data, step)
             step += 1
             for observer in observers:
                 observer.stepped(step, metrics)
@@ -154,7 +157,14 @@ def _open_data(
     name = recipe.roles[graph.trained_roles()[0]].model
     tokenizer = load_tokenizer(name, models[name])
     data = open_training_data(
-        recipe.data, tokenizer, rows, recipe.seed, held_out=held_out, with_responses="examples" in graph.sources
+        recipe.data,
+        tokenizer,
+        rows,
+        recipe.seed,
+        held_out=held_out,
+        with_responses="examples" in graph.sources,
+        ahead=begun_ahead(graph, recipe.data.batch_size),
+        steps=recipe.steps,
     )
     check_examples(plan, data)
     return data, evaluator(graph) if held_out else None

@@ -78,7 +78,7 @@ def evaluator(graph: Graph) -> Evaluator:
         next(node for node in graph.nodes if isinstance(node.operation, kind)) for kind in (Generate, Reward)
     )
     assert isinstance(generate.operation, Generate)
-    greedy = replace(generate.operation, temperature=0.0, group_size=1)
+    greedy = replace(generate.operation, temperature=0.0, group_size=1, overcommit=0.0)
     return Evaluator(replace(generate, operation=greedy), reward)
 
 

@@ -3,7 +3,7 @@
 Shapes: P prompts, G group, B sequences (P x G), V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,8 +34,14 @@ def decode(
     sampling: Sampling,
     seeds: Sequence[int],
     end_ids: Sequence[int],
+    written: NDArray[np.int64] | None = None,
+    stop: Callable[[NDArray[np.int64]], bool] = lambda ended: False,
 ) -> Decoded:
-    """``group_size`` responses to each of P prompts. ``seeds`` [B]: a sequence's draws depend on its own seed alone."""
+    """``group_size`` responses to each of P prompts. ``seeds`` [B]: a sequence's draws depend on its own seed alone.
+
+    ``written`` [B]: so many tokens at the end of each prompt are the beginning of the response. ``stop`` is told which
+    sequences have just ended; when it says so, the others end as they are.
+    """
     import torch
 
     from rlflow.engines.causal_lm.attention import CacheLayout, PackedLayout
@@ -56,10 +62,12 @@ def decode(
         logits = output.logits[0].repeat_interleave(sampling.group_size, 0)
 
         lengths = torch.from_numpy(prompts.lengths).to(device).repeat_interleave(sampling.group_size)
+        begun = torch.from_numpy(np.zeros(batch, np.int64) if written is None else written).to(device)
+        left = sampling.max_tokens - begun
         first = last.repeat_interleave(sampling.group_size) - lengths + 1
         offsets = torch.arange(int(lengths.max()), device=device)
         row_of = torch.minimum(first[:, None] + offsets, (first + lengths - 1)[:, None])
-        cache = CacheLayout(prefill, row_of, lengths, capacity=int(lengths.max()) + sampling.max_tokens)
+        cache = CacheLayout(prefill, row_of, lengths, capacity=int((lengths + left).max()))
 
         draws = torch.from_numpy(_draws(seeds, sampling)).to(device)
         ends = torch.tensor(list(end_ids), device=device)
@@ -69,15 +77,20 @@ def decode(
         finished = torch.zeros(batch, dtype=torch.bool, device=device)
         live = torch.arange(batch, device=device)
         for step in range(sampling.max_tokens):
-            chosen, logprob = _sample(logits, sampling, draws[live, step])
+            chosen, logprob = _sample(logits, sampling, draws[live, begun[live] + step])
             tokens[live, step], logprobs[live, step] = chosen, logprob
-            done = torch.isin(chosen, ends)
+            ended = torch.isin(chosen, ends)
+            done = ended | (left[live] == step + 1)
             if bool(done.any()):
-                finished[live[done]] = True
+                finished[live[ended]] = True
                 counts[live[done]] = step + 1
+                stopped = stop(live[done].cpu().numpy())
                 rows = cache.drop(done)
                 live, chosen = live[rows], chosen[rows]
-            if len(live) == 0 or step + 1 == sampling.max_tokens:
+                if stopped:
+                    counts[live] = step + 1
+                    break
+            if len(live) == 0:
                 break
             at = cache.next_positions()
             logits = model(input_ids=chosen[:, None], position_ids=at, layout=cache, use_cache=False).logits[:, -1]
