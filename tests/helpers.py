@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Minibatch, Packed, Prompts, Rollouts, Sequences
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
+from rlflow.engines.groups import Begun
 from rlflow.engines.serving.seconds import Second
 from rlflow.engines.serving.sessions import Sessions
 from rlflow.recipe import Model, Optimizer
@@ -121,11 +122,14 @@ class WritingEngine(Sessions, FakeEngine):
     def steps(self) -> int:
         return self._steps
 
-    def submit(self, samples: Prompts, sampling: Sampling) -> "list[Future[Any]]":
+    def submit(self, samples: Prompts, sampling: Sampling, begun: Sequence[Begun] | None = None) -> "list[Future[Any]]":
         """Each is done at once."""
         self._steps += sampling.max_tokens
         self.given.append(samples.keys[:, 1].tolist())
         return [self.response(samples.take(np.array([row])), sampling) for row in range(len(samples))]
+
+    def break_off(self) -> None:
+        """Nothing is being written."""
 
     def response(self, sample: Prompts, sampling: Sampling) -> "Future[Any]":
         done: Future[Any] = Future()

@@ -112,7 +112,9 @@ def open_training_data(
         texts = [str(text) for text in _column(data, rows, "response")]
         encoded = _guarded(data, lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])
         response_ids = Packed.from_rows([[*ids, end] for ids in encoded], np.int32)
-    return DataSource(data, seed, rows, prompt_ids, response_ids, held_out_prompts(data, tokenizer, held_out), ahead, steps)
+    return DataSource(
+        data, seed, rows, prompt_ids, response_ids, held_out_prompts(data, tokenizer, held_out), ahead, steps
+    )
 
 
 def held_out_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows) -> Prompts:

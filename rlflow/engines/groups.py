@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Prompts, Rollouts
+from rlflow.batch import Packed, Prompts, Rollouts
 from rlflow.engines.base import Sampling
 
 Ints = NDArray[np.int64]
@@ -24,12 +24,33 @@ class Begun:
     versions: NDArray[np.int32]
 
 
+NOTHING = Begun(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+
+
+def continued(
+    before: Sequence[Begun], ids: Packed, logprobs: Packed, versions: Packed
+) -> tuple[Packed, Packed, Packed]:
+    """The columns of responses of which some were begun ``before``."""
+    columns = {"ids": (ids, np.int32), "logprobs": (logprobs, np.float32), "versions": (versions, np.int32)}
+    whole = (
+        Packed.from_rows([np.concatenate([getattr(begun, name), new[row]]) for row, begun in enumerate(before)], dtype)
+        for name, (new, dtype) in columns.items()
+    )
+    return next(whole), next(whole), next(whole)
+
+
+def is_done(rollouts: Rollouts, sampling: Sampling) -> NDArray[np.bool_]:
+    """For each whether it has ended, or is as long as allowed."""
+    done: NDArray[np.bool_] = rollouts.finished | (rollouts.response_ids.lengths >= sampling.max_tokens)
+    return done
+
+
 class Groups:
     """Prompts are in the order of their keys. Of a sample that is not begun there is no rollout."""
 
     def __init__(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None = None) -> None:
         """``begun``: what is written of some samples so far, all of it or not, in the order of keys."""
-        self._size, self._max_tokens = sampling.group_size, sampling.max_tokens
+        self._size = sampling.group_size
         self._prompts = _numbers(prompts.keys)
         self.begun = begun
         count = len(prompts) * self._size
@@ -43,7 +64,7 @@ class Groups:
             rows = self.rows_of(begun.keys)
             self.written[rows] = begun.response_ids.lengths
             self.place[rows] = np.arange(len(rows))
-            self.done[rows] = begun.finished | (begun.response_ids.lengths >= self._max_tokens)
+            self.done[rows] = is_done(begun, sampling)
 
     def rows_of(self, keys: Ints) -> Ints:
         """The rows of samples, whose keys are [n, 3]."""
@@ -51,8 +72,7 @@ class Groups:
 
     def begun_of(self, rows: Ints) -> list[Begun]:
         """Of a sample that is not begun, nothing."""
-        none = Begun(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
-        return [none if place < 0 else self._begun_at(place) for place in self.place[rows].tolist()]
+        return [NOTHING if place < 0 else self._begun_at(place) for place in self.place[rows].tolist()]
 
     def _begun_at(self, place: int) -> Begun:
         assert self.begun is not None
@@ -61,8 +81,11 @@ class Groups:
     @property
     def whole(self) -> NDArray[np.bool_]:
         """[P]: whether all samples of a prompt are done."""
-        whole: NDArray[np.bool_] = self.done.reshape(-1, self._size).all(1)
-        return whole
+        return np.asarray(self.done.reshape(-1, self._size).all(1))
+
+    @property
+    def num_whole(self) -> int:
+        return int(self.whole.sum())
 
     def joined(self, parts: Sequence[Rollouts]) -> Rollouts | None:
         """``begun``, in which ``parts`` stand in the places of the same samples; in the order of keys. None of none."""

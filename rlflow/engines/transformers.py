@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Prompts, Rollouts, Sequences
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed
-from rlflow.engines.causal_lm.decoding import Decoded, decode
+from rlflow.engines.causal_lm.decoding import decode
 from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
 from rlflow.engines.causal_lm.pretrained import end_ids, load_model, load_tokenizer
 from rlflow.engines.causal_lm.scoring import token_scores
 from rlflow.engines.causal_lm.tunable import Tunable
-from rlflow.engines.groups import Begun, Groups
+from rlflow.engines.groups import Begun, Groups, continued
 from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ class TransformersEngine(Tunable):
             ids += decoded.ids
             logprobs += decoded.logprobs
             finished.append(decoded.finished)
-        versions = [np.full(len(row), self._version, np.int32) for row in ids]
-        return self._rollouts(samples, sampling, ids, logprobs, versions, np.concatenate(finished))
+        return self._rollouts(samples, sampling, ids, np.concatenate(logprobs), np.concatenate(finished))
 
     def write_on(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
         self._check_version()
@@ -75,46 +74,49 @@ class TransformersEngine(Tunable):
         alone = replace(sampling, group_size=1)
         new = []
         for turn in self._turns(ids.lengths, 1):
-            if groups.whole.sum() >= enough:
+            if groups.num_whole >= enough:
                 break
             part = np.arange(turn.prompt, turn.prompt + turn.prompts)
             stop = partial(_ended, groups, rows[part], enough)
             part_seeds = seeds[turn.prompt : turn.prompt + turn.prompts]
             written = groups.written[rows[part]]
             decoded = decode(self._model, ids.take(part), alone, part_seeds, self._end_ids, written, stop)
-            new.append(self._continued(samples.take(part), sampling, before[turn.prompt :], decoded))
+            finished, scores = decoded.finished, np.concatenate(decoded.logprobs)
+            new.append(
+                self._rollouts(samples.take(part), sampling, decoded.ids, scores, finished, before[turn.prompt :])
+            )
         joined = groups.joined(new)
         assert joined is not None, "nothing is asked for"
         return joined
-
-    def _continued(self, samples: Prompts, sampling: Sampling, before: Sequence[Begun], decoded: Decoded) -> Rollouts:
-        """Of ``samples`` what was written ``before`` (of these and of others behind them) and what is new."""
-        ids, logprobs, versions = [], [], []
-        for each, new, scores in zip(before, decoded.ids, decoded.logprobs, strict=False):
-            ids.append(np.concatenate([each.ids, new]))
-            logprobs.append(np.concatenate([each.logprobs, scores]))
-            versions.append(np.concatenate([each.versions, np.full(len(new), self._version, np.int32)]))
-        return self._rollouts(samples, sampling, ids, logprobs, versions, decoded.finished)
 
     def _rollouts(
         self,
         samples: Prompts,
         sampling: Sampling,
         ids: Sequence[NDArray[np.int32]],
-        logprobs: Sequence[NDArray[np.float32]],
-        versions: Sequence[NDArray[np.int32]],
+        logprobs: NDArray[np.float32],
         finished: NDArray[np.bool_],
+        before: Sequence[Begun] = (),
     ) -> Rollouts:
+        """``ids`` and their ``logprobs`` are new; ``before`` are the beginnings of the responses, if there are any."""
         response_ids = Packed.from_rows(ids, np.int32)
+        columns = (
+            response_ids,
+            response_ids.like(logprobs),
+            response_ids.like(np.full(len(logprobs), self._version, np.int32)),
+        )
+        if before:
+            columns = continued(before[: len(samples)], *columns)
+        written = [columns[0][row] for row in range(len(samples))]
         return Rollouts(
             keys=samples.keys,
             prompt_ids=samples.ids,
-            response_ids=response_ids,
-            logprobs=response_ids.like(np.concatenate(logprobs)),
-            versions=response_ids.like(np.concatenate(versions)),
+            response_ids=columns[0],
+            logprobs=columns[1],
+            versions=columns[2],
             temperature=sampling.scoring_temperature,
             finished=finished,
-            texts=tuple(self._tokenizer.batch_decode(ids, skip_special_tokens=True)),
+            texts=tuple(self._tokenizer.batch_decode(written, skip_special_tokens=True)),
             rows=samples.rows,
         )
 
@@ -163,7 +165,7 @@ class TransformersEngine(Tunable):
 def _ended(groups: Groups, rows: NDArray[np.int64], enough: int, ended: NDArray[np.int64]) -> bool:
     """Notes which of ``rows`` are done; whether so many groups are whole."""
     groups.done[rows[ended]] = True
-    return bool(groups.whole.sum() >= enough)
+    return groups.num_whole >= enough
 
 
 ENGINE = TransformersEngine

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Prompts, Repeated, Rollouts
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.pretrained import end_ids, load_tokenizer
+from rlflow.engines.groups import NOTHING, Begun, continued
 from rlflow.engines.serving.batching import Batcher, Request, Written
 from rlflow.engines.serving.model_files import Expected, load_config, load_end_ids, model_files
 from rlflow.engines.serving.seconds import Second
@@ -60,7 +63,9 @@ class VllmEngine(Sessions):
     def steps(self) -> int:
         return self._batcher.steps
 
-    def submit(self, samples: Prompts, sampling: Sampling) -> "list[Future[Written]]":
+    def submit(
+        self, samples: Prompts, sampling: Sampling, begun: Sequence[Begun] | None = None
+    ) -> "list[Future[Written]]":
         longest = int(samples.ids.lengths.max(initial=0))
         if longest >= self._max_model_len:
             raise EngineError(
@@ -70,23 +75,38 @@ class VllmEngine(Sessions):
         ids = samples.ids.take(np.arange(len(samples)))
         return self._batcher.submit(
             [
-                Request(ids[row].tolist(), self._params(sampling, sample_seed(self._spec.seed, key)))
+                self._request(ids[row].tolist(), key, sampling, begun[row] if begun else NOTHING)
                 for row, key in enumerate(samples.keys)
             ]
         )
+
+    def _request(self, prompt_ids: list[int], key: NDArray[np.int64], sampling: Sampling, begun: Begun) -> Request:
+        if not len(begun.ids):
+            return Request(prompt_ids, self._params(sampling, sample_seed(self._spec.seed, key)))
+        # vLLM draws a request's numbers from their beginning again: those for the same key would be the same.
+        seed = sample_seed(self._spec.seed, np.append(key, len(begun.ids)))
+        left = replace(sampling, max_tokens=sampling.max_tokens - len(begun.ids))
+        return Request([*prompt_ids, *begun.ids.tolist()], self._params(left, seed), begun)
+
+    def break_off(self) -> None:
+        self._batcher.break_off()
 
     def rollouts(self, samples: Prompts, responses: Sequence[Written], sampling: Sampling) -> Rollouts:
         outputs = [response.output for response in responses]
         response_ids = Packed.from_rows([output.token_ids for output in outputs], np.int32)
         logprobs = Packed.from_rows([output.logprobs.logprobs for output in outputs], np.float32)
-        versions = np.array([response.version for response in responses], np.int32)
-        texts = self._tokenizer.batch_decode([list(output.token_ids) for output in outputs], skip_special_tokens=True)
+        versions: Packed = Repeated(np.array([each.version for each in responses], np.int32), response_ids.lengths)
+        before = [response.begun for response in responses]
+        if any(len(begun.ids) for begun in before):
+            response_ids, logprobs, versions = continued(before, response_ids, logprobs, versions)
+        ids = [response_ids[row].tolist() for row in range(len(response_ids))]
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
         return Rollouts(
             keys=samples.keys,
             prompt_ids=samples.ids,
             response_ids=response_ids,
             logprobs=response_ids.like(logprobs.values),
-            versions=Repeated(versions, response_ids.lengths),
+            versions=versions,
             temperature=sampling.scoring_temperature,
             finished=np.array([output.finish_reason == "stop" for output in outputs], np.bool_),
             texts=tuple(texts),

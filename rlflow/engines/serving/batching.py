@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from rlflow.engines.groups import NOTHING, Begun
 from rlflow.engines.serving.seconds import Recorder, Second
 from rlflow.errors import EngineError, first_line
 
@@ -21,6 +22,8 @@ class Request:
     prompt_ids: list[int]
     params: Any
     """vLLM's SamplingParams."""
+    begun: Begun = NOTHING
+    """The end of ``prompt_ids``, where that is the beginning of the response."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,13 @@ class Written:
     """vLLM's CompletionOutput."""
     version: int
     """Of the weights that wrote it."""
+    begun: Begun = NOTHING
+    """What was written before the request."""
 
     @property
     def length(self) -> int:
-        """Its tokens."""
-        return len(self.output.token_ids)
+        """Its tokens, those before the request included."""
+        return len(self.begun.ids) + len(self.output.token_ids)
 
 
 @dataclass(eq=False)
@@ -55,6 +60,8 @@ class _Group:
 @dataclass(eq=False)
 class _Call:
     function: Callable[[Any], Any]
+    at_once: bool = False
+    """It does not wait for requests before it."""
     done: "Future[Any]" = field(default_factory=Future)
 
     def fail(self, error: BaseException) -> None:
@@ -95,10 +102,16 @@ class Batcher:
 
     def call(self, function: Callable[[Any], Result]) -> Result:
         """What ``function`` makes of vLLM's engine while it works on nothing else. Raises what it raises."""
-        call = _Call(function)
-        self._put(call)
-        result: Result = call.done.result()
+        result: Result = self._called(_Call(function))
         return result
+
+    def break_off(self) -> None:
+        """Requests that came before end as far as they are. Returns when they have been answered."""
+        self._called(_Call(self._break_off, at_once=True))
+
+    def _called(self, call: _Call) -> Any:
+        self._put(call)
+        return call.done.result()
 
     def seconds(self) -> list[Second]:
         """What the engine did since this was last asked, while it had work."""
@@ -145,7 +158,7 @@ class Batcher:
                     return
             if isinstance(self._next, _Group):
                 self._add(engine, self._next)
-            elif self._live:
+            elif self._live and not self._next.at_once:
                 return
             else:
                 self._run(engine, self._next)
@@ -176,9 +189,18 @@ class Batcher:
         except BaseException as error:
             call.fail(error)
 
+    def _break_off(self, engine: Any) -> None:
+        outputs = outputs_so_far(engine)
+        engine.abort_request([output.request_id for output in outputs])
+        for output in outputs:
+            self._finish(output)
+        if outputs and self._recorder is not None:
+            self._recorder.stepped(outputs, idle=True)
+
     def _finish(self, output: Any) -> None:
         group, index = self._live.pop(output.request_id)
-        group.answers[index].set_result(Written(output.outputs[0], group.version))
+        begun = group.requests[index].begun
+        group.answers[index].set_result(Written(output.outputs[0], group.version, begun))
 
     def _fail(self, error: BaseException) -> None:
         """Everyone who waits is told, and so is everyone who comes later."""
@@ -191,3 +213,11 @@ class Batcher:
                 waiting.add(self._inbox.get())
         for work in waiting:
             work.fail(self._failure)
+
+
+def outputs_so_far(engine: Any) -> list[Any]:
+    """vLLM's RequestOutputs of all requests that are not done, as if they were."""
+    from vllm.v1.engine import FinishReason
+
+    states = engine.output_processor.request_states.values()
+    return [state.make_request_output([], None, FinishReason.ABORT, None) for state in states]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
+from rlflow.engines.groups import Groups
 from rlflow.errors import EngineError
 from rlflow.runtime.data_plane.parts import Part, Whole
 from rlflow.runtime.rollout.scheduling import Room, Scheduler
@@ -66,17 +67,58 @@ def pulled(
     return done
 
 
+def pulled_on(
+    engines: Engines,
+    ranks: Collection[int],
+    prompts: Prompts,
+    sampling: Sampling,
+    before: NDArray[np.float64] | None,
+    begun: Rollouts | None,
+    enough: int,
+) -> tuple[Rollouts, dict[int, EngineError]]:
+    """``begun`` as far as it is written when so many prompts have all of their samples, in the order of keys.
+
+    And the engines that failed, and why. Raises EngineError when all engines have failed.
+    """
+    whole = Whole(prompts).part(np.arange(len(prompts)))
+    lost: dict[int, EngineError] = {}
+    while True:
+        groups = Groups(prompts, sampling, begun)
+        if begun is not None and groups.num_whole >= enough:
+            return begun, lost
+        alive = [rank for rank in ranks if rank not in lost]
+        if not alive:
+            raise next(iter(lost.values()))
+        done = Pulled(lost=lost)
+        _Round(engines, whole, prompts, sampling, done, groups, enough).run(alive, np.flatnonzero(~groups.done), before)
+        begun = groups.joined(done.rollouts)
+
+
 class _Round:
     """One pass over rows that are to be written. What an engine that fails at its end has written is missing after."""
 
-    def __init__(self, engines: Engines, whole: Part, prompts: Prompts, sampling: Sampling, done: Pulled) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        whole: Part,
+        prompts: Prompts,
+        sampling: Sampling,
+        done: Pulled,
+        groups: Groups | None = None,
+        enough: int = 0,
+    ) -> None:
+        """With ``groups`` it ends when ``enough`` of them are whole."""
         self._engines, self._whole, self._sampling, self._done = engines, whole, sampling, done
+        self._groups, self._enough, self._stopping = groups, enough, False
         self._prompt_lengths = prompts.ids.lengths
         self._calls: dict[Future[Any], int] = {}
         self._scheduler: Scheduler
 
     def run(self, ranks: Collection[int], rows: NDArray[np.int64], before: NDArray[np.float64] | None) -> None:
-        rooms = {rank: Room(*room) for rank, room in self._each(ranks, "begin", self._whole, self._sampling).items()}
+        groups = self._groups
+        begun = [] if groups is None else [groups.begun]
+        given_rooms = self._each(ranks, "begin", self._whole, self._sampling, *begun)
+        rooms = {rank: Room(*room) for rank, room in given_rooms.items()}
         self._scheduler = scheduler = Scheduler(
             self._prompt_lengths,
             self._sampling.group_size,
@@ -84,8 +126,9 @@ class _Round:
             rooms,
             rows=rows,
             before=before,
+            written=None if groups is None else groups.written,
         )
-        if scheduler.all_fit:
+        if scheduler.all_fit and groups is None:
             given = scheduler.deal()
             arguments = {rank: (self._whole, self._sampling, packed(given[rank])) for rank in rooms if given[rank]}
             calls = {rank: self._engines.submit(rank, "write_rows", *sent) for rank, sent in arguments.items()}
@@ -96,12 +139,14 @@ class _Round:
         while self._calls:
             for call in wait(self._calls, return_when=FIRST_COMPLETED).done:
                 self._answered(self._calls.pop(call), call)
-        written = {rank: np.array(scheduler.rows(rank), np.int64) for rank in scheduler.ranks if scheduler.rows(rank)}
+        ranks = [rank for rank in scheduler.ranks if scheduler.rows(rank) or scheduler.running(rank)]
+        written = {rank: np.array(scheduler.rows(rank), np.int64) for rank in ranks}
         self._collect(written, {rank: self._engines.submit(rank, "finish") for rank in written})
 
     def _write(self, rank: int, rows: list[int]) -> None:
         """Gives it these rows, and is told when enough are done: when none wait, that is all of them."""
-        enough = max(1, self._scheduler.room(rank).sequences // _SHARE) if self._scheduler.waiting else 0
+        each = self._scheduler.waiting or self._groups is not None
+        enough = max(1, self._scheduler.room(rank).sequences // _SHARE) if each else 0
         self._calls[self._engines.submit(rank, "write", packed(rows), enough)] = rank
 
     def _answered(self, rank: int, call: "Future[Any]") -> None:
@@ -112,16 +157,31 @@ class _Round:
             progress = call.result()
         except EngineError as error:
             self._done.lost[rank] = error
+            if self._groups is not None:
+                self._groups.done[scheduler.rows(rank)] = False
             scheduler.lost(rank)
+            if self._stopping:
+                return
             # Others may be waiting for their last rows, and have room.
             for other in scheduler.ranks:
                 self._give(scheduler.next(other))
             return
+        if self._stopping:
+            return
         ended, lengths = (np.frombuffer(part, np.int32).tolist() for part in (progress.rows, progress.lengths))
         scheduler.finished(rank, ended, lengths, progress.steps)
+        if self._groups is not None:
+            self._groups.done[ended] = True
+            if self._groups.num_whole >= self._enough:
+                self._stop()
+                return
         self._give(scheduler.next(rank))
         if scheduler.running(rank) and rank not in self._calls.values():
             self._write(rank, [])
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._calls |= {self._engines.submit(rank, "stop"): rank for rank in self._scheduler.ranks}
 
     def _give(self, rows: dict[int, list[int]]) -> None:
         for rank, given in rows.items():
@@ -140,10 +200,12 @@ class _Round:
     def _collect(self, rows: dict[int, NDArray[np.int64]], calls: "dict[int, Future[Any]]") -> None:
         for rank, call in calls.items():
             try:
-                self._done.rollouts.append(call.result())
+                written = call.result()
             except EngineError as error:
                 self._done.lost[rank] = error
-            else:
+                continue
+            if written is not None:
+                self._done.rollouts.append(written)
                 self._done.rows.append(rows[rank])
 
 

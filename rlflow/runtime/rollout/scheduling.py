@@ -62,16 +62,20 @@ class Scheduler:
         *,
         rows: Ints | None = None,
         before: Floats | None = None,
+        written: Ints | None = None,
     ) -> None:
         """``prompt_lengths`` [P] in tokens; ``rows`` are those asked for, by default all.
 
-        ``before``: some lengths of the step before, in tokens.
+        ``before``: some lengths of the step before, in tokens. ``written`` [R]: tokens that each row begins with; the
+        rows of a prompt of which any has some come before those of others.
         """
         self._prompts = np.repeat(prompt_lengths, group_size)
         self._groups = np.repeat(np.arange(len(prompt_lengths)), group_size)
         self._max_tokens = max_tokens
         self._engines = {rank: _Engine(room) for rank, room in rooms.items()}
         size = len(self._groups)
+        self._written = np.zeros(size, np.int64) if written is None else written
+        self._older = np.bincount(self._groups, self._written) > 0
         self._lengths = np.zeros(size, np.int64)
         self._waiting = np.zeros(size, np.bool_)
         self._waiting[np.arange(size) if rows is None else rows] = True
@@ -237,7 +241,8 @@ class Scheduler:
     def _begin(self, engine: _Engine, rows: Ints) -> None:
         self._waiting[rows] = False
         self._num_waiting -= len(rows)
-        engine.running |= dict.fromkeys(rows.tolist(), engine.steps)
+        # As if the engine had written of each from its beginning.
+        engine.running |= dict(zip(rows.tolist(), (engine.steps - self._written[rows]).tolist(), strict=True))
 
     def _fitting(self, engine: _Engine, rows: Ints, spare: float) -> int:
         """How many of ``rows``, from the first, fit into the engine's cache besides what it has."""
@@ -247,7 +252,7 @@ class Scheduler:
         fitting = len(rows)
         if most.sum() > engine.room.tokens:
             mean, variance = self._use(running, written)
-            more_mean, more_variance = self._use(rows, np.zeros(len(rows), np.int64))
+            more_mean, more_variance = self._use(rows, self._written[rows])
             means = mean.sum(0) + np.cumsum(more_mean, 0)
             variances = variance.sum(0) + np.cumsum(more_variance, 0)
             fits = (means + spare * np.sqrt(variances)).max(1, initial=0) <= engine.room.tokens
@@ -284,5 +289,6 @@ class Scheduler:
         probe = (place == 0) & ~begun_groups[groups]
         # Of groups of which nothing is known, samples in turn; and those of one group to different engines.
         turn = (groups + place) % len(begun_groups)
-        self._queue = rows[np.lexsort((turn, place, self._expectation.factors[groups], ~probe))]
+        older = self._older[groups]
+        self._queue = rows[np.lexsort((turn, place, self._expectation.factors[groups], ~probe, ~older))]
         self._first, self._last = 0, len(self._queue)

@@ -1,6 +1,6 @@
 """What engines do over a run that take new samples while they write: which of them can, and what each did when."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
+from rlflow.engines.groups import is_done
 from rlflow.errors import EngineError
-from rlflow.runtime.rollout.pulling import pulled
+from rlflow.runtime.rollout.pulling import pulled, pulled_on
 
 Line = dict[str, Any]
 """A second of an engine; a line of ``engines.jsonl``."""
@@ -44,18 +45,34 @@ class Writing:
 
         One that fails is started anew, and writes again when it has the weights.
         """
-        ranks = [rank for rank in range(len(self._engines)) if rank not in self._out]
-        if not ranks:
-            raise EngineError(f"role {self._role}: all engines have failed, and new ones have no weights yet.")
+        ranks = self._ranks()
         done = pulled(self._engines, ranks, prompts, sampling, self._before.get(sampling))
         rollouts = done.joined()
         self._before[sampling] = rollouts.response_ids.lengths.astype(np.float64)
-        self._note([rank for rank in ranks if rank not in done.lost])
-        if done.lost:
-            new = self._engines.restart(sorted(done.lost))
+        self._ended(ranks, done.lost)
+        return rollouts
+
+    def write_on(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
+        """As ``Continues`` has it; engines that fail as in ``generate``. Raises EngineError."""
+        ranks, before = self._ranks(), self._before.get(sampling)
+        rollouts, lost = pulled_on(self._engines, ranks, prompts, sampling, before, begun, enough)
+        self._before[sampling] = rollouts.response_ids.lengths[is_done(rollouts, sampling)].astype(np.float64)
+        self._ended(ranks, lost)
+        return rollouts
+
+    def _ranks(self) -> list[int]:
+        """The engines that have the weights."""
+        ranks = [rank for rank in range(len(self._engines)) if rank not in self._out]
+        if not ranks:
+            raise EngineError(f"role {self._role}: all engines have failed, and new ones have no weights yet.")
+        return ranks
+
+    def _ended(self, ranks: Sequence[int], lost: Mapping[int, EngineError]) -> None:
+        self._note([rank for rank in ranks if rank not in lost])
+        if lost:
+            new = self._engines.restart(sorted(lost))
             # A new engine has the weights that training began with.
             self._out |= set(new) if self._followed else set()
-        return rollouts
 
     def renewed(self) -> None:
         """All engines have the same weights again."""

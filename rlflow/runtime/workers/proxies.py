@@ -75,6 +75,14 @@ class RoleProxy:
         calls = [self.workers.submit(rank, "generate", whole.part(part), sampling) for rank, part in enumerate(parts)]
         return Rollouts.joined(gathered(calls))
 
+    def write_on(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
+        self._turns.take(self._role)
+        if self.writing is not None:
+            return self.writing.write_on(prompts, sampling, begun, enough)
+        # The engines that can and take nothing more while they write have one worker.
+        written: Rollouts = gathered([self.workers.submit(0, "write_on", prompts, sampling, begun, enough)])[0]
+        return written
+
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         return Logprobs(values=self._split(sequences, "logprobs", temperature))
 

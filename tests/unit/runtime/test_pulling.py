@@ -1,6 +1,7 @@
 """Generation over engines that take new samples while they write: here threads of this process."""
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
+from rlflow.engines.groups import Begun
 from rlflow.errors import EngineError
 from rlflow.runtime.rollout.writing import Writing, summary
 from tests.helpers import WritingEngine, prompts, spec
@@ -66,12 +68,12 @@ class Dying(WritingEngine):
 
     at: int | None = 2
 
-    def submit(self, samples: Prompts, sampling: Sampling) -> "list[Future[Any]]":
+    def submit(self, samples: Prompts, sampling: Sampling, begun: Sequence[Begun] | None = None) -> "list[Future[Any]]":
         if len(self.given) == self.at:
             raise EngineError("it died")
-        return super().submit(samples, sampling)
+        return super().submit(samples, sampling, begun)
 
-    def finish(self) -> Rollouts:
+    def finish(self) -> Rollouts | None:
         if self.at is None:
             raise EngineError("it died at the end")
         return super().finish()
