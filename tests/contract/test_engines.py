@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rlflow.engines.base import Sampling, Sleeps
+from rlflow.engines.groups import Groups, is_done
 from rlflow.engines.registry import engine_class, engine_kind, engine_names
 from rlflow.errors import EngineError
 from rlflow.nodes.losses import LikelihoodLoss
@@ -51,7 +52,7 @@ def test_every_file_is_an_engine() -> None:
     assert engine_names() == ["deepspeed", "fake", "torch", "transformers", "vllm"]
     assert engine_kind("fake").capabilities == {"Generates", "Scores", "Values", "Evaluates", "Trains", "Follows"}
     assert engine_kind("torch").capabilities == {"Scores", "Values", "Trains"}
-    assert engine_kind("transformers").capabilities == {"Generates", "Scores", "Follows"}
+    assert engine_kind("transformers").capabilities == {"Generates", "Scores", "Follows", "Continues"}
 
 
 @pytest.mark.parametrize("name", able("Generates"))
@@ -83,6 +84,30 @@ class TestGenerates:
         assert other.response_ids.values.tolist() != whole.response_ids.values.tolist()
         next_step = build(name).generate(prompts((3, 5, 2), step=1), sampling)
         assert next_step.response_ids.values.tolist() != whole.response_ids.values.tolist()
+
+
+@pytest.mark.parametrize("name", able("Continues"))
+class TestContinues:
+    SAMPLING = Sampling(max_tokens=24, group_size=4)
+
+    def test_what_is_broken_off_goes_on_as_if_it_had_not_been(self, build: Build, name: str) -> None:
+        engine, given = build(name), prompts((3, 5, 2))
+        whole = engine.generate(given, self.SAMPLING)
+        one = engine.write_on(given, self.SAMPLING, None, 1)
+        assert Groups(given, self.SAMPLING, one).num_whole in (1, 2)
+        assert not is_done(one, self.SAMPLING).all()
+        out = engine.write_on(given, self.SAMPLING, one, 3)
+        assert out.keys.tolist() == whole.keys.tolist()
+        for column in ("prompt_ids", "response_ids", "versions"):
+            assert getattr(out, column).values.tolist() == getattr(whole, column).values.tolist(), column
+        assert out.logprobs.values == pytest.approx(whole.logprobs.values, abs=1e-5)
+        assert out.finished.tolist() == whole.finished.tolist()
+        assert tuple(out.texts) == tuple(whole.texts)
+
+    def test_enough_is_there_already(self, build: Build, name: str) -> None:
+        engine, given = build(name), prompts((3, 5, 2))
+        whole = engine.generate(given, self.SAMPLING)
+        assert engine.write_on(given, self.SAMPLING, whole, 2).texts == whole.texts
 
 
 @pytest.mark.parametrize("name", able("Scores"))

@@ -2,7 +2,7 @@
 
 import multiprocessing
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlflow.batch import Rollouts
+from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
+from rlflow.engines.groups import is_done
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.recipe import Model
@@ -304,3 +305,61 @@ def test_a_rank_that_dies_is_an_error(pair: RemoteEngine) -> None:
     for _ in range(2):
         with pytest.raises(EngineError, match="role rollout: vLLM stopped"):
             pair.generate(GIVEN, SAMPLING)
+
+
+def broken_off(engines: Sequence[Any], place: int, given: Prompts, sampling: Sampling) -> Rollouts | None:
+    """What is written after some of the engine's steps."""
+    engine = engines[place]
+    rows = np.arange(len(given) * sampling.group_size, dtype=np.int32).tobytes()
+    engine.begin(given, sampling)
+    begun = engine.steps
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(engine.write, rows, 0)
+        while engine.steps < begun + 8:
+            wait([writing], timeout=0.002)
+        engine.stop()
+        writing.result(60)
+    written: Rollouts | None = engine.finish()
+    return written
+
+
+def gone_on(engines: Sequence[Any], place: int, given: Prompts, sampling: Sampling, begun: Rollouts) -> Rollouts | None:
+    """All of it."""
+    engine = engines[place]
+    rows = np.arange(len(given) * sampling.group_size, dtype=np.int32).tobytes()
+    engine.begin(given, sampling, begun)
+    engine.write(rows, 0)
+    written: Rollouts | None = engine.finish()
+    return written
+
+
+def test_what_is_broken_off_goes_on_with_new_weights(engine: RemoteEngine, reference: TransformersEngine) -> None:
+    sampling = Sampling(max_tokens=50, group_size=2)
+    weights = [new_weights(seed) for seed in (1, 2)]
+    process, place = engine._process, engine._place
+    engine.load_weights(weights[0], 1)
+    process.send(broken_off, place, GIVEN, sampling)
+    begun = process.receive()
+    left = ~is_done(begun, sampling)
+    assert left.any()
+    engine.load_weights(weights[1], 2)
+    process.send(gone_on, place, GIVEN, sampling, begun)
+    out = process.receive()
+    assert is_done(out, sampling).all()
+    assert out.keys.tolist() == engine.generate(GIVEN, sampling).keys.tolist()
+    of_version = []
+    for version in (1, 2):
+        reference.load_weights(weights[version - 1], version)
+        of_version.append(reference.logprobs(out, 1.0).values.values)
+    versions = out.versions.values
+    assert set(versions.tolist()) == {1, 2}
+    expected = np.where(versions == 1, *of_version)
+    assert out.logprobs.values == pytest.approx(expected, abs=TOLERANCE)
+    for row, key in enumerate(begun.keys.tolist()):
+        same = out.keys.tolist().index(key)
+        first = begun.response_ids[row].tolist()
+        assert out.response_ids[same][: len(first)].tolist() == first
+        assert out.versions[same].tolist() == [1] * len(first) + [2] * (len(out.response_ids[same]) - len(first))
+    tokenizer = load_tokenizer("policy", MODEL)
+    ids = [out.response_ids[row].tolist() for row in range(len(out))]
+    assert list(out.texts) == tokenizer.batch_decode(ids, skip_special_tokens=True)

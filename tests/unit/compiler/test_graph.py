@@ -57,6 +57,9 @@ def test_no_option_has_the_name_of_an_input() -> None:
         ("graph.rollouts.role=null", "graph.rollouts.role: is missing: 'generate' asks a role's engine for Generates"),
         ("graph.rewards.role=actor", "graph.rewards.role: 'reward' asks nothing of a model, but has the role 'actor'"),
         ("graph.update.rollouts=rolouts", "graph.update.rollouts: no node 'rolouts', which 'policy_update' reads"),
+        ("graph.rollouts.overcommit=1", "graph.rollouts.overcommit: 1 is not valid"),
+        ("graph.rollouts.overcommit=0.3", "graph.rollouts.overcommit: 0.3 of 3 prompts (data.batch_size) is less than"),
+        ("graph.rollouts.overcommit=0.5", "graph.rollouts.overcommit: engine 'fake' of role 'rollout' writes all of a"),
         ("~graph.advantages", "graph.update.advantages: no node 'advantages', which 'policy_update' reads"),
         (
             "graph.update.advantages=rewards",
@@ -117,6 +120,15 @@ class Untyped(Node, kind="untyped", unit="group"):
 
     def run(self, rewards: Rewards):  # type: ignore[no-untyped-def]
         raise AssertionError
+
+
+def test_prompts_of_a_step_are_read_once_where_they_are_begun_before_it() -> None:
+    more = "graph.more={node: generate, role: rollout, max_tokens: 4}"
+    judged = "graph.judged={node: reward, function: exact, rollouts: more}"
+    given = "graph.advantages.rewards=judged"
+    assert wired("roles.rollout.engine=vllm", "graph.rollouts.overcommit=0.34")
+    with pytest.raises(UserError, match="these nodes read those of a step: more, rollouts"):
+        wired("roles.rollout.engine=vllm", "graph.rollouts.overcommit=0.34", more, judged, given, "~graph.rewards")
 
 
 def test_nodes_of_the_users_own() -> None:

@@ -1,8 +1,10 @@
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlflow.data.arithmetic import additions
@@ -148,3 +150,17 @@ def test_additions_are_right_and_the_splits_share_nothing() -> None:
             assert int(left) + int(right) == int(row["answer"])
     sums = {split: {frozenset(row["prompt"].rstrip("=").split("+")) for row in rows} for split, rows in splits.items()}
     assert not sums["train"] & sums["test"]
+
+
+def test_prompts_given_ahead_are_those_of_the_run_and_can_be_asked_for_again(tmp_path: Path) -> None:
+    source = opened(data(write(tmp_path / "a.jsonl", ROWS)))
+    ahead = replace(source, ahead=2, steps=4)
+    given = [ahead.prompts(step) for step in range(4)]
+    assert [len(prompts) for prompts in given] == [5, 3, 3, 1]
+    assert given[1].keys.tolist() == [[1, 0, 0], [1, 1, 0], [1, 2, 0]]
+    rows = [row for prompts in given for row in prompts.rows]
+    assert rows == [row for step in range(4) for row in source.prompts(step).rows]
+    again = ahead.prompts_of(np.concatenate([prompts.keys for prompts in given])[[1, 4, 6, 11]])
+    assert [again.rows[place] for place in range(4)] == [rows[place] for place in (1, 4, 6, 11)]
+    assert again.keys.tolist() == [[0, 1, 0], [0, 4, 0], [1, 1, 0], [3, 0, 0]]
+    assert [TOKENIZER.decode(again.ids[place]) for place in range(4)] == [row["prompt"] for row in again.rows]
