@@ -15,7 +15,7 @@ import torch
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
-from rlflow.engines.groups import is_done
+from rlflow.engines.groups import Groups, is_done
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.recipe import Model
@@ -325,12 +325,10 @@ def broken_off(engines: Sequence[Any], place: int, given: Prompts, sampling: Sam
 
 def gone_on(engines: Sequence[Any], place: int, given: Prompts, sampling: Sampling, begun: Rollouts) -> Rollouts | None:
     """All of it."""
-    engine = engines[place]
-    rows = np.arange(len(given) * sampling.group_size, dtype=np.int32).tobytes()
+    engine, groups = engines[place], Groups(given, sampling, begun)
     engine.begin(given, sampling, begun)
-    engine.write(rows, 0)
-    written: Rollouts | None = engine.finish()
-    return written
+    engine.write(np.flatnonzero(~groups.done).astype(np.int32).tobytes(), 0)
+    return groups.joined([engine.finish()])
 
 
 def test_what_is_broken_off_goes_on_with_new_weights(engine: RemoteEngine, reference: TransformersEngine) -> None:
