@@ -3,13 +3,14 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from rlflow.compiler.graph import Graph, wire
 from rlflow.compiler.lower import Requirements, lower
 from rlflow.errors import RecipeError
+from rlflow.nodes.generate import Generate
 from rlflow.recipe import Recipe, recipe_from, to_yaml
 from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.resources.layout import Layout, Resources
@@ -76,8 +77,19 @@ def plan(recipe: Recipe, graph: Graph, requirements: Requirements, cluster: Clus
         copies=requirements.workload.copies,
         cluster=cluster,
         roles=placed.roles,
-        prediction=predict(search, placed),
+        prediction=_with_warnings(graph, predict(search, placed)),
     )
+
+
+def _with_warnings(graph: Graph, prediction: Prediction) -> Prediction:
+    """What the algorithm's options are to be known for."""
+    lines = [
+        f"graph.{node.name}.overcommit: short responses are trained on before long ones, which is biased, and its time "
+        "is that without it"
+        for node in graph.nodes
+        if isinstance(node.operation, Generate) and node.operation.overcommit
+    ]
+    return replace(prediction, warnings=(*prediction.warnings, *lines)) if lines else prediction
 
 
 def compile_recipe(recipe: Recipe, cluster: Cluster, calibration: Calibration | None = None) -> Plan:

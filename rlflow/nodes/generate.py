@@ -25,8 +25,8 @@ class Generate(Node, kind="generate", unit="sample"):
     when as many groups are whole as it trains on. What is written of the others goes on in the next step.
 
     Biased: short responses are trained on earlier than long ones, and the tokens of one response may be of several
-    versions of the policy; ``logprobs`` are those of the version that wrote each. Over the whole run every prompt is
-    trained on once, as without it.
+    versions of the policy; ``logprobs`` are those of the version that wrote each, and ``sampler_difference`` holds how
+    far the policy has moved since. Over the whole run every prompt is trained on once, as without it.
     """
 
     @property

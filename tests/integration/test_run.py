@@ -10,15 +10,18 @@ import pytest
 import torch
 
 import rlflow
+from rlflow.batch import Prompts, Rollouts
 from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import held_out_prompts, load_rows
 from rlflow.engines.base import Sampling
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
+from rlflow.engines.groups import is_done
 from rlflow.errors import EngineError, RecipeError
 from rlflow.report.metrics import MetricsWriter
 from rlflow.runtime.base import Report
 from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.rollout.overcommit import Overcommitted
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 
@@ -102,6 +105,38 @@ def test_stopped_after_any_step_and_resumed(tmp_path: Path) -> None:
             assert torch.equal(weights(resumed)[name], weight), (step, name)
         assert metrics(folder) == metrics(tmp_path / "whole")
         assert (resumed.eval_before, resumed.eval_after) == (whole.eval_before, whole.eval_after)
+
+
+OVERCOMMIT = ("graph.rollouts.overcommit=0.67", "graph.rollouts.max_tokens=24", "steps=5")
+
+
+def test_prompts_begun_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that stops after any step and goes on is the same to the bit; over all of it every prompt is trained on
+    once, and so it is without."""
+    trained: list[Rollouts] = []
+
+    def noted(operation: Overcommitted, engine: Any, prompts: Prompts) -> Rollouts:
+        trained.append(written(operation, engine, prompts))
+        return trained[-1]
+
+    written = Overcommitted.run
+    plan = plan_of("real", *OVERCOMMIT)
+    with monkeypatch.context() as patched:
+        patched.setattr(Overcommitted, "run", noted)
+        whole = go(plan, tmp_path / "whole")
+    sampling = plan.graph.nodes[0].operation.sampling  # type: ignore[attr-defined]
+    assert all(is_done(out, sampling).all() and len(out) == 3 * 4 for out in trained)
+    assert any(len(set(out.versions[row].tolist())) > 1 for out in trained for row in range(len(out)))
+    keys = sorted(tuple(key) for out in trained for key in out.keys.tolist())
+    prompts = [(0, prompt) for prompt in range(5)] + [(step, prompt) for step in (1, 2, 3) for prompt in range(3)]
+    assert keys == [(*prompt, sample) for prompt in [*prompts, (4, 0)] for sample in range(4)]
+    for step in (1, 3):
+        folder = tmp_path / str(step)
+        assert go(plan, folder, until=step).status == "stopped"
+        resumed = go(plan, folder, resume=True)
+        for name, weight in weights(whole).items():
+            assert torch.equal(weights(resumed)[name], weight), (step, name)
+        assert metrics(folder) == metrics(tmp_path / "whole")
 
 
 def test_a_checkpoint_behind_the_metrics(tmp_path: Path) -> None:
