@@ -21,7 +21,7 @@ from rlflow.resources.time.speed import Calibration
 from rlflow.resources.workload import WeightCopy
 from rlflow.schema import parse
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 @dataclass(frozen=True, kw_only=True)

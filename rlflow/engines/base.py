@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Prompts, Rewards, Rollouts, Sequences, ValueEstimates
 from rlflow.recipe import Model, Optimizer
-from rlflow.resources.layout import Layout
+from rlflow.resources.layout import Attention, Auto, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,6 +158,7 @@ class EngineSpec:
     """Responses that one worker writes at once."""
     weight_backend: WeightBackend | None = None
     """How weights come to it, where not through ``load_weights``."""
+    attention: Attention | Auto = "auto"
 
 
 class Engine(Protocol):

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Logprobs, Packed, Prompts, Rollouts, Sequences
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.decoding import decode
+from rlflow.engines.causal_lm.kernels import attention_of
 from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
 from rlflow.engines.causal_lm.pretrained import end_ids, load_model, load_tokenizer
 from rlflow.engines.causal_lm.scoring import token_scores
@@ -40,7 +41,14 @@ class TransformersEngine(Tunable):
 
         self._spec = spec
         dtype = getattr(torch, spec.model.dtype)
-        self._model = load_model(spec.model_name, spec.model, device=spec.device, dtype=dtype, seed=spec.seed)
+        self._model = load_model(
+            spec.model_name,
+            spec.model,
+            device=spec.device,
+            dtype=dtype,
+            seed=spec.seed,
+            attention=attention_of(spec),
+        )
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         self._end_ids = end_ids(self._model.generation_config.eos_token_id, self._tokenizer.eos_token_id)
         self._version: int | None = 0

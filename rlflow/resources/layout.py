@@ -10,6 +10,7 @@ from rlflow.schema import Section
 
 Auto = Literal["auto"]
 Offload = Literal["none", "optimizer", "weights"]
+Attention = Literal["sdpa", "flash_attention_2"]
 GIB = 2**30
 
 
@@ -32,6 +33,9 @@ class Resources(Section):
     """Tokens that go through the model at once."""
     gradient_checkpointing: bool | Auto = "auto"
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | Auto = "auto"
+    attention: Attention | Auto = "auto"
+    """Of engines that run a model of transformers: torch's own, or flash-attn, which ``auto`` takes where it is
+    installed and the GPU and the model's type have it."""
 
 
 @dataclass(frozen=True, kw_only=True)

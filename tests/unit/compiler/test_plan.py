@@ -11,7 +11,7 @@ import pytest
 import rlflow
 from rlflow.compiler.plan import compile_recipe, plan_from, read_plan
 from rlflow.compose import cluster_named
-from rlflow.errors import RecipeError
+from rlflow.errors import PlacementError, RecipeError
 from rlflow.recipe import recipe_from
 from rlflow.resources.time.speed import Efficiency
 from tests.conftest import CONFIG_DIR, ROOT
@@ -113,3 +113,16 @@ def test_a_file_that_is_no_plan(tmp_path: Path, content: str | None, message: st
         path.write_text(content)
     with pytest.raises(RecipeError, match=message):
         read_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cluster", "override", "message"),
+    [
+        ("grpo_7b", "2x2@cpu", "actor.attention=flash_attention_2", "runs on GPUs only, and these are processors"),
+        ("grpo_7b", "1x8", "rollout.attention=sdpa", "the role does not have it with engine 'vllm'"),
+        ("grpo_tiny", "1x1@h200", "actor.attention=flash_attention_2", "has no kernel for a float32 model"),
+    ],
+)
+def test_kernels_that_are_not_there(recipe: str, cluster: str, override: str, message: str) -> None:
+    with pytest.raises(PlacementError, match=rf"roles\.{override.split('=')[0]}: .*{message}"):
+        rlflow.compile(rlflow.load([f"recipe={recipe}", f"roles.{override}"]), cluster)
