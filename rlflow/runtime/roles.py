@@ -23,6 +23,7 @@ from rlflow.runtime.workers.actors import Actors
 from rlflow.runtime.workers.copies import directly, through_store
 from rlflow.runtime.workers.hosting import Hosting
 from rlflow.runtime.workers.proxies import RoleProxy, Turns, Workers, gathered
+from rlflow.runtime.workers.watch import Watch
 
 
 class RayWorkers(Actors):
@@ -31,13 +32,16 @@ class RayWorkers(Actors):
     def __init__(self, plan: Plan, role: str, model: Model, placed: Placed, handover: Handover) -> None:
         super().__init__(plan, role, model, placed)
         self.handover = handover
+        # Others have no steps to be counted. Those that train meet in exchanges, which have limits of their own.
+        self._watch = None if self.room is None else Watch(self.steps, self.end)
 
     def submit(self, rank: int, method: str, *arguments: Any, wanted: bool = True) -> "Future[Any]":
         return self.handover.call(self.remote(rank), method, *arguments, wanted=wanted)
 
     def remote(self, rank: int) -> Remote:
         """For the handover: calls any method of the worker itself."""
-        return partial(self.call, rank)
+        watch, call = self._watch, partial(self.call, rank)
+        return call if watch is None else lambda *arguments: watch.over(rank, call(*arguments))
 
     def copy_weights(self, source: Workers, version: int) -> float:
         """Returns the seconds of it that the slowest engine took to take them over."""

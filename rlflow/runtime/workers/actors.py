@@ -1,7 +1,7 @@
 """The workers of a role as actors of Ray."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from typing import Any
@@ -26,6 +26,7 @@ from rlflow.runtime.workers.worker import EngineWorker
 _CALLS = 8
 # What micro-batches are copied into is used again: new memory for each takes longer than the copying.
 ALLOCATION = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
+_ASIDE = "aside"
 # How often it is asked whether hosts are still there, while engines are built.
 _LOOK_S = 2.0
 
@@ -43,6 +44,7 @@ class Actors:
         """Whether those that send weights from GPU to GPU know these engines."""
         self.actors: list[Any] = []
         """Ray's handles of EngineWorkers, by rank."""
+        self._ended: dict[Any, str] = {}
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -62,7 +64,9 @@ class Actors:
         self._build(range(len(self)))
 
     def _process(self, rank: int) -> Any:
-        return ray.remote(EngineWorker).options(**self._options(rank, self._workers[rank])).remote()
+        # A call that asks how it goes waits for none of the others.
+        process = ray.remote(concurrency_groups={_ASIDE: 1})(EngineWorker)
+        return process.options(**self._options(rank, self._workers[rank])).remote()
 
     def _build(self, ranks: Sequence[int]) -> None:
         # A host that has died since it was bound would leave them waiting for ever.
@@ -113,9 +117,20 @@ class Actors:
     def call(self, rank: int, method: str, *arguments: Any) -> "Future[Any]":
         return self.told(getattr(self.actors[rank], method).remote(*arguments), rank)
 
+    def steps(self, rank: int) -> "Future[int]":
+        """Of its engine so far, whatever it is doing."""
+        return self.told(self.actors[rank].steps.options(concurrency_group=_ASIDE).remote(), rank)
+
+    def end(self, rank: int, why: str) -> None:
+        """Its process, all calls of which fail: "worker 1 on host-0" and then ``why``."""
+        self._ended[self.actors[rank]] = why
+        with suppress(RayError):
+            ray.kill(self.actors[rank])
+
     def told(self, reference: Any, rank: int) -> "Future[Any]":
         """The result, or what went wrong in words of ours."""
-        return told(reference, f"role {self._role}: worker {rank} on {self._workers[rank].bundles[0].host}")
+        actor, host = self.actors[rank], self._workers[rank].bundles[0].host
+        return told(reference, f"role {self._role}: worker {rank} on {host}", lambda: self._ended.get(actor))
 
     def _spec(self, rank: int, address: str) -> EngineSpec:
         device = "cuda:0" if is_on_gpu(self._plan) else "cpu"
@@ -149,8 +164,9 @@ class Actors:
         return max(1, int(cores) * len(worker.bundles) // sharing.count(host))
 
 
-def told(reference: Any, who: str) -> "Future[Any]":
-    """What Ray's reference stands for, or what went wrong with ``who`` in words of ours."""
+def told(reference: Any, who: str, ended: Callable[[], str | None] = lambda: None) -> "Future[Any]":
+    """What Ray's reference stands for, or what went wrong with ``who`` in words of ours; ``ended`` says why its process
+    has been ended, if it has."""
     told: Future[Any] = Future()
 
     def tell(answer: "Future[Any]") -> None:
@@ -158,16 +174,16 @@ def told(reference: Any, who: str) -> "Future[Any]":
         if error is None:
             told.set_result(answer.result())
         else:
-            told.set_exception(_error(error, who))
+            told.set_exception(_error(error, who, ended()))
 
     reference.future().add_done_callback(tell)
     return told
 
 
-def _error(error: BaseException, who: str) -> BaseException:
+def _error(error: BaseException, who: str, ended: str | None) -> BaseException:
     if isinstance(error, RayTaskError) and isinstance(error.cause, UserError | EngineError):
         return error.cause
     if isinstance(error, RayActorError):
-        return EngineError(f"{who} died: {first_line(error)}.")
+        return EngineError(f"{who} {ended or f'died: {first_line(error)}'}.")
     cause = error.cause if isinstance(error, RayTaskError) else error
     return EngineError(f"{who}: {first_line(cause)}.")

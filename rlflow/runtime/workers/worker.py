@@ -37,6 +37,11 @@ class EngineWorker(Keeper):
     def ready(self) -> None:
         """The process is there."""
 
+    def steps(self) -> int:
+        """Of the engine so far, where it takes more prompts while it writes."""
+        steps: int = self._engine.steps
+        return steps
+
     def meeting_port(self) -> int:
         """A free port, for the workers of this one's role to meet at."""
         with socket.socket() as probe:
