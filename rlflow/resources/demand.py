@@ -73,6 +73,7 @@ class Demand:
             ("offload", sharded),
             ("gradient_checkpointing", self.trains),
             ("gpu_memory_utilization", serves and "tensor" in self.parallel),
+            ("eager", serves and "tensor" in self.parallel),
             ("attention", not serves or "tensor" not in self.parallel),
         ):
             if not has and getattr(self.wants, field) != "auto":
@@ -85,6 +86,9 @@ class Demand:
             )
         if self.wants.attention == "flash_attention_2" and self.weight_bytes != 2:
             raise self._error("attention", "'flash_attention_2' has no kernel for a float32 model", fix="auto")
+
+        if self.wants.eager is False and not on_gpus:
+            raise self._error("eager", "CUDA graphs are asked for, and these are processors", fix="auto")
 
     def _check_group(self, way: str, largest_host: int) -> None:
         size = self.pinned(f"{way}_parallel_size") or 1

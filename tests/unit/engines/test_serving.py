@@ -353,7 +353,13 @@ class TestSettings:
         assert (given["gpu_memory_utilization"], given["enable_sleep_mode"]) == (0.6, True)
         assert given["max_model_len"] == 4096
         assert given["max_num_batched_tokens"] == 8192
-        assert not {"enforce_eager", "kv_cache_memory_bytes"} & given.keys()
+        assert "kv_cache_memory_bytes" not in given
+
+    @pytest.mark.parametrize("eager", [True, False])
+    def test_graphs_are_as_planned(self, eager: bool) -> None:
+        layout = Layout(micro_batch_tokens=1, eager=eager)
+        given = engine_arguments(replace(spec(), device="cuda:0", layout=layout), "folder", config())
+        assert given["enforce_eager"] == eager
 
     def test_ranks_have_cores_of_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "environ", environment := dict[str, str]())
