@@ -46,7 +46,7 @@ class Worker(EngineWorker):
             self.file.unlink()
             if fault == "stops":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            elif fault == "hangs":
+            if fault != "dies":
                 threading.Event().wait()
             os._exit(1)
         return super().call(method, *arguments, **named)

@@ -117,15 +117,11 @@ class Actors:
     def call(self, rank: int, method: str, *arguments: Any) -> "Future[Any]":
         return self.told(getattr(self.actors[rank], method).remote(*arguments), rank)
 
-    def steps(self, rank: int) -> "Future[int]":
-        """Of its engine so far, whatever it is doing."""
-        return self.told(self.actors[rank].steps.options(concurrency_group=_ASIDE).remote(), rank)
-
-    def end(self, rank: int, why: str) -> None:
-        """Its process, all calls of which fail: "worker 1 on host-0" and then ``why``."""
-        self._ended[self.actors[rank]] = why
+    def end(self, actor: Any, why: str) -> None:
+        """The process of one, all calls of which fail with "worker 1 on host-0" and then ``why``."""
+        self._ended[actor] = why
         with suppress(RayError):
-            ray.kill(self.actors[rank])
+            ray.kill(actor)
 
     def told(self, reference: Any, rank: int) -> "Future[Any]":
         """The result, or what went wrong in words of ours."""
@@ -162,6 +158,12 @@ class Actors:
             return max(1, (os.cpu_count() or 1) * len(worker.bundles) // len(sharing))
         cores = next(node["Resources"].get("CPU", 1) for node in ray.nodes() if node["NodeID"] == host.node_id)
         return max(1, int(cores) * len(worker.bundles) // sharing.count(host))
+
+
+def steps_of(actor: Any) -> "Future[int]":
+    """Of its engine so far, whatever it is doing."""
+    steps: Future[int] = actor.steps.options(concurrency_group=_ASIDE).remote().future()
+    return steps
 
 
 def told(reference: Any, who: str, ended: Callable[[], str | None] = lambda: None) -> "Future[Any]":

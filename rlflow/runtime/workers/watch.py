@@ -27,20 +27,20 @@ class _Sign:
 class Watch:
     """Over the engines of a role, while they are at work. Its methods may be called from several threads."""
 
-    def __init__(self, steps: "Callable[[int], Future[int]]", end: Callable[[int, str], None]) -> None:
-        """``steps`` asks the engine of a rank how many steps it has done so far, ``end`` ends it and says why."""
+    def __init__(self, steps: "Callable[[Any], Future[int]]", end: Callable[[Any, str], None]) -> None:
+        """``steps`` asks an engine how many steps it has done so far, ``end`` ends one and says why."""
         self._steps, self._end = steps, end
         self._lock = threading.Lock()
-        self._calls: dict[Future[Any], int] = {}
-        self._signs: dict[int, _Sign] = {}
+        self._calls: dict[Future[Any], Any] = {}
+        self._signs: dict[Any, _Sign] = {}
         self._looking = False
 
-    def over(self, rank: int, call: "Future[Any]") -> "Future[Any]":
+    def over(self, engine: Any, call: "Future[Any]") -> "Future[Any]":
         """Until ``call`` is done the engine does steps, or is ended."""
         with self._lock:
-            if rank not in self._calls.values():
-                self._signs[rank] = _Sign(time.monotonic())
-            self._calls[call] = rank
+            if engine not in self._calls.values():
+                self._signs[engine] = _Sign(time.monotonic())
+            self._calls[call] = engine
             if not self._looking:
                 self._looking = True
                 threading.Thread(target=self._look, name="watch", daemon=True).start()
@@ -58,16 +58,16 @@ class Watch:
                 if not calls:
                     self._looking = False
                     return
-            for rank in {calls[call] for call in wait(calls, timeout=LOOK_S).not_done}:
-                self._look_at(rank, self._signs[rank])
+            for engine in {calls[call] for call in wait(calls, timeout=LOOK_S).not_done}:
+                self._look_at(engine, self._signs[engine])
 
-    def _look_at(self, rank: int, sign: _Sign) -> None:
+    def _look_at(self, engine: Any, sign: _Sign) -> None:
         now = time.monotonic()
         if sign.asked is not None and sign.asked.done():
             if not sign.asked.exception() and sign.asked.result() != sign.steps:
                 sign.at, sign.steps = now, sign.asked.result()
             sign.asked = None
         if now - sign.at > SILENT_S:
-            self._end(rank, f"has written nothing for {SILENT_S:g} s")
+            self._end(engine, f"has written nothing for {SILENT_S:g} s")
         elif sign.asked is None:
-            sign.asked = self._steps(rank)
+            sign.asked = self._steps(engine)
