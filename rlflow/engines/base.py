@@ -70,7 +70,7 @@ class Values(Protocol):
 @runtime_checkable
 class Evaluates(Protocol):
     def evaluate(self, rollouts: Rollouts) -> Rewards:
-        """A number for each rollout."""
+        """A number for each rollout, whatever others there are."""
 
 
 @runtime_checkable
