@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Logprobs, Packed, Prompts, Rollouts, Sequences
+from rlflow.batch import Logprobs, Packed, Prompts, Repeated, Rollouts, Sequences
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.decoding import decode
 from rlflow.engines.causal_lm.kernels import attention_of
@@ -74,7 +74,7 @@ class TransformersEngine(Tunable):
             prompt_ids=samples.ids,
             response_ids=response_ids,
             logprobs=response_ids.like(np.concatenate(logprobs)),
-            versions=response_ids.like(np.full(len(response_ids.values), self._version, np.int32)),
+            versions=Repeated(np.full(len(response_ids), self._version, np.int32), response_ids.lengths),
             temperature=sampling.scoring_temperature,
             finished=np.concatenate(finished),
             texts=tuple(self._tokenizer.batch_decode(ids, skip_special_tokens=True)),
