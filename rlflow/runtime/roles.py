@@ -19,7 +19,7 @@ from rlflow.runtime.data_plane.handover import Handover, Remote
 from rlflow.runtime.data_plane.rooms import check_rooms, store_rooms
 from rlflow.runtime.data_plane.shares import Cost, cost_of
 from rlflow.runtime.rollout.writing import summary
-from rlflow.runtime.workers.actors import Actors, steps_of
+from rlflow.runtime.workers.actors import Actors, aside
 from rlflow.runtime.workers.copies import directly, through_store
 from rlflow.runtime.workers.hosting import Hosting
 from rlflow.runtime.workers.proxies import RoleProxy, Turns, Workers, gathered
@@ -33,7 +33,7 @@ class RayWorkers(Actors):
         super().__init__(plan, role, model, placed)
         self.handover = handover
         # Others have no steps to be counted. Those that train meet in exchanges, which have limits of their own.
-        self._watch = None if self.room is None else Watch(steps_of, self.end)
+        self._watch = None if self.room is None else Watch(lambda actor: aside(actor, "steps"), self.end)
 
     def submit(self, rank: int, method: str, *arguments: Any, wanted: bool = True) -> "Future[Any]":
         return self.handover.call(self.remote(rank), method, *arguments, wanted=wanted)

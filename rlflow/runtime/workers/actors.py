@@ -64,7 +64,7 @@ class Actors:
         self._build(range(len(self)))
 
     def _process(self, rank: int) -> Any:
-        # A call that asks how it goes waits for none of the others.
+        # Who asks how it goes waits for none of its other calls.
         process = ray.remote(concurrency_groups={_ASIDE: 1})(EngineWorker)
         return process.options(**self._options(rank, self._workers[rank])).remote()
 
@@ -125,8 +125,12 @@ class Actors:
 
     def told(self, reference: Any, rank: int) -> "Future[Any]":
         """The result, or what went wrong in words of ours."""
-        actor, host = self.actors[rank], self._workers[rank].bundles[0].host
-        return told(reference, f"role {self._role}: worker {rank} on {host}", lambda: self._ended.get(actor))
+        actor = self.actors[rank]
+        return told(reference, self.name(rank), lambda: self._ended.get(actor))
+
+    def name(self, rank: int) -> str:
+        """For messages."""
+        return f"role {self._role}: worker {rank} on {self._workers[rank].bundles[0].host}"
 
     def _spec(self, rank: int, address: str) -> EngineSpec:
         device = "cuda:0" if is_on_gpu(self._plan) else "cpu"
@@ -160,10 +164,10 @@ class Actors:
         return max(1, int(cores) * len(worker.bundles) // sharing.count(host))
 
 
-def steps_of(actor: Any) -> "Future[int]":
-    """Of its engine so far, whatever it is doing."""
-    steps: Future[int] = actor.steps.options(concurrency_group=_ASIDE).remote().future()
-    return steps
+def aside(actor: Any, method: str) -> "Future[Any]":
+    """A method that tells of the process, whatever else it is doing."""
+    answer: Future[Any] = getattr(actor, method).options(concurrency_group=_ASIDE).remote().future()
+    return answer
 
 
 def told(reference: Any, who: str, ended: Callable[[], str | None] = lambda: None) -> "Future[Any]":
