@@ -27,6 +27,8 @@ _CALLS = 8
 # What micro-batches are copied into is used again: new memory for each takes longer than the copying.
 ALLOCATION = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 _ASIDE = "aside"
+# A port that was free may be taken until an engine listens there: so often others are tried.
+_ATTEMPTS = 3
 # How often it is asked whether hosts are still there, while engines are built.
 _LOOK_S = 2.0
 
@@ -69,10 +71,30 @@ class Actors:
         return process.options(**self._options(rank, self._workers[rank])).remote()
 
     def _build(self, ranks: Sequence[int]) -> None:
-        # A host that has died since it was bound would leave them waiting for ever.
-        self._wait_for([self.call(rank, "ready") for rank in ranks])
-        address = self.meeting_address()
-        self._wait_for([self.call(rank, "build", self._engine, self._spec(rank, address)) for rank in ranks])
+        for attempt in range(1, _ATTEMPTS + 1):
+            # A host that has died since it was bound would leave them waiting for ever.
+            self._wait_for([self.call(rank, "ready") for rank in ranks])
+            address = self.meeting_address()
+            calls = [self.call(rank, "build", self._engine, self._spec(rank, address)) for rank in ranks]
+            try:
+                self._wait_for(calls)
+                break
+            except EngineError:
+                # Whoever came to another process's port may fail before the one who found it taken.
+                wait(calls, timeout=_LOOK_S)
+                taken = [call for call in calls if _port_is_taken(call)]
+                if not taken:
+                    raise
+                if attempt == _ATTEMPTS:
+                    gathered(taken)
+            self._renew(ranks)
+
+    def _renew(self, ranks: Sequence[int]) -> None:
+        """Processes without engines."""
+        for rank in ranks:
+            with suppress(RayError):
+                ray.kill(self.actors[rank])
+            self.actors[rank] = self._process(rank)
 
     def stop(self) -> None:
         for actor in self.actors:
@@ -90,10 +112,7 @@ class Actors:
             self.start()
             self.met = False
             return range(len(self))
-        for rank in ranks:
-            with suppress(RayError):
-                ray.kill(self.actors[rank])
-            self.actors[rank] = self._process(rank)
+        self._renew(ranks)
         self._build(ranks)
         return ranks
 
@@ -184,6 +203,11 @@ def told(reference: Any, who: str, ended: Callable[[], str | None] = lambda: Non
 
     reference.future().add_done_callback(tell)
     return told
+
+
+def _port_is_taken(call: "Future[Any]") -> bool:
+    error = call.exception() if call.done() else None
+    return any(words in str(error) for words in ("EADDRINUSE", "ddress already in use"))
 
 
 def _error(error: BaseException, who: str, ended: str | None) -> BaseException:
