@@ -48,11 +48,12 @@ from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.runtime.cluster.hosts import quiet_ray, simulated
 from rlflow.runtime.data_plane.budget import Budget
-from rlflow.runtime.data_plane.handover import Handover, Remote, blocks_of
+from rlflow.runtime.data_plane.handover import Handover, Remote
 from rlflow.runtime.data_plane.kept import Keeper
 from rlflow.runtime.data_plane.parts import Whole
 from rlflow.runtime.data_plane.rooms import store_rooms
 from rlflow.runtime.data_plane.shares import shares
+from rlflow.runtime.data_plane.store import blocks_of
 from rlflow.runtime.ray import RayRuntime
 from rlflow.runtime.roles import RayEngines
 from rlflow.runtime.run import train_step

@@ -14,6 +14,7 @@ from rlflow.packed import Array
 from rlflow.runtime.cluster.hosts import quiet_ray
 from rlflow.runtime.data_plane.parts import opened
 from rlflow.runtime.data_plane.store import Block, Places, Stored, block_of
+from rlflow.runtime.data_plane.store import here as here
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,6 @@ class Keeper:
     def drop(self, ticket: int) -> None:
         """What is kept under the ticket is not wanted any more."""
         self.kept.drop(ticket)
-
-
-def here() -> str:
-    """The id of the Ray node that this process is on."""
-    host: str = quiet_ray().get_runtime_context().get_node_id()
-    return host
 
 
 def put(values: Array) -> Block:

@@ -180,6 +180,7 @@ class TestBadData:
 def test_a_part_of_a_batch(objects: dict[int, Any], written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Whole(written)
     monkeypatch.setattr("rlflow.runtime.data_plane.parts.fetch", objects.__getitem__)
+    monkeypatch.setattr("rlflow.runtime.data_plane.parts.here", lambda: "h")
     objects[99] = pickle.loads(pickle.dumps(written))
     vars(whole)["reference"] = 99
     part = whole.part(np.array([4, 1]))
