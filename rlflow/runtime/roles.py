@@ -67,8 +67,9 @@ class RayEngines(Engines):
         metrics: dict[str, float] = {}
         for role, engine in self.items():
             if engine.writing is not None and (lines := engine.writing.taken_lines()):
+                known = [{name: value for name, value in line.items() if value is not None} for line in lines]
                 with (self._directory / "engines.jsonl").open("a") as file:
-                    file.writelines(json.dumps({"step": step, **line}) + "\n" for line in lines)
+                    file.writelines(json.dumps({"step": step, **line}) + "\n" for line in known)
                 metrics |= {f"{role}/{name}": value for name, value in summary(lines).items()}
         # Not what an evaluation before it has put.
         stored = {edge: size for edge, size in self.handover.budget.taken_sums().items() if "/" not in edge}
