@@ -3,6 +3,7 @@
 A process there, one a host, cuts them out. It is started by the first who asks, and ends with them.
 """
 
+import threading
 from collections.abc import Mapping
 from functools import cache, cached_property
 from typing import Any, TypeVar
@@ -17,7 +18,8 @@ from rlflow.runtime.data_plane.store import Block, Places, Stored, blocks_of
 
 # Bytes that stay where they are, at least, for a cut to be worth its message.
 _WORTH = 1 << 20
-_CUTS_AT_A_TIME = 4
+# For how long others may ask for the same.
+_SHARED_S = 5.0
 
 Spans = tuple[NDArray[np.int64], NDArray[np.int64]]
 """[spans] each: starts and ends of what is read of a block, in order and apart from each other."""
@@ -26,11 +28,26 @@ Of = TypeVar("Of", bound=Batch)
 
 
 class Cutter:
-    def cut(self, reference: list[Any], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Array:
-        """``reference``: one, to an array on this host."""
-        values = quiet_ray().get(reference[0])
-        spans = zip(starts.tolist(), ends.tolist(), strict=True)
-        return np.concatenate([values[start:end] for start, end in spans])
+    """On the host of the blocks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cuts: dict[tuple[Any, bytes, bytes], Any] = {}
+
+    def cut(self, reference: list[Any], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[Any]:
+        """``reference``: one, to an array on this host. Gives one to what is cut out: the same to ranks that share
+        sequences, which ask at the same time, so that it travels once to each host."""
+        ray = quiet_ray()
+        key = (reference[0], starts.tobytes(), ends.tobytes())
+        with self._lock:
+            if key not in self._cuts:
+                values = ray.get(reference[0])
+                spans = zip(starts.tolist(), ends.tolist(), strict=True)
+                self._cuts[key] = ray.put(np.concatenate([values[start:end] for start, end in spans]))
+                forget = threading.Timer(_SHARED_S, self._cuts.pop, [key, None])
+                forget.daemon = True
+                forget.start()
+            return [self._cuts[key]]
 
 
 class Excerpt:
@@ -63,7 +80,7 @@ class Excerpt:
         ray = quiet_ray()
         try:
             self.ask()
-            values: Array = ray.get(self._asked)
+            values: Array = ray.get(ray.get(self._asked)[0])
         except ray.exceptions.RayError:
             _cutter.cache_clear()
             return None
@@ -115,7 +132,6 @@ def _cutter(host: str) -> Any:
         "name": f"cutter-{host}",
         "get_if_exists": True,
         "num_cpus": 0,
-        "max_concurrency": _CUTS_AT_A_TIME,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(host, soft=False),
     }
     return quiet_ray().remote(Cutter).options(**options).remote()

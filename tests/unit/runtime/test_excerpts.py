@@ -28,10 +28,13 @@ class Elsewhere:
         self.fetched: list[Any] = []
         self.cut: list[Any] = []
         self.fails = False
-        cutter = SimpleNamespace(cut=SimpleNamespace(remote=self._cut))
+        cutter = SimpleNamespace(cut=SimpleNamespace(remote=lambda *arguments: arguments))
+        self._cutter = Cutter()
         monkeypatch.setattr(excerpts, "_cutter", cache(lambda host: cutter))
         monkeypatch.setattr(excerpts, "_WORTH", 1)
-        monkeypatch.setattr(excerpts, "quiet_ray", lambda: SimpleNamespace(get=self._get, exceptions=ray.exceptions))
+        monkeypatch.setattr(
+            excerpts, "quiet_ray", lambda: SimpleNamespace(get=self._get, put=self._put, exceptions=ray.exceptions)
+        )
         monkeypatch.setattr(store, "_BLOCKS", type(store._BLOCKS)())
         monkeypatch.setattr(store, "fetch", self._fetch)
 
@@ -44,16 +47,17 @@ class Elsewhere:
         self.fetched.append(reference)
         return self.objects[reference]
 
-    def _cut(self, *arguments: Any) -> Any:
-        return arguments
+    def _put(self, values: Any) -> str:
+        self.cut.append(values)
+        self.objects[f"cut {len(self.cut)}"] = values
+        return f"cut {len(self.cut)}"
 
     def _get(self, asked: Any) -> Any:
         if isinstance(asked, str):
             return self.objects[asked]
         if self.fails:
             raise ray.exceptions.RayActorError
-        self.cut.append(Cutter().cut(*asked))
-        return self.cut[-1]
+        return self._cutter.cut(*asked)
 
 
 @pytest.fixture
@@ -92,6 +96,12 @@ def test_any_rows_are_the_same(rows: list[int], draw: Any) -> None:
         taken = draw.draw(st.lists(st.integers(0, len(rows) - 1), max_size=6)) if rows else []
         for picked in (np.arange(len(rows)), np.array(taken, np.int64)):
             assert values_of(read.take(picked)) == values_of(plain.take(picked))
+
+
+def test_ranks_that_share_sequences_share_what_is_cut_out(elsewhere: Elsewhere) -> None:
+    whole = Logprobs(values=column(elsewhere, [5, 8]))
+    assert values_of(near(whole, "here")) == values_of(near(whole, "d"))
+    assert len(elsewhere.cut) == 1
 
 
 def test_a_block_of_which_all_is_read_comes_whole(elsewhere: Elsewhere) -> None:
