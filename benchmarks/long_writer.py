@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Prompts, Rollouts, Sequences
+from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Prompts, Repeated, Rollouts, Sequences
 from rlflow.engines.base import EngineSpec, Sampling, TokenLoss, sample_seed
 from rlflow.engines.fake import FakeEngine
 from rlflow.runtime.workers.worker import EngineWorker
@@ -33,7 +33,7 @@ class Writer(FakeEngine):
             prompt_ids=samples.ids,
             response_ids=response_ids,
             logprobs=response_ids.like(np.zeros(lengths.sum(), np.float32)),
-            versions=response_ids.like(np.zeros(lengths.sum(), np.int32)),
+            versions=Repeated(np.zeros(len(samples), np.int32), lengths),
             temperature=1.0,
             finished=lengths < LONGEST,
             texts=tuple(_TEXT[:length] for length in lengths),

@@ -34,8 +34,8 @@ def counted() -> Iterator[Traffic]:
         traffic.count((args, kwargs))
         return remote(method, args, kwargs, **options)
 
-    def counted_told(reference: Any, who: str) -> Any:
-        answer = told(reference, who)
+    def counted_told(*arguments: Any) -> Any:
+        answer = told(*arguments)
         answer.add_done_callback(lambda done: None if done.exception() else traffic.count(done.result()))
         return answer
 

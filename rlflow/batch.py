@@ -39,6 +39,7 @@ class Batch:
     """Rows of several fields, each of which has as many rows; numbers and None are of the whole batch.
 
     A field is an array [rows, ...], Packed, a mapping of Packed, or a sequence of texts or of rows of the data set.
+    What is declared as Repeated travels as such, and takes no room in a store.
     """
 
     def __len__(self) -> int:
@@ -152,8 +153,8 @@ class Rollouts(Sequences):
 
     logprobs: Packed
     """B rows of float32: of each response token, by the engine that sampled it, at its temperature."""
-    versions: Packed
-    """B rows of int32: the policy version that wrote each response token."""
+    versions: Repeated
+    """B rows of int32: the policy version that wrote each response token, mostly one a row."""
     finished: NDArray[np.bool_]
     """[B]: False where the response was cut at the limit."""
     temperature: float

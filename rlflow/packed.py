@@ -76,38 +76,63 @@ class Packed:
 
 
 class Repeated(Packed):
-    """One value a row, which stands for each of its places. The values exist when they are read."""
+    """Values each of which stands for several places in succession: mostly one for all of a row. They are written out
+    when they are read.
 
-    def __init__(self, each: Array, lengths: NDArray[np.int64]) -> None:
-        """``each``: [rows]."""
-        assert len(each) == len(lengths)
+    Shapes: S values of all rows together, as they are held.
+    """
+
+    def __init__(self, each: Array, times: NDArray[np.int64], spans: NDArray[np.int64] | None = None) -> None:
+        """``each``, ``times``: [S], the values and for how many places they stand; ``spans``: [rows], how many of them
+        a row has, by default one."""
+        assert len(each) == len(times)
         self.each = each
-        self._lengths = lengths
+        self.times = times
+        self.spans = spans
+
+    @classmethod
+    def of(cls, column: Packed) -> "Repeated":
+        """The same rows."""
+        values, offsets = column.values, column.offsets
+        is_first = np.ones(len(values), np.bool_)
+        is_first[1:] = values[1:] != values[:-1]
+        is_first[offsets[offsets < len(values)]] = True
+        starts = np.flatnonzero(is_first)
+        spans = np.diff(np.searchsorted(starts, offsets))
+        return Repeated(values[starts], np.diff(starts, append=len(values)), None if (spans == 1).all() else spans)
 
     @classmethod
     def _joined(cls, parts: "Sequence[Any]") -> "Packed":
-        return Repeated(np.concatenate([part.each for part in parts]), np.concatenate([part.lengths for part in parts]))
+        each, times = (np.concatenate([getattr(part, name) for part in parts]) for name in ("each", "times"))
+        if all(part.spans is None for part in parts):
+            return Repeated(each, times)
+        ones = (np.ones(len(part), np.int64) if part.spans is None else part.spans for part in parts)
+        return Repeated(each, times, np.concatenate(list(ones)))
 
     @property
     def values(self) -> Array:
-        return np.repeat(self.each, self._lengths)
+        return np.repeat(self.each, self.times)
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
-        return offsets_of(self._lengths)
+        ends = offsets_of(self.times)
+        return ends if self.spans is None else ends[offsets_of(self.spans)]
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        return self._lengths
+        return self.times if self.spans is None else np.diff(self.offsets)
 
     def __getitem__(self, row: int) -> Array:
-        return np.repeat(self.each[row], self._lengths[row])
+        return self.take(np.array([row])).values
 
     def take(self, rows: Rows) -> "Repeated":
-        return Repeated(self.each[rows], self._lengths[rows])
+        if self.spans is None:
+            return Repeated(self.each[rows], self.times[rows])
+        taken = Packed(np.arange(len(self.each)), offsets_of(self.spans)).take(rows).values
+        return Repeated(self.each[taken], self.times[taken], self.spans[rows])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _repeated, (compact(self.each), compact(self._lengths))
+        return _repeated, tuple(None if part is None else compact(part) for part in (self.each, self.times, self.spans))
 
 
 class Records(Sequence[Any]):
@@ -176,5 +201,5 @@ def expanded(value: Any) -> Any:
     return sent.reshape(value.shape, order="F").astype(value.dtype, order="C")
 
 
-def _repeated(each: Compact, lengths: Compact) -> Repeated:
-    return Repeated(expanded(each), expanded(lengths))
+def _repeated(*parts: Any) -> Repeated:
+    return Repeated(*map(expanded, parts))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Minibatch, Packed, Prompts, Rollouts, Sequences
+from rlflow.batch import Minibatch, Packed, Prompts, Repeated, Rollouts, Sequences
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
 from rlflow.engines.groups import Begun
@@ -95,7 +95,7 @@ def rollouts(rewarded: Sequences, texts: Sequence[str] | None = None) -> Rollout
     return Rollouts(
         **vars(rewarded),
         logprobs=response.like(np.zeros(len(response.values), np.float32)),
-        versions=response.like(np.zeros(len(response.values), np.int32)),
+        versions=Repeated(np.zeros(len(response), np.int32), response.lengths),
         temperature=1.0,
         finished=np.ones(len(rewarded), np.bool_),
         texts=tuple(texts or ["1"] * len(rewarded)),

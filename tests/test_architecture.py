@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "batch": {"packed"},
     "resources": {"errors", "schema"},
     "recipe": {"errors", "schema", "resources"},
-    "engines": {"errors", "host_memory", "batch", "resources", "recipe"},
+    "engines": {"errors", "extras", "host_memory", "batch", "resources", "recipe"},
     "rewards": {"errors", "plugins"},
     "nodes": {"errors", "schema", "batch", "engines", "rewards"},
     "data": {"errors", "plugins", "batch", "recipe"},

@@ -5,11 +5,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from rlflow.batch import Metrics, Packed, Prompts, Sequences
+from rlflow.batch import Metrics, Packed, Prompts, Repeated, Sequences
 from rlflow.compiler.graph import SOURCES, Graph
 from rlflow.resources.workload import Edge, Task
 
-# Token ids and versions are int32, logprobs and values float32.
+# Token ids are int32, logprobs and values float32; so are numbers that stand for all tokens of a sample.
 _TOKEN_BYTES = 4
 # Besides the text itself, of each that is pickled, and of each row of a data set, for the names of its fields.
 _EACH_TEXT_BYTES, _EACH_ROW_BYTES = 15, 64
@@ -64,6 +64,8 @@ def _output_bytes(kind: type, task: Task, text_bytes: float) -> tuple[float, flo
             continue
         if hint is Packed:
             each_token += _TOKEN_BYTES
+        elif hint is Repeated:
+            each_number += _TOKEN_BYTES
         elif get_args(hint)[:1] == (str,):
             each_token += text_bytes
             each_text += _EACH_TEXT_BYTES

@@ -22,7 +22,7 @@ from rlflow.resources.time.speed import Calibration
 from rlflow.resources.workload import WeightCopy
 from rlflow.schema import parse
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +38,7 @@ class Plan:
     def fingerprint(self) -> str:
         """Of the experiment, wherever it runs: the recipe without what it pins of the placement, its checkpoints, what
         it expects, and the figures of models that have files of their own."""
-        experiment = asdict(self.recipe)
-        del experiment["checkpoints"], experiment["expect"]
-        for model in experiment["models"].values():
-            if model["path"] is not None:
-                del model["architecture"]
-        for role in experiment["roles"].values():
-            for name in Resources.__dataclass_fields__:
-                del role[name]
-        canonical = json.dumps(experiment, sort_keys=True)
+        canonical = json.dumps(_experiment(asdict(self.recipe)), sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,6 +110,21 @@ def plan_from(mapping: Mapping[str, Any]) -> Plan:
     if not intact:
         raise RecipeError("plan", "was changed after planning", fix="plan anew")
     return read
+
+
+def _experiment(recipe: dict[str, Any]) -> dict[str, Any]:
+    """What stays of a recipe, and of those that make its models, wherever it runs."""
+    left_out = {"checkpoints", "expect", "models", "roles"}
+    models = {
+        name: {key: value for key, value in model.items() if key != "architecture" or model["path"] is None}
+        | {"recipe": _experiment(model["recipe"]) if model["recipe"] is not None else None}
+        for name, model in recipe["models"].items()
+    }
+    roles = {
+        name: {key: value for key, value in role.items() if key not in Resources.__dataclass_fields__}
+        for name, role in recipe["roles"].items()
+    }
+    return {key: value for key, value in recipe.items() if key not in left_out} | {"models": models, "roles": roles}
 
 
 def _digest(mapping: Mapping[str, Any]) -> str:

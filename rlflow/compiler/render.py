@@ -174,6 +174,8 @@ def layout_words(layout: Layout) -> str:
         words.append(f"{layout.micro_batch_tokens} tokens")
     if layout.gradient_checkpointing:
         words.append("checkpointing")
+    if layout.eager is not None:
+        words.append("eager" if layout.eager else "graphs")
     if layout.sleeps:
         words.append("sleeps")
     return ", ".join(words)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Prompts, Rewards, Rollouts, Sequences, ValueEstimates
 from rlflow.recipe import Model, Optimizer
-from rlflow.resources.layout import Layout
+from rlflow.resources.layout import Attention, Auto, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +70,7 @@ class Values(Protocol):
 @runtime_checkable
 class Evaluates(Protocol):
     def evaluate(self, rollouts: Rollouts) -> Rewards:
-        """A number for each rollout."""
+        """A number for each rollout, whatever others there are."""
 
 
 @runtime_checkable
@@ -171,6 +171,7 @@ class EngineSpec:
     """Responses that one worker writes at once."""
     weight_backend: WeightBackend | None = None
     """How weights come to it, where not through ``load_weights``."""
+    attention: Attention | Auto = "auto"
 
 
 class Engine(Protocol):

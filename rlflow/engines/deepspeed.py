@@ -15,6 +15,7 @@ from rlflow.engines.causal_lm.tunable import Tunable
 from rlflow.engines.sharded.group import spread_of
 from rlflow.engines.sharded.loading import load_sharded
 from rlflow.engines.sharded.parked import Parked, state_of, weights_of
+from rlflow.engines.sharded.resharding import UNIVERSAL, needs_resharding, reads_universal, resharded
 from rlflow.engines.sharded.rounds import rounds
 from rlflow.engines.sharded.settings import deepspeed_config, join
 from rlflow.errors import EngineError, first_line
@@ -112,15 +113,18 @@ class DeepSpeedEngine(Tunable):
             (folder / _MADE_BY).write_text(json.dumps(self._shards))
 
     def restore(self, folder: Path) -> None:
-        """Raises EngineError for what another number of ranks saved, or another ZeRO stage, and for lost files."""
-        made_by = json.loads((folder / _MADE_BY).read_text())
-        if made_by != self._shards:
-            raise EngineError(
-                f"role {self._spec.role}: the checkpoint was saved by {made_by['world_size']} ranks with ZeRO "
-                f"{made_by['zero_stage']}, and these are {self._spec.world_size} with ZeRO {self._stage}."
-            )
+        """Of any number of ranks. Raises RecipeError for what a ZeRO stage saved that is sharded in another way,
+        EngineError for lost files."""
+        saved = json.loads((folder / _MADE_BY).read_text())
+        if needs_resharding(self._spec, saved, self._shards):
+            with resharded(self._spec, folder, _TAG, saved["world_size"]), reads_universal(self._engine):
+                self._load(folder, UNIVERSAL)
+        else:
+            self._load(folder, _TAG)
+
+    def _load(self, folder: Path, tag: str) -> None:
         try:
-            found, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
+            found, _ = self._engine.load_checkpoint(str(folder), tag=tag)
         except Exception as error:  # whatever DeepSpeed stumbles over where files are missing
             raise EngineError(
                 f"role {self._spec.role}: '{folder}' cannot be restored ({first_line(error)})."

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Prompts, Rewards, Rollouts, Sequences, ValueEstimates
+from rlflow.batch import (
+    Logprobs,
+    Metrics,
+    Minibatch,
+    Packed,
+    Prompts,
+    Repeated,
+    Rewards,
+    Rollouts,
+    Sequences,
+    ValueEstimates,
+)
 from rlflow.engines.base import EngineSpec, Sampling, TokenLoss, sample_seed
 from rlflow.errors import EngineError
 
@@ -43,7 +54,7 @@ class FakeEngine:
             prompt_ids=samples.ids,
             response_ids=response_ids,
             logprobs=self._logprobs(response_ids),
-            versions=response_ids.like(np.full(len(response_ids.values), self._version, np.int32)),
+            versions=Repeated(np.full(len(response_ids), self._version, np.int32), response_ids.lengths),
             temperature=sampling.scoring_temperature,
             finished=response_ids.lengths < sampling.max_tokens,
             texts=tuple("".join(str(token) for token in row) for row in ids),

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from rlflow.batch import Packed, Prompts, Rollouts
+from rlflow.batch import Packed, Prompts, Repeated, Rollouts
 from rlflow.engines.base import Sampling
 
 Ints = NDArray[np.int64]
@@ -29,14 +29,15 @@ NOTHING = Begun(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.i
 
 def continued(
     before: Sequence[Begun], ids: Packed, logprobs: Packed, versions: Packed
-) -> tuple[Packed, Packed, Packed]:
+) -> tuple[Packed, Packed, Repeated]:
     """The columns of responses of which some were begun ``before``."""
-    columns = {"ids": (ids, np.int32), "logprobs": (logprobs, np.float32), "versions": (versions, np.int32)}
-    whole = (
-        Packed.from_rows([np.concatenate([getattr(begun, name), new[row]]) for row, begun in enumerate(before)], dtype)
-        for name, (new, dtype) in columns.items()
-    )
-    return next(whole), next(whole), next(whole)
+
+    def joined(name: str, column: Packed, dtype: DTypeLike) -> Packed:
+        rows = (np.concatenate([getattr(begun, name), column[row]]) for row, begun in enumerate(before))
+        return Packed.from_rows(rows, dtype)
+
+    of_tokens = joined("versions", versions, np.int32)
+    return joined("ids", ids, np.int32), joined("logprobs", logprobs, np.float32), Repeated.of(of_tokens)
 
 
 def is_done(rollouts: Rollouts, sampling: Sampling) -> NDArray[np.bool_]:

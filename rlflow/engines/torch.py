@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Sequences, ValueEstimates
 from rlflow.engines.base import EngineSpec, TokenLoss
+from rlflow.engines.causal_lm.kernels import attention_of
 from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.engines.causal_lm.scoring import token_scores, token_values
@@ -48,6 +49,7 @@ class TorchEngine(Tunable):
             device=spec.device,
             dtype=torch.float32,
             seed=spec.seed,
+            attention=attention_of(spec),
             value_head=self._has_values,
         )
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Logprobs, Packed, Prompts, Rollouts, Sequences
+from rlflow.batch import Logprobs, Packed, Prompts, Repeated, Rollouts, Sequences
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.decoding import decode
+from rlflow.engines.causal_lm.kernels import attention_of
 from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
 from rlflow.engines.causal_lm.pretrained import end_ids, load_model, load_tokenizer
 from rlflow.engines.causal_lm.scoring import token_scores
@@ -42,7 +43,14 @@ class TransformersEngine(Tunable):
 
         self._spec = spec
         dtype = getattr(torch, spec.model.dtype)
-        self._model = load_model(spec.model_name, spec.model, device=spec.device, dtype=dtype, seed=spec.seed)
+        self._model = load_model(
+            spec.model_name,
+            spec.model,
+            device=spec.device,
+            dtype=dtype,
+            seed=spec.seed,
+            attention=attention_of(spec),
+        )
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         self._end_ids = end_ids(self._model.generation_config.eos_token_id, self._tokenizer.eos_token_id)
         self._version: int | None = 0
@@ -94,26 +102,23 @@ class TransformersEngine(Tunable):
         samples: Prompts,
         sampling: Sampling,
         ids: Sequence[NDArray[np.int32]],
-        logprobs: NDArray[np.float32],
+        scores: NDArray[np.float32],
         finished: NDArray[np.bool_],
         before: Sequence[Begun] = (),
     ) -> Rollouts:
-        """``ids`` and their ``logprobs`` are new; ``before`` are the beginnings of the responses, if there are any."""
+        """``ids`` and their logprobs, ``scores``, are new; ``before`` are the beginnings of the responses, if any."""
         response_ids = Packed.from_rows(ids, np.int32)
-        columns = (
-            response_ids,
-            response_ids.like(logprobs),
-            response_ids.like(np.full(len(logprobs), self._version, np.int32)),
-        )
+        logprobs = response_ids.like(scores)
+        versions = Repeated(np.full(len(response_ids), self._version, np.int32), response_ids.lengths)
         if before:
-            columns = continued(before[: len(samples)], *columns)
-        written = [columns[0][row] for row in range(len(samples))]
+            response_ids, logprobs, versions = continued(before[: len(samples)], response_ids, logprobs, versions)
+        written = [response_ids[row] for row in range(len(samples))]
         return Rollouts(
             keys=samples.keys,
             prompt_ids=samples.ids,
-            response_ids=columns[0],
-            logprobs=columns[1],
-            versions=columns[2],
+            response_ids=response_ids,
+            logprobs=logprobs,
+            versions=versions,
             temperature=sampling.scoring_temperature,
             finished=finished,
             texts=tuple(self._tokenizer.batch_decode(written, skip_special_tokens=True)),

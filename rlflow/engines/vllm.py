@@ -95,7 +95,7 @@ class VllmEngine(Sessions):
         outputs = [response.output for response in responses]
         response_ids = Packed.from_rows([output.token_ids for output in outputs], np.int32)
         logprobs = Packed.from_rows([output.logprobs.logprobs for output in outputs], np.float32)
-        versions: Packed = Repeated(np.array([each.version for each in responses], np.int32), response_ids.lengths)
+        versions = Repeated(np.array([each.version for each in responses], np.int32), response_ids.lengths)
         before = [response.begun for response in responses]
         if any(len(begun.ids) for begun in before):
             response_ids, logprobs, versions = continued(before, response_ids, logprobs, versions)

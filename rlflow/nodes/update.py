@@ -19,8 +19,9 @@ class PolicyUpdate(Node, kind="policy_update", unit="batch"):
     """Policy gradient with a clipped ratio, every token counting the same within its minibatch.
 
     The ratio is taken to ``old_logprobs`` where such a node is there, else to those that the engine sampled with.
-    How far the two engines are apart for the same weights is the metric ``sampler_difference``: the mean over tokens of
-    the absolute difference of their logprobs.
+    How far the two engines are apart for the same weights is the metric ``sampler_difference``: the absolute difference
+    of their logprobs, in the mean over the tokens of the first minibatch, before it changes the model. With
+    ``old_logprobs`` it is the mean over each minibatch's tokens, and that of all optimizer steps.
     """
 
     clip_eps: Annotated[float, Gt(0)] = 0.2

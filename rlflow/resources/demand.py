@@ -40,9 +40,10 @@ class Demand:
         model = self.architecture
         return model is None or heads_divide(model.num_attention_heads, model.num_key_value_heads, size)
 
-    def check(self, largest_host: int) -> None:
+    def check(self, largest_host: int, *, on_gpus: bool = True) -> None:
         """Raises PlacementError for pins that the engine or the hosts cannot meet, or that contradict each other."""
         self._check_applies()
+        self._check_kernels(on_gpus)
         for way in ("tensor", "sequence"):
             self._check_group(way, largest_host)
         stages = self.pinned("pipeline_parallel_size") or 1
@@ -72,9 +73,22 @@ class Demand:
             ("offload", sharded),
             ("gradient_checkpointing", self.trains),
             ("gpu_memory_utilization", serves and "tensor" in self.parallel),
+            ("eager", serves and "tensor" in self.parallel),
+            ("attention", not serves or "tensor" not in self.parallel),
         ):
             if not has and getattr(self.wants, field) != "auto":
                 raise self._error(field, f"the role does not have it with engine '{self.engine}'", fix="auto")
+
+    def _check_kernels(self, on_gpus: bool) -> None:
+        if self.wants.attention == "flash_attention_2" and not on_gpus:
+            raise self._error(
+                "attention", "'flash_attention_2' runs on GPUs only, and these are processors", fix="auto"
+            )
+        if self.wants.attention == "flash_attention_2" and self.weight_bytes != 2:
+            raise self._error("attention", "'flash_attention_2' has no kernel for a float32 model", fix="auto")
+
+        if self.wants.eager is False and not on_gpus:
+            raise self._error("eager", "CUDA graphs are asked for, and these are processors", fix="auto")
 
     def _check_group(self, way: str, largest_host: int) -> None:
         size = self.pinned(f"{way}_parallel_size") or 1

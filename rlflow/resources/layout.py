@@ -10,6 +10,7 @@ from rlflow.schema import Section
 
 Auto = Literal["auto"]
 Offload = Literal["none", "optimizer", "weights"]
+Attention = Literal["sdpa", "flash_attention_2"]
 GIB = 2**30
 
 
@@ -32,6 +33,11 @@ class Resources(Section):
     """Tokens that go through the model at once."""
     gradient_checkpointing: bool | Auto = "auto"
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | Auto = "auto"
+    attention: Attention | Auto = "auto"
+    """Of engines that run a model of transformers: torch's own, or flash-attn, which ``auto`` takes where it is
+    installed and the GPU and the model's type have it."""
+    eager: bool | Auto = "auto"
+    """Of an engine that serves: without CUDA graphs, which it has on GPUs by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +54,8 @@ class Layout:
     micro_batch_tokens: int
     gradient_checkpointing: bool = False
     gpu_memory_utilization: float | None = None
+    eager: bool | None = None
+    """Without CUDA graphs."""
     sleeps: bool = False
     """It gives its memory up to the host while other roles on its GPUs work."""
 

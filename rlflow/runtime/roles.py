@@ -19,10 +19,11 @@ from rlflow.runtime.data_plane.handover import Handover, Remote
 from rlflow.runtime.data_plane.rooms import check_rooms, store_rooms
 from rlflow.runtime.data_plane.shares import Cost, cost_of
 from rlflow.runtime.rollout.writing import summary
-from rlflow.runtime.workers.actors import Actors
+from rlflow.runtime.workers.actors import Actors, aside
 from rlflow.runtime.workers.copies import directly, through_store
 from rlflow.runtime.workers.hosting import Hosting
 from rlflow.runtime.workers.proxies import RoleProxy, Turns, Workers, gathered
+from rlflow.runtime.workers.watch import Watch
 
 
 class RayWorkers(Actors):
@@ -31,13 +32,16 @@ class RayWorkers(Actors):
     def __init__(self, plan: Plan, role: str, model: Model, placed: Placed, handover: Handover) -> None:
         super().__init__(plan, role, model, placed)
         self.handover = handover
+        # Others have no steps to be counted. Those that train meet in exchanges, which have limits of their own.
+        self._watch = None if self.room is None else Watch(lambda actor: aside(actor, "steps"), self.end)
 
     def submit(self, rank: int, method: str, *arguments: Any, wanted: bool = True) -> "Future[Any]":
         return self.handover.call(self.remote(rank), method, *arguments, wanted=wanted)
 
     def remote(self, rank: int) -> Remote:
         """For the handover: calls any method of the worker itself."""
-        return partial(self.call, rank)
+        watch, call = self._watch, partial(self.call, rank)
+        return call if watch is None else lambda *arguments: watch.over(self.actors[rank], call(*arguments))
 
     def copy_weights(self, source: Workers, version: int) -> float:
         """Returns the seconds of it that the slowest engine took to take them over."""
@@ -63,8 +67,9 @@ class RayEngines(Engines):
         metrics: dict[str, float] = {}
         for role, engine in self.items():
             if engine.writing is not None and (lines := engine.writing.taken_lines()):
+                known = [{name: value for name, value in line.items() if value is not None} for line in lines]
                 with (self._directory / "engines.jsonl").open("a") as file:
-                    file.writelines(json.dumps({"step": step, **line}) + "\n" for line in lines)
+                    file.writelines(json.dumps({"step": step, **line}) + "\n" for line in known)
                 metrics |= {f"{role}/{name}": value for name, value in summary(lines).items()}
         # Not what an evaluation before it has put.
         stored = {edge: size for edge, size in self.handover.budget.taken_sums().items() if "/" not in edge}

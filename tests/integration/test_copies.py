@@ -1,7 +1,8 @@
-"""Copies of weights between processes, of which some fail."""
+"""Copies of weights between processes, of which some fail or hang."""
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +13,14 @@ import ray
 
 import rlflow
 from rlflow.compiler.lower import models_in_use
-from rlflow.engines.base import Sampling
+from rlflow.engines.base import EngineSpec, Sampling, WeightBackend
 from rlflow.engines.buckets import Bucket
 from rlflow.errors import EngineError
 from rlflow.runtime.cluster.hosts import simulated
 from rlflow.runtime.ray import RayRuntime
+from rlflow.runtime.roles import RayWorkers
+from rlflow.runtime.workers import copies
+from rlflow.runtime.workers.gpu_weights import Receivers
 from rlflow.runtime.workers.worker import EngineWorker
 from tests.conftest import CONFIG_DIR
 from tests.helpers import prompts
@@ -29,12 +33,22 @@ class Failing(EngineWorker):
 
     folder: Path
 
+    def build(self, engine: str, spec: EngineSpec) -> None:
+        super().build(engine, spec)
+        # Of vLLM's ways from GPU to GPU, for which there are no GPUs here.
+        self._engine.transfer = lambda method, arguments: self._maybe("transfer_hangs")
+        self._engine.transferred = lambda version: setattr(self._engine, "_version", version)
+
+    def send_directly(self, backend: WeightBackend, receivers: Receivers, rank: int, address: str) -> None:
+        if rank == 0:
+            receivers.start_weight_update()
+
     def take_weights(self, version: int) -> float:
-        self._maybe("fails", "dies")
+        self._maybe("fails", "dies", "hangs")
         return super().take_weights(version)
 
     def next_bucket(self) -> tuple[Bucket | None, bool]:
-        self._maybe("source_fails")
+        self._maybe("source_fails", "source_hangs")
         return super().next_bucket()
 
     def _maybe(self, *kinds: str) -> None:
@@ -46,6 +60,8 @@ class Failing(EngineWorker):
                 file.unlink()
                 if kind == "dies":
                     os._exit(1)
+                if kind.endswith("hangs"):
+                    threading.Event().wait()
                 raise EngineError(f"it {kind}")
 
 
@@ -95,3 +111,34 @@ def test_copies_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
                 rollout.load_weights(source, 20)
         rollout.load_weights(source, 21)
         assert versions(rollout) == {21}
+
+
+@pytest.mark.usefixtures("hosts")
+def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that does is replaced where the copy can be tried again; else it is named, and nobody waits for it."""
+    silent = "a copy of weights has stood still for 3 s. No answer from "
+    with engines(tmp_path, monkeypatch) as (started, fail):
+        rollout, source = started["rollout"], started["actor"].weights()
+        rollout.load_weights(source, 1)
+
+        def restart() -> None:
+            """New processes have libraries to load."""
+            monkeypatch.setattr(copies, "LIMIT_S", 60.0)
+            RayWorkers.restart(rollout.workers)
+
+        monkeypatch.setattr(rollout.workers, "restart", restart)
+        monkeypatch.setattr(copies, "LIMIT_S", 3.0)
+        fail("hangs")
+        rollout.load_weights(source, 2)
+        assert versions(rollout) == {2}
+        rollout.workers.weight_backend = "ipc"
+        rollout.load_weights(source, 3)
+        assert versions(rollout) == {3}
+        monkeypatch.setattr(copies, "LIMIT_S", 3.0)
+        fail("transfer_hangs")
+        with pytest.raises(EngineError) as error:
+            rollout.load_weights(source, 4)
+        names = "role actor: worker 0 on host-0; role rollout: worker 1 on host-1."
+        assert str(error.value) == silent + names
+        with pytest.raises(EngineError, match="worker 1 on host-1 has not answered for 3 s in a copy of weights"):
+            rollout.generate(prompts((2, 2)), Sampling(max_tokens=2))

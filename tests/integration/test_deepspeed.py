@@ -12,8 +12,9 @@ import pytest
 
 from rlflow.batch import Minibatch
 from rlflow.engines.base import EngineSpec
+from rlflow.engines.sharded.resharding import UNIVERSAL
 from rlflow.engines.torch import TorchEngine
-from rlflow.errors import EngineError
+from rlflow.errors import EngineError, RecipeError
 from rlflow.nodes.losses import ClippedPolicyLoss, LikelihoodLoss
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Layout
@@ -293,14 +294,83 @@ def test_it_goes_on_from_what_it_saved(
         assert one.update(batch, [LOSS] * 2) == other.update(batch, [LOSS] * 2)
     for (name, value), (_, same) in zip(one.weights()[0], other.weights()[0], strict=True):
         assert (value == same).all(), name
-    with pytest.raises(EngineError, match="saved by 2 ranks with ZeRO"):
-        Ranks(two, actor(1), address).restore([tmp_path] * 2)
     shutil.rmtree(tmp_path / "deepspeed")
     with pytest.raises(EngineError, match=r"role actor: '.*' cannot be restored"):
         other.restore([tmp_path] * 2)
     all_of(two, find_nothing, other._places)
     with pytest.raises(EngineError, match="role actor: DeepSpeed found nothing to restore in"):
         other.restore([tmp_path] * 2)
+
+
+@pytest.fixture(scope="module")
+def single() -> Iterator[Sequence[EngineProcess]]:
+    with of_one_thread(1) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("stages", "sizes", "tied"),
+    [
+        ((0, 0), (2, 1), False),
+        ((1, 2), (2, 1), True),
+        ((2, 1), (1, 2), False),
+        ((3, 3), (2, 1), True),
+        ((3, 3), (1, 2), False),
+    ],
+)
+def test_another_number_of_ranks_goes_on_from_it(
+    two: Sequence[EngineProcess],
+    single: Sequence[EngineProcess],
+    address: str,
+    stages: tuple[int, int],
+    sizes: tuple[int, int],
+    tied: bool,
+    tmp_path: Path,
+) -> None:
+    """The weights are the same, and after three more steps equal to 1e-6: so is AdamW's state."""
+    model = replace(MODEL, architecture=replace(ARCHITECTURE, tie_word_embeddings=tied))
+    alone = free_address()
+
+    def ranks(stage: int, size: int) -> Ranks:
+        of = replace(actor(stage), model=model)
+        layout = replace(of.layout, data_parallel_size=size)
+        return Ranks(two if size == 2 else single, replace(of, layout=layout), address if size == 2 else alone)
+
+    def update(engine: Ranks, size: int, step: int) -> dict[str, float]:
+        batch = policy_minibatch(step)
+        return engine.update(split(batch) if size == 2 else [batch], [LOSS] * size)[0].values  # type: ignore[no-any-return]
+
+    one, other = (ranks(stage, size) for stage, size in zip(stages, sizes, strict=True))
+    for step in range(2):
+        update(one, sizes[0], step)
+    one.save([tmp_path] * sizes[0])
+    other.restore([tmp_path] * sizes[1])
+    for (name, value), (_, same) in zip(one.weights()[0], other.weights()[0], strict=True):
+        assert (value == same).all(), name
+    for step in range(2, 5):
+        expected = update(one, sizes[0], step)
+        assert update(other, sizes[1], step) == pytest.approx(expected, abs=1e-5)
+    for (name, value), (_, close) in zip(one.weights()[0], other.weights()[0], strict=True):
+        assert (value - close).abs().max() < 1e-6, name
+    assert {path.name for path in tmp_path.iterdir()} >= {"deepspeed", "deepspeed.json"}
+    assert not (tmp_path / UNIVERSAL).exists()
+
+
+def test_a_stage_that_cannot_take_it_over(two: Sequence[EngineProcess], address: str, tmp_path: Path) -> None:
+    Ranks(two, actor(1), address).save([tmp_path] * 2)
+    with pytest.raises(RecipeError, match=r"roles\.actor\.zero_stage: the checkpoint was saved by 2 ranks with ZeRO 1"):
+        Ranks(two, actor(3), address).restore([tmp_path] * 2)
+
+
+def test_files_that_cannot_be_converted(
+    two: Sequence[EngineProcess], single: Sequence[EngineProcess], address: str, tmp_path: Path
+) -> None:
+    Ranks(two, actor(1), address).save([tmp_path] * 2)
+    (tmp_path / "deepspeed" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    of = replace(actor(1), layout=replace(actor(1).layout, data_parallel_size=1))
+    with pytest.raises(EngineError, match=r"role actor: '.*' cannot be restored .it has 1 of 2 shards"):
+        Ranks(single, of, free_address()).restore([tmp_path])
+    assert not (tmp_path / UNIVERSAL).exists()
 
 
 def find_nothing(engines: list[Any], place: int) -> None:

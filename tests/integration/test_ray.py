@@ -20,7 +20,7 @@ from rlflow.compiler.plan import Plan
 from rlflow.compose import cluster_named
 from rlflow.errors import EngineError, PlacementError
 from rlflow.runtime.cluster.binding import match_hosts, wanted_gpus
-from rlflow.runtime.cluster.hosts import live_hosts, simulated
+from rlflow.runtime.cluster.hosts import holders, live_hosts, simulated
 from rlflow.runtime.ray import RayRuntime, bound
 from tests.conftest import CONFIG_DIR, ROOT
 
@@ -123,6 +123,25 @@ class TestErrors:
             assert "uses 2 GPUs of 'host-1' and 1 are free (taken: 1 by actor 'thief' of job" in error_of(
                 using("2x2@cpu")
             )
+
+    def test_a_gpu_is_taken_by_a_task(self, tmp_path: Path) -> None:
+        """One that has ended is not named."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        node_id = next(each.node_id for each in live_hosts() if each.name == "host-1")
+        where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        task = ray.remote(num_gpus=1, num_cpus=0, scheduling_strategy=where)(until_there)
+        (tmp_path / "there").touch()
+        ray.get(task.options(name="before").remote(tmp_path / "there"), timeout=60)
+        held = task.options(name="thief").remote(tmp_path / "end")
+        try:
+            # Ray tells it once a second.
+            seconds_until(lambda: ["thief" in who for who in holders().get(node_id, [])] == [True])
+            assert "of 'host-1' and 1 are free (taken: 1 by task 'thief' of job" in error_of(using("2x2@cpu"))
+        finally:
+            (tmp_path / "end").touch()
+            ray.get(held, timeout=60)
 
     def test_gpus_are_taken_by_another_run(self) -> None:
         with bound(using("2x2@cpu")):
@@ -304,6 +323,11 @@ def taken(host: str) -> Iterator[None]:
     ray.get(thief.ready.remote(), timeout=60)
     yield
     ray.kill(thief)
+
+
+def until_there(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.1)
 
 
 class Thief:

@@ -1,8 +1,10 @@
-"""Engines in processes of their own that take samples while they write, of which one dies."""
+"""Engines in processes of their own that take samples while they write, of which one dies or hangs."""
 
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 class Worker(EngineWorker):
-    """Its engine takes samples while it writes. The process of rank 1 ends when it is given any, while there is a
-    file."""
+    """Its engine takes samples while it writes. While there is a file, what it says happens to the process of rank 1
+    when it is given any."""
 
     file: Path
 
@@ -40,7 +42,12 @@ class Worker(EngineWorker):
 
     def call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
         if method == "write" and self._engine._spec.rank == 1 and self.file.exists():
+            fault = self.file.read_text()
             self.file.unlink()
+            if fault == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if fault != "dies":
+                threading.Event().wait()
             os._exit(1)
         return super().call(method, *arguments, **named)
 
@@ -54,7 +61,8 @@ def hosts() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("hosts")
-def test_an_engine_that_dies_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", ["dies", "hangs", "stops"])
+def test_an_engine_that_fails_is_replaced(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others write what it was to write, and it writes again when it has the weights."""
     pins = [f"roles.{role}.gpus=2" for role in ("actor", "rollout", "reference")]
     plan = rlflow.compile(rlflow.load(["recipe=fake", *pins], CONFIG_DIR), "2x1@cpu")
@@ -62,6 +70,8 @@ def test_an_engine_that_dies_is_replaced(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("rlflow.runtime.workers.actors.EngineWorker", Worker)
     room = property(lambda actors: 4 if actors._role == "rollout" else None)
     monkeypatch.setattr(Actors, "room", room)
+    monkeypatch.setattr("rlflow.runtime.workers.watch.LOOK_S", 0.1)
+    monkeypatch.setattr("rlflow.runtime.workers.watch.SILENT_S", 3.0)
     given, sampling = prompts((2,) * 8), Sampling(max_tokens=3, group_size=2)
     expected = FakeEngine(spec()).generate(given, sampling).response_ids.values.tolist()
     with RayRuntime().start(plan, models_in_use(plan.recipe), tmp_path) as engines:
@@ -69,13 +79,15 @@ def test_an_engine_that_dies_is_replaced(tmp_path: Path, monkeypatch: pytest.Mon
         for version, dies in enumerate((False, True, False), start=1):
             rollout.load_weights(source, version)
             if dies:
-                Worker.file.touch()
+                Worker.file.write_text(fault)
             for _ in range(2):
                 out = rollout.generate(given, sampling)
                 assert out.response_ids.values.tolist() == expected
                 assert set(out.versions.values.tolist()) == {version}
             assert engines.measured(version)
         assert not Worker.file.exists()
+        silent = [] if fault == "dies" else ["has written nothing for 3 s"]
+        assert list(rollout.workers._ended.values()) == silent
         lines = [json.loads(line) for line in (tmp_path / "engines.jsonl").read_text().splitlines()]
         engines_of_step = [{line["engine"] for line in lines if line["step"] == step} for step in (1, 2, 3)]
         assert engines_of_step == [{0, 1}, {0}, {0, 1}]

@@ -16,6 +16,7 @@ LENGTHS = np.array([2, 0, 3])
 KINDS = {
     "packed": Packed.from_rows([[1, 2], [], [3, 4, 5]], np.int32),
     "repeated": Repeated(np.array([7.0, 8.0, 9.0], np.float32), LENGTHS),
+    "spans": Repeated(np.array([7.0, 8.0, 9.0], np.float32), np.array([2, 1, 2]), np.array([1, 0, 2])),
 }
 
 
@@ -47,6 +48,19 @@ class TestKinds:
         again = pickle.loads(pickle.dumps(KINDS[kind]))
         assert rows_of(again) == rows_of(KINDS[kind])
         assert again.values.dtype == KINDS[kind].values.dtype
+
+
+@pytest.mark.parametrize("rows", [[[7, 7], [], [9, 9, 8]], [[1], [1], [1, 1]], [[], []], [], [[1, 2], [2, 1]]])
+def test_what_is_repeated_is_held_once(rows: list[list[int]]) -> None:
+    column = Repeated.of(Packed.from_rows(rows, np.int32))
+    assert rows_of(column) == rows
+    assert len(column.each) == sum(len(list(itertools.groupby(row))) for row in rows)
+
+
+def test_rows_of_one_value_and_of_several() -> None:
+    whole = Packed.joined([KINDS["repeated"], KINDS["spans"]])
+    assert isinstance(whole, Repeated)
+    assert rows_of(whole) == rows_of(KINDS["repeated"]) + rows_of(KINDS["spans"])
 
 
 def test_kinds_are_joined_as_values() -> None:

@@ -6,7 +6,7 @@ capacity of the cache.
 Importing this file imports torch and transformers.
 """
 
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,12 +19,20 @@ from transformers import AttentionInterface
 from rlflow.engines.causal_lm.packing import Index, Stream
 from rlflow.errors import EngineError
 
-NAME = "rlflow"
+# As transformers knows them: attention over rows of different lengths by torch's kernel, and by that of flash-attn.
+NAME, FLASH_NAME = "rlflow", "rlflow_fa2"
+
+
+class Rows(Protocol):
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
+        """query [W, H, D], key and value with K heads; rows end at ``ends`` [B + 1], beginning with 0. [W, H, D]."""
 
 
 class Layout(Protocol):
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """query [1 or B, H, N or 1, D], key and value with K heads; returns [1 or B, N or 1, H, D]."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rows: Rows) -> Tensor:
+        """query [1 or B, H, N or 1, D], key and value with K heads; returns [1 or B, N or 1, H, D].
+
+        ``rows`` is used where there is a kernel for rows of different lengths."""
 
 
 class PackedLayout:
@@ -35,12 +43,14 @@ class PackedLayout:
         self.kept: list[tuple[Tensor, Tensor]] | None = [] if keep_keys else None
         """Keys and values [K, N, D] of each layer, for the cache of a generation that goes on from here."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rows: Rows) -> Tensor:
         if self.kept is not None:
             self.kept.append((key[0], value[0]))
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         if takes_rows(v):
-            return self._rows(q.to(v.dtype), k.to(v.dtype), v, scale)[None]
+            places, owners, ends, longest = self._ends
+            q, k, v = (x.to(v.dtype).index_select(0, places) for x in (q, k, v))
+            return rows(q, k, v, ends, longest, scale).index_select(0, owners)[None]
         return self._blocks(q, k, v, scale)[None]
 
     def _blocks(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -58,16 +68,6 @@ class PackedLayout:
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, owners)
 
-    def _rows(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[N, H, D], with rows of any length together. Has never run on a GPU."""
-        places, owners, ends, longest = self._ends
-        q, k, v = (x.index_select(0, places) for x in (query, key, value))
-        out = varlen_attn(
-            q, k, v, ends, ends, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1]
-        )
-        assert isinstance(out, Tensor)
-        return out.index_select(0, owners)
-
     @cached_property
     def _places(self) -> tuple[list[Tensor], Tensor]:
         blocks = [torch.from_numpy(block).to(self._device) for block in self._stream.blocks]
@@ -84,8 +84,34 @@ class PackedLayout:
 
 
 def takes_rows(value: Tensor) -> bool:
-    """Whether there is a kernel for rows of different lengths: flash attention's, for GPUs and half precision."""
-    return value.is_cuda and value.dtype in (torch.bfloat16, torch.float16)
+    """Whether there is a kernel for rows of different lengths: flash attention's, for half precision on a GPU that
+    has it."""
+    return value.dtype in (torch.bfloat16, torch.float16) and has_flash(value.device)
+
+
+@cache
+def has_flash(device: torch.device) -> bool:
+    """Ampere and later, and AMD's of the same time (9.x); not V100."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def torch_rows(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
+    """Has never run on a GPU."""
+    copied = query.shape[1] != key.shape[1]
+    out = varlen_attn(
+        query, key, value, ends, ends, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=copied
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def flash_rows(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
+    """Has never run on a GPU."""
+    from flash_attn import flash_attn_varlen_func
+
+    out = flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, softmax_scale=scale, causal=True)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def unpadded(stream: Stream) -> tuple[Index, Index, Index]:
@@ -109,8 +135,8 @@ class CacheLayout:
         for pair in prefill.kept:
             # Zeros, since a masked place still counts nought times its value.
             keys, values = (x.new_zeros(len(row_of), x.shape[0], capacity, x.shape[2]) for x in pair)
-            for cache, kept in zip((keys, values), pair, strict=True):
-                cache[:, :, : row_of.shape[1]] = kept[:, row_of].transpose(0, 1)
+            for whole, kept in zip((keys, values), pair, strict=True):
+                whole[:, :, : row_of.shape[1]] = kept[:, row_of].transpose(0, 1)
             self._cache.append((keys, values))
 
     def drop(self, done: Tensor) -> Tensor:
@@ -138,7 +164,7 @@ class CacheLayout:
         self._behind = behind[:, None, None, :] if bool(behind.any()) else None
         return self._at[:, None]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rows: Rows) -> Tensor:
         batch, heads, _, size = query.shape
         keys, values = self._cache[layer]
         keys[self._rows, :, self._at] = key[:, :, 0]
@@ -162,13 +188,16 @@ def attention(
     attention_mask: Tensor | None,
     scaling: float,
     layout: Layout,
+    *,
+    rows: Rows,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in every layer."""
     unsupported = [name for name in ("sliding_window", "softcap", "s_aux") if options.get(name) is not None]
     if unsupported:
         raise EngineError(f"attention with {unsupported[0]}, which {type(module).__name__} uses, is not supported.")
-    return layout.attend(module.layer_idx, query, key, value, scaling), None
+    return layout.attend(module.layer_idx, query, key, value, scaling, rows), None
 
 
-AttentionInterface.register(NAME, attention)
+AttentionInterface.register(NAME, partial(attention, rows=torch_rows))
+AttentionInterface.register(FLASH_NAME, partial(attention, rows=flash_rows))

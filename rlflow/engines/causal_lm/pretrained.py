@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import RecipeError, first_line
 from rlflow.recipe import Model
+from rlflow.resources.layout import Attention
 
 if TYPE_CHECKING:
     from torch import dtype
@@ -30,15 +31,23 @@ def load_tokenizer(name: str, model: Model) -> "PreTrainedTokenizerBase":
 
 
 def load_model(
-    name: str, model: Model, *, device: str, dtype: "dtype", seed: int, value_head: bool = False
+    name: str,
+    model: Model,
+    *,
+    device: str,
+    dtype: "dtype",
+    seed: int,
+    attention: Attention = "sdpa",
+    value_head: bool = False,
 ) -> "PreTrainedModel":
     """In evaluation mode. ``seed`` draws new weights and a new value head."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
     from transformers.utils import logging
 
-    from rlflow.engines.causal_lm.attention import NAME
+    from rlflow.engines.causal_lm.attention import FLASH_NAME, NAME
 
+    chosen = FLASH_NAME if attention == "flash_attention_2" else NAME
     # Its bars would break into the run's own display.
     logging.disable_progress_bar()
     auto = AutoModelForTokenClassification if value_head else AutoModelForCausalLM
@@ -46,12 +55,12 @@ def load_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if model.path is not None:
-            load = lambda path: auto.from_pretrained(path, dtype=dtype, attn_implementation=NAME, **extra)  # noqa: E731
+            load = lambda path: auto.from_pretrained(path, dtype=dtype, attn_implementation=chosen, **extra)  # noqa: E731
             built = _from(name, model.path, load)
         else:
             tokenizer = load_tokenizer(name, model)
             config = AutoConfig.for_model(**_config_fields(name, model), eos_token_id=tokenizer.eos_token_id, **extra)
-            built = auto.from_config(config, dtype=dtype, attn_implementation=NAME)
+            built = auto.from_config(config, dtype=dtype, attn_implementation=chosen)
     layers = set(getattr(built.config, "layer_types", None) or ())
     if layers - {"full_attention"}:
         raise RecipeError(

@@ -1,7 +1,9 @@
 """What vLLM's engine did in each second."""
 
+import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,8 @@ class Second:
     """Of the room for keys and values, the share that is taken, at its end."""
     preemptions: int
     """Requests that were put off after they had been begun, within it."""
+    gpu: float | None = None
+    """Of the last second of it at most, the share in which the engine's GPUs computed, in the mean; None without."""
 
 
 class Recorder:
@@ -33,6 +37,7 @@ class Recorder:
     def __init__(self, engine: Any) -> None:
         """``engine`` is vLLM's LLMEngine, with its core in this process."""
         self._scheduler = scheduler_of(engine)
+        self._gpus = _Gpus(engine)
         self._done: list[Second] = []
         self._since = self._clock()
         self._finished = 0
@@ -68,6 +73,7 @@ class Recorder:
                 waiting=waiting,
                 cache=cache,
                 preemptions=self._preempted,
+                gpu=self._gpus.share(),
             )
         )
         self._since, self._before, self._preempted = now, tokens, 0
@@ -95,3 +101,30 @@ def scheduler_of(engine: Any) -> Any:
     """vLLM's scheduler; None of an engine that has none in this process."""
     core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
     return getattr(core, "scheduler", None)
+
+
+class _Gpus:
+    """Those of this process, which the driver tells of. Has never run on a GPU."""
+
+    def __init__(self, engine: Any) -> None:
+        self._handles: list[Any] = []
+        config = getattr(engine, "vllm_config", None)
+        if config is None or config.device_config.device_type != "cuda":
+            return
+        # vLLM's own copy of nvidia-ml-py.
+        from vllm.third_party import pynvml
+
+        self._nvml = pynvml
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            # The driver's numbers, or the names of GPUs.
+            names = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+            by_number, by_name = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
+            self._handles = [by_number(int(name)) if name.isdecimal() else by_name(name) for name in names]
+
+    def share(self) -> float | None:
+        if self._handles:
+            with suppress(self._nvml.NVMLError):
+                percents: list[int] = [self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu for handle in self._handles]
+                return sum(percents) / len(percents) / 100
+        return None

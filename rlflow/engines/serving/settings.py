@@ -65,6 +65,7 @@ def engine_arguments(spec: EngineSpec, folder: str, config: Any) -> dict[str, An
     if spec.weight_backend is not None:
         arguments["weight_transfer_config"] = {"backend": spec.weight_backend}
     return arguments | {
+        "enforce_eager": layout.eager is True,
         "max_num_batched_tokens": max(MAX_BATCHED_TOKENS, spec.max_num_seqs),
         "enable_sleep_mode": layout.sleeps,
     }

@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec
+from rlflow.engines.causal_lm.kernels import attention_of
 from rlflow.engines.causal_lm.pretrained import load_model
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def load_sharded(spec: EngineSpec, config: dict[str, Any], *, value_head: bool) 
             device="cpu" if sharded else spec.device,
             dtype=getattr(torch, spec.model.dtype),
             seed=spec.seed,
+            attention=attention_of(spec),
             value_head=value_head,
         )
 

@@ -202,7 +202,11 @@ def generate_memory(
     weights = max(stage.dense + stage.experts for stage in stages(model, layout))
     peak = max_batched_tokens * (4 * model.hidden_size + (4 * model.mlp_width + 4 * model.query_width) / width)
     peak += max_num_seqs * model.vocab_size * 10
-    terms = {"weights": weight_bytes * weights / GIB, "engine": peak / GIB, "graphs": _graphs(model)}
+    terms = {
+        "weights": weight_bytes * weights / GIB,
+        "engine": peak / GIB,
+        "graphs": 0.0 if layout.eager else _graphs(model),
+    }
     terms |= process_terms(layout)
     left = budget - sum(terms.values())
     # Each GPU holds its share of the heads. Fewer key-value heads than GPUs are copied, as latents always are.
@@ -217,12 +221,12 @@ def _graphs(model: Architecture | None) -> float:
     return 0.4 + 0.01 * (model.num_hidden_layers if model else 32)
 
 
-def asleep_terms(serves: bool, model: Architecture | None = None) -> dict[str, float]:
+def asleep_terms(serves: bool, model: Architecture | None = None, *, eager: bool = False) -> dict[str, float]:
     """Of a role that has put its state into the host's memory: its context, and of an engine its CUDA graphs and
     communicator, which vLLM's sleep mode leaves where they are."""
     if not serves:
         return {"context": CONTEXT_GIB}
-    return {"context": CONTEXT_GIB, "nccl": NCCL_COMMUNICATOR_GIB, "graphs": _graphs(model)}
+    return {"context": CONTEXT_GIB, "nccl": NCCL_COMMUNICATOR_GIB, "graphs": 0.0 if eager else _graphs(model)}
 
 
 def sync_terms(
@@ -235,7 +239,7 @@ def sync_terms(
     terms = {"weights": state_terms(model, layout, training)["weights"], "gathered": weight_bytes * largest / GIB}
     if engine is not None:
         terms["engine"] = weight_bytes * max(stage.dense + stage.experts for stage in stages(model, engine)) / GIB
-        terms["graphs"] = _graphs(model)
+        terms["graphs"] = 0.0 if engine.eager else _graphs(model)
         terms |= {f"engine {name}": gib for name, gib in process_terms(engine).items()}
     return terms | process_terms(layout)
 

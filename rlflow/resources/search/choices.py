@@ -181,6 +181,7 @@ def _engine(
 ) -> Choice | Shortage:
     tokens = demand.wants.micro_batch_tokens
     serves = "tensor" in demand.parallel
+    eager = not pool.counts_memory if demand.wants.eager == "auto" else demand.wants.eager
     layout = sized(
         demand,
         pool,
@@ -188,6 +189,7 @@ def _engine(
             tensor_parallel_size=tensor,
             pipeline_parallel_size=stages,
             micro_batch_tokens=CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens,
+            eager=eager if serves else None,
             sleeps=pool.shared and serves and pool.counts_memory,
         ),
         pool.groups(tensor) // stages,

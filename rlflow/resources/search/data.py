@@ -22,8 +22,8 @@ class DataPrediction:
 
 def predict_data(workload: Workload, roles: Mapping[str, RolePlacement], controller: str) -> DataPrediction:
     """Nodes run in their order. An edge is there from its node on until its last reader is done, on the hosts of the
-    workers that made it, as many bytes with each; that of no role on the host ``controller``. Copies that a store
-    makes of what is read from other hosts are not counted: it drops them when it needs the room."""
+    workers that made it, as many bytes with each; that of no role on the host ``controller``. What is cut out for
+    readers on other hosts, and comes to their stores, is not counted: it goes as soon as they have read it."""
     order = {task.node: index for index, task in enumerate(workload.tasks)}
     spans = {edge.name: _span(edge, order) for edge in workload.edges}
     peaks: dict[str, float] = {}

@@ -91,7 +91,7 @@ class Search:
     def _check(self) -> None:
         for demand in self.demands.values():
             site = self.site([demand.role])
-            demand.check(site.largest_host)
+            demand.check(site.largest_host, on_gpus=site.memory_gib is not None)
             if demand.architecture is None and site.memory_gib is not None:
                 raise PlacementError(
                     f"roles.{demand.role}.model",

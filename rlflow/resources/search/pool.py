@@ -107,7 +107,7 @@ def resting_terms(demand: Demand, policy: Policy, pool: Pool) -> Terms:
         return {}
     if demand.generates and not demand.trains:
         if "tensor" in demand.parallel:
-            return asleep_terms(True, demand.architecture)
+            return asleep_terms(True, demand.architecture, eager=demand.wants.eager is True)
         # An engine that cannot sleep.
         return asleep_terms(False) | {"weights": demand.architecture.num_parameters * demand.weight_bytes / GIB}
     layout = static_layout(demand, policy, pool)

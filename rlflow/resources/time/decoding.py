@@ -43,7 +43,8 @@ def generation(
     more lengths vary; its mean context and what is left when none waits are those of a renewal process. Every token is
     counted once. ``group_size``: sequences of this engine that share a prompt, which is read once.
     """
-    decoder = decoder_of(model, layout.tensor_parallel_size, layout.pipeline_parallel_size, speed, weight_bytes)
+    tensor, stages, eager = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.eager is True
+    decoder = decoder_of(model, tensor, stages, speed, weight_bytes, eager)
     prompt, mean, residual = prompts.mean, responses.mean, responses.residual
     room = min(float(max_num_seqs), kv_tokens / (prompt + residual))
     full = max(1.0, min(sequences, room))
@@ -133,6 +134,8 @@ class Decoder:
     windowed_keys: float
     window: float
     width: int
+    launches: float
+    """The least that a step takes, to launch its kernels."""
     forward: tuple[Architecture, int]
 
     def seconds(self, active: float, context: float) -> float:
@@ -141,7 +144,7 @@ class Decoder:
         if self.experts:
             weights += self.experts * (1 - (1 - self.chosen) ** active)
         computed = active * self.arithmetic
-        return max(weights, computed) + active * (self.each + self.key_seconds(context)) + self.step
+        return max(self.launches, max(weights, computed) + active * (self.each + self.key_seconds(context)) + self.step)
 
     def key_seconds(self, context: float) -> float:
         """Of the keys and values of one sequence."""
@@ -158,7 +161,9 @@ class Decoder:
 
 
 @lru_cache(maxsize=1024)
-def decoder_of(model: Architecture, width: int, stages: int, speed: Speed, weight_bytes: float) -> Decoder:
+def decoder_of(
+    model: Architecture, width: int, stages: int, speed: Speed, weight_bytes: float, eager: bool = False
+) -> Decoder:
     """Of a group of ``width`` tensor-parallel GPUs, in ``stages``.
 
     The stages work on different sequences: every sequence passes all weights, and the other times are shared.
@@ -193,5 +198,6 @@ def decoder_of(model: Architecture, width: int, stages: int, speed: Speed, weigh
         windowed_keys=windowed * cached / stages,
         window=float(model.sliding_window or 0),
         width=width,
+        launches=layers * efficiency.eager_layer_s + efficiency.decode_step_s if eager else 0.0,
         forward=(model, width * stages),
     )

@@ -43,6 +43,9 @@ class Efficiency(Section):
     """A collective over a small message inside a host; between hosts three times that."""
     decode_layer_s: Seconds = 20e-6
     """Of a layer in a decoding step with CUDA graphs, besides moving bytes."""
+    eager_layer_s: Seconds = 0.2e-3
+    """Without them, the least time of a layer in a decoding step: Python launches about 15 kernels, each in 10 to 15
+    microseconds."""
     decode_step_s: Seconds = 2.5e-3
     """Of a decoding step on the host: scheduling, input, sampling."""
     decode_sequence_s: Seconds = 10e-6

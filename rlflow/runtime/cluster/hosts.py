@@ -188,18 +188,24 @@ def lost(hosts: Mapping[str, LiveHost]) -> list[LiveHost]:
 
 
 def holders() -> dict[str, list[str]]:
-    """By node id who has GPUs there, as far as Ray tells: actors and placement groups."""
+    """By node id who has GPUs there, as far as Ray tells: actors, tasks and placement groups."""
     quiet_ray()
     from ray._private.state import state
-    from ray.core.generated.gcs_pb2 import ActorTableData
+    from ray.core.generated.gcs_pb2 import ActorTableData, TaskEvents
     from ray.util import placement_group_table
 
     found: dict[str, list[str]] = {}
-    for content in state._connect_and_get_accessor().get_actor_table(None, "ALIVE"):
+    ray_state = state._connect_and_get_accessor()
+    for content in ray_state.get_actor_table(None, "ALIVE"):
         actor = ActorTableData.FromString(content)
         if gpus := actor.required_resources.get("GPU", 0):
             who = f"{gpus:g} by actor '{actor.name or actor.class_name}' of job {actor.job_id.hex()}"
             found.setdefault(actor.address.node_id.hex(), []).append(who)
+    for content in ray_state.get_task_events():
+        task = TaskEvents.FromString(content)
+        if gpus := _gpus_of(task):
+            who = f"{gpus:g} by task '{task.task_info.name}' of job {task.job_id.hex()}"
+            found.setdefault(task.state_updates.node_id.hex(), []).append(who)
     for group in placement_group_table().values():
         if group["state"] == "REMOVED":
             continue
@@ -211,6 +217,21 @@ def holders() -> dict[str, list[str]]:
             if node_id and count:
                 found.setdefault(node_id, []).append(f"{count:g} by {who}")
     return found
+
+
+def _gpus_of(task: Any) -> float:
+    """That a task, by Ray's TaskEvents, has now of its own: 0 for what it has of an actor or of a placement group."""
+    from ray.core.generated.common_pb2 import TaskStatus, TaskType
+
+    told = task.state_updates.state_ts_ns.keys()
+    if (
+        task.task_info.type != TaskType.NORMAL_TASK
+        or task.task_info.placement_group_id
+        or TaskStatus.RUNNING not in told
+    ):
+        return 0.0
+    ended = {TaskStatus.FINISHED, TaskStatus.FAILED} & set(told)
+    return 0.0 if ended else float(task.task_info.required_resources.get("GPU", 0))
 
 
 def _wait_for(count: int) -> None:

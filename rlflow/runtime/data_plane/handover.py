@@ -6,12 +6,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from rlflow.batch import Batch, Packed
+from rlflow.batch import Batch
 from rlflow.errors import EngineError
 from rlflow.runtime.data_plane.budget import Budget, current_edge
 from rlflow.runtime.data_plane.kept import Answer
 from rlflow.runtime.data_plane.parts import Part
-from rlflow.runtime.data_plane.store import Block, Stored
+from rlflow.runtime.data_plane.store import blocks_of
 
 Remote = Callable[..., "Future[Any]"]
 """Calls a method of one worker by its name: one of those that EngineWorker has."""
@@ -141,16 +141,3 @@ class Handover:
 
         call.add_done_callback(pass_on)
         return whole
-
-
-def blocks_of(batch: Batch) -> Sequence[Block]:
-    """All that its columns lie in."""
-    found: dict[Block, None] = {}
-
-    def note(column: Packed) -> Packed:
-        if isinstance(column, Stored):
-            found.update(dict.fromkeys(column.blocks))
-        return column
-
-    batch.mapped(note)
-    return list(found)

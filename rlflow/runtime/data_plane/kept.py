@@ -2,18 +2,19 @@
 
 import pickle
 import threading
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Batch, Packed, Records, Rollouts
+from rlflow.batch import Batch, Packed, Records, Repeated, Rollouts
 from rlflow.errors import EngineError
 from rlflow.packed import Array
 from rlflow.runtime.cluster.hosts import quiet_ray
 from rlflow.runtime.data_plane.parts import opened
 from rlflow.runtime.data_plane.store import Block, Places, Stored, block_of
+from rlflow.runtime.data_plane.store import here as here
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Kept:
             return Answer(result, 0, host)
         check_even(result)
         sizes: list[int] = []
-        packed = result.mapped(lambda column: _counted(column, sizes))
+        packed = _as_declared(result).mapped(lambda column: _counted(column, sizes))
         if not sizes:
             return Answer(result, 0, host)
         with self._lock:
@@ -105,12 +106,6 @@ class Keeper:
         self.kept.drop(ticket)
 
 
-def here() -> str:
-    """The id of the Ray node that this process is on."""
-    host: str = quiet_ray().get_runtime_context().get_node_id()
-    return host
-
-
 def put(values: Array) -> Block:
     """A copy in the store of this host."""
     return block_of(quiet_ray().put(values), here(), len(values), values.dtype.str)
@@ -139,18 +134,39 @@ def check_lengths(what: str, column: Packed, lengths: NDArray[np.int64]) -> None
         raise EngineError(f"{what} has {has or f'{len(column)} rows, not {len(lengths)}'}.")
 
 
+def _as_declared(batch: Batch) -> Batch:
+    """With Repeated in the fields that are declared so, and in no others: the same in all that workers make of a kind,
+    so that it can be joined as it is."""
+    hints = get_type_hints(type(batch))
+    changed: dict[str, Packed] = {}
+    for name, value in vars(batch).items():
+        if not isinstance(value, Packed) or isinstance(value, Stored):
+            continue
+        if hints[name] is Repeated and not isinstance(value, Repeated):
+            changed[name] = Repeated.of(_whole(value))
+        elif hints[name] is not Repeated and isinstance(value, Repeated):
+            changed[name] = _whole(value)
+    return replace(batch, **changed) if changed else batch  # type: ignore[type-var]
+
+
 def _counted(column: Packed, sizes: list[int]) -> Packed:
-    if not isinstance(column, Stored):
-        column = Packed(column.values, column.offsets)
-        if len(column.values) != column.offsets[-1]:
-            raise EngineError(f"a column has {len(column.values)} values, and its rows {column.offsets[-1]}.")
-        sizes.append(column.values.nbytes)
-    return column
+    if isinstance(column, Stored | Repeated):
+        return column
+    sizes.append(column.values.nbytes)
+    return _whole(column)
+
+
+def _whole(column: Packed) -> Packed:
+    """Of its own values."""
+    values = column.values
+    if len(values) != column.offsets[-1]:
+        raise EngineError(f"a column has {len(values)} values, and its rows {column.offsets[-1]}.")
+    return Packed(values, column.offsets)
 
 
 def _put(column: Packed, known: list[Places]) -> Packed:
     """Columns that are cut alike get the same places, from ``known``."""
-    if isinstance(column, Stored):
+    if isinstance(column, Stored | Repeated):
         return column
     stored = Stored.of(put(column.values), column.lengths)
     same = next((places for places in known if np.array_equal(places.length, column.lengths)), None)

@@ -9,7 +9,8 @@ import numpy as np
 from rlflow.batch import Batch
 from rlflow.packed import Compact, Rows, compact, expanded
 from rlflow.runtime.cluster.hosts import quiet_ray
-from rlflow.runtime.data_plane.store import fetch
+from rlflow.runtime.data_plane.excerpts import near
+from rlflow.runtime.data_plane.store import fetch, here
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +51,8 @@ class SentPart:
 
 
 def opened(argument: Any) -> Any:
-    """The rows of a sent part, as a batch; all else as it is."""
+    """The rows of a sent part, as a batch to be read on this host; all else as it is."""
     if not isinstance(argument, SentPart):
         return argument
     whole: Batch = fetch(argument.reference[0])
-    return whole.take(expanded(argument.rows))
+    return near(whole.take(expanded(argument.rows)), here())

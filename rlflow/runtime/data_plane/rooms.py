@@ -9,11 +9,11 @@ from rlflow.resources.layout import GIB
 from rlflow.runtime.cluster.hosts import quiet_ray
 from rlflow.runtime.data_plane.budget import Room
 
-# Of a host's store. The rest is for copies that its own readers fetch from other hosts, of which Ray drops those that
-# nobody reads, for what it frees a second late, and for weights on their way.
+# Of a host's store. The rest is for what is cut out for readers on other hosts, for what its own readers fetch from
+# there, of which Ray drops what nobody reads, for what it frees a second late, and for weights on their way.
 _SHARE = 0.5
-# Of a token of a rollout: its id, logprob and version, and its text.
-_TOKEN_BYTES = 16
+# Of a token of a rollout: its id, its logprob and its text.
+_TOKEN_BYTES = 12
 
 
 def store_rooms() -> Mapping[str, Room]:

@@ -4,15 +4,15 @@ Who holds such a column holds references, places and lengths; values come to the
 Shapes: T values of all rows together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from rlflow.batch import Packed
+from rlflow.batch import Batch, Packed
 from rlflow.errors import EngineError, first_line
 from rlflow.packed import Array, Compact, Rows, compact, expanded, offsets_of
 from rlflow.runtime.cluster.hosts import quiet_ray
@@ -47,6 +47,10 @@ class Block:
             raise EngineError(f"store: a block of {self.count} values of {self.dtype} holds {found}.")
         return values
 
+    def piece(self, start: int, end: int) -> Array:
+        """Of its values, without a copy."""
+        return self.values[start:end]
+
     def __reduce__(self) -> tuple[Any, ...]:
         return block_of, (self.reference, self.host, self.count, self.dtype.str)
 
@@ -55,6 +59,12 @@ def block_of(reference: Any, host: str, count: int, dtype: str) -> Block:
     """The one Block of this process for ``reference``."""
     made = Block(reference, host, count, dtype)
     return _BLOCKS.setdefault(reference, made)
+
+
+def here() -> str:
+    """The id of the Ray node that this process is on."""
+    host: str = quiet_ray().get_runtime_context().get_node_id()
+    return host
 
 
 def fetch(reference: Any) -> Any:
@@ -118,12 +128,24 @@ def _places(block: Compact, gap: Compact, length: Compact) -> Places:
     return Places(expanded(block), ends - lengths, lengths)
 
 
+class Pieces(Protocol):
+    """Has a part of a block's values."""
+
+    def ask(self) -> None:
+        """For them, without waiting."""
+
+    def piece(self, start: int, end: int) -> Array:
+        """The block's ``[start:end]``."""
+
+
 class Stored(Packed):
     """Rows that lie in blocks of the store. Those that are read are copied into one array, once."""
 
-    def __init__(self, blocks: Sequence[Block], places: Places) -> None:
+    def __init__(self, blocks: Sequence[Block], places: Places, excerpts: Mapping[int, Pieces] | None = None) -> None:
+        """``excerpts``: by the number of a block, what is read in its place in this process."""
         self.blocks = tuple(blocks)
         self.places = places
+        self._excerpts = excerpts or {}
 
     @classmethod
     def of(cls, block: Block, lengths: NDArray[np.int64]) -> "Stored":
@@ -161,16 +183,30 @@ class Stored(Packed):
         return self._read(Places(self.places.block[one], self.places.start[one], self.places.length[one]))
 
     def take(self, rows: Rows) -> "Stored":
-        return Stored(self.blocks, self.places.take(rows))
+        return Stored(self.blocks, self.places.take(rows), self._excerpts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Stored, (self.blocks, self.places)
 
     def _read(self, places: Places) -> Array:
+        for excerpt in self._excerpts.values():
+            excerpt.ask()
         pieces = []
         for block, start, end in places.runs:
-            values = self.blocks[block].values
-            if end > len(values):
+            if end > self.blocks[block].count:
                 raise EngineError("store: rows reach beyond the end of their block.")
-            pieces.append(values[start:end])
+            pieces.append(self._excerpts.get(block, self.blocks[block]).piece(start, end))
         return np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
+
+
+def blocks_of(batch: Batch) -> Sequence[Block]:
+    """All that its columns lie in."""
+    found: dict[Block, None] = {}
+
+    def note(column: Packed) -> Packed:
+        if isinstance(column, Stored):
+            found.update(dict.fromkeys(column.blocks))
+        return column
+
+    batch.mapped(note)
+    return list(found)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Packed, Prompts, Rollouts
+from rlflow.batch import Packed, Prompts, Repeated, Rollouts
 from rlflow.compiler.graph import Graph
 from rlflow.engines.base import Continues
 from rlflow.engines.groups import Groups
@@ -70,7 +70,7 @@ class Overcommitted:
                 prompt_ids=of_each.ids,
                 response_ids=Packed(arrays["response_ids"], offsets),
                 logprobs=Packed(arrays["logprobs"], offsets),
-                versions=Packed(arrays["versions"], offsets),
+                versions=Repeated.of(Packed(arrays["versions"], offsets)),
                 finished=arrays["finished"],
                 temperature=self._sampling.scoring_temperature,
                 texts=tuple(json.loads(arrays["texts"].tobytes())),

@@ -1,7 +1,7 @@
 """The workers of a role as actors of Ray."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from typing import Any
@@ -26,6 +26,9 @@ from rlflow.runtime.workers.worker import EngineWorker
 _CALLS = 8
 # What micro-batches are copied into is used again: new memory for each takes longer than the copying.
 ALLOCATION = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
+_ASIDE = "aside"
+# A port that was free may be taken until an engine listens there: so often others are tried.
+_ATTEMPTS = 3
 # How often it is asked whether hosts are still there, while engines are built.
 _LOOK_S = 2.0
 
@@ -43,6 +46,7 @@ class Actors:
         """Whether those that send weights from GPU to GPU know these engines."""
         self.actors: list[Any] = []
         """Ray's handles of EngineWorkers, by rank."""
+        self._ended: dict[Any, str] = {}
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -62,13 +66,35 @@ class Actors:
         self._build(range(len(self)))
 
     def _process(self, rank: int) -> Any:
-        return ray.remote(EngineWorker).options(**self._options(rank, self._workers[rank])).remote()
+        # Who asks how it goes waits for none of its other calls.
+        process = ray.remote(concurrency_groups={_ASIDE: 1})(EngineWorker)
+        return process.options(**self._options(rank, self._workers[rank])).remote()
 
     def _build(self, ranks: Sequence[int]) -> None:
-        # A host that has died since it was bound would leave them waiting for ever.
-        self._wait_for([self.call(rank, "ready") for rank in ranks])
-        address = self.meeting_address()
-        self._wait_for([self.call(rank, "build", self._engine, self._spec(rank, address)) for rank in ranks])
+        for attempt in range(1, _ATTEMPTS + 1):
+            # A host that has died since it was bound would leave them waiting for ever.
+            self._wait_for([self.call(rank, "ready") for rank in ranks])
+            address = self.meeting_address()
+            calls = [self.call(rank, "build", self._engine, self._spec(rank, address)) for rank in ranks]
+            try:
+                self._wait_for(calls)
+                break
+            except EngineError:
+                # Whoever came to another process's port may fail before the one who found it taken.
+                wait(calls, timeout=_LOOK_S)
+                taken = [call for call in calls if _port_is_taken(call)]
+                if not taken:
+                    raise
+                if attempt == _ATTEMPTS:
+                    gathered(taken)
+            self._renew(ranks)
+
+    def _renew(self, ranks: Sequence[int]) -> None:
+        """Processes without engines."""
+        for rank in ranks:
+            with suppress(RayError):
+                ray.kill(self.actors[rank])
+            self.actors[rank] = self._process(rank)
 
     def stop(self) -> None:
         for actor in self.actors:
@@ -86,10 +112,7 @@ class Actors:
             self.start()
             self.met = False
             return range(len(self))
-        for rank in ranks:
-            with suppress(RayError):
-                ray.kill(self.actors[rank])
-            self.actors[rank] = self._process(rank)
+        self._renew(ranks)
         self._build(ranks)
         return ranks
 
@@ -113,9 +136,20 @@ class Actors:
     def call(self, rank: int, method: str, *arguments: Any) -> "Future[Any]":
         return self.told(getattr(self.actors[rank], method).remote(*arguments), rank)
 
+    def end(self, actor: Any, why: str) -> None:
+        """The process of one, all calls of which fail with "worker 1 on host-0" and then ``why``."""
+        self._ended[actor] = why
+        with suppress(RayError):
+            ray.kill(actor)
+
     def told(self, reference: Any, rank: int) -> "Future[Any]":
         """The result, or what went wrong in words of ours."""
-        return told(reference, f"role {self._role}: worker {rank} on {self._workers[rank].bundles[0].host}")
+        actor = self.actors[rank]
+        return told(reference, self.name(rank), lambda: self._ended.get(actor))
+
+    def name(self, rank: int) -> str:
+        """For messages."""
+        return f"role {self._role}: worker {rank} on {self._workers[rank].bundles[0].host}"
 
     def _spec(self, rank: int, address: str) -> EngineSpec:
         device = "cuda:0" if is_on_gpu(self._plan) else "cpu"
@@ -149,8 +183,15 @@ class Actors:
         return max(1, int(cores) * len(worker.bundles) // sharing.count(host))
 
 
-def told(reference: Any, who: str) -> "Future[Any]":
-    """What Ray's reference stands for, or what went wrong with ``who`` in words of ours."""
+def aside(actor: Any, method: str) -> "Future[Any]":
+    """A method that tells of the process, whatever else it is doing."""
+    answer: Future[Any] = getattr(actor, method).options(concurrency_group=_ASIDE).remote().future()
+    return answer
+
+
+def told(reference: Any, who: str, ended: Callable[[], str | None] = lambda: None) -> "Future[Any]":
+    """What Ray's reference stands for, or what went wrong with ``who`` in words of ours; ``ended`` says why its process
+    has been ended, if it has."""
     told: Future[Any] = Future()
 
     def tell(answer: "Future[Any]") -> None:
@@ -158,16 +199,21 @@ def told(reference: Any, who: str) -> "Future[Any]":
         if error is None:
             told.set_result(answer.result())
         else:
-            told.set_exception(_error(error, who))
+            told.set_exception(_error(error, who, ended()))
 
     reference.future().add_done_callback(tell)
     return told
 
 
-def _error(error: BaseException, who: str) -> BaseException:
+def _port_is_taken(call: "Future[Any]") -> bool:
+    error = call.exception() if call.done() else None
+    return any(words in str(error) for words in ("EADDRINUSE", "ddress already in use"))
+
+
+def _error(error: BaseException, who: str, ended: str | None) -> BaseException:
     if isinstance(error, RayTaskError) and isinstance(error.cause, UserError | EngineError):
         return error.cause
     if isinstance(error, RayActorError):
-        return EngineError(f"{who} died: {first_line(error)}.")
+        return EngineError(f"{who} {ended or f'died: {first_line(error)}'}.")
     cause = error.cause if isinstance(error, RayTaskError) else error
     return EngineError(f"{who}: {first_line(cause)}.")

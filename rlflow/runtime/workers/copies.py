@@ -1,16 +1,24 @@
 """Weights from the workers of one role to those of another."""
 
 import time
-from concurrent.futures import Future, wait
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
 from rlflow.engines.base import WeightBackend
 from rlflow.errors import EngineError, UserError
-from rlflow.runtime.workers.actors import Actors
+from rlflow.runtime.workers.actors import Actors, aside
 from rlflow.runtime.workers.gpu_weights import Receivers
 from rlflow.runtime.workers.proxies import gathered
 
 _ATTEMPTS = 3
+# Who does not answer for so long hangs: a bucket takes less than a second, all weights from GPU to GPU seconds.
+LIMIT_S = 600.0
+# For what answers at once when it lives.
+_ANSWER_S = 5.0
+
+Place = tuple[Actors, int]
+"""A worker: its role and its rank."""
 
 
 def through_store(source: Actors, target: Actors, version: int) -> float:
@@ -38,31 +46,33 @@ def directly(source: Actors, target: Actors, backend: WeightBackend, version: in
         target.met = True
     receivers = Receivers(target.actors, target.num_gpus_each)
     address = source.meeting_address()
-    ranks = range(len(source))
-    gathered([source.call(rank, "send_directly", backend, receivers, rank, address) for rank in ranks])
-    gathered(target.everywhere("call", "transferred", version))
+    sending = _called(source, [source.call(r, "send_directly", backend, receivers, r, address) for r in _ranks(source)])
+    _within(sending, receiving=target)
+    _within(_called(target, target.everywhere("call", "transferred", version)))
     return time.perf_counter() - began
 
 
 def _bucket_by_bucket(source: Actors, target: Actors, version: int) -> float:
     """One is taken over while the next is gathered. Every engine has ended, well or not, when this returns."""
-    calls = [source.call(rank, "send_weights", rank == 0) for rank in range(len(source))]
-    gathered(calls + target.everywhere("expect_weights"))
+    calls = [source.call(rank, "send_weights", rank == 0) for rank in _ranks(source)]
+    _within(_called(source, calls) | _called(target, target.everywhere("expect_weights")))
     takes: list[Future[float]] = target.everywhere("take_weights", version)
     ending: str | None = None
     try:
         offers: list[Future[None]] = []
         while (bucket := _next_bucket(source)) is not None:
-            gathered(offers)
+            _within(_called(target, offers))
             if any(take.done() for take in takes):
                 ending = "another engine has not taken the weights over"
                 break
             offers = target.everywhere("offer", bucket)
-        gathered(offers)
+        _within(_called(target, offers))
     except (EngineError, UserError) as error:
         ending = str(error)
     target.everywhere("offer", ending)
-    wait(takes)
+    late = wait(takes, timeout=LIMIT_S).not_done
+    if late:
+        _end([(target, rank) for rank, take in enumerate(takes) if take in late])
     first = next((take.exception() for take in takes if take.exception() and str(take.exception()) != ending), None)
     if first is not None:
         raise first
@@ -73,5 +83,39 @@ def _bucket_by_bucket(source: Actors, target: Actors, version: int) -> float:
 def _next_bucket(source: Actors) -> Any | None:
     """Ray's reference to it; None after the last. Every rank gathers it, and the first one has it."""
     references = [actor.next_bucket.options(num_returns=2).remote() for actor in source.actors]
-    more = gathered([source.told(there, rank) for rank, (_, there) in enumerate(references)])[0]
+    more = _within(_called(source, [source.told(there, rank) for rank, (_, there) in enumerate(references)]))[0]
     return references[0][0] if more else None
+
+
+def _ranks(actors: Actors) -> range:
+    return range(len(actors))
+
+
+def _called(actors: Actors, calls: "Sequence[Future[Any]]") -> "dict[Future[Any], Place]":
+    """``calls`` are one a rank."""
+    return {call: (actors, rank) for rank, call in enumerate(calls)}
+
+
+def _within(calls: "Mapping[Future[Any], Place]", receiving: Actors | None = None) -> list[Any]:
+    """As gathered. Those that do not answer in time are ended, and so are those that are ``receiving`` then: raises
+    EngineError, which names them."""
+    done, late = wait(calls, timeout=LIMIT_S, return_when=FIRST_EXCEPTION)
+    if late and not any(call.exception() for call in done):
+        _end([calls[call] for call in calls if call in late] + (_at_work(receiving) if receiving else []))
+    return gathered(list(calls))
+
+
+def _at_work(actors: Actors) -> list[Place]:
+    """Those whose engines are in a call, or that do not say."""
+    asked = [aside(actor, "under_way") for actor in actors.actors]
+    wait(asked, timeout=_ANSWER_S)
+    busy = [not answer.done() or answer.exception() is not None or answer.result() != [] for answer in asked]
+    return [(actors, rank) for rank in _ranks(actors) if busy[rank]]
+
+
+def _end(silent: Sequence[Place]) -> None:
+    """Raises EngineError."""
+    for actors, rank in silent:
+        actors.end(actors.actors[rank], f"has not answered for {LIMIT_S:g} s in a copy of weights")
+    who = "; ".join(actors.name(rank) for actors, rank in silent)
+    raise EngineError(f"a copy of weights has stood still for {LIMIT_S:g} s. No answer from {who}.")

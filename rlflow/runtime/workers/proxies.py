@@ -24,6 +24,7 @@ from rlflow.batch import (
     ValueEstimates,
 )
 from rlflow.engines.base import Sampling, TokenLoss
+from rlflow.errors import EngineError
 from rlflow.resources.layout import Layout
 from rlflow.runtime.data_plane.kept import check_lengths
 from rlflow.runtime.data_plane.parts import Whole
@@ -90,9 +91,14 @@ class RoleProxy:
         return ValueEstimates(values=self._split(sequences, "values"))
 
     def evaluate(self, rollouts: Rollouts) -> Rewards:
-        self._turns.take(self._role)
-        rewards: Rewards = gathered([self.workers.submit(0, "evaluate", rollouts)])[0]
-        return rewards
+        values = np.empty(len(rollouts), np.float32)
+        for rank, result, rows in self._of_shares(rollouts, rollouts, "evaluate"):
+            if len(result.values) != len(rows):
+                raise EngineError(
+                    f"role {self._role}: worker {rank} has evaluated {len(result.values)} of {len(rows)} rollouts."
+                )
+            values[rows] = result.values
+        return Rewards(values=values)
 
     def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
         """The metrics are those of the whole minibatch, which every rank has."""
@@ -152,9 +158,23 @@ class RoleProxy:
         return ((rank, parts[rank // self._width]) for rank in range(len(self.workers)))
 
     def _split(self, sequences: Sequences, method: str, *arguments: Any) -> Packed:
-        """Ranks without rows work on the first one: sharded models need all ranks for every pass."""
+        columns, of_rows = [], []
+        for rank, result, rows in self._of_shares(sequences, sequences.bare(), method, *arguments):
+            what = f"role {self._role}: {method} of worker {rank}"
+            check_lengths(what, result.values, sequences.response_ids.lengths[rows])
+            columns.append(result.values)
+            of_rows.append(rows)
+        return Packed.joined(columns).take(np.argsort(np.concatenate(of_rows)))
+
+    def _of_shares(
+        self, sequences: Sequences, sent: Sequences, method: str, *arguments: Any
+    ) -> Iterable[tuple[int, Any, Index]]:
+        """For each share of ``sent``: the rank of its first worker, what that has made of it, and its rows.
+
+        Ranks without rows work on the first one: sharded models need all ranks for every pass.
+        """
         self._turns.take(self._role)
-        parts, whole = shares(sequences, self._num_shares, self._cost), Whole(sequences.bare())
+        parts, whole = shares(sequences, self._num_shares, self._cost), Whole(sent)
         calls = [
             self.workers.submit(
                 rank,
@@ -167,13 +187,8 @@ class RoleProxy:
             for rank, rows in self._ranks(parts)
         ]
         results = gathered(calls)[:: self._width]
-        columns = []
-        for share, (result, rows) in enumerate(zip(results, parts, strict=True)):
-            if len(rows):
-                what = f"role {self._role}: {method} of worker {share * self._width}"
-                check_lengths(what, result.values, sequences.response_ids.lengths[rows])
-                columns.append(result.values)
-        return Packed.joined(columns).take(np.argsort(np.concatenate(parts)))
+        ranks = range(0, len(self.workers), self._width)
+        return [each for each in zip(ranks, results, parts, strict=True) if len(each[2])]
 
 
 class Turns:

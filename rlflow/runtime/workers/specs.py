@@ -5,6 +5,7 @@ from typing import Any
 
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import EngineSpec, WeightBackend
+from rlflow.engines.causal_lm.kernels import check_attention
 from rlflow.engines.registry import engine_class, engine_kind
 from rlflow.errors import EngineError, PlacementError, UserError, first_line
 from rlflow.extras import check_extra
@@ -21,6 +22,7 @@ def check_engines(plan: Plan) -> None:
     for role, written in plan.recipe.roles.items():
         if (package := engine_kind(written.engine).package) is not None:
             check_extra(package, f"roles.{role}.engine", f"engine '{written.engine}'")
+        check_attention(role, written.attention)
         for worker in plan.roles[role].workers:
             if len(hosts := {bundle.host for bundle in worker.bundles}) > 1:
                 raise PlacementError(
@@ -50,6 +52,7 @@ def spec_of(plan: Plan, role: str, model: Model, *, device: str, rank: int = 0, 
         max_model_len=_max_model_len(plan, role),
         max_num_seqs=num_sequences(plan, role),
         weight_backend=weight_backend(plan, role),
+        attention=written.attention,
     )
 
 

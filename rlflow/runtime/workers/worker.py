@@ -33,9 +33,19 @@ class EngineWorker(Keeper):
         self._sending: Generator[Bucket] = buckets(())
         self._sender: Any = None
         self._arriving: queue.Queue[Bucket | str | None] = queue.Queue(1)
+        self._under_way: list[str] = []
 
     def ready(self) -> None:
         """The process is there."""
+
+    def steps(self) -> int:
+        """Of the engine so far, where it takes more prompts while it writes."""
+        steps: int = self._engine.steps
+        return steps
+
+    def under_way(self) -> list[str]:
+        """The methods of the engine that are being called."""
+        return list(self._under_way)
 
     def meeting_port(self) -> int:
         """A free port, for the workers of this one's role to meet at."""
@@ -52,7 +62,11 @@ class EngineWorker(Keeper):
 
     def call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
         """A method of the engine."""
-        return self._run(partial(getattr(self._engine, method), *arguments, **named))
+        self._under_way.append(method)
+        try:
+            return self._run(partial(getattr(self._engine, method), *arguments, **named))
+        finally:
+            self._under_way.remove(method)
 
     def send_weights(self, keep: bool) -> None:
         """From the first bucket again. Without ``keep`` the weights are gone through, for ranks that only gather."""

@@ -36,12 +36,12 @@ def edges(*overrides: str) -> dict[str, Edge]:
 def test_of_grpo() -> None:
     found = edges("recipe=grpo_7b", *LENGTHS)
     tokens = 256 * 8 * 400
-    # Ids, logprobs and versions of 4 bytes, a text of as many; of each sample whether it ended, and its text's frame.
-    assert found["rollouts"].bytes == tokens * 16 + 2048 * (1 + 15)
+    # Ids and logprobs of 4 bytes, a text of as many; of each sample a version, whether it ended, and its text's frame.
+    assert found["rollouts"].bytes == tokens * 12 + 2048 * (4 + 1 + 15)
     assert found["reference"].bytes == tokens * 4
     assert found["rewards"].bytes == found["advantages"].bytes == 2048 * 4
     # Numbers a sample are with the controller.
-    assert found["rollouts"].stored == found["rollouts"].bytes - 2048
+    assert found["rollouts"].stored == found["rollouts"].bytes - 2048 * (4 + 1)
     assert found["rewards"].stored == 0
     # Once a prompt, whatever the group.
     assert found["prompts"].bytes == pytest.approx(256 * (100 * 8 + 64), rel=0.01)
@@ -99,7 +99,7 @@ def test_of_supervised_training() -> None:
 
 def test_a_token_that_is_a_character_is_a_byte_of_text() -> None:
     found = edges("recipe=grpo_tiny", "expect.prompt_tokens=[6]", "expect.response_tokens=[4]")
-    assert found["rollouts"].stored == 1024 * (4 * (12 + 1) + 15)
+    assert found["rollouts"].stored == 1024 * (4 * (8 + 1) + 15)
     assert found["prompts"].stored == 128 * (6 * (4 + 1) + 64)
 
 

@@ -2,7 +2,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import rlflow
 from rlflow.compiler.plan import compile_recipe, plan_from, read_plan
 from rlflow.compose import cluster_named
-from rlflow.errors import RecipeError
+from rlflow.errors import PlacementError, RecipeError
 from rlflow.recipe import recipe_from
 from rlflow.resources.time.speed import Efficiency
 from tests.conftest import CONFIG_DIR, ROOT
@@ -23,6 +23,21 @@ RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 def test_a_plan_is_read_back_as_it_was_written(recipe: str) -> None:
     plan = rlflow.compile(rlflow.load([f"recipe={recipe}"]), "1x8+1x7@h200")
     assert plan_from(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_the_fingerprint_is_of_the_experiment_in_the_recipe_of_a_model_too() -> None:
+    plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny"]), "local")
+    policy = plan.recipe.models["policy"]
+    assert policy.recipe is not None
+    actor = policy.recipe.roles["actor"]
+
+    def fingerprint(**changes: Any) -> str:
+        base = replace(policy.recipe, **changes)  # type: ignore[type-var]
+        recipe = replace(plan.recipe, models={"policy": replace(policy, recipe=base)})
+        return replace(plan, recipe=recipe).fingerprint
+
+    assert fingerprint(roles={"actor": replace(actor, micro_batch_tokens=512)}) == plan.fingerprint
+    assert fingerprint(seed=7) != plan.fingerprint
 
 
 def test_the_fingerprint_is_of_the_experiment() -> None:
@@ -113,3 +128,34 @@ def test_a_file_that_is_no_plan(tmp_path: Path, content: str | None, message: st
         path.write_text(content)
     with pytest.raises(RecipeError, match=message):
         read_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cluster", "override", "message"),
+    [
+        ("grpo_7b", "2x2@cpu", "actor.attention=flash_attention_2", "runs on GPUs only, and these are processors"),
+        ("grpo_7b", "2x2@cpu", "rollout.eager=false", "CUDA graphs are asked for, and these are processors"),
+        ("grpo_7b", "1x8", "actor.eager=true", "the role does not have it with engine 'deepspeed'"),
+        ("grpo_7b", "1x8", "rollout.attention=sdpa", "the role does not have it with engine 'vllm'"),
+        ("grpo_tiny", "1x1@h200", "actor.attention=flash_attention_2", "has no kernel for a float32 model"),
+    ],
+)
+def test_kernels_that_are_not_there(recipe: str, cluster: str, override: str, message: str) -> None:
+    with pytest.raises(PlacementError, match=rf"roles\.{override.split('=')[0]}: .*{message}"):
+        rlflow.compile(rlflow.load([f"recipe={recipe}", f"roles.{override}"]), cluster)
+
+
+def test_graphs_on_gpus_and_none_on_processors() -> None:
+    def planned(cluster: str, eager: str) -> tuple[Any, Any, Any, float]:
+        plan = rlflow.compile(rlflow.load(["recipe=grpo_7b", f"roles.rollout.eager={eager}"]), cluster)
+        memory = plan.to_dict()["roles"]["rollout"]["memory_gib"]["phases"]
+        graphs = [memory.get(phase, {}).get("graphs", 0.0) for phase in ("generate", "resting")]
+        return plan.roles["rollout"].layout.eager, graphs, memory, plan.prediction.nodes["rollouts"].seconds
+
+    eager, graphs, memory, seconds = planned("1x8", "auto")
+    assert (eager, graphs) == (False, pytest.approx([0.68, 0.68]))
+    eager, graphs, without, slower = planned("1x8", "true")
+    assert (eager, graphs) == (True, [0.0, 0.0])
+    assert without["generate"]["kv"] == pytest.approx(memory["generate"]["kv"] + 0.68)
+    assert slower > seconds
+    assert planned("2x2@cpu", "auto")[0] is True

@@ -1,6 +1,9 @@
 """Attention over packed rows: the two ways to it give the same."""
 
+import sys
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,11 +13,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
-from rlflow.engines.causal_lm import attention
-from rlflow.engines.causal_lm.attention import PackedLayout, unpadded
+from rlflow.engines.causal_lm import attention, kernels
+from rlflow.engines.causal_lm.attention import PackedLayout, Rows, flash_rows, has_flash, torch_rows, unpadded
+from rlflow.engines.causal_lm.kernels import attention_of, check_attention
 from rlflow.engines.causal_lm.packing import Stream, pack
 from rlflow.engines.sharded.ulysses import shared
-from tests.helpers import sequences
+from rlflow.engines.torch import TorchEngine
+from rlflow.errors import RecipeError
+from tests.helpers import MODEL, sequences, spec
 
 GIVEN = sequences([5, 2, 9, 1], [[4, 3, 1], [2], [20, 17], [1]])
 CPU = torch.device("cpu")
@@ -30,7 +36,7 @@ def one_row_after_another(
     longest_key: int,
     **options: Any,
 ) -> Tensor:
-    """What the kernel for GPUs does, [W, H, D]."""
+    """What torch's kernel for GPUs does, [W, H, D]."""
     assert options.pop("window_size") == (-1, 0)
     assert query_ends.dtype == torch.int32
     assert query_ends.equal(key_ends)
@@ -43,25 +49,38 @@ def one_row_after_another(
     return torch.cat(rows)
 
 
-def attended(stream: Stream, heads: int, key_heads: int) -> tuple[Tensor, list[Tensor]]:
+def flash_attn_varlen_func(*given: Any, softmax_scale: float, causal: bool) -> Tensor:
+    """What flash-attn's does."""
+    assert causal
+    return one_row_after_another(*given, scale=softmax_scale, window_size=(-1, 0), enable_gqa=True)
+
+
+@pytest.fixture(params=["torch", "flash-attn"])
+def rows_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rows:
+    """With a kernel for processors behind it."""
+    monkeypatch.setattr(attention, "varlen_attn", one_row_after_another)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    return flash_rows if request.param == "flash-attn" else torch_rows
+
+
+def attended(stream: Stream, heads: int, key_heads: int, by: Rows = torch_rows) -> tuple[Tensor, list[Tensor]]:
     """And the gradients."""
     draw = torch.Generator().manual_seed(0)
     shapes = [(1, count, len(stream.ids), 8) for count in (heads, key_heads, key_heads)]
     query, key, value = given = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
-    out = PackedLayout(stream, CPU).attend(0, query, key, value, 0.3)
+    out = PackedLayout(stream, CPU).attend(0, query, key, value, 0.3, by)
     return out, list(torch.autograd.grad(out.square().sum(), given))
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_rows_of_any_length_are_blocks_of_like_length(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, key_heads: int
+    monkeypatch: pytest.MonkeyPatch, ranks: int, key_heads: int, rows_by: Rows
 ) -> None:
     stream = shared(pack(GIVEN.prompt_ids, GIVEN.response_ids), ranks)
     blocks, of_blocks = attended(stream, 4, key_heads)
     monkeypatch.setattr(attention, "takes_rows", lambda value: True)
-    monkeypatch.setattr(attention, "varlen_attn", one_row_after_another)
-    rows, of_rows = attended(stream, 4, key_heads)
+    rows, of_rows = attended(stream, 4, key_heads, rows_by)
     tokens = torch.from_numpy(np.unique(np.concatenate([block.ravel() for block in stream.blocks])))
     assert torch.allclose(rows[:, tokens], blocks[:, tokens], atol=1e-6)
     for one, other in zip(of_rows, of_blocks, strict=True):
@@ -87,3 +106,61 @@ def test_its_memory_grows_with_tokens_and_not_with_their_square(key_heads: int) 
         attended(stream, 4, key_heads)
     largest = max(event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]")
     assert largest < 800 * 800 * 4
+
+
+def test_the_model_runs_by_the_kernel_that_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = TorchEngine(spec()).logprobs(GIVEN, 1.0).values.values
+    called = []
+
+    def flash(*given: Any, **options: Any) -> Tensor:
+        called.append(given)
+        return flash_attn_varlen_func(*given, **options)
+
+    monkeypatch.setattr(attention, "takes_rows", lambda value: True)
+    monkeypatch.setattr(attention, "varlen_attn", None)
+    monkeypatch.setattr("rlflow.engines.torch.attention_of", lambda spec: "flash_attention_2")
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash))
+    assert TorchEngine(spec()).logprobs(GIVEN, 1.0).values.values == pytest.approx(scores, abs=1e-5)
+    assert called
+
+
+@pytest.mark.parametrize(
+    ("wanted", "version", "gpu", "dtype", "chosen"),
+    [
+        ("auto", "2.8.3", True, "bfloat16", "flash_attention_2"),
+        ("auto", None, True, "bfloat16", "sdpa"),
+        ("auto", "4.0.0", True, "bfloat16", "sdpa"),
+        ("auto", "2.8.3", False, "bfloat16", "sdpa"),
+        ("auto", "2.8.3", True, "float32", "sdpa"),
+        ("sdpa", "2.8.3", True, "bfloat16", "sdpa"),
+        ("flash_attention_2", "2.8.3", True, "bfloat16", "flash_attention_2"),
+    ],
+)
+def test_which_kernel_there_is(
+    monkeypatch: pytest.MonkeyPatch, wanted: Any, version: str | None, gpu: bool, dtype: Any, chosen: str
+) -> None:
+    monkeypatch.setattr(kernels, "installed", lambda name: version and (name, version))
+    monkeypatch.setattr(attention, "has_flash", lambda device: gpu)
+    assert attention_of(replace(spec(model=replace(MODEL, dtype=dtype)), attention=wanted)) == chosen
+
+
+def test_flash_attention_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "installed", lambda name: None)
+    with pytest.raises(RecipeError, match=r"roles\.actor\.attention: 'flash_attention_2' needs flash-attn 2, which is"):
+        check_attention("actor", "flash_attention_2")
+    monkeypatch.setattr(kernels, "installed", lambda name: (name, "2.8.3"))
+    with pytest.raises(RecipeError, match="'flash_attention_2' has no kernel for float32 on 'cpu'"):
+        attention_of(replace(spec(), attention="flash_attention_2"))
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "has"),
+    [("cpu", (9, 0), False), ("cuda", (7, 0), False), ("cuda", (8, 0), True), ("cuda", (9, 4), True)],
+)
+def test_flash_attention_is_for_ampere_and_later(
+    monkeypatch: pytest.MonkeyPatch, device: str, capability: tuple[int, int], has: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    has_flash.cache_clear()
+    assert has_flash(torch.device(device)) == has
+    has_flash.cache_clear()

@@ -1,11 +1,12 @@
 """The parts of the vLLM engine, without vLLM."""
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from rlflow.engines.causal_lm.pretrained import load_model
 from rlflow.engines.serving.batching import Batcher, Request, Written
 from rlflow.engines.serving.model_files import Expected, load_config, load_end_ids, model_files
+from rlflow.engines.serving.seconds import Recorder
 from rlflow.engines.serving.settings import check_model, engine_arguments, set_environment
 from rlflow.engines.serving.shared_files import SharedFile, shared_files
 from rlflow.engines.vllm import VllmEngine
@@ -353,7 +355,13 @@ class TestSettings:
         assert (given["gpu_memory_utilization"], given["enable_sleep_mode"]) == (0.6, True)
         assert given["max_model_len"] == 4096
         assert given["max_num_batched_tokens"] == 8192
-        assert not {"enforce_eager", "kv_cache_memory_bytes"} & given.keys()
+        assert "kv_cache_memory_bytes" not in given
+
+    @pytest.mark.parametrize("eager", [True, False])
+    def test_graphs_are_as_planned(self, eager: bool) -> None:
+        layout = Layout(micro_batch_tokens=1, eager=eager)
+        given = engine_arguments(replace(spec(), device="cuda:0", layout=layout), "folder", config())
+        assert given["enforce_eager"] == eager
 
     def test_ranks_have_cores_of_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "environ", environment := dict[str, str]())
@@ -368,3 +376,49 @@ class TestSettings:
 def test_the_model_of_these_tests_has_heads_that_vllm_takes() -> None:
     assert ARCHITECTURE.head_dim == 32
     assert len(CHARACTERS) + 1 == ARCHITECTURE.vocab_size
+
+
+class DriverError(Exception):
+    pass
+
+
+def driver(*, fails: bool) -> ModuleType:
+    """In place of pynvml, for a host of three GPUs that compute 10, 20 and 60 % of the time."""
+
+    def rates(handle: int) -> SimpleNamespace:
+        if fails:
+            raise DriverError
+        return SimpleNamespace(gpu=[10, 20, 60][handle])
+
+    module = ModuleType("pynvml")
+    vars(module).update(
+        NVMLError=DriverError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetHandleByUUID={"GPU-c": 2}.__getitem__,
+        nvmlDeviceGetUtilizationRates=rates,
+    )
+    return module
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "fails", "share"),
+    [
+        ("cuda", "1", False, 0.2),
+        ("cuda", "0,GPU-c", False, 0.35),
+        ("cuda", "1", True, None),
+        ("cpu", "1", False, None),
+    ],
+)
+def test_how_much_gpus_compute(
+    device: str, visible: str, fails: bool, share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = ModuleType("third_party")
+    vars(package)["pynvml"] = driver(fails=fails)
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.third_party", package)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
+    recorder = Recorder(SimpleNamespace(vllm_config=config))
+    recorder.stepped([], idle=True)
+    assert [second.gpu for second in recorder.take()] == [pytest.approx(share) if share else None]

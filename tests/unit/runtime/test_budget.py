@@ -11,10 +11,10 @@ from rlflow.batch import Logprobs, Packed, Rewards
 from rlflow.errors import EngineError
 from rlflow.runtime.data_plane import kept
 from rlflow.runtime.data_plane.budget import Budget, Room, current_edge, edge
-from rlflow.runtime.data_plane.handover import Handover, blocks_of
+from rlflow.runtime.data_plane.handover import Handover
 from rlflow.runtime.data_plane.kept import Keeper
 from rlflow.runtime.data_plane.parts import opened
-from rlflow.runtime.data_plane.store import Block
+from rlflow.runtime.data_plane.store import Block, blocks_of
 
 MIB = 2**20
 

@@ -30,4 +30,4 @@ def test_a_step_that_does_not_fit() -> None:
 def test_a_sample_that_does_not_fit() -> None:
     said = r"graph\.rollouts\.max_tokens: a response of 4 tokens is 0\.00 GiB, and batches may take 0\.00 GiB"
     with pytest.raises(PlacementError, match=said):
-        check_rooms(PLAN, rooms(63))
+        check_rooms(PLAN, rooms(47))

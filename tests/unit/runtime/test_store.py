@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlflow.batch import Logprobs, Packed, Rewards
+from rlflow.batch import Logprobs, Packed, Repeated, Rewards
 from rlflow.errors import EngineError
 from rlflow.runtime.data_plane import kept, store
 from rlflow.runtime.data_plane.kept import Kept
@@ -44,15 +44,17 @@ def rows_of(column: Packed) -> list[list[Any]]:
 
 @pytest.fixture
 def written() -> Any:
-    """Six rollouts whose values are all different."""
+    """Six rollouts whose rows are all different."""
     of = rollouts(sequences([3, 2], [[4, 1, 3], [2, 5, 1]]), list("abcdef"))
     count = len(of.response_ids.values)
-    return of.mapped(lambda c: c.like(np.arange(count, dtype=c.values.dtype)) if len(c.values) == count else c)
+    ids, logprobs = (of.response_ids.like(np.arange(count, dtype=kind)) for kind in (np.int32, np.float32))
+    versions = Repeated(np.arange(6, dtype=np.int32), of.response_ids.lengths)
+    return replace(of, response_ids=ids, logprobs=logprobs, versions=versions)
 
 
 def test_an_object_a_field(objects: dict[int, Any], written: Any) -> None:
     out = stored(written)
-    assert len(objects) == 6  # prompts, responses, logprobs, versions, texts, rows
+    assert len(objects) == 5  # prompts, responses, logprobs, texts, rows; versions are one a row
     for name in ("prompt_ids", "response_ids", "logprobs", "versions"):
         assert rows_of(getattr(out, name)) == rows_of(getattr(written, name)), name
     assert list(out.texts) == list("abcdef")
@@ -67,7 +69,7 @@ def test_rows_of_several_producers(written: Any, rows: list[int]) -> None:
     taken = whole.take(np.array(rows, np.int64))
     for name in ("prompt_ids", "response_ids", "logprobs", "versions"):
         column, expected = getattr(taken, name), getattr(written, name)
-        assert isinstance(column, Stored)
+        assert isinstance(column, Repeated if name == "versions" else Stored)
         assert rows_of(column) == [expected[row].tolist() for row in rows]
         assert column.values.tolist() == [value for row in rows for value in expected[row]]
         assert column.values.dtype == expected.values.dtype
@@ -81,7 +83,6 @@ def test_columns_that_are_cut_alike_travel_once(written: Any) -> None:
     whole = type(written).joined([stored(written.take(np.array(part))) for part in ([0, 1], [2, 3, 4, 5])])
     for batch in (whole, whole.take(np.array([4, 2])), pickle.loads(pickle.dumps(whole))):
         assert batch.logprobs.places is batch.response_ids.places
-        assert batch.versions.places is batch.response_ids.places
     again = pickle.loads(pickle.dumps(whole.take(np.array([5, 0]))))
     assert rows_of(again.logprobs) == [rows_of(written.logprobs)[row] for row in (5, 0)]
     assert again.logprobs.blocks[0] is whole.logprobs.blocks[0], "there is one of each block in a process"
@@ -95,7 +96,7 @@ def test_a_thousand_rollouts_in_a_message(objects: dict[int, Any]) -> None:
     whole = rollouts(sequences(list(draw.integers(1, 40, 250)), [list(group) for group in lengths]))
     joined = type(whole).joined([stored(whole.take(part)) for part in parts])
     assert len(pickle.dumps(joined)) < 10_000
-    assert len(objects) == 24
+    assert len(objects) == 20
 
 
 def test_only_blocks_that_are_asked_for_are_fetched(objects: dict[int, Any], written: Any) -> None:
@@ -111,11 +112,26 @@ def test_results_of_many_calls_are_handed_over_as_one(objects: dict[int, Any], w
     sizes = [keeping.add(3, written.take(np.array([row]))).nbytes for row in (4, 0, 1)]
     assert objects == {}
     out = keeping.put(3)
-    assert len(objects) == 6
+    assert len(objects) == 5
     assert sum(sizes) == sum(values.nbytes for values in objects.values())
     assert rows_of(out.response_ids) == [rows_of(written.response_ids)[row] for row in (4, 0, 1)]
     with pytest.raises(KeyError):
         keeping.put(3)
+
+
+def test_columns_are_kept_as_they_are_declared(objects: dict[int, Any], written: Any) -> None:
+    """Whatever an engine gives, what several of them have made can be joined without its values."""
+    keeping = Kept()
+    count = len(written.versions.values)
+    changing = written.versions.like(np.arange(count, dtype=np.int32) // 3)
+    same = Repeated(np.zeros(len(written), np.float32), written.response_ids.lengths)
+    sizes = [keeping.add(0, each).nbytes for each in (written, replace(written, versions=changing, logprobs=same))]
+    out = keeping.put(0)
+    assert isinstance(out.versions, Repeated)
+    assert isinstance(out.logprobs, Stored)
+    assert out.versions.values.tolist() == written.versions.values.tolist() + changing.values.tolist()
+    assert rows_of(out.logprobs) == rows_of(written.logprobs) + rows_of(same)
+    assert sum(sizes) == sum(values.nbytes for values in objects.values())
 
 
 def test_what_has_no_columns_is_given_back(objects: dict[int, Any]) -> None:
@@ -151,9 +167,11 @@ class TestBadData:
             Kept().add(0, replace(written, logprobs=short))
         with pytest.raises(EngineError, match="versions has 2 rows, and there are 6"):
             Kept().add(0, replace(written, versions=written.versions.take(np.array([0, 1]))))
-        broken = Packed(written.versions.values[:-1], written.versions.offsets)
-        with pytest.raises(EngineError, match="a column has 15 values, and its rows 16"):
-            Kept().add(0, replace(written, versions=broken))
+        for name in ("logprobs", "versions"):
+            column = getattr(written, name)
+            broken = Packed(column.values[:-1], column.offsets)
+            with pytest.raises(EngineError, match="a column has 15 values, and its rows 16"):
+                Kept().add(0, replace(written, **{name: broken}))
         with pytest.raises(EngineError, match=r"texts has 1 rows"):
             Kept().add(0, replace(written, texts=("a",)))
         assert objects == {}
@@ -162,6 +180,7 @@ class TestBadData:
 def test_a_part_of_a_batch(objects: dict[int, Any], written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Whole(written)
     monkeypatch.setattr("rlflow.runtime.data_plane.parts.fetch", objects.__getitem__)
+    monkeypatch.setattr("rlflow.runtime.data_plane.parts.here", lambda: "h")
     objects[99] = pickle.loads(pickle.dumps(written))
     vars(whole)["reference"] = 99
     part = whole.part(np.array([4, 1]))

@@ -1,0 +1,92 @@
+"""Checkpoints that another number of ranks goes on from."""
+
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rlflow.engines.base import EngineSpec
+from rlflow.errors import EngineError, RecipeError, first_line
+
+# Of the folder that is made, beside DeepSpeed's own.
+UNIVERSAL = "universal"
+# Stages whose files DeepSpeed's converter makes into each other's.
+_STAGES = ({0}, {1, 2}, {3})
+
+
+def needs_resharding(spec: EngineSpec, saved: Mapping[str, int], own: Mapping[str, int]) -> bool:
+    """Of a checkpoint that ``saved`` ranks at a stage have written. Raises RecipeError for a stage that cannot take it
+    over."""
+    together = next(stages for stages in _STAGES if own["zero_stage"] in stages)
+    if saved["zero_stage"] not in together:
+        raise RecipeError(
+            f"roles.{spec.role}.zero_stage",
+            f"the checkpoint was saved by {saved['world_size']} ranks with ZeRO {saved['zero_stage']}, and these are "
+            f"{own['world_size']} with ZeRO {own['zero_stage']}, which cannot take it over",
+            fix=f"roles.{spec.role}.zero_stage={saved['zero_stage']}",
+        )
+    # Without ZeRO one file has everything.
+    return saved != own and own["zero_stage"] > 0
+
+
+@contextmanager
+def resharded(spec: EngineSpec, folder: Path, tag: str, shards: int) -> Iterator[None]:
+    """While it is open ``folder`` has beside ``tag`` what DeepSpeed's converter makes of it, as ``UNIVERSAL``: weights
+    and moments whole, from ``shards`` files. Rank 0 writes it, as large as the checkpoint.
+
+    Called by all ranks together. Raises EngineError on all of them when it cannot be made.
+    """
+    import torch
+
+    reason = _converted(folder / tag, folder / UNIVERSAL, shards) if spec.rank == 0 else ""
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    failed = torch.tensor(int(bool(reason)), device=device)
+    torch.distributed.all_reduce(failed)
+    try:
+        if failed:
+            raise EngineError(f"role {spec.role}: '{folder}' cannot be restored ({reason or 'rank 0 says why'}).")
+        yield
+        torch.distributed.barrier()
+    finally:
+        if spec.rank == 0:
+            shutil.rmtree(folder / UNIVERSAL, ignore_errors=True)
+
+
+@contextmanager
+def reads_universal(engine: Any) -> Iterator[None]:
+    """DeepSpeed's ``engine`` loads what the converter makes. Its configuration says so once for all otherwise."""
+    engine._config.load_universal_checkpoint = True
+    try:
+        yield
+    finally:
+        engine._config.load_universal_checkpoint = False
+
+
+def _converted(source: Path, target: Path, shards: int) -> str:
+    """Why not, or nothing."""
+    # The converter takes as many as there are.
+    if (found := len(list(source.glob("*_optim_states.pt")))) != shards:
+        return f"it has {found} of {shards} shards"
+    from deepspeed.checkpoint import ds_to_universal
+
+    # Of a run that was killed.
+    shutil.rmtree(target, ignore_errors=True)
+    arguments = Namespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    try:
+        # It prints what it does.
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            ds_to_universal.main(arguments)
+    except Exception as error:  # whatever it stumbles over where files are missing
+        return first_line(error) or type(error).__name__
+    return ""

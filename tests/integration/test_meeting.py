@@ -1,0 +1,62 @@
+"""Workers of a role that meet at a port which another process has taken in the meantime."""
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+
+import rlflow
+from rlflow.compiler.lower import models_in_use
+from rlflow.engines.base import EngineSpec, Sampling
+from rlflow.engines.sharded.group import meet
+from rlflow.errors import EngineError
+from rlflow.runtime.cluster.hosts import simulated
+from rlflow.runtime.ray import RayRuntime
+from rlflow.runtime.workers.worker import EngineWorker
+from tests.conftest import CONFIG_DIR
+from tests.helpers import prompts
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+class Meeting(EngineWorker):
+    """Of the role rollout the ranks meet; their port is taken as often as there are files in the folder."""
+
+    folder: Path
+
+    def meeting_port(self) -> int:
+        for file in sorted(self.folder.iterdir())[:1]:
+            file.unlink()
+            self._other = socket.create_server(("", 0))
+            port: int = self._other.getsockname()[1]
+            return port
+        return super().meeting_port()
+
+    def build(self, engine: str, spec: EngineSpec) -> None:
+        if spec.role == "rollout":
+            meet(spec)
+        super().build(engine, spec)
+
+
+def test_a_port_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once is no matter; as often as is tried, it is an error."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    pins = [f"roles.{role}.gpus={gpus}" for role, gpus in (("actor", 1), ("rollout", 2), ("reference", 1))]
+    plan = rlflow.compile(rlflow.load(["recipe=fake", *pins], CONFIG_DIR), "2x2@cpu")
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    monkeypatch.setattr(Meeting, "folder", taken, raising=False)
+    monkeypatch.setattr("rlflow.runtime.workers.actors.EngineWorker", Meeting)
+    monkeypatch.setattr("rlflow.runtime.workers.actors._ATTEMPTS", 2)
+    with simulated(plan.cluster), RayRuntime().start(plan, models_in_use(plan.recipe), tmp_path) as engines:
+        rollout = engines["rollout"]
+        (taken / "once").touch()
+        rollout.workers.restart()
+        assert not list(taken.iterdir())
+        assert len(rollout.generate(prompts((2, 2)), Sampling(max_tokens=2))) == 2
+        for index in range(2):
+            (taken / str(index)).touch()
+        with pytest.raises(EngineError, match=r"role rollout: worker 0 .*(EADDRINUSE|ddress already in use)"):
+            rollout.workers.restart()

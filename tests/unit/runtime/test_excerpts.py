@@ -1,0 +1,132 @@
+"""What of a block on another host is cut out there, by a process that is this one here."""
+
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlflow.batch import Logprobs
+from rlflow.errors import EngineError
+from rlflow.runtime.data_plane import excerpts, store
+from rlflow.runtime.data_plane.excerpts import Cutter, near
+from rlflow.runtime.data_plane.store import Places, Stored, block_of
+
+LENGTHS = np.array([3, 0, 2, 4, 1])
+STARTS = np.cumsum(LENGTHS) - LENGTHS
+
+
+class Elsewhere:
+    """The objects of other hosts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.objects: dict[Any, Any] = {}
+        self.fetched: list[Any] = []
+        self.cut: list[Any] = []
+        self.fails = False
+        cutter = SimpleNamespace(cut=SimpleNamespace(remote=lambda *arguments: arguments))
+        self._cutter = Cutter()
+        monkeypatch.setattr(excerpts, "_cutter", cache(lambda host: cutter))
+        monkeypatch.setattr(excerpts, "_WORTH", 1)
+        monkeypatch.setattr(
+            excerpts, "quiet_ray", lambda: SimpleNamespace(get=self._get, put=self._put, exceptions=ray.exceptions)
+        )
+        monkeypatch.setattr(store, "_BLOCKS", type(store._BLOCKS)())
+        monkeypatch.setattr(store, "fetch", self._fetch)
+
+    def block(self, host: str, first: int) -> Any:
+        reference = f"{host} {first}"
+        self.objects[reference] = np.arange(first, first + LENGTHS.sum(), dtype=np.int32)
+        return block_of(reference, host, int(LENGTHS.sum()), "<i4")
+
+    def _fetch(self, reference: Any) -> Any:
+        self.fetched.append(reference)
+        return self.objects[reference]
+
+    def _put(self, values: Any) -> str:
+        self.cut.append(values)
+        self.objects[f"cut {len(self.cut)}"] = values
+        return f"cut {len(self.cut)}"
+
+    def _get(self, asked: Any) -> Any:
+        if isinstance(asked, str):
+            return self.objects[asked]
+        if self.fails:
+            raise ray.exceptions.RayActorError
+        return self._cutter.cut(*asked)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
+    return Elsewhere(monkeypatch)
+
+
+def column(elsewhere: Elsewhere, rows: list[int]) -> Stored:
+    """Rows 0 to 4 are here, 5 to 9 and 10 to 14 on other hosts."""
+    blocks = [elsewhere.block(host, first) for host, first in (("here", 0), ("b", 100), ("c", 200))]
+    places = Places(np.repeat([0, 1, 2], 5), np.tile(STARTS, 3), np.tile(LENGTHS, 3))
+    return Stored(blocks, places).take(np.array(rows, np.int64))
+
+
+def values_of(batch: Logprobs) -> list[int]:
+    found: list[int] = batch.values.values.tolist()
+    return found
+
+
+def test_only_what_is_read_comes(elsewhere: Elsewhere) -> None:
+    whole = Logprobs(values=column(elsewhere, [0, 5, 8, 7, 13, 5]))
+    read = near(whole, "here")
+    assert values_of(read) == [0, 1, 2, 100, 101, 102, 105, 106, 107, 108, 103, 104, 205, 206, 207, 208, 100, 101, 102]
+    assert elsewhere.fetched == ["here 0"]
+    assert [len(values) for values in elsewhere.cut] == [9, 4]
+    assert values_of(read.take(np.array([2, 4]))) == [105, 106, 107, 108, 205, 206, 207, 208]
+    assert len(elsewhere.cut) == 2, "what was cut out serves all that is taken of it"
+
+
+@given(st.lists(st.integers(0, 14), max_size=12), st.data())
+def test_any_rows_are_the_same(rows: list[int], draw: Any) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        elsewhere = Elsewhere(monkeypatch)
+        plain = Logprobs(values=column(elsewhere, rows))
+        read = near(plain, "here")
+        taken = draw.draw(st.lists(st.integers(0, len(rows) - 1), max_size=6)) if rows else []
+        for picked in (np.arange(len(rows)), np.array(taken, np.int64)):
+            assert values_of(read.take(picked)) == values_of(plain.take(picked))
+
+
+def test_ranks_that_share_sequences_share_what_is_cut_out(elsewhere: Elsewhere) -> None:
+    whole = Logprobs(values=column(elsewhere, [5, 8]))
+    assert values_of(near(whole, "here")) == values_of(near(whole, "d"))
+    assert len(elsewhere.cut) == 1
+
+
+def test_a_block_of_which_all_is_read_comes_whole(elsewhere: Elsewhere) -> None:
+    read = near(Logprobs(values=column(elsewhere, [9, 8, 7, 5])), "here")
+    assert len(values_of(read)) == 10
+    assert elsewhere.cut == []
+    assert elsewhere.fetched == ["b 100"]
+
+
+def test_nothing_is_asked_for_that_is_not_read(elsewhere: Elsewhere) -> None:
+    read = near(Logprobs(values=column(elsewhere, [5, 10])), "here")
+    assert read.values.lengths.tolist() == [3, 3]
+    assert not elsewhere.cut
+    assert not elsewhere.fetched
+
+
+def test_where_nobody_cuts_the_block_comes_whole(elsewhere: Elsewhere) -> None:
+    elsewhere.fails = True
+    read = near(Logprobs(values=column(elsewhere, [5, 0])), "here")
+    assert values_of(read) == [100, 101, 102, 0, 1, 2]
+    assert elsewhere.fetched == ["b 100", "here 0"]
+
+
+def test_rows_beyond_the_end(elsewhere: Elsewhere) -> None:
+    places = Places(np.array([0]), np.array([8]), np.array([5]))
+    read = near(Logprobs(values=Stored([elsewhere.block("b", 100)], places)), "here")
+    with pytest.raises(EngineError, match="reach beyond the end of their block"):
+        values_of(read)
