@@ -9,10 +9,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rlflow.engines.causal_lm.pretrained import load_model
+from rlflow.engines.groups import Begun
 from rlflow.engines.serving.batching import Batcher, Request, Written
 from rlflow.engines.serving.model_files import Expected, load_config, load_end_ids, model_files
 from rlflow.engines.serving.seconds import Recorder
@@ -118,6 +120,27 @@ class TestBatcher:
             assert [len(written) for written in results] == [3]
         assert engine.most == 12
         assert engine.threads.isdisjoint({threading.get_ident()})
+
+    def test_breaking_off_answers_all_that_came_before(
+        self, engine: FakeEngine, batcher: Batcher, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def so_far(of: FakeEngine) -> list[Output]:
+            return [Output(name, [SimpleNamespace(token_ids=[1] * left)]) for name, left in of.live.items()]
+
+        monkeypatch.setattr("rlflow.engines.serving.batching.outputs_so_far", so_far)
+        batcher.break_off()
+        engine.go_on.clear()
+        begun = Begun(np.zeros(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32))
+        first = batcher.submit([Request([0] * 9, "", begun), Request([0] * 1, "")])
+        wait_for(lambda: len(engine.live) == 2)
+        later = batcher.submit(requests(7))
+        thread, results = started(batcher.break_off)
+        wait_for(lambda: waiting(batcher) == 2)
+        engine.go_on.set()
+        thread.join(60)
+        assert results == [None]
+        assert [answer.result(60).length for answer in [*first, *later]] == [2 + 8, 1, 7]
+        assert [written.length for written in generate(batcher, requests(2))] == [1], "it goes on with what comes"
 
     def test_a_call_has_the_engine_for_itself(self, engine: FakeEngine, batcher: Batcher) -> None:
         engine.go_on.clear()
