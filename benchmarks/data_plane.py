@@ -226,7 +226,7 @@ class Steps:
     """Of a step."""
 
 
-def steps_of(prompts: int, group_size: int, steps: int = 3) -> Steps:
+def steps_of(prompts: int, group_size: int, steps: int = 5) -> Steps:
     """On a host of two processors, where every role is on both."""
 
     pins = [f"roles.{role}.{pin}" for role in ("actor", "rollout", "reference") for pin in ("engine=fake", "gpus=2")]
