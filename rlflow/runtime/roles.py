@@ -63,14 +63,18 @@ class RayEngines(Engines):
         self._hosting = hosting
 
     def measured(self, step: int) -> dict[str, float]:
-        """Also writes a line of each engine and second into ``engines.jsonl``."""
+        """Also writes a line of each engine and second, and of each engine that failed, into ``engines.jsonl``."""
         metrics: dict[str, float] = {}
         for role, engine in self.items():
-            if engine.writing is not None and (lines := engine.writing.taken_lines()):
-                known = [{name: value for name, value in line.items() if value is not None} for line in lines]
-                with (self._directory / "engines.jsonl").open("a") as file:
-                    file.writelines(json.dumps({"step": step, **line}) + "\n" for line in known)
-                metrics |= {f"{role}/{name}": value for name, value in summary(lines).items()}
+            if engine.writing is None:
+                continue
+            lines, failures = engine.writing.taken_lines(), engine.writing.taken_failures()
+            told = [{name: value for name, value in line.items() if value is not None} for line in lines]
+            told += [{"role": role, **failure} for failure in failures]
+            with (self._directory / "engines.jsonl").open("a") as file:
+                file.writelines(json.dumps({"step": step, **line}) + "\n" for line in told)
+            of_role = {**summary(lines), "engines/replaced": len(failures)}
+            metrics |= {f"{role}/{name}": value for name, value in of_role.items()}
         # Not what an evaluation before it has put.
         stored = {edge: size for edge, size in self.handover.budget.taken_sums().items() if "/" not in edge}
         self._stored.update(stored)
