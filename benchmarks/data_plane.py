@@ -50,8 +50,8 @@ from rlflow.runtime.cluster.hosts import quiet_ray, simulated
 from rlflow.runtime.data_plane.budget import Budget
 from rlflow.runtime.data_plane.handover import Handover, Remote
 from rlflow.runtime.data_plane.kept import Keeper
+from rlflow.runtime.data_plane.limits import store_limits
 from rlflow.runtime.data_plane.parts import Whole
-from rlflow.runtime.data_plane.rooms import store_rooms
 from rlflow.runtime.data_plane.shares import shares
 from rlflow.runtime.data_plane.store import blocks_of
 from rlflow.runtime.ray import RayRuntime
@@ -120,7 +120,7 @@ class Workers:
         self.actors = [remote.remote() for _ in range(WORKERS)]
         holders = [quiet_ray().cloudpickle.dumps(Holder(rank, lengths)) for rank in range(WORKERS)]
         quiet_ray().get([actor.hold.remote(holder) for actor, holder in zip(self.actors, holders, strict=True)])
-        self.handover = Handover(Budget(store_rooms()))
+        self.handover = Handover(Budget(store_limits()))
 
     def call(self, rank: int, method: str, *arguments: Any, **named: Any) -> Any:
         return told(getattr(self.actors[rank], method).remote(*arguments, **named), f"worker {rank}")
@@ -226,7 +226,7 @@ class Steps:
     """Of a step."""
 
 
-def steps_of(prompts: int, group_size: int, steps: int = 3) -> Steps:
+def steps_of(prompts: int, group_size: int, steps: int = 5) -> Steps:
     """On a host of two processors, where every role is on both."""
 
     pins = [f"roles.{role}.{pin}" for role in ("actor", "rollout", "reference") for pin in ("engine=fake", "gpus=2")]

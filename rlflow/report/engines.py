@@ -1,4 +1,4 @@
-"""Which engine lags in writing, and why: from ``engines.jsonl``."""
+"""Which engine lags in writing, which ones failed, and why: from ``engines.jsonl``."""
 
 import json
 from collections import Counter, defaultdict
@@ -20,7 +20,8 @@ Line = Mapping[str, Any]
 
 
 class EngineReport:
-    """Says at the end of a run, for each role with several engines that write, which one the others waited for."""
+    """Says at the end of a run, for each role with several engines that write, which one the others waited for, and
+    which ones were replaced."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -42,8 +43,9 @@ class EngineReport:
 
     def ended(self, report: Report) -> None:
         if self._path.exists():
-            for text in lagging(_read(self._path)):
-                self._console.print(text, soft_wrap=True)
+            lines = _read(self._path)
+            for text in [*replaced(lines), *lagging(lines)]:
+                self._console.print(text, soft_wrap=True, markup=False)
 
     def close(self) -> None:
         """Nothing."""
@@ -54,10 +56,19 @@ def _read(path: Path) -> list[Line]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
+def replaced(lines: Sequence[Line]) -> list[str]:
+    """A sentence for each engine that failed."""
+    failures = [line for line in lines if "failed" in line]
+    return [
+        f"{line['role']}: engine {line['engine']} replaced in step {line['step']}: {line['failed']}"
+        for line in failures
+    ]
+
+
 def lagging(lines: Sequence[Line]) -> list[str]:
     """A sentence for each role with an engine that lags."""
     steps: dict[str, dict[int, list[Line]]] = defaultdict(lambda: defaultdict(list))
-    for line in lines:
+    for line in [line for line in lines if "failed" not in line]:
         steps[line["role"]][line["step"]].append(line)
     return [text for role, of_role in steps.items() if (text := _of_role(role, of_role)) is not None]
 

@@ -16,7 +16,7 @@ from rlflow.runtime.base import Engines, Held, StoreUse
 from rlflow.runtime.cluster.binding import Placed
 from rlflow.runtime.data_plane.budget import Budget
 from rlflow.runtime.data_plane.handover import Handover, Remote
-from rlflow.runtime.data_plane.rooms import check_rooms, store_rooms
+from rlflow.runtime.data_plane.limits import check_limits, store_limits
 from rlflow.runtime.data_plane.shares import Cost, cost_of
 from rlflow.runtime.rollout.writing import summary
 from rlflow.runtime.workers.actors import Actors, aside
@@ -33,7 +33,7 @@ class RayWorkers(Actors):
         super().__init__(plan, role, model, placed)
         self.handover = handover
         # Others have no steps to be counted. Those that train meet in exchanges, which have limits of their own.
-        self._watch = None if self.room is None else Watch(lambda actor: aside(actor, "steps"), self.end)
+        self._watch = Watch(lambda actor: aside(actor, "steps"), self.end) if self.concurrent else None
 
     def submit(self, rank: int, method: str, *arguments: Any, wanted: bool = True) -> "Future[Any]":
         return self.handover.call(self.remote(rank), method, *arguments, wanted=wanted)
@@ -63,14 +63,18 @@ class RayEngines(Engines):
         self._hosting = hosting
 
     def measured(self, step: int) -> dict[str, float]:
-        """Also writes a line of each engine and second into ``engines.jsonl``."""
+        """Also writes a line of each engine and second, and of each engine that failed, into ``engines.jsonl``."""
         metrics: dict[str, float] = {}
         for role, engine in self.items():
-            if engine.writing is not None and (lines := engine.writing.taken_lines()):
-                known = [{name: value for name, value in line.items() if value is not None} for line in lines]
-                with (self._directory / "engines.jsonl").open("a") as file:
-                    file.writelines(json.dumps({"step": step, **line}) + "\n" for line in known)
-                metrics |= {f"{role}/{name}": value for name, value in summary(lines).items()}
+            if engine.writing is None:
+                continue
+            lines, failures = engine.writing.taken_lines(), engine.writing.taken_failures()
+            told = [{name: value for name, value in line.items() if value is not None} for line in lines]
+            told += [{"role": role, **failure} for failure in failures]
+            with (self._directory / "engines.jsonl").open("a") as file:
+                file.writelines(json.dumps({"step": step, **line}) + "\n" for line in told)
+            of_role = {**summary(lines), "engines/replaced": len(failures)}
+            metrics |= {f"{role}/{name}": value for name, value in of_role.items()}
         # Not what an evaluation before it has put.
         stored = {edge: size for edge, size in self.handover.budget.taken_sums().items() if "/" not in edge}
         self._stored.update(stored)
@@ -90,9 +94,9 @@ class RayEngines(Engines):
 @contextmanager
 def start_engines(plan: Plan, models: Mapping[str, Model], placed: Placed, directory: Path) -> Iterator[RayEngines]:
     """All engines of a plan, built at once, and stopped on exit. Raises EngineError and UserErrors."""
-    rooms = store_rooms()
-    check_rooms(plan, {name: rooms[host.node_id] for name, host in placed.hosts.items()})
-    handover = Handover(Budget(rooms))
+    limits = store_limits()
+    check_limits(plan, {name: limits[host.node_id] for name, host in placed.hosts.items()})
+    handover = Handover(Budget(limits))
     workers = {
         name: RayWorkers(plan, name, models[role.model], placed, handover) for name, role in plan.recipe.roles.items()
     }
@@ -111,7 +115,7 @@ def start_engines(plan: Plan, models: Mapping[str, Model], placed: Placed, direc
             turns.rest(role)
         gathered(starting)
         engines = {
-            role: RoleProxy(role, started, plan.roles[role].layout, started.room, turns, _cost(plan, role))
+            role: RoleProxy(role, started, plan.roles[role].layout, started.concurrent, turns, _cost(plan, role))
             for role, started in workers.items()
         }
         yield RayEngines(engines, handover, hosting, directory)

@@ -20,11 +20,11 @@ from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, PlacementError, RecipeError
 from rlflow.runtime.cluster.hosts import simulated
-from rlflow.runtime.data_plane.budget import Budget, Room
+from rlflow.runtime.data_plane.budget import Budget, StoreLimit
 from rlflow.runtime.data_plane.handover import Handover
 from rlflow.runtime.data_plane.kept import Keeper
+from rlflow.runtime.data_plane.limits import store_limits
 from rlflow.runtime.data_plane.parts import Whole
-from rlflow.runtime.data_plane.rooms import store_rooms
 from rlflow.runtime.ray import RayRuntime
 from rlflow.runtime.roles import RayEngines
 from rlflow.runtime.run import run, train_step
@@ -91,8 +91,8 @@ class TestSteps:
         plan, engines, data = started
         budget = engines.handover.budget
         with monkeypatch.context() as patched:
-            small = {host: Room(room.name, 10_000) for host, room in budget.rooms.items()}
-            patched.setattr(budget, "rooms", small)
+            small = {host: StoreLimit(limit.name, 10_000) for host, limit in budget.limits.items()}
+            patched.setattr(budget, "limits", small)
             with pytest.raises(EngineError, match=r"step 5: store of host-\d: rollouts asks for .* MiB of 0\.0 MiB"):
                 train_step(plan, engines, data, 4)
         assert train_step(plan, engines, data, 4)["tokens"] > 0, "it goes on when there is room again"
@@ -121,7 +121,7 @@ class Columns:
 
 def test_between_hosts_goes_what_is_read_there() -> None:
     """Of a batch of 16 MiB, of which readers on another host have a quarter each, two of them the same."""
-    nodes = sorted(store_rooms().items(), key=lambda item: item[1].name)
+    nodes = sorted(store_limits().items(), key=lambda item: item[1].name)
     actors = []
     for host, _ in (nodes[0], nodes[1], nodes[1], nodes[1]):
         where = NodeAffinitySchedulingStrategy(host, soft=False)
@@ -131,7 +131,7 @@ def test_between_hosts_goes_what_is_read_there() -> None:
     def remote(number: int) -> Any:
         return lambda method, *arguments: told(getattr(actors[number], method).remote(*arguments), "a worker")
 
-    with Handover(Budget(store_rooms())).running() as handover:
+    with Handover(Budget(store_limits())).running() as handover:
         whole = Whole(handover.call(remote(0), "make").result())
         parts = [np.arange(0, 4096, 4), np.arange(1, 4096, 4), np.arange(1, 4096, 4)]
         before = created(nodes[1][0])
@@ -150,7 +150,7 @@ def created(host: str) -> int:
 
 
 def test_a_plan_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("rlflow.runtime.data_plane.rooms._SHARE", 1e-7)
+    monkeypatch.setattr("rlflow.runtime.data_plane.limits._SHARE", 1e-7)
     plan, entered = plan_of(), False
     with (
         pytest.raises(PlacementError, match=r"graph\.rollouts\.max_tokens: a response of 4 tokens"),

@@ -68,27 +68,28 @@ def test_an_engine_that_fails_is_replaced(fault: str, tmp_path: Path, monkeypatc
     plan = rlflow.compile(rlflow.load(["recipe=fake", *pins], CONFIG_DIR), "2x1@cpu")
     monkeypatch.setattr(Worker, "file", tmp_path / "dies", raising=False)
     monkeypatch.setattr("rlflow.runtime.workers.actors.EngineWorker", Worker)
-    room = property(lambda actors: 4 if actors._role == "rollout" else None)
-    monkeypatch.setattr(Actors, "room", room)
+    monkeypatch.setattr(Actors, "concurrent", property(lambda actors: actors._role == "rollout"))
     monkeypatch.setattr("rlflow.runtime.workers.watch.LOOK_S", 0.1)
     monkeypatch.setattr("rlflow.runtime.workers.watch.SILENT_S", 3.0)
     given, sampling = prompts((2,) * 8), Sampling(max_tokens=3, group_size=2)
     expected = FakeEngine(spec()).generate(given, sampling).response_ids.values.tolist()
     with RayRuntime().start(plan, models_in_use(plan.recipe), tmp_path) as engines:
         rollout, source = engines["rollout"], engines["actor"].weights()
-        for version, dies in enumerate((False, True, False), start=1):
+        for version, fails in enumerate((False, True, False), start=1):
             rollout.load_weights(source, version)
-            if dies:
+            if fails:
                 Worker.file.write_text(fault)
             for _ in range(2):
                 out = rollout.generate(given, sampling)
                 assert out.response_ids.values.tolist() == expected
                 assert set(out.versions.values.tolist()) == {version}
-            assert engines.measured(version)
+            assert engines.measured(version)["rollout/engines/replaced"] == fails
         assert not Worker.file.exists()
-        silent = [] if fault == "dies" else ["has written nothing for 3 s"]
-        assert list(rollout.workers._ended.values()) == silent
         lines = [json.loads(line) for line in (tmp_path / "engines.jsonl").read_text().splitlines()]
+        (failed,) = [line for line in lines if "failed" in line]
+        why = "died: " if fault == "dies" else "has written nothing for 3 s."
+        assert failed["failed"].startswith(f"role rollout: worker 1 on host-1 {why}")
+        lines.remove(failed)
         engines_of_step = [{line["engine"] for line in lines if line["step"] == step} for step in (1, 2, 3)]
         assert engines_of_step == [{0, 1}, {0}, {0, 1}]
         for rank in range(2):

@@ -34,7 +34,7 @@ def current_edge() -> str:
 
 
 @dataclass(frozen=True)
-class Room:
+class StoreLimit:
     """Of the store of one host."""
 
     name: str
@@ -65,10 +65,10 @@ class Budget:
     wait for room, none will come, and all that wait fail.
     """
 
-    def __init__(self, rooms: Mapping[str, Room]) -> None:
-        """``rooms``: by the id of the host."""
-        self.rooms = rooms
-        self._use = {host: _Use() for host in rooms}
+    def __init__(self, limits: Mapping[str, StoreLimit]) -> None:
+        """``limits``: by the id of the host."""
+        self.limits = limits
+        self._use = {host: _Use() for host in limits}
         self._sums: Counter[str] = Counter()
         self._asked: list[_Asked] = []
         self._running = 0
@@ -99,12 +99,12 @@ class Budget:
     @property
     def peaks(self) -> dict[str, int]:
         """By host's name, the most bytes that batches had there at a time."""
-        return {room.name: self._use[host].peak for host, room in self.rooms.items()}
+        return {limit.name: self._use[host].peak for host, limit in self.limits.items()}
 
     @property
     def used(self) -> dict[str, int]:
         """By host's name, in bytes."""
-        return {room.name: self._use[host].used for host, room in self.rooms.items()}
+        return {limit.name: self._use[host].used for host, limit in self.limits.items()}
 
     def taken_sums(self) -> dict[str, int]:
         """By edge, the bytes that were put for it since this was last called."""
@@ -141,12 +141,12 @@ class Budget:
         done: list[tuple[Future[None], EngineError | None]] = []
         full: set[str] = set()
         for asked in list(self._asked):
-            fits = self._use[asked.host].used + asked.nbytes <= self.rooms[asked.host].nbytes
+            fits = self._use[asked.host].used + asked.nbytes <= self.limits[asked.host].nbytes
             if fits and asked.host not in full:
                 self._take(asked.host, asked.edge, asked.nbytes)
                 done.append((asked.granted, None))
                 self._asked.remove(asked)
-            elif asked.nbytes > self.rooms[asked.host].nbytes:
+            elif asked.nbytes > self.limits[asked.host].nbytes:
                 done.append((asked.granted, self._full(asked)))
                 self._asked.remove(asked)
             else:
@@ -160,11 +160,11 @@ class Budget:
         return done
 
     def _full(self, asked: _Asked) -> EngineError:
-        room, use = self.rooms[asked.host], self._use[asked.host]
+        limit, use = self.limits[asked.host], self._use[asked.host]
         held = ", ".join(f"{edge} {_mib(size)}" for edge, size in use.by_edge.most_common() if size > 0)
         return EngineError(
-            f"store of {room.name}: {asked.edge} asks for {_mib(asked.nbytes)} of {_mib(room.nbytes)} that batches may"
-            f" take there, and nothing that runs gives any back. Held: {held or 'nothing'}. Fix: a larger"
+            f"store of {limit.name}: {asked.edge} asks for {_mib(asked.nbytes)} of {_mib(limit.nbytes)} that batches"
+            f" may take there, and nothing that runs gives any back. Held: {held or 'nothing'}. Fix: a larger"
             " --object-store-memory of Ray, or smaller data.batch_size, group_size or max_tokens."
         )
 

@@ -74,8 +74,8 @@ class Scheduler:
         self._max_tokens = max_tokens
         self._engines = {rank: _Engine(room) for rank, room in rooms.items()}
         size = len(self._groups)
-        self._written = np.zeros(size, np.int64) if written is None else written
-        self._older = np.bincount(self._groups, self._written) > 0
+        self._begun = np.zeros(size, np.int64) if written is None else written
+        self._older = np.bincount(self._groups, self._begun) > 0
         self._lengths = np.zeros(size, np.int64)
         self._waiting = np.zeros(size, np.bool_)
         self._waiting[np.arange(size) if rows is None else rows] = True
@@ -242,7 +242,7 @@ class Scheduler:
         self._waiting[rows] = False
         self._num_waiting -= len(rows)
         # As if the engine had written of each from its beginning.
-        engine.running |= dict(zip(rows.tolist(), (engine.steps - self._written[rows]).tolist(), strict=True))
+        engine.running |= dict(zip(rows.tolist(), (engine.steps - self._begun[rows]).tolist(), strict=True))
 
     def _fitting(self, engine: _Engine, rows: Ints, spare: float) -> int:
         """How many of ``rows``, from the first, fit into the engine's cache besides what it has."""
@@ -252,7 +252,7 @@ class Scheduler:
         fitting = len(rows)
         if most.sum() > engine.room.tokens:
             mean, variance = self._use(running, written)
-            more_mean, more_variance = self._use(rows, self._written[rows])
+            more_mean, more_variance = self._use(rows, self._begun[rows])
             means = mean.sum(0) + np.cumsum(more_mean, 0)
             variances = variance.sum(0) + np.cumsum(more_variance, 0)
             fits = (means + spare * np.sqrt(variances)).max(1, initial=0) <= engine.room.tokens

@@ -39,6 +39,7 @@ class Writing:
         self._followed = False
         self._before: dict[Sampling, NDArray[np.float64]] = {}
         self._lines: list[Line] = []
+        self._failures: list[Line] = []
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         """``group_size`` rollouts of each prompt, in the order of keys. Raises EngineError when all engines fail.
@@ -70,6 +71,7 @@ class Writing:
     def _ended(self, ranks: Sequence[int], lost: Mapping[int, EngineError]) -> None:
         self._note([rank for rank in ranks if rank not in lost])
         if lost:
+            self._failures += [{"engine": rank, "failed": str(error)} for rank, error in lost.items()]
             new = self._engines.restart(sorted(lost))
             # A new engine has the weights that training began with.
             self._out |= set(new) if self._followed else set()
@@ -83,6 +85,11 @@ class Writing:
         """What the engines did since this was last asked."""
         lines, self._lines = self._lines, []
         return lines
+
+    def taken_failures(self) -> list[Line]:
+        """Engines that have been replaced since this was last asked, and why."""
+        failures, self._failures = self._failures, []
+        return failures
 
     def _note(self, ranks: Sequence[int]) -> None:
         calls = {rank: self._engines.submit(rank, "seconds") for rank in ranks}

@@ -56,9 +56,9 @@ class Actors:
         return len(self._workers[0].bundles)
 
     @property
-    def room(self) -> int | None:
-        """Responses that each writes at once, where it takes more prompts while it writes."""
-        return self._spec(0, "").max_num_seqs if engine_kind(self._engine).concurrent else None
+    def concurrent(self) -> bool:
+        """Whether its engines take more prompts while they write."""
+        return engine_kind(self._engine).concurrent
 
     def start(self) -> None:
         """New processes with new engines. Raises EngineError and UserErrors."""

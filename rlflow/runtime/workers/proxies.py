@@ -55,11 +55,11 @@ class RoleProxy:
     """Has the methods of every capability; the engine behind it has those that the graph asks for."""
 
     def __init__(
-        self, role: str, workers: Workers, layout: Layout, room: int | None, turns: "Turns", cost: Cost = TOKENS
+        self, role: str, workers: Workers, layout: Layout, concurrent: bool, turns: "Turns", cost: Cost = TOKENS
     ) -> None:
-        """``room`` is the number of responses that one engine writes at once, for engines that take more prompts while
-        they write; None for those that do not. By ``cost`` rows are divided among ranks."""
-        self.writing = None if room is None else Writing(role, workers)
+        """``concurrent`` are engines that take more prompts while they write. By ``cost`` rows are divided among
+        ranks."""
+        self.writing = Writing(role, workers) if concurrent else None
         self._role = role
         self.workers = workers
         self._width = layout.sequence_parallel_size

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rlflow.report.engines import lagging
+from rlflow.report.engines import lagging, replaced
 
 
 def line(engine: int, step: int = 1, **values: Any) -> dict[str, Any]:
@@ -29,3 +29,9 @@ def test_the_one_that_ends_last_is_told_of_with_its_cause() -> None:
     assert (
         "engine 2 lags in 2 of 3 steps" in lagging([*long, *[{**each, "step": 2} for each in long], line(0, step=3)])[0]
     )
+
+
+def test_those_that_failed_are_told_of() -> None:
+    lines = [line(0), {"role": "rollout", "engine": 1, "step": 1, "failed": "worker 1 died."}]
+    assert replaced(lines) == ["rollout: engine 1 replaced in step 1: worker 1 died."]
+    assert lagging(lines) == []

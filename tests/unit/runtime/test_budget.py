@@ -10,7 +10,7 @@ import pytest
 from rlflow.batch import Logprobs, Packed, Rewards
 from rlflow.errors import EngineError
 from rlflow.runtime.data_plane import kept
-from rlflow.runtime.data_plane.budget import Budget, Room, current_edge, edge
+from rlflow.runtime.data_plane.budget import Budget, StoreLimit, current_edge, edge
 from rlflow.runtime.data_plane.handover import Handover
 from rlflow.runtime.data_plane.kept import Keeper
 from rlflow.runtime.data_plane.parts import opened
@@ -24,7 +24,7 @@ class Holder:
 
 
 def budget(mib: float = 10) -> Budget:
-    made = Budget({"a": Room("host-0", int(mib * MIB)), "b": Room("host-1", int(mib * MIB))})
+    made = Budget({"a": StoreLimit("host-0", int(mib * MIB)), "b": StoreLimit("host-1", int(mib * MIB))})
     made.begin()  # a call that goes on for ever
     return made
 
@@ -135,7 +135,7 @@ class Threads:
         self.engine = Engine()
         self.keeper = Keeper()
         self.keeper._held = self.engine
-        self.handover = Handover(Budget({"a": Room("host-0", int(mib * MIB))}))
+        self.handover = Handover(Budget({"a": StoreLimit("host-0", int(mib * MIB))}))
         monkeypatch.setattr(kept, "here", lambda: "a")
         monkeypatch.setattr(kept, "put", lambda values: self.put(objects, values))
         self.refuse = False

@@ -5,29 +5,29 @@ import pytest
 import rlflow
 from rlflow.errors import PlacementError
 from rlflow.resources.layout import GIB
-from rlflow.runtime.data_plane.budget import Room
-from rlflow.runtime.data_plane.rooms import check_rooms
+from rlflow.runtime.data_plane.budget import StoreLimit
+from rlflow.runtime.data_plane.limits import check_limits
 from tests.conftest import CONFIG_DIR
 
 PLAN = rlflow.compile(rlflow.load(["recipe=fake"], CONFIG_DIR), "2x1@cpu")
 PEAKS = {host: gib * GIB for host, gib in PLAN.prediction.data.store_peak_gib.items()}
 
 
-def rooms(nbytes: float) -> dict[str, Room]:
-    return {host.name: Room(host.name, int(nbytes)) for host in PLAN.cluster.hosts}
+def limits(nbytes: float) -> dict[str, StoreLimit]:
+    return {host.name: StoreLimit(host.name, int(nbytes)) for host in PLAN.cluster.hosts}
 
 
 def test_a_store_that_is_large_enough() -> None:
-    check_rooms(PLAN, rooms(max(PEAKS.values()) + 64))
+    check_limits(PLAN, limits(max(PEAKS.values()) + 64))
 
 
 def test_a_step_that_does_not_fit() -> None:
     with pytest.raises(PlacementError, match=r"data\.batch_size: 0\.00 GiB of a step's data are expected") as caught:
-        check_rooms(PLAN, rooms(max(PEAKS.values()) - 1))
+        check_limits(PLAN, limits(max(PEAKS.values()) - 1))
     assert "--object-store-memory, or make batch_size, group_size or max_tokens smaller" in str(caught.value)
 
 
 def test_a_sample_that_does_not_fit() -> None:
     said = r"graph\.rollouts\.max_tokens: a response of 4 tokens is 0\.00 GiB, and batches may take 0\.00 GiB"
     with pytest.raises(PlacementError, match=said):
-        check_rooms(PLAN, rooms(47))
+        check_limits(PLAN, limits(47))
