@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.runtime.rollout.expectation import DEVIATIONS, LAST_DEVIATIONS, Expectation
+from rlflow.runtime.rollout.expectation import Expectation
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -24,6 +24,11 @@ Ints = NDArray[np.int64]
 _ORDERS = 128
 # In so many turns engines are given their first samples.
 _TURNS = 16
+# How far above the expected use of the cache there must be room, in standard deviations. More leaves room unused, less
+# has samples put off (``benchmarks/tail.py``).
+DEVIATIONS = 1.5
+# Likewise for the last samples of a step: one that begins late costs more than one that is put off.
+LAST_DEVIATIONS = 0.5
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,8 @@ class Room:
 @dataclass
 class _Engine:
     room: Room
-    running: dict[int, int] = field(default_factory=dict)
-    """Rows, and the engine's steps when each was given to it."""
+    running: dict[int, None] = field(default_factory=dict)
+    """Rows, in the order in which they were given to it."""
     ended: list[int] = field(default_factory=list)
     steps: int = 0
     left: float = 0.0
@@ -73,6 +78,7 @@ class Scheduler:
         self._engines = {rank: _Engine(room) for rank, room in rooms.items()}
         size = len(self._groups)
         self._lengths = np.zeros(size, np.int64)
+        self._written = np.zeros(size, np.int64)
         self._waiting = np.zeros(size, np.bool_)
         self._waiting[np.arange(size) if rows is None else rows] = True
         self._num_waiting = self._unfinished = int(self._waiting.sum())
@@ -191,6 +197,11 @@ class Scheduler:
     def finished(self, rank: int, rows: Sequence[int], lengths: Sequence[int], steps: int) -> None:
         """``lengths`` are the responses' tokens; in ``steps`` so far the engine wrote a token of each that it had."""
         engine = self._engines[rank]
+        running, _ = self._running(engine)
+        # The engine puts off those that it was given last, when its cache is full.
+        writing = running[np.cumsum(self._prompts[running] + self._written[running]) <= engine.room.tokens]
+        more = self._written[writing] + max(0, steps - engine.steps)
+        self._written[writing] = np.minimum(more, self._max_tokens - 1)
         engine.steps = max(engine.steps, steps)
         for row, length in zip(rows, lengths, strict=True):
             del engine.running[row]
@@ -203,6 +214,7 @@ class Scheduler:
         """All rows that the engine had, also those that it had finished, wait again. It gets no more."""
         engine = self._engines.pop(rank)
         self._waiting[[*engine.running, *engine.ended]] = True
+        self._written[list(engine.running)] = 0
         self._num_waiting += len(engine.running) + len(engine.ended)
         self._unfinished += len(engine.ended)
         self._order()
@@ -225,8 +237,7 @@ class Scheduler:
     def _running(self, engine: _Engine) -> tuple[Ints, Ints]:
         """Rows that it is writing, and their tokens so far."""
         rows = np.fromiter(engine.running, np.int64, len(engine.running))
-        begun = np.fromiter(engine.running.values(), np.int64, len(engine.running))
-        return rows, np.minimum(engine.steps - begun, self._max_tokens - 1)
+        return rows, self._written[rows]
 
     def _takes_its_share(self, engine: _Engine) -> bool:
         """Whether it can write its share of all that wait at once."""
@@ -237,7 +248,7 @@ class Scheduler:
     def _begin(self, engine: _Engine, rows: Ints) -> None:
         self._waiting[rows] = False
         self._num_waiting -= len(rows)
-        engine.running |= dict.fromkeys(rows.tolist(), engine.steps)
+        engine.running |= dict.fromkeys(rows.tolist())
 
     def _fitting(self, engine: _Engine, rows: Ints, spare: float) -> int:
         """How many of ``rows``, from the first, fit into the engine's cache besides what it has."""
@@ -263,10 +274,7 @@ class Scheduler:
     def _order(self) -> None:
         """Those that wait: first one of each group that has none yet, then by what is expected of their groups."""
         self._events = 0
-        tokens = self._lengths.copy()
-        for engine in self._engines.values():
-            for row, begun in engine.running.items():
-                tokens[row] = max(tokens[row], min(engine.steps - begun, self._max_tokens - 1))
+        tokens = np.where(self._lengths > 0, self._lengths, self._written)
         known = np.flatnonzero(~self._waiting | (self._lengths > 0))
         self._expectation.learn(known, tokens[known].astype(np.float64), self._lengths[known] > 0)
         prompts = np.arange(len(self._expectation.factors))
