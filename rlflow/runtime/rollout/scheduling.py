@@ -6,7 +6,8 @@ longest first, so that short ones fill the end (Graham 1969, LPT). An engine is 
 Room is a number of sequences and a number of tokens of keys and values. Of the tokens, as many samples are in flight
 as are expected to fit at every moment to come, with some standard deviations to spare. Of a sample nothing is expected
 that its limit forbids, nor less than it has written. Of the last samples more are begun: one that begins late costs
-more than one that the engine has to put off.
+more than one that the engine has to put off. An engine puts off those that it was given last, and these are taken to
+stand still meanwhile.
 """
 
 from collections.abc import Mapping, Sequence
