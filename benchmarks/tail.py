@@ -7,12 +7,18 @@ for these runs, so it is varied. Compared in the same simulation: static shards;
 order of the data, with a cache that vLLM fills and that has samples put off when it is full; rlflow's scheduler, with
 the lengths of a step before; and an oracle that knows every length, fills the cache just so that it does not overflow,
 and takes the better of longest first and longest first in shards of equal tokens.
+
+Every figure is the mean over seeds with which nothing in the scheduler was chosen; those were from 100 on. Where the
+goal is missed, rlflow's scheduler runs once more with the true distribution of each group in the place of what it
+expects ("groups known"): what then is missing still, no better expectation of groups would bring, since it lies in the
+samples of one group.
 """
 
 import argparse
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist
 
@@ -24,7 +30,7 @@ from rich.table import Table
 import rlflow
 from benchmarks.engine_simulator import Outcome, Samples, Speed, simulate
 from benchmarks.reporting import Goal, finish
-from benchmarks.tail_sources import Oracle, fifo, static
+from benchmarks.tail_sources import KnownGroups, Oracle, fifo, static
 from rlflow.compose import cluster_named
 from rlflow.resources.time.decoding import decoder_of
 from rlflow.resources.time.lengths import Lengths
@@ -68,6 +74,8 @@ LARGE = Site("grpo_7b", gpus_each=1, engines=64, prompts=1024)
 GROUP_SIZE = 16
 # At most, as rlflow asks of vLLM.
 SEQUENCES = 1024
+SEEDS = (0, 1, 2)
+GOAL = 0.92
 # The site, and the prompt's share of the variance.
 CASES = ((SMALL, 0.3), (SMALL, 0.5), (SMALL, 0.7), (LARGE, 0.5))
 
@@ -87,6 +95,7 @@ def engine_of(site: Site) -> tuple[Speed, Room]:
 
 
 def samples_of(run: Run, prompts: int, alike: float, seed: int) -> Samples:
+    """The first draws are the prompts' (``surviving``)."""
     draw = np.random.default_rng(seed)
     of_prompt = np.repeat(draw.standard_normal(prompts), GROUP_SIZE)
     scores = alike**0.5 * of_prompt + (1 - alike) ** 0.5 * draw.standard_normal(len(of_prompt))
@@ -100,6 +109,18 @@ def samples_of(run: Run, prompts: int, alike: float, seed: int) -> Samples:
     )
 
 
+def surviving(run: Run, prompts: int, alike: float, seed: int, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of each prompt's responses, the share that is longer than each of ``lengths`` [E]: [P, E]."""
+    of_prompt = np.random.default_rng(seed).standard_normal(prompts)
+    values = np.array(Lengths.about(run.mean, run.limit).values)
+    shorter = np.searchsorted(values, lengths, side="right") / len(values)
+    normal = NormalDist()
+    scores = np.array([normal.inv_cdf(min(max(share, 1e-9), 1 - 1e-9)) for share in shorter])
+    within = (scores - alike**0.5 * of_prompt[:, None]) / (1 - alike) ** 0.5
+    shares: NDArray[np.float64] = np.vectorize(lambda score: normal.cdf(-score))(within)
+    return shares
+
+
 @dataclass(frozen=True)
 class Compared:
     static: Outcome
@@ -107,7 +128,7 @@ class Compared:
     scheduled: Outcome
     oracle: Outcome
     controller_s: float
-    """Of this machine, in the scheduler, for the whole step."""
+    """Of a core of this machine, in the scheduler, for the whole step."""
 
 
 class Timed:
@@ -118,21 +139,21 @@ class Timed:
         self.seconds = 0.0
 
     def deal(self) -> dict[int, list[int]]:
-        began = time.perf_counter()
+        began = time.process_time()
         rows = self._scheduler.deal()
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.process_time() - began
         return rows
 
     def next(self, rank: int) -> Mapping[int, Sequence[int]]:
-        began = time.perf_counter()
+        began = time.process_time()
         rows = self._scheduler.next(rank)
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.process_time() - began
         return rows
 
     def finished(self, rank: int, rows: Sequence[int], lengths: Sequence[int], steps: int) -> None:
-        began = time.perf_counter()
+        began = time.process_time()
         self._scheduler.finished(rank, rows, lengths, steps)
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.process_time() - began
 
 
 def compare(run: Run, site: Site, alike: float, seed: int) -> Compared:
@@ -152,41 +173,55 @@ def compare(run: Run, site: Site, alike: float, seed: int) -> Compared:
     return Compared(of_static, of_pulled, of_ours, oracle, ours.seconds)
 
 
+def known_groups(run: Run, site: Site, alike: float, seed: int) -> float:
+    """Seconds of rlflow's scheduler where it knows how the lengths of each group are distributed."""
+    speed, room = engine_of(site)
+    samples = samples_of(run, site.prompts, alike, seed)
+    rooms = dict.fromkeys(range(site.engines), room)
+    scheduler = Scheduler(np.full(site.prompts, run.prompt), GROUP_SIZE, run.limit, rooms)
+    known = partial(surviving, run, site.prompts, alike, seed)
+    scheduler._expectation = KnownGroups(samples.groups, run.limit, known)
+    scheduler._order()
+    return simulate(samples, speed, room, site.engines, scheduler).seconds
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     json_file = parser.parse_args().json
     table = Table(
-        *("lengths", "engines", "alike", "oracle s", "static", "pulled", "rlflow"),
+        *("lengths", "engines", "alike", "oracle s", "static", "pulled", "groups known", "rlflow"),
         *("put off: static", "pulled", "rlflow", "idle", "scheduler s"),
-        title="share of the oracle's throughput",
+        title=f"share of the oracle's throughput, mean of seeds {SEEDS}",
     )
-    shares, of_static, of_pulled = [], [], []
+    shares = []
     for run in RUNS:
         for site, alike in CASES:
-            found = compare(run, site, alike, seed=0)
-            ways = (found.static, found.pulled, found.scheduled)
-            static_share, pulled_share, share = (found.oracle.seconds / way.seconds for way in ways)
+            found = [compare(run, site, alike, seed) for seed in SEEDS]
+            ways = [(each.static, each.pulled, each.scheduled) for each in found]
+            oracle = np.array([each.oracle.seconds for each in found])
+            share = (oracle[:, None] / [[way.seconds for way in each] for each in ways]).mean(0)
+            put_off = np.mean([[way.preemptions for way in each] for each in ways], 0)
             shares.append(share)
-            of_static.append(static_share)
-            of_pulled.append(pulled_share)
+            known = ""
+            if share[2] < GOAL:
+                seconds = [known_groups(run, site, alike, seed) for seed in SEEDS]
+                known = f"{(oracle / seconds).mean():.3f}"
             table.add_row(
-                *(run.name, str(site.engines), f"{alike}", f"{found.oracle.seconds:.0f}"),
-                *(f"{each:.3f}" for each in (static_share, pulled_share, share)),
-                *(str(way.preemptions) for way in ways),
-                *(f"{found.scheduled.idle:.2f}", f"{found.controller_s:.2f}"),
+                *(run.name, str(site.engines), f"{alike}", f"{oracle.mean():.0f}"),
+                *(f"{share[0]:.3f}", f"{share[1]:.3f}", known, f"{share[2]:.3f}"),
+                *(f"{each:.0f}" for each in put_off),
+                f"{np.mean([each.scheduled.idle for each in found]):.2f}",
+                f"{np.mean([each.controller_s for each in found]):.2f}",
             )
-    Console(width=140).print(table)
-    figures = {
-        "share_of_oracle_throughput": min(shares),
-        "share_static": min(of_static),
-        "share_pulled": min(of_pulled),
-        "share_of_oracle_throughput_mean": float(np.mean(shares)),
-        "share_static_mean": float(np.mean(of_static)),
-        "share_pulled_mean": float(np.mean(of_pulled)),
+    Console(width=150).print(table)
+    names = ("share_static", "share_pulled", "share_of_oracle_throughput")
+    worst, mean = np.min(shares, 0).tolist(), np.mean(shares, 0).tolist()
+    figures = dict(zip(names, worst, strict=True)) | {
+        f"{name}_mean": each for name, each in zip(names, mean, strict=True)
     }
     goals = dict.fromkeys(figures, Goal("for comparison", True))
-    goals["share_of_oracle_throughput"] = Goal("at least 0.92", figures["share_of_oracle_throughput"] >= 0.92)
+    goals["share_of_oracle_throughput"] = Goal(f"at least {GOAL}", figures["share_of_oracle_throughput"] >= GOAL)
     return finish("tail", figures, goals, json_file)
 
 

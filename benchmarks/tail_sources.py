@@ -1,15 +1,17 @@
 """Who gives samples to engines, besides rlflow's scheduler: what it is compared with."""
 
 from bisect import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.engine_simulator import Samples
+from rlflow.runtime.rollout.expectation import Expectation
 from rlflow.runtime.rollout.scheduling import Room
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 def dealt(source: "Queues | Oracle", num_engines: int, each: int) -> dict[int, list[int]]:
@@ -118,3 +120,32 @@ class Oracle:
         order = np.argsort(-left)
         count = np.arange(1, len(rows) + 1)
         return bool((np.cumsum(held[order]) + count * left[order]).max() + len(rows) <= self._room.tokens)
+
+
+class KnownGroups(Expectation):
+    """How the lengths of each group are distributed is known, and of a sample only how far it has come.
+
+    Shapes: R rows, F points in the future, G groups, E edges.
+    """
+
+    def __init__(self, groups: Ints, max_tokens: int, surviving: Callable[[Floats], Floats]) -> None:
+        """``surviving``: from lengths [E] to the share of each group that is longer, [G, E]."""
+        super().__init__(groups, max_tokens)
+        self._hazards = -np.log(np.maximum(surviving(self._edges), 1e-12))
+        means = (np.exp(-self._hazards[:, :-1]) * np.diff(self._edges)).sum(1)
+        self.factors = means.mean() / means
+
+    def learn(self, rows: Ints, tokens: Floats, done: NDArray[np.bool_]) -> None:
+        """There is nothing to learn."""
+
+    def _alive(self, rows: Ints, tokens: Floats, left: Ints) -> tuple[Floats, Floats]:
+        ahead = np.minimum(self._future, left[:, None])
+        groups = self._groups[rows, None]
+        return ahead, np.exp(self._at(groups, tokens[:, None]) - self._at(groups, tokens[:, None] + ahead))
+
+    def _at(self, groups: Ints, tokens: Floats) -> Floats:
+        after = np.clip(np.searchsorted(self._edges, tokens), 1, len(self._edges) - 1)
+        low, high = self._edges[after - 1], self._edges[after]
+        share = (tokens - low) / (high - low)
+        found: Floats = self._hazards[groups, after - 1] * (1 - share) + self._hazards[groups, after] * share
+        return found

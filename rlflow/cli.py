@@ -80,7 +80,7 @@ def _job(config: DictConfig, outcomes: list[Outcome]) -> int:
         return _plan_and_run(config, directory, outcomes)
     except (UserError, EngineError) as error:
         if isinstance(error, UserError):
-            outcomes.append(Outcome(_overrides(), None))
+            outcomes.append(Outcome(_overrides(), None, f"{error.path}: {error.fact}"))
         return _tell(error)
     except OSError as error:  # the disk, since what the recipe names is checked before
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich import box
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from rlflow.compiler.render import seconds
 from rlflow.resources.search.prediction import Prediction
@@ -17,20 +19,24 @@ class Outcome:
     overrides: tuple[str, ...]
     prediction: Prediction | None
     """None: nothing fits."""
+    reason: str = ""
+    """Why not."""
 
 
-def ranking(outcomes: Sequence[Outcome]) -> Table:
-    """By step time; what does not fit stands last. Overrides that all jobs have are left out."""
+def ranking(outcomes: Sequence[Outcome]) -> RenderableType:
+    """By step time; what does not fit stands last, and below it why. Overrides that all jobs have are left out."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     for heading in ("sweep", "fits", "step", "tokens/s/GPU", "GPU-hours per 1000 steps", "headroom"):
         table.add_column(heading, overflow="fold")
     everywhere = set(outcomes[0].overrides).intersection(*(outcome.overrides for outcome in outcomes))
     far = float("inf")
+    reasons: list[Text] = []
     for outcome in sorted(outcomes, key=lambda o: (o.prediction.step_seconds if o.prediction else far, o.overrides)):
         own = ", ".join(each.rpartition(".")[2] for each in outcome.overrides if each not in everywhere)
         found = outcome.prediction
         if found is None:
             table.add_row(own, "no")
+            reasons.append(Text(f"{own}: {outcome.reason}."))
             continue
         table.add_row(
             own,
@@ -40,4 +46,4 @@ def ranking(outcomes: Sequence[Outcome]) -> Table:
             f"{found.num_gpus * found.step_seconds * 1000 / 3600:.0f}",
             f"{found.headroom_gib:.1f} GiB" if found.headroom_gib is not None else "-",
         )
-    return table
+    return Group(table, Text(), *reasons) if reasons else table

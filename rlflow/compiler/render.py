@@ -10,6 +10,7 @@ from rich.text import Text
 
 from rlflow.compiler.graph import SOURCES, GraphNode
 from rlflow.compiler.plan import Plan
+from rlflow.recipe import Role
 from rlflow.resources.layout import GIB, Layout
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -128,9 +129,10 @@ def _roles(plan: Plan, colours: Mapping[str, str]) -> Table:
     sizes = {host.name: plan.cluster.memory_gib(host) for host in plan.cluster.hosts}
     engines = max(len(plan.recipe.roles[role].engine) for role in plan.roles) + 2
     for role, placement in plan.roles.items():
+        written = plan.recipe.roles[role]
         table.add_row(
             Text(role, colours[role]),
-            plan.recipe.roles[role].engine.ljust(engines) + layout_words(placement.layout),
+            written.engine.ljust(engines) + layout_words(placement.layout) + _pinned_attention(written),
         )
         of = plan.prediction.memory[role]
         peaks = [(max(gpus.values()), sizes[host] or 0.0) for host, gpus in of.peak_gib.items()]
@@ -139,6 +141,11 @@ def _roles(plan: Plan, colours: Mapping[str, str]) -> Table:
             terms = _terms(of.phases[of.phase], peak, of.sequences)
             table.add_row("", f"{_bar(peak, size)} GiB in {of.phase}: {terms}")
     return table
+
+
+def _pinned_attention(role: Role) -> str:
+    """What ``auto`` takes is known where the role runs."""
+    return f", {role.attention}" if role.attention != "auto" else ""
 
 
 def _terms(terms: Mapping[str, float], peak: float, sequences: int | None) -> str:
@@ -249,7 +256,7 @@ def _alternatives(plan: Plan, *, explain: bool) -> Iterator[str]:
     for index, other in enumerate(shown):
         time = f"{seconds(other.step_seconds)} " if other.step_seconds is not None else "no: "
         more = len(alternatives) - len(shown)
-        rest = f"   ({more} more with explain=true)" if more and index == len(shown) - 1 else ""
+        rest = f" ({more} more: explain=true)" if more and index == len(shown) - 1 else ""
         loses = f"({other.loses})" if other.step_seconds is not None else other.loses
         yield f"{other.what}: {time}{loses}{rest}"
 

@@ -71,7 +71,9 @@ def test_a_sweep_tells_of_the_cluster_that_is_too_small(tmp_path: Path) -> None:
     done = rlflow(*sweep, cwd=tmp_path, code=2)
     assert "PlacementError: roles.rollout: no host has 8 GPUs" in done.stderr
     assert "grpo_32b on 2x8@h100_80gb" in done.stdout
-    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("cluster=")] == ["yes", "no"]
+    ranked = [line for line in done.stdout.splitlines() if line.startswith("cluster=")]
+    assert [line.split()[1] for line in ranked[:2]] == ["yes", "no"]
+    assert ranked[2].startswith("cluster=1x4: roles.rollout: no host has 8 GPUs")
 
 
 @pytest.mark.parametrize(

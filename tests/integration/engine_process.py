@@ -10,7 +10,7 @@ from typing import Any
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.registry import engine_class
 
-_SECONDS = 100
+_SECONDS = 200
 
 
 class EngineProcess:

@@ -235,6 +235,8 @@ def _served(
     longest = max((task.longest for task in tasks), default=1)
     if memory.kv_tokens < longest:
         rest = sum(gib for term, gib in memory.terms.items() if term != "kv")
-        room = f"no room for keys and values of {longest} tokens" if rest < share * memory_gib else f"{rest:.0f} GiB"
-        return Shortage(demand.role, rest - share * memory_gib, f"{groups}: {room} with {share * memory_gib:.0f} GiB")
+        lacks = f"{rest:.0f} GiB a GPU before keys and values"
+        lacks = f"no room for keys and values of {longest} tokens" if rest < share * memory_gib else lacks
+        what = f"{groups}: {lacks}, of {share * memory_gib:.0f} GiB that are left for it"
+        return Shortage(demand.role, rest - share * memory_gib, what)
     return layout, memory

@@ -2,8 +2,9 @@
 
 The hazard of ending is measured over the tokens that all samples have written (Nelson and Aalen's estimator, in which
 samples that still run count as far as they are), and each group has a factor on it: a gamma frailty (Vaupel, Manton and
-Stallard 1979), whose posterior mean is the ends that the group has had over those that it was to have. A group that
-writes on and ends less often than others is a long one; that holds whatever the form of the distribution.
+Stallard 1979). A group that writes on and ends less often than others is a long one. Who has written much is more often
+of a long group, so ends are counted against the factors of those that could have ended; and how much groups differ is
+measured too: by the variance of their ends beyond what chance alone would make.
 
 Shapes: G groups, R rows, E edges, F points in the future.
 """
@@ -14,17 +15,16 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Ends that a group is taken to have had, as many as it was to have, before anything is known of it: the inverse of the
-# variance of the factors.
-_PRIOR_ENDS = 2.0
-# Responses whose word is taken for what was expected beforehand.
-_PRIOR_ROWS = 16.0
+# The variance of the groups' factors as it is taken to be before anything is known, the squares of expected ends that
+# outweigh that, and its bounds.
+_VARIANCE, _VARIANCE_WEIGHT, _LEAST, _MOST = 0.5, 32.0, 1 / 30, 3.0
+# Responses of the step before that count like as many of this one.
+_PRIOR_ROWS = 128.0
 _EDGES, _FUTURE = 65, 24
-# How far above the expected use of the cache there must be room, in standard deviations. More leaves room unused, less
-# has samples put off (``benchmarks/tail.py``).
-DEVIATIONS = 1.0
-# Likewise for the last samples of a step: one that begins late costs more than one that is put off.
-LAST_DEVIATIONS = 0.5
+# Each time, hazard and factors are worked out from each other so often. They differ little from the time before.
+_ROUNDS = 2
+# As good as certain to have ended.
+_CERTAIN = 1e6
 
 
 class Expectation:
@@ -39,9 +39,10 @@ class Expectation:
         self._edges = max_tokens * np.linspace(0, 1, _EDGES) ** 2
         self._future = max_tokens * np.linspace(0, 1, _FUTURE + 1)[1:] ** 2
         lengths = np.array([max_tokens], np.float64) if before is None or not len(before) else before
-        self._prior_ends, self._prior_tokens = self._counted(lengths, lengths < max_tokens)
+        ends, exposure = self._counted(lengths, lengths < max_tokens, np.ones(len(lengths)))
         scale = _PRIOR_ROWS / len(lengths)
-        self._prior_ends, self._prior_tokens = self._prior_ends * scale, self._prior_tokens * scale
+        self._prior_ends, self._prior_exposure = ends * scale, exposure * scale
+        self._variance = _VARIANCE
         self._hazard = np.zeros(_EDGES)
         self.factors: Floats = np.ones(self._num_groups)
         """[G]: how often the samples of a group end, over how often others do. The longest has the smallest."""
@@ -52,13 +53,16 @@ class Expectation:
         """Of all ``rows`` begun so far, the tokens that each has written, and whether that was all."""
         # What is cut at the limit has not come to its end.
         done = done & (tokens < self._max_tokens)
-        ends, exposure = self._counted(tokens, done)
-        rates = (ends + self._prior_ends) / np.maximum(exposure + self._prior_tokens, 1e-9)
-        self._hazard = np.concatenate([[0.0], np.cumsum(rates * np.diff(self._edges))])
         groups = self._groups[rows]
-        expected = np.bincount(groups, np.interp(tokens, self._edges, self._hazard), self._num_groups)
         seen = np.bincount(groups, done, self._num_groups)
-        self.factors = (seen + _PRIOR_ENDS) / (expected + _PRIOR_ENDS)
+        for _ in range(_ROUNDS):
+            ends, exposure = self._counted(tokens, done, self.factors[groups])
+            self._hazard = self._summed(ends + self._prior_ends, exposure)
+            expected = np.bincount(groups, np.interp(tokens, self._edges, self._hazard), self._num_groups)
+            beyond = ((seen - expected) ** 2 - expected).sum() + _VARIANCE_WEIGHT * _VARIANCE
+            self._variance = float(np.clip(beyond / ((expected**2).sum() + _VARIANCE_WEIGHT), _LEAST, _MOST))
+            self._shape, self._rate = seen + 1 / self._variance, expected + 1 / self._variance
+            self.factors = self._shape / self._rate
 
     def use(self, rows: Ints, prompts: Ints, tokens: Floats, left: Ints) -> tuple[Floats, Floats]:
         """Mean and variance of the tokens that rows hold in the cache at some moments to come, [R, F] each.
@@ -85,14 +89,28 @@ class Expectation:
         [R, F] each."""
         ahead = np.minimum(self._future, left[:, None])
         now = np.interp(tokens, self._edges, self._hazard)
-        later = np.interp(tokens[:, None] + ahead, self._edges, self._hazard)
-        return ahead, np.exp(-self.factors[self._groups[rows], None] * (later - now[:, None]))
+        more = (np.interp(tokens[:, None] + ahead, self._edges, self._hazard) - now[:, None]).clip(min=0)
+        # The mean over a gamma distribution of the group's factor.
+        groups = self._groups[rows]
+        shape, rate = self._shape[groups, None], self._rate[groups, None]
+        return ahead, (rate / (rate + more)) ** shape
 
-    def _counted(self, tokens: Floats, done: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-        """Ends within each interval, and tokens written in it, [E - 1] each."""
-        widths = np.diff(self._edges)
-        places = np.clip(np.searchsorted(self._edges, tokens, side="left") - 1, 0, _EDGES - 2)
-        ends = np.bincount(places[done], minlength=_EDGES - 1).astype(np.float64)
-        inside = np.bincount(places, tokens - self._edges[places], _EDGES - 1)
-        beyond = len(tokens) - np.cumsum(np.bincount(places, minlength=_EDGES - 1))
-        return ends, inside + beyond * widths
+    def _summed(self, ends: Floats, exposure: Floats) -> Floats:
+        """The hazard up to each edge, [E]."""
+        hazard = [0.0]
+        for end, here, prior, width in zip(
+            ends.tolist(), exposure.tolist(), self._prior_exposure.tolist(), np.diff(self._edges).tolist(), strict=True
+        ):
+            # Of the step before the groups are not known: only how large the factors are on average of those that have
+            # come so far.
+            prior /= 1 + self._variance * hazard[-1]
+            hazard.append(min(hazard[-1] + end / max(here + prior, 1e-9) * width, _CERTAIN))
+        return np.array(hazard)
+
+    def _counted(self, tokens: Floats, done: NDArray[np.bool_], weights: Floats) -> tuple[Floats, Floats]:
+        """Ends within each interval, and tokens written in it by their weights, [E - 1] each."""
+        size, widths = _EDGES - 1, np.diff(self._edges)
+        places = np.clip(np.searchsorted(self._edges, tokens, side="left") - 1, 0, size - 1)
+        inside = np.bincount(places, weights * (tokens - self._edges[places]), size)
+        beyond = weights.sum() - np.cumsum(np.bincount(places, weights, size))
+        return np.bincount(places[done], minlength=size).astype(np.float64), inside + beyond.clip(min=0) * widths

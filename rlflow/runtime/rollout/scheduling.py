@@ -6,7 +6,8 @@ longest first, so that short ones fill the end (Graham 1969, LPT). An engine is 
 Room is a number of sequences and a number of tokens of keys and values. Of the tokens, as many samples are in flight
 as are expected to fit at every moment to come, with some standard deviations to spare. Of a sample nothing is expected
 that its limit forbids, nor less than it has written. Of the last samples more are begun: one that begins late costs
-more than one that the engine has to put off.
+more than one that the engine has to put off. An engine puts off those that it was given last, and these are taken to
+stand still meanwhile.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.runtime.rollout.expectation import DEVIATIONS, LAST_DEVIATIONS, Expectation
+from rlflow.runtime.rollout.expectation import Expectation
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -24,6 +25,11 @@ Ints = NDArray[np.int64]
 _ORDERS = 128
 # In so many turns engines are given their first samples.
 _TURNS = 16
+# How far above the expected use of the cache there must be room, in standard deviations. More leaves room unused, less
+# has samples put off (``benchmarks/tail.py``).
+DEVIATIONS = 1.5
+# Likewise for the last samples of a step: one that begins late costs more than one that is put off.
+LAST_DEVIATIONS = 0.5
 
 
 @dataclass(frozen=True)
@@ -39,8 +45,8 @@ class Room:
 @dataclass
 class _Engine:
     room: Room
-    running: dict[int, int] = field(default_factory=dict)
-    """Rows, and the engine's steps when each was given to it."""
+    running: dict[int, None] = field(default_factory=dict)
+    """Rows, in the order in which they were given to it."""
     ended: list[int] = field(default_factory=list)
     steps: int = 0
     left: float = 0.0
@@ -77,6 +83,7 @@ class Scheduler:
         self._begun = np.zeros(size, np.int64) if written is None else written
         self._older = np.bincount(self._groups, self._begun) > 0
         self._lengths = np.zeros(size, np.int64)
+        self._written = self._begun.copy()
         self._waiting = np.zeros(size, np.bool_)
         self._waiting[np.arange(size) if rows is None else rows] = True
         self._num_waiting = self._unfinished = int(self._waiting.sum())
@@ -195,6 +202,11 @@ class Scheduler:
     def finished(self, rank: int, rows: Sequence[int], lengths: Sequence[int], steps: int) -> None:
         """``lengths`` are the responses' tokens; in ``steps`` so far the engine wrote a token of each that it had."""
         engine = self._engines[rank]
+        running, _ = self._running(engine)
+        # The engine puts off those that it was given last, when its cache is full.
+        writing = running[np.cumsum(self._prompts[running] + self._written[running]) <= engine.room.tokens]
+        more = self._written[writing] + max(0, steps - engine.steps)
+        self._written[writing] = np.minimum(more, self._max_tokens - 1)
         engine.steps = max(engine.steps, steps)
         for row, length in zip(rows, lengths, strict=True):
             del engine.running[row]
@@ -206,7 +218,9 @@ class Scheduler:
     def lost(self, rank: int) -> None:
         """All rows that the engine had, also those that it had finished, wait again. It gets no more."""
         engine = self._engines.pop(rank)
-        self._waiting[[*engine.running, *engine.ended]] = True
+        rows = [*engine.running, *engine.ended]
+        self._waiting[rows] = True
+        self._written[rows] = self._begun[rows]
         self._num_waiting += len(engine.running) + len(engine.ended)
         self._unfinished += len(engine.ended)
         self._order()
@@ -229,8 +243,7 @@ class Scheduler:
     def _running(self, engine: _Engine) -> tuple[Ints, Ints]:
         """Rows that it is writing, and their tokens so far."""
         rows = np.fromiter(engine.running, np.int64, len(engine.running))
-        begun = np.fromiter(engine.running.values(), np.int64, len(engine.running))
-        return rows, np.minimum(engine.steps - begun, self._max_tokens - 1)
+        return rows, self._written[rows]
 
     def _takes_its_share(self, engine: _Engine) -> bool:
         """Whether it can write its share of all that wait at once."""
@@ -241,8 +254,7 @@ class Scheduler:
     def _begin(self, engine: _Engine, rows: Ints) -> None:
         self._waiting[rows] = False
         self._num_waiting -= len(rows)
-        # As if the engine had written of each from its beginning.
-        engine.running |= dict(zip(rows.tolist(), (engine.steps - self._begun[rows]).tolist(), strict=True))
+        engine.running |= dict.fromkeys(rows.tolist())
 
     def _fitting(self, engine: _Engine, rows: Ints, spare: float) -> int:
         """How many of ``rows``, from the first, fit into the engine's cache besides what it has."""
@@ -252,7 +264,7 @@ class Scheduler:
         fitting = len(rows)
         if most.sum() > engine.room.tokens:
             mean, variance = self._use(running, written)
-            more_mean, more_variance = self._use(rows, self._begun[rows])
+            more_mean, more_variance = self._use(rows, self._written[rows])
             means = mean.sum(0) + np.cumsum(more_mean, 0)
             variances = variance.sum(0) + np.cumsum(more_variance, 0)
             fits = (means + spare * np.sqrt(variances)).max(1, initial=0) <= engine.room.tokens
@@ -268,10 +280,7 @@ class Scheduler:
     def _order(self) -> None:
         """Those that wait: first one of each group that has none yet, then by what is expected of their groups."""
         self._events = 0
-        tokens = self._lengths.copy()
-        for engine in self._engines.values():
-            for row, begun in engine.running.items():
-                tokens[row] = max(tokens[row], min(engine.steps - begun, self._max_tokens - 1))
+        tokens = np.where(self._lengths > 0, self._lengths, self._written)
         known = np.flatnonzero(~self._waiting | (self._lengths > 0))
         self._expectation.learn(known, tokens[known].astype(np.float64), self._lengths[known] > 0)
         prompts = np.arange(len(self._expectation.factors))

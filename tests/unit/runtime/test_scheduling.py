@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -62,6 +62,7 @@ def scheduler(prompts: int, ranks: int, max_tokens: int, room: Room, before: Int
     return Scheduler(np.full(prompts, 5), GROUP, max_tokens, dict.fromkeys(range(ranks), room), before=expected)
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40).map(lambda drawn: np.repeat(drawn, GROUP)),
     ranks=st.integers(1, 5),
@@ -84,6 +85,15 @@ def test_every_sample_is_written_once(
     written, begun = run()
     assert sorted(written) == list(range(len(lengths)))
     assert run() == (written, begun)
+
+
+def drawn(alike: float, limit: int, num_groups: int, seed: int) -> NDArray[np.float64]:
+    """Log-normal lengths, of whose variance the group has the share ``alike``."""
+    rng = np.random.default_rng(seed)
+    of_group = np.repeat(rng.standard_normal(num_groups), GROUP)
+    scores = alike**0.5 * of_group + (1 - alike) ** 0.5 * rng.standard_normal(len(of_group))
+    lengths: NDArray[np.float64] = np.clip(np.ceil(1200 * np.exp(0.9 * scores)), 1, limit)
+    return lengths
 
 
 def test_one_of_each_group_comes_first_and_then_the_longest() -> None:
@@ -113,7 +123,7 @@ def test_the_cache_is_filled_and_hardly_overflows(draw: Callable[[np.random.Gene
         held.append(sum(5 + steps - begun for begun, _ in running))
         running = [(begun, row) for begun, row in running if row not in ended]
         made.finished(0, ended, lengths[ended].tolist(), steps)
-        rows = made.next(0).get(0, [])
+        rows = made.next(0).get(0, []) if ended else []
     assert max(held) <= 1.15 * room.tokens
     assert np.mean(held[: len(held) // 2]) > 0.4 * room.tokens
 
@@ -144,3 +154,41 @@ class TestExpectation:
     def test_without_a_step_before_responses_are_as_long_as_they_may_be(self) -> None:
         mean, _ = Expectation(np.array([0]), 100).use(np.array([0]), np.array([7]), np.array([0.0]), np.array([100]))
         assert mean.max() == pytest.approx(107)
+
+    @pytest.mark.parametrize("alike", [0.3, 0.7])
+    def test_what_is_expected_of_those_that_are_being_written_comes_about(self, alike: float) -> None:
+        """Long groups end less often the longer they are written, which their factors must not count twice."""
+        limit, num_groups = 8000, 200
+        lengths, before = drawn(alike, limit, num_groups, seed=0), drawn(alike, limit, num_groups, seed=1)
+        rows = np.arange(len(lengths))
+        made = Expectation(rows // GROUP, limit, before)
+        for now in (300.0, 1000.0, 3000.0):
+            tokens = np.minimum(lengths, now)
+            made.learn(rows, tokens, lengths <= now)
+            writing = rows[lengths > now]
+            left = np.full(len(writing), int(limit - now))
+            expected = made.left(writing, tokens[writing], left).sum()
+            assert expected == pytest.approx((lengths[writing] - now).sum(), rel=0.2)
+
+    def test_how_much_groups_differ_is_measured(self) -> None:
+        """Of groups that do not, the factors come near each other."""
+
+        def spread(alike: float) -> float:
+            lengths = drawn(alike, 8000, 200, seed=0)
+            rows = np.arange(len(lengths))
+            made = Expectation(rows // GROUP, 8000, lengths)
+            made.learn(rows, lengths, np.ones(len(lengths), np.bool_))
+            return float(np.log(made.factors).std())
+
+        assert 3 * spread(0.0) < spread(0.7)
+
+    def test_equal_lengths(self) -> None:
+        """All ends in one place: a hazard as high as can be, which is still a number."""
+        lengths = np.full(64, 300.0)
+        made = Expectation(np.arange(64) // GROUP, 400, lengths)
+        for _ in range(50):
+            made.learn(np.arange(64), lengths, np.ones(64, np.bool_))
+        mean, variance = made.use(np.array([0]), np.array([7]), np.array([0.0]), np.array([400]))
+        assert np.isfinite(mean).all()
+        assert variance.min() >= 0
+        assert made.left(np.array([0]), np.array([0.0]), np.array([400]))[0] == pytest.approx(300, rel=0.1)
