@@ -86,23 +86,18 @@ class Scheduler:
         self._written = self._begun.copy()
         self._waiting = np.zeros(size, np.bool_)
         self._waiting[np.arange(size) if rows is None else rows] = True
-        self._num_waiting = self._unfinished = int(self._waiting.sum())
+        self._num_waiting = int(self._waiting.sum())
         self._expectation = Expectation(self._groups, max_tokens, before)
         self._queue: Ints = np.zeros(0, np.int64)
         self._expected: Floats = np.zeros(0)
         self._first = self._last = self._events = 0
-        self._every = max(1, self._unfinished // _ORDERS)
+        self._every = max(1, self._num_waiting // _ORDERS)
         self._order()
 
     @property
     def waiting(self) -> int:
         """Rows that no engine has."""
         return self._num_waiting
-
-    @property
-    def unfinished(self) -> int:
-        """Rows that wait or are being written."""
-        return self._unfinished
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -212,7 +207,6 @@ class Scheduler:
             del engine.running[row]
             engine.ended.append(row)
             self._lengths[row] = length
-        self._unfinished -= len(rows)
         self._events += len(rows)
 
     def lost(self, rank: int) -> None:
@@ -222,7 +216,6 @@ class Scheduler:
         self._waiting[rows] = True
         self._written[rows] = self._begun[rows]
         self._num_waiting += len(engine.running) + len(engine.ended)
-        self._unfinished += len(engine.ended)
         self._order()
 
     def _part(self, engine: _Engine) -> int:
