@@ -23,16 +23,16 @@ from rlflow.errors import EngineError
 NAME, FLASH_NAME = "rlflow", "rlflow_fa2"
 
 
-class Rows(Protocol):
+class Kernel(Protocol):
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
         """query [W, H, D], key and value with K heads; rows end at ``ends`` [B + 1], beginning with 0. [W, H, D]."""
 
 
 class Layout(Protocol):
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rows: Rows) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Kernel) -> Tensor:
         """query [1 or B, H, N or 1, D], key and value with K heads; returns [1 or B, N or 1, H, D].
 
-        ``rows`` is used where there is a kernel for rows of different lengths."""
+        ``kernel`` is used where there is one for rows of different lengths."""
 
 
 class PackedLayout:
@@ -43,14 +43,14 @@ class PackedLayout:
         self.kept: list[tuple[Tensor, Tensor]] | None = [] if keep_keys else None
         """Keys and values [K, N, D] of each layer, for the cache of a generation that goes on from here."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rows: Rows) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Kernel) -> Tensor:
         if self.kept is not None:
             self.kept.append((key[0], value[0]))
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         if takes_rows(v):
             places, owners, ends, longest = self._ends
             q, k, v = (x.to(v.dtype).index_select(0, places) for x in (q, k, v))
-            return rows(q, k, v, ends, longest, scale).index_select(0, owners)[None]
+            return kernel(q, k, v, ends, longest, scale).index_select(0, owners)[None]
         return self._blocks(q, k, v, scale)[None]
 
     def _blocks(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -164,7 +164,7 @@ class CacheLayout:
         self._behind = behind[:, None, None, :] if bool(behind.any()) else None
         return self._at[:, None]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rows: Rows) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Kernel) -> Tensor:
         batch, heads, _, size = query.shape
         keys, values = self._cache[layer]
         keys[self._rows, :, self._at] = key[:, :, 0]
@@ -189,15 +189,15 @@ def attention(
     scaling: float,
     layout: Layout,
     *,
-    rows: Rows,
+    kernel: Kernel,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in every layer."""
     unsupported = [name for name in ("sliding_window", "softcap", "s_aux") if options.get(name) is not None]
     if unsupported:
         raise EngineError(f"attention with {unsupported[0]}, which {type(module).__name__} uses, is not supported.")
-    return layout.attend(module.layer_idx, query, key, value, scaling, rows), None
+    return layout.attend(module.layer_idx, query, key, value, scaling, kernel), None
 
 
-AttentionInterface.register(NAME, partial(attention, rows=torch_rows))
-AttentionInterface.register(FLASH_NAME, partial(attention, rows=flash_rows))
+AttentionInterface.register(NAME, partial(attention, kernel=torch_rows))
+AttentionInterface.register(FLASH_NAME, partial(attention, kernel=flash_rows))

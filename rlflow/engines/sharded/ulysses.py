@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_reduce, all_to_all_single, get_rank, get_world_size, new_group
 
-from rlflow.engines.causal_lm.attention import PackedLayout, Rows
+from rlflow.engines.causal_lm.attention import Kernel, PackedLayout
 from rlflow.engines.causal_lm.packing import Index, Stream
 
 # [R, ...]: piece i goes to rank i of the group, and what comes from rank i is piece i of the result.
@@ -64,7 +64,7 @@ class UlyssesLayout:
         self._size = size
         self._exchange = exchange
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rows: Rows) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Kernel) -> Tensor:
         """query [1, H, n, D], key and value with K heads; returns [1, n, H, D].
 
         R divides H, and divides K or is a multiple of it.
@@ -73,7 +73,7 @@ class UlyssesLayout:
         if (copies := self._size // key.shape[1]) > 1:
             key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
         query, key, value = (self._all_tokens(x) for x in (query, key, value))
-        return self._all_heads(self._inner.attend(layer, query, key, value, scale, rows))
+        return self._all_heads(self._inner.attend(layer, query, key, value, scale, kernel))
 
     def _all_tokens(self, x: Tensor) -> Tensor:
         """[1, H / R, N, D] from [1, H, n, D]."""

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 from rlflow.engines.causal_lm import attention, kernels
-from rlflow.engines.causal_lm.attention import PackedLayout, Rows, flash_rows, has_flash, torch_rows, unpadded
+from rlflow.engines.causal_lm.attention import Kernel, PackedLayout, flash_rows, has_flash, torch_rows, unpadded
 from rlflow.engines.causal_lm.kernels import attention_of, check_attention
 from rlflow.engines.causal_lm.packing import Stream, pack
 from rlflow.engines.sharded.ulysses import shared
@@ -56,14 +56,14 @@ def flash_attn_varlen_func(*given: Any, softmax_scale: float, causal: bool) -> T
 
 
 @pytest.fixture(params=["torch", "flash-attn"])
-def rows_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rows:
+def rows_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """With a kernel for processors behind it."""
     monkeypatch.setattr(attention, "varlen_attn", one_row_after_another)
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
     return flash_rows if request.param == "flash-attn" else torch_rows
 
 
-def attended(stream: Stream, heads: int, key_heads: int, by: Rows = torch_rows) -> tuple[Tensor, list[Tensor]]:
+def attended(stream: Stream, heads: int, key_heads: int, by: Kernel = torch_rows) -> tuple[Tensor, list[Tensor]]:
     """And the gradients."""
     draw = torch.Generator().manual_seed(0)
     shapes = [(1, count, len(stream.ids), 8) for count in (heads, key_heads, key_heads)]
@@ -75,7 +75,7 @@ def attended(stream: Stream, heads: int, key_heads: int, by: Rows = torch_rows) 
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_rows_of_any_length_are_blocks_of_like_length(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, key_heads: int, rows_by: Rows
+    monkeypatch: pytest.MonkeyPatch, ranks: int, key_heads: int, rows_by: Kernel
 ) -> None:
     stream = shared(pack(GIVEN.prompt_ids, GIVEN.response_ids), ranks)
     blocks, of_blocks = attended(stream, 4, key_heads)
