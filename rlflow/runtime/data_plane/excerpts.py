@@ -1,10 +1,11 @@
 """Rows that are read on another host than they lie on: only they travel, and not the blocks that they lie in.
 
-A process there, one a host, cuts them out. It is started by the first who asks, and ends with them.
+A process there, one a host, cuts them out. It ends with the first who asks, who starts it.
 """
 
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
@@ -32,13 +33,14 @@ class Cutter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._cuts: dict[tuple[Any, bytes, bytes], Any] = {}
+        self._cuts: dict[tuple[str, bytes, bytes], Any] = {}
 
     def cut(self, reference: list[Any], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[Any]:
         """``reference``: one, to an array on this host. Gives one to what is cut out: the same to ranks that share
         sequences, which ask at the same time, so that it travels once to each host."""
         ray = quiet_ray()
-        key = (reference[0], starts.tobytes(), ends.tobytes())
+        # Not by the reference: a block that all others have released would stay in the store.
+        key = (reference[0].hex(), starts.tobytes(), ends.tobytes())
         with self._lock:
             if key not in self._cuts:
                 values = ray.get(reference[0])
@@ -62,8 +64,10 @@ class Excerpt:
 
     def ask(self) -> None:
         """For what ``piece`` waits for."""
-        if self._asked is None:
-            self._asked = _cutter(self._block.host).cut.remote([self._block.reference], self._starts, self._ends)
+        # Ray raises ValueError for a name that it can neither find nor give.
+        with suppress(quiet_ray().exceptions.RayError, ValueError):
+            if self._asked is None:
+                self._asked = _cutter(self._block.host).cut.remote([self._block.reference], self._starts, self._ends)
 
     def piece(self, start: int, end: int) -> Array:
         """Raises EngineError for a block that is lost."""
@@ -78,8 +82,10 @@ class Excerpt:
     def _values(self) -> Array | None:
         """None where they cannot be cut out: then the block is fetched."""
         ray = quiet_ray()
+        self.ask()
+        if self._asked is None:
+            return None
         try:
-            self.ask()
             values: Array = ray.get(ray.get(self._asked)[0])
         except ray.exceptions.RayError:
             _cutter.cache_clear()

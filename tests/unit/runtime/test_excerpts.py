@@ -1,5 +1,6 @@
 """What of a block on another host is cut out there, by a process that is this one here."""
 
+import weakref
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,13 @@ from rlflow.runtime.data_plane.store import Places, Stored, block_of
 
 LENGTHS = np.array([3, 0, 2, 4, 1])
 STARTS = np.cumsum(LENGTHS) - LENGTHS
+
+
+class Reference(str):
+    """To an object in the store, by its name."""
+
+    def hex(self) -> str:
+        return str(self)
 
 
 class Elsewhere:
@@ -39,7 +47,7 @@ class Elsewhere:
         monkeypatch.setattr(store, "fetch", self._fetch)
 
     def block(self, host: str, first: int) -> Any:
-        reference = f"{host} {first}"
+        reference = Reference(f"{host} {first}")
         self.objects[reference] = np.arange(first, first + LENGTHS.sum(), dtype=np.int32)
         return block_of(reference, host, int(LENGTHS.sum()), "<i4")
 
@@ -123,6 +131,29 @@ def test_where_nobody_cuts_the_block_comes_whole(elsewhere: Elsewhere) -> None:
     read = near(Logprobs(values=column(elsewhere, [5, 0])), "here")
     assert values_of(read) == [100, 101, 102, 0, 1, 2]
     assert elsewhere.fetched == ["b 100", "here 0"]
+
+
+@pytest.mark.parametrize("error", [ray.exceptions.RaySystemError("no Ray"), ValueError("the name is taken")])
+def test_where_nobody_who_cuts_can_be_started_the_block_comes_whole(
+    elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def start(host: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(excerpts, "_cutter", start)
+    assert values_of(near(Logprobs(values=column(elsewhere, [5, 0])), "here")) == [100, 101, 102, 0, 1, 2]
+    assert elsewhere.fetched == ["b 100", "here 0"]
+
+
+def test_who_cuts_does_not_hold_the_block(elsewhere: Elsewhere) -> None:
+    reference = Reference("b 100")
+    elsewhere.objects["b 100"] = np.arange(10)
+    cutter, spans = Cutter(), (np.array([2]), np.array([4]))
+    assert cutter.cut([reference], *spans) == cutter.cut([Reference("b 100")], *spans)
+    assert len(elsewhere.cut) == 1
+    held = weakref.ref(reference)
+    del reference
+    assert held() is None
 
 
 def test_rows_beyond_the_end(elsewhere: Elsewhere) -> None:
