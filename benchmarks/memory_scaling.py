@@ -194,6 +194,7 @@ def _batch(tokens: int, prompts: int, group: int) -> Minibatch:
         keys=np.array([[0, prompt, sample] for prompt in range(prompts) for sample in range(group)], np.int64),
         prompt_ids=prompt_ids.take(np.repeat(np.arange(prompts), group)),
         response_ids=response_ids,
+        step=0,
         columns={"old_logprobs": nought, "advantages": nought},
         weights=Repeated(each, response_ids.lengths),
     )

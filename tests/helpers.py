@@ -80,11 +80,12 @@ def sequences(prompt_lengths: Sequence[int], response_lengths: Sequence[Sequence
     )
 
 
-def minibatch(of: Sequences, **columns: NDArray[Any]) -> Minibatch:
+def minibatch(of: Sequences, step: int = 0, **columns: NDArray[Any]) -> Minibatch:
     """With every token counting the same."""
     size = len(of.response_ids.values)
     return Minibatch(
         **vars(of),
+        step=step,
         columns={name: of.response_ids.like(values.astype(np.float32)) for name, values in columns.items()},
         weights=of.response_ids.like(np.full(size, 1 / size, np.float32)),
     )

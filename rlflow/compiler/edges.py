@@ -7,6 +7,7 @@ import numpy as np
 
 from rlflow.batch import Metrics, Packed, Prompts, Repeated, Sequences
 from rlflow.compiler.graph import SOURCES, Graph
+from rlflow.nodes.generate import Generate
 from rlflow.resources.workload import Edge, Task
 
 # Token ids are int32, logprobs and values float32; so are numbers that stand for all tokens of a sample.
@@ -34,6 +35,9 @@ def edges_of(graph: Graph, tasks: tuple[Task, ...], text_bytes: float) -> tuple[
         if not issubclass(output := node.operation.output(), Metrics):
             readers = tuple(dict.fromkeys(_readers(graph, node.name)))
             ragged, numbers = _output_bytes(output, by_node[node.name], text_bytes)
+            if isinstance(node.operation, Generate):
+                # What is left of a step is there beside what is given, until the next one.
+                ragged *= 1 + node.operation.overcommit
             edges.append(Edge(name=node.name, role=node.role, bytes=ragged + numbers, stored=ragged, readers=readers))
     return tuple(edges)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import networkx as nx
@@ -189,7 +190,8 @@ def _check_overcommit(recipe: Recipe, graph: Graph) -> None:
         path, share, size = f"graph.{node.name}.overcommit", node.operation.overcommit, recipe.data.batch_size
         if not node.operation.begun_ahead(size):
             fact = f"{share:g} of {size} prompts (data.batch_size) is less than one"
-            raise RecipeError(path, fact, fix=f"{path}={1 / size:.3g}, or 0")
+            least = ceil(1e4 / size) / 1e4
+            raise RecipeError(path, fact, fix=f"{path}={least:g}, or 0" if size > 1 else f"{path}=0")
         if reading != [node.name]:
             fact = f"prompts are begun before their step, and these nodes read those of a step: {', '.join(reading)}"
             raise GraphError(path, fact, fix=f"{path}=0")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Examples, Packed, Prompts
+from rlflow.batch import Examples, Packed, Prompts, Repeated, Rollouts
 from rlflow.errors import RecipeError, did_you_mean, first_line
 from rlflow.plugins import load_object
 from rlflow.recipe import Data
@@ -48,6 +48,12 @@ class DataSource:
     def prompts_of(self, keys: NDArray[np.int64]) -> Prompts:
         """Those that ``prompts`` gave with these keys, [P, 3]."""
         return self._prompts_at(keys, np.array([self._first(step) for step in keys[:, 0].tolist()]) + keys[:, 1])
+
+    def copied(self, rollouts: Rollouts) -> Rollouts:
+        """The same, apart from whoever made them: where this lives in a process of its own, it has them from now on."""
+        return rollouts.mapped(
+            lambda column: column if isinstance(column, Repeated) else Packed(column.values, column.offsets)
+        )
 
     def examples(self, step: int) -> Examples:
         """``batch_size`` prompts with their responses for ``step``, counted from 0."""

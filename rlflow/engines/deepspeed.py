@@ -15,7 +15,7 @@ from rlflow.engines.causal_lm.tunable import Tunable
 from rlflow.engines.sharded.group import spread_of
 from rlflow.engines.sharded.loading import load_sharded
 from rlflow.engines.sharded.parked import Parked, state_of, weights_of
-from rlflow.engines.sharded.resharding import UNIVERSAL, needs_resharding, reads_universal, resharded
+from rlflow.engines.sharded.resharding import UNIVERSAL, clear, needs_resharding, reads_universal, resharded
 from rlflow.engines.sharded.rounds import rounds
 from rlflow.engines.sharded.settings import deepspeed_config, join
 from rlflow.errors import EngineError, first_line
@@ -72,7 +72,7 @@ class DeepSpeedEngine(Tunable):
 
     def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
         """The rank's share of the minibatch: weights add up to one over all ranks. Metrics are those of all of it."""
-        learning_rate = self._spec.optimizer.learning_rate_at(int(minibatch.keys[0, 0]), self._spec.steps)
+        learning_rate = self._spec.optimizer.learning_rate_at(minibatch.step, self._spec.steps)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         self._module.train()
@@ -120,6 +120,8 @@ class DeepSpeedEngine(Tunable):
             with resharded(self._spec, folder, _TAG, saved["world_size"]), reads_universal(self._engine):
                 self._load(folder, UNIVERSAL)
         else:
+            if self._spec.rank == 0:
+                clear(folder)
             self._load(folder, _TAG)
 
     def _load(self, folder: Path, tag: str) -> None:

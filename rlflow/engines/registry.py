@@ -24,8 +24,8 @@ class EngineKind:
     @property
     def can_go_on(self) -> bool:
         """Whether a generation can end before all is written, and what is there go on in another: by ``write_on``, or
-        where samples are given to the engine one by one."""
-        return self.concurrent or "Continues" in self.capabilities
+        where samples are given to the engine one by one, in a process of its own."""
+        return (self.concurrent and self.package is not None) or "Continues" in self.capabilities
 
 
 @cache

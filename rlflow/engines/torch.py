@@ -74,8 +74,7 @@ class TorchEngine(Tunable):
     def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
         import torch
 
-        step = int(minibatch.keys[0, 0])
-        learning_rate = self._spec.optimizer.learning_rate_at(step, self._spec.steps)
+        learning_rate = self._spec.optimizer.learning_rate_at(minibatch.step, self._spec.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._model.train()

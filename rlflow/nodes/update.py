@@ -19,7 +19,8 @@ class PolicyUpdate(Node, kind="policy_update", unit="batch"):
     """Policy gradient with a clipped ratio, every token counting the same within its minibatch.
 
     The ratio is taken to ``old_logprobs`` where such a node is there, else to those that the engine sampled with.
-    How far the two engines are apart for the same weights is the metric ``sampler_difference``: the absolute difference
+    How far the two engines are apart is the metric ``sampler_difference`` (for the same weights, or with ``overcommit``
+    for those of the steps that wrote the rollouts): the absolute difference
     of their logprobs, in the mean over the tokens of the first minibatch, before it changes the model. With
     ``old_logprobs`` it is the mean over each minibatch's tokens, and that of all optimizer steps.
     """
@@ -59,7 +60,7 @@ class PolicyUpdate(Node, kind="policy_update", unit="batch"):
         steps = train(engine, rollouts, columns, loss, self.num_minibatches, self.num_epochs)
         metrics = averaged(steps)
         if old_logprobs is None:
-            # Before its first step the trained model is the one that wrote the rollouts.
+            # Before its first step the trained model is the one that wrote the rollouts, or the last of them.
             metrics["sampler_difference"] = steps[0]["logprob_change"]
         return Metrics(values=metrics)
 
@@ -84,15 +85,22 @@ def train(
     num_minibatches: int,
     num_epochs: int,
 ) -> list[Mapping[str, float]]:
-    """One optimizer step a minibatch, and the metrics of each. A minibatch is cut in the order of keys: the data's own
-    order is random already. Fewer rows than minibatches make fewer minibatches."""
+    """One optimizer step a minibatch, and the metrics of each. Fewer rows than minibatches make fewer minibatches.
+
+    A minibatch is cut in the order of the prompts' numbers within their steps: the data's own order is random already,
+    and what was begun in earlier steps is spread over all minibatches.
+    """
     steps, bare = [], sequences.bare()
-    for rows in num_epochs * np.array_split(np.arange(len(sequences)), min(num_minibatches, len(sequences))):
+    begun_in, prompt, sample = sequences.keys.T
+    order = np.lexsort((sample, begun_in, prompt))
+    for rows in num_epochs * np.array_split(order, min(num_minibatches, len(sequences))):
         part = bare.take(rows)
         lengths = part.response_ids.lengths
         weights = Repeated(np.full(len(part), 1 / lengths.sum(), np.float32), lengths)
         taken = {name: column.take(rows) for name, column in columns.items()}
-        steps.append(engine.update(Minibatch(**vars(part), columns=taken, weights=weights), loss).values)
+        # Some of every step's samples were begun in it.
+        minibatch = Minibatch(**vars(part), step=int(begun_in.max()), columns=taken, weights=weights)
+        steps.append(engine.update(minibatch, loss).values)
     return steps
 
 

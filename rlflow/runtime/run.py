@@ -68,8 +68,8 @@ def run(
         engines = open_parts.enter_context(runtime.start(with_places(plan) if tune else plan, models, directory))
         data = engines.hosted(data)
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
-        graph, begun = overcommitted(plan.graph, plan.recipe.data.batch_size, data.prompts_of)
-        training, kept = replace(plan, graph=graph), {**trained, **begun}
+        graph, overcommits = overcommitted(plan.graph, plan.recipe.data.batch_size, data)
+        training, kept = replace(plan, graph=graph), {**trained, **overcommits}
         if last:
             checkpoint.restore(last, kept)
         if tune:

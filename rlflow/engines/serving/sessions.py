@@ -113,7 +113,7 @@ class _Session:
         self._stopped = False
         self._done: SimpleQueue[tuple[int, Future[Any]]] = SimpleQueue()
         self._responses: dict[int, Any] = {}
-        self._begun = 0
+        self._num_submitted = 0
 
     def write(self, rows: Ints, enough: int) -> Progress:
         with self._lock:
@@ -121,7 +121,7 @@ class _Session:
                 self._submit(rows)
         told: list[int] = []
         while not told or enough == 0 or len(told) < enough:
-            if len(self._responses) == self._begun:
+            if len(self._responses) == self._num_submitted:
                 break
             try:
                 row, done = self._done.get(timeout=_LATEST_S)
@@ -142,7 +142,7 @@ class _Session:
     def _submit(self, rows: Ints) -> None:
         begun = [] if self._groups is None else [self._groups.begun_of(rows)]
         futures = self._engine.submit(self._samples(rows), self._sampling, *begun)
-        self._begun += len(rows)
+        self._num_submitted += len(rows)
         for row, future in zip(rows.tolist(), futures, strict=True):
             future.add_done_callback(partial(self._note, row))
 

@@ -1,16 +1,16 @@
 """Prompts that are begun before the step that trains on them, and what is written of them between steps."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Prompts, Repeated, Rollouts
 from rlflow.compiler.graph import Graph
+from rlflow.data.source import DataSource
 from rlflow.engines.base import Continues
 from rlflow.engines.groups import Groups
 from rlflow.nodes.generate import Generate
@@ -24,9 +24,10 @@ class Overcommitted:
 
     unit = "sample"
 
-    def __init__(self, generate: Generate, enough: int, prompts_of: Callable[[NDArray[np.int64]], Prompts]) -> None:
-        """``enough``: prompts that a step trains on; ``prompts_of`` gives prompts by their keys."""
-        self._sampling, self._enough, self._prompts_of = generate.sampling, enough, prompts_of
+    def __init__(self, generate: Generate, enough: int, data: DataSource) -> None:
+        """``enough``: prompts that a step trains on. What is left of a step is with ``data`` until the next one, since
+        engines may die, and a block is in the store as long as any row of it is wanted."""
+        self._sampling, self._enough, self._data = generate.sampling, enough, data
         self._prompts: Prompts | None = None
         self._begun: Rollouts | None = None
 
@@ -40,8 +41,8 @@ class Overcommitted:
         assert len(given) == self._enough
         left = np.setdiff1d(np.arange(len(prompts)), given)
         is_given = np.isin(groups.rows_of(written.keys) // self._sampling.group_size, given)
-        self._prompts = prompts.take(left) if len(left) else None
-        self._begun = None if is_given.all() else written.take(np.flatnonzero(~is_given))
+        self._prompts = self._data.prompts_of(prompts.keys[left]) if len(left) else None
+        self._begun = None if is_given.all() else self._data.copied(written.take(np.flatnonzero(~is_given)))
         return written.take(np.flatnonzero(is_given))
 
     def save(self, folder: Path) -> None:
@@ -58,14 +59,14 @@ class Overcommitted:
     def restore(self, folder: Path) -> None:
         with np.load(folder / _STATE) as saved:
             arrays = dict(saved)
-        self._prompts = self._prompts_of(arrays["prompts"]) if len(arrays["prompts"]) else None
+        self._prompts = self._data.prompts_of(arrays["prompts"]) if len(arrays["prompts"]) else None
         self._begun = None
         if "keys" in arrays:
             assert self._prompts is not None
             rows = Groups(self._prompts, self._sampling).rows_of(arrays["keys"])
             of_each = self._prompts.take(rows // self._sampling.group_size)
             offsets = offsets_of(arrays["lengths"])
-            self._begun = Rollouts(
+            begun = Rollouts(
                 keys=arrays["keys"],
                 prompt_ids=of_each.ids,
                 response_ids=Packed(arrays["response_ids"], offsets),
@@ -76,6 +77,7 @@ class Overcommitted:
                 texts=tuple(json.loads(arrays["texts"].tobytes())),
                 rows=of_each.rows,
             )
+            self._begun = self._data.copied(begun)
 
 
 def begun_ahead(graph: Graph, batch_size: int) -> int:
@@ -83,15 +85,13 @@ def begun_ahead(graph: Graph, batch_size: int) -> int:
     return sum(node.operation.begun_ahead(batch_size) for node in graph.nodes if isinstance(node.operation, Generate))
 
 
-def overcommitted(
-    graph: Graph, batch_size: int, prompts_of: Callable[[NDArray[np.int64]], Prompts]
-) -> tuple[Graph, Mapping[str, Overcommitted]]:
+def overcommitted(graph: Graph, batch_size: int, data: DataSource) -> tuple[Graph, Mapping[str, Overcommitted]]:
     """The graph for training, and by their paths what is to be saved of it. Without ``overcommit`` it is the same."""
     begun: dict[str, Overcommitted] = {}
     nodes = []
     for node in graph.nodes:
         if isinstance(node.operation, Generate) and node.operation.overcommit:
-            operation: Any = Overcommitted(node.operation, batch_size, prompts_of)
+            operation: Any = Overcommitted(node.operation, batch_size, data)
             begun[f"graph.{node.name}"] = operation
             nodes.append(replace(node, operation=operation))
         else:

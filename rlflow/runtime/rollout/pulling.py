@@ -116,7 +116,8 @@ class _Round:
 
     def run(self, ranks: Collection[int], rows: NDArray[np.int64], before: NDArray[np.float64] | None) -> None:
         groups = self._groups
-        begun = [] if groups is None else [groups.begun]
+        earlier = None if groups is None else groups.begun
+        begun = [] if earlier is None else [Whole(earlier).part(np.arange(len(earlier)))]
         given_rooms = self._each(ranks, "begin", self._whole, self._sampling, *begun)
         rooms = {rank: Room(*room) for rank, room in given_rooms.items()}
         self._scheduler = scheduler = Scheduler(

@@ -72,20 +72,21 @@ class Scheduler:
     ) -> None:
         """``prompt_lengths`` [P] in tokens; ``rows`` are those asked for, by default all.
 
-        ``before``: some lengths of the step before, in tokens. ``written`` [R]: tokens that each row begins with; the
-        rows of a prompt of which any has some come before those of others.
+        ``before``: some lengths of the step before, in tokens. ``written`` [R]: tokens that each row begins with, or,
+        where it is not asked for, has ended with; the rows of a prompt of which any has some come before others.
         """
         self._prompts = np.repeat(prompt_lengths, group_size)
         self._groups = np.repeat(np.arange(len(prompt_lengths)), group_size)
         self._max_tokens = max_tokens
         self._engines = {rank: _Engine(room) for rank, room in rooms.items()}
         size = len(self._groups)
-        self._begun = np.zeros(size, np.int64) if written is None else written
-        self._older = np.bincount(self._groups, self._begun) > 0
+        self._before = np.zeros(size, np.int64) if written is None else written
+        self._older = np.bincount(self._groups, self._before) > 0
         self._lengths = np.zeros(size, np.int64)
-        self._written = self._begun.copy()
+        self._written = self._before.copy()
         self._waiting = np.zeros(size, np.bool_)
         self._waiting[np.arange(size) if rows is None else rows] = True
+        self._lengths[~self._waiting] = self._before[~self._waiting]
         self._num_waiting = int(self._waiting.sum())
         self._expectation = Expectation(self._groups, max_tokens, before)
         self._queue: Ints = np.zeros(0, np.int64)
@@ -214,7 +215,7 @@ class Scheduler:
         engine = self._engines.pop(rank)
         rows = [*engine.running, *engine.ended]
         self._waiting[rows] = True
-        self._written[rows] = self._begun[rows]
+        self._written[rows] = self._before[rows]
         self._num_waiting += len(engine.running) + len(engine.ended)
         self._order()
 

@@ -48,6 +48,12 @@ def test_of_grpo() -> None:
     assert "update" not in found
 
 
+def test_what_is_begun_ahead_lies_beside_the_rest() -> None:
+    usual, more = (edges("recipe=grpo_7b", *LENGTHS, f"graph.rollouts.overcommit={share}") for share in (0, 0.25))
+    assert more["rollouts"].stored == 1.25 * usual["rollouts"].stored
+    assert more["reference"] == usual["reference"]
+
+
 def test_as_many_bytes_as_an_engine_puts_into_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what a model wrote, and of prompts, as they lie there."""
     held: dict[int, Any] = {}

@@ -127,6 +127,9 @@ def test_prompts_of_a_step_are_read_once_where_they_are_begun_before_it() -> Non
     judged = "graph.judged={node: reward, function: exact, rollouts: more}"
     given = "graph.advantages.rewards=judged"
     assert wired("roles.rollout.engine=vllm", "graph.rollouts.overcommit=0.34")
+    with pytest.raises(UserError, match=r"overcommit=0\.0157, or 0"):
+        wired("roles.rollout.engine=vllm", "data.batch_size=64", "graph.rollouts.overcommit=0.01")
+    assert wired("roles.rollout.engine=vllm", "data.batch_size=64", "graph.rollouts.overcommit=0.0157")
     with pytest.raises(UserError, match="these nodes read those of a step: more, rollouts"):
         wired("roles.rollout.engine=vllm", "graph.rollouts.overcommit=0.34", more, judged, given, "~graph.rewards")
 

@@ -173,8 +173,7 @@ def test_an_update_repeats_itself_to_the_bit(capabilities: list[str]) -> None:
 def test_the_learning_rate_is_that_of_the_step(step: int, rate: float) -> None:
     """The first step of AdamW moves a weight with a gradient by the learning rate."""
     engine = TorchEngine(spec(optimizer=Optimizer(learning_rate=1e-3, schedule="linear")))
-    given = minibatch(sequences([3], [[4]]))
-    given.keys[:, 0] = step
+    given = minibatch(sequences([3], [[4]]), step)
     before = {name: weight.clone() for name, weight in engine.weights()}
     assert engine.update(given, LikelihoodLoss()).values["learning_rate"] == pytest.approx(rate)
     moved = max(float((weight - before[name]).abs().max()) for name, weight in engine.weights())

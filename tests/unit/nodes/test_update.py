@@ -73,3 +73,13 @@ def test_sft_takes_the_examples_as_they_are() -> None:
     ((minibatch, _),) = engine.seen
     assert minibatch.columns == {}
     assert minibatch.response_ids.lengths.tolist() == [2, 1]
+
+
+def test_what_was_begun_earlier_is_spread_over_the_minibatches_of_the_latest_step() -> None:
+    recorder = Recorder()
+    given = rollouts(sequences([2] * 8, [[4]] * 8))
+    given.keys[:, 0] = [3, 3, 3, 3, 4, 4, 4, 4]
+    given.keys[:, 1] = [0, 1, 6, 7, 0, 1, 6, 7]
+    PolicyUpdate(num_minibatches=2).run(recorder, given, Advantages(values=np.zeros(8, np.float32)))
+    assert [minibatch.step for minibatch, _ in recorder.seen] == [4, 4]
+    assert [sorted(minibatch.keys[:, 0].tolist()) for minibatch, _ in recorder.seen] == [[3, 3, 4, 4]] * 2

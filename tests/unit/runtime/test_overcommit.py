@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Prompts, Rollouts
+from rlflow.data.source import DataSource
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed
 from rlflow.engines.groups import NOTHING, Begun, continued
 from rlflow.engines.serving.sessions import Progress
@@ -110,8 +111,12 @@ def of_step(step: int) -> Prompts:
     return prompts((3,) * count, step=step, seed=step)
 
 
-def prompts_of(keys: NDArray[np.int64]) -> Prompts:
-    return Prompts.joined([of_step(step).take(np.array([prompt])) for step, prompt, _ in keys.tolist()])
+class Data(DataSource):
+    def __init__(self) -> None:
+        """Gives what ``of_step`` gives."""
+
+    def prompts_of(self, keys: NDArray[np.int64]) -> Prompts:
+        return Prompts.joined([of_step(step).take(np.array([prompt])) for step, prompt, _ in keys.tolist()])
 
 
 def check(steps: list[Rollouts]) -> None:
@@ -137,7 +142,7 @@ def go(
     workers: Threads, first: int = 0, operation: Overcommitted | None = None, end: int = STEPS
 ) -> tuple[list[Rollouts], Overcommitted]:
     writing = Writing("rollout", workers)
-    operation = operation or Overcommitted(GENERATE, BATCH, prompts_of)
+    operation = operation or Overcommitted(GENERATE, BATCH, Data())
     out = []
     for step in range(first, end):
         for engine in workers.engines:
@@ -218,7 +223,7 @@ def test_saved_and_restored(tmp_path: Path) -> None:
         folder.mkdir()
         first, operation = go(Threads([Stepwise(spec())]), end=step)
         operation.save(folder)
-        restored = Overcommitted(GENERATE, BATCH, prompts_of)
+        restored = Overcommitted(GENERATE, BATCH, Data())
         restored.restore(folder)
         rest, _ = go(Threads([Stepwise(spec())]), step, restored)
         for one, other in zip([*first, *rest], whole, strict=True):

@@ -192,3 +192,12 @@ class TestExpectation:
         assert np.isfinite(mean).all()
         assert variance.min() >= 0
         assert made.left(np.array([0]), np.array([0.0]), np.array([400]))[0] == pytest.approx(300, rel=0.1)
+
+
+def test_what_ended_in_an_earlier_step_tells_of_its_group() -> None:
+    """Two groups have one sample each still to be written. Both have ended more often than where none has ended, which
+    is what is expected at first, and the one whose others were short the more."""
+    done = np.array([5, 5, 5, 0, 90, 90, 90, 0])
+    made = Scheduler(np.array([1, 1]), 4, 100, {0: Room(8, 10_000)}, rows=np.array([3, 7]), written=done)
+    short, long = made._expectation.factors
+    assert short > long > 1
