@@ -8,10 +8,10 @@ order of the data, with a cache that vLLM fills and that has samples put off whe
 the lengths of a step before; and an oracle that knows every length, fills the cache just so that it does not overflow,
 and takes the better of longest first and longest first in shards of equal tokens.
 
-Every figure is the mean over seeds with which nothing in the scheduler was chosen; those were from 100 on. Where the
-goal is missed, rlflow's scheduler runs once more with the true distribution of each group in the place of what it
-expects ("groups known"): what then is missing still, no better expectation of groups would bring, since it lies in the
-samples of one group.
+Every figure is the mean over seeds that the scheduler's constants were not chosen with. Where the goal is missed,
+rlflow's scheduler runs once more with the true distribution of each group in the place of what it expects ("groups
+known"): what then is missing still, no better expectation of groups would bring, since it lies in the samples of one
+group.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from rich.table import Table
 import rlflow
 from benchmarks.engine_simulator import Outcome, Samples, Speed, simulate
 from benchmarks.reporting import Goal, finish
-from benchmarks.tail_sources import KnownGroups, Oracle, fifo, static
+from benchmarks.tail_sources import Informed, Oracle, fifo, static
 from rlflow.compose import cluster_named
 from rlflow.resources.time.decoding import decoder_of
 from rlflow.resources.time.lengths import Lengths
@@ -178,10 +178,8 @@ def known_groups(run: Run, site: Site, alike: float, seed: int) -> float:
     speed, room = engine_of(site)
     samples = samples_of(run, site.prompts, alike, seed)
     rooms = dict.fromkeys(range(site.engines), room)
-    scheduler = Scheduler(np.full(site.prompts, run.prompt), GROUP_SIZE, run.limit, rooms)
     known = partial(surviving, run, site.prompts, alike, seed)
-    scheduler._expectation = KnownGroups(samples.groups, run.limit, known)
-    scheduler._order()
+    scheduler = Informed(np.full(site.prompts, run.prompt), GROUP_SIZE, run.limit, rooms, known)
     return simulate(samples, speed, room, site.engines, scheduler).seconds
 
 

@@ -1,14 +1,14 @@
 """Who gives samples to engines, besides rlflow's scheduler: what it is compared with."""
 
 from bisect import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.engine_simulator import Samples
 from rlflow.runtime.rollout.expectation import Expectation
-from rlflow.runtime.rollout.scheduling import Room
+from rlflow.runtime.rollout.scheduling import Room, Scheduler
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -149,3 +149,20 @@ class KnownGroups(Expectation):
         share = (tokens - low) / (high - low)
         found: Floats = self._hazards[groups, after - 1] * (1 - share) + self._hazards[groups, after] * share
         return found
+
+
+class Informed(Scheduler):
+    """rlflow's, with the true distribution of each group in the place of what it expects."""
+
+    def __init__(
+        self,
+        prompt_lengths: Ints,
+        group_size: int,
+        max_tokens: int,
+        rooms: Mapping[int, Room],
+        surviving: Callable[[Floats], Floats],
+    ) -> None:
+        """``surviving`` as of KnownGroups."""
+        super().__init__(prompt_lengths, group_size, max_tokens, rooms)
+        self._expectation = KnownGroups(self._groups, max_tokens, surviving)
+        self._order()
