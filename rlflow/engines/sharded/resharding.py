@@ -1,9 +1,10 @@
 """Checkpoints that another number of ranks goes on from."""
 
 import shutil
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,14 @@ from rlflow.errors import EngineError, RecipeError, first_line
 
 # Of the folder that is made, beside DeepSpeed's own.
 UNIVERSAL = "universal"
+# A file that the converter writes beside it, which nobody reads.
+_LATEST = "latest_universal"
+# Files by which rank 0 tells the others why it could not be made, or nothing: none of them waits in an exchange, which
+# NCCL ends after ten minutes.
+_UNFINISHED, _OUTCOME = "universal.unfinished", "universal.outcome"
+# As long as a terabyte takes at 50 MB/s, and somewhat more. If rank 0 dies the others are ended before.
+_LIMIT_S = 6 * 3600
+_LOOK_S = 0.2
 # Stages whose files DeepSpeed's converter makes into each other's.
 _STAGES = ({0}, {1, 2}, {3})
 
@@ -35,24 +44,57 @@ def needs_resharding(spec: EngineSpec, saved: Mapping[str, int], own: Mapping[st
 @contextmanager
 def resharded(spec: EngineSpec, folder: Path, tag: str, shards: int) -> Iterator[None]:
     """While it is open ``folder`` has beside ``tag`` what DeepSpeed's converter makes of it, as ``UNIVERSAL``: weights
-    and moments whole, from ``shards`` files. Rank 0 writes it, as large as the checkpoint.
+    and moments whole, from ``shards`` files. Rank 0 writes it, which takes room for about twice the checkpoint while
+    it does.
 
-    Called by all ranks together. Raises EngineError on all of them when it cannot be made.
+    Called by all ranks together. Raises EngineError on all of them, with the same words, when it cannot be made.
     """
-    import torch
+    from torch.distributed import barrier
 
-    reason = _converted(folder / tag, folder / UNIVERSAL, shards) if spec.rank == 0 else ""
-    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-    failed = torch.tensor(int(bool(reason)), device=device)
-    torch.distributed.all_reduce(failed)
+    if spec.rank == 0:
+        clear(folder)
+    barrier()
     try:
-        if failed:
-            raise EngineError(f"role {spec.role}: '{folder}' cannot be restored ({reason or 'rank 0 says why'}).")
+        if spec.rank == 0:
+            _tell(folder, _converted(folder / tag, folder / UNIVERSAL, shards))
+        reason = _told(spec, folder)
+        # Before it is removed all have read it.
+        barrier()
+        if reason:
+            raise EngineError(f"role {spec.role}: '{folder}' cannot be restored ({reason}).")
         yield
-        torch.distributed.barrier()
+        barrier()
     finally:
         if spec.rank == 0:
-            shutil.rmtree(folder / UNIVERSAL, ignore_errors=True)
+            clear(folder)
+
+
+def clear(folder: Path) -> None:
+    """Removes what ``resharded`` has left in a run that was killed."""
+    shutil.rmtree(folder / UNIVERSAL, ignore_errors=True)
+    for name in (_LATEST, _UNFINISHED, _OUTCOME):
+        with suppress(OSError):  # also of a folder that can only be read
+            (folder / name).unlink()
+
+
+def _tell(folder: Path, reason: str) -> None:
+    if reason:
+        # Room for the file, where there was too little.
+        clear(folder)
+    unfinished = folder / _UNFINISHED
+    unfinished.write_text(reason)
+    unfinished.replace(folder / _OUTCOME)
+
+
+def _told(spec: EngineSpec, folder: Path) -> str:
+    """What rank 0 tells, once it does. Raises EngineError for one that does not."""
+    ends = time.monotonic() + _LIMIT_S
+    while time.monotonic() < ends:
+        try:
+            return (folder / _OUTCOME).read_text()
+        except FileNotFoundError:
+            time.sleep(_LOOK_S)
+    raise EngineError(f"role {spec.role}: rank 0 has not resharded '{folder}' within {_LIMIT_S / 3600:g} h.")
 
 
 @contextmanager
@@ -72,11 +114,10 @@ def _converted(source: Path, target: Path, shards: int) -> str:
         return f"it has {found} of {shards} shards"
     from deepspeed.checkpoint import ds_to_universal
 
-    # Of a run that was killed.
-    shutil.rmtree(target, ignore_errors=True)
     arguments = Namespace(
         input_folder=str(source),
         output_folder=str(target),
+        # More are forked, which a process with threads and a GPU does not survive.
         num_extract_workers=1,
         num_merge_workers=1,
         keep_temp_folder=False,
