@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -38,6 +39,10 @@ class Failing(EngineWorker):
         # Of vLLM's ways from GPU to GPU, for which there are no GPUs here.
         self._engine.transfer = lambda method, arguments: self._maybe("transfer_hangs")
         self._engine.transferred = lambda version: setattr(self._engine, "_version", version)
+
+    def forget_receivers(self) -> None:
+        self._maybe("forgetting_hangs")
+        super().forget_receivers()
 
     def send_directly(self, backend: WeightBackend, receivers: Receivers, rank: int, address: str) -> None:
         if rank == 0:
@@ -128,9 +133,12 @@ def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
         monkeypatch.setattr(rollout.workers, "restart", restart)
         monkeypatch.setattr(copies, "LIMIT_S", 3.0)
+        attempts = Mock(wraps=copies._bucket_by_bucket)
+        monkeypatch.setattr(copies, "_bucket_by_bucket", attempts)
         fail("hangs")
         rollout.load_weights(source, 2)
         assert versions(rollout) == {2}
+        assert attempts.call_count == 2, "one that was ended takes nothing over"
         rollout.workers.weight_backend = "ipc"
         rollout.load_weights(source, 3)
         assert versions(rollout) == {3}
@@ -142,3 +150,19 @@ def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert str(error.value) == silent + names
         with pytest.raises(EngineError, match="worker 1 on host-1 has not answered for 3 s in a copy of weights"):
             rollout.generate(prompts((2, 2)), Sampling(max_tokens=2))
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize(("kind", "backend"), [("source_hangs", None), ("forgetting_hangs", "ipc")])
+def test_a_source_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, backend: str | None) -> None:
+    """It is named, and no engines are started: they would have nothing to take over."""
+    with engines(tmp_path, monkeypatch) as (started, fail):
+        rollout, source = started["rollout"], started["actor"].weights()
+        rollout.workers.weight_backend = backend
+        restart = Mock()
+        monkeypatch.setattr(rollout.workers, "restart", restart)
+        monkeypatch.setattr(copies, "LIMIT_S", 3.0)
+        fail(kind)
+        with pytest.raises(EngineError, match=r"No answer from role actor: worker 1 on host-1\.$"):
+            rollout.load_weights(source, 1)
+        assert not restart.called

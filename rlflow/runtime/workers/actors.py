@@ -118,8 +118,11 @@ class Actors:
 
     def meeting_address(self) -> str:
         """HOST:PORT on the host of rank 0."""
-        host = self._placed.addresses[self._workers[0].bundles[0].host]
-        return f"{host}:{gathered([self.call(0, 'meeting_port')])[0]}"
+        return self.address_of(gathered([self.call(0, "meeting_port")])[0])
+
+    def address_of(self, port: int) -> str:
+        """HOST:PORT on the host of rank 0."""
+        return f"{self._placed.addresses[self._workers[0].bundles[0].host]}:{port}"
 
     def _wait_for(self, calls: "list[Future[Any]]") -> None:
         hosts = {bundle.host: self._placed.hosts[bundle.host] for worker in self._workers for bundle in worker.bundles}
@@ -141,6 +144,10 @@ class Actors:
         self._ended[actor] = why
         with suppress(RayError):
             ray.kill(actor)
+
+    @property
+    def any_ended(self) -> bool:
+        return any(actor in self._ended for actor in self.actors)
 
     def told(self, reference: Any, rank: int) -> "Future[Any]":
         """The result, or what went wrong in words of ours."""

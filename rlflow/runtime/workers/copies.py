@@ -22,7 +22,8 @@ Place = tuple[Actors, int]
 
 
 def through_store(source: Actors, target: Actors, version: int) -> float:
-    """Through Ray's store: tried again when it fails, and the last time with new engines. Raises EngineError.
+    """Through Ray's store: tried again when it fails, and the last time with new engines, or sooner where one had to be
+    ended. Raises EngineError, at once where one of ``source`` had to be ended.
 
     Returns the seconds that the slowest engine took to take them over, waiting aside.
     """
@@ -30,7 +31,9 @@ def through_store(source: Actors, target: Actors, version: int) -> float:
         try:
             return _bucket_by_bucket(source, target, version)
         except EngineError:
-            if attempt == _ATTEMPTS - 1:
+            if source.any_ended:
+                raise
+            if target.any_ended or attempt == _ATTEMPTS - 1:
                 target.restart()
     return _bucket_by_bucket(source, target, version)
 
@@ -42,10 +45,10 @@ def directly(source: Actors, target: Actors, backend: WeightBackend, version: in
     """
     began = time.perf_counter()
     if not target.met:
-        gathered(source.everywhere("forget_receivers"))
+        _within(_called(source, source.everywhere("forget_receivers")))
         target.met = True
     receivers = Receivers(target.actors, target.num_gpus_each)
-    address = source.meeting_address()
+    address = source.address_of(_within({source.call(0, "meeting_port"): (source, 0)})[0])
     sending = _called(source, [source.call(r, "send_directly", backend, receivers, r, address) for r in _ranks(source)])
     _within(sending, receiving=target)
     _within(_called(target, target.everywhere("call", "transferred", version)))
