@@ -306,14 +306,6 @@ def kill_a_rank(_: list[Any]) -> None:
     multiprocessing.active_children()[-1].kill()
 
 
-def test_a_rank_that_dies_is_an_error(pair: RemoteEngine) -> None:
-    pair._process.send(kill_a_rank)
-    pair._process.receive()
-    for _ in range(2):
-        with pytest.raises(EngineError, match="role rollout: vLLM stopped"):
-            pair.generate(GIVEN, SAMPLING)
-
-
 def broken_off(engines: Sequence[Any], place: int, given: Prompts, sampling: Sampling) -> Rollouts | None:
     """What is written after some of the engine's steps."""
     engine = engines[place]
@@ -368,3 +360,12 @@ def test_what_is_broken_off_goes_on_with_new_weights(engine: RemoteEngine, refer
     tokenizer = load_tokenizer("policy", MODEL)
     ids = [out.response_ids[row].tolist() for row in range(len(out))]
     assert list(out.texts) == tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+# The last one: the pair does nothing after it.
+def test_a_rank_that_dies_is_an_error(pair: RemoteEngine) -> None:
+    pair._process.send(kill_a_rank)
+    pair._process.receive()
+    for _ in range(2):
+        with pytest.raises(EngineError, match="role rollout: vLLM stopped"):
+            pair.generate(GIVEN, SAMPLING)
