@@ -20,9 +20,9 @@ class PolicyUpdate(Node, kind="policy_update", unit="batch"):
 
     The ratio is taken to ``old_logprobs`` where such a node is there, else to those that the engine sampled with.
     How far the two engines are apart is the metric ``sampler_difference`` (for the same weights, or with ``overcommit``
-    for those of the steps that wrote the rollouts): the absolute difference
-    of their logprobs, in the mean over the tokens of the first minibatch, before it changes the model. With
-    ``old_logprobs`` it is the mean over each minibatch's tokens, and that of all optimizer steps.
+    for those of the steps that wrote the rollouts): the absolute difference of their logprobs, in the mean over the
+    tokens of the first minibatch, before it changes the model. With ``old_logprobs`` it is the mean over each
+    minibatch's tokens, and that of all optimizer steps.
     """
 
     clip_eps: Annotated[float, Gt(0)] = 0.2

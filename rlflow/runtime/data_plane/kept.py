@@ -13,8 +13,7 @@ from rlflow.errors import EngineError
 from rlflow.packed import Array
 from rlflow.runtime.cluster.hosts import quiet_ray
 from rlflow.runtime.data_plane.parts import opened
-from rlflow.runtime.data_plane.store import Block, Places, Stored, block_of
-from rlflow.runtime.data_plane.store import here as here
+from rlflow.runtime.data_plane.store import Block, Places, Stored, block_of, here
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlflow.runtime.data_plane.handover import Handover
-from rlflow.runtime.data_plane.kept import Keeper, here
+from rlflow.runtime.data_plane.kept import Keeper
+from rlflow.runtime.data_plane.store import here
 from rlflow.runtime.workers.actors import ALLOCATION, told
 from rlflow.runtime.workers.proxies import gathered
 
