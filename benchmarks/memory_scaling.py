@@ -28,7 +28,7 @@ from benchmarks.reporting import Goal, finish
 from rlflow.batch import Minibatch, Packed, Repeated
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.registry import engine_class
-from rlflow.nodes.losses import ClippedPolicyLoss
+from rlflow.nodes.update import PolicyUpdate
 from rlflow.recipe import Model
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
@@ -46,7 +46,7 @@ _VOCABULARY = 32768
 _SHARED = 8192
 """Tokens of the text that two ranks share."""
 _SHORT = 64
-_LOSS = ClippedPolicyLoss(clip_eps=0.2, kl_coef=0.0, temperature=1.0)
+_LOSS = PolicyUpdate().loss(1.0)
 _ARCHITECTURE = Architecture(
     model_type="qwen3",
     hidden_size=64,

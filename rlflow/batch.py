@@ -27,6 +27,7 @@ __all__ = [
     "Records",
     "Repeated",
     "Rewards",
+    "RolloutAdvantages",
     "Rollouts",
     "Sequences",
     "ValueEstimates",
@@ -174,8 +175,8 @@ class Minibatch(Sequences):
     columns: Mapping[str, Packed]
     """What the loss reads besides the model's own logprobs: B rows of float32 each, a value a response token."""
     weights: Packed
-    """B rows of float32: what each response token counts in the loss. They add up to one, so that the gradient
-    does not depend on how the minibatch is cut."""
+    """B rows of float32: what each response token counts in the loss. They are made of the whole minibatch, so that
+    the gradient does not depend on how it is cut."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -198,8 +199,15 @@ class ValueEstimates(Batch):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Advantages(Batch):
-    values: NDArray[np.float32]
-    """[B], the same for every token of a rollout."""
+    values: Packed
+    """B rows of float32, a value a response token."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RolloutAdvantages(Advantages):
+    """The same for every token of a rollout."""
+
+    values: Repeated
 
 
 @dataclass(frozen=True, kw_only=True)

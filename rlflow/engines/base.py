@@ -43,9 +43,11 @@ class TokenLoss(Protocol):
         """The logits are divided by it."""
 
     def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
-        """The loss [T], and metrics [T] that are averaged as the loss is.
+        """The loss [T], and metrics [T], whose means have the weights of the loss.
 
-        Besides the minibatch's columns an engine that has logprobs may give ``entropy``: of the model, in nats.
+        Besides the minibatch's columns there is ``rows``, int64: the number of each token's response, all of whose
+        tokens are there, in a row; and from an engine that has logprobs ``entropy``: of the model, in nats.
+        Gradients flow through it as through ``logprobs``.
         """
 
 

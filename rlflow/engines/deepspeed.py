@@ -1,7 +1,6 @@
 """Trains, scores and values with DeepSpeed: one process of those that share a model."""
 
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,6 +10,7 @@ from rlflow.engines.base import EngineSpec, TokenLoss
 from rlflow.engines.causal_lm.micro_batches import in_order
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.causal_lm.scoring import token_scores, token_values
+from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
 from rlflow.engines.causal_lm.tunable import Tunable
 from rlflow.engines.sharded.group import spread_of
 from rlflow.engines.sharded.loading import load_sharded
@@ -80,26 +80,21 @@ class DeepSpeedEngine(Tunable):
             sums = self._gradients(minibatch, loss)
         self._module.eval()
         norm = self._step()
-        return Metrics(values={**self._summed(sums), "grad_norm": norm, "learning_rate": learning_rate})
+        measured = averaged_over_weights(self._summed(sums))
+        return Metrics(values={**measured, "grad_norm": norm, "learning_rate": learning_rate})
 
     def _gradients(self, minibatch: Minibatch, loss: TokenLoss) -> dict[str, float]:
         """Left at the weights. Returns sums over this rank's share."""
-        sums: defaultdict[str, float] = defaultdict(float)
+        totals = Totals(loss, self._device)
         pieces, counting = rounds(minibatch, self._spec.layout.micro_batch_tokens)
         for at, rows in enumerate(pieces):
             self._engine.set_gradient_accumulation_boundary(at == len(pieces) - 1)
             part = minibatch.take(rows)
             outputs, more = self._outputs(part, loss.temperature)
-            columns = {name: self._tensor(column) for name, column in part.columns.items()}
-            losses, metrics = loss(outputs, columns | more)
-            weights = self._tensor(part.weights) * float(at < counting)
-            total = (losses * weights).sum()
+            total = totals.add(part, outputs, more, share=float(at < counting))
             # DeepSpeed takes the mean of the ranks' gradients, and this loss is a sum over them.
             self._engine.backward(total * self._spec.world_size)
-            sums["loss"] += float(total.detach())
-            for name, values in metrics.items():
-                sums[name] += float((values.detach() * weights).sum())
-        return sums
+        return totals.sums
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
         for group in _groups(self._module.state_dict(keep_vars=True).items()):
@@ -233,11 +228,6 @@ class DeepSpeedEngine(Tunable):
     @property
     def _shards(self) -> dict[str, int]:
         return {"world_size": self._spec.world_size, "zero_stage": self._stage}
-
-    def _tensor(self, column: Packed) -> "Tensor":
-        import torch
-
-        return torch.from_numpy(column.values).to(self._device)
 
 
 def _groups(weights: "Iterable[tuple[str, Tensor]]") -> "Iterator[list[tuple[str, Tensor]]]":

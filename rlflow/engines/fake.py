@@ -20,6 +20,7 @@ from rlflow.batch import (
     ValueEstimates,
 )
 from rlflow.engines.base import EngineSpec, Sampling, TokenLoss, sample_seed
+from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
 from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
@@ -76,10 +77,9 @@ class FakeEngine:
 
         self._weight += 1
         logprobs = torch.from_numpy(self._logprobs(minibatch.response_ids).values)
-        _, metrics = loss(logprobs, {name: torch.from_numpy(c.values) for name, c in minibatch.columns.items()})
-        weights = torch.from_numpy(minibatch.weights.values)
-        sums = {name: float((values * weights).sum()) for name, values in metrics.items()}
-        return Metrics(values={**sums, "loss": 1 / self._weight})
+        totals = Totals(loss, logprobs.device)
+        totals.add(minibatch, logprobs, {})
+        return Metrics(values={**averaged_over_weights(totals.sums), "loss": 1 / self._weight})
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
         import torch

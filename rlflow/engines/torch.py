@@ -1,6 +1,5 @@
 """Trains, scores and values with plain PyTorch: one process, or one of those that share each sequence."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,6 +11,7 @@ from rlflow.engines.causal_lm.kernels import attention_of
 from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.engines.causal_lm.scoring import token_scores, token_values
+from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
 from rlflow.engines.causal_lm.tunable import Tunable
 from rlflow.engines.sharded.group import meet, spread_of
 from rlflow.errors import EngineError
@@ -79,34 +79,27 @@ class TorchEngine(Tunable):
             group["lr"] = learning_rate
         self._model.train()
         with self.within_memory():
-            sums = self._gradients(minibatch, loss)
+            measured = self._gradients(minibatch, loss)
         self._model.eval()
         self._add_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._spec.optimizer.max_grad_norm)
         if not torch.isfinite(norm):
             raise EngineError(f"role {self._spec.role}: the gradient's norm is {float(norm)}.")
         self._optimizer.step()
-        return Metrics(values={**sums, "grad_norm": float(norm), "learning_rate": learning_rate})
+        return Metrics(values={**measured, "grad_norm": float(norm), "learning_rate": learning_rate})
 
     def _gradients(self, minibatch: Minibatch, loss: TokenLoss) -> Mapping[str, float]:
-        """Of all micro-batches, left with the weights; the sums of what is measured."""
+        """Of all micro-batches, left with the weights; what is measured."""
         import torch
 
         self._optimizer.zero_grad(set_to_none=True)
-        sums: defaultdict[str, float] = defaultdict(float)
+        totals = Totals(loss, self._model.device)
         for rows in micro_batches(minibatch, self._spec.layout.micro_batch_tokens):
             part = minibatch.take(rows)
             with self._autocast():
                 outputs, more = self._outputs(part, loss.temperature)
-            columns = {name: self._tensor(column) for name, column in part.columns.items()}
-            losses, metrics = loss(outputs, columns | more)
-            weights = self._tensor(part.weights)
-            total = (losses * weights).sum()
-            torch.autograd.backward(total)
-            sums["loss"] += float(total.detach())
-            for name, values in metrics.items():
-                sums[name] += float((values.detach() * weights).sum())
-        return sums
+            torch.autograd.backward(totals.add(part, outputs, more))
+        return averaged_over_weights(totals.sums)
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
         yield from self._model.state_dict().items()
@@ -175,11 +168,6 @@ class TorchEngine(Tunable):
 
         mixed = self._spec.model.dtype == "bfloat16"
         return torch.autocast(self._model.device.type, torch.bfloat16, enabled=mixed)
-
-    def _tensor(self, column: Packed) -> "Tensor":
-        import torch
-
-        return torch.from_numpy(column.values).to(self._model.device)
 
 
 ENGINE = TorchEngine

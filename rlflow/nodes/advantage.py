@@ -1,14 +1,23 @@
-"""From rewards to advantages."""
+"""From rewards to advantages.
+
+Shapes: B rollouts, T response tokens of all of them.
+"""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge
+from numpy.typing import NDArray
 
-from rlflow.batch import Advantages, Rewards, Rollouts
+from rlflow.batch import Advantages, Logprobs, Packed, Repeated, Rewards, RolloutAdvantages, Rollouts
 from rlflow.nodes.base import Node
+from rlflow.nodes.kl import Estimator, token_kl
 
 # Keeps a group whose rewards are all alike from dividing by zero; GRPO's usual value.
 _EPSILON = 1e-4
+# Likewise of a batch, where it is the usual one of REINFORCE++.
+_EPSILON_OF_BATCH = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +30,93 @@ class GroupAdvantage(Node, kind="group_advantage", unit="group"):
     normalize: bool = True
     """Divide by the group's standard deviation (of the sample, n - 1)."""
 
-    def run(self, rollouts: Rollouts, rewards: Rewards) -> Advantages:
-        _, group = np.unique(rollouts.keys[:, :2], axis=0, return_inverse=True)
-        values = rewards.values.astype(np.float64)
-        sizes = np.bincount(group)
-        centred = values - (np.bincount(group, values) / sizes)[group]
+    def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
+        group, sizes = groups_of(rollouts)
+        centred = centred_in_groups(rewards, group, sizes)
         if self.normalize:
             variance = np.bincount(group, centred**2) / np.maximum(sizes - 1, 1)
             centred = centred / (np.sqrt(variance) + _EPSILON)[group]
-        return Advantages(values=centred.astype(np.float32))
+        return for_all_tokens(centred, rollouts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaveOneOutAdvantage(Node, kind="leave_one_out_advantage", unit="group"):
+    """Reward minus the mean of the others in its group; nought where there are none.
+
+    Source: RLOO (arXiv 2402.14740), section 3.3. It is n / (n - 1) times the reward minus the group's mean.
+    """
+
+    def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
+        group, sizes = groups_of(rollouts)
+        others = np.maximum(sizes - 1, 1)
+        return for_all_tokens(centred_in_groups(rewards, group, sizes) * (sizes / others)[group], rollouts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GreedyBaseline(Node, kind="greedy_baseline", unit="group"):
+    """Reward minus that of the likeliest response to the same prompt.
+
+    Source: ReMax (arXiv 2310.10505), section 4. ``greedy`` are rollouts at temperature 0, in groups of one.
+    """
+
+    def run(self, rollouts: Rollouts, rewards: Rewards, greedy: Rollouts, greedy_rewards: Rewards) -> RolloutAdvantages:
+        both = np.concatenate([greedy.keys[:, :2], rollouts.keys[:, :2]])
+        _, prompt = np.unique(both, axis=0, return_inverse=True)
+        baseline = np.empty(len(greedy))
+        baseline[prompt[: len(greedy)]] = greedy_rewards.values
+        return for_all_tokens(rewards.values - baseline[prompt[len(greedy) :]], rollouts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchAdvantage(Node, kind="batch_advantage", unit="batch"):
+    """Reward minus its group's mean, normalised over all tokens of the batch.
+
+    Source: REINFORCE++ with baseline (arXiv 2501.03262).
+    """
+
+    def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
+        values, lengths = centred_in_groups(rewards, *groups_of(rollouts)), rollouts.response_ids.lengths
+        mean = np.average(values, weights=lengths)
+        deviation = np.sqrt(np.average((values - mean) ** 2, weights=lengths))
+        return for_all_tokens((values - mean) / (deviation + _EPSILON_OF_BATCH), rollouts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenAdvantage(Node, kind="token_advantage", unit="batch", reads_tokens=True):
+    """Reward minus ``kl_coef`` times the KL divergence of this token and those after it, normalised over all tokens of
+    the batch.
+
+    Source: REINFORCE++ (arXiv 2501.03262), with the KL divergence in the reward of each token, by k1.
+    """
+
+    kl_coef: Annotated[float, Ge(0)] = 0.0
+    kl_estimator: Estimator = "k1"
+
+    def run(
+        self, rollouts: Rollouts, rewards: Rewards, reference: Logprobs, old_logprobs: Logprobs | None = None
+    ) -> Advantages:
+        lengths = rollouts.response_ids.lengths
+        kl = token_kl(self.kl_estimator, rollouts, reference, old_logprobs)
+        before = np.concatenate([[0.0], np.cumsum(kl.values)])
+        # Of each token and those after it in its row.
+        ahead = np.repeat(before[kl.offsets[1:]], lengths) - before[:-1]
+        values = np.repeat(rewards.values.astype(np.float64), lengths) - self.kl_coef * ahead
+        normalised = (values - values.mean()) / (values.std() + _EPSILON_OF_BATCH)
+        return Advantages(values=Packed(normalised.astype(np.float32), kl.offsets))
+
+
+def groups_of(rollouts: Rollouts) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[B]: the number of each rollout's group, and the size of each group."""
+    _, group = np.unique(rollouts.keys[:, :2], axis=0, return_inverse=True)
+    return group, np.bincount(group)
+
+
+def centred_in_groups(rewards: Rewards, group: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[B]: each reward minus the mean of its group."""
+    values = rewards.values.astype(np.float64)
+    return values - (np.bincount(group, values) / sizes)[group]
+
+
+def for_all_tokens(values: NDArray[np.float64], rollouts: Rollouts) -> RolloutAdvantages:
+    """Of advantages [B]."""
+    return RolloutAdvantages(values=Repeated(values.astype(np.float32), rollouts.response_ids.lengths))

@@ -30,12 +30,16 @@ class Node(Section):
     kind: ClassVar[str]
     unit: ClassVar[Unit]
     """How much the node needs at once."""
+    reads_tokens: ClassVar[bool]
+    """It reads what rollouts hold, and not only keys, lengths and what is said of them in a number each: without a role
+    it runs where that is."""
 
-    def __init_subclass__(cls, *, kind: str, unit: Unit) -> None:
+    def __init_subclass__(cls, *, kind: str, unit: Unit, reads_tokens: bool | None = None) -> None:
         if kind in KINDS and KINDS[kind].__qualname__ != cls.__qualname__:
             raise TypeError(f"the kind '{kind}' is {KINDS[kind].__qualname__}'s")
         cls.kind = kind
         cls.unit = unit
+        cls.reads_tokens = unit == "sample" if reads_tokens is None else reads_tokens
         KINDS[kind] = cls
 
     @classmethod

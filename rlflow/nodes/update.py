@@ -1,68 +1,84 @@
-"""Training a role's model on the step's data."""
+"""Training a role's model on the step's data, one kind of node for each surrogate.
 
-from collections.abc import Mapping, Sequence
+Shapes: T response tokens of a micro-batch.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 from annotated_types import Ge, Gt
 
-from rlflow.batch import Advantages, Examples, Logprobs, Metrics, Minibatch, Packed, Repeated, Rollouts, Sequences
-from rlflow.engines.base import TokenLoss, Trains
-from rlflow.errors import GraphError
+from rlflow.batch import Examples, Metrics
+from rlflow.engines.base import Trains
 from rlflow.nodes.base import Node
-from rlflow.nodes.losses import ClippedPolicyLoss, LikelihoodLoss
+from rlflow.nodes.losses import LikelihoodLoss
+from rlflow.nodes.policy_gradient import PolicyGradient
+from rlflow.nodes.responses import means_over_responses
+from rlflow.nodes.training import averaged, train
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Columns = Mapping[str, Tensor]
+    Loss = tuple[Tensor, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyUpdate(Node, kind="policy_update", unit="batch"):
-    """Policy gradient with a clipped ratio, every token counting the same within its minibatch.
+class PolicyUpdate(PolicyGradient, Node, kind="policy_update", unit="batch"):
+    """PPO's clipped surrogate: -min(r A, clip(r) A), r the ratio of a token's probability to the old one.
 
-    The ratio is taken to ``old_logprobs`` where such a node is there, else to those that the engine sampled with.
-    How far the two engines are apart is the metric ``sampler_difference`` (for the same weights, or with ``overcommit``
-    for those of the steps that wrote the rollouts): the absolute difference of their logprobs, in the mean over the
-    tokens of the first minibatch, before it changes the model. With ``old_logprobs`` it is the mean over each
-    minibatch's tokens, and that of all optimizer steps.
+    Source: PPO (arXiv 1707.06347), equation 7; with a ``clip_eps_high`` DAPO (arXiv 2503.14476), equation 10.
     """
 
     clip_eps: Annotated[float, Gt(0)] = 0.2
-    kl_coef: Annotated[float, Ge(0)] = 0.0
-    """Needs a ``reference``."""
-    num_minibatches: Annotated[int, Ge(1)] = 1
-    """Optimizer steps that the rollouts are divided among."""
-    num_epochs: Annotated[int, Ge(1)] = 1
+    """How far the ratio counts below 1, and above it."""
+    clip_eps_high: Annotated[float, Gt(0)] | None = None
+    """Above it, where that is not as far."""
 
-    def check(self, connected: frozenset[str]) -> None:
-        if self.kl_coef > 0 and "reference" not in connected:
-            raise GraphError(
-                "kl_coef",
-                f"{self.kl_coef} asks for the reference's logprobs, and no node 'reference' gives them",
-                fix="add reference: {node: logprobs, role: reference}, or kl_coef: 0",
-            )
+    def surrogate(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
+        ratio = (logprobs - columns["old_logprobs"]).exp()
+        return clipped(ratio, columns["advantages"], self.clip_eps, self.clip_eps_high)
 
-    def run(
-        self,
-        engine: Trains,
-        rollouts: Rollouts,
-        advantages: Advantages,
-        reference: Logprobs | None = None,
-        old_logprobs: Logprobs | None = None,
-    ) -> Metrics:
-        columns = {
-            "old_logprobs": rollouts.logprobs,
-            "advantages": Repeated(advantages.values, rollouts.response_ids.lengths),
-        }
-        if old_logprobs is not None:
-            columns |= {"old_logprobs": old_logprobs.values, "sampler_logprobs": rollouts.logprobs}
-        if reference is not None:
-            columns["reference"] = reference.values
-        loss = ClippedPolicyLoss(clip_eps=self.clip_eps, kl_coef=self.kl_coef, temperature=rollouts.temperature)
-        steps = train(engine, rollouts, columns, loss, self.num_minibatches, self.num_epochs)
-        metrics = averaged(steps)
-        if old_logprobs is None:
-            # Before its first step the trained model is the one that wrote the rollouts, or the last of them.
-            metrics["sampler_difference"] = steps[0]["logprob_change"]
-        return Metrics(values=metrics)
+
+@dataclass(frozen=True, kw_only=True)
+class GspoUpdate(PolicyGradient, Node, kind="gspo_update", unit="batch"):
+    """GSPO: the same with one ratio for a response, the geometric mean of its tokens' ratios.
+
+    Source: arXiv 2507.18071, equations 5 to 7, with ``aggregation: sequence``; the bounds are those of section 5.1.
+    """
+
+    clip_eps: Annotated[float, Gt(0)] = 3e-4
+    clip_eps_high: Annotated[float, Gt(0)] | None = 4e-4
+    """Where it is null: as below 1."""
+
+    def surrogate(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
+        ratio = means_over_responses(logprobs - columns["old_logprobs"], columns["rows"]).exp()
+        return clipped(ratio, columns["advantages"], self.clip_eps, self.clip_eps_high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CispoUpdate(PolicyGradient, Node, kind="cispo_update", unit="batch"):
+    """CISPO: -clip(r) A log p, where no gradient flows through the ratio r: every token has one, none is dropped.
+
+    Source: MiniMax-M1 (arXiv 2506.13585), equations 4 and 5, which has no lower bound.
+    """
+
+    clip_eps_high: Annotated[float, Gt(0)] = 4.0
+    """How far the ratio counts above 1."""
+
+    def surrogate(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
+        ratio = (logprobs.detach() - columns["old_logprobs"]).exp()
+        bounded = ratio.clamp(max=1 + self.clip_eps_high)
+        return -bounded * columns["advantages"] * logprobs, {"clip_fraction": (bounded < ratio).float()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforceUpdate(PolicyGradient, Node, kind="reinforce_update", unit="batch"):
+    """REINFORCE: -A log p. For one optimizer step on what the policy itself has written: there is no ratio."""
+
+    def surrogate(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
+        return -columns["advantages"] * logprobs, {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,38 +88,12 @@ class SftUpdate(Node, kind="sft_update", unit="batch"):
     num_minibatches: Annotated[int, Ge(1)] = 1
 
     def run(self, engine: Trains, examples: Examples) -> Metrics:
-        return Metrics(
-            values=averaged(train(engine, examples, {}, LikelihoodLoss(), self.num_minibatches, num_epochs=1))
-        )
+        steps = train(engine, examples, {}, LikelihoodLoss(), num_minibatches=self.num_minibatches)
+        return Metrics(values=averaged(steps))
 
 
-def train(
-    engine: Trains,
-    sequences: Sequences,
-    columns: dict[str, Packed],
-    loss: TokenLoss,
-    num_minibatches: int,
-    num_epochs: int,
-) -> list[Mapping[str, float]]:
-    """One optimizer step a minibatch, and the metrics of each. Fewer rows than minibatches make fewer minibatches.
-
-    A minibatch is cut in the order of the prompts' numbers within their steps: the data's own order is random already,
-    and what was begun in earlier steps is spread over all minibatches.
-    """
-    steps, bare = [], sequences.bare()
-    begun_in, prompt, sample = sequences.keys.T
-    order = np.lexsort((sample, begun_in, prompt))
-    for rows in num_epochs * np.array_split(order, min(num_minibatches, len(sequences))):
-        part = bare.take(rows)
-        lengths = part.response_ids.lengths
-        weights = Repeated(np.full(len(part), 1 / lengths.sum(), np.float32), lengths)
-        taken = {name: column.take(rows) for name, column in columns.items()}
-        # Some of every step's samples were begun in it.
-        minibatch = Minibatch(**vars(part), step=int(begun_in.max()), columns=taken, weights=weights)
-        steps.append(engine.update(minibatch, loss).values)
-    return steps
-
-
-def averaged(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the optimizer steps."""
-    return {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}
+def clipped(ratio: "Tensor", advantages: "Tensor", eps: float, eps_high: float | None) -> "Loss":
+    """The smaller of what a ratio and a clipped one give, and the metric ``clip_fraction``."""
+    free = ratio * advantages
+    bounded = ratio.clamp(1 - eps, 1 + (eps if eps_high is None else eps_high)) * advantages
+    return -free.minimum(bounded), {"clip_fraction": (free > bounded).float()}

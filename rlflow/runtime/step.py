@@ -45,8 +45,7 @@ def run_node(node: GraphNode, engines: Engines, edges: Mapping[str, Any]) -> Any
     operation: Any = node.operation
     if node.role is not None:
         arguments["engine"] = engines[node.role]
-    elif operation.unit == "sample":
-        # It reads what rollouts hold, and not only what is said of them: where that is elsewhere, it goes there.
+    elif operation.reads_tokens:
         operation = engines.hosted(operation)
     try:
         with below(f"graph.{node.name}"), edge(node.name):

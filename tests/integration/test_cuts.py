@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from rlflow.batch import Metrics, Minibatch
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.torch import TorchEngine
-from rlflow.nodes.losses import ClippedPolicyLoss, LikelihoodLoss
+from rlflow.nodes.losses import LikelihoodLoss
+from rlflow.nodes.update import PolicyUpdate
 from rlflow.recipe import Optimizer
 from rlflow.resources.layout import Layout
 from rlflow.runtime.data_plane.shares import shares
@@ -22,7 +23,7 @@ from tests.integration.test_deepspeed import of_one_thread, share_everything
 
 pytestmark = pytest.mark.slow
 
-LOSS = ClippedPolicyLoss(clip_eps=0.2, kl_coef=0.1, temperature=0.9)
+LOSS = PolicyUpdate(clip_eps=0.2, kl_coef=0.1).loss(0.9)
 # The difference of the weights before and after is the gradient, but for this factor: large, so that their own rounding
 # counts little.
 STEP = 16.0

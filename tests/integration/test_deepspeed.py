@@ -15,7 +15,8 @@ from rlflow.engines.base import EngineSpec
 from rlflow.engines.sharded.resharding import UNIVERSAL
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import EngineError, RecipeError
-from rlflow.nodes.losses import ClippedPolicyLoss, LikelihoodLoss
+from rlflow.nodes.losses import LikelihoodLoss
+from rlflow.nodes.update import PolicyUpdate
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Layout
 from tests.helpers import ARCHITECTURE, MODEL, minibatch, sequences, spec
@@ -132,7 +133,7 @@ def policy_minibatch(step: int) -> Minibatch:
     return minibatch(GIVEN, step, advantages=draw.normal(0, 1, size), **old)
 
 
-LOSS = ClippedPolicyLoss(clip_eps=0.2, kl_coef=0.1, temperature=0.9)
+LOSS = PolicyUpdate(clip_eps=0.2, kl_coef=0.1).loss(0.9)
 
 
 def split(batch: Any) -> list[Any]:

@@ -1,5 +1,6 @@
-"""The loss against TRL's, on the same tensors."""
+"""Losses and their gradients against TRL's, on the same tensors."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from rlflow.batch import Advantages, Logprobs
+from rlflow.batch import Logprobs, Repeated, RolloutAdvantages, Rollouts
 from rlflow.engines.torch import TorchEngine
-from rlflow.nodes.update import PolicyUpdate
+from rlflow.nodes.policy_gradient import PolicyGradient
+from rlflow.nodes.update import CispoUpdate, GspoUpdate, PolicyUpdate
 from rlflow.recipe import Model, Optimizer
 from tests.helpers import rollouts, sequences, spec
 
-PROMPTS, RESPONSES, KL, EPS = [4, 2, 3], [[3, 5], [1, 4], [6, 2]], 0.04, 0.2
+PROMPTS, RESPONSES, KL = [4, 2, 3], [[3, 5], [1, 4], [6, 2]], 0.04
 
 
 def padded(rows: Any, pad: float, left: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -22,44 +24,42 @@ def padded(rows: Any, pad: float, left: bool, dtype: torch.dtype) -> torch.Tenso
     return torch.tensor([[*f, *row] if left else [*row, *f] for f, row in zip(fill, rows, strict=True)], dtype=dtype)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_loss_is_trls(tmp_path: Path) -> None:
+# Our node and TRL's options. "bnpo" is TRL's name for: every token of the batch counts the same.
+CASES: dict[str, tuple[PolicyGradient, dict[str, Any]]] = {
+    "token": (PolicyUpdate(), {"loss_type": "bnpo"}),
+    "clip-higher": (PolicyUpdate(clip_eps=0.1, clip_eps_high=0.15), {"epsilon": 0.1, "epsilon_high": 0.15}),
+    "sequence": (PolicyUpdate(aggregation="sequence"), {"loss_type": "grpo"}),
+    "dr_grpo": (
+        PolicyUpdate(aggregation="constant", constant_length=9),
+        {"loss_type": "dr_grpo", "max_completion_length": 9},
+    ),
+    "gspo": (
+        GspoUpdate(clip_eps=0.05, clip_eps_high=0.07, aggregation="sequence"),
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 0.07},
+    ),
+    # Of TRL's the bound is that of the ratio itself.
+    "cispo": (CispoUpdate(clip_eps_high=0.1), {"loss_type": "cispo", "epsilon_high": 1.1}),
+    "entropy": (PolicyUpdate(entropy_coef=0.3), {"entropy_coef": 0.3}),
+}
+
+
+def trls(folder: Path, given: Rollouts, columns: Any, advantages: Any, options: Any) -> tuple[float, dict[str, Any]]:
+    """The loss and its gradient."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    TorchEngine(spec()).export(tmp_path / "model")
-    engine = TorchEngine(
-        spec(model=Model(path=str(tmp_path / "model"), dtype="float32"), optimizer=Optimizer(learning_rate=1e-9))
-    )
-    given = rollouts(sequences(PROMPTS, RESPONSES))
-    draw = np.random.default_rng(0)
-    size = len(given.response_ids.values)
-    own = engine.logprobs(given, 1.0).values.values
-    old, reference = (own + draw.normal(0, 0.2, size).astype(np.float32) for _ in range(2))
-    advantages = draw.normal(size=len(given)).astype(np.float32)
-    columns = {"old_logprobs": given.response_ids.like(old), "reference": given.response_ids.like(reference)}
-    ours = PolicyUpdate(clip_eps=EPS, kl_coef=KL).run(
-        engine,
-        given,
-        Advantages(values=advantages),
-        reference=Logprobs(values=columns["reference"]),
-        old_logprobs=Logprobs(values=columns["old_logprobs"]),
-    )
-
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(tmp_path / "model"),
+        model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=GRPOConfig(
-            output_dir=str(tmp_path / "trl"),
+            **{"epsilon": 0.2, "loss_type": "bnpo", **options},
+            output_dir=str(folder / "trl"),
             per_device_train_batch_size=6,
             num_generations=2,
             beta=KL,
-            epsilon=EPS,
             use_bias_correction_kl=False,
-            loss_type="bnpo",  # TRL's name for: every token of the batch counts the same
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
@@ -79,9 +79,39 @@ def test_loss_is_trls(tmp_path: Path) -> None:
         "advantages": torch.tensor(advantages),
         "old_per_token_logps": padded([columns["old_logprobs"][row].tolist() for row in rows], 0, False, torch.float32),
         "ref_per_token_logps": padded([columns["reference"][row].tolist() for row in rows], 0, False, torch.float32),
-        "num_items_in_batch": torch.tensor(size),
+        "num_items_in_batch": torch.tensor(len(given.response_ids.values)),
     }
     trainer.current_gradient_accumulation_steps = 1
-    theirs = float(trainer._compute_loss(trainer.model, inputs).detach())
-    assert ours.values["loss"] == pytest.approx(theirs, abs=1e-6)
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    return float(loss.detach()), {name: weight.grad for name, weight in trainer.model.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_trls(case: str, tmp_path: Path) -> None:
+    node, options = CASES[case]
+    TorchEngine(spec()).export(tmp_path / "model")
+    model = Model(path=str(tmp_path / "model"), dtype="float32")
+    engine = TorchEngine(spec(model=model, optimizer=Optimizer(learning_rate=1e-9, max_grad_norm=1e9)))
+    given = rollouts(sequences(PROMPTS, RESPONSES))
+    draw = np.random.default_rng(0)
+    size = len(given.response_ids.values)
+    own = engine.logprobs(given, 1.0).values.values
+    old, reference = (own + draw.normal(0, 0.2, size).astype(np.float32) for _ in range(2))
+    advantages = draw.normal(size=len(given)).astype(np.float32)
+    columns = {"old_logprobs": given.response_ids.like(old), "reference": given.response_ids.like(reference)}
+    ours = replace(node, kl_coef=KL).run(
+        engine,
+        given,
+        RolloutAdvantages(values=Repeated(advantages, given.response_ids.lengths)),
+        reference=Logprobs(values=columns["reference"]),
+        old_logprobs=Logprobs(values=columns["old_logprobs"]),
+    )
+    loss, gradient = trls(tmp_path, given, columns, advantages, options)
+    assert ours.values["loss"] == pytest.approx(loss, abs=1e-6)
     assert ours.values["clip_fraction"] > 0, "the case must clip to say something"
+    for name, weight in engine._model.named_parameters():
+        assert weight.grad is not None
+        assert float((weight.grad - gradient[name]).abs().max()) <= 1e-6, name

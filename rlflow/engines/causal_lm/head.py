@@ -51,7 +51,7 @@ def scoring_head(model: Any, places: Tensor, targets: Tensor, temperature: float
 
 
 def scores_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float) -> Tensor:
-    """[T, 2], float32: logprobs of ``targets`` [T], and entropies, which have no gradient.
+    """[T, 2], float32: logprobs of ``targets`` [T], and entropies.
 
     Of logits divided by ``temperature``, from ``hidden`` [T, H], ``weight`` [V, H] and ``bias`` [V].
     """
@@ -94,16 +94,17 @@ class _TokenScores(torch.autograd.Function):
                 highest[rows] = new
         log_total = total.log()
         entropies = log_total - weighted / total
-        ctx.save_for_backward(hidden, weight, bias, targets, highest + log_total)
+        ctx.save_for_backward(hidden, weight, bias, targets, highest + log_total, entropies)
         ctx.temperature, ctx.dtype = temperature, dtype
-        ctx.mark_non_differentiable(entropies)
         return chosen - highest - log_total, entropies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_total = ctx.saved_tensors
+        hidden, weight, bias, targets, log_total, entropies = ctx.saved_tensors
         head = _Head(hidden, weight, bias, targets, ctx.temperature, ctx.dtype)
-        gradient = gradients[0][:, None]
+        of_logprob, of_entropy = (gradient[:, None] / ctx.temperature for gradient in gradients)
+        # Most losses have no entropy in them.
+        has_entropy = bool(of_entropy.any())
         of_hidden = torch.zeros(hidden.shape, device=hidden.device)
         of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         of_bias = None if bias is None else torch.empty_like(bias)
@@ -112,10 +113,18 @@ class _TokenScores(torch.autograd.Function):
             at_bias = torch.zeros(len(part.weight), device=hidden.device)
             for rows, logits in head.chunks(part):
                 local, inside = head.within(part, rows)
-                # The chosen token's indicator minus the softmax.
-                slopes = logits.sub_(log_total[rows, None]).exp_().neg_()
+                logprobs = logits.sub_(log_total[rows, None])
+                powers = logprobs.exp() if has_entropy else logprobs.exp_()
+                # By a logit: of the logprob the chosen token's indicator minus p, of the entropy -p (log p + H).
+                slopes = powers.neg_()
+                if has_entropy:
+                    # Minus infinity cannot be multiplied by a p of nought.
+                    surprise = logprobs.clamp_(min=torch.finfo(torch.float32).min).add_(entropies[rows, None])
+                    surprise.mul_(slopes).mul_(of_entropy[rows])
                 slopes.scatter_add_(1, local, inside[:, None].float())
-                slopes.mul_(gradient[rows] / ctx.temperature)
+                slopes.mul_(of_logprob[rows])
+                if has_entropy:
+                    slopes.add_(surprise)
                 at_bias += slopes.sum(0)
                 given = slopes.to(ctx.dtype)
                 of_hidden[rows] += given @ part.weight

@@ -34,7 +34,7 @@ class TokenScores:
     logprobs: "Tensor"
     """[T], float32: of each response token."""
     entropies: "Tensor"
-    """[T], float32: of what the model would have written in its place, in nats. Without a gradient."""
+    """[T], float32: of what the model would have written in its place, in nats."""
 
 
 def token_scores(
@@ -58,7 +58,7 @@ def token_scores(
         name = type(getattr(model, "module", model)).__name__
         raise EngineError(f"a {name} changes its logits after its output layer, which is not supported.")
     scores = scores[0] if spread is None or tokens is None else spread.whole(scores[0], tokens, len(ids))
-    return TokenScores(scores[:, 0], scores[:, 1].detach())
+    return TokenScores(scores[:, 0], scores[:, 1])
 
 
 def token_values(model: "PreTrainedModel", sequences: Sequences, spread: Spread | None = None) -> "Tensor":

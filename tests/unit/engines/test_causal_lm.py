@@ -17,7 +17,8 @@ from rlflow.engines.causal_lm.scoring import token_scores
 from rlflow.engines.torch import TorchEngine
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
-from rlflow.nodes.losses import ClippedPolicyLoss, LikelihoodLoss
+from rlflow.nodes.losses import LikelihoodLoss
+from rlflow.nodes.update import PolicyUpdate
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Layout
 from tests.helpers import MODEL, minibatch, prompts, sequences, spec
@@ -244,7 +245,7 @@ def test_a_policy_update_knows_the_entropy() -> None:
     given = sequences([3, 6], [[4, 9], [2]])
     zeros = np.zeros(len(given.response_ids.values))
     batch = minibatch(given, old_logprobs=zeros, advantages=zeros)
-    loss = ClippedPolicyLoss(clip_eps=0.2, kl_coef=0.0, temperature=0.7)
+    loss = PolicyUpdate().loss(0.7)
     plain, expected = model("eager"), []
     for row in range(len(given)):
         prompt, response = given.prompt_ids[row], given.response_ids[row]

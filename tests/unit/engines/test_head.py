@@ -26,29 +26,33 @@ TARGETS = torch.randint(V, (T,), generator=torch.Generator().manual_seed(2))
 def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float) -> Tensor:
     logits = linear(hidden, weight, bias)
     scores = ((logits if logits.dtype == torch.float64 else logits.float()) / temperature).log_softmax(-1)
-    entropies = -(scores.exp() * scores).sum(-1).detach()
+    entropies = -(scores.exp() * scores.clamp(min=torch.finfo(scores.dtype).min)).sum(-1)
     return torch.stack([scores.gather(1, targets[:, None])[:, 0], entropies], 1)
 
 
-def gradients(values: Tensor, *of: Tensor | None) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    return list(
-        torch.autograd.grad((values[:, 0] * torch.randn(T, generator=draw)).sum(), [x for x in of if x is not None])
-    )
+def gradients(values: Tensor, *of: Tensor | None, entropy: float = 0.3) -> list[Tensor]:
+    """Of logprobs, and of entropies as far as ``entropy`` says."""
+    weights = torch.randn(T, 2, generator=torch.Generator().manual_seed(1)) * torch.tensor([1.0, entropy])
+    return list(torch.autograd.grad((values * weights).sum(), [x for x in of if x is not None]))
 
 
 # One chunk; parts of the vocabulary; parts of both.
 @pytest.mark.parametrize("at_once", [2**20, T * 25, 130, 7])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("bias", [False, True])
-def test_chunks_are_the_whole(monkeypatch: pytest.MonkeyPatch, at_once: int, temperature: float, bias: bool) -> None:
+@pytest.mark.parametrize("entropy", [0.0, 0.3])
+def test_chunks_are_the_whole(
+    monkeypatch: pytest.MonkeyPatch, at_once: int, temperature: float, bias: bool, entropy: float
+) -> None:
     monkeypatch.setattr(head, "_ON_CPU", at_once)
     given = inputs(bias=bias)
     exactly: Any = [None if x is None else x.detach().double().requires_grad_() for x in given]
     ours = scores_of(*given, TARGETS, temperature)
     theirs = plain(exactly[0], exactly[1], exactly[2], TARGETS, temperature)
     assert torch.allclose(ours.double(), theirs, rtol=1e-6, atol=1e-6)
-    for one, other in zip(gradients(ours, *given), gradients(theirs, *exactly), strict=True):
+    for one, other in zip(
+        gradients(ours, *given, entropy=entropy), gradients(theirs, *exactly, entropy=entropy), strict=True
+    ):
         assert torch.allclose(one.double(), other, rtol=1e-6, atol=1e-6)
 
 

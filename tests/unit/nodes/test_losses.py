@@ -1,11 +1,26 @@
-from math import exp, log
+"""Losses by hand, and on ragged random numbers against a plain loop in float64, with their gradients."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import exp, log
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from rlflow.nodes.losses import ClippedPolicyLoss, LikelihoodLoss
+from rlflow.batch import Minibatch
+from rlflow.engines.causal_lm.totals import Totals
+from rlflow.errors import RecipeError
+from rlflow.nodes.correction import Correction
+from rlflow.nodes.losses import LikelihoodLoss
+from rlflow.nodes.policy_gradient import PolicyGradient
+from rlflow.nodes.training import Weighting
+from rlflow.nodes.update import CispoUpdate, GspoUpdate, PolicyUpdate, ReinforceUpdate
+from tests.helpers import minibatch, sequences
 
-LOSS = ClippedPolicyLoss(clip_eps=0.2, kl_coef=0.5, temperature=1.0)
+LOSS = PolicyUpdate(clip_eps=0.2, kl_coef=0.5).loss(1.0)
 
 
 def run(ratio: float, advantage: float, reference: float | None = None) -> tuple[float, float, dict[str, float]]:
@@ -48,9 +63,187 @@ def test_how_far_the_sampler_was_apart() -> None:
     columns = {name: torch.tensor([value]) for name, value in (("old_logprobs", -1.0), ("advantages", 0.0))}
     _, metrics = LOSS(torch.tensor([-3.0]), columns | {"sampler_logprobs": torch.tensor([-1.25])})
     assert metrics["sampler_difference"].tolist() == [0.25]
+    assert metrics["sampler_kl"].tolist() == pytest.approx([exp(0.25) - 1.25])
     assert "sampler_difference" not in LOSS(torch.tensor([-3.0]), columns)[1]
+
+
+def test_an_engine_without_entropies_is_refused() -> None:
+    columns = {"old_logprobs": torch.zeros(1), "advantages": torch.zeros(1)}
+    with pytest.raises(RecipeError, match="entropy_coef: the engine does not know its entropies"):
+        PolicyUpdate(entropy_coef=0.1).loss(1.0)(torch.zeros(1), columns)
+
+
+@pytest.mark.parametrize(
+    ("correction", "weights", "outside"),
+    [
+        # Ratios 4, 1/2, 1 and 1/8 of the tokens; 2 and 1/8 of the two responses.
+        (Correction(max_ratio=2), [2, 0.5, 1, 0.125], [1, 0, 0, 0]),
+        (Correction(max_ratio=5, min_ratio=0.5, outside="mask"), [4, 0.5, 1, 0], [0, 0, 0, 1]),
+        (Correction(max_ratio=1.5, min_ratio=0.25, level="sequence"), [1.5, 1.5, 1.5, 0.25], [1, 1, 1, 1]),
+        (Correction(max_ratio=1.5, level="sequence", outside="mask"), [0, 0, 0, 0.125], [1, 1, 1, 0]),
+    ],
+)
+def test_correction(correction: Correction, weights: list[float], outside: list[float]) -> None:
+    ours, metrics = correction(torch.tensor([4, 0.5, 1, 0.125]).log(), torch.tensor([0, 0, 0, 1]))
+    assert ours.tolist() == pytest.approx(weights)
+    assert metrics["correction"] is ours
+    assert metrics["corrected_fraction"].tolist() == outside
 
 
 def test_likelihood() -> None:
     losses, _ = LikelihoodLoss()(torch.tensor([-0.5, -2.0]), {})
     assert losses.tolist() == [0.5, 2.0]
+
+
+@dataclass(frozen=True)
+class Token:
+    """All that is known of one, each a number in float64."""
+
+    logprob: Tensor
+    entropy: Tensor
+    old: float
+    sampler: float
+    reference: float
+    advantage: float
+
+
+Response = list[Token]
+
+
+def clip(value: Any, low: float, high: float) -> Any:
+    return torch.minimum(torch.maximum(value, torch.tensor(low)), torch.tensor(high))
+
+
+def plain_clipped(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
+    return -torch.minimum(ratio * advantage, clip(ratio, 1 - low, 1 + high) * advantage)
+
+
+def plain_ppo(response: Response, at: int) -> Tensor:
+    token = response[at]
+    return plain_clipped(torch.exp(token.logprob - token.old), token.advantage, 0.2, 0.28)
+
+
+def plain_gspo(response: Response, at: int) -> Tensor:
+    mean = sum((token.logprob - token.old for token in response), torch.tensor(0.0)) / len(response)
+    return plain_clipped(torch.exp(mean), response[at].advantage, 0.05, 0.07)
+
+
+def plain_cispo(response: Response, at: int) -> Tensor:
+    token = response[at]
+    return -min(exp(float(token.logprob.detach()) - token.old), 1.1) * token.advantage * token.logprob
+
+
+def plain_reinforce(response: Response, at: int) -> Tensor:
+    return -response[at].advantage * response[at].logprob
+
+
+KL: Mapping[str, Callable[[Any], Any]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d**2 / 2,
+    "k3": lambda d: torch.exp(-d) - 1 + d,
+}
+
+
+def plain_correction(correction: Correction | None, response: Response, at: int) -> float:
+    if correction is None:
+        return 1.0
+    tokens = response if correction.level == "sequence" else [response[at]]
+    ratio = exp(sum(token.old - token.sampler for token in tokens))
+    within = min(max(ratio, correction.min_ratio), correction.max_ratio)
+    return within if within == ratio or correction.outside == "bound" else 0.0
+
+
+def plain_loss(node: PolicyGradient, surrogate: Callable[[Response, int], Tensor], batch: list[Response]) -> Tensor:
+    total = torch.tensor(0.0, dtype=torch.float64)
+    for response in batch:
+        for at, token in enumerate(response):
+            divisor = {
+                "token": sum(map(len, batch)),
+                "sequence": len(batch) * len(response),
+                "constant": len(batch) * (node.constant_length or 0),
+            }[node.aggregation]
+            loss = surrogate(response, at) * plain_correction(node.correction, response, at)
+            loss = loss + node.kl_coef * KL[node.kl_estimator](token.logprob - token.reference)
+            total = total + (loss - node.entropy_coef * token.entropy) / divisor
+    return total
+
+
+def random_minibatch(node: PolicyGradient) -> Minibatch:
+    """Of 12 responses of 1 to 9 tokens."""
+    given = sequences([2, 3, 1], [[4, 9, 1, 1], [2, 7, 7, 5], [6, 3, 3, 8]])
+    draw = np.random.default_rng(0)
+    size = len(given.response_ids.values)
+    logprobs = draw.normal(-1.5, 0.5, size)
+    near = {name: logprobs + draw.normal(0, 0.2, size) for name in ("old_logprobs", "sampler_logprobs", "reference")}
+    more = {"logprobs": logprobs, "entropy": draw.random(size), "advantages": draw.normal(0, 1, size)}
+    batch = minibatch(given, 0, **near, **more)
+    lengths = given.response_ids.lengths
+    weighting = Weighting(aggregation=node.aggregation, constant_length=node.constant_length)
+    return replace(batch, weights=weighting.weights(lengths, np.ones(len(lengths), np.bool_)))
+
+
+WHOLE = {"kl_coef": 0.3, "entropy_coef": 0.2, "correction": Correction(max_ratio=1.2)}
+PPO = PolicyUpdate(clip_eps_high=0.28)
+GSPO = GspoUpdate(clip_eps=0.05, clip_eps_high=0.07, aggregation="sequence")
+CISPO = CispoUpdate(clip_eps_high=0.1)
+CASES: list[tuple[PolicyGradient, Callable[[Response, int], Tensor]]] = [
+    (PPO, plain_ppo),
+    (replace(PPO, **WHOLE), plain_ppo),  # type: ignore[arg-type]
+    (replace(PPO, aggregation="sequence"), plain_ppo),
+    (replace(PPO, aggregation="constant", constant_length=20), plain_ppo),
+    (GSPO, plain_gspo),
+    (replace(GSPO, aggregation="token", **WHOLE), plain_gspo),  # type: ignore[arg-type]
+    (CISPO, plain_cispo),
+    (replace(CISPO, aggregation="sequence", **WHOLE), plain_cispo),  # type: ignore[arg-type]
+    (ReinforceUpdate(), plain_reinforce),
+    (ReinforceUpdate(kl_coef=0.3, kl_estimator="k1"), plain_reinforce),
+    (ReinforceUpdate(kl_coef=0.3, kl_estimator="k2"), plain_reinforce),
+    (ReinforceUpdate(entropy_coef=0.5, aggregation="constant", constant_length=7), plain_reinforce),
+    (replace(PPO, correction=Correction(max_ratio=1.2, outside="mask", min_ratio=0.9)), plain_ppo),
+    (replace(PPO, correction=Correction(level="sequence", max_ratio=1.3)), plain_ppo),
+    (
+        GspoUpdate(clip_eps=0.05, clip_eps_high=0.07, correction=Correction(level="sequence", outside="mask")),
+        plain_gspo,
+    ),
+]
+
+
+@pytest.mark.parametrize(("node", "surrogate"), CASES)
+def test_a_plain_loop_gives_the_same(node: PolicyGradient, surrogate: Callable[[Response, int], Tensor]) -> None:
+    batch = random_minibatch(node)
+    columns = dict(batch.columns)
+    logprobs, entropy = (
+        torch.from_numpy(columns.pop(name).values).requires_grad_() for name in ("logprobs", "entropy")
+    )
+    totals = Totals(node.loss(1.0), torch.device("cpu"))
+    ours = totals.add(replace(batch, columns=columns), logprobs, {"entropy": entropy})
+
+    names = ("old_logprobs", "sampler_logprobs", "reference", "advantages")
+    exactly = [x.detach().double().requires_grad_() for x in (logprobs, entropy)]
+    responses, at = [], 0
+    for length in batch.response_ids.lengths:
+        places = range(at, at + length)
+        known = [[float(columns[name].values[place]) for name in names] for place in places]
+        responses.append([Token(exactly[0][p], exactly[1][p], *k) for p, k in zip(places, known, strict=True)])
+        at += length
+    theirs = plain_loss(node, surrogate, responses)
+
+    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), abs=1e-6)
+    gradients = torch.autograd.grad(ours, [logprobs, entropy], materialize_grads=True)
+    for mine, other in zip(gradients, torch.autograd.grad(theirs, exactly), strict=True):
+        assert mine.double().numpy() == pytest.approx(other.numpy(), abs=1e-6)
+    assert gradients[0].abs().max() > 1e-3
+
+
+def test_the_cases_clip() -> None:
+    """Else they would say less than they seem to."""
+    for node, _ in CASES:
+        if isinstance(node, ReinforceUpdate):
+            continue
+        batch = random_minibatch(node)
+        columns = dict(batch.columns)
+        totals = Totals(node.loss(1.0), torch.device("cpu"))
+        totals.add(batch, torch.from_numpy(columns["logprobs"].values), {})
+        assert 0.02 < totals.sums["clip_fraction"] / totals.sums["weight"] < 0.9
+        if node.correction is not None:
+            assert 0.02 < totals.sums["corrected_fraction"] / totals.sums["weight"] < 0.9

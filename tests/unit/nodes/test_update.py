@@ -1,13 +1,17 @@
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlflow.batch import Advantages, Examples, Logprobs, Metrics, Minibatch
+from rlflow.batch import Advantages, Examples, Logprobs, Metrics, Minibatch, Repeated, RolloutAdvantages, Rollouts
 from rlflow.engines.base import TokenLoss
-from rlflow.nodes.update import PolicyUpdate, SftUpdate
-from tests.helpers import rollouts, sequences
+from rlflow.engines.torch import TorchEngine
+from rlflow.errors import GraphError
+from rlflow.nodes.correction import Correction
+from rlflow.nodes.update import CispoUpdate, GspoUpdate, PolicyUpdate, SftUpdate
+from tests.helpers import rollouts, sequences, spec
 
 
 class Recorder:
@@ -25,7 +29,13 @@ class Recorder:
 
 
 WHOLE = rollouts(sequences([2, 3], [[1, 2, 3], [4, 5]]))
-ADVANTAGES = Advantages(values=np.array([1, 2, 3, 4, 5], np.float32))
+
+
+def advantages(given: Rollouts, values: list[float]) -> RolloutAdvantages:
+    return RolloutAdvantages(values=Repeated(np.array(values, np.float32), given.response_ids.lengths))
+
+
+ADVANTAGES = advantages(WHOLE, [1, 2, 3, 4, 5])
 
 
 def columns(minibatch: Minibatch) -> Mapping[str, list[float]]:
@@ -51,6 +61,70 @@ def test_old_logprobs_and_reference_take_their_place() -> None:
     # How far the sampler was apart is told by the loss.
     assert columns(minibatch)["sampler_logprobs"] == WHOLE.logprobs.values.tolist()
     assert "sampler_difference" not in metrics.values
+
+
+def test_tokens_have_advantages_of_their_own() -> None:
+    engine = Recorder()
+    values = WHOLE.response_ids.like(np.arange(15, dtype=np.float32))
+    PolicyUpdate(num_minibatches=2).run(engine, WHOLE, Advantages(values=values))
+    assert [columns(minibatch)["advantages"] for minibatch, _ in engine.seen] == [list(range(6)), list(range(6, 15))]
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        ({}, [1 / 15] * 5),
+        ({"aggregation": "sequence"}, [1 / 5 / length for length in (1, 2, 3, 4, 5)]),
+        ({"aggregation": "constant", "constant_length": 8}, [1 / 40] * 5),
+    ],
+)
+def test_what_a_token_counts(options: Any, weights: list[float]) -> None:
+    """Responses of 1, 2, 3, 4 and 5 tokens."""
+    engine = Recorder()
+    PolicyUpdate(**options).run(engine, WHOLE, ADVANTAGES)
+    ((minibatch, _),) = engine.seen
+    assert minibatch.weights.values == pytest.approx(np.repeat(weights, [1, 2, 3, 4, 5]))
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        ({}, [0, 1 / 6, 0, 1 / 6, 0]),
+        ({"aggregation": "sequence"}, [0, 1 / 2 / 2, 0, 1 / 2 / 4, 0]),
+        ({"aggregation": "constant", "constant_length": 8}, [0, 1 / 16, 0, 1 / 16, 0]),
+    ],
+)
+def test_what_is_truncated_is_as_if_it_were_not_there(options: Any, weights: list[float]) -> None:
+    engine = Recorder()
+    given = replace(WHOLE, finished=np.array([False, True, False, True, False]))
+    PolicyUpdate(skip_truncated=True, **options).run(engine, given, ADVANTAGES)
+    ((minibatch, _),) = engine.seen
+    assert minibatch.weights.values == pytest.approx(np.repeat(weights, [1, 2, 3, 4, 5]))
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_where_all_is_truncated_nothing_counts(aggregation: Any) -> None:
+    engine = TorchEngine(spec())
+    before = {name: value.clone() for name, value in engine.weights()}
+    given = replace(WHOLE, finished=np.zeros(5, np.bool_))
+    metrics = PolicyUpdate(skip_truncated=True, aggregation=aggregation).run(engine, given, ADVANTAGES).values
+    assert metrics["loss"] == metrics["grad_norm"] == metrics["clip_fraction"] == 0
+    assert all((value == before[name]).all() for name, value in engine.weights())
+
+
+@pytest.mark.parametrize(
+    ("node", "connected", "message"),
+    [
+        (PolicyUpdate(kl_coef=0.1), [], "kl_coef: 0.1 asks for the reference's logprobs"),
+        (GspoUpdate(correction=Correction()), ["reference"], "correction: asks for the logprobs of the role that is"),
+        (PolicyUpdate(aggregation="constant"), [], "constant_length: is None, and aggregation is 'constant'"),
+        (CispoUpdate(constant_length=5), [], "constant_length: is 5, and aggregation is 'token'"),
+    ],
+)
+def test_options_that_do_not_go_together(node: Any, connected: list[str], message: str) -> None:
+    with pytest.raises(GraphError) as raised:
+        node.check(frozenset(connected))
+    assert str(raised.value).startswith(message)
 
 
 def test_minibatches_and_epochs() -> None:
@@ -80,6 +154,6 @@ def test_what_was_begun_earlier_is_spread_over_the_minibatches_of_the_latest_ste
     given = rollouts(sequences([2] * 8, [[4]] * 8))
     given.keys[:, 0] = [3, 3, 3, 3, 4, 4, 4, 4]
     given.keys[:, 1] = [0, 1, 6, 7, 0, 1, 6, 7]
-    PolicyUpdate(num_minibatches=2).run(recorder, given, Advantages(values=np.zeros(8, np.float32)))
+    PolicyUpdate(num_minibatches=2).run(recorder, given, advantages(given, [0] * 8))
     assert [minibatch.step for minibatch, _ in recorder.seen] == [4, 4]
     assert [sorted(minibatch.keys[:, 0].tolist()) for minibatch, _ in recorder.seen] == [[3, 3, 4, 4]] * 2

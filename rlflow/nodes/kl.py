@@ -1,0 +1,36 @@
+"""The KL divergence from the reference, estimated at one sampled token.
+
+Source: http://joschu.net/blog/kl-approx.html. With d = log(policy / reference): k1 = d, unbiased; k2 = d^2 / 2, biased,
+but in a loss its gradient is that of the divergence; k3 = exp(-d) - 1 + d, unbiased and never negative (DeepSeekMath,
+arXiv 2402.03300, equation 4). In a loss the gradient of k1 is nought in the mean.
+"""
+
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlflow.batch import Logprobs, Packed, Rollouts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Estimator = Literal["k1", "k2", "k3"]
+Values = TypeVar("Values", "Tensor", NDArray[np.float64])
+
+
+def kl_estimate(estimator: Estimator, difference: Values, inverse: Values) -> Values:
+    """[T] from d = log(policy / reference) [T] and exp(-d) [T], by whichever library has made them."""
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference * difference / 2
+    return inverse - 1 + difference
+
+
+def token_kl(estimator: Estimator, rollouts: Rollouts, reference: Logprobs, old_logprobs: Logprobs | None) -> Packed:
+    """B rows of float64: of each response token, the policy's logprob being that of ``old_logprobs``, or else that of
+    the engine that sampled it."""
+    own = rollouts.logprobs if old_logprobs is None else old_logprobs.values
+    difference = own.values.astype(np.float64) - reference.values.values
+    return Packed(kl_estimate(estimator, difference, np.exp(-difference)), own.offsets)

@@ -1,0 +1,113 @@
+"""What all ways to train a policy on its rollouts have in common."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge
+
+from rlflow.batch import Advantages, Logprobs, Metrics, Rollouts
+from rlflow.engines.base import Trains
+from rlflow.errors import GraphError
+from rlflow.nodes.correction import Correction
+from rlflow.nodes.kl import Estimator
+from rlflow.nodes.losses import PolicyLoss
+from rlflow.nodes.training import Aggregation, Weighting, averaged, train
+from rlflow.schema import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradient(Section):
+    """A kind of node derives from this and from Node, and adds a ``surrogate`` with its options.
+
+    Ratios are taken to ``old_logprobs`` where such a node is there, else to those that the engine sampled with.
+    How far the two engines are apart is the metric ``sampler_difference`` (for the same weights, or with ``overcommit``
+    for those of the steps that wrote the rollouts): the absolute difference of their logprobs, in the mean over the
+    tokens of the first minibatch, before it changes the model. With ``old_logprobs`` it is the mean over each
+    minibatch's tokens, and that of all optimizer steps.
+    """
+
+    aggregation: Aggregation = "token"
+    """What counts the same within a minibatch: every ``token``, every ``sequence``, or every token over a ``constant``.
+    """
+    constant_length: Annotated[int, Ge(1)] | None = None
+    """Of ``constant``: the tokens that each response is taken to have."""
+    kl_coef: Annotated[float, Ge(0)] = 0.0
+    """Of the KL divergence in the loss. Needs a ``reference``."""
+    kl_estimator: Estimator = "k3"
+    entropy_coef: Annotated[float, Ge(0)] = 0.0
+    """Of the entropy, which the loss makes larger."""
+    correction: Correction | None = None
+    """For what the sampling engine computes otherwise. Needs ``old_logprobs``."""
+    skip_truncated: bool = False
+    """Responses that were cut at the limit are not trained on (DAPO's overlong filtering)."""
+    num_minibatches: Annotated[int, Ge(1)] = 1
+    """Optimizer steps that the rollouts are divided among."""
+    num_epochs: Annotated[int, Ge(1)] = 1
+
+    @abstractmethod
+    def surrogate(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
+        """The loss [T] and metrics [T], of the model's logprobs [T] and columns: see PolicyLoss."""
+
+    def loss(self, temperature: float) -> PolicyLoss:
+        return PolicyLoss(
+            surrogate=self.surrogate,
+            temperature=temperature,
+            kl_coef=self.kl_coef,
+            kl_estimator=self.kl_estimator,
+            entropy_coef=self.entropy_coef,
+            correction=self.correction,
+        )
+
+    def check(self, connected: frozenset[str]) -> None:
+        if self.kl_coef > 0 and "reference" not in connected:
+            raise GraphError(
+                "kl_coef",
+                f"{self.kl_coef} asks for the reference's logprobs, and no node 'reference' gives them",
+                fix="add reference: {node: logprobs, role: reference}, or kl_coef: 0",
+            )
+        if self.correction is not None and "old_logprobs" not in connected:
+            raise GraphError(
+                "correction",
+                "asks for the logprobs of the role that is trained, and no node 'old_logprobs' gives them",
+                fix="add old_logprobs: {node: logprobs, role: actor}, or correction: null",
+            )
+        if (self.aggregation == "constant") != (self.constant_length is not None):
+            raise GraphError(
+                "constant_length",
+                f"is {self.constant_length}, and aggregation is '{self.aggregation}'",
+                fix="both aggregation: constant and a constant_length, or neither",
+            )
+
+    def run(
+        self,
+        engine: Trains,
+        rollouts: Rollouts,
+        advantages: Advantages,
+        reference: Logprobs | None = None,
+        old_logprobs: Logprobs | None = None,
+    ) -> Metrics:
+        columns = {"old_logprobs": rollouts.logprobs, "advantages": advantages.values}
+        if old_logprobs is not None:
+            columns |= {"old_logprobs": old_logprobs.values, "sampler_logprobs": rollouts.logprobs}
+        if reference is not None:
+            columns["reference"] = reference.values
+        steps = train(
+            engine,
+            rollouts,
+            columns,
+            self.loss(rollouts.temperature),
+            num_minibatches=self.num_minibatches,
+            num_epochs=self.num_epochs,
+            weighting=Weighting(aggregation=self.aggregation, constant_length=self.constant_length),
+            counting=rollouts.finished if self.skip_truncated else None,
+        )
+        metrics = averaged(steps)
+        if old_logprobs is None:
+            # Before its first step the trained model is the one that wrote the rollouts, or the last of them.
+            metrics["sampler_difference"] = steps[0]["logprob_change"]
+        return Metrics(values=metrics)

@@ -1,0 +1,52 @@
+"""Rewards from rewards."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import numpy as np
+from annotated_types import Ge, Gt
+
+from rlflow.batch import Logprobs, Rewards, Rollouts
+from rlflow.errors import RecipeError
+from rlflow.nodes.base import Node
+from rlflow.nodes.kl import Estimator, token_kl
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlPenalty(Node, kind="kl_penalty", unit="sample"):
+    """The reward minus ``kl_coef`` times the KL divergence from the reference, summed over the response.
+
+    Source: with k1 RLOO (arXiv 2402.14740), section 2; Ziegler et al. (arXiv 1909.08593), equation 2.
+    """
+
+    kl_coef: Annotated[float, Gt(0)]
+    kl_estimator: Estimator = "k1"
+
+    def run(
+        self, rollouts: Rollouts, rewards: Rewards, reference: Logprobs, old_logprobs: Logprobs | None = None
+    ) -> Rewards:
+        kl = token_kl(self.kl_estimator, rollouts, reference, old_logprobs)
+        penalties = self.kl_coef * np.add.reduceat(kl.values, kl.offsets[:-1])
+        return replace(rewards, values=(rewards.values - penalties).astype(np.float32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlongPenalty(Node, kind="overlong_penalty", unit="group"):
+    """The reward minus up to one for the last ``buffer_tokens`` before the limit: a line from 0 to 1.
+
+    Source: DAPO's soft overlong punishment (arXiv 2503.14476), equation 13.
+    """
+
+    max_tokens: Annotated[int, Ge(1)]
+    """The limit of a response: that of the node that writes it."""
+    buffer_tokens: Annotated[int, Ge(1)]
+
+    def check(self, connected: frozenset[str]) -> None:
+        if self.buffer_tokens > self.max_tokens:
+            fact = f"{self.buffer_tokens} is more than max_tokens, which is {self.max_tokens}"
+            raise RecipeError("buffer_tokens", fact, fix="a part of max_tokens")
+
+    def run(self, rollouts: Rollouts, rewards: Rewards) -> Rewards:
+        over = rollouts.response_ids.lengths - (self.max_tokens - self.buffer_tokens)
+        penalties = np.clip(over / self.buffer_tokens, 0, 1)
+        return replace(rewards, values=(rewards.values - penalties).astype(np.float32))
