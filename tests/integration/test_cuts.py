@@ -12,8 +12,11 @@ from numpy.typing import NDArray
 from rlflow.batch import Metrics, Minibatch
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.torch import TorchEngine
+from rlflow.nodes.correction import Correction
 from rlflow.nodes.losses import LikelihoodLoss
-from rlflow.nodes.update import PolicyUpdate
+from rlflow.nodes.policy_gradient import PolicyGradient
+from rlflow.nodes.training import Weighting
+from rlflow.nodes.update import GspoUpdate, PolicyUpdate
 from rlflow.recipe import Optimizer
 from rlflow.resources.layout import Layout
 from rlflow.runtime.data_plane.shares import shares
@@ -23,7 +26,15 @@ from tests.integration.test_deepspeed import of_one_thread, share_everything
 
 pytestmark = pytest.mark.slow
 
-LOSS = PolicyUpdate(clip_eps=0.2, kl_coef=0.1).loss(0.9)
+# Nodes in whose losses tokens have nothing to do with each other, or all of their response.
+PPO = PolicyUpdate(clip_eps=0.2, kl_coef=0.1)
+GSPO = GspoUpdate(
+    clip_eps=0.2,
+    clip_eps_high=0.3,
+    aggregation="sequence",
+    entropy_coef=0.1,
+    correction=Correction(level="sequence", max_ratio=1.2),
+)
 # The difference of the weights before and after is the gradient, but for this factor: large, so that their own rounding
 # counts little.
 STEP = 16.0
@@ -37,11 +48,14 @@ SCATTERED = np.array([3, 0, 8, 4, 1, 9, 5, 7, 10, 2, 6])
 Gradients = dict[str, NDArray[np.float64]]
 
 
-def batch() -> Minibatch:
+def batch(node: PolicyGradient = PPO) -> Minibatch:
     draw = np.random.default_rng(0)
-    size = len(GIVEN.response_ids.values)
+    size, lengths = len(GIVEN.response_ids.values), GIVEN.response_ids.lengths
     old, reference = draw.normal(-2.5, 0.2, (2, size))
-    return minibatch(GIVEN, old_logprobs=old, reference=reference, advantages=draw.normal(0, 1, size))
+    columns = {"old_logprobs": old, "reference": reference, "advantages": draw.normal(0, 1, size)}
+    columns["sampler_logprobs"] = old + draw.normal(0, 0.1, size)
+    weights = Weighting(aggregation=node.aggregation).weights(lengths, np.ones(len(lengths), np.bool_))
+    return replace(minibatch(GIVEN, 0, **columns), weights=weights)
 
 
 def evenly(given: Minibatch) -> list[Minibatch]:
@@ -150,7 +164,9 @@ def build(engines: list[Any], of: EngineSpec) -> int:
     return len(engines) - 1
 
 
-def gradients(engines: list[Any], place: int, given: Minibatch, tokens: int) -> tuple[Gradients, Metrics]:
+def gradients(
+    engines: list[Any], place: int, given: Minibatch, tokens: int, node: PolicyGradient = PPO
+) -> tuple[Gradients, Metrics]:
     """Of each weight, and what the update said. The engine is left as it was."""
     engine = engines[place]
     engine._spec = replace(engine._spec, layout=replace(engine._spec.layout, micro_batch_tokens=tokens))
@@ -159,17 +175,22 @@ def gradients(engines: list[Any], place: int, given: Minibatch, tokens: int) -> 
         return {name: weight.numpy().astype(np.float64) for name, weight in engine.weights()}
 
     before = weights()
-    metrics = engine.update(given, LOSS)
+    metrics = engine.update(given, node.loss(0.9))
     after = weights()
     engine.update(given, LikelihoodLoss())
     assert all((weight == before[name]).all() for name, weight in weights().items())
     return {name: (before[name] - weight) / STEP for name, weight in after.items()}, metrics
 
 
+@cache
+def in_one_pass(node: PolicyGradient) -> tuple[Gradients, Metrics]:
+    return gradients([plain(spec_of(None, 1))], 0, batch(node), 4096, node)
+
+
 @pytest.fixture(scope="module")
 def expected() -> tuple[Gradients, Metrics]:
     """Of the whole minibatch in one pass."""
-    return gradients([plain(spec_of(None, 1))], 0, batch(), 4096)
+    return in_one_pass(PPO)
 
 
 @pytest.fixture(scope="module")
@@ -218,3 +239,25 @@ def test_on_two_ranks(
     engine = places(cut.stage, 2 if cut.split is None else 1)
     for ours in all_of(two, gradients, engine, parts, [cut.tokens] * 2):
         compare(ours, expected)
+
+
+@pytest.mark.parametrize("cut", [Cut(40), Cut(22, order=SCATTERED), Cut(1)], ids=str)
+def test_sums_over_responses_on_one_rank(cut: Cut) -> None:
+    given = batch(GSPO) if cut.order is None else batch(GSPO).take(cut.order)
+    compare(gradients([plain(spec_of(None, 1))], 0, given, cut.tokens, GSPO), in_one_pass(GSPO))
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [Cut(4096), Cut(22), Cut(40, 1, evenly, BACKWARDS), Cut(22, 3, ten_and_one), Cut(1, 3, all_and_none), Cut(40, 3)],
+    ids=str,
+)
+def test_sums_over_responses_on_two_ranks(
+    cut: Cut, two: Sequence[EngineProcess], places: Callable[[int | None, int], list[int]]
+) -> None:
+    """Two of which share each sequence, where there is no other split: neither has all tokens of a response."""
+    given = batch(GSPO) if cut.order is None else batch(GSPO).take(cut.order)
+    parts = [given] * 2 if cut.split is None else cut.split(given)
+    engine = places(cut.stage, 2 if cut.split is None else 1)
+    for ours in all_of(two, gradients, engine, parts, [cut.tokens] * 2, [GSPO] * 2):
+        compare(ours, in_one_pass(GSPO))
