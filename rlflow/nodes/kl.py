@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
+# How far a step's divergence counts as off its target at most, and how much of that the coefficient follows.
+_MOST, _GAIN = 0.2, 0.1
 Values = TypeVar("Values", "Tensor", NDArray[np.float64])
 
 
@@ -34,3 +36,12 @@ def token_kl(estimator: Estimator, rollouts: Rollouts, reference: Logprobs, old_
     own = rollouts.logprobs if old_logprobs is None else old_logprobs.values
     difference = own.values.astype(np.float64) - reference.values.values
     return Packed(kl_estimate(estimator, difference, np.exp(-difference)), own.offsets)
+
+
+def adapted(coefficient: float, kl: float, target: float) -> float:
+    """The coefficient of the next step, larger where the divergence was above its target, smaller where it was below.
+
+    Source: Ziegler et al. (arXiv 1909.08593), section 2.2.
+    """
+    error = min(max(kl / target - 1, -_MOST), _MOST)
+    return coefficient * (1 + _GAIN * error)

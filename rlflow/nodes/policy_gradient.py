@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
 from rlflow.batch import Advantages, Logprobs, Metrics, Rollouts
 from rlflow.engines.base import Trains
@@ -39,6 +39,8 @@ class PolicyGradient(Section):
     kl_coef: Annotated[float, Ge(0)] = 0.0
     """Of the KL divergence in the loss. Needs a ``reference``."""
     kl_estimator: Estimator = "k3"
+    kl_target: Annotated[float, Gt(0)] | None = None
+    """Nats a token, which ``kl_coef``, then where it begins, is adapted to from step to step."""
     entropy_coef: Annotated[float, Ge(0)] = 0.0
     """Of the entropy, which the loss makes larger."""
     correction: Correction | None = None
@@ -70,6 +72,8 @@ class PolicyGradient(Section):
                 f"{self.kl_coef} asks for the reference's logprobs, and no node 'reference' gives them",
                 fix="add reference: {node: logprobs, role: reference}, or kl_coef: 0",
             )
+        if self.kl_target is not None and not self.kl_coef:
+            raise GraphError("kl_coef", "is 0, and a kl_target needs where to begin", fix="kl_coef: 0.001")
         if self.correction is not None and "old_logprobs" not in connected:
             raise GraphError(
                 "correction",

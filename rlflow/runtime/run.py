@@ -16,6 +16,7 @@ from rlflow.errors import EngineError, RecipeError
 from rlflow.recipe import Model, Tune
 from rlflow.resources.layout import GIB
 from rlflow.runtime import checkpoint
+from rlflow.runtime.adaptation import adaptive
 from rlflow.runtime.base import Engines, Observer, Report, Runtime, StoreUse
 from rlflow.runtime.choose import runtime_of
 from rlflow.runtime.data_plane.budget import edge
@@ -69,7 +70,8 @@ def run(
         data = engines.hosted(data)
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
         graph, overcommits = overcommitted(plan.graph, plan.recipe.data.batch_size, data)
-        training, kept = replace(plan, graph=graph), {**trained, **overcommits}
+        graph, adaptations = adaptive(graph)
+        training, kept = replace(plan, graph=graph), {**trained, **overcommits, **adaptations}
         if last:
             checkpoint.restore(last, kept)
         if tune:

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 import rlflow
-from rlflow.batch import Advantages, Metrics, Rewards
+from rlflow.batch import Advantages, Metrics, Rewards, RolloutAdvantages
 from rlflow.compiler.graph import wire
 from rlflow.errors import UserError
 from rlflow.nodes.advantage import GroupAdvantage
@@ -65,7 +65,7 @@ def test_no_option_has_the_name_of_an_input() -> None:
             "graph.update.advantages=rewards",
             "graph.update.advantages: 'rewards' gives Rewards, 'policy_update' reads Adv",
         ),
-        ("graph.more={node: group_advantage}", "graph.more: nobody reads its Advantages"),
+        ("graph.more={node: group_advantage}", "graph.more: nobody reads its RolloutAdvantages"),
         ("graph.prompts={node: reward, function: exact}", "graph.prompts: 'prompts' is what the data gives"),
         ("graph.rewards.function=exat", "graph.rewards.function: no reward 'exat'"),
         ("graph.rewards.function=nope:f", "graph.rewards.function: 'nope:f': the module 'nope' cannot be imported"),
@@ -136,7 +136,7 @@ def test_prompts_of_a_step_are_read_once_where_they_are_begun_before_it() -> Non
 
 def test_nodes_of_the_users_own() -> None:
     graph = wired(f"graph.advantages.node='{__name__}:Doubled'")
-    assert next(node for node in graph.nodes if node.name == "advantages").operation.output() is Advantages
+    assert next(node for node in graph.nodes if node.name == "advantages").operation.output() is RolloutAdvantages
     with pytest.raises(UserError, match=r"^graph\.advantages\.node: 'untyped': the types of run cannot be read"):
         wired(f"graph.advantages.node='{__name__}:Untyped'")
 

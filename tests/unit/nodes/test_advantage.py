@@ -1,21 +1,154 @@
+"""By hand, and on ragged random groups against plain loops in float64."""
+
+from collections.abc import Callable, Iterator
+from math import sqrt
+from typing import Any
+
 import numpy as np
 import pytest
 
-from rlflow.batch import Rewards
-from rlflow.nodes.advantage import GroupAdvantage
+from rlflow.batch import Advantages, Logprobs, Rewards, RolloutAdvantages
+from rlflow.nodes.advantage import (
+    BatchAdvantage,
+    GreedyBaseline,
+    GroupAdvantage,
+    LeaveOneOutAdvantage,
+    TokenAdvantage,
+)
 from tests.helpers import rollouts, sequences
 
 GROUPS = rollouts(sequences([2, 2, 2], [[1, 1, 1, 1], [1, 1], [1]]))
 REWARDS = Rewards(values=np.array([1, 0, 0, 1, 3, 3, 5], np.float32))
 
+DRAW = np.random.default_rng(0)
+SIZES = [4, 1, 7, 3, 2]
+LENGTHS = [DRAW.integers(1, 9, size).tolist() for size in SIZES]
+# In no order: rollouts of a prompt need not stand together.
+SHUFFLED = DRAW.permutation(sum(SIZES))
+RAGGED = rollouts(sequences([2] * len(SIZES), LENGTHS)).take(SHUFFLED)
+RANDOM = Rewards(values=DRAW.normal(0.3, 2, len(RAGGED)).astype(np.float32))
+
+
+def of_each(advantages: Advantages) -> list[float]:
+    """A number a rollout, all of whose tokens have it."""
+    assert isinstance(advantages, RolloutAdvantages)
+    rows = [advantages.values[row] for row in range(len(advantages))]
+    assert all((row == row[0]).all() for row in rows)
+    return [float(row[0]) for row in rows]
+
 
 def test_by_hand() -> None:
     """The first group has mean 1/2 and standard deviation sqrt(4 * 1/4 / 3); the others do not differ in themselves."""
     high = 0.5 / (3**-0.5 + 1e-4)
-    values = GroupAdvantage().run(GROUPS, REWARDS).values
+    values = of_each(GroupAdvantage().run(GROUPS, REWARDS))
     assert values == pytest.approx([high, -high, -high, high, 0, 0, 0], abs=1e-6)
 
 
 def test_without_the_division() -> None:
-    values = GroupAdvantage(normalize=False).run(GROUPS, REWARDS).values
+    values = of_each(GroupAdvantage(normalize=False).run(GROUPS, REWARDS))
     assert values == pytest.approx([0.5, -0.5, -0.5, 0.5, 0, 0, 0])
+
+
+def test_leave_one_out_by_hand() -> None:
+    """The others of a winner in the first group have 1/3 in the mean; a rollout alone has none."""
+    values = of_each(LeaveOneOutAdvantage().run(GROUPS, REWARDS))
+    assert values == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3, 0, 0, 0])
+
+
+def groups() -> Iterator[list[int]]:
+    """The rows of each."""
+    for prompt in range(len(SIZES)):
+        yield [row for row in range(len(RAGGED)) if RAGGED.keys[row, 1] == prompt]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def plain_group(normalize: bool) -> list[float]:
+    values = [0.0] * len(RAGGED)
+    for rows in groups():
+        rewards = [float(RANDOM.values[row]) for row in rows]
+        middle = mean(rewards)
+        deviation = sqrt(sum((reward - middle) ** 2 for reward in rewards) / max(len(rows) - 1, 1))
+        for row, reward in zip(rows, rewards, strict=True):
+            values[row] = (reward - middle) / (deviation + 1e-4 if normalize else 1)
+    return values
+
+
+def plain_leave_one_out() -> list[float]:
+    values = [0.0] * len(RAGGED)
+    for rows in groups():
+        for row in rows:
+            others = [float(RANDOM.values[other]) for other in rows if other != row]
+            values[row] = float(RANDOM.values[row]) - mean(others) if others else 0.0
+    return values
+
+
+def normalised(tokens: list[list[float]]) -> list[list[float]]:
+    flat = [value for row in tokens for value in row]
+    deviation = sqrt(mean([(value - mean(flat)) ** 2 for value in flat]))
+    return [[(value - mean(flat)) / (deviation + 1e-8) for value in row] for row in tokens]
+
+
+def plain_batch() -> list[float]:
+    centred = plain_group(normalize=False)
+    tokens = [[value] * length for value, length in zip(centred, RAGGED.response_ids.lengths, strict=True)]
+    return [row[0] for row in normalised(tokens)]
+
+
+@pytest.mark.parametrize(
+    ("node", "plain"),
+    [
+        (GroupAdvantage(), lambda: plain_group(True)),
+        (GroupAdvantage(normalize=False), lambda: plain_group(False)),
+        (LeaveOneOutAdvantage(), plain_leave_one_out),
+        (BatchAdvantage(), plain_batch),
+    ],
+)
+def test_a_plain_loop_gives_the_same(node: Any, plain: Callable[[], list[float]]) -> None:
+    assert of_each(node.run(RAGGED, RANDOM)) == pytest.approx(plain(), abs=1e-6)
+
+
+def test_the_greedy_response_is_the_baseline_of_its_prompt() -> None:
+    """In whatever order they come."""
+    order = np.array([3, 0, 4, 2, 1])
+    greedy = rollouts(sequences([2] * len(SIZES), [[3]] * len(SIZES))).take(order)
+    rewards = Rewards(values=order.astype(np.float32))
+    values = of_each(GreedyBaseline().run(RAGGED, RANDOM, greedy, rewards))
+    expected = [float(RANDOM.values[row]) - RAGGED.keys[row, 1] for row in range(len(RAGGED))]
+    assert values == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_of_a_token_and_those_after_it(estimator: Any) -> None:
+    response = RAGGED.response_ids
+    own, reference = (
+        Logprobs(values=response.like(DRAW.normal(-2, 0.5, len(response.values)).astype(np.float32))) for _ in range(2)
+    )
+    tokens: list[list[float]] = []
+    for row in range(len(RAGGED)):
+        values = []
+        for at in range(len(response[row])):
+            ahead = 0.0
+            for later in range(at, len(response[row])):
+                difference = float(own.values[row][later]) - float(reference.values[row][later])
+                ahead += {
+                    "k1": difference,
+                    "k2": difference**2 / 2,
+                    "k3": float(np.exp(-difference)) - 1 + difference,
+                }[estimator]
+            values.append(float(RANDOM.values[row]) - 0.2 * ahead)
+        tokens.append(values)
+    node = TokenAdvantage(kl_coef=0.2, kl_estimator=estimator)
+    ours = node.run(RAGGED, RANDOM, reference, old_logprobs=own).values
+    for row, expected in enumerate(normalised(tokens)):
+        assert ours[row] == pytest.approx(expected, abs=1e-6)
+
+
+def test_rewards_that_are_all_alike_teach_nothing() -> None:
+    alike = Rewards(values=np.full(len(RAGGED), 0.7, np.float32))
+    for node in (GroupAdvantage(), LeaveOneOutAdvantage(), BatchAdvantage()):
+        assert of_each(node.run(RAGGED, alike)) == pytest.approx([0] * len(RAGGED), abs=1e-6)
+    zeros = Logprobs(values=RAGGED.logprobs)
+    assert np.abs(TokenAdvantage().run(RAGGED, alike, zeros).values.values).max() < 1e-6

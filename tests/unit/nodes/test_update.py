@@ -116,6 +116,7 @@ def test_where_all_is_truncated_nothing_counts(aggregation: Any) -> None:
     ("node", "connected", "message"),
     [
         (PolicyUpdate(kl_coef=0.1), [], "kl_coef: 0.1 asks for the reference's logprobs"),
+        (PolicyUpdate(kl_target=0.1), ["reference"], "kl_coef: is 0, and a kl_target needs where to begin"),
         (GspoUpdate(correction=Correction()), ["reference"], "correction: asks for the logprobs of the role that is"),
         (PolicyUpdate(aggregation="constant"), [], "constant_length: is None, and aggregation is 'constant'"),
         (CispoUpdate(constant_length=5), [], "constant_length: is 5, and aggregation is 'token'"),

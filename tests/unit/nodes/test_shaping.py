@@ -1,0 +1,51 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlflow.batch import Logprobs, Rewards
+from rlflow.errors import RecipeError
+from rlflow.nodes.shaping import KlPenalty, OverlongPenalty
+from tests.helpers import rollouts, sequences
+
+GIVEN = rollouts(sequences([2, 3], [[1, 3], [2]]))
+REWARDS = Rewards(values=np.array([1, 0, 2], np.float32))
+
+
+def logprobs(*values: float) -> Logprobs:
+    return Logprobs(values=GIVEN.response_ids.like(np.array(values, np.float32)))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("k1", [1 - 0.5 * 1, 0 - 0.5 * 2, 2 + 0.5 * 1]),
+        ("k2", [1 - 0.5 * 0.5, 0 - 0.5 * (0.5 + 0.5 + 0), 2 - 0.5 * (0.5 + 0)]),
+        ("k3", [1 - 0.5 * np.exp(-1), 0 - 0.5 * 2 * np.exp(-1), 2 - 0.5 * (np.e - 2)]),
+    ],
+)
+def test_the_kl_of_a_whole_response(estimator: Any, expected: list[float]) -> None:
+    """Differences 1; 1, 1 and 0; -1 and 0."""
+    own, reference = logprobs(-1, -1, -1, -1, -2, -3), logprobs(-2, -2, -2, -1, -1, -3)
+    node = KlPenalty(kl_coef=0.5, kl_estimator=estimator)
+    assert node.run(GIVEN, REWARDS, reference, own).values == pytest.approx(expected)
+
+
+def test_without_other_logprobs_the_samplers() -> None:
+    """Which are 0 here."""
+    shaped = KlPenalty(kl_coef=1).run(GIVEN, REWARDS, logprobs(-1, -1, -1, -1, -2, -3))
+    assert shaped.values.tolist() == [1 - 1, 0 - 3, 2 - 5]
+
+
+def test_the_last_tokens_before_the_limit_cost() -> None:
+    """Of 10 tokens the last 4: 6 are free, 10 cost one."""
+    lengths = [1, 6, 7, 8, 10]
+    given = rollouts(sequences([2], [lengths]))
+    rewards = Rewards(values=np.ones(5, np.float32))
+    shaped = OverlongPenalty(max_tokens=10, buffer_tokens=4).run(given, rewards)
+    assert shaped.values.tolist() == [1, 1, 0.75, 0.5, 0]
+
+
+def test_a_buffer_is_a_part_of_the_limit() -> None:
+    with pytest.raises(RecipeError, match="buffer_tokens: 5 is more than max_tokens, which is 4"):
+        OverlongPenalty(max_tokens=4, buffer_tokens=5).check(frozenset())

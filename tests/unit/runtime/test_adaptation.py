@@ -1,0 +1,49 @@
+import json
+from pathlib import Path
+
+import pytest
+
+import rlflow
+from rlflow.nodes.kl import adapted
+from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.run import run
+from tests.conftest import CONFIG_DIR
+
+OVERRIDES = ["recipe=real", "graph.update.kl_coef=0.1", "graph.update.kl_target=0.002"]
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"),
+    [(0.5, 1.0), (0.55, 1.01), (0.6, 1.02), (5.0, 1.02), (0.45, 0.99), (0.0, 0.98), (-1.0, 0.98)],
+)
+def test_the_coefficient_goes_after_the_target(kl: float, factor: float) -> None:
+    """A tenth of what it is off 0.5, of which a fifth counts at most."""
+    assert adapted(0.3, kl, 0.5) == pytest.approx(0.3 * factor)
+
+
+def test_a_run_that_is_resumed_has_the_same_coefficients(tmp_path: Path) -> None:
+    plan = rlflow.compile(rlflow.load([*OVERRIDES, "checkpoints.every=1"], CONFIG_DIR))
+
+    class Watch:
+        def __init__(self) -> None:
+            self.metrics: list[dict[str, float]] = []
+
+        def stepped(self, step: int, metrics: dict[str, float]) -> None:
+            self.metrics.append(metrics)
+
+        def __getattr__(self, name: str) -> object:
+            return lambda *arguments: None
+
+    whole, first, second = Watch(), Watch(), Watch()
+    run(plan, tmp_path / "whole", LocalRuntime(), [whole])  # type: ignore[list-item]
+    run(plan, tmp_path / "cut", LocalRuntime(), [first], stop=lambda: len(first.metrics) == 3)  # type: ignore[list-item]
+    run(plan, tmp_path / "cut", LocalRuntime(), [second], resume=True)  # type: ignore[list-item]
+    coefficients = [step["update/kl_coef"] for step in whole.metrics]
+    assert [step["update/kl_coef"] for step in first.metrics + second.metrics] == coefficients
+    expected = 0.1
+    for step in whole.metrics:
+        assert step["update/kl_coef"] == pytest.approx(expected)
+        expected = adapted(expected, step["update/kl"], 0.002)
+    assert len(set(coefficients)) > 3
+    saved = tmp_path / "cut" / "checkpoints" / "step-000006" / "graph.update" / "kl_coef.json"
+    assert json.loads(saved.read_text()) == pytest.approx(expected)
