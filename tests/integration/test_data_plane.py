@@ -25,6 +25,7 @@ from rlflow.runtime.data_plane.handover import Handover
 from rlflow.runtime.data_plane.kept import Keeper
 from rlflow.runtime.data_plane.limits import store_limits
 from rlflow.runtime.data_plane.parts import Whole
+from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.ray import RayRuntime
 from rlflow.runtime.roles import RayEngines
 from rlflow.runtime.run import run, train_step
@@ -105,6 +106,40 @@ class TestSteps:
         lost = Sequences(keys=prompts.keys, prompt_ids=prompts.ids, response_ids=prompts.ids)
         with pytest.raises(EngineError, match=r"store: a block of \d+ values of int32 holds int32 of"):
             engines["reference"].logprobs(lost, 1.0)
+
+
+def lengths(texts: Any, rows: Any) -> list[float]:
+    return [float(len(text)) for text in texts]
+
+
+TOKENS_ARE_READ = (
+    f"graph.rewards.function='{__name__}:lengths'",
+    "graph.old_logprobs={node: logprobs, role: actor}",
+    "graph.penalized={node: kl_penalty, kl_coef: 0.1}",
+    "graph.advantages={node: token_advantage, kl_coef: 0.1, rewards: penalized}",
+    "graph.update={node: gspo_update, correction: {level: sequence, max_ratio: 1.5}, aggregation: sequence}",
+)
+
+
+def test_nodes_that_read_tokens_go_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And say the same there as in one process."""
+    plan = plan_of(*TOKENS_ARE_READ)
+    models, options = models_in_use(plan.recipe), plan.recipe.data
+    tokenizer = load_tokenizer("policy", models["policy"])
+    data = open_training_data(options, tokenizer, load_rows(options, "split"), 0, with_responses=False)
+    with LocalRuntime().start(plan, models, tmp_path) as engines:
+        expected = train_step(plan, engines, data, 0)
+    read: list[Any] = []
+    with RayRuntime().start(plan, models, tmp_path) as engines, monkeypatch.context() as patched:
+        assert isinstance(engines, RayEngines)
+        patched.setattr("rlflow.runtime.data_plane.store.fetch", read.append)
+        metrics = train_step(plan, engines, engines.hosted(data), 0)
+        assert set(engines.handover.budget.used.values()) == {0}
+    assert read == []
+    assert metrics["store/advantages_bytes"] == 4 * metrics["tokens"]
+    measured = {name: value for name, value in expected.items() if name.startswith(("penalized/", "rewards/"))}
+    assert {name: metrics[name] for name in measured} == pytest.approx(measured)
+    assert expected["penalized/mean"] > 1
 
 
 class Columns:

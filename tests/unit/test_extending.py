@@ -1,0 +1,57 @@
+"""docs/extending.md is true: its files work, its diffs are those of the files, and an algorithm is short."""
+
+import importlib
+import re
+from difflib import unified_diff
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlflow.batch import Repeated, Rewards, RolloutAdvantages
+from rlflow.engines.torch import TorchEngine
+from rlflow.nodes.advantage import LeaveOneOutAdvantage
+from tests.conftest import ROOT
+from tests.helpers import rollouts, sequences, spec
+
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+FILES, DIFFS = (re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL) for language in ("python", "diff"))
+GIVEN = rollouts(sequences([2, 3, 4], [[4, 1, 3], [2, 2], [5, 1, 1, 1]]))
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The files of the page, as modules."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for number, text in enumerate(FILES):
+        (tmp_path / f"extension_{number}.py").write_text(text)
+    return [importlib.import_module(f"extension_{number}") for number in range(len(FILES))]
+
+
+@pytest.mark.parametrize("diff", DIFFS)
+def test_diffs_are_those_of_the_files(diff: str) -> None:
+    one, other = (line.split()[1] for line in diff.splitlines()[:2])
+    before, after = ((ROOT / name).read_text().splitlines(keepends=True) for name in (one, other))
+    assert diff == "".join(unified_diff(before, after, one, other))
+
+
+def test_an_algorithm_is_at_most_forty_lines() -> None:
+    dr_grpo, rloo = ([line for line in diff.splitlines()[2:] if line[0] in "+-"] for diff in DIFFS)
+    assert len(dr_grpo) <= 40
+    assert len(FILES[0].splitlines()) + len(rloo) <= 40
+
+
+def test_the_node_is_rloos(written: Any) -> None:
+    rewards = Rewards(values=np.random.default_rng(0).normal(size=len(GIVEN)).astype(np.float32))
+    ours, theirs = (node.run(GIVEN, rewards).values.each for node in (written[0].LeaveOneOut(), LeaveOneOutAdvantage()))
+    assert ours == pytest.approx(theirs, abs=1e-6)
+
+
+def test_the_loss_trains(written: Any) -> None:
+    advantages = RolloutAdvantages(values=Repeated(np.ones(len(GIVEN), np.float32), GIVEN.response_ids.lengths))
+    engine, before = TorchEngine(spec()), TorchEngine(spec()).logprobs(GIVEN, 1.0).values.values
+    metrics = written[1].SoftlyClipped().run(engine, GIVEN, advantages).values
+    assert metrics["grad_norm"] > 0
+    assert metrics["off_policy"] > 0
+    assert engine.logprobs(GIVEN, 1.0).values.values.mean() > before.mean()
