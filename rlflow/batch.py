@@ -18,6 +18,7 @@ from rlflow.packed import Packed, Records, Repeated, compact, expanded
 __all__ = [
     "Advantages",
     "Batch",
+    "Divergences",
     "Examples",
     "Logprobs",
     "Metrics",
@@ -183,6 +184,12 @@ class Minibatch(Sequences):
 class Rewards(Batch):
     values: NDArray[np.float32]
     """[B]"""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Divergences(Batch):
+    values: NDArray[np.float32]
+    """[B]: the KL divergence from a reference in nats, summed over each response."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

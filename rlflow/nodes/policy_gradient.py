@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Gt
 
@@ -114,4 +114,7 @@ class PolicyGradient(Section):
         if old_logprobs is None:
             # Before its first step the trained model is the one that wrote the rollouts, or the last of them.
             metrics["sampler_difference"] = steps[0]["logprob_change"]
-        return Metrics(values=metrics)
+        return Metrics(values=metrics | {"kl_coef": self.kl_coef} if self.kl_target else metrics)
+
+    def measured_kl(self, output: Metrics, inputs: Mapping[str, Any]) -> float:
+        return output.values["kl"]

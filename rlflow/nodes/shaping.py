@@ -1,33 +1,33 @@
 """Rewards from rewards."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, Gt
 
-from rlflow.batch import Logprobs, Rewards, Rollouts
+from rlflow.batch import Divergences, Rewards, Rollouts
 from rlflow.errors import RecipeError
 from rlflow.nodes.base import Node
-from rlflow.nodes.kl import Estimator, token_kl
 
 
 @dataclass(frozen=True, kw_only=True)
-class KlPenalty(Node, kind="kl_penalty", unit="sample"):
-    """The reward minus ``kl_coef`` times the KL divergence from the reference, summed over the response.
+class KlPenalty(Node, kind="kl_penalty", unit="group"):
+    """The reward minus ``kl_coef`` times the KL divergence of the response.
 
-    Source: with k1 RLOO (arXiv 2402.14740), section 2; Ziegler et al. (arXiv 1909.08593), equation 2.
+    Source: RLOO (arXiv 2402.14740), section 2; Ziegler et al. (arXiv 1909.08593), equation 2.
     """
 
     kl_coef: Annotated[float, Gt(0)]
-    kl_estimator: Estimator = "k1"
+    kl_target: Annotated[float, Gt(0)] | None = None
+    """Nats a response, which ``kl_coef``, then where it begins, is adapted to from step to step."""
 
-    def run(
-        self, rollouts: Rollouts, rewards: Rewards, reference: Logprobs, old_logprobs: Logprobs | None = None
-    ) -> Rewards:
-        kl = token_kl(self.kl_estimator, rollouts, reference, old_logprobs)
-        penalties = self.kl_coef * np.add.reduceat(kl.values, kl.offsets[:-1])
-        return replace(rewards, values=(rewards.values - penalties).astype(np.float32))
+    def run(self, rewards: Rewards, kl: Divergences) -> Rewards:
+        return replace(rewards, values=(rewards.values - self.kl_coef * kl.values).astype(np.float32))
+
+    def measured_kl(self, output: Rewards, inputs: Mapping[str, Any]) -> float:
+        return float(np.mean(inputs["kl"].values, dtype=np.float64))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlflow.batch import Metrics, Prompts, Rewards, Rollouts
+from rlflow.batch import Divergences, Metrics, Prompts, Rewards, Rollouts
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.errors import EngineError, UserError, below
 from rlflow.nodes.generate import Generate
@@ -85,7 +85,7 @@ def summary(name: str, output: Any) -> dict[str, float]:
     """What a node's output says in single numbers, under the node's name."""
     if isinstance(output, Metrics):
         return {f"{name}/{key}": value for key, value in output.values.items()}
-    if isinstance(output, Rewards):
+    if isinstance(output, Rewards | Divergences):
         return {f"{name}/mean": float(np.mean(output.values, dtype=np.float64))}
     if isinstance(output, Rollouts):
         lengths = output.response_ids.lengths

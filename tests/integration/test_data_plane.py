@@ -115,6 +115,7 @@ def lengths(texts: Any, rows: Any) -> list[float]:
 TOKENS_ARE_READ = (
     f"graph.rewards.function='{__name__}:lengths'",
     "graph.old_logprobs={node: logprobs, role: actor}",
+    "graph.kl={node: kl_divergence, kl_estimator: k3}",
     "graph.penalized={node: kl_penalty, kl_coef: 0.1}",
     "graph.advantages={node: token_advantage, kl_coef: 0.1, rewards: penalized}",
     "graph.update={node: gspo_update, correction: {level: sequence, max_ratio: 1.5}, aggregation: sequence}",
@@ -137,7 +138,7 @@ def test_nodes_that_read_tokens_go_where_they_are(tmp_path: Path, monkeypatch: p
         assert set(engines.handover.budget.used.values()) == {0}
     assert read == []
     assert metrics["store/advantages_bytes"] == 4 * metrics["tokens"]
-    measured = {name: value for name, value in expected.items() if name.startswith(("penalized/", "rewards/"))}
+    measured = {name: value for name, value in expected.items() if name.startswith(("kl/", "penalized/"))}
     assert {name: metrics[name] for name in measured} == pytest.approx(measured)
     assert expected["penalized/mean"] > 1
 

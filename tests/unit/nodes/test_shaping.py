@@ -5,6 +5,7 @@ import pytest
 
 from rlflow.batch import Logprobs, Rewards
 from rlflow.errors import RecipeError
+from rlflow.nodes.score import KlDivergence
 from rlflow.nodes.shaping import KlPenalty, OverlongPenalty
 from tests.helpers import rollouts, sequences
 
@@ -27,14 +28,14 @@ def logprobs(*values: float) -> Logprobs:
 def test_the_kl_of_a_whole_response(estimator: Any, expected: list[float]) -> None:
     """Differences 1; 1, 1 and 0; -1 and 0."""
     own, reference = logprobs(-1, -1, -1, -1, -2, -3), logprobs(-2, -2, -2, -1, -1, -3)
-    node = KlPenalty(kl_coef=0.5, kl_estimator=estimator)
-    assert node.run(GIVEN, REWARDS, reference, own).values == pytest.approx(expected)
+    kl = KlDivergence(kl_estimator=estimator).run(GIVEN, reference, own)
+    assert KlPenalty(kl_coef=0.5).run(REWARDS, kl).values == pytest.approx(expected)
 
 
 def test_without_other_logprobs_the_samplers() -> None:
     """Which are 0 here."""
-    shaped = KlPenalty(kl_coef=1).run(GIVEN, REWARDS, logprobs(-1, -1, -1, -1, -2, -3))
-    assert shaped.values.tolist() == [1 - 1, 0 - 3, 2 - 5]
+    kl = KlDivergence().run(GIVEN, logprobs(-1, -1, -1, -1, -2, -3))
+    assert kl.values.tolist() == [1, 3, 5]
 
 
 def test_the_last_tokens_before_the_limit_cost() -> None:

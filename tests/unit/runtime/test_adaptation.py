@@ -1,10 +1,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import rlflow
+from rlflow.batch import Divergences, Rewards
 from rlflow.nodes.kl import adapted
+from rlflow.nodes.shaping import KlPenalty
+from rlflow.runtime.adaptation import AdaptiveKl
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
@@ -47,3 +51,18 @@ def test_a_run_that_is_resumed_has_the_same_coefficients(tmp_path: Path) -> None
     assert len(set(coefficients)) > 3
     saved = tmp_path / "cut" / "checkpoints" / "step-000006" / "graph.update" / "kl_coef.json"
     assert json.loads(saved.read_text()) == pytest.approx(expected)
+
+
+def test_a_coefficient_in_the_reward(tmp_path: Path) -> None:
+    """Its mark is the divergence of a whole response."""
+    penalty = KlPenalty(kl_coef=0.1, kl_target=2.0)
+    node = AdaptiveKl(penalty)
+    rewards = Rewards(values=np.ones(2, np.float32))
+    for kl, expected in (([10.0, 20.0], [0.0, -1.0]), ([1.0, 1.0], [1 - 0.102, 1 - 0.102])):
+        output = node.run(rewards=rewards, kl=Divergences(values=np.array(kl, np.float32)))
+        assert output.values == pytest.approx(expected)
+    node.save(tmp_path)
+    other = AdaptiveKl(penalty)
+    other.restore(tmp_path)
+    other.save(tmp_path)
+    assert json.loads((tmp_path / "kl_coef.json").read_text()) == pytest.approx(0.102 * 0.98)

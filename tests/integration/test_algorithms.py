@@ -1,0 +1,45 @@
+"""Every tiny recipe with a model so small that it takes no time: two steps, before and after which it is evaluated."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rlflow
+from rlflow.recipe import Evaluation
+from rlflow.report.metrics import MetricsWriter
+from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.run import run
+from tests.conftest import CONFIG_DIR, ROOT
+
+ALGORITHMS = sorted({path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml")} - {"sft"})
+# What each says of itself, besides what all do.
+SAID = {
+    "cispo": ["update/clip_fraction"],
+    "dapo": ["shaped/mean", "update/clip_fraction"],
+    "dr_grpo": ["update/clip_fraction"],
+    "grpo": ["update/clip_fraction", "update/kl"],
+    "gspo": ["update/clip_fraction"],
+    "reinforce_plus_plus": ["update/clip_fraction"],
+    "reinforce_plus_plus_baseline": ["update/clip_fraction", "update/kl"],
+    "remax": ["greedy/length_mean", "greedy_rewards/mean"],
+    "rloo": ["kl/mean", "penalized/mean"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_it_runs(algorithm: str, tmp_path: Path) -> None:
+    recipe = rlflow.load([f"recipe={algorithm}_tiny", "steps=2", "data.batch_size=4"])
+    small = rlflow.load(["recipe=real"], CONFIG_DIR).models
+    recipe = replace(recipe, models=small, evaluation=Evaluation(every=2, num_prompts=5))
+    report = run(rlflow.compile(recipe, "local"), tmp_path, LocalRuntime(), [MetricsWriter()])
+    assert report.status == "finished"
+    assert report.eval_after is not None
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    trained = [step for step in steps if "update/loss" in step]
+    assert len(trained) == 2
+    for step in trained:
+        assert all(np.isfinite(step[name]) for name in ["update/loss", "update/grad_norm", *SAID[algorithm]])
