@@ -11,7 +11,7 @@ import torch
 from rlflow.batch import Logprobs, Repeated, RolloutAdvantages, Rollouts
 from rlflow.engines.torch import TorchEngine
 from rlflow.nodes.policy_gradient import PolicyGradient
-from rlflow.nodes.update import CispoUpdate, GspoUpdate, PolicyUpdate
+from rlflow.nodes.update import CispoUpdate, GspoUpdate, PolicyUpdate, ReinforceUpdate
 from rlflow.recipe import Model, Optimizer
 from tests.helpers import rollouts, sequences, spec
 
@@ -43,23 +43,24 @@ CASES: dict[str, tuple[PolicyGradient, dict[str, Any]]] = {
 }
 
 
-def trls(folder: Path, given: Rollouts, columns: Any, advantages: Any, options: Any) -> tuple[float, dict[str, Any]]:
+def trls(
+    folder: Path, given: Rollouts, columns: Any, advantages: Any, options: Any, rloo: bool = False
+) -> tuple[float, dict[str, Any]]:
     """The loss and its gradient."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-    trainer = GRPOTrainer(
+    trainer = (RLOOTrainer if rloo else GRPOTrainer)(
         model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=GRPOConfig(
-            **{"epsilon": 0.2, "loss_type": "bnpo", **options},
+        args=(RLOOConfig if rloo else GRPOConfig)(
+            **options,
             output_dir=str(folder / "trl"),
             per_device_train_batch_size=6,
             num_generations=2,
             beta=KL,
-            use_bias_correction_kl=False,
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
@@ -81,10 +82,24 @@ def trls(folder: Path, given: Rollouts, columns: Any, advantages: Any, options: 
         "ref_per_token_logps": padded([columns["reference"][row].tolist() for row in rows], 0, False, torch.float32),
         "num_items_in_batch": torch.tensor(len(given.response_ids.values)),
     }
+    inputs["old_logps"] = inputs["old_per_token_logps"].sum(1)
     trainer.current_gradient_accumulation_steps = 1
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
     return float(loss.detach()), {name: weight.grad for name, weight in trainer.model.named_parameters()}
+
+
+def engine_of(folder: Path) -> TorchEngine:
+    """Of a model that is in ``folder`` too. It does steps of nought."""
+    TorchEngine(spec()).export(folder / "model")
+    model = Model(path=str(folder / "model"), dtype="float32")
+    return TorchEngine(spec(model=model, optimizer=Optimizer(learning_rate=1e-9, max_grad_norm=1e9)))
+
+
+def compare(engine: TorchEngine, gradient: dict[str, Any]) -> None:
+    for name, weight in engine._model.named_parameters():
+        assert weight.grad is not None
+        assert float((weight.grad - gradient[name]).abs().max()) <= 1e-6, name
 
 
 @pytest.mark.slow
@@ -92,9 +107,7 @@ def trls(folder: Path, given: Rollouts, columns: Any, advantages: Any, options: 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_trls(case: str, tmp_path: Path) -> None:
     node, options = CASES[case]
-    TorchEngine(spec()).export(tmp_path / "model")
-    model = Model(path=str(tmp_path / "model"), dtype="float32")
-    engine = TorchEngine(spec(model=model, optimizer=Optimizer(learning_rate=1e-9, max_grad_norm=1e9)))
+    engine = engine_of(tmp_path)
     given = rollouts(sequences(PROMPTS, RESPONSES))
     draw = np.random.default_rng(0)
     size = len(given.response_ids.values)
@@ -109,9 +122,22 @@ def test_losses_are_trls(case: str, tmp_path: Path) -> None:
         reference=Logprobs(values=columns["reference"]),
         old_logprobs=Logprobs(values=columns["old_logprobs"]),
     )
+    options = {"epsilon": 0.2, "loss_type": "bnpo", "use_bias_correction_kl": False, **options}
     loss, gradient = trls(tmp_path, given, columns, advantages, options)
     assert ours.values["loss"] == pytest.approx(loss, abs=1e-6)
     assert ours.values["clip_fraction"] > 0, "the case must clip to say something"
-    for name, weight in engine._model.named_parameters():
-        assert weight.grad is not None
-        assert float((weight.grad - gradient[name]).abs().max()) <= 1e-6, name
+    compare(engine, gradient)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_gradient_of_rloo_is_trls(tmp_path: Path) -> None:
+    """Whose ratio is that of whole responses, and 1 before the first step: its gradient is that of the logprob."""
+    engine = engine_of(tmp_path)
+    given = rollouts(sequences(PROMPTS, RESPONSES))
+    own = engine.logprobs(given, 1.0).values
+    advantages = np.random.default_rng(0).normal(size=len(given)).astype(np.float32)
+    node = ReinforceUpdate(aggregation="constant", constant_length=1)
+    node.run(engine, given, RolloutAdvantages(values=Repeated(advantages, given.response_ids.lengths)))
+    _, gradient = trls(tmp_path, given, {"old_logprobs": own, "reference": own}, advantages, {}, rloo=True)
+    compare(engine, gradient)
