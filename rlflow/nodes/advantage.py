@@ -53,7 +53,7 @@ class LeaveOneOutAdvantage(Node, kind="leave_one_out_advantage", unit="group"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GreedyBaseline(Node, kind="greedy_baseline", unit="group"):
+class GreedyAdvantage(Node, kind="greedy_advantage", unit="group"):
     """Reward minus that of the likeliest response to the same prompt.
 
     Source: ReMax (arXiv 2310.10505), section 4. ``greedy`` are rollouts at temperature 0, in groups of one.

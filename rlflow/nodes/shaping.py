@@ -1,4 +1,4 @@
-"""Rewards from rewards."""
+"""What is taken off rewards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,13 +7,26 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import Ge, Gt
 
-from rlflow.batch import Divergences, Rewards, Rollouts
+from rlflow.batch import Divergences, Logprobs, Rewards, Rollouts
 from rlflow.errors import RecipeError
 from rlflow.nodes.base import Node
+from rlflow.nodes.kl import Estimator, token_kl
 
 
 @dataclass(frozen=True, kw_only=True)
-class KlPenalty(Node, kind="kl_penalty", unit="group"):
+class KlDivergence(Node, kind="kl_divergence", unit="sample"):
+    """From the reference, summed over each response; the policy is ``old_logprobs`` where such a node is there, else
+    what the engine sampled with."""
+
+    kl_estimator: Estimator = "k1"
+
+    def run(self, rollouts: Rollouts, reference: Logprobs, old_logprobs: Logprobs | None = None) -> Divergences:
+        kl = token_kl(self.kl_estimator, rollouts, reference, old_logprobs)
+        return Divergences(values=np.add.reduceat(kl.values, kl.offsets[:-1]).astype(np.float32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlPenalty(Node, kind="kl_penalty", unit="sample", reads_tokens=False):
     """The reward minus ``kl_coef`` times the KL divergence of the response.
 
     Source: RLOO (arXiv 2402.14740), section 2; Ziegler et al. (arXiv 1909.08593), equation 2.
@@ -31,7 +44,7 @@ class KlPenalty(Node, kind="kl_penalty", unit="group"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverlongPenalty(Node, kind="overlong_penalty", unit="group"):
+class OverlongPenalty(Node, kind="overlong_penalty", unit="sample", reads_tokens=False):
     """The reward minus up to one for the last ``buffer_tokens`` before the limit: a line from 0 to 1.
 
     Source: DAPO's soft overlong punishment (arXiv 2503.14476), equation 13.

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlflow.batch import Logprobs, Repeated, RolloutAdvantages, Rollouts
+from rlflow.batch import Logprobs, Packed, Repeated, RolloutAdvantages, Rollouts
 from rlflow.engines.torch import TorchEngine
+from rlflow.nodes.correction import Correction
 from rlflow.nodes.policy_gradient import PolicyGradient
 from rlflow.nodes.update import CispoUpdate, GspoUpdate, PolicyUpdate, ReinforceUpdate
 from rlflow.recipe import Model, Optimizer
@@ -40,6 +41,11 @@ CASES: dict[str, tuple[PolicyGradient, dict[str, Any]]] = {
     # Of TRL's the bound is that of the ratio itself.
     "cispo": (CispoUpdate(clip_eps_high=0.1), {"loss_type": "cispo", "epsilon_high": 1.1}),
     "entropy": (PolicyUpdate(entropy_coef=0.3), {"entropy_coef": 0.3}),
+    "correction": (PolicyUpdate(correction=Correction(max_ratio=1.1)), {}),
+    "correction of sequences": (
+        GspoUpdate(clip_eps=0.05, correction=Correction(level="sequence", outside="mask", max_ratio=1.2)),
+        {"importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 4e-4},
+    ),
 }
 
 
@@ -82,11 +88,25 @@ def trls(
         "ref_per_token_logps": padded([columns["reference"][row].tolist() for row in rows], 0, False, torch.float32),
         "num_items_in_batch": torch.tensor(len(given.response_ids.values)),
     }
+    if "importance_sampling_ratio" in columns:
+        # Of vLLM, where TRL finds it without having sampled.
+        trainer.use_vllm = True
+        trainer.vllm_importance_sampling_correction = True
+        ratios = [columns["importance_sampling_ratio"][row].tolist() for row in rows]
+        inputs["importance_sampling_ratio"] = padded(ratios, 0, False, torch.float32)
     inputs["old_logps"] = inputs["old_per_token_logps"].sum(1)
     trainer.current_gradient_accumulation_steps = 1
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
     return float(loss.detach()), {name: weight.grad for name, weight in trainer.model.named_parameters()}
+
+
+def weights_of_trl(correction: Correction, apart: Packed) -> Any:
+    """By its modes token_truncate and sequence_mask."""
+    if correction.outside == "bound":
+        return np.minimum(np.exp(apart.values), correction.max_ratio)
+    ratios = [np.full(len(apart[row]), np.exp(apart[row].sum())) for row in range(len(apart))]
+    return np.concatenate([np.where(row > correction.max_ratio, 0, row) for row in ratios])
 
 
 def engine_of(folder: Path) -> TorchEngine:
@@ -115,6 +135,10 @@ def test_losses_are_trls(case: str, tmp_path: Path) -> None:
     old, reference = (own + draw.normal(0, 0.2, size).astype(np.float32) for _ in range(2))
     advantages = draw.normal(size=len(given)).astype(np.float32)
     columns = {"old_logprobs": given.response_ids.like(old), "reference": given.response_ids.like(reference)}
+    if node.correction is not None:
+        apart = given.response_ids.like(draw.normal(0, 0.1, size).astype(np.float32))
+        given = replace(given, logprobs=given.response_ids.like(old - apart.values))
+        columns["importance_sampling_ratio"] = given.response_ids.like(weights_of_trl(node.correction, apart))
     ours = replace(node, kl_coef=KL).run(
         engine,
         given,
@@ -126,6 +150,7 @@ def test_losses_are_trls(case: str, tmp_path: Path) -> None:
     loss, gradient = trls(tmp_path, given, columns, advantages, options)
     assert ours.values["loss"] == pytest.approx(loss, abs=1e-6)
     assert ours.values["clip_fraction"] > 0, "the case must clip to say something"
+    assert node.correction is None or 0 < ours.values["corrected_fraction"] < 1
     compare(engine, gradient)
 
 

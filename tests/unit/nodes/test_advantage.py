@@ -10,7 +10,7 @@ import pytest
 from rlflow.batch import Advantages, Logprobs, Rewards, RolloutAdvantages
 from rlflow.nodes.advantage import (
     BatchAdvantage,
-    GreedyBaseline,
+    GreedyAdvantage,
     GroupAdvantage,
     LeaveOneOutAdvantage,
     TokenAdvantage,
@@ -115,7 +115,7 @@ def test_the_greedy_response_is_the_baseline_of_its_prompt() -> None:
     order = np.array([3, 0, 4, 2, 1])
     greedy = rollouts(sequences([2] * len(SIZES), [[3]] * len(SIZES))).take(order)
     rewards = Rewards(values=order.astype(np.float32))
-    values = of_each(GreedyBaseline().run(RAGGED, RANDOM, greedy, rewards))
+    values = of_each(GreedyAdvantage().run(RAGGED, RANDOM, greedy, rewards))
     expected = [float(RANDOM.values[row]) - RAGGED.keys[row, 1] for row in range(len(RAGGED))]
     assert values == pytest.approx(expected, abs=1e-6)
 

@@ -5,8 +5,7 @@ import pytest
 
 from rlflow.batch import Logprobs, Rewards
 from rlflow.errors import RecipeError
-from rlflow.nodes.score import KlDivergence
-from rlflow.nodes.shaping import KlPenalty, OverlongPenalty
+from rlflow.nodes.shaping import KlDivergence, KlPenalty, OverlongPenalty
 from tests.helpers import rollouts, sequences
 
 GIVEN = rollouts(sequences([2, 3], [[1, 3], [2]]))
