@@ -43,7 +43,7 @@ class GroupAdvantage(Node, kind="group_advantage", unit="group"):
 class LeaveOneOutAdvantage(Node, kind="leave_one_out_advantage", unit="group"):
     """Reward minus the mean of the others in its group; nought where there are none.
 
-    Source: RLOO (arXiv 2402.14740), section 3.3. It is n / (n - 1) times the reward minus the group's mean.
+    Source: RLOO (arXiv 2402.14740). It is n / (n - 1) times the reward minus the group's mean.
     """
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
@@ -56,7 +56,7 @@ class LeaveOneOutAdvantage(Node, kind="leave_one_out_advantage", unit="group"):
 class GreedyAdvantage(Node, kind="greedy_advantage", unit="group"):
     """Reward minus that of the likeliest response to the same prompt.
 
-    Source: ReMax (arXiv 2310.10505), section 4. ``greedy`` are rollouts at temperature 0, in groups of one.
+    Source: ReMax (arXiv 2310.10505). ``greedy`` are rollouts at temperature 0, in groups of one.
     """
 
     def run(self, rollouts: Rollouts, rewards: Rewards, greedy: Rollouts, greedy_rewards: Rewards) -> RolloutAdvantages:
@@ -71,7 +71,7 @@ class GreedyAdvantage(Node, kind="greedy_advantage", unit="group"):
 class BatchAdvantage(Node, kind="batch_advantage", unit="batch"):
     """Reward minus its group's mean, normalised over all tokens of the batch.
 
-    Source: REINFORCE++ with baseline (arXiv 2501.03262).
+    Source: REINFORCE++ with a baseline (arXiv 2501.03262).
     """
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
@@ -86,7 +86,7 @@ class TokenAdvantage(Node, kind="token_advantage", unit="batch", reads_tokens=Tr
     """Reward minus ``kl_coef`` times the KL divergence of this token and those after it, normalised over all tokens of
     the batch.
 
-    Source: REINFORCE++ (arXiv 2501.03262), with the KL divergence in the reward of each token, by k1.
+    Source: REINFORCE++ (arXiv 2501.03262).
     """
 
     kl_coef: Annotated[float, Ge(0)] = 0.0

@@ -21,7 +21,7 @@ class Correction(Section):
     """The ratio of the trainer's probability, before the update, to the sampler's, within bounds: an importance weight.
 
     Source: with ``level: token, outside: bound`` TIS (https://fengyao.notion.site/off-policy-rl); with ``token`` and
-    ``mask`` IcePop (arXiv 2510.18855, section 3.2); with ``sequence`` and ``mask`` masked importance sampling, where
+    ``mask`` IcePop (arXiv 2510.18855); with ``sequence`` and ``mask`` masked importance sampling, where
     the ratio is that of whole responses (https://richardli.xyz/rl-collapse).
     """
 

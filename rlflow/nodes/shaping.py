@@ -29,7 +29,7 @@ class KlDivergence(Node, kind="kl_divergence", unit="sample"):
 class KlPenalty(Node, kind="kl_penalty", unit="sample", reads_tokens=False):
     """The reward minus ``kl_coef`` times the KL divergence of the response.
 
-    Source: RLOO (arXiv 2402.14740), section 2; Ziegler et al. (arXiv 1909.08593), equation 2.
+    Source: RLOO (arXiv 2402.14740); Ziegler et al. (arXiv 1909.08593), equation 2.
     """
 
     kl_coef: Annotated[float, Gt(0)]
