@@ -31,6 +31,7 @@ __all__ = [
     "RolloutAdvantages",
     "Rollouts",
     "Sequences",
+    "TokenAdvantages",
     "ValueEstimates",
 ]
 
@@ -183,7 +184,7 @@ class Minibatch(Sequences):
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rewards(Batch):
     values: NDArray[np.float32]
-    """[B]"""
+    """[B], NaN where there is none: such a rollout is excluded, as if it had not been written."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -209,12 +210,33 @@ class Advantages(Batch):
     values: Packed
     """B rows of float32, a value a response token."""
 
+    @property
+    def known(self) -> NDArray[np.bool_]:
+        """[B]: False for a rollout that is excluded, which is not trained on."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RolloutAdvantages(Advantages):
-    """The same for every token of a rollout."""
+    """The same for every token of a rollout; NaN for one that is excluded."""
 
     values: Repeated
+
+    @property
+    def known(self) -> NDArray[np.bool_]:
+        return np.isfinite(self.values.each)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenAdvantages(Advantages):
+    """Of each token, which may be elsewhere."""
+
+    excluded: NDArray[np.bool_]
+    """[B]"""
+
+    @property
+    def known(self) -> NDArray[np.bool_]:
+        return ~self.excluded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""From rewards to advantages.
+"""From rewards to advantages. Rollouts without a reward count in none, and have none.
 
-Shapes: B rollouts, T response tokens of all of them.
+Shapes: B rollouts.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import numpy as np
 from annotated_types import Ge
 from numpy.typing import NDArray
 
-from rlflow.batch import Advantages, Logprobs, Packed, Repeated, Rewards, RolloutAdvantages, Rollouts
+from rlflow.batch import Logprobs, Packed, Repeated, Rewards, RolloutAdvantages, Rollouts, TokenAdvantages
 from rlflow.nodes.base import Node
 from rlflow.nodes.kl import Estimator, token_kl
 
@@ -31,10 +31,10 @@ class GroupAdvantage(Node, kind="group_advantage", unit="group"):
     """Divide by the group's standard deviation (of the sample, n - 1)."""
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
-        group, sizes = groups_of(rollouts)
+        group, sizes = groups_of(rollouts, rewards)
         centred = centred_in_groups(rewards, group, sizes)
         if self.normalize:
-            variance = np.bincount(group, centred**2) / np.maximum(sizes - 1, 1)
+            variance = np.bincount(group, np.nan_to_num(centred) ** 2) / np.maximum(sizes - 1, 1)
             centred = centred / (np.sqrt(variance) + _EPSILON)[group]
         return for_all_tokens(centred, rollouts)
 
@@ -47,7 +47,7 @@ class LeaveOneOutAdvantage(Node, kind="leave_one_out_advantage", unit="group"):
     """
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
-        group, sizes = groups_of(rollouts)
+        group, sizes = groups_of(rollouts, rewards)
         others = np.maximum(sizes - 1, 1)
         return for_all_tokens(centred_in_groups(rewards, group, sizes) * (sizes / others)[group], rollouts)
 
@@ -75,10 +75,11 @@ class BatchAdvantage(Node, kind="batch_advantage", unit="batch"):
     """
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
-        values, lengths = centred_in_groups(rewards, *groups_of(rollouts)), rollouts.response_ids.lengths
-        mean = np.average(values, weights=lengths)
-        deviation = np.sqrt(np.average((values - mean) ** 2, weights=lengths))
-        return for_all_tokens((values - mean) / (deviation + _EPSILON_OF_BATCH), rollouts)
+        values = centred_in_groups(rewards, *groups_of(rollouts, rewards))
+        weights = np.where(np.isnan(values), 0, rollouts.response_ids.lengths)
+        centred = values - np.average(np.nan_to_num(values), weights=weights)
+        deviation = np.sqrt(np.average(np.nan_to_num(centred) ** 2, weights=weights))
+        return for_all_tokens(centred / (deviation + _EPSILON_OF_BATCH), rollouts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,27 +95,28 @@ class TokenAdvantage(Node, kind="token_advantage", unit="batch", reads_tokens=Tr
 
     def run(
         self, rollouts: Rollouts, rewards: Rewards, reference: Logprobs, old_logprobs: Logprobs | None = None
-    ) -> Advantages:
+    ) -> TokenAdvantages:
         lengths = rollouts.response_ids.lengths
         kl = token_kl(self.kl_estimator, rollouts, reference, old_logprobs)
         before = np.concatenate([[0.0], np.cumsum(kl.values)])
         # Of each token and those after it in its row.
         ahead = np.repeat(before[kl.offsets[1:]], lengths) - before[:-1]
         values = np.repeat(rewards.values.astype(np.float64), lengths) - self.kl_coef * ahead
-        normalised = (values - values.mean()) / (values.std() + _EPSILON_OF_BATCH)
-        return Advantages(values=Packed(normalised.astype(np.float32), kl.offsets))
+        normalised = (values - np.nanmean(values)) / (np.nanstd(values) + _EPSILON_OF_BATCH)
+        excluded = np.isnan(rewards.values)
+        return TokenAdvantages(values=Packed(normalised.astype(np.float32), kl.offsets), excluded=excluded)
 
 
-def groups_of(rollouts: Rollouts) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[B]: the number of each rollout's group, and the size of each group."""
+def groups_of(rollouts: Rollouts, rewards: Rewards) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[B]: the number of each rollout's group, and for each group how many of its rollouts have a reward."""
     _, group = np.unique(rollouts.keys[:, :2], axis=0, return_inverse=True)
-    return group, np.bincount(group)
+    return group, np.bincount(group, ~np.isnan(rewards.values)).astype(np.int64)
 
 
 def centred_in_groups(rewards: Rewards, group: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
     """[B]: each reward minus the mean of its group."""
     values = rewards.values.astype(np.float64)
-    return values - (np.bincount(group, values) / sizes)[group]
+    return values - (np.bincount(group, np.nan_to_num(values)) / np.maximum(sizes, 1))[group]
 
 
 def for_all_tokens(values: NDArray[np.float64], rollouts: Rollouts) -> RolloutAdvantages:

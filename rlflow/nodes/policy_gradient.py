@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from annotated_types import Ge, Gt
 
 from rlflow.batch import Advantages, Logprobs, Metrics, Rollouts
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 class PolicyGradient(Section):
     """A kind of node derives from this and from Node, and adds a ``surrogate`` with its options.
 
+    Excluded rollouts are in no minibatch.
     Ratios are taken to ``old_logprobs`` where such a node is there, else to those that the engine sampled with.
     How far the two engines are apart is the metric ``sampler_difference`` (for the same weights, or with ``overcommit``
     for those of the steps that wrote the rollouts): the absolute difference of their logprobs, in the mean over the
@@ -95,6 +97,11 @@ class PolicyGradient(Section):
         reference: Logprobs | None = None,
         old_logprobs: Logprobs | None = None,
     ) -> Metrics:
+        if not advantages.known.all():
+            kept = np.flatnonzero(advantages.known)
+            rollouts, advantages = rollouts.take(kept), advantages.take(kept)
+            reference = None if reference is None else reference.take(kept)
+            old_logprobs = None if old_logprobs is None else old_logprobs.take(kept)
         columns = {"old_logprobs": rollouts.logprobs, "advantages": advantages.values}
         if old_logprobs is not None:
             columns |= {"old_logprobs": old_logprobs.values, "sampler_logprobs": rollouts.logprobs}

@@ -152,3 +152,34 @@ def test_rewards_that_are_all_alike_teach_nothing() -> None:
         assert of_each(node.run(RAGGED, alike)) == pytest.approx([0] * len(RAGGED), abs=1e-6)
     zeros = Logprobs(values=RAGGED.logprobs)
     assert np.abs(TokenAdvantage().run(RAGGED, alike, zeros).values.values).max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "node", [GroupAdvantage(), GroupAdvantage(normalize=False), LeaveOneOutAdvantage(), BatchAdvantage()]
+)
+def test_without_a_reward_it_is_as_if_it_had_not_been_written(node: Any) -> None:
+    """A whole group has none, and of the others some."""
+    missing = (RAGGED.keys[:, 1] == 3) | (np.arange(len(RAGGED)) % 5 == 0)
+    values = np.where(missing, np.nan, RANDOM.values).astype(np.float32)
+    kept = np.flatnonzero(~missing)
+    expected = of_each(node.run(RAGGED.take(kept), RANDOM.take(kept)))
+    ours = node.run(RAGGED, Rewards(values=values))
+    assert (ours.known == ~missing).all()
+    assert of_each(ours.take(kept)) == pytest.approx(expected, abs=1e-6)
+
+
+def test_tokens_without_a_reward() -> None:
+    missing = np.arange(len(RAGGED)) % 5 == 0
+    kept = np.flatnonzero(~missing)
+    reference = Logprobs(values=RAGGED.response_ids.like(DRAW.normal(-1, 0.5, len(RAGGED.logprobs.values))))
+    node = TokenAdvantage(kl_coef=0.1)
+    expected = node.run(RAGGED.take(kept), RANDOM.take(kept), reference.take(kept)).values
+    ours = node.run(RAGGED, Rewards(values=np.where(missing, np.nan, RANDOM.values).astype(np.float32)), reference)
+    assert (ours.known == ~missing).all()
+    assert ours.take(kept).values.values == pytest.approx(expected.values, abs=1e-6)
+
+
+def test_where_the_greedy_response_has_no_reward_its_prompt_is_excluded() -> None:
+    greedy = rollouts(sequences([2] * len(SIZES), [[3]] * len(SIZES)))
+    rewards = Rewards(values=np.array([0, np.nan, 0, 0, 0], np.float32))
+    assert (GreedyAdvantage().run(RAGGED, RANDOM, greedy, rewards).known == (RAGGED.keys[:, 1] != 1)).all()

@@ -5,7 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlflow.batch import Advantages, Examples, Logprobs, Metrics, Minibatch, Repeated, RolloutAdvantages, Rollouts
+from rlflow.batch import (
+    Examples,
+    Logprobs,
+    Metrics,
+    Minibatch,
+    Repeated,
+    RolloutAdvantages,
+    Rollouts,
+    TokenAdvantages,
+)
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import GraphError
@@ -66,8 +75,24 @@ def test_old_logprobs_and_reference_take_their_place() -> None:
 def test_tokens_have_advantages_of_their_own() -> None:
     engine = Recorder()
     values = WHOLE.response_ids.like(np.arange(15, dtype=np.float32))
-    PolicyUpdate(num_minibatches=2).run(engine, WHOLE, Advantages(values=values))
+    PolicyUpdate(num_minibatches=2).run(engine, WHOLE, TokenAdvantages(values=values, excluded=np.zeros(5, np.bool_)))
     assert [columns(minibatch)["advantages"] for minibatch, _ in engine.seen] == [list(range(6)), list(range(6, 15))]
+
+
+def test_excluded_rollouts_are_as_if_they_had_not_been_written() -> None:
+    reference = Logprobs(values=WHOLE.response_ids.like(np.arange(15, dtype=np.float32)))
+    excluded = np.array([False, True, False, False, True])
+    of_tokens = WHOLE.response_ids.like(np.repeat(np.array([1, np.nan, 3, 4, np.nan], np.float32), [1, 2, 3, 4, 5]))
+    kept = np.flatnonzero(~excluded)
+    expected, ours, theirs = Recorder(), Recorder(), Recorder()
+    PolicyUpdate(num_minibatches=2).run(expected, WHOLE.take(kept), ADVANTAGES.take(kept), reference.take(kept))
+    PolicyUpdate(num_minibatches=2).run(ours, WHOLE, advantages(WHOLE, [1, np.nan, 3, 4, np.nan]), reference)
+    given = TokenAdvantages(values=of_tokens, excluded=excluded)
+    PolicyUpdate(num_minibatches=2).run(theirs, WHOLE, given, reference)
+    for (one, _), (other, _), (third, _) in zip(expected.seen, ours.seen, theirs.seen, strict=True):
+        assert one.keys.tolist() == other.keys.tolist() == third.keys.tolist()
+        assert columns(one) == columns(other) == columns(third)
+        assert one.weights.values.tolist() == other.weights.values.tolist() == third.weights.values.tolist()
 
 
 @pytest.mark.parametrize(
