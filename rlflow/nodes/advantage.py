@@ -13,7 +13,7 @@ _EPSILON = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class GroupAdvantage(Node, kind="group_advantage", unit="group"):
-    """Reward minus its group's mean, over the group's standard deviation.
+    """Reward minus its group's mean, over the group's standard deviation. Excluded rollouts do not count in either.
 
     Source: DeepSeekMath (arXiv 2402.03300), section 4.1.2; without the division Dr. GRPO (arXiv 2503.20783).
     """
@@ -24,9 +24,10 @@ class GroupAdvantage(Node, kind="group_advantage", unit="group"):
     def run(self, rollouts: Rollouts, rewards: Rewards) -> Advantages:
         _, group = np.unique(rollouts.keys[:, :2], axis=0, return_inverse=True)
         values = rewards.values.astype(np.float64)
-        sizes = np.bincount(group)
-        centred = values - (np.bincount(group, values) / sizes)[group]
+        known = np.isfinite(values)
+        sizes = np.bincount(group, known)
+        centred = values - (np.bincount(group, np.where(known, values, 0)) / np.maximum(sizes, 1))[group]
         if self.normalize:
-            variance = np.bincount(group, centred**2) / np.maximum(sizes - 1, 1)
+            variance = np.bincount(group, np.where(known, centred, 0) ** 2) / np.maximum(sizes - 1, 1)
             centred = centred / (np.sqrt(variance) + _EPSILON)[group]
         return Advantages(values=centred.astype(np.float32))

@@ -16,7 +16,8 @@ from rlflow.nodes.losses import ClippedPolicyLoss, LikelihoodLoss
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyUpdate(Node, kind="policy_update", unit="batch"):
-    """Policy gradient with a clipped ratio, every token counting the same within its minibatch.
+    """Policy gradient with a clipped ratio, every token counting the same within its minibatch. Excluded rollouts are
+    in none.
 
     The ratio is taken to ``old_logprobs`` where such a node is there, else to those that the engine sampled with.
     How far the two engines are apart is the metric ``sampler_difference`` (for the same weights, or with ``overcommit``
@@ -48,6 +49,11 @@ class PolicyUpdate(Node, kind="policy_update", unit="batch"):
         reference: Logprobs | None = None,
         old_logprobs: Logprobs | None = None,
     ) -> Metrics:
+        if not (known := np.isfinite(advantages.values)).all():
+            kept = np.flatnonzero(known)
+            rollouts, advantages = rollouts.take(kept), advantages.take(kept)
+            reference = None if reference is None else reference.take(kept)
+            old_logprobs = None if old_logprobs is None else old_logprobs.take(kept)
         columns = {
             "old_logprobs": rollouts.logprobs,
             "advantages": Repeated(advantages.values, rollouts.response_ids.lengths),

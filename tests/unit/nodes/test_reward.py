@@ -5,7 +5,7 @@ import pytest
 
 from rlflow.errors import RecipeError
 from rlflow.nodes.reward import Reward
-from rlflow.rewards import exact, number
+from rlflow.rewards.functions import exact, number
 from tests.helpers import rollouts, sequences
 
 ROLLOUTS = rollouts(sequences([2], [[1, 1]]), texts=["1", "2"])
@@ -21,15 +21,15 @@ def raising(texts: Sequence[str], rows: Rows) -> list[float]:
 
 
 def too_few(texts: Sequence[str], rows: Rows) -> list[float]:
-    return [1.0]
+    return [1.0] * (len(texts) - 1)
 
 
 def not_a_number(texts: Sequence[str], rows: Rows) -> list[float]:
-    return [1.0, float("nan")]
+    return [float("nan") if text == "2" else 1.0 for text in texts]
 
 
 def not_numbers(texts: Sequence[str], rows: Rows) -> list[str]:
-    return ["yes", "no"]
+    return ["yes"] * len(texts)
 
 
 def test_a_function_of_the_users_own() -> None:
@@ -40,7 +40,7 @@ def test_a_function_of_the_users_own() -> None:
     ("function", "message"),
     [
         (raising, "raising' failed (KeyError: 'solution')"),
-        (too_few, "too_few' returned 1 values for 2 responses"),
+        (too_few, "too_few' returned 0 values for 1 response"),
         (not_a_number, "not_a_number' returned nan for the response '2'"),
         (not_numbers, "not_numbers' failed (ValueError: could not convert string to float: 'yes')"),
     ],
