@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from functools import partial
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from rlflow.errors import RecipeError, did_you_mean
@@ -28,6 +29,8 @@ class Found:
     """Responses of one call."""
     limit_s: float
     """A call that takes longer is ended from outside."""
+    prepare: Callable[[], None]
+    """Imports what takes long; called once, before workers are forked."""
 
 
 def find_reward(name: str, options: Mapping[str, Any], timeout_s: float) -> Found:
@@ -35,7 +38,12 @@ def find_reward(name: str, options: Mapping[str, Any], timeout_s: float) -> Foun
 
     Raises RecipeError at the paths ``function`` and ``options``.
     """
-    function = load_object(name, "function") if ":" in name else _registered(name)
+    prepare: Callable[[], None] = _nothing
+    if ":" in name:
+        function = load_object(name, "function")
+    else:
+        module = _registered(name)
+        function, prepare = module.reward, getattr(module, "prepare", _nothing)
     if not callable(function):
         raise RecipeError("function", f"'{name}' is not a function", fix="write package.module:function")
     wanted = _options(function)
@@ -44,10 +52,10 @@ def find_reward(name: str, options: Mapping[str, Any], timeout_s: float) -> Foun
     if _TIMEOUT in wanted:
         given[_TIMEOUT] = timeout_s
         limit_s += _GRACE_S
-    return Found(partial(function, **given), getattr(function, "batch_size", 1), limit_s)
+    return Found(partial(function, **given), getattr(function, "batch_size", 1), limit_s, prepare)
 
 
-def _registered(name: str) -> Callable[..., Any]:
+def _registered(name: str) -> ModuleType:
     known = sorted(module.name for module in pkgutil.iter_modules(functions.__path__))
     if name not in known:
         raise RecipeError(
@@ -59,8 +67,11 @@ def _registered(name: str) -> Callable[..., Any]:
     module = import_module(f"{functions.__name__}.{name}")
     if hasattr(module, "EXTRA"):
         check_extra(module.EXTRA, "function", f"reward '{name}'")
-    function: Callable[..., Any] = module.reward
-    return function
+    return module
+
+
+def _nothing() -> None:
+    """Most functions need no preparation."""
 
 
 def _options(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

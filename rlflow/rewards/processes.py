@@ -6,7 +6,8 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+# Options of prctl.
+PDEATHSIG, CHILD_SUBREAPER = 1, 36
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -25,14 +26,14 @@ def prctl(option: int, value: int) -> None:
 
 def die_with_parent(parent: int) -> None:
     """This process is killed when its parent, of that process id, ends. Raises SystemExit if it has already."""
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise SystemExit(1)
 
 
 def become_subreaper() -> None:
     """What descendants leave behind becomes a child of this process, and so can be found."""
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(CHILD_SUBREAPER, 1)
 
 
 def children(pid: int) -> list[int]:

@@ -34,10 +34,13 @@ def main(control: socket.socket) -> None:
     path, parts = messages[0]
     sys.path[:] = path
     try:
-        functions = {name: part.find(name).call for name, part in parts.items()}
+        found = {name: part.find(name) for name, part in parts.items()}
     except UserError as error:
         channel.send(pickle.dumps(str(error)))
         return
+    for each in found.values():
+        each.prepare()
+    functions = {name: each.call for name, each in found.items()}
     become_subreaper()
     channel.send(pickle.dumps(None))
     workers: dict[int, int | None] = {}
