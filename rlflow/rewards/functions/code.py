@@ -27,6 +27,11 @@ print(_json.dumps(_result))
 """
 
 
+def prepare() -> None:
+    """Raises SandboxError on a host that does not allow it."""
+    run("", b"", Limits(timeout_s=10.0))
+
+
 def reward(
     texts: Sequence[str],
     rows: Sequence[Row],

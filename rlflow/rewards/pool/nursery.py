@@ -13,8 +13,9 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
-from rlflow.errors import UserError
+from rlflow.errors import UserError, first_line
 from rlflow.rewards.base import RewardFunction
+from rlflow.rewards.find import Found
 from rlflow.rewards.part import Part
 from rlflow.rewards.pool.channel import Channel
 from rlflow.rewards.pool.worker import work
@@ -25,6 +26,7 @@ NUMBER = struct.Struct("<i")
 
 def main(control: socket.socket) -> None:
     """Until the other end has gone."""
+    os.set_inheritable(control.fileno(), False)
     channel = Channel(control)
     messages: list[tuple[list[str], Mapping[str, Part]]] | None = []
     while not messages:
@@ -34,13 +36,10 @@ def main(control: socket.socket) -> None:
     path, parts = messages[0]
     sys.path[:] = path
     try:
-        found = {name: part.find(name) for name, part in parts.items()}
-    except UserError as error:
-        channel.send(pickle.dumps(str(error)))
+        functions = {name: _prepared(part.find(name)) for name, part in parts.items()}
+    except Exception as error:  # whatever modules raise on import
+        channel.send(pickle.dumps(str(error) if isinstance(error, UserError) else first_line(error)))
         return
-    for each in found.values():
-        each.prepare()
-    functions = {name: each.call for name, each in found.items()}
     become_subreaper()
     channel.send(pickle.dumps(None))
     workers: dict[int, int | None] = {}
@@ -60,6 +59,11 @@ def main(control: socket.socket) -> None:
         _end(pid, workers)
 
 
+def _prepared(found: Found) -> RewardFunction:
+    found.prepare()
+    return found.call
+
+
 def _forked(functions: Mapping[str, RewardFunction], control: socket.socket, end: int) -> int:
     nursery = os.getpid()
     if pid := os.fork():
@@ -67,6 +71,7 @@ def _forked(functions: Mapping[str, RewardFunction], control: socket.socket, end
         return pid
     try:
         control.close()
+        os.set_inheritable(end, False)
         work(Channel(socket.socket(fileno=end)), functions, nursery)
     except OSError:
         pass  # the other end has gone

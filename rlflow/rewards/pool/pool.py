@@ -28,10 +28,10 @@ class Pool:
         self._parts = parts
         self._limits = {name: part.find(name).limit_s for name, part in parts.items()}
         self._nursery = Nursery(parts)
-        self._workers: list[Worker] = []
+        self.workers: list[Worker] = []
         self._pace: defaultdict[str, float] = defaultdict(lambda: _FIRST_S)
         """Seconds of a call of each part, lately."""
-        self.stop = weakref.finalize(self, _stop, self._workers, self._nursery)
+        self.stop = weakref.finalize(self, _stop, self.workers, self._nursery)
 
     def outcomes(self, calls: Iterable[Call]) -> Generator[tuple[Call, list[Outcome]], None, None]:
         """Of each call, in the order in which they are done; a call that fails as a whole is made again a response at a
@@ -39,7 +39,7 @@ class Pool:
         """
         waiting = deque(calls)
         try:
-            while waiting or any(worker.begun for worker in self._workers):
+            while waiting or any(worker.begun for worker in self.workers):
                 self._hand_out(waiting)
                 for call, outcomes in self._done(waiting):
                     whole = isinstance(first := outcomes[0], Failure) and first.kind in ("raised", "timeout", "died")
@@ -48,14 +48,14 @@ class Pool:
                     else:
                         yield call, outcomes
         finally:
-            for worker in [worker for worker in self._workers if worker.begun]:
+            for worker in [worker for worker in self.workers if worker.begun]:
                 self._end(worker)
 
     def _hand_out(self, waiting: deque[Call]) -> None:
-        while waiting and len(self._workers) < self.num_workers:
+        while waiting and len(self.workers) < self.num_workers:
             pid, end = self._nursery.fork()
-            self._workers.append(Worker(pid, end))
-        for worker in list(self._workers):
+            self.workers.append(Worker(pid, end))
+        for worker in list(self.workers):
             while waiting and sum(self._pace[call.part] for call in worker.begun) < _AHEAD_S:
                 call = waiting.popleft()
                 try:
@@ -69,7 +69,7 @@ class Pool:
 
     def _done(self, waiting: deque[Call]) -> Iterator[tuple[Call, list[Outcome]]]:
         """What the workers say until the next of their deadlines; what is over it has failed."""
-        busy = [worker for worker in self._workers if worker.begun]
+        busy = [worker for worker in self.workers if worker.begun]
         if not busy:
             return
         with selectors.DefaultSelector() as selector:
@@ -102,7 +102,7 @@ class Pool:
         return call, [failure] * len(call.places)
 
     def _end(self, worker: Worker) -> int:
-        self._workers.remove(worker)
+        self.workers.remove(worker)
         worker.socket.close()
         return self._nursery.end(worker.pid)
 

@@ -1,5 +1,6 @@
 """From the guard's child to the program: with fewer rights, and limits that it cannot raise."""
 
+import ctypes
 import math
 import os
 import resource
@@ -7,11 +8,13 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from rlflow.rewards.processes import prctl
+from rlflow.rewards.processes import checked, libc, prctl
 from rlflow.rewards.sandbox.limits import MIB, Limits
 from rlflow.rewards.sandbox.root import PROGRAM, TMP
+from rlflow.rewards.sandbox.syscalls import refuse
 
 _NO_NEW_PRIVS = 38
+_CLOSE_RANGE, _AT_EXEC = 436, 4
 # Inside; whoever runs as root becomes it, since limits on processes do not hold for root.
 NOBODY = 65534
 
@@ -26,9 +29,13 @@ def become(program_input: int, program_output: int, limits: Limits) -> None:
     for kind, limit in _limits(limits):
         resource.setrlimit(kind, (limit, limit))
     prctl(_NO_NEW_PRIVS, 1)
+    refuse()
     os.dup2(program_input, 0)
     os.dup2(program_output, 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    # Whatever else is open in this process is closed as the program starts.
+    everything, from_standard = ctypes.c_uint(-1), ctypes.c_uint(3)
+    checked(libc.syscall(ctypes.c_long(_CLOSE_RANGE), from_standard, everything, _AT_EXEC), "close_range")
     _reset_signals()
     # A process that execs has no rights over its namespaces any more: its user is not root there.
     os.execve(sys.executable, [sys.executable, "-I", PROGRAM], _environment())
