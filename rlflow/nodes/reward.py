@@ -26,9 +26,9 @@ class Reward(Node, kind="reward", unit="sample"):
 
     def check(self, connected: frozenset[str]) -> None:
         if (self.function is None) == (not self.functions):
-            has = "neither" if self.function is None else "both"
+            has = "neither is" if self.function is None else "both are"
             raise RecipeError(
-                "function", f"one of 'function' and 'functions' is needed, and there are {has}", fix="function: exact"
+                "function", f"one of 'function' and 'functions' is needed, and {has} there", fix="function: exact"
             )
         for name, part in self.functions.items():
             with below(f"functions.{name}"):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from http.client import HTTPException
 from typing import Annotated, Any
 
-from annotated_types import Predicate
+from pydantic import Field
 
 from rlflow.errors import first_line
 from rlflow.rewards.base import Failure
@@ -21,11 +21,7 @@ _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MOST_BYTES = 64 * 2**20
 
 
-def _is_http(url: str) -> bool:
-    return url.startswith(("http://", "https://"))
-
-
-Url = Annotated[str, Predicate(_is_http)]
+Url = Annotated[str, Field(pattern="^https?://")]
 
 
 def post(url: str, body: Mapping[str, Any], timeout_s: float, headers: Mapping[str, str] | None = None) -> Any:

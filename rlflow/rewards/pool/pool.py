@@ -27,11 +27,11 @@ class Pool:
         self.num_workers = num_workers or len(os.sched_getaffinity(0))
         self._parts = parts
         self._limits = {name: part.find(name).limit_s for name, part in parts.items()}
-        self._nursery = Nursery(parts)
+        self.nursery = Nursery(parts)
         self.workers: list[Worker] = []
         self._pace: defaultdict[str, float] = defaultdict(lambda: _FIRST_S)
         """Seconds of a call of each part, lately."""
-        self.stop = weakref.finalize(self, _stop, self.workers, self._nursery)
+        self.stop = weakref.finalize(self, _stop, self.workers, self.nursery)
 
     def outcomes(self, calls: Iterable[Call]) -> Generator[tuple[Call, list[Outcome]], None, None]:
         """Of each call, in the order in which they are done; a call that fails as a whole is made again a response at a
@@ -53,16 +53,17 @@ class Pool:
 
     def _hand_out(self, waiting: deque[Call]) -> None:
         while waiting and len(self.workers) < self.num_workers:
-            pid, end = self._nursery.fork()
+            pid, end = self.nursery.fork()
             self.workers.append(Worker(pid, end))
         for worker in list(self.workers):
             while waiting and sum(self._pace[call.part] for call in worker.begun) < _AHEAD_S:
                 call = waiting.popleft()
                 try:
                     is_given = worker.give(call, self._limits[call.part])
-                except OSError:  # it ended while it had nothing to do
-                    self._end(worker)
+                except OSError:  # it has gone
                     is_given = False
+                    if not worker.begun:  # else that is seen where its answers are read
+                        self._end(worker)
                 if not is_given:
                     waiting.appendleft(call)
                     break
@@ -104,7 +105,7 @@ class Pool:
     def _end(self, worker: Worker) -> int:
         self.workers.remove(worker)
         worker.socket.close()
-        return self._nursery.end(worker.pid)
+        return self.nursery.end(worker.pid)
 
 
 def _stop(workers: list[Worker], nursery: Nursery) -> None:

@@ -28,6 +28,7 @@ class Nursery:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
             )
+        self.pid = process.pid
         self.stop = weakref.finalize(self, _stop, self._socket, process)
         self._socket.settimeout(_START_S)
         channel = Channel(self._socket)

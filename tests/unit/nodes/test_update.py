@@ -83,3 +83,19 @@ def test_what_was_begun_earlier_is_spread_over_the_minibatches_of_the_latest_ste
     PolicyUpdate(num_minibatches=2).run(recorder, given, Advantages(values=np.zeros(8, np.float32)))
     assert [minibatch.step for minibatch, _ in recorder.seen] == [4, 4]
     assert [sorted(minibatch.keys[:, 0].tolist()) for minibatch, _ in recorder.seen] == [[3, 3, 4, 4]] * 2
+
+
+def test_excluded_rollouts_are_in_no_minibatch() -> None:
+    excluded, without = Recorder(), Recorder()
+    kept = np.array([0, 2, 3])
+    values = np.array([1, np.nan, 3, 4, np.nan], np.float32)
+    given = Logprobs(values=WHOLE.response_ids.like(np.arange(15, dtype=np.float32)))
+    node = PolicyUpdate(kl_coef=0.1, num_minibatches=2)
+    node.run(excluded, WHOLE, Advantages(values=values), reference=given, old_logprobs=given)
+    few = given.take(kept)
+    node.run(without, WHOLE.take(kept), Advantages(values=values[kept]), reference=few, old_logprobs=few)
+    assert len(excluded.seen) == len(without.seen) == 2
+    for (ours, _), (theirs, _) in zip(excluded.seen, without.seen, strict=True):
+        assert ours.keys.tolist() == theirs.keys.tolist()
+        assert columns(ours) == columns(theirs)
+        assert ours.weights.values.tolist() == theirs.weights.values.tolist()
