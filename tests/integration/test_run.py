@@ -237,6 +237,21 @@ def raising(texts: Any, rows: Any) -> list[float]:
     raise ValueError("no")
 
 
+def test_responses_without_a_reward_are_left_out(tmp_path: Path) -> None:
+    parts = f"even: {{function: '{__name__}:of_even_length', on_failure: exclude}}, exact: {{weight: 0.5}}"
+    plan = plan_of("fake", "graph.rewards.function=null", f"graph.rewards.functions={{{parts}}}", "data.batch_size=20")
+    go(plan, tmp_path)
+    for line in metrics(tmp_path):
+        if "rewards/mean" in line:
+            assert 0 < line["rewards/failed"] < 1
+            assert line["rewards/even/mean"] == 1
+            assert line["rewards/mean"] == pytest.approx(1 + 0.5 * line["rewards/exact/mean"], abs=0.05)
+
+
+def of_even_length(texts: Any, rows: Any) -> list[float]:
+    return [1 // (1 - len(text) % 2) for text in texts]
+
+
 def test_an_engine_that_fails_names_step_and_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rlflow.engines.fake import FakeEngine
 
