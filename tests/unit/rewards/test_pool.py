@@ -1,6 +1,7 @@
 """Functions in workers: whatever they do, each call has an outcome in time, and the pool stays whole."""
 
 import gc
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -153,3 +154,24 @@ def test_the_pool_is_whole_after_a_thousand_hangs(pool: Pool) -> None:
     assert found[1::2] == [1.5] * 1000
     assert sorted(children(pool.nursery.pid)) == sorted(worker.pid for worker in pool.workers)
     assert len(pool.workers) == 2
+
+
+OWNER = """
+from rlflow.rewards.part import Part
+from rlflow.rewards.pool.calls import Call
+from rlflow.rewards.pool.pool import Pool
+
+pool = Pool({"does": Part(function="MODULE:reward", timeout_s=100.0)}, num_workers=1)
+for call, (given,) in pool.outcomes([Call("does", [0], ["good"], [{}])]):
+    print(given, flush=True)
+list(pool.outcomes([Call("does", [0], ["hang on"], [{}])]))
+"""
+
+
+def test_all_of_it_ends_with_a_process_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER.replace("MODULE", MODULE)], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"1.5\n"
+        owner.kill()
+        # Nursery and worker have its standard output, which ends with the last of them.
+        assert owner.communicate(timeout=10)[0] == b""
