@@ -36,6 +36,10 @@ class Reward(Node, kind="reward", unit="sample"):
         if self.function is not None:
             Part().find(self.function)
 
+    def try_out(self) -> None:
+        """Raises EngineError when the functions cannot run on this host."""
+        Pool(self._parts).stop()
+
     def run(self, rollouts: Rollouts) -> Rewards:
         given = {name: np.full(len(rollouts), np.nan, np.float32) for name in self._parts}
         reasons = [""] * len(rollouts)

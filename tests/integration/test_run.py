@@ -1,9 +1,11 @@
 """Whole runs: what they write, that they repeat themselves, that they go on where they stopped."""
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -235,6 +237,17 @@ def test_a_reward_that_raises_names_its_place(tmp_path: Path) -> None:
 
 def raising(texts: Any, rows: Any) -> list[float]:
     raise ValueError("no")
+
+
+def test_a_reward_that_cannot_run_here_is_told_before_the_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("made_here")
+    module.reward = raising  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_here", module)
+    with pytest.raises(EngineError, match=r"^reward 'made_here:reward' cannot be had in a process of its own"):
+        go(plan_of("fake", "graph.rewards.function='made_here:reward'"), tmp_path)
+    assert not (tmp_path / "plan.json").exists()
 
 
 def test_responses_without_a_reward_are_left_out(tmp_path: Path) -> None:

@@ -29,7 +29,10 @@ print(_json.dumps(_result))
 
 def prepare() -> None:
     """Raises SandboxError on a host that does not allow it."""
-    run("", b"", Limits(timeout_s=10.0))
+    try:
+        run("", b"", Limits(timeout_s=10.0))
+    except SandboxError as error:
+        raise SandboxError(f"{error}; docs/rewards.md says what a host must allow") from error
 
 
 def reward(

@@ -13,9 +13,8 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
-from rlflow.errors import UserError, first_line
+from rlflow.errors import EngineError, UserError, first_line
 from rlflow.rewards.base import RewardFunction
-from rlflow.rewards.find import Found
 from rlflow.rewards.part import Part
 from rlflow.rewards.pool.channel import Channel
 from rlflow.rewards.pool.worker import work
@@ -36,9 +35,9 @@ def main(control: socket.socket) -> None:
     path, parts = messages[0]
     sys.path[:] = path
     try:
-        functions = {name: _prepared(part.find(name)) for name, part in parts.items()}
-    except Exception as error:  # whatever modules raise on import
-        channel.send(pickle.dumps(str(error) if isinstance(error, UserError) else first_line(error)))
+        functions = {name: _prepared(name, part) for name, part in parts.items()}
+    except EngineError as error:
+        channel.send(pickle.dumps(error))
         return
     become_subreaper()
     channel.send(pickle.dumps(None))
@@ -59,8 +58,13 @@ def main(control: socket.socket) -> None:
         _end(pid, workers)
 
 
-def _prepared(found: Found) -> RewardFunction:
-    found.prepare()
+def _prepared(name: str, part: Part) -> RewardFunction:
+    try:
+        found = part.find(name)
+        found.prepare()
+    except Exception as error:  # whatever modules raise on import
+        reason = str(error) if isinstance(error, UserError) else first_line(error)
+        raise EngineError(f"reward '{name}' cannot be had in a process of its own: {reason}") from None
     return found.call
 
 

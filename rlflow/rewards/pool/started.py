@@ -41,7 +41,7 @@ class Nursery:
         if not answers:
             raise EngineError("the process that rewards are forked from did not start.")
         if answers[0] is not None:
-            raise EngineError(f"the process that rewards are forked from did not start: {answers[0]}")
+            raise answers[0]
         self._socket.settimeout(_ANSWER_S)
 
     def fork(self) -> tuple[int, socket.socket]:

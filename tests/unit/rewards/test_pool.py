@@ -134,7 +134,7 @@ def test_a_function_that_is_there_for_nobody_else(monkeypatch: pytest.MonkeyPatc
     module.reward = misbehaving.reward  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "made_here", module)
     with pytest.raises(
-        EngineError, match=r"did not start: function: 'made_here:reward': the module 'made_here' cannot"
+        EngineError, match=r"^reward 'made_here' cannot be had in a process of its own: function: 'made"
     ):
         Pool({"made_here": Part(function="made_here:reward")})
 
