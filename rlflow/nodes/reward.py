@@ -69,8 +69,8 @@ class Reward(Node, kind="reward", unit="sample"):
 
     def _calls(self, rollouts: Rollouts) -> Iterator[Call]:
         texts, rows = tuple(rollouts.texts), tuple(rollouts.rows)
-        for name, part in self._parts.items():
-            size = part.find(name).batch_size
+        for name, found in self._pool.found.items():
+            size = found.batch_size
             for start in range(0, len(rollouts), size):
                 places = range(start, min(start + size, len(rollouts)))
                 yield Call(name, places, texts[start : places.stop], rows[start : places.stop])

@@ -26,7 +26,7 @@ class Pool:
         """Raises EngineError."""
         self.num_workers = num_workers or len(os.sched_getaffinity(0))
         self._parts = parts
-        self._limits = {name: part.find(name).limit_s for name, part in parts.items()}
+        self.found = {name: part.find(name) for name, part in parts.items()}
         self.nursery = Nursery(parts)
         self.workers: list[Worker] = []
         self._pace: defaultdict[str, float] = defaultdict(lambda: _FIRST_S)
@@ -59,7 +59,7 @@ class Pool:
             while waiting and sum(self._pace[call.part] for call in worker.begun) < _AHEAD_S:
                 call = waiting.popleft()
                 try:
-                    is_given = worker.give(call, self._limits[call.part])
+                    is_given = worker.give(call, self.found[call.part].limit_s)
                 except OSError:  # it has gone
                     is_given = False
                     if not worker.begun:  # else that is seen where its answers are read
@@ -78,6 +78,7 @@ class Pool:
                 selector.register(worker.socket, selectors.EVENT_READ, worker)
             first = min(worker.deadline for worker in busy)
             ready = [key.data for key, _ in selector.select(max(0.0, first - time.monotonic()))]
+            now = time.monotonic()
         for worker in ready:
             answers = worker.messages()
             for answer in answers or ():
@@ -87,7 +88,7 @@ class Pool:
             if answers is None:
                 yield self._failed(worker, waiting)
         for worker in busy:
-            if worker not in ready and worker.deadline <= time.monotonic():
+            if worker not in ready and worker.deadline <= now:
                 yield self._failed(worker, waiting, is_late=True)
 
     def _failed(self, worker: Worker, waiting: deque[Call], is_late: bool = False) -> tuple[Call, list[Outcome]]:

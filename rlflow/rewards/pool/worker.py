@@ -1,6 +1,5 @@
 """In a worker: calls in, outcomes out, one after another."""
 
-import math
 import os
 import pickle
 import resource
@@ -15,6 +14,8 @@ from rlflow.rewards.base import Failure, Outcome, RewardFunction, Row
 from rlflow.rewards.pool.channel import Channel
 from rlflow.rewards.processes import become_subreaper, die_with_parent
 
+# Of float32, which rewards become.
+_LARGEST = 3.4028234663852886e38
 # Of what a function may take beyond what is there when its worker is forked.
 _MEMORY = 4 * 2**30
 
@@ -56,6 +57,6 @@ def _checked(value: Any, text: str) -> Outcome:
         number = float(value)
     except Exception as error:
         return Failure("invalid", f"failed ({first_line(error)})")
-    if not math.isfinite(number):
+    if not abs(number) <= _LARGEST:
         return Failure("invalid", f"returned {number} for the response {text[:80]!r}")
     return number

@@ -80,6 +80,7 @@ DOES: dict[str, Callable[[Texts], Any]] = {
     "close everything": lambda texts: os.closerange(3, 256),
     "NaN": lambda texts: [float("nan")],
     "infinite": lambda texts: [float("-inf")],
+    "huge": lambda texts: [1e39],
     "nothing": lambda texts: None,
     "a text": lambda texts: ["no"],
     "too few": lambda texts: [],
