@@ -51,7 +51,8 @@ def build(program: str, limits: Limits) -> None:
 def visible() -> list[str]:
     """Folders of the system and of this Python, none inside another. Raises OSError when the home folder is in one."""
     found: list[str] = []
-    for path in (*_SYSTEM, os.path.realpath(sys.base_prefix), sys.prefix):
+    # A virtual environment names its Python by a path that may hold links.
+    for path in (*_SYSTEM, os.path.realpath(sys.base_prefix), sys.base_prefix, sys.prefix):
         if os.path.lexists(path) and not any(Path(path).is_relative_to(other) for other in found):
             found.append(path)
     home = os.path.realpath(Path.home())
