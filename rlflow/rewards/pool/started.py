@@ -34,7 +34,6 @@ class Nursery:
         channel = Channel(self._socket)
         try:
             channel.send(pickle.dumps((sys.path, dict(parts))))
-            # Python itself looks along the path that it was started with: its modules are there for both.
             answers = channel.messages()
         except OSError:
             answers = None

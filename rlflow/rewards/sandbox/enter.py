@@ -24,11 +24,11 @@ class Pipes(NamedTuple):
     program: tuple[int, int]
     """Its input and output."""
     says: int
-    """Comes a line of JSON: ``ended`` (exited, timeout, memory) and ``code``; or ``failed``."""
+    """To write a line of JSON: ``ended`` (exited, timeout, memory) and ``code``; or ``failed``."""
     is_ready: int
-    """Comes a byte when the user namespace is there."""
+    """To write a byte when the user namespace is there."""
     go: int
-    """A byte when users are mapped into it."""
+    """To read a byte when users are mapped into it."""
 
 
 def enter(program: str, pipes: Pipes, limits: Limits, deadline: float) -> NoReturn:

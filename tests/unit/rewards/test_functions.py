@@ -70,6 +70,7 @@ FUNCTION = "```\nfirst = 1\n```\n```py\ndef add(a, b):\n    return [a + b, None]
         (PROGRAM, [{"input": "1 2", "output": "3"}, {"input": "5 6\n", "output": "11 \n\n"}], 1),
         (PROGRAM, [{"input": "1 2", "output": "3"}, {"input": "5 6\n", "output": "12"}], 0),
         (PROGRAM, '[{"input": "1 2", "output": "3"}]', 1),
+        (PROGRAM, [{"input": "1 2", "output": "3", "call": None, "arguments": None, "result": None}], 1),
         (PROGRAM, [{"input": "one two", "output": ""}], 0),
         (FUNCTION, [{"call": "add", "arguments": [1, 2], "result": [3, None]}], 1),
         (FUNCTION, [{"call": "add", "arguments": [1, 2], "result": [4, None]}], 0),
