@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +58,10 @@ class Reward(Node, kind="reward", unit="sample"):
             reason = next(reason for reason in reasons if reason)
             raise EngineError(f"rewards: none of {len(rollouts)} responses has one: {reason}.")
         return SummedRewards(values=values.astype(np.float32), parts=given, reasons=np.array(reasons))
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        """Processes do not travel."""
+        return {name: value for name, value in vars(self).items() if name != "_pool"}
 
     @cached_property
     def _parts(self) -> Mapping[str, Part]:

@@ -9,6 +9,8 @@ from pathlib import Path
 # Options of prctl.
 PDEATHSIG, CHILD_SUBREAPER = 1, 36
 
+_CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
+
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -56,3 +58,12 @@ def kill(pid: int) -> None:
     """If it is there."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def processors() -> int:
+    """How many this process may use: those that it may run on, or the share of them that its container has."""
+    here = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no file without a container, and "max" without a limit
+        quota, period = map(int, _CPU_SHARE.read_text().split())
+        return max(1, min(here, quota // period))
+    return here

@@ -1,6 +1,5 @@
 """Calls of reward functions, spread over workers, each with a deadline."""
 
-import os
 import selectors
 import signal
 import time
@@ -12,6 +11,7 @@ from rlflow.rewards.base import Failure, Outcome
 from rlflow.rewards.part import Part
 from rlflow.rewards.pool.calls import Call, Worker
 from rlflow.rewards.pool.started import Nursery
+from rlflow.rewards.processes import processors
 
 # A worker is given so much work ahead that it need not wait for more.
 _AHEAD_S = 0.01
@@ -24,7 +24,7 @@ class Pool:
 
     def __init__(self, parts: Mapping[str, Part], num_workers: int | None = None) -> None:
         """Raises EngineError."""
-        self.num_workers = num_workers or len(os.sched_getaffinity(0))
+        self.num_workers = num_workers or processors()
         self._parts = parts
         self.found = {name: part.find(name) for name, part in parts.items()}
         self.nursery = Nursery(parts)

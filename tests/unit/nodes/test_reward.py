@@ -140,6 +140,13 @@ def test_a_step_in_which_all_fail_ends_the_run() -> None:
         run(part=Part(function=named(raising), on_failure="exclude"))
 
 
+def test_a_node_that_has_run_goes_to_another_process() -> None:
+    node = Reward(functions={"good": Part(function=named(good))})
+    node.run(ROLLOUTS)
+    assert pickle.loads(pickle.dumps(node)) == node
+    assert pickle.loads(pickle.dumps(node)).run(ROLLOUTS).values.tolist() == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("node", "message"),
     [
