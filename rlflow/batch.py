@@ -31,6 +31,7 @@ __all__ = [
     "RolloutAdvantages",
     "Rollouts",
     "Sequences",
+    "SummedRewards",
     "TokenAdvantages",
     "ValueEstimates",
 ]
@@ -41,7 +42,7 @@ Rows = NDArray[np.integer[Any]]
 class Batch:
     """Rows of several fields, each of which has as many rows; numbers and None are of the whole batch.
 
-    A field is an array [rows, ...], Packed, a mapping of Packed, or a sequence of texts or of rows of the data set.
+    A field is an array [rows, ...], Packed, a mapping of either, or a sequence of texts or of rows of the data set.
     What is declared as Repeated travels as such, and takes no room in a store.
     """
 
@@ -85,7 +86,7 @@ def _taken(value: Any, rows: Rows) -> Any:
     if isinstance(value, Packed | Records):
         return value.take(rows)
     if isinstance(value, Mapping):
-        return {name: column.take(rows) for name, column in value.items()}
+        return {name: _taken(column, rows) for name, column in value.items()}
     return tuple(value[row] for row in rows) if isinstance(value, Sequence) else value
 
 
@@ -96,7 +97,7 @@ def _joined(values: Sequence[Any]) -> Any:
     if isinstance(first, Packed):
         return Packed.joined(values)
     if isinstance(first, Mapping):
-        return {name: Packed.joined([value[name] for value in values]) for name in first}
+        return {name: _joined([value[name] for value in values]) for name in first}
     if all(isinstance(value, Records) for value in values):
         return Records.joined(values)
     return tuple(item for value in values for item in value) if isinstance(first, Sequence) else first
@@ -106,7 +107,7 @@ def _mapped(value: Any, function: Callable[[Packed], Packed]) -> Any:
     if isinstance(value, Packed):
         return function(value)
     if isinstance(value, Mapping):
-        return {name: function(column) for name, column in value.items()}
+        return {name: _mapped(column, function) for name, column in value.items()}
     if isinstance(value, Sequence):
         records = value if isinstance(value, Records) else Records.of(value)
         return Records(function(records.column))
@@ -185,6 +186,16 @@ class Minibatch(Sequences):
 class Rewards(Batch):
     values: NDArray[np.float32]
     """[B], NaN where there is none: such a rollout is excluded, as if it had not been written."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SummedRewards(Rewards):
+    """Weighted sums of parts."""
+
+    parts: Mapping[str, NDArray[np.float32]]
+    """[B] each, before its weight; NaN where it failed."""
+    reasons: NDArray[np.str_]
+    """[B], why a part failed, whatever came of it; empty where none did."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

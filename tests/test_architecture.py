@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "resources": {"errors", "schema"},
     "recipe": {"errors", "schema", "resources"},
     "engines": {"errors", "extras", "host_memory", "batch", "resources", "recipe"},
-    "rewards": {"errors", "plugins"},
+    "rewards": {"errors", "extras", "plugins", "schema"},
     "nodes": {"errors", "schema", "batch", "engines", "rewards"},
     "data": {"errors", "plugins", "batch", "recipe"},
     "compiler": {"errors", "plugins", "schema", "batch", "resources", "recipe", "engines", "nodes"},

@@ -22,7 +22,7 @@ _EPSILON_OF_BATCH = 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class GroupAdvantage(Node, kind="group_advantage", unit="group"):
-    """Reward minus its group's mean, over the group's standard deviation.
+    """Reward minus its group's mean, over the group's standard deviation. Excluded rollouts do not count in either.
 
     Source: DeepSeekMath (arXiv 2402.03300), section 4.1.2; without the division Dr. GRPO (arXiv 2503.20783).
     """

@@ -1,46 +1,95 @@
 """Judging responses."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from rlflow.batch import Rewards, Rollouts
-from rlflow.errors import RecipeError, first_line
+from rlflow.batch import Rewards, Rollouts, SummedRewards
+from rlflow.errors import EngineError, RecipeError, below
 from rlflow.nodes.base import Node
-from rlflow.rewards import find_reward
+from rlflow.rewards.base import Failure
+from rlflow.rewards.part import Part
+from rlflow.rewards.pool.calls import Call
+from rlflow.rewards.pool.pool import Pool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reward(Node, kind="reward", unit="sample"):
-    """A number for each rollout, from a function of rlflow.rewards or ``package.module:function``."""
+    """A number for each rollout: a function's, or the weighted sum of several."""
 
-    function: str
+    function: str | None = None
+    """Of rlflow.rewards.functions, or ``package.module:function``; short for ``functions`` with it alone."""
+    functions: Mapping[str, Part] = field(default_factory=dict)
 
     def check(self, connected: frozenset[str]) -> None:
-        find_reward(self.function)
+        if (self.function is None) == (not self.functions):
+            has = "neither is" if self.function is None else "both are"
+            raise RecipeError(
+                "function", f"one of 'function' and 'functions' is needed, and {has} there", fix="function: exact"
+            )
+        for name, part in self.functions.items():
+            with below(f"functions.{name}"):
+                part.find(name)
+        if self.function is not None:
+            Part().find(self.function)
+
+    def try_out(self) -> None:
+        """Raises EngineError when the functions cannot run on this host."""
+        Pool(self._parts).stop()
 
     def run(self, rollouts: Rollouts) -> Rewards:
-        function = find_reward(self.function)
-        try:
-            given = list(function(tuple(rollouts.texts), tuple(rollouts.rows)))
-            values = np.array([float(value) for value in given], np.float32)
-        except Exception as error:  # whatever the user's own function raises
-            raise RecipeError(
-                "function",
-                f"'{self.function}' failed ({first_line(error)})",
-                fix="it is called with the responses' texts and the data set's rows, and returns a number for each",
-            ) from error
-        if len(values) != len(rollouts):
-            raise RecipeError(
-                "function",
-                f"'{self.function}' returned {len(values)} values for {len(rollouts)} responses",
-                fix="return one number a response, in their order",
-            )
-        if (wrong := np.flatnonzero(~np.isfinite(values))).size:
-            first = wrong[0]
-            raise RecipeError(
-                "function",
-                f"'{self.function}' returned {values[first]} for the response {rollouts.texts[first]!r}",
-                fix="return a finite number for every response",
-            )
-        return Rewards(values=values)
+        given = {name: np.full(len(rollouts), np.nan, np.float32) for name in self._parts}
+        reasons = [""] * len(rollouts)
+        with closing(self._pool.outcomes(self._calls(rollouts))) as outcomes:
+            for call, results in outcomes:
+                for place, result in zip(call.places, results, strict=True):
+                    if isinstance(result, Failure):
+                        reasons[place] = f"'{call.part}' {result.reason}"
+                        result = self._instead(call.part, result)
+                    given[call.part][place] = result
+        values = np.zeros(len(rollouts), np.float64)
+        for name, part in self._parts.items():
+            values += part.weight * given[name] if part.weight else 0
+        if np.isnan(values).all():
+            reason = next(reason for reason in reasons if reason)
+            raise EngineError(f"rewards: none of {len(rollouts)} responses has one: {reason}.")
+        return SummedRewards(values=values.astype(np.float32), parts=given, reasons=np.array(reasons))
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        """Processes do not travel."""
+        return {name: value for name, value in vars(self).items() if name != "_pool"}
+
+    @cached_property
+    def _parts(self) -> Mapping[str, Part]:
+        return self.functions or {str(self.function): Part()}
+
+    @cached_property
+    def _pool(self) -> Pool:
+        """Of processes that live as long as this node is used."""
+        return Pool(self._parts)
+
+    def _calls(self, rollouts: Rollouts) -> Iterator[Call]:
+        texts, rows = tuple(rollouts.texts), tuple(rollouts.rows)
+        for name, found in self._pool.found.items():
+            size = found.batch_size
+            for start in range(0, len(rollouts), size):
+                places = range(start, min(start + size, len(rollouts)))
+                yield Call(name, places, texts[start : places.stop], rows[start : places.stop])
+
+    def _instead(self, name: str, failure: Failure) -> float:
+        """What a response gets that has no reward. Raises RecipeError or EngineError where that ends the run."""
+        part = self._parts[name]
+        if part.on_failure == "exclude":
+            return np.nan
+        if part.on_failure != "stop":
+            return part.on_failure
+        fact = f"'{part.function or name}' {failure.reason}"
+        if failure.kind in ("raised", "invalid"):
+            path = "function" if self.function is not None else f"functions.{name}"
+            takes = "it is called with texts of responses and rows of the data set, and returns a number for each"
+            raise RecipeError(path, fact, fix=takes)
+        raise EngineError(f"reward {fact}. With on_failure: exclude such responses are left out.")

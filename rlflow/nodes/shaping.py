@@ -1,7 +1,7 @@
 """What is taken off rewards."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -37,10 +37,11 @@ class KlPenalty(Node, kind="kl_penalty", unit="sample", reads_tokens=False):
     """Nats a response, which ``kl_coef``, then where it begins, is adapted to from step to step."""
 
     def run(self, rewards: Rewards, kl: Divergences) -> Rewards:
-        return replace(rewards, values=(rewards.values - self.kl_coef * kl.values).astype(np.float32))
+        return Rewards(values=(rewards.values - self.kl_coef * kl.values).astype(np.float32))
 
     def measured_kl(self, output: Rewards, inputs: Mapping[str, Any]) -> float:
-        return float(np.mean(inputs["kl"].values, dtype=np.float64))
+        """Of the rollouts that have a reward."""
+        return float(np.mean(inputs["kl"].values[~np.isnan(output.values)], dtype=np.float64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,4 +63,4 @@ class OverlongPenalty(Node, kind="overlong_penalty", unit="sample", reads_tokens
     def run(self, rollouts: Rollouts, rewards: Rewards) -> Rewards:
         over = rollouts.response_ids.lengths - (self.max_tokens - self.buffer_tokens)
         penalties = np.clip(over / self.buffer_tokens, 0, 1)
-        return replace(rewards, values=(rewards.values - penalties).astype(np.float32))
+        return Rewards(values=(rewards.values - penalties).astype(np.float32))

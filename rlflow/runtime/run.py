@@ -13,6 +13,7 @@ from rlflow.compiler.plan import Plan, write_plan
 from rlflow.data.source import DataSource, Rows, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, RecipeError
+from rlflow.nodes.reward import Reward
 from rlflow.recipe import Model, Tune
 from rlflow.resources.layout import GIB
 from rlflow.runtime import checkpoint
@@ -46,6 +47,9 @@ def run(
     for what the recipe names and is not there and for a plan that cannot be run here, EngineError for what fails.
     """
     runtime.check(plan)
+    for node in plan.graph.nodes:
+        if isinstance(node.operation, Reward):
+            node.operation.try_out()
     last = checkpoint.last(directory, plan.fingerprint)
     if last and not resume:
         raise RecipeError("resume", f"'{directory}' holds a run already", fix=f"resume={directory}, or another folder")

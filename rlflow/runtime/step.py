@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rlflow.batch import Divergences, Metrics, Prompts, Rewards, Rollouts
+from rlflow.batch import Divergences, Metrics, Prompts, Rewards, Rollouts, SummedRewards
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.errors import EngineError, UserError, below
 from rlflow.nodes.generate import Generate
@@ -64,11 +65,11 @@ class Evaluator:
     reward: GraphNode
 
     def run(self, engines: Engines, prompts: Prompts) -> float:
-        """The mean reward."""
+        """The mean reward, of those that have one."""
         with edge("evaluation"):
             rollouts = run_node(self.generate, engines, dict.fromkeys(self.generate.inputs.values(), prompts))
             rewards = run_node(self.reward, engines, dict.fromkeys(self.reward.inputs.values(), rollouts))
-        return float(np.mean(rewards.values, dtype=np.float64))
+        return known_mean(rewards.values)
 
 
 def evaluator(graph: Graph) -> Evaluator:
@@ -85,8 +86,14 @@ def summary(name: str, output: Any) -> dict[str, float]:
     """What a node's output says in single numbers, under the node's name."""
     if isinstance(output, Metrics):
         return {f"{name}/{key}": value for key, value in output.values.items()}
+    if isinstance(output, SummedRewards):
+        metrics = {f"{name}/mean": known_mean(output.values), f"{name}/failed": float(np.mean(output.reasons != ""))}
+        # A single part is told by the sum; one that has failed everywhere has no mean.
+        parts = output.parts if len(output.parts) > 1 else {}
+        known = {part: values for part, values in parts.items() if np.isfinite(values).any()}
+        return metrics | {f"{name}/{part}/mean": known_mean(values) for part, values in known.items()}
     if isinstance(output, Rewards | Divergences):
-        return {f"{name}/mean": float(np.mean(output.values, dtype=np.float64))}
+        return {f"{name}/mean": known_mean(output.values)}
     if isinstance(output, Rollouts):
         lengths = output.response_ids.lengths
         return {
@@ -96,3 +103,8 @@ def summary(name: str, output: Any) -> dict[str, float]:
             f"{name}/finished": float(np.mean(output.finished)),
         }
     return {}
+
+
+def known_mean(values: NDArray[np.float32]) -> float:
+    """Of those that are there; at least one is."""
+    return float(np.nanmean(values, dtype=np.float64))

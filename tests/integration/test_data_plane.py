@@ -199,7 +199,7 @@ def test_a_plan_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_reward_that_fails_is_the_recipes(tmp_path: Path) -> None:
     """Its texts and rows come to it as they do in one process."""
     plan = plan_of(f"graph.rewards.function='{__name__}:fails'", "evaluation=null")
-    said = rf"graph\.rewards\.function: '{__name__}:fails' failed \(ValueError: 512 texts, of which str\)"
+    said = rf"graph\.rewards\.function: '{__name__}:fails' failed \(ValueError: 1 texts, of which str\)"
     with pytest.raises(RecipeError, match=said):
         run(plan, tmp_path, RayRuntime())
 

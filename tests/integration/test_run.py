@@ -1,9 +1,11 @@
 """Whole runs: what they write, that they repeat themselves, that they go on where they stopped."""
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -235,6 +237,32 @@ def test_a_reward_that_raises_names_its_place(tmp_path: Path) -> None:
 
 def raising(texts: Any, rows: Any) -> list[float]:
     raise ValueError("no")
+
+
+def test_a_reward_that_cannot_run_here_is_told_before_the_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("made_here")
+    module.reward = raising  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_here", module)
+    with pytest.raises(EngineError, match=r"^reward 'made_here:reward' cannot be had in a process of its own"):
+        go(plan_of("fake", "graph.rewards.function='made_here:reward'"), tmp_path)
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_responses_without_a_reward_are_left_out(tmp_path: Path) -> None:
+    parts = f"even: {{function: '{__name__}:of_even_length', on_failure: exclude}}, exact: {{weight: 0.5}}"
+    plan = plan_of("fake", "graph.rewards.function=null", f"graph.rewards.functions={{{parts}}}", "data.batch_size=20")
+    go(plan, tmp_path)
+    for line in metrics(tmp_path):
+        if "rewards/mean" in line:
+            assert 0 < line["rewards/failed"] < 1
+            assert line["rewards/even/mean"] == 1
+            assert line["rewards/mean"] == pytest.approx(1 + 0.5 * line["rewards/exact/mean"], abs=0.05)
+
+
+def of_even_length(texts: Any, rows: Any) -> list[float]:
+    return [1 // (1 - len(text) % 2) for text in texts]
 
 
 def test_an_engine_that_fails_names_step_and_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

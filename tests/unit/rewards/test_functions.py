@@ -1,0 +1,129 @@
+"""The rewards that a recipe may name, called here."""
+
+import pytest
+
+from rlflow.errors import RecipeError
+from rlflow.rewards.base import Failure, Outcome
+from rlflow.rewards.find import find_reward
+from rlflow.rewards.functions import exact, math, number
+from tests.unit.rewards.sandboxes import needs_sandbox
+
+
+def test_exact() -> None:
+    assert exact.reward([" 12 ", "12.", "1"], [{"answer": 12}] * 3) == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        ("so it is 1,234.", "... #### 1234", 1),
+        ("3 and then 4.50", "#### 4.5", 1),
+        ("it is -3", "#### 3", 0),
+        ("none", "#### 3", 0),
+        ("3 or 5", "#### 3", 0),
+    ],
+)
+def test_number(text: str, answer: str, reward: float) -> None:
+    assert number.reward([text], [{"answer": answer}]) == [reward]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "outcome"),
+    [
+        (r"so \boxed{\frac{1}{2}}", "0.5", 1),
+        ("the answer is 1/2", r"\frac{1}{2}", 1),
+        (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", 1),
+        (r"\boxed{2\sqrt{3}}", r"$\sqrt{12}$", 1),
+        (r"\boxed{(1, 2)}", "(1,2)", 1),
+        (r"\boxed{(2, 1)}", "(1,2)", 0),
+        ("the answer is 71", "3 apples and so on\n#### 72", 0),
+        ("the answer is 72", "3 apples and so on\n#### 72", 1),
+        ("I do not know", "72", 0),
+        ("", "72", 0),
+        ("72", "", Failure("invalid", "cannot read the row's answer ''")),
+    ],
+)
+def test_math(text: str, answer: str, outcome: Outcome) -> None:
+    assert math.reward([text], [{"answer": answer}]) == [outcome]
+
+
+def test_format() -> None:
+    found = find_reward("format", {"pattern": r"(?s)<think>.*</think>.+"}, 1.0)
+    assert found.call(["<think>a\nb</think>3", "<think></think>", "3", "x<think></think>3"], [{}] * 4) == [1, 0, 0, 0]
+
+
+def test_length() -> None:
+    found = find_reward("length", {"max_characters": 10, "buffer": 4}, 1.0)
+    lengths = (0, 6, 7, 9, 10, 11, 100)
+    assert found.call(["x" * length for length in lengths], [{}] * 7) == [0, 0, -0.25, -0.75, -1, -1, -1]
+    assert find_reward("length", {"max_characters": 2}, 1.0).call(["xx", "xxx"], [{}] * 2) == [0, -1]
+
+
+PROGRAM = "Like this:\n```python\nprint(sum(map(int, input().split())))\n```\nIt adds."
+FUNCTION = "```\nfirst = 1\n```\n```py\ndef add(a, b):\n    return [a + b, None]\n```"
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("text", "tests", "reward"),
+    [
+        (PROGRAM, [{"input": "1 2", "output": "3"}, {"input": "5 6\n", "output": "11 \n\n"}], 1),
+        (PROGRAM, [{"input": "1 2", "output": "3"}, {"input": "5 6\n", "output": "12"}], 0),
+        (PROGRAM, '[{"input": "1 2", "output": "3"}]', 1),
+        (PROGRAM, [{"input": "1 2", "output": "3", "call": None, "arguments": None, "result": None}], 1),
+        (PROGRAM, [{"input": "one two", "output": ""}], 0),
+        (FUNCTION, [{"call": "add", "arguments": [1, 2], "result": [3, None]}], 1),
+        (FUNCTION, [{"call": "add", "arguments": [1, 2], "result": [4, None]}], 0),
+        (FUNCTION, [{"call": "sub", "arguments": [1, 2], "result": [4, None]}], 0),
+        ("```python\nimport numpy\nprint(numpy.ones(2).sum())\n```", [{"input": "", "output": "2.0"}], 1),
+        ("print(3)", [{"input": "", "output": "3"}], 0),
+    ],
+)
+def test_code(text: str, tests: object, reward: float) -> None:
+    found = find_reward("code", {}, 5.0)
+    assert found.call([text], [{"tests": tests}]) == [reward]
+
+
+@needs_sandbox
+def test_the_time_is_for_all_tests_of_a_row() -> None:
+    found = find_reward("code", {}, 1.0)
+    slow = "```python\nimport time\ntime.sleep(0.4)\n```"
+    test = {"input": "", "output": ""}
+    assert found.call([slow, slow], [{"tests": [test]}, {"tests": [test] * 3}]) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "exat",
+            {},
+            "function: no reward 'exat'.\n  Known: code, exact, format, judge, length, math, number, remote, ",
+        ),
+        ("exact", {"patern": "a"}, "options.patern: unknown key"),
+        (
+            "length",
+            {"max_characters": 1, "bufer": 2},
+            "options.bufer: unknown key.\n  Known: buffer, max_characters.",
+        ),
+        ("format", {}, "options.pattern: is missing"),
+        ("format", {"pattern": "(a"}, "options.pattern: '(a' is not valid: input should be a valid regular expression"),
+        ("length", {"max_characters": 0}, "options.max_characters: 0 is not valid: input should be greater than 0"),
+        (
+            "length",
+            {"max_characters": "9"},
+            "options.max_characters: '9' is not valid: input should be a valid integer",
+        ),
+        (
+            "remote",
+            {"url": "localhost:80"},
+            "options.url: 'localhost:80' is not valid: string should match pattern '^https?://'",
+        ),
+        ("code", {"timeout_s": 1}, "options.timeout_s: unknown key"),
+        ("math:pi", {}, "function: 'math:pi' is not a function"),
+    ],
+)
+def test_mistakes(name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        find_reward(name, options, 1.0)
+    assert message in str(raised.value)

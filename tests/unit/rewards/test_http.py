@@ -1,0 +1,163 @@
+"""Rewards that ask a service: what it says is a number or a failure, and nothing hangs."""
+
+import re
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from rlflow.rewards import http
+from rlflow.rewards.base import Failure, Kind
+from rlflow.rewards.functions import judge, remote
+from tests.unit.rewards.services import Service, serving
+
+TIMEOUT_S = 0.5
+
+
+@pytest.fixture(autouse=True)
+def brief_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "_FIRST_WAIT_S", 0.01)
+
+
+def late(service: Service, _: Any) -> Any:
+    service.closing.wait(60)
+    return {"rewards": [1.0, 2.0]}
+
+
+def test_remote_asks_about_all_at_once() -> None:
+    rows: list[dict[str, Any]] = [{"answer": "a"}, {"answer": {1, 2}}]
+    with serving(lambda service, content: {"rewards": [len(text) for text in content["texts"]]}) as service:
+        assert remote.reward(["x", "yy"], rows, url=service.url, timeout_s=TIMEOUT_S) == [1.0, 2.0]
+    ((_, content, _),) = service.asked
+    assert content == {"texts": ["x", "yy"], "rows": [{"answer": "a"}, {"answer": "{1, 2}"}]}
+
+
+def test_what_passes_is_asked_again() -> None:
+    def answer(service: Service, _: Any) -> Any:
+        return (503, 429, {"rewards": [0.5]})[len(service.asked) - 1]
+
+    with serving(answer) as service:
+        assert remote.reward(["x"], [{}], url=service.url, timeout_s=TIMEOUT_S) == [0.5]
+    assert len(service.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "reason", "tries"),
+    [
+        (lambda *_: 500, "unavailable", r"has no answer from http://\S+ \(500 Internal Server Error; 5 tries\)", 5),
+        (lambda *_: 404, "unavailable", r"has no answer from http://\S+ \(404 Not Found; 1 try\)", 1),
+        (late, "unavailable", r"has no answer from http://\S+ \(TimeoutError: timed out; 1 try\)", 1),
+        (lambda *_: b"<html>", "invalid", r"got no JSON from http://\S+, but b'<html>'", 1),
+        (lambda *_: b"", "invalid", r"got no JSON from http://\S+, but b''", 1),
+        (
+            lambda *_: [1, 2],
+            "invalid",
+            r"got no 'rewards', one for each of 2 responses, from http://\S+, but \[1, 2\]",
+            1,
+        ),
+        (lambda *_: {"rewards": [1]}, "invalid", r"got no 'rewards', one for each of 2 responses, from", 1),
+        (lambda *_: {"rewards": "no"}, "invalid", r"got no 'rewards', one for each of 2 responses, from", 1),
+    ],
+)
+def test_what_a_service_does_wrong(answer: Any, kind: Kind, reason: str, tries: int) -> None:
+    began = time.monotonic()
+    with serving(answer) as service:
+        first, second = remote.reward(["x", "y"], [{}] * 2, url=service.url, timeout_s=TIMEOUT_S)
+        assert time.monotonic() - began < TIMEOUT_S + 1
+    assert isinstance(first, Failure)
+    assert first == second
+    assert first.kind == kind
+    assert re.match(reason, first.reason)
+    assert len(service.asked) == tries
+
+
+def test_what_is_said_of_one_response_is_of_it_alone() -> None:
+    given = [1, None, True, {"error": "too long"}, "1.0"]
+    with serving(lambda *_: {"rewards": given}) as service:
+        number, *failures = remote.reward(["x"] * 5, [{}] * 5, url=service.url, timeout_s=TIMEOUT_S)
+    assert number == 1.0
+    url = service.url
+    assert failures == [
+        Failure("invalid", f"got None for a response from {url}"),
+        Failure("invalid", f"got True for a response from {url}"),
+        Failure("unavailable", f"was told by {url}: too long"),
+        Failure("invalid", f"got 1.0 for a response from {url}"),
+    ]
+
+
+def test_nobody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    (failure,) = remote.reward(["x"], [{}], url=f"http://127.0.0.1:{port}", timeout_s=TIMEOUT_S)
+    assert isinstance(failure, Failure)
+    assert failure.kind == "unavailable"
+    assert "(ConnectionRefusedError: [Errno 111] Connection refused; 5 tries)" in failure.reason
+
+
+def said(text: str) -> Mapping[str, Any]:
+    """As an endpoint of the OpenAI protocol answers."""
+    return {"object": "chat.completion", "choices": [{"index": 0, "message": {"role": "assistant", "content": text}}]}
+
+
+def judged(service: Service, texts: list[str], **options: Any) -> list[Any]:
+    rows = [{"prompt": "1+1", "answer": 2}] * len(texts)
+    asked = {"url": f"{service.url}/v1", "model": "wise", "prompt": "{prompt}={answer}? {response}", **options}
+    return judge.reward(texts, rows, timeout_s=TIMEOUT_S, **asked)
+
+
+def test_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "abc")
+    with serving(lambda _, content: said(f"Score: 0. No: score: {len(content['messages'][0]['content'])}")) as service:
+        assert judged(service, ["2", "{3}"], max_tokens=9, api_key="MY_KEY") == [8.0, 10.0]
+    assert {(path, key) for path, _, key in service.asked} == {("/v1/chat/completions", "Bearer abc")}
+    contents = sorted((content for _, content, _ in service.asked), key=str)
+    message = {"role": "user", "content": "1+1=2? 2"}
+    assert contents[0] == {"model": "wise", "messages": [message], "max_tokens": 9, "temperature": 0.0}
+
+
+def test_a_score_of_another_form() -> None:
+    with serving(lambda *_: said("[[7]]")) as service:
+        assert judged(service, ["2"], score=re.compile(r"\[\[(\d+)\]\]")) == [7.0]
+
+
+def test_no_key_is_sent_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with serving(lambda *_: said("score: 1")) as service:
+        assert judged(service, ["2"]) == [1.0]
+    assert service.asked[0][2] is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (said("It is good."), "found no score in what the judge said: 'It is good.'"),
+        (
+            {"error": {"message": "no such model"}},
+            "got no chat completion from the judge, but {'error': {'message'",
+        ),
+        ({"choices": []}, "got no chat completion from the judge, but {'choices': []}"),
+        ([], "got no chat completion from the judge, but []"),
+    ],
+)
+def test_a_judge_that_says_no_score(answer: Any, reason: str) -> None:
+    with serving(lambda *_: answer) as service:
+        (failure,) = judged(service, ["2"])
+    assert failure.kind == "invalid"
+    assert failure.reason.startswith(reason)
+
+
+def test_responses_are_judged_together() -> None:
+    """One that is late does not keep the others from being asked about."""
+
+    def answer(service: Service, content: Any) -> Any:
+        if "slow" in content["messages"][0]["content"]:
+            service.closing.wait(60)
+        return said("score: 1")
+
+    began = time.monotonic()
+    with serving(answer) as service:
+        given = judged(service, ["slow"] * 4 + ["quick"])
+        assert time.monotonic() - began < TIMEOUT_S + 1
+    assert [getattr(each, "kind", each) for each in given] == ["unavailable"] * 4 + [1.0]

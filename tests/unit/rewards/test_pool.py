@@ -1,0 +1,177 @@
+"""Functions in workers: whatever they do, each call has an outcome in time, and the pool stays whole."""
+
+import gc
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rlflow.errors import EngineError
+from rlflow.rewards.base import Failure, Kind, Outcome
+from rlflow.rewards.part import Part
+from rlflow.rewards.pool.calls import Call
+from rlflow.rewards.pool.pool import Pool
+from rlflow.rewards.processes import children, descendants
+from tests.unit.rewards import misbehaving
+
+DEADLINE_S = 0.5
+MODULE = misbehaving.__name__
+
+
+def part(function: str = "reward", timeout_s: float = DEADLINE_S) -> Part:
+    return Part(function=f"{MODULE}:{function}", timeout_s=timeout_s)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool({"does": part(), "by_fours": part("by_fours"), "brief": part(timeout_s=0.02)}, num_workers=2)
+    yield pool
+    pool.stop()
+
+
+def outcomes(pool: Pool, texts: list[str], name: str = "does", size: int = 1) -> list[Outcome]:
+    calls = [
+        Call(name, range(start, start + len(chosen)), chosen, [{}] * len(chosen))
+        for start in range(0, len(texts), size)
+        if (chosen := texts[start : start + size])
+    ]
+    found = {
+        place: given for call, every in pool.outcomes(calls) for place, given in zip(call.places, every, strict=True)
+    }
+    assert len(found) == len(texts)
+    return [found[place] for place in range(len(texts))]
+
+
+@pytest.mark.parametrize(
+    ("does", "kind", "reason"),
+    [
+        ("hang", "timeout", "took longer than 0.5 s"),
+        ("hang on", "timeout", "took longer than 0.5 s"),
+        ("sleep", "timeout", "took longer than 0.5 s"),
+        ("stop itself", "timeout", "took longer than 0.5 s"),
+        ("leave a daemon", "timeout", "took longer than 0.5 s"),
+        ("close everything", "died", "ended its process"),
+        ("exit", "died", "ended its process (exit code 0)"),
+        ("kill itself", "died", "ended its process (SIGKILL)"),
+        ("crash", "died", "ended its process (SIGSEGV)"),
+        ("exit politely", "raised", "failed (SystemExit: 0)"),
+        ("interrupt", "raised", "failed (KeyboardInterrupt)"),
+        ("recurse", "raised", "failed (RecursionError: maximum recursion depth exceeded)"),
+        ("8 GB", "raised", "failed (MemoryError)"),
+        ("nothing", "raised", "failed (TypeError: 'NoneType' object is not iterable)"),
+        ("NaN", "invalid", "returned nan for the response 'NaN'"),
+        ("infinite", "invalid", "returned -inf for the response 'infinite'"),
+        ("huge", "invalid", "returned 1e+39 for the response 'huge'"),
+        ("a text", "invalid", "failed (ValueError: could not convert string to float: 'no')"),
+        ("too few", "invalid", "returned 0 values for 1 response"),
+        ("too many", "invalid", "returned more than 1 values for 1 response"),
+        ("endless", "invalid", "returned more than 1 values for 1 response"),
+    ],
+)
+def test_what_goes_wrong_is_a_failure_with_a_reason(does: str, kind: Kind, reason: str, pool: Pool) -> None:
+    began = time.monotonic()
+    before, given, after = outcomes(pool, ["good", does, "good"])
+    assert (before, after) == (1.5, 1.5)
+    assert isinstance(given, Failure)
+    assert given.kind == kind
+    assert given.reason.startswith(reason)
+    assert time.monotonic() - began < DEADLINE_S + 1
+    assert outcomes(pool, ["good"] * 4 + ["number as text"]) == [1.5] * 4 + [2.5]
+    workers = [worker.pid for worker in pool.workers]
+    assert len(workers) == 2
+    assert [below for worker in workers for below in descendants(worker)] == []
+    assert sorted(children(pool.nursery.pid)) == sorted(workers), "nothing is left of what was killed"
+
+
+def test_of_a_batch_only_the_response_that_hangs_fails(pool: Pool) -> None:
+    found = outcomes(pool, ["a", "b", "hang", "d", "e"], "by_fours", 4)
+    assert found == [1.0, 1.0, Failure("timeout", "took longer than 0.5 s"), 1.0, 1.0]
+
+
+def test_large_texts_behind_one_that_hangs(pool: Pool) -> None:
+    """More than a socket holds: nobody waits for a worker to read."""
+    calls = [
+        Call("does", [place], [text], [{"blob": "x" * 10**6}]) for place, text in enumerate(["hang", *["good"] * 20])
+    ]
+    began = time.monotonic()
+    given = {call.places[0]: every[0] for call, every in pool.outcomes(calls)}
+    assert given == {0: Failure("timeout", "took longer than 0.5 s"), **dict.fromkeys(range(1, 21), 1.5)}
+    assert time.monotonic() - began < DEADLINE_S + 1
+
+
+def test_who_wants_no_more_leaves_no_answers_behind(pool: Pool) -> None:
+    calls = [Call("does", [0], [text], [{}]) for text in ["good", "NaN", "infinite"] * 10]
+    found = pool.outcomes(calls)
+    next(found)
+    found.close()
+    assert outcomes(pool, ["number as text", "number as text"]) == [2.5, 2.5]
+
+
+def test_a_pool_ends_with_its_object() -> None:
+    pool = Pool({"does": part()}, num_workers=2)
+    assert outcomes(pool, ["good", "good"]) == [1.5, 1.5]
+    processes = [pool.nursery.pid, *(worker.pid for worker in pool.workers)]
+    del pool
+    gc.collect()
+    assert not any(Path(f"/proc/{process}").exists() for process in processes)
+
+
+def test_a_nursery_that_has_died_is_told() -> None:
+    pool = Pool({"does": part()}, num_workers=1)
+    assert outcomes(pool, ["good"]) == [1.5]
+    pool.nursery.stop()
+    with pytest.raises(EngineError, match="the process that rewards are forked from has died"):
+        outcomes(pool, ["good"])
+    pool.stop()
+
+
+def test_a_function_that_is_there_for_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here its module has been made by hand; where workers are forked there is no such file."""
+    module = ModuleType("made_here")
+    module.reward = misbehaving.reward  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_here", module)
+    with pytest.raises(
+        EngineError, match=r"^reward 'made_here' cannot be had in a process of its own: function: 'made"
+    ):
+        Pool({"made_here": Part(function="made_here:reward")})
+
+
+@pytest.mark.slow
+def test_no_call_is_lost_when_workers_die(pool: Pool) -> None:
+    found = outcomes(pool, ["good", "exit", "good", "number as text"] * 200)
+    assert found[::2] == [1.5] * 400
+    assert found[1::4] == [Failure("died", "ended its process (exit code 0)")] * 200
+    assert found[3::4] == [2.5] * 200
+
+
+@pytest.mark.slow
+def test_the_pool_is_whole_after_a_thousand_hangs(pool: Pool) -> None:
+    assert outcomes(pool, ["hang"] * 1000, "brief") == [Failure("timeout", "took longer than 0.02 s")] * 1000
+    assert outcomes(pool, ["good"] * 1000) == [1.5] * 1000
+    assert sorted(children(pool.nursery.pid)) == sorted(worker.pid for worker in pool.workers)
+    assert len(pool.workers) == 2
+
+
+OWNER = """
+from rlflow.rewards.part import Part
+from rlflow.rewards.pool.calls import Call
+from rlflow.rewards.pool.pool import Pool
+
+pool = Pool({"does": Part(function="MODULE:reward", timeout_s=100.0)}, num_workers=1)
+for call, (given,) in pool.outcomes([Call("does", [0], ["good"], [{}])]):
+    print(given, flush=True)
+list(pool.outcomes([Call("does", [0], ["hang on"], [{}])]))
+"""
+
+
+def test_all_of_it_ends_with_a_process_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER.replace("MODULE", MODULE)], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"1.5\n"
+        owner.kill()
+        # Nursery and worker have its standard output, which ends with the last of them.
+        assert owner.communicate(timeout=10)[0] == b""

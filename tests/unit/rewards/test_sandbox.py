@@ -1,0 +1,74 @@
+"""The sandbox seen from outside: how a program ended, and what is told where there is no sandbox."""
+
+import ctypes
+import errno
+from types import SimpleNamespace
+
+import pytest
+
+from rlflow.rewards.base import Failure
+from rlflow.rewards.functions import code
+from rlflow.rewards.sandbox import enter, root, syscalls
+from rlflow.rewards.sandbox.limits import Limits
+from rlflow.rewards.sandbox.run import Ended, SandboxError, run
+from tests.unit.rewards.sandboxes import needs_sandbox
+
+LIMITS = Limits(timeout_s=5.0)
+TESTS = {"tests": [{"input": "", "output": "1"}]}
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("program", "ended"),
+    [
+        ("print(input() + '!')", Ended("exited", 0, b"hello!\n")),
+        ("import sys; print(1); sys.exit(3)", Ended("exited", 3, b"1\n")),
+        ("import os; os.kill(os.getpid(), 9)", Ended("exited", -9, b"")),
+        ("raise ValueError", Ended("exited", 1, b"")),
+    ],
+)
+def test_how_a_program_ended(program: str, ended: Ended) -> None:
+    assert run(program, b"hello\n", LIMITS) == ended
+
+
+@needs_sandbox
+def test_one_that_is_late_or_large() -> None:
+    assert run("print(1, flush=True)\nwhile True: pass", b"", Limits(timeout_s=0.3)) == Ended("timeout", None, b"1\n")
+    several = "import os, time\nfor _ in range(4): os.fork()\nx = bytearray(40 << 20)\ntime.sleep(9)"
+    assert run(several, b"", Limits(timeout_s=5.0, memory_mib=300)).how == "memory"
+
+
+@needs_sandbox
+def test_each_has_an_empty_home_of_its_own() -> None:
+    program = "import os\nos.chdir(os.path.expanduser('~'))\nprint(os.path.exists('mine'))\nopen('mine', 'w')"
+    assert [run(program, b"", LIMITS).output for _ in range(2)] == [b"False\n"] * 2
+
+
+def test_a_host_without_namespaces_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: int) -> int:
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    monkeypatch.setattr(enter, "libc", SimpleNamespace(unshare=refused))
+    with pytest.raises(SandboxError, match=r"PermissionError: .* unshare user: Operation not permitted"):
+        code.prepare()
+    (given,) = code.reward(["```python\nprint(1)\n```"], [TESTS], timeout_s=1.0)
+    assert isinstance(given, Failure), "not 0: nothing is known of the program"
+    assert given.kind == "unavailable"
+
+
+def test_a_guard_that_is_killed_says_nothing_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enter, "_guard", lambda *_: None)
+    with pytest.raises(SandboxError, match="the guard of the program ended without a word"):
+        run("print(1)", b"", LIMITS)
+
+
+def test_a_home_that_would_be_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/usr/me")
+    with pytest.raises(OSError, match="the home folder '/usr/me' is inside one of Python or of the system"):
+        root.visible()
+
+
+def test_a_machine_whose_system_calls_are_not_known_is_refused() -> None:
+    with pytest.raises(OSError, match="does not know the system calls of riscv64, but of x86_64, aarch64"):
+        syscalls._instructions("riscv64")
