@@ -44,7 +44,7 @@ ENGINES, GROUP_SIZE, PROMPTS, PLACES = 2, 8, 24, 32
 MAX_TOKENS = 1536
 # One in so many tokens ends a response.
 CHARACTERS = 255
-TURNS = 3
+TURNS = 7
 SAMPLING = Sampling(max_tokens=MAX_TOKENS, group_size=GROUP_SIZE)
 
 Ints = NDArray[np.int64]
@@ -151,16 +151,17 @@ def main() -> int:
             for run in (run_in_loop, run_pinned):
                 run(engine, warm)
             run_alone(pipes, warm, [np.array([0]), np.array([1])], seed)
+            first, _ = run_in_loop(engine, prompts)
+            lengths, same = first.response_ids.lengths, first.response_ids.values.tolist()
+            halves = even_halves(lengths.reshape(-1, GROUP_SIZE).sum(1))
             for _ in range(TURNS):
                 rollouts, took = run_in_loop(engine, prompts)
                 seconds["in the loop"].append(took)
-                lengths = rollouts.response_ids.lengths
                 pinned, took = run_pinned(engine, prompts)
                 seconds["pinned"].append(took)
-                halves = even_halves(lengths.reshape(-1, GROUP_SIZE).sum(1))
                 tokens, took = run_alone(pipes, prompts, halves, seed)
                 seconds["alone"].append(took)
-                same = rollouts.response_ids.values.tolist()
+                assert rollouts.response_ids.values.tolist() == same, "all are to write the same tokens"
                 assert pinned.response_ids.values.tolist() == same, "all are to write the same tokens"
                 rows = np.concatenate([half[:, None] * GROUP_SIZE + np.arange(GROUP_SIZE) for half in halves]).ravel()
                 in_order = [ids for _, ids in sorted(zip(rows.tolist(), chain(*tokens), strict=True))]

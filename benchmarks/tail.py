@@ -8,13 +8,15 @@ order of the data, with a cache that vLLM fills and that has samples put off whe
 the lengths of a step before; and an oracle that knows every length, fills the cache just so that it does not overflow,
 and takes the better of longest first and longest first in shards of equal tokens.
 
-Every figure is the mean over seeds that the scheduler's constants were not chosen with.
+Every figure is the mean over seeds that the scheduler's constants were not chosen with. Where the goal is missed,
+rlflow's scheduler runs once more with all engines as one, as fast and with as large a cache as all of them ("as one"):
+what is missing then still is not for want of moving samples, but of knowing their lengths.
 """
 
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 
@@ -115,6 +117,17 @@ class Compared:
     """Of a core of this machine, in the scheduler, for the whole step."""
 
 
+def as_one(run: Run, site: Site, alike: float, seed: int) -> float:
+    """Seconds of rlflow's scheduler with one engine that is all of them."""
+    speed, room = engine_of(site)
+    samples, count = samples_of(run, site.prompts, alike, seed), site.engines
+    parts = {name: getattr(speed.decoder, name) / count for name in ("arithmetic", "each", "keys", "windowed_keys")}
+    pooled = Speed(replace(speed.decoder, **parts), lambda tokens: speed.prefill(tokens) / count)
+    whole = Room(room.sequences * count, room.tokens * count)
+    scheduler = Scheduler(np.full(site.prompts, run.prompt), GROUP_SIZE, run.limit, {0: whole})
+    return simulate(samples, pooled, whole, 1, scheduler).seconds
+
+
 class Timed:
     """Counts the seconds that a scheduler takes."""
 
@@ -165,7 +178,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     json_file = parser.parse_args().json
     table = Table(
-        *("lengths", "engines", "alike", "oracle s", "static", "pulled", "rlflow"),
+        *("lengths", "engines", "alike", "oracle s", "static", "pulled", "as one", "rlflow"),
         *("preempted: static", "pulled", "rlflow", "put off", "idle", "scheduler s"),
         title=f"share of the oracle's throughput, mean of seeds {SEEDS}",
     )
@@ -178,9 +191,12 @@ def main() -> int:
             share = (oracle[:, None] / [[way.seconds for way in each] for each in ways]).mean(0)
             preempted = np.mean([[way.preemptions for way in each] for each in ways], 0)
             shares.append(share)
+            one = ""
+            if share[2] < GOAL:
+                one = f"{(oracle / [as_one(run, site, alike, seed) for seed in SEEDS]).mean():.3f}"
             table.add_row(
                 *(run.name, str(site.engines), f"{alike}", f"{oracle.mean():.0f}"),
-                *(f"{share[0]:.3f}", f"{share[1]:.3f}", f"{share[2]:.3f}"),
+                *(f"{share[0]:.3f}", f"{share[1]:.3f}", one, f"{share[2]:.3f}"),
                 *(f"{each:.0f}" for each in preempted),
                 f"{np.mean([each.scheduled.put_off for each in found]):.0f}",
                 f"{np.mean([each.scheduled.idle for each in found]):.2f}",

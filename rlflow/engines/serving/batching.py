@@ -226,5 +226,6 @@ def outputs_so_far(engine: Any, names: Collection[str]) -> list[Any]:
     """vLLM's RequestOutputs of these requests, which are not done, as if they were."""
     from vllm.v1.engine import FinishReason
 
-    states = engine.output_processor.request_states
-    return [states[name].make_request_output([], None, FinishReason.ABORT, None) for name in names]
+    states = engine.output_processor.request_states.values()
+    asked = [state for state in states if state.external_req_id in names]
+    return [state.make_request_output([], None, FinishReason.ABORT, None) for state in asked]

@@ -132,7 +132,7 @@ class TestBatcher:
         engine.go_on.clear()
         begun = Begun(np.zeros(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32))
         first = batcher.submit([Request([0] * 9, "", begun), Request([0] * 3, "")])
-        wait_for(lambda: len(engine.live) == 2)
+        wait_for(lambda: engine.steps == 1)
         later = batcher.submit(requests(7))
         thread, results = started(batcher.break_off, [first[0], *later])
         wait_for(lambda: waiting(batcher) == 2)
