@@ -37,7 +37,7 @@ class Progress:
     lengths: bytes
     """Tokens of their responses."""
     steps: int
-    """So many tokens it has written so far of each sample that it had all the time."""
+    """So many tokens it has written in this session of each sample that it had all the time."""
 
 
 class Sessions(ABC):
@@ -53,7 +53,7 @@ class Sessions(ABC):
     @property
     @abstractmethod
     def steps(self) -> int:
-        """As in Progress."""
+        """As in Progress, since it was built."""
 
     @abstractmethod
     def submit(self, samples: Prompts, sampling: Sampling, begun: Sequence[Begun] | None = None) -> "list[Future[Any]]":
@@ -113,6 +113,7 @@ class _Session:
         self._writing: dict[int, Future[Any]] = {}
         self._ended: SimpleQueue[int] = SimpleQueue()
         self._responses: dict[int, Any] = {}
+        self._steps_before = engine.steps
 
     def write(self, rows: Ints, enough: int, begun: Rollouts | None = None) -> Progress:
         if len(rows):
@@ -128,7 +129,8 @@ class _Session:
                 continue
             told += self._noted(row)
         lengths = [self._responses[row].length for row in told]
-        return Progress(np.array(told, np.int32).tobytes(), np.array(lengths, np.int32).tobytes(), self._engine.steps)
+        steps = self._engine.steps - self._steps_before
+        return Progress(np.array(told, np.int32).tobytes(), np.array(lengths, np.int32).tobytes(), steps)
 
     def _noted(self, row: int) -> list[int]:
         """The row, if it is done. Raises what writing it raised."""

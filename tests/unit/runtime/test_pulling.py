@@ -135,6 +135,14 @@ def test_what_a_full_cache_puts_off_goes_on_in_any_engine() -> None:
     assert {rank == begun_by[key] for rank, key in gone_on(workers.engines)} == {True, False}
 
 
+def test_every_generation_begins_anew() -> None:
+    """What an engine has done before does not count as written."""
+    workers = Threads([Stepwise(spec(), (16, 600))])
+    for _ in range(2):
+        check_long(Writing("rollout", workers).generate(GIVEN, LONG))
+    assert gone_on(workers.engines) == []
+
+
 @pytest.mark.parametrize(("when", "at"), [("put_off", 1), ("put_off", 3), ("write", 4), ("finish", 1)])
 def test_what_is_put_off_is_not_lost_with_an_engine(when: str, at: int) -> None:
     """Others begin again what it had written and had not handed over, or had handed over and nobody had finished."""
