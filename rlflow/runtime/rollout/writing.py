@@ -1,7 +1,7 @@
 """What engines do over a run that take new samples while they write: which of them can, and what each did when."""
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -12,18 +12,15 @@ from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
 from rlflow.engines.groups import is_done
 from rlflow.errors import EngineError
+from rlflow.runtime.rollout import pulling
 from rlflow.runtime.rollout.pulling import pulled
 
 Line = dict[str, Any]
 """A second of an engine; a line of ``engines.jsonl``."""
 
 
-class Engines(Protocol):
-    """The workers of a role, by rank."""
-
-    def __len__(self) -> int: ...
-
-    def submit(self, rank: int, method: str, *arguments: Any) -> "Future[Any]": ...
+class Engines(pulling.Engines, Protocol):
+    """They can be replaced."""
 
     def restart(self, ranks: Sequence[int]) -> Sequence[int]:
         """New engines in the places of these, and of others where that must be: those that are new. Raises
