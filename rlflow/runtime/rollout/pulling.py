@@ -102,8 +102,12 @@ class _Round:
             for call in wait([*self._writes, *self._puts], return_when=FIRST_COMPLETED).done:
                 self._answered(call)
         used = [rank for rank in scheduler.ranks if rank in self._used]
-        done = self._results({rank: self._engines.submit(rank, "finish") for rank in used})
-        return [*(written for written in done.values() if written is not None), *self._begun.new()]
+        calls = {rank: self._engines.submit(rank, "finish") for rank in used}
+        done = [written for written in self._results(calls).values() if written is not None]
+        for written in done:
+            # Some may have been done before their engine was told to put them off, and were never told of.
+            self._begun.forget(self._groups.rows_of(written.keys).tolist())
+        return [*done, *self._begun.new()]
 
     def _written_at_once(self) -> list[Rollouts]:
         calls = {
