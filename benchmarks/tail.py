@@ -10,7 +10,7 @@ and takes the better of longest first and longest first in shards of equal token
 
 Every figure is the mean over seeds that the scheduler's constants were not chosen with. Where the goal is missed,
 rlflow's scheduler runs once more with all engines as one, as fast and with as large a cache as all of them ("as one"):
-what is missing then still is not for want of moving samples, but of knowing their lengths.
+what is missing then still is not for want of moving samples between engines.
 """
 
 import argparse
@@ -93,7 +93,6 @@ def engine_of(site: Site) -> tuple[Speed, Room]:
 
 
 def samples_of(run: Run, prompts: int, alike: float, seed: int) -> Samples:
-    """The first draws are the prompts' (``surviving``)."""
     draw = np.random.default_rng(seed)
     of_prompt = np.repeat(draw.standard_normal(prompts), GROUP_SIZE)
     scores = alike**0.5 * of_prompt + (1 - alike) ** 0.5 * draw.standard_normal(len(of_prompt))

@@ -4,7 +4,7 @@ Those that nobody has begun come first: one of each group, and then, from what t
 length, the longest first, so that short ones fill the end (Graham 1969, LPT). An engine begins what it has room for
 now, however long that may become. When its cache is about to overflow, it puts off those of which it has written most:
 they wait with what is written, and whichever engine has room goes on with them, least written first (the
-foreground-background rule: Kleinrock 1976, section 4.6; Nuyens and Wierman 2008). So all have had nearly as much time,
+foreground-background rule: Nuyens and Wierman 2008). So all have had nearly as much time,
 whatever their lengths turn out to be, and none begins when others end: to read again what is written costs little
 beside an engine that writes one last sample. The more that wait, the less does that matter, and the more room is kept
 so that fewer are put off. When none waits, the engine with most in its cache hands some over to the one with least.

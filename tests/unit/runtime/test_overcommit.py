@@ -106,6 +106,27 @@ def test_what_an_engine_that_fails_had_written_is_written_again(when: str, at: i
     assert workers.engines[1] is not dying
 
 
+class Late(Stepwise):
+    """All that it has is done just before it is to put it off, and told of no more."""
+
+    def put_off(self, rows: bytes) -> Rollouts | None:
+        with self._lock:
+            live, self._live = self._live, []
+        for answer, written in live:
+            written.ids += written.left
+            written.length += len(written.left)
+            written.left, written.is_done = [], True
+            answer.set_result(written)
+        return super().put_off(rows)
+
+
+def test_what_is_done_before_it_is_put_off_is_there_once() -> None:
+    """Also where an engine had put it off before, and handed over what was written then."""
+    first, operation = go(Threads([Stepwise(spec(), (16, 90))]), end=2)
+    rest, _ = go(Threads([Late(spec(), (16, 90))]), 2, operation)
+    check([*first, *rest])
+
+
 def test_saved_and_restored(tmp_path: Path) -> None:
     """Between any two steps; with one engine, whose steps repeat themselves."""
     whole, _ = go(Threads([Stepwise(spec())]))
