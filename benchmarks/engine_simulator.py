@@ -25,13 +25,15 @@ _SHARE, _LATEST_S = 32, 1.0
 
 
 class Source(Protocol):
-    """Who gives the samples out."""
+    """Who gives the samples out. ``rlflow.runtime.rollout.scheduling.Scheduler`` is one."""
 
-    def deal(self) -> Mapping[int, list[int]]: ...
-
-    def next(self, rank: int) -> Mapping[int, Sequence[int]]: ...
+    def begin(self) -> Mapping[int, list[int]]: ...
 
     def finished(self, rank: int, rows: Sequence[int], lengths: Sequence[int], steps: int) -> None: ...
+
+    def put_off(self, rank: int) -> tuple[int, list[int]]: ...
+
+    def returned(self, rank: int, rows: Sequence[int], lengths: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ class Outcome:
     seconds: float
     """Until the last sample is done."""
     preemptions: int
+    """Samples that engines have put off of their own accord."""
+    put_off: int
+    """And that they have been told to."""
     kept: list[int]
     """The rows in the order in which they were done."""
     idle: float
@@ -83,13 +88,23 @@ class Engine:
     def load(self) -> int:
         return len(self._running) + len(self._waiting)
 
-    def give(self, rows: Sequence[int], at: float) -> None:
-        """They come while a step runs: it is ended first."""
+    def give(self, rows: Sequence[int], written: Sequence[int], at: float) -> None:
+        """They come while a step runs: it is ended first. ``written``: tokens of each so far."""
         self.run_to(at)
         if not self._running:
             self.time = max(self.time, at)
-        self._waiting.extend((row, 0) for row in rows)
+        self._waiting.extend(zip(rows, written, strict=True))
         self._admit()
+
+    def put_off(self, rows: Sequence[int], at: float) -> dict[int, int]:
+        """Those of the rows that are not done by then are written no further: their tokens so far."""
+        self.run_to(at)
+        written = {row: tokens for row, tokens in self._waiting if row in rows}
+        for row in self._running.keys() & set(rows):
+            written[row] = self._stop(row)
+        self._waiting = deque(each for each in self._waiting if each[0] not in written)
+        self._admit()
+        return written
 
     def next_end(self) -> float | None:
         """When the next sample is done, if nothing changes before."""
@@ -140,13 +155,18 @@ class Engine:
             self._base -= int(self._samples.prompts[row]) - self._running.pop(row)
             self.done.append(row)
         while self._running and self._context() > self._room.tokens:
-            row, begun = self._running.popitem()
-            self._base -= int(self._samples.prompts[row]) - begun
-            self._ends.remove((begun + int(self._samples.lengths[row]), row))
-            heapq.heapify(self._ends)
-            self._waiting.appendleft((row, self.steps - begun))
+            row = next(reversed(self._running))
+            self._waiting.appendleft((row, self._stop(row)))
             self.preemptions += 1
         self._admit()
+
+    def _stop(self, row: int) -> int:
+        """Its tokens so far."""
+        begun = self._running.pop(row)
+        self._base -= int(self._samples.prompts[row]) - begun
+        self._ends.remove((begun + int(self._samples.lengths[row]), row))
+        heapq.heapify(self._ends)
+        return self.steps - begun
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._room.sequences:
@@ -168,48 +188,62 @@ class Engine:
 
 
 def simulate(samples: Samples, speed: Speed, room: Room, num_engines: int, source: Source) -> Outcome:
+    """An engine tells of itself when it has news, and each second."""
     engines = [Engine(samples, speed, room) for _ in range(num_engines)]
-    for rank, rows in source.deal().items():
-        engines[rank].give(rows, 0.0)
-    told, timers = [0] * num_engines, [False] * num_engines
+    written, told, last = [0] * len(samples.lengths), [0] * num_engines, [0.0] * num_engines
     enough = max(1, room.sequences // _SHARE)
     events: list[tuple[float, int, bool]] = []
+    num_put_off = 0
 
     def expect(rank: int) -> None:
         if (end := engines[rank].next_end()) is not None:
             heapq.heappush(events, (end, rank, False))
 
-    for rank in range(num_engines):
-        expect(rank)
+    def begin(at: float) -> None:
+        for rank, rows in source.begin().items():
+            if not engines[rank].load:
+                last[rank] = at
+                heapq.heappush(events, (at + _LATEST_S, rank, True))
+            engines[rank].give(rows, [written[row] for row in rows], at)
+            expect(rank)
+
+    begin(0.0)
     while events:
         time, rank, is_timer = heapq.heappop(events)
         engine = engines[rank]
         if is_timer:
-            timers[rank] = False
+            if time < last[rank] + _LATEST_S or not engine.load:
+                continue  # it has told of itself since
+            engine.run_to(time)
         elif (end := engine.next_end()) is None or abs(end - time) > 1e-9:
             continue  # what ran has changed since
         else:
             engine.run_on()
         news = len(engine.done) - told[rank]
-        if news and (is_timer or news >= enough or not engine.load):
+        if is_timer or news >= enough or (news and not engine.load):
             rows = engine.done[told[rank] :]
             told[rank] = len(engine.done)
-            steps = engine.steps
-            source.finished(rank, rows, samples.lengths[rows].tolist(), steps)
+            source.finished(rank, rows, samples.lengths[rows].tolist(), engine.steps)
             now = max(time, engine.time)
-            for other, more in source.next(rank).items():
-                engines[other].give(more, now + _MESSAGE_S)
-                if other != rank:
-                    expect(other)
-        elif news and not timers[rank]:
-            timers[rank] = True
-            heapq.heappush(events, (engine.time + _LATEST_S, rank, True))
+            last[rank] = now
+            heapq.heappush(events, (now + _LATEST_S, rank, True))
+            of, rows = source.put_off(rank)
+            if rows:
+                found = engines[of].put_off(rows, now + _MESSAGE_S)
+                for row, tokens in found.items():
+                    written[row] = tokens
+                source.returned(of, list(found), list(found.values()))
+                num_put_off += len(found)
+                expect(of)
+                now += _MESSAGE_S
+            begin(now + _MESSAGE_S)
         expect(rank)
     seconds = max(engine.time for engine in engines)
     busy = sum(engine.busy for engine in engines)
     return Outcome(
         seconds=seconds,
         preemptions=sum(engine.preemptions for engine in engines),
+        put_off=num_put_off,
         kept=[row for engine in engines for row in engine.done],
         idle=1 - busy / (seconds * num_engines),
         cache=sum(engine.held for engine in engines) / (busy * room.tokens),

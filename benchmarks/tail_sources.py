@@ -1,51 +1,59 @@
 """Who gives samples to engines, besides rlflow's scheduler: what it is compared with."""
 
+from abc import ABC, abstractmethod
 from bisect import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.engine_simulator import Samples
-from rlflow.runtime.rollout.expectation import Expectation
-from rlflow.runtime.rollout.scheduling import Room, Scheduler
+from rlflow.runtime.rollout.scheduling import Room
 
 Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
-def dealt(source: "Queues | Oracle", num_engines: int, each: int) -> dict[int, list[int]]:
-    """The first samples of all engines, in turn until none has room."""
-    given: dict[int, list[int]] = {rank: [] for rank in range(num_engines)}
-    open_ranks = list(given)
-    while open_ranks:
-        for rank in list(open_ranks):
-            rows = source.some(rank, each)
-            given[rank] += rows
-            if len(rows) < each:
-                open_ranks.remove(rank)
-    return given
+class Dealing(ABC):
+    """Gives each engine some in turn, until none has room. Nothing is put off."""
+
+    def __init__(self, num_engines: int, each: int) -> None:
+        """``each``: samples that an engine is given in a turn."""
+        self._num_engines, self._each = num_engines, each
+
+    @abstractmethod
+    def some(self, rank: int, most: int) -> list[int]:
+        """At most so many rows that this engine has room for."""
+
+    def begin(self) -> dict[int, list[int]]:
+        given: dict[int, list[int]] = {}
+        open_ranks = list(range(self._num_engines))
+        while open_ranks:
+            for rank in list(open_ranks):
+                rows = self.some(rank, self._each)
+                given.setdefault(rank, []).extend(rows)
+                if len(rows) < self._each:
+                    open_ranks.remove(rank)
+        return {rank: rows for rank, rows in given.items() if rows}
+
+    def put_off(self, rank: int) -> tuple[int, list[int]]:
+        return rank, []
+
+    def returned(self, rank: int, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        raise AssertionError("nothing is put off")
 
 
-class Queues:
+class Queues(Dealing):
     """An order of rows for each engine, or one for all; an engine with a place takes the next."""
 
     def __init__(self, queues: Sequence[Iterable[int]], room: int, each: int) -> None:
         """``room``: samples that an engine has at once; ``each``: those that it is first given in a turn."""
-        self._each = each
+        super().__init__(len(queues), each)
         self._queues = [iter(queue) for queue in queues]
         self._room = room
         self._running = [0] * len(queues)
 
-    def deal(self) -> dict[int, list[int]]:
-        return dealt(self, len(self._queues), self._each)
-
-    def next(self, rank: int) -> dict[int, list[int]]:
-        return {rank: rows} if (rows := self.some(rank)) else {}
-
-    def some(self, rank: int, most: int | None = None) -> list[int]:
-        places = self._room - self._running[rank]
-        count = places if most is None else min(places, most)
+    def some(self, rank: int, most: int) -> list[int]:
+        count = min(self._room - self._running[rank], most)
         rows = [row for _, row in zip(range(count), self._queues[rank], strict=False)]
         self._running[rank] += len(rows)
         return rows
@@ -66,11 +74,12 @@ def static(samples: Samples, room: Room, num_engines: int) -> Queues:
     return Queues(np.array_split(np.arange(size), num_engines), size, size)
 
 
-class Oracle:
+class Oracle(Dealing):
     """Knows all lengths: longest first, and no more in flight than will fit until each is done."""
 
     def __init__(self, samples: Samples, room: Room, num_engines: int, *, shards: bool) -> None:
         """``shards``: each engine has samples of as many tokens, instead of taking from one queue."""
+        super().__init__(num_engines, 1)
         self._samples, self._room = samples, room
         order = np.argsort(-samples.lengths, kind="stable")
         if not shards:
@@ -86,15 +95,9 @@ class Oracle:
         self._running: list[dict[int, int]] = [{} for _ in range(num_engines)]
         self._steps = [0] * num_engines
 
-    def deal(self) -> dict[int, list[int]]:
-        return dealt(self, len(self._queues), 1)
-
-    def next(self, rank: int) -> dict[int, list[int]]:
-        return {rank: rows} if (rows := self.some(rank)) else {}
-
-    def some(self, rank: int, most: int | None = None) -> list[int]:
+    def some(self, rank: int, most: int) -> list[int]:
         queue, running, rows = self._queues[rank], self._running[rank], list[int]()
-        while queue and len(running) < self._room.sequences and (most is None or len(rows) < most):
+        while queue and len(running) < self._room.sequences and len(rows) < most:
             now = self._steps[rank]
             held, begun = list(running), [*running.values(), now]
             # The longest that fits: what is shorter fits too.
@@ -120,49 +123,3 @@ class Oracle:
         order = np.argsort(-left)
         count = np.arange(1, len(rows) + 1)
         return bool((np.cumsum(held[order]) + count * left[order]).max() + len(rows) <= self._room.tokens)
-
-
-class KnownGroups(Expectation):
-    """How the lengths of each group are distributed is known, and of a sample only how far it has come.
-
-    Shapes: R rows, F points in the future, G groups, E edges.
-    """
-
-    def __init__(self, groups: Ints, max_tokens: int, surviving: Callable[[Floats], Floats]) -> None:
-        """``surviving``: from lengths [E] to the share of each group that is longer, [G, E]."""
-        super().__init__(groups, max_tokens)
-        self._hazards = -np.log(np.maximum(surviving(self._edges), 1e-12))
-        means = (np.exp(-self._hazards[:, :-1]) * np.diff(self._edges)).sum(1)
-        self.factors = means.mean() / means
-
-    def learn(self, rows: Ints, tokens: Floats, done: NDArray[np.bool_]) -> None:
-        """There is nothing to learn."""
-
-    def _alive(self, rows: Ints, tokens: Floats, left: Ints) -> tuple[Floats, Floats]:
-        ahead = np.minimum(self._future, left[:, None])
-        groups = self._groups[rows, None]
-        return ahead, np.exp(self._at(groups, tokens[:, None]) - self._at(groups, tokens[:, None] + ahead))
-
-    def _at(self, groups: Ints, tokens: Floats) -> Floats:
-        after = np.clip(np.searchsorted(self._edges, tokens), 1, len(self._edges) - 1)
-        low, high = self._edges[after - 1], self._edges[after]
-        share = (tokens - low) / (high - low)
-        found: Floats = self._hazards[groups, after - 1] * (1 - share) + self._hazards[groups, after] * share
-        return found
-
-
-class Informed(Scheduler):
-    """rlflow's, with the true distribution of each group in the place of what it expects."""
-
-    def __init__(
-        self,
-        prompt_lengths: Ints,
-        group_size: int,
-        max_tokens: int,
-        rooms: Mapping[int, Room],
-        surviving: Callable[[Floats], Floats],
-    ) -> None:
-        """``surviving`` as of KnownGroups."""
-        super().__init__(prompt_lengths, group_size, max_tokens, rooms)
-        self._expectation = KnownGroups(self._groups, max_tokens, surviving)
-        self._order()

@@ -1,6 +1,6 @@
 """Small models, prompts and sequences for tests."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -129,13 +129,13 @@ class WritingEngine(Sessions, FakeEngine):
         self.given.append(samples.keys[:, 1].tolist())
         return [self.response(samples.take(np.array([row])), sampling) for row in range(len(samples))]
 
-    def break_off(self) -> None:
+    def break_off(self, answers: "Collection[Future[Any]]") -> None:
         """Nothing is being written."""
 
     def response(self, sample: Prompts, sampling: Sampling) -> "Future[Any]":
         done: Future[Any] = Future()
         rollouts = FakeEngine.generate(self, sample, replace(sampling, group_size=1))
-        done.set_result(SimpleNamespace(rollouts=rollouts, length=int(rollouts.response_ids.lengths[0])))
+        done.set_result(SimpleNamespace(rollouts=rollouts, length=int(rollouts.response_ids.lengths[0]), is_done=True))
         return done
 
     def rollouts(self, samples: Prompts, responses: Sequence[Any], sampling: Sampling) -> Rollouts:

@@ -1,6 +1,6 @@
 """Generates with vLLM, in a process of its own."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -88,8 +88,8 @@ class VllmEngine(Sessions):
         left = replace(sampling, max_tokens=sampling.max_tokens - len(begun.ids))
         return Request([*prompt_ids, *begun.ids.tolist()], self._params(left, seed), begun)
 
-    def break_off(self) -> None:
-        self._batcher.break_off()
+    def break_off(self, answers: "Collection[Future[Written]]") -> None:
+        self._batcher.break_off(answers)
 
     def rollouts(self, samples: Prompts, responses: Sequence[Written], sampling: Sampling) -> Rollouts:
         outputs = [response.output for response in responses]

@@ -316,17 +316,16 @@ def broken_off(engines: Sequence[Any], place: int, given: Prompts, sampling: Sam
         writing = pool.submit(engine.write, rows, 0)
         while engine.steps < begun + 8:
             wait([writing], timeout=0.002)
-        engine.stop()
+        written: Rollouts | None = engine.put_off(rows)
         writing.result(60)
-    written: Rollouts | None = engine.finish()
-    return written
+    return Groups(given, sampling).joined([part for part in (written, engine.finish()) if part is not None])
 
 
 def gone_on(engines: Sequence[Any], place: int, given: Prompts, sampling: Sampling, begun: Rollouts) -> Rollouts | None:
     """All of it."""
     engine, groups = engines[place], Groups(given, sampling, begun)
-    engine.begin(given, sampling, begun)
-    engine.write(np.flatnonzero(~groups.done).astype(np.int32).tobytes(), 0)
+    engine.begin(given, sampling)
+    engine.write(np.flatnonzero(~groups.done).astype(np.int32).tobytes(), 0, begun)
     return groups.joined([engine.finish()])
 
 

@@ -1,7 +1,7 @@
 """A thread that owns vLLM's engine and works on the requests of all callers together."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -41,6 +41,11 @@ class Written:
     def length(self) -> int:
         """Its tokens, those before the request included."""
         return len(self.begun.ids) + len(self.output.token_ids)
+
+    @property
+    def is_done(self) -> bool:
+        """Not so if it was broken off."""
+        return self.output.finish_reason in ("stop", "length")
 
 
 @dataclass(eq=False)
@@ -105,9 +110,10 @@ class Batcher:
         result: Result = self._called(_Call(function))
         return result
 
-    def break_off(self) -> None:
-        """Requests that came before end as far as they are. Returns when they have been answered."""
-        self._called(_Call(self._break_off, at_once=True))
+    def break_off(self, answers: "Collection[Future[Written]]") -> None:
+        """The requests of these answers end as far as they are. Returns when they have been answered."""
+        wanted = set(answers)
+        self._called(_Call(lambda engine: self._break_off(engine, wanted), at_once=True))
 
     def _called(self, call: _Call) -> Any:
         self._put(call)
@@ -189,13 +195,14 @@ class Batcher:
         except BaseException as error:
             call.fail(error)
 
-    def _break_off(self, engine: Any) -> None:
-        outputs = outputs_so_far(engine)
-        engine.abort_request([output.request_id for output in outputs])
+    def _break_off(self, engine: Any, wanted: "Set[Future[Written]]") -> None:
+        names = {name for name, (group, index) in self._live.items() if group.answers[index] in wanted}
+        outputs = outputs_so_far(engine, names)
+        engine.abort_request(list(names))
         for output in outputs:
             self._finish(output)
         if outputs and self._recorder is not None:
-            self._recorder.stepped(outputs, idle=True)
+            self._recorder.stepped(outputs, idle=not self._live)
 
     def _finish(self, output: Any) -> None:
         group, index = self._live.pop(output.request_id)
@@ -215,9 +222,10 @@ class Batcher:
             work.fail(self._failure)
 
 
-def outputs_so_far(engine: Any) -> list[Any]:
-    """vLLM's RequestOutputs of all requests that are not done, as if they were."""
+def outputs_so_far(engine: Any, names: Collection[str]) -> list[Any]:
+    """vLLM's RequestOutputs of these requests, which are not done, as if they were."""
     from vllm.v1.engine import FinishReason
 
     states = engine.output_processor.request_states.values()
-    return [state.make_request_output([], None, FinishReason.ABORT, None) for state in states]
+    asked = [state for state in states if state.external_req_id in names]
+    return [state.make_request_output([], None, FinishReason.ABORT, None) for state in asked]

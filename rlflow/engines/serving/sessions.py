@@ -4,8 +4,9 @@ Shapes: P prompts, G group, R rows; row ``prompt * G + sample``. Rows and length
 """
 
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,8 +22,10 @@ from rlflow.engines.groups import Begun, Groups
 
 Ints = NDArray[np.int64]
 
-# Done rows are told so much later than the first of them, at most, while more rows may come for it.
+# An engine tells of itself so often at least, while more rows may come for it.
 _LATEST_S = 1.0
+# None that is being written.
+_NO_ROW = -1
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Progress:
     lengths: bytes
     """Tokens of their responses."""
     steps: int
-    """So many tokens it has written so far of each sample that it had all the time."""
+    """So many tokens it has written in this session of each sample that it had all the time."""
 
 
 class Sessions(ABC):
@@ -50,18 +53,19 @@ class Sessions(ABC):
     @property
     @abstractmethod
     def steps(self) -> int:
-        """As in Progress."""
+        """As in Progress, since it was built."""
 
     @abstractmethod
     def submit(self, samples: Prompts, sampling: Sampling, begun: Sequence[Begun] | None = None) -> "list[Future[Any]]":
-        """A response to each sample, whatever the group's size. A response has a ``length``. Raises EngineError.
+        """A response to each sample, whatever the group's size. Raises EngineError.
 
-        ``begun``: for each sample what its response begins with, which counts in its ``length``.
+        A response has a ``length``, and ``is_done`` unless it was broken off. ``begun``: for each sample what its
+        response begins with, which counts in its ``length``.
         """
 
     @abstractmethod
-    def break_off(self) -> None:
-        """All responses end as far as they are. Returns when they are there."""
+    def break_off(self, answers: "Collection[Future[Any]]") -> None:
+        """These responses end as far as they are. Returns when they are there."""
 
     @abstractmethod
     def rollouts(self, samples: Prompts, responses: Sequence[Any], sampling: Sampling) -> Rollouts:
@@ -72,28 +76,25 @@ class Sessions(ABC):
         samples = prompts.repeat(sampling.group_size)
         return self.rollouts(samples, [each.result() for each in self.submit(samples, sampling)], sampling)
 
-    def begin(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None = None) -> tuple[int, int]:
-        """Samples of these prompts will be written, from what is ``begun`` of some. The samples of the session before
-        are forgotten. Returns ``room``."""
-        self._session = _Session(self, prompts, sampling, begun)
+    def begin(self, prompts: Prompts, sampling: Sampling) -> tuple[int, int]:
+        """Samples of these prompts will be written. Those of the session before are forgotten. Returns ``room``."""
+        self._session = _Session(self, prompts, sampling)
         return self.room
 
-    def write(self, rows: bytes, enough: int) -> Progress:
-        """Begins these rows. Returns when ``enough`` are done, or some for a second, or all; with 0, when all are.
-
-        Raises EngineError.
-        """
+    def write(self, rows: bytes, enough: int, begun: Rollouts | None = None) -> Progress:
+        """Begins these rows, or goes on with what is ``begun`` of some. Returns when ``enough`` are done, or after a
+        second, or when all are; with 0, when all are. Raises EngineError."""
         assert self._session is not None
-        return self._session.write(np.frombuffer(rows, np.int32).astype(np.int64), enough)
+        return self._session.write(_rows(rows), enough, begun)
 
-    def stop(self) -> None:
-        """What is not done ends as far as it is. ``write`` begins nothing any more, and returns."""
+    def put_off(self, rows: bytes) -> Rollouts | None:
+        """Those of these rows that are not done are written no further, and are as if they had never been begun here.
+        What is written of them, ascending; None where nothing is. Raises EngineError."""
         assert self._session is not None
-        self._session.stop()
+        return self._session.put_off(_rows(rows))
 
     def finish(self) -> Rollouts | None:
-        """All rows that were written, ascending; after ``stop`` with those that ended by it. None where there are
-        none."""
+        """All rows that were written, ascending. None where there are none."""
         assert self._session is not None
         session, self._session = self._session, None
         return session.rollouts()
@@ -101,63 +102,79 @@ class Sessions(ABC):
     def write_rows(self, prompts: Prompts, sampling: Sampling, rows: bytes) -> Rollouts | None:
         """All of these rows, ascending: a session in one call. Raises EngineError."""
         session = _Session(self, prompts, sampling)
-        session.write(np.frombuffer(rows, np.int32).astype(np.int64), 0)
+        session.write(_rows(rows), 0)
         return session.rollouts()
 
 
 class _Session:
-    def __init__(self, engine: Sessions, prompts: Prompts, sampling: Sampling, begun: Rollouts | None = None) -> None:
+    def __init__(self, engine: Sessions, prompts: Prompts, sampling: Sampling) -> None:
         self._engine, self._prompts, self._sampling = engine, prompts, sampling
-        self._groups = None if begun is None else Groups(prompts, sampling, begun)
         self._lock = threading.Lock()
-        self._stopped = False
-        self._done: SimpleQueue[tuple[int, Future[Any]]] = SimpleQueue()
+        self._writing: dict[int, Future[Any]] = {}
+        self._ended: SimpleQueue[int] = SimpleQueue()
         self._responses: dict[int, Any] = {}
-        self._num_submitted = 0
+        self._steps_before = engine.steps
 
-    def write(self, rows: Ints, enough: int) -> Progress:
-        with self._lock:
-            if len(rows) and not self._stopped:
-                self._submit(rows)
+    def write(self, rows: Ints, enough: int, begun: Rollouts | None = None) -> Progress:
+        if len(rows):
+            self._submit(rows, begun)
         told: list[int] = []
-        while not told or enough == 0 or len(told) < enough:
-            if len(self._responses) == self._num_submitted:
-                break
+        until = time.monotonic() + _LATEST_S
+        while self._writing and (not told or len(told) < enough or enough == 0):
             try:
-                row, done = self._done.get(timeout=_LATEST_S)
+                row = self._ended.get(timeout=max(0.0, until - time.monotonic()) if enough else _LATEST_S)
             except Empty:
-                if told and enough:
+                if enough:
                     break
                 continue
-            self._responses[row] = done.result()
-            told.append(row)
+            told += self._noted(row)
         lengths = [self._responses[row].length for row in told]
-        return Progress(np.array(told, np.int32).tobytes(), np.array(lengths, np.int32).tobytes(), self._engine.steps)
+        steps = self._engine.steps - self._steps_before
+        return Progress(np.array(told, np.int32).tobytes(), np.array(lengths, np.int32).tobytes(), steps)
 
-    def stop(self) -> None:
+    def _noted(self, row: int) -> list[int]:
+        """The row, if it is done. Raises what writing it raised."""
         with self._lock:
-            self._stopped = True
-        self._engine.break_off()
+            answer = self._writing.get(row)
+            if answer is None or not answer.done() or not answer.result().is_done:
+                return []
+            self._responses[row] = self._writing.pop(row).result()
+            return [row]
 
-    def _submit(self, rows: Ints) -> None:
-        begun = [] if self._groups is None else [self._groups.begun_of(rows)]
-        futures = self._engine.submit(self._samples(rows), self._sampling, *begun)
-        self._num_submitted += len(rows)
+    def put_off(self, rows: Ints) -> Rollouts | None:
+        with self._lock:
+            answers = {row: self._writing[row] for row in sorted(rows.tolist()) if row in self._writing}
+        self._engine.break_off(list(answers.values()))
+        broken = {row: answer.result() for row, answer in answers.items() if not answer.result().is_done}
+        with self._lock:
+            for row in broken:
+                del self._writing[row]
+        # Whoever waits for them does so no longer.
+        self._ended.put(_NO_ROW)
+        return self._rollouts(broken)
+
+    def rollouts(self) -> Rollouts | None:
+        """Also of those that are done and have not been told."""
+        for row in list(self._writing):
+            self._noted(row)
+        return self._rollouts(dict(sorted(self._responses.items())))
+
+    def _submit(self, rows: Ints, begun: Rollouts | None) -> None:
+        before = [] if begun is None else [Groups(self._prompts, self._sampling, begun).begun_of(rows)]
+        futures = self._engine.submit(self._samples(rows), self._sampling, *before)
+        with self._lock:
+            self._writing |= dict(zip(rows.tolist(), futures, strict=True))
         for row, future in zip(rows.tolist(), futures, strict=True):
             future.add_done_callback(partial(self._note, row))
 
     def _note(self, row: int, done: "Future[Any]") -> None:
-        self._done.put((row, done))
+        self._ended.put(row)
 
-    def rollouts(self) -> Rollouts | None:
-        while not self._done.empty():
-            row, done = self._done.get()
-            self._responses[row] = done.result()
-        rows = np.array(sorted(row for row, response in self._responses.items() if response.length), np.int64)
-        if not len(rows):
+    def _rollouts(self, responses: Mapping[int, Any]) -> Rollouts | None:
+        if not responses:
             return None
-        responses = [self._responses[row] for row in rows.tolist()]
-        return self._engine.rollouts(self._samples(rows), responses, self._sampling)
+        samples = self._samples(np.array(list(responses), np.int64))
+        return self._engine.rollouts(samples, list(responses.values()), self._sampling)
 
     def _samples(self, rows: Ints) -> Prompts:
         prompts, places = np.divmod(rows, self._sampling.group_size)
@@ -165,3 +182,7 @@ class _Session:
         keys = samples.keys.copy()
         keys[:, 2] += places
         return replace(samples, keys=keys)
+
+
+def _rows(packed: bytes) -> Ints:
+    return np.frombuffer(packed, np.int32).astype(np.int64)

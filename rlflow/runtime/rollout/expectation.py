@@ -1,4 +1,4 @@
-"""How long responses will be, from those that are done and those that are still being written.
+"""Which groups have the longer responses, from those that are done and those that are still being written.
 
 The hazard of ending is measured over the tokens that all samples have written (Nelson and Aalen's estimator, in which
 samples that still run count as far as they are), and each group has a factor on it: a gamma frailty (Vaupel, Manton and
@@ -6,7 +6,7 @@ Stallard 1979). A group that writes on and ends less often than others is a long
 of a long group, so ends are counted against the factors of those that could have ended; and how much groups differ is
 measured too: by the variance of their ends beyond what chance alone would make.
 
-Shapes: G groups, R rows, E edges, F points in the future.
+Shapes: G groups, R rows, E edges.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 _VARIANCE, _VARIANCE_WEIGHT, _LEAST, _MOST = 0.5, 32.0, 1 / 30, 3.0
 # Responses of the step before that count like as many of this one.
 _PRIOR_ROWS = 128.0
-_EDGES, _FUTURE = 65, 24
+_EDGES = 65
 # Each time, hazard and factors are worked out from each other so often. They differ little from the time before.
 _ROUNDS = 2
 # As good as certain to have ended.
@@ -37,7 +37,6 @@ class Expectation:
         self._num_groups = int(groups.max(initial=-1)) + 1
         # Narrow where the most end.
         self._edges = max_tokens * np.linspace(0, 1, _EDGES) ** 2
-        self._future = max_tokens * np.linspace(0, 1, _FUTURE + 1)[1:] ** 2
         lengths = np.array([max_tokens], np.float64) if before is None or not len(before) else before
         ends, exposure = self._counted(lengths, lengths < max_tokens, np.ones(len(lengths)))
         scale = _PRIOR_ROWS / len(lengths)
@@ -61,39 +60,7 @@ class Expectation:
             expected = np.bincount(groups, np.interp(tokens, self._edges, self._hazard), self._num_groups)
             beyond = ((seen - expected) ** 2 - expected).sum() + _VARIANCE_WEIGHT * _VARIANCE
             self._variance = float(np.clip(beyond / ((expected**2).sum() + _VARIANCE_WEIGHT), _LEAST, _MOST))
-            self._shape, self._rate = seen + 1 / self._variance, expected + 1 / self._variance
-            self.factors = self._shape / self._rate
-
-    def use(self, rows: Ints, prompts: Ints, tokens: Floats, left: Ints) -> tuple[Floats, Floats]:
-        """Mean and variance of the tokens that rows hold in the cache at some moments to come, [R, F] each.
-
-        [R] each: their prompts' tokens, those that they have written, and those that they may still write.
-        """
-        ahead, alive = self._alive(rows, tokens, left)
-        # What reaches its limit between two of the moments is counted at the second.
-        before = np.concatenate([[0.0], self._future[:-1]])
-        alive *= before < left[:, None]
-        held = (prompts + tokens)[:, None] + ahead
-        return held * alive, held**2 * alive * (1 - alive)
-
-    def left(self, rows: Ints, tokens: Floats, left: Ints) -> Floats:
-        """The mean of the tokens that will still be written of each row, [R]."""
-        ahead, alive = self._alive(rows, tokens, left)
-        alive = np.concatenate([np.ones((len(rows), 1)), alive], 1)
-        widths = np.diff(ahead, axis=1, prepend=0.0)
-        means: Floats = (widths * (alive[:, 1:] + alive[:, :-1]) / 2).sum(1)
-        return means
-
-    def _alive(self, rows: Ints, tokens: Floats, left: Ints) -> tuple[Floats, Floats]:
-        """Moments to come, at most those at which rows reach their limits, and the chance that rows are written still,
-        [R, F] each."""
-        ahead = np.minimum(self._future, left[:, None])
-        now = np.interp(tokens, self._edges, self._hazard)
-        more = (np.interp(tokens[:, None] + ahead, self._edges, self._hazard) - now[:, None]).clip(min=0)
-        # The mean over a gamma distribution of the group's factor.
-        groups = self._groups[rows]
-        shape, rate = self._shape[groups, None], self._rate[groups, None]
-        return ahead, (rate / (rate + more)) ** shape
+            self.factors = (seen + 1 / self._variance) / (expected + 1 / self._variance)
 
     def _summed(self, ends: Floats, exposure: Floats) -> Floats:
         """The hazard up to each edge, [E]."""

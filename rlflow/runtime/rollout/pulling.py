@@ -1,12 +1,13 @@
-"""Generation over several engines that take new samples while they write: each takes some when it has room.
+"""Generation over several engines that take new samples while they write: each begins some when it has room, and what
+one has put off another goes on with.
 
-Messages are few: an engine is given rows in lists, and answers when some are done. What it has written it hands over
-once, at the end. The rows of an engine that fails go to the others.
+Messages are few: an engine is given rows in lists, and answers when some are done, or after a second. What it has
+written it hands over at the end, and of rows that it puts off at once; from engine to engine, this process holds
+references. The rows of an engine that fails go to the others.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,9 +18,10 @@ from rlflow.engines.base import Sampling
 from rlflow.engines.groups import Groups
 from rlflow.errors import EngineError
 from rlflow.runtime.data_plane.parts import Part, Whole
+from rlflow.runtime.rollout.begun import Begun
 from rlflow.runtime.rollout.scheduling import Room, Scheduler
 
-# Rows that are done are told together, this part of what an engine writes at once.
+# While rows wait, those that are done are told together: this part of what an engine writes at once.
 _SHARE = 32
 
 
@@ -31,43 +33,7 @@ class Engines(Protocol):
     def submit(self, rank: int, method: str, *arguments: Any) -> "Future[Any]": ...
 
 
-@dataclass
-class Pulled:
-    """What became of a generation."""
-
-    rollouts: list[Rollouts] = field(default_factory=list)
-    rows: list[NDArray[np.int64]] = field(default_factory=list)
-    """Of each of the rollouts, in their order."""
-    lost: dict[int, EngineError] = field(default_factory=dict)
-    """Engines that failed, and why."""
-
-    def joined(self) -> Rollouts:
-        """In the order of rows."""
-        whole = Rollouts.joined(self.rollouts)
-        order = np.argsort(np.concatenate(self.rows))
-        return whole if np.array_equal(order, np.arange(len(order))) else whole.take(order)
-
-
 def pulled(
-    engines: Engines, ranks: Collection[int], prompts: Prompts, sampling: Sampling, before: NDArray[np.float64] | None
-) -> Pulled:
-    """Row ``prompt * group_size + sample`` of every sample, by the engines of ``ranks``.
-
-    ``before``: lengths of responses that came in the step before. Raises EngineError when all engines have failed.
-    """
-    done = Pulled()
-    whole = Whole(prompts).part(np.arange(len(prompts)))
-    rows = np.arange(len(prompts) * sampling.group_size)
-    while len(rows):
-        alive = [rank for rank in ranks if rank not in done.lost]
-        if not alive:
-            raise next(iter(done.lost.values()))
-        _Round(engines, whole, prompts, sampling, done).run(alive, rows, before)
-        rows = np.setdiff1d(rows, np.concatenate([*done.rows, np.zeros(0, np.int64)]))
-    return done
-
-
-def pulled_on(
     engines: Engines,
     ranks: Collection[int],
     prompts: Prompts,
@@ -76,9 +42,10 @@ def pulled_on(
     begun: Rollouts | None,
     enough: int,
 ) -> tuple[Rollouts, dict[int, EngineError]]:
-    """``begun`` as far as it is written when so many prompts have all of their samples, in the order of keys.
+    """``begun`` as far as it is written when ``enough`` prompts have all of their samples, in the order of keys. And
+    the engines of ``ranks`` that failed, and why.
 
-    And the engines that failed, and why. Raises EngineError when all engines have failed.
+    ``before``: lengths of responses that came in the step before. Raises EngineError when all engines have failed.
     """
     whole = Whole(prompts).part(np.arange(len(prompts)))
     lost: dict[int, EngineError] = {}
@@ -89,9 +56,7 @@ def pulled_on(
         alive = [rank for rank in ranks if rank not in lost]
         if not alive:
             raise next(iter(lost.values()))
-        done = Pulled(lost=lost)
-        _Round(engines, whole, prompts, sampling, done, groups, enough).run(alive, np.flatnonzero(~groups.done), before)
-        begun = groups.joined(done.rollouts)
+        begun = groups.joined(_Round(engines, whole, prompts, sampling, groups, enough, lost).run(alive, before))
 
 
 class _Round:
@@ -103,113 +68,132 @@ class _Round:
         whole: Part,
         prompts: Prompts,
         sampling: Sampling,
-        done: Pulled,
-        groups: Groups | None = None,
-        enough: int = 0,
+        groups: Groups,
+        enough: int,
+        lost: dict[int, EngineError],
     ) -> None:
-        """With ``groups`` it ends when ``enough`` of them are whole."""
-        self._engines, self._whole, self._sampling, self._done = engines, whole, sampling, done
+        """It ends when ``enough`` groups are whole. Engines that fail are added to ``lost``."""
+        self._engines, self._whole, self._sampling, self._lost = engines, whole, sampling, lost
         self._groups, self._enough, self._stopping = groups, enough, False
         self._prompt_lengths = prompts.ids.lengths
-        self._calls: dict[Future[Any], int] = {}
+        self._begun = Begun(groups)
+        self._writes: dict[Future[Any], int] = {}
+        self._puts: dict[Future[Any], int] = {}
+        self._used: set[int] = set()
         self._scheduler: Scheduler
 
-    def run(self, ranks: Collection[int], rows: NDArray[np.int64], before: NDArray[np.float64] | None) -> None:
-        groups = self._groups
-        earlier = None if groups is None else groups.begun
-        begun = [] if earlier is None else [Whole(earlier).part(np.arange(len(earlier)))]
-        given_rooms = self._each(ranks, "begin", self._whole, self._sampling, *begun)
-        rooms = {rank: Room(*room) for rank, room in given_rooms.items()}
+    def run(self, ranks: Collection[int], before: NDArray[np.float64] | None) -> list[Rollouts]:
+        """What is new: rows that are done, and those that are not as far as they are."""
+        calls = {rank: self._engines.submit(rank, "begin", self._whole, self._sampling) for rank in ranks}
+        rooms = {rank: Room(*room) for rank, room in self._results(calls).items()}
         self._scheduler = scheduler = Scheduler(
             self._prompt_lengths,
             self._sampling.group_size,
             self._sampling.max_tokens,
             rooms,
-            rows=rows,
+            rows=np.flatnonzero(~self._groups.done),
             before=before,
-            written=None if groups is None else groups.written,
+            written=self._groups.written,
         )
-        if scheduler.all_fit and groups is None:
-            given = scheduler.deal()
-            arguments = {rank: (self._whole, self._sampling, packed(given[rank])) for rank in rooms if given[rank]}
-            calls = {rank: self._engines.submit(rank, "write_rows", *sent) for rank, sent in arguments.items()}
-            self._collect({rank: np.sort(given[rank]) for rank in calls}, calls)
-            return
-        for rank, given_rows in scheduler.deal().items():
-            self._write(rank, given_rows)
-        while self._calls:
-            for call in wait(self._calls, return_when=FIRST_COMPLETED).done:
-                self._answered(self._calls.pop(call), call)
-        ranks = [rank for rank in scheduler.ranks if scheduler.rows(rank) or scheduler.running(rank)]
-        written = {rank: np.array(scheduler.rows(rank), np.int64) for rank in ranks}
-        self._collect(written, {rank: self._engines.submit(rank, "finish") for rank in written})
+        if scheduler.all_fit and self._groups.begun is None and self._enough == len(self._prompt_lengths):
+            return self._written_at_once()
+        self._begin()
+        while self._writes or self._puts:
+            for call in wait([*self._writes, *self._puts], return_when=FIRST_COMPLETED).done:
+                self._answered(call)
+        used = [rank for rank in scheduler.ranks if rank in self._used]
+        calls = {rank: self._engines.submit(rank, "finish") for rank in used}
+        done = [written for written in self._results(calls).values() if written is not None]
+        for written in done:
+            # Some may have been done before their engine was told to put them off, and were never told of.
+            self._begun.forget(self._groups.rows_of(written.keys).tolist())
+        return [*done, *self._begun.new()]
 
-    def _write(self, rank: int, rows: list[int]) -> None:
+    def _written_at_once(self) -> list[Rollouts]:
+        calls = {
+            rank: self._engines.submit(rank, "write_rows", self._whole, self._sampling, packed(rows))
+            for rank, rows in self._scheduler.begin().items()
+        }
+        return list(self._results(calls).values())
+
+    def _begin(self) -> None:
+        for rank, rows in self._scheduler.begin().items():
+            self._write(rank, rows)
+
+    def _write(self, rank: int, rows: Sequence[int]) -> None:
         """Gives it these rows, and is told when enough are done: when none wait, that is all of them."""
-        each = self._scheduler.waiting or self._groups is not None
-        enough = max(1, self._scheduler.room(rank).sequences // _SHARE) if each else 0
-        self._calls[self._engines.submit(rank, "write", packed(rows), enough)] = rank
+        count, scheduler = self._scheduler.running(rank), self._scheduler
+        whole_groups = self._enough < len(self._prompt_lengths)
+        enough = max(1, scheduler.room(rank).sequences // _SHARE) if scheduler.waiting or whole_groups else count
+        begun = self._begun.of(rows)
+        parts = [] if begun is None else [Whole(begun).part(np.arange(len(begun)))]
+        self._writes[self._engines.submit(rank, "write", packed(rows), enough, *parts)] = rank
+        self._used.add(rank)
 
-    def _answered(self, rank: int, call: "Future[Any]") -> None:
-        scheduler = self._scheduler
-        if rank in self._done.lost:
+    def _answered(self, call: "Future[Any]") -> None:
+        is_write = call in self._writes
+        rank = (self._writes if is_write else self._puts).pop(call)
+        if rank in self._lost:
             return
         try:
-            progress = call.result()
+            result = call.result()
         except EngineError as error:
-            self._done.lost[rank] = error
-            if self._groups is not None:
-                self._groups.done[scheduler.rows(rank)] = False
-            scheduler.lost(rank)
-            if self._stopping:
-                return
-            # Others may be waiting for their last rows, and have room.
-            for other in scheduler.ranks:
-                self._give(scheduler.next(other))
+            self._fail(rank, error)
             return
+        if is_write:
+            self._progressed(rank, result)
+        elif result is not None:
+            rows = self._groups.rows_of(result.keys).tolist()
+            self._begun.add(rank, rows, result)
+            self._scheduler.returned(rank, rows, result.response_ids.lengths.tolist())
+        else:
+            self._scheduler.returned(rank, [], [])
+        if not self._stopping:
+            self._begin()
+            if is_write and self._scheduler.running(rank) and rank not in self._writes.values():
+                self._write(rank, [])
+        elif is_write:
+            # It may have begun them after it was told to put all off.
+            self._put_off(rank, self._scheduler.stop(rank))
+
+    def _progressed(self, rank: int, progress: Any) -> None:
+        ended, lengths = (np.frombuffer(part, np.int32).tolist() for part in (progress.rows, progress.lengths))
+        self._scheduler.finished(rank, ended, lengths, progress.steps)
+        self._begun.forget(ended)
+        self._groups.done[ended] = True
         if self._stopping:
             return
-        ended, lengths = (np.frombuffer(part, np.int32).tolist() for part in (progress.rows, progress.lengths))
-        scheduler.finished(rank, ended, lengths, progress.steps)
-        if self._groups is not None:
-            self._groups.done[ended] = True
-            if self._groups.num_whole >= self._enough:
-                self._stop()
-                return
-        self._give(scheduler.next(rank))
-        if scheduler.running(rank) and rank not in self._calls.values():
-            self._write(rank, [])
+        if self._groups.num_whole >= self._enough and self._enough < len(self._prompt_lengths):
+            self._stopping = True
+            for each in self._scheduler.ranks:
+                self._put_off(each, self._scheduler.stop(each))
+            return
+        self._put_off(*self._scheduler.put_off(rank))
 
-    def _stop(self) -> None:
-        self._stopping = True
-        self._calls |= {self._engines.submit(rank, "stop"): rank for rank in self._scheduler.ranks}
+    def _put_off(self, rank: int, rows: Sequence[int]) -> None:
+        if rows:
+            self._puts[self._engines.submit(rank, "put_off", packed(rows))] = rank
 
-    def _give(self, rows: dict[int, list[int]]) -> None:
-        for rank, given in rows.items():
-            self._write(rank, given)
+    def _fail(self, rank: int, error: EngineError) -> None:
+        """What it had handed over is lost with it."""
+        self._lost[rank] = error
+        self._groups.done[self._scheduler.rows(rank)] = False
+        self._begun.lose(rank)
+        self._scheduler.lost(rank, self._begun.lengths)
+        if not self._stopping:
+            self._begin()
 
-    def _each(self, ranks: Collection[int], method: str, *arguments: Any) -> dict[int, Any]:
-        calls = {rank: self._engines.submit(rank, method, *arguments) for rank in ranks}
-        answers: dict[int, Any] = {}
+    def _results(self, calls: "dict[int, Future[Any]]") -> dict[int, Any]:
+        """Of the engines that do not fail."""
+        results: dict[int, Any] = {}
         for rank, call in calls.items():
             try:
-                answers[rank] = call.result()
+                results[rank] = call.result()
             except EngineError as error:
-                self._done.lost[rank] = error
-        return answers
-
-    def _collect(self, rows: dict[int, NDArray[np.int64]], calls: "dict[int, Future[Any]]") -> None:
-        for rank, call in calls.items():
-            try:
-                written = call.result()
-            except EngineError as error:
-                self._done.lost[rank] = error
-                continue
-            if written is not None:
-                self._done.rollouts.append(written)
-                self._done.rows.append(rows[rank])
+                self._lost[rank] = error
+        return results
 
 
-def packed(rows: list[int]) -> bytes:
+def packed(rows: Sequence[int]) -> bytes:
     """For a message."""
     return np.array(rows, np.int32).tobytes()

@@ -1,15 +1,18 @@
 """Which sample is written by which engine, and when: pure, without threads and without a clock.
 
-One sample of each group is written first. What these and all others show of a group's length orders the rest: the
-longest first, so that short ones fill the end (Graham 1969, LPT). An engine is given samples when it has room for them.
+Those that nobody has begun come first: one of each group, and then, from what these and all others show of a group's
+length, the longest first, so that short ones fill the end (Graham 1969, LPT). An engine begins what it has room for
+now, however long that may become. When its cache is about to overflow, it puts off those of which it has written most:
+they wait with what is written, and whichever engine has room goes on with them, least written first (the
+foreground-background rule: Nuyens and Wierman 2008). So all have had nearly as much time,
+whatever their lengths turn out to be, and none begins when others end: to read again what is written costs little
+beside an engine that writes one last sample. The more that wait, the less does that matter, and the more room is kept
+so that fewer are put off. When none waits, the engine with most in its cache hands some over to the one with least.
 
-Room is a number of sequences and a number of tokens of keys and values. Of the tokens, as many samples are in flight
-as are expected to fit at every moment to come, with some standard deviations to spare. Of a sample nothing is expected
-that its limit forbids, nor less than it has written. Of the last samples more are begun: one that begins late costs
-more than one that the engine has to put off. An engine puts off those that it was given last, and these are taken to
-stand still meanwhile.
+What is expected of lengths decides about the order alone.
 """
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,13 +26,14 @@ Ints = NDArray[np.int64]
 
 # The order of those that wait is made anew so often in a step. Each time costs a sort.
 _ORDERS = 128
-# In so many turns engines are given their first samples.
-_TURNS = 16
-# How far above the expected use of the cache there must be room, in standard deviations. More leaves room unused, less
-# has samples put off (``benchmarks/tail.py``).
-DEVIATIONS = 1.5
-# Likewise for the last samples of a step: one that begins late costs more than one that is put off.
-LAST_DEVIATIONS = 0.5
+# An engine has room for as many more tokens of each of its samples as it writes between two of its messages. To begin
+# more, for at least this part of the longest response for each sample that waits, over those that are being written,
+# and for no more than that of any (``benchmarks/tail.py``).
+_KEPT_FREE, _MOST_KEPT_FREE = 1 / 512, 1 / 16
+# An engine hands samples over to one that holds less than it by this factor, and by this part of its cache.
+_UNEVEN, _MATTERS = 1.3, 1 / 16
+# And only those that may become longer still by this share of what must be read again.
+_WORTH = 0.3
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,20 @@ class Room:
 class _Engine:
     room: Room
     running: dict[int, None] = field(default_factory=dict)
-    """Rows, in the order in which they were given to it."""
+    """Rows."""
+    leaving: Sequence[int] = ()
+    """Rows that it has been asked to put off, and has not answered."""
     ended: list[int] = field(default_factory=list)
     steps: int = 0
-    left: float = 0.0
-    """Tokens that it was last expected to write still of the rows that it has."""
+    pace: int = 0
+    """Steps between its last two messages."""
+    held: int = 0
+    """Tokens of its rows as of its last message: prompts, and what is written."""
+
+    @property
+    def share(self) -> float:
+        """Of its room that is taken."""
+        return max(len(self.running) / self.room.sequences, self.held / self.room.tokens)
 
 
 class Scheduler:
@@ -87,18 +100,16 @@ class Scheduler:
         self._waiting = np.zeros(size, np.bool_)
         self._waiting[np.arange(size) if rows is None else rows] = True
         self._lengths[~self._waiting] = self._before[~self._waiting]
-        self._num_waiting = int(self._waiting.sum())
         self._expectation = Expectation(self._groups, max_tokens, before)
-        self._queue: Ints = np.zeros(0, np.int64)
-        self._expected: Floats = np.zeros(0)
-        self._first = self._last = self._events = 0
-        self._every = max(1, self._num_waiting // _ORDERS)
+        self._queue: list[tuple[bool, int, int, int]] = []
+        self._events = 0
+        self._every = max(1, int(self._waiting.sum()) // _ORDERS)
         self._order()
 
     @property
     def waiting(self) -> int:
         """Rows that no engine has."""
-        return self._num_waiting
+        return len(self._queue)
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -110,47 +121,13 @@ class Scheduler:
         """Whether all rows that wait can be written at once, however long they become."""
         places = sum(engine.room.sequences for engine in self._engines.values())
         longest = int(self._prompts.max(initial=0)) + self._max_tokens
-        each = -(-self._num_waiting // max(1, len(self._engines)))
-        return self._num_waiting <= places and all(
+        each = -(-self.waiting // max(1, len(self._engines)))
+        return self.waiting <= places and all(
             each <= engine.room.sequences and each * longest <= engine.room.tokens for engine in self._engines.values()
         )
 
     def room(self, rank: int) -> Room:
         return self._engines[rank].room
-
-    def deal(self) -> dict[int, list[int]]:
-        """The first rows of all engines, which are given some in turn until none has room."""
-        if self._num_waiting and all(map(self._takes_its_share, self._engines.values())):
-            queue, count = self._queue[self._first : self._last], len(self._engines)
-            parts = {rank: queue[place::count] for place, rank in enumerate(self._engines)}
-            for rank, part in parts.items():
-                self._begin(self._engines[rank], part)
-            self._first = self._last
-            return {rank: part.tolist() for rank, part in parts.items()}
-        given: dict[int, list[int]] = {rank: [] for rank in self._engines}
-        least = min((engine.room.sequences for engine in self._engines.values()), default=0)
-        turn = max(1, min(least, self._num_waiting // max(1, len(given))) // _TURNS)
-        hungry = list(given)
-        while hungry and self._num_waiting:
-            front = self._queue[self._first : self._first + turn * len(hungry)]
-            left = np.ones(len(front), np.bool_)
-            full = []
-            for place, rank in enumerate(hungry):
-                # What follows each other, of one group or of like ones, goes to different engines.
-                engine, part = self._engines[rank], front[place :: len(hungry)]
-                part = part[: engine.room.sequences - len(engine.running)]
-                part = part[: self._fitting(engine, part, DEVIATIONS)]
-                self._begin(engine, part)
-                given[rank] += part.tolist()
-                left[place : place + len(part) * len(hungry) : len(hungry)] = False
-                if len(part) < turn:
-                    full.append(rank)
-            self._queue = np.concatenate([front[left], self._queue[self._first + len(front) : self._last]])
-            self._first, self._last = 0, len(self._queue)
-            hungry = [rank for rank in hungry if rank not in full]
-        for engine in self._engines.values():
-            self._look(engine)
-        return given
 
     def running(self, rank: int) -> int:
         """Rows that this engine is writing."""
@@ -160,138 +137,146 @@ class Scheduler:
         """Those that this engine has finished, ascending."""
         return sorted(self._engines[rank].ended)
 
-    def next(self, rank: int) -> dict[int, list[int]]:
-        """The rows that this engine, which has told of something, is to begin now, and what another may begin instead
-        of it. Engines that begin none are left out."""
+    def begin(self) -> dict[int, list[int]]:
+        """Rows that engines are to begin, or to go on with, now; each with the one that has most room."""
         if self._events >= self._every:
             self._order()
-        given = {rank: self._taken(self._engines[rank], self._part(self._engines[rank]))}
-        free = {rank: each for rank, each in self._engines.items() if len(each.running) < each.room.sequences}
-        if self._num_waiting and free:
-            # Whoever has least to write takes one at least, or all might leave it to each other.
-            other = min(free, key=lambda each: free[each].left)
-            given[other] = given.get(other, []) + self._taken(free[other], max(1, self._part(free[other])))
-        return {rank: rows for rank, rows in given.items() if rows}
+        given: dict[int, list[int]] = {}
+        open_ranks = [(engine.share, rank) for rank, engine in self._engines.items()]
+        heapq.heapify(open_ranks)
+        while self._queue and open_ranks:
+            _, rank = open_ranks[0]
+            engine, row = self._engines[rank], self._queue[0][-1]
+            if not self._fits(engine, row):
+                heapq.heappop(open_ranks)
+                continue
+            heapq.heappop(self._queue)
+            self._waiting[row] = False
+            engine.running[row] = None
+            engine.held += int(self._prompts[row] + self._written[row])
+            given.setdefault(rank, []).append(row)
+            heapq.heapreplace(open_ranks, (engine.share, rank))
+        return given
 
-    def _taken(self, engine: _Engine, part: int) -> list[int]:
-        """At most ``part`` of the rows that wait, which the engine begins."""
-        wanted = min(engine.room.sequences - len(engine.running), part)
-        front = self._queue[self._first : self._first + wanted]
-        share = -(-self._num_waiting // len(self._engines))
-        if share <= wanted and self._fitting(engine, front[:share], LAST_DEVIATIONS) == share:
-            wanted = share
-            front = front[:share]
-        else:
-            front = front[: self._fitting(engine, front, DEVIATIONS)]
-        self._begin(engine, front)
-        self._first += len(front)
-        rows: list[int] = front.tolist()
-        if len(front) < wanted:
-            # There is no room for what is long, and until there is, what is short may come and go.
-            back = self._queue[self._first : self._last][::-1][: wanted - len(front)]
-            back = back[: self._fitting(engine, back, DEVIATIONS)]
-            self._begin(engine, back)
-            self._last -= len(back)
-            rows += back.tolist()
-        return rows
+    def put_off(self, rank: int) -> tuple[int, list[int]]:
+        """An engine, and rows that it is to write no further: this one's, which has told of something, if its cache is
+        about to overflow; or, when none waits, some that another can begin which has much less."""
+        rows = self._overflowing(self._engines[rank])
+        if not rows and not self._queue:
+            by_held = sorted(self._engines, key=lambda each: self._engines[each].held)
+            rank = by_held[-1]
+            rows = self._handed_over(self._engines[rank], self._engines[by_held[0]])
+        engine = self._engines[rank]
+        if engine.leaving:
+            return rank, []
+        engine.leaving = rows
+        return rank, rows
+
+    def stop(self, rank: int) -> list[int]:
+        """All rows that an engine has, and is to write no further."""
+        return list(self._engines[rank].running)
+
+    def returned(self, rank: int, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Those of the rows that were to be put off that were not done, and the tokens that are written of each."""
+        engine = self._engines[rank]
+        engine.leaving = ()
+        for row, length in zip(rows, lengths, strict=True):
+            del engine.running[row]
+            self._written[row] = length
+            self._waiting[row] = True
+            heapq.heappush(self._queue, (not self._older[self._groups[row]], length, 0, row))
+        self._hold(engine)
 
     def finished(self, rank: int, rows: Sequence[int], lengths: Sequence[int], steps: int) -> None:
         """``lengths`` are the responses' tokens; in ``steps`` so far the engine wrote a token of each that it had."""
         engine = self._engines[rank]
-        running, _ = self._running(engine)
-        # The engine puts off those that it was given last, when its cache is full.
-        writing = running[np.cumsum(self._prompts[running] + self._written[running]) <= engine.room.tokens]
-        more = self._written[writing] + max(0, steps - engine.steps)
-        self._written[writing] = np.minimum(more, self._max_tokens - 1)
-        engine.steps = max(engine.steps, steps)
+        running = self._running(engine)
+        new = max(0, steps - engine.steps)
+        self._written[running] = np.minimum(self._written[running] + new, self._max_tokens - 1)
+        engine.steps += new
+        engine.pace = new or engine.pace
         for row, length in zip(rows, lengths, strict=True):
             del engine.running[row]
             engine.ended.append(row)
             self._lengths[row] = length
+        self._hold(engine)
         self._events += len(rows)
 
-    def lost(self, rank: int) -> None:
-        """All rows that the engine had, also those that it had finished, wait again. It gets no more."""
+    def lost(self, rank: int, written: Ints) -> None:
+        """All rows that the engine had, also those that it had finished, wait again. It gets no more. ``written`` [R]:
+        tokens of each row that waits with which another engine can go on."""
         engine = self._engines.pop(rank)
         rows = [*engine.running, *engine.ended]
         self._waiting[rows] = True
-        self._written[rows] = self._before[rows]
-        self._num_waiting += len(engine.running) + len(engine.ended)
+        self._lengths[rows] = 0
+        self._written[self._waiting] = written[self._waiting]
         self._order()
 
-    def _part(self, engine: _Engine) -> int:
-        """How many of those that wait, from the first, it may take: with them it has no more to write than all others
-        have. They may have room in a moment."""
-        self._look(engine)
-        waiting = np.cumsum(self._expected[self._groups[self._queue[self._first : self._last]]])
-        if not len(waiting):
-            return 0
-        mean = (sum(other.left for other in self._engines.values()) + waiting[-1]) / len(self._engines)
-        return max(int(np.searchsorted(waiting, mean - engine.left, side="right")), int(not engine.running))
+    def _fits(self, engine: _Engine, row: int) -> bool:
+        """One alone is begun whatever becomes of it: its longest was found to fit beforehand."""
+        count = len(engine.running) + 1
+        if count == 1:
+            return True
+        running = sum(len(each.running) for each in self._engines.values())
+        kept_free = self._max_tokens * min(_KEPT_FREE * len(self._queue) / running, _MOST_KEPT_FREE)
+        ahead = max(engine.pace, int(kept_free))
+        held = engine.held + int(self._prompts[row] + self._written[row])
+        return count <= engine.room.sequences and held + count * ahead <= engine.room.tokens
 
-    def _look(self, engine: _Engine) -> None:
-        """How much it still has to write."""
-        rows, written = self._running(engine)
-        engine.left = float(self._expectation.left(rows, written.astype(np.float64), self._max_tokens - written).sum())
+    def _overflowing(self, engine: _Engine) -> list[int]:
+        """So that it has room for as much as it writes until its next message."""
+        rows, count, held = self._running(engine), len(engine.running), engine.held
+        put: list[int] = []
+        for row in rows[np.argsort(-self._written[rows], kind="stable")].tolist():
+            if count == 1 or held + count * engine.pace <= engine.room.tokens:
+                break
+            put.append(row)
+            held -= int(self._prompts[row] + self._written[row])
+            count -= 1
+        return put
 
-    def _running(self, engine: _Engine) -> tuple[Ints, Ints]:
-        """Rows that it is writing, and their tokens so far."""
-        rows = np.fromiter(engine.running, np.int64, len(engine.running))
-        return rows, self._written[rows]
+    def _handed_over(self, fullest: _Engine, emptiest: _Engine) -> list[int]:
+        """So that both hold as much; first those that cost least to read again."""
+        rows, over = self._running(fullest), (fullest.held - emptiest.held) // 2
+        if fullest.held <= max(_UNEVEN * emptiest.held, emptiest.held + _MATTERS * fullest.room.tokens):
+            return []
+        rows = rows[np.argsort(self._written[rows], kind="stable")]
+        held = self._prompts[rows] + self._written[rows]
+        worth = self._max_tokens - self._written[rows] >= _WORTH * held
+        places = emptiest.room.sequences - len(emptiest.running)
+        handed: list[int] = rows[(np.cumsum(held) <= over) & worth][:places].tolist()
+        return handed
 
-    def _takes_its_share(self, engine: _Engine) -> bool:
-        """Whether it can write its share of all that wait at once."""
-        share = self._queue[self._first : self._last : len(self._engines)]
-        places = engine.room.sequences - len(engine.running)
-        return len(share) <= places and self._fitting(engine, share, LAST_DEVIATIONS) == len(share)
+    def _running(self, engine: _Engine) -> Ints:
+        return np.fromiter(engine.running, np.int64, len(engine.running))
 
-    def _begin(self, engine: _Engine, rows: Ints) -> None:
-        self._waiting[rows] = False
-        self._num_waiting -= len(rows)
-        engine.running |= dict.fromkeys(rows.tolist())
-
-    def _fitting(self, engine: _Engine, rows: Ints, spare: float) -> int:
-        """How many of ``rows``, from the first, fit into the engine's cache besides what it has."""
-        prompts = self._prompts[rows]
-        running, written = self._running(engine)
-        most = np.concatenate([self._prompts[running], prompts]) + self._max_tokens
-        fitting = len(rows)
-        if most.sum() > engine.room.tokens:
-            mean, variance = self._use(running, written)
-            more_mean, more_variance = self._use(rows, self._written[rows])
-            means = mean.sum(0) + np.cumsum(more_mean, 0)
-            variances = variance.sum(0) + np.cumsum(more_variance, 0)
-            fits = (means + spare * np.sqrt(variances)).max(1, initial=0) <= engine.room.tokens
-            fitting = len(rows) if fits.all() else int(fits.argmin())
-            # One alone is written whatever is expected of it: its longest was found to fit beforehand.
-            fitting = max(fitting, int(len(running) == 0 < len(rows)))
-        return fitting
-
-    def _use(self, rows: Ints, written: Ints) -> tuple[Floats, Floats]:
-        left = self._max_tokens - written
-        return self._expectation.use(rows, self._prompts[rows], written.astype(np.float64), left)
+    def _hold(self, engine: _Engine) -> None:
+        rows = self._running(engine)
+        engine.held = int((self._prompts[rows] + self._written[rows]).sum())
 
     def _order(self) -> None:
-        """Those that wait: first one of each group that has none yet, then by what is expected of their groups."""
+        """Those that wait: the least written first, and of those that are not begun one of each group that has none
+        yet, then by what is expected of their groups."""
         self._events = 0
         tokens = np.where(self._lengths > 0, self._lengths, self._written)
-        known = np.flatnonzero(~self._waiting | (self._lengths > 0))
+        known = np.flatnonzero(~self._waiting | (tokens > 0))
         self._expectation.learn(known, tokens[known].astype(np.float64), self._lengths[known] > 0)
-        prompts = np.arange(len(self._expectation.factors))
-        new = np.zeros(len(prompts), np.int64)
-        # A row of each group stands for all.
-        self._expected = self._expectation.left(
-            np.searchsorted(self._groups, prompts), new.astype(np.float64), new + self._max_tokens
-        )
         rows = np.flatnonzero(self._waiting)
         groups = self._groups[rows]
         begun_groups = np.zeros(len(self._expectation.factors), np.bool_)
         begun_groups[self._groups[known]] = True
-        first = np.searchsorted(groups, groups)
-        place = np.arange(len(rows)) - first
+        place = np.arange(len(rows)) - np.searchsorted(groups, groups)
         probe = (place == 0) & ~begun_groups[groups]
         # Of groups of which nothing is known, samples in turn; and those of one group to different engines.
         turn = (groups + place) % len(begun_groups)
-        older = self._older[groups]
-        self._queue = rows[np.lexsort((turn, place, self._expectation.factors[groups], ~probe, ~older))]
-        self._first, self._last = 0, len(self._queue)
+        order = np.lexsort((turn, place, self._expectation.factors[groups], ~probe))
+        # Ascending, and so a heap.
+        self._queue = sorted(
+            zip(
+                (~self._older[groups[order]]).tolist(),
+                self._written[rows[order]].tolist(),
+                range(len(rows)),
+                rows[order].tolist(),
+                strict=True,
+            )
+        )

@@ -1,7 +1,7 @@
 """What engines do over a run that take new samples while they write: which of them can, and what each did when."""
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -12,18 +12,15 @@ from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
 from rlflow.engines.groups import is_done
 from rlflow.errors import EngineError
-from rlflow.runtime.rollout.pulling import pulled, pulled_on
+from rlflow.runtime.rollout import pulling
+from rlflow.runtime.rollout.pulling import pulled
 
 Line = dict[str, Any]
 """A second of an engine; a line of ``engines.jsonl``."""
 
 
-class Engines(Protocol):
-    """The workers of a role, by rank."""
-
-    def __len__(self) -> int: ...
-
-    def submit(self, rank: int, method: str, *arguments: Any) -> "Future[Any]": ...
+class Engines(pulling.Engines, Protocol):
+    """They can be replaced."""
 
     def restart(self, ranks: Sequence[int]) -> Sequence[int]:
         """New engines in the places of these, and of others where that must be: those that are new. Raises
@@ -46,17 +43,12 @@ class Writing:
 
         One that fails is started anew, and writes again when it has the weights.
         """
-        ranks = self._ranks()
-        done = pulled(self._engines, ranks, prompts, sampling, self._before.get(sampling))
-        rollouts = done.joined()
-        self._before[sampling] = rollouts.response_ids.lengths.astype(np.float64)
-        self._ended(ranks, done.lost)
-        return rollouts
+        return self.write_on(prompts, sampling, None, len(prompts))
 
     def write_on(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
         """As ``Continues`` has it; engines that fail as in ``generate``. Raises EngineError."""
         ranks, before = self._ranks(), self._before.get(sampling)
-        rollouts, lost = pulled_on(self._engines, ranks, prompts, sampling, before, begun, enough)
+        rollouts, lost = pulled(self._engines, ranks, prompts, sampling, before, begun, enough)
         self._before[sampling] = rollouts.response_ids.lengths[is_done(rollouts, sampling)].astype(np.float64)
         self._ended(ranks, lost)
         return rollouts

@@ -3,7 +3,7 @@
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -121,25 +121,26 @@ class TestBatcher:
         assert engine.most == 12
         assert engine.threads.isdisjoint({threading.get_ident()})
 
-    def test_breaking_off_answers_all_that_came_before(
+    def test_breaking_off_answers_those_that_are_named(
         self, engine: FakeEngine, batcher: Batcher, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def so_far(of: FakeEngine) -> list[Output]:
-            return [Output(name, [SimpleNamespace(token_ids=[1] * left)]) for name, left in of.live.items()]
+        def so_far(of: FakeEngine, names: Collection[str]) -> list[Output]:
+            return [Output(name, [SimpleNamespace(token_ids=[1] * of.live[name])]) for name in names]
 
         monkeypatch.setattr("rlflow.engines.serving.batching.outputs_so_far", so_far)
-        batcher.break_off()
+        batcher.break_off([])
         engine.go_on.clear()
         begun = Begun(np.zeros(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32))
-        first = batcher.submit([Request([0] * 9, "", begun), Request([0] * 1, "")])
-        wait_for(lambda: len(engine.live) == 2)
+        first = batcher.submit([Request([0] * 9, "", begun), Request([0] * 3, "")])
+        wait_for(lambda: engine.steps == 1)
         later = batcher.submit(requests(7))
-        thread, results = started(batcher.break_off)
+        thread, results = started(batcher.break_off, [first[0], *later])
         wait_for(lambda: waiting(batcher) == 2)
         engine.go_on.set()
         thread.join(60)
         assert results == [None]
-        assert [answer.result(60).length for answer in [*first, *later]] == [2 + 8, 1, 7]
+        assert [answer.result(60).length for answer in [first[0], *later]] == [2 + 8, 7]
+        assert not first[1].done() or first[1].result().length == 1
         assert [written.length for written in generate(batcher, requests(2))] == [1], "it goes on with what comes"
 
     def test_a_call_has_the_engine_for_itself(self, engine: FakeEngine, batcher: Batcher) -> None:

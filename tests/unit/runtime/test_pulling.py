@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from rlflow.batch import Prompts, Rollouts
-from rlflow.engines.base import EngineSpec, Sampling
+from rlflow.engines.base import Sampling
 from rlflow.engines.fake import FakeEngine
 from rlflow.engines.groups import Begun
 from rlflow.errors import EngineError
 from rlflow.runtime.rollout.writing import Writing, summary
 from tests.helpers import WritingEngine, prompts, spec
+from tests.stepwise import MAX_TOKENS, Stepwise, response
+from tests.stepwise import Dying as StepwiseDying
 from tests.unit.runtime.test_proxies import Threads
 
 SAMPLING = Sampling(max_tokens=4, group_size=3)
@@ -108,17 +110,52 @@ def test_when_all_have_failed_it_is_an_error() -> None:
         Writing("rollout", Threads([Dying(spec()) for _ in range(2)])).generate(GIVEN, SAMPLING)
 
 
-class Mute(WritingEngine):
-    """Its cache has room for one sample at its longest and one that has just begun."""
-
-    def __init__(self, given: EngineSpec) -> None:
-        super().__init__(given, (8, 30))
+LONG = Sampling(max_tokens=MAX_TOKENS, group_size=3)
 
 
-def test_a_full_cache_holds_samples_back() -> None:
-    workers = Threads([Mute(spec()) for _ in range(2)])
-    check(Writing("rollout", workers).generate(GIVEN, SAMPLING))
-    assert max(len(given) for engine in workers.engines for given in engine.given) < 8
+def check_long(out: Rollouts) -> None:
+    assert len(out) == len(GIVEN) * LONG.group_size
+    for row, key in enumerate(out.keys):
+        assert out.response_ids[row].tolist() == response(key)
+        assert len(out.logprobs[row]) == len(out.versions[row]) == len(response(key))
+
+
+def gone_on(engines: Sequence[Stepwise]) -> list[tuple[int, tuple[int, ...]]]:
+    """The engine and the key of each time that a sample was gone on with."""
+    return [(rank, tuple(key)) for rank, engine in enumerate(engines) for key, written in engine.begun if written]
+
+
+def test_what_a_full_cache_puts_off_goes_on_in_any_engine() -> None:
+    """The caches have room for three of the longest samples, and for many that have just begun."""
+    workers = Threads([Stepwise(spec(), (16, 150)) for _ in range(2)])
+    check_long(Writing("rollout", workers).generate(GIVEN, LONG))
+    begun_by = {
+        tuple(key): rank for rank, each in enumerate(workers.engines) for key, written in each.begun if not written
+    }
+    assert {rank == begun_by[key] for rank, key in gone_on(workers.engines)} == {True, False}
+
+
+def test_every_generation_begins_anew() -> None:
+    """What an engine has done before does not count as written."""
+    workers = Threads([Stepwise(spec(), (16, 600))])
+    for _ in range(2):
+        check_long(Writing("rollout", workers).generate(GIVEN, LONG))
+    assert gone_on(workers.engines) == []
+
+
+@pytest.mark.parametrize(("when", "at"), [("put_off", 1), ("put_off", 3), ("write", 4), ("finish", 1)])
+def test_what_is_put_off_is_not_lost_with_an_engine(when: str, at: int) -> None:
+    """Others begin again what it had written and had not handed over, or had handed over and nobody had finished."""
+
+    class Here(StepwiseDying):
+        pass
+
+    Here.when, Here.at = when, at
+    dying = Here(spec(), (16, 150))
+    workers = Threads([Stepwise(spec(), (16, 150)), dying])
+    check_long(Writing("rollout", workers).generate(GIVEN, LONG))
+    assert gone_on(workers.engines)
+    assert workers.engines[1] is not dying
 
 
 def test_what_engines_did_is_told_once() -> None:
