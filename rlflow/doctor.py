@@ -94,11 +94,13 @@ def report() -> Iterator[tuple[str, list[Finding]]]:
         cuda = asking.submit(probe, "cuda", seconds=_ANSWER_SECONDS) if "torch" in here else None
         ray = asking.submit(probe, "ray_hosts", seconds=_ANSWER_SECONDS) if "ray" in here else None
         gpus, linked = asking.submit(devices), asking.submit(links)
+        sandbox = asking.submit(probe, "sandbox", seconds=_ANSWER_SECONDS)
         yield f"rlflow {rlflow.__version__}", [system(), *resources(machine())]
         found, problem = gpus.result()
         yield "GPUs", [*of_gpus(found, problem, linked.result()), *of_cuda(found, cuda)]
         yield "Libraries", [of_library(each, imports.get(each), bool(found)) for each in (*ALWAYS, *OPTIONAL)]
         yield "Ray", [of_ray(ray, os.environ.get("RAY_ADDRESS"))]
+        yield "Rewards", [of_sandbox(sandbox)]
         if variables := of_variables(os.environ):
             yield "Environment", variables
         yield "Recipes", recipes()
@@ -213,6 +215,14 @@ def of_ray(asked: "Future[tuple[Any, str | None]] | None", address: str | None) 
     with_gpus = [f"{host['name']} {host['free']} of {host['gpus']}" for host in hosts if host["gpus"]]
     listed = f"GPUs free: {', '.join(with_gpus)}" if with_gpus else "none has a GPU"
     return Finding("cluster", f"{where}; a run joins a cluster ({_count(len(hosts), 'host')}); {listed}")
+
+
+def of_sandbox(asked: "Future[tuple[Any, str | None]]") -> Finding:
+    """Whether programs that a policy wrote can be run."""
+    problem = asked.result()[1]
+    if problem:
+        return Finding("sandbox", f"runs no programs: {problem}", fix="only the reward 'code' needs it")
+    return Finding("sandbox", "runs programs, for the reward 'code'")
 
 
 def of_variables(environment: Mapping[str, str]) -> list[Finding]:

@@ -30,10 +30,10 @@ MAY_IMPORT = {
     "compiler": {"errors", "plugins", "schema", "batch", "resources", "recipe", "engines", "nodes"},
     "compose": {"errors", "schema", "resources", "recipe"},
     "runtime": {
-        *("errors", "extras", "host_memory", "packed", "batch", "resources", "recipe", "engines", "nodes", "data"),
-        "compiler",
+        *("errors", "extras", "host_memory", "packed", "batch", "resources", "recipe", "engines", "rewards"),
+        *("nodes", "data", "compiler"),
     },
-    "report": {"compiler", "runtime"},
+    "report": {"nodes", "compiler", "runtime"},
     "cli": {"errors", "resources", "recipe", "compiler", "compose", "runtime", "report"},
     "doctor": {"errors", "extras", "engines", "compose", "runtime"},
     "__init__": {"resources", "recipe", "compiler", "compose", "runtime", "report"},

@@ -7,6 +7,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rlflow.compiler.plan import Plan
+from rlflow.nodes.generate import Generate
+from rlflow.nodes.policy_gradient import PolicyGradient
+from rlflow.nodes.reward import Reward
+from rlflow.nodes.update import SftUpdate
 from rlflow.runtime.base import Report
 
 # Plain lines of a whole run, besides those of evaluations.
@@ -66,13 +70,13 @@ def _names(plan: Plan) -> list[tuple[str, str, str]]:
     """Label, metric and format of what is shown, by the kinds of the graph's nodes."""
     shown = []
     for node in plan.graph.nodes:
-        match node.operation.kind:
-            case "reward":
+        match node.operation:
+            case Reward():
                 shown.append(("reward", f"{node.name}/mean", ".3f"))
-            case "generate":
+            case Generate():
                 shown.append(("length", f"{node.name}/length_mean", ".1f"))
-            case "policy_update":
+            case PolicyGradient():
                 shown.append(("kl", f"{node.name}/kl", ".4f"))
-            case "sft_update":
+            case SftUpdate():
                 shown.append(("loss", f"{node.name}/loss", ".4f"))
     return [*shown, ("tokens/s", "tokens_per_second", ".0f")]

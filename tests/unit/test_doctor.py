@@ -260,6 +260,13 @@ class TestRay:
         assert doctor.of_ray(None, None).fix == "pip install 'rlflow[ray]'"
 
 
+def test_a_host_without_a_sandbox_is_not_broken() -> None:
+    none = doctor.of_sandbox(answered(None, "OSError: unshare user: Operation not permitted"))
+    assert none.fact == "runs no programs: OSError: unshare user: Operation not permitted"
+    assert (none.fix, none.broken) == ("only the reward 'code' needs it", False)
+    assert doctor.of_sandbox(answered(None)).fix is None
+
+
 def test_variables_are_shown_without_secrets() -> None:
     environment = {"NCCL_DEBUG": "INFO", "RAY_AUTH_TOKEN": "123", "VLLM_API_KEY": "456", "HOME": "/root"}
     shown = [(finding.name, finding.fact) for finding in doctor.of_variables(environment)]

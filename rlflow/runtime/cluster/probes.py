@@ -67,7 +67,19 @@ def ray_hosts() -> list[dict[str, Any]] | None:
     return [{"name": host.name, "gpus": host.gpus, "free": host.free_gpus} for host in live_hosts() if host.alive]
 
 
-PROBES: dict[str, Callable[..., Any]] = {"importing": importing, "cuda": cuda, "ray_hosts": ray_hosts}
+def sandbox() -> None:
+    """Raises SandboxError where this host does not allow it."""
+    from rlflow.rewards.functions.code import prepare
+
+    prepare()
+
+
+PROBES: dict[str, Callable[..., Any]] = {
+    "importing": importing,
+    "cuda": cuda,
+    "ray_hosts": ray_hosts,
+    "sandbox": sandbox,
+}
 
 
 def main() -> None:
