@@ -100,7 +100,8 @@ class Stepwise(WritingEngine):
 
 
 class Dying(Stepwise):
-    """Fails when it is to tell for the ``at``-th time what it has done, or to put samples off, or at its end."""
+    """Fails when it is to tell for the ``at``-th time what it has done, to put samples off or hand them over, or at its
+    end."""
 
     at = 3
     when = "write"
@@ -118,6 +119,10 @@ class Dying(Stepwise):
     def put_off(self, rows: bytes) -> Rollouts | None:
         self._fail("put_off")
         return super().put_off(rows)
+
+    def take(self, rows: bytes) -> Rollouts:
+        self._fail("take")
+        return super().take(rows)
 
     def finish(self) -> Rollouts | None:
         self._fail("finish")

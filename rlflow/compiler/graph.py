@@ -44,6 +44,19 @@ class Graph:
         names = [node.role for node in self.nodes if node.role and _capability(node) == "Trains"]
         return list(dict.fromkeys(names))
 
+    def followers(self, generator: GraphNode) -> tuple[GraphNode, ...]:
+        """The nodes that can work on parts of what this one generates: those that take each sample by itself, have no
+        role, and read nothing but what is generated, or what others of their kind make of that."""
+        if type(generator.operation) is not Generate or generator.operation.overcommit:
+            return ()
+        known, found = {generator.name}, []
+        for node in self.nodes:
+            is_single = isinstance(node.operation, Node) and node.operation.unit == "sample" and node.role is None
+            if is_single and node.inputs and known.issuperset(node.inputs.values()):
+                known.add(node.name)
+                found.append(node)
+        return tuple(found)
+
     def capabilities(self, role: str) -> frozenset[str]:
         """What the nodes ask of a role's engine."""
         return frozenset(name for node in self.nodes if node.role == role and (name := _capability(node)))

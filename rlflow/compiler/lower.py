@@ -69,6 +69,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
 def _tasks(recipe: Recipe, graph: Graph) -> tuple[Task, ...]:
     """Nodes in their order. What a node works on comes from the generating nodes that it reads from, or the data."""
     tasks: dict[str, Task] = {}
+    streaming = _streaming(recipe, graph)
     for node in graph.nodes:
         after = tuple(origin for origin in node.inputs.values() if origin in tasks)
         capability = node.operation.capability()
@@ -82,11 +83,18 @@ def _tasks(recipe: Recipe, graph: Graph) -> tuple[Task, ...]:
         tasks[node.name] = replace(
             task,
             after=after,
-            streams=node.operation.unit != "batch",
+            streams=node.name in streaming,
             minibatches=getattr(node.operation, "num_minibatches", 1) * epochs,
             epochs=epochs,
         )
     return tuple(tasks.values())
+
+
+def _streaming(recipe: Recipe, graph: Graph) -> frozenset[str]:
+    """The nodes that work while what they read is being written, by an engine that hands over what is done."""
+    generators = [node for node in graph.nodes if isinstance(node.operation, Generate) and node.role]
+    concurrent = [node for node in generators if engine_kind(recipe.roles[str(node.role)].engine).concurrent]
+    return frozenset(follower.name for node in concurrent for follower in graph.followers(node))
 
 
 def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:

@@ -1,13 +1,14 @@
 """The seam to where workers live, to those who watch a run, and what a run ends in."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Model
+from rlflow.runtime.rollout.listening import Listener
 
 Held = TypeVar("Held")
 
@@ -32,6 +33,11 @@ class Engines(dict[str, Any]):
     def store_use(self) -> StoreUse:
         """In all steps so far that were measured; nothing where there is one process."""
         return StoreUse(edges={}, peaks={})
+
+    def heard_by(self, listener: Listener, role: str) -> AbstractContextManager[None]:
+        """Inside, whoever listens is told what the role's engines write, where they can say it before they are done
+        with all."""
+        return nullcontext()
 
     def hosted(self, held: Held) -> Held:
         """``held``, which is used by its methods alone: where engines are elsewhere, it may live in a process of its

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +18,7 @@ from rlflow.runtime.data_plane.budget import Budget
 from rlflow.runtime.data_plane.handover import Handover, Remote
 from rlflow.runtime.data_plane.limits import check_limits, store_limits
 from rlflow.runtime.data_plane.shares import Cost, cost_of
+from rlflow.runtime.rollout.listening import Listener
 from rlflow.runtime.rollout.writing import summary
 from rlflow.runtime.workers.actors import Actors, aside
 from rlflow.runtime.workers.copies import directly, through_store
@@ -86,6 +87,10 @@ class RayEngines(Engines):
             edges={edge: size / self._steps for edge, size in self._stored.items()},
             peaks=self.handover.budget.peaks,
         )
+
+    def heard_by(self, listener: Listener, role: str) -> AbstractContextManager[None]:
+        writing = self[role].writing
+        return nullcontext() if writing is None else writing.heard_by(listener)
 
     def hosted(self, held: Held) -> Held:
         return cast(Held, self._hosting.hosted(held))

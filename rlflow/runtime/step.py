@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,28 +18,45 @@ from rlflow.nodes.reward import Reward
 from rlflow.resources.time.past_run import QUANTILES
 from rlflow.runtime.base import Engines
 from rlflow.runtime.data_plane.budget import edge
+from rlflow.runtime.streaming import Streaming
 
 
 def run_graph(
     graph: Graph, engines: Engines, edges: dict[str, Any], made: Callable[[str, Any], None] = lambda name, output: None
 ) -> dict[str, float]:
-    """The seconds of each node. ``edges`` are the data's of this step; the nodes' come to them.
+    """The seconds that each node has worked. ``edges`` are the data's of this step; the nodes' come to them.
+
+    What can be worked on while the rest of it is being written is.
 
     Each edge is taken out of ``edges`` when its last reader has run, and ``made`` is told each output when it is there:
     who holds on to one holds its columns.
     """
     seconds: dict[str, float] = {}
     readers = {origin: node.name for node in graph.nodes for origin in node.inputs.values()}
-    for node in graph.nodes:
-        began = time.perf_counter()
-        output = run_node(node, engines, edges)
-        seconds[node.name] = time.perf_counter() - began
-        made(node.name, output)
-        edges[node.name] = output
-        del output
-        for name in [name for name in edges if readers.get(name, node.name) == node.name]:
-            del edges[name]
+    streams: dict[str, Streaming] = {}
+    with ExitStack() as running:
+        for node in graph.nodes:
+            if node.name in streams:
+                output, seconds[node.name] = streams.pop(node.name).output(node, edges)
+            else:
+                began = time.perf_counter()
+                with ExitStack() as heard:
+                    if following := graph.followers(node):
+                        stream = Streaming(node, following, partial(_run_on, engines))
+                        streams |= dict.fromkeys((each.name for each in following), running.enter_context(stream))
+                        heard.enter_context(engines.heard_by(stream, str(node.role)))
+                    output = run_node(node, engines, edges)
+                seconds[node.name] = time.perf_counter() - began
+            made(node.name, output)
+            edges[node.name] = output
+            del output
+            for name in [name for name in edges if readers.get(name, node.name) == node.name]:
+                del edges[name]
     return seconds
+
+
+def _run_on(engines: Engines, node: GraphNode, edges: Mapping[str, Any]) -> Any:
+    return run_node(node, engines, edges)
 
 
 def run_node(node: GraphNode, engines: Engines, edges: Mapping[str, Any]) -> Any:

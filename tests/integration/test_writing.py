@@ -1,5 +1,6 @@
 """Engines in processes of their own that take samples while they write, of which one dies or hangs."""
 
+import gc
 import json
 import os
 import signal
@@ -13,12 +14,17 @@ import pytest
 import ray
 
 import rlflow
+from rlflow.batch import Rollouts
+from rlflow.compiler.graph import Graph
 from rlflow.compiler.lower import models_in_use
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
 from rlflow.errors import EngineError
 from rlflow.runtime.cluster.hosts import simulated
 from rlflow.runtime.ray import RayRuntime
+from rlflow.runtime.roles import RayEngines
+from rlflow.runtime.step import run_graph
+from rlflow.runtime.streaming import Streaming
 from rlflow.runtime.workers.actors import Actors
 from rlflow.runtime.workers.worker import EngineWorker
 from tests import helpers
@@ -58,6 +64,41 @@ def hosts() -> Iterator[None]:
     ray.cloudpickle.register_pickle_by_value(helpers)
     with simulated(rlflow.compile(rlflow.load(["recipe=fake"], CONFIG_DIR), "2x1@cpu").cluster):
         yield
+
+
+@pytest.mark.usefixtures("hosts")
+def test_rewards_of_parts_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What engines hand over before the end lies in stores; nothing of it is left there after."""
+    plan = rlflow.compile(rlflow.load(["recipe=fake", "roles.rollout.gpus=2"], CONFIG_DIR), "2x1@cpu")
+    monkeypatch.setattr(Worker, "file", tmp_path / "none", raising=False)
+    monkeypatch.setattr("rlflow.runtime.workers.actors.EngineWorker", Worker)
+    monkeypatch.setattr(Actors, "concurrent", property(lambda actors: actors._role == "rollout"))
+    parts: list[int] = []
+    add = Streaming.add
+
+    def counted(stream: Streaming, rank: int, part: Rollouts) -> None:
+        parts.append(len(part))
+        add(stream, rank, part)
+
+    monkeypatch.setattr(Streaming, "add", counted)
+    nodes = tuple(node for node in plan.graph.nodes if node.name in ("rollouts", "rewards"))
+    with RayRuntime().start(plan, models_in_use(plan.recipe), tmp_path) as engines:
+        made = []
+        for wait_s in (0.0, 3600.0):
+            monkeypatch.setattr("rlflow.runtime.rollout.listening._BEFORE_S", wait_s)
+            outputs: dict[str, Any] = {}
+            run_graph(Graph(nodes=nodes), engines, {"prompts": prompts((2, 3) * 8)}, outputs.__setitem__)
+            rollouts = outputs["rollouts"]
+            made.append(
+                (rollouts.response_ids.values.tolist(), outputs["rewards"].values.tolist(), list(rollouts.texts))
+            )
+            del outputs, rollouts
+        assert made[0] == made[1]
+        assert sum(parts) <= len(made[0][1])
+        assert len(parts) > 4
+        gc.collect()
+        assert isinstance(engines, RayEngines)
+        assert set(engines.handover.budget.used.values()) == {0}
 
 
 @pytest.mark.usefixtures("hosts")

@@ -93,8 +93,13 @@ class Sessions(ABC):
         assert self._session is not None
         return self._session.put_off(_rows(rows))
 
+    def take(self, rows: bytes) -> Rollouts:
+        """Of these rows, which are told to be done, what is written, ascending: beforehand, for whoever works on it."""
+        assert self._session is not None
+        return self._session.take(_rows(rows))
+
     def finish(self) -> Rollouts | None:
-        """All rows that were written, ascending. None where there are none."""
+        """All rows that were written and not taken, ascending. None where there are none."""
         assert self._session is not None
         session, self._session = self._session, None
         return session.rollouts()
@@ -152,6 +157,11 @@ class _Session:
         # Whoever waits for them does so no longer.
         self._ended.put(_NO_ROW)
         return self._rollouts(broken)
+
+    def take(self, rows: Ints) -> Rollouts:
+        taken = self._rollouts({row: self._responses.pop(row) for row in sorted(rows.tolist())})
+        assert taken is not None
+        return taken
 
     def rollouts(self) -> Rollouts | None:
         """Also of those that are done and have not been told."""

@@ -2,13 +2,13 @@
 one has put off another goes on with.
 
 Messages are few: an engine is given rows in lists, and answers when some are done, or after a second. What it has
-written it hands over at the end, and of rows that it puts off at once; from engine to engine, this process holds
-references. The rows of an engine that fails go to the others.
+written it hands over at the end, or in a few parts where somebody works on them meanwhile, and of rows that it puts off
+at once; from engine to engine, this process holds references. The rows of an engine that fails go to the others.
 """
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,12 @@ from rlflow.engines.groups import Groups
 from rlflow.errors import EngineError
 from rlflow.runtime.data_plane.parts import Part, Whole
 from rlflow.runtime.rollout.begun import Begun
+from rlflow.runtime.rollout.listening import Listener, Listening
 from rlflow.runtime.rollout.scheduling import Room, Scheduler
 
 # While rows wait, those that are done are told together: this part of what an engine writes at once.
 _SHARE = 32
+_Method = Literal["write", "put_off", "take"]
 
 
 class Engines(Protocol):
@@ -41,11 +43,13 @@ def pulled(
     before: NDArray[np.float64] | None,
     begun: Rollouts | None,
     enough: int,
+    listener: Listener | None = None,
 ) -> tuple[Rollouts, dict[int, EngineError]]:
     """``begun`` as far as it is written when ``enough`` prompts have all of their samples, in the order of keys. And
     the engines of ``ranks`` that failed, and why.
 
-    ``before``: lengths of responses that came in the step before. Raises EngineError when all engines have failed.
+    ``before``: lengths of responses that came in the step before. The ``listener`` is told from this thread; what it is
+    told is the first time that it is there. Raises EngineError when all engines have failed.
     """
     whole = Whole(prompts).part(np.arange(len(prompts)))
     lost: dict[int, EngineError] = {}
@@ -56,7 +60,8 @@ def pulled(
         alive = [rank for rank in ranks if rank not in lost]
         if not alive:
             raise next(iter(lost.values()))
-        begun = groups.joined(_Round(engines, whole, prompts, sampling, groups, enough, lost).run(alive, before))
+        round_ = _Round(engines, whole, prompts, sampling, groups, enough, lost, listener)
+        begun = groups.joined(round_.run(alive, before))
 
 
 class _Round:
@@ -71,14 +76,16 @@ class _Round:
         groups: Groups,
         enough: int,
         lost: dict[int, EngineError],
+        listener: Listener | None,
     ) -> None:
         """It ends when ``enough`` groups are whole. Engines that fail are added to ``lost``."""
         self._engines, self._whole, self._sampling, self._lost = engines, whole, sampling, lost
+        self._listener = listener
+        self._listening: Listening | None = None
         self._groups, self._enough, self._stopping = groups, enough, False
         self._prompt_lengths = prompts.ids.lengths
         self._begun = Begun(groups)
-        self._writes: dict[Future[Any], int] = {}
-        self._puts: dict[Future[Any], int] = {}
+        self._calls: dict[Future[Any], tuple[_Method, int]] = {}
         self._used: set[int] = set()
         self._scheduler: Scheduler
 
@@ -95,11 +102,14 @@ class _Round:
             before=before,
             written=self._groups.written,
         )
-        if scheduler.all_fit and self._groups.begun is None and self._enough == len(self._prompt_lengths):
+        is_simple = self._groups.begun is None and self._enough == len(self._prompt_lengths)
+        if self._listener is not None:
+            self._listening = Listening(self._listener, scheduler.waiting, len(rooms))
+        elif scheduler.all_fit and is_simple:
             return self._written_at_once()
         self._begin()
-        while self._writes or self._puts:
-            for call in wait([*self._writes, *self._puts], return_when=FIRST_COMPLETED).done:
+        while self._calls:
+            for call in wait(list(self._calls), return_when=FIRST_COMPLETED).done:
                 self._answered(call)
         used = [rank for rank in scheduler.ranks if rank in self._used]
         calls = {rank: self._engines.submit(rank, "finish") for rank in used}
@@ -107,7 +117,8 @@ class _Round:
         for written in done:
             # Some may have been done before their engine was told to put them off, and were never told of.
             self._begun.forget(self._groups.rows_of(written.keys).tolist())
-        return [*done, *self._begun.new()]
+        parts = self._listening.parts if self._listening else []
+        return [*parts, *done, *self._begun.new()]
 
     def _written_at_once(self) -> list[Rollouts]:
         calls = {
@@ -125,14 +136,18 @@ class _Round:
         count, scheduler = self._scheduler.running(rank), self._scheduler
         whole_groups = self._enough < len(self._prompt_lengths)
         enough = max(1, scheduler.room(rank).sequences // _SHARE) if scheduler.waiting or whole_groups else count
+        if self._listening:
+            enough = min(enough, self._listening.size)
         begun = self._begun.of(rows)
         parts = [] if begun is None else [Whole(begun).part(np.arange(len(begun)))]
-        self._writes[self._engines.submit(rank, "write", packed(rows), enough, *parts)] = rank
+        self._call("write", rank, packed(rows), enough, *parts)
         self._used.add(rank)
 
+    def _call(self, method: _Method, rank: int, *arguments: Any) -> None:
+        self._calls[self._engines.submit(rank, method, *arguments)] = (method, rank)
+
     def _answered(self, call: "Future[Any]") -> None:
-        is_write = call in self._writes
-        rank = (self._writes if is_write else self._puts).pop(call)
+        method, rank = self._calls.pop(call)
         if rank in self._lost:
             return
         try:
@@ -140,21 +155,27 @@ class _Round:
         except EngineError as error:
             self._fail(rank, error)
             return
-        if is_write:
+        if method == "write":
             self._progressed(rank, result)
-        elif result is not None:
-            rows = self._groups.rows_of(result.keys).tolist()
-            self._begun.add(rank, rows, result)
-            self._scheduler.returned(rank, rows, result.response_ids.lengths.tolist())
-        else:
-            self._scheduler.returned(rank, [], [])
+        elif method == "put_off":
+            self._returned(rank, result)
+        elif self._listening:
+            self._listening.add(rank, result)
         if not self._stopping:
             self._begin()
-            if is_write and self._scheduler.running(rank) and rank not in self._writes.values():
+            if method == "write" and self._scheduler.running(rank) and ("write", rank) not in self._calls.values():
                 self._write(rank, [])
-        elif is_write:
+        elif method == "write":
             # It may have begun them after it was told to put all off.
             self._put_off(rank, self._scheduler.stop(rank))
+
+    def _returned(self, rank: int, written: Rollouts | None) -> None:
+        if written is None:
+            self._scheduler.returned(rank, [], [])
+            return
+        rows = self._groups.rows_of(written.keys).tolist()
+        self._begun.add(rank, rows, written)
+        self._scheduler.returned(rank, rows, written.response_ids.lengths.tolist())
 
     def _progressed(self, rank: int, progress: Any) -> None:
         ended, lengths = (np.frombuffer(part, np.int32).tolist() for part in (progress.rows, progress.lengths))
@@ -163,6 +184,8 @@ class _Round:
         self._groups.done[ended] = True
         if self._stopping:
             return
+        if self._listening and (rows := self._listening.due(rank, ended)):
+            self._call("take", rank, packed(rows))
         if self._groups.num_whole >= self._enough and self._enough < len(self._prompt_lengths):
             self._stopping = True
             for each in self._scheduler.ranks:
@@ -172,11 +195,16 @@ class _Round:
 
     def _put_off(self, rank: int, rows: Sequence[int]) -> None:
         if rows:
-            self._puts[self._engines.submit(rank, "put_off", packed(rows))] = rank
+            self._call("put_off", rank, packed(rows))
+
+    def _lose(self, rank: int, error: EngineError) -> None:
+        self._lost[rank] = error
+        if self._listening:
+            self._listening.lose(rank)
 
     def _fail(self, rank: int, error: EngineError) -> None:
         """What it had handed over is lost with it."""
-        self._lost[rank] = error
+        self._lose(rank, error)
         self._groups.done[self._scheduler.rows(rank)] = False
         self._begun.lose(rank)
         self._scheduler.lost(rank, self._begun.lengths)
@@ -190,7 +218,7 @@ class _Round:
             try:
                 results[rank] = call.result()
             except EngineError as error:
-                self._lost[rank] = error
+                self._lose(rank, error)
         return results
 
 

@@ -1,7 +1,8 @@
 """What engines do over a run that take new samples while they write: which of them can, and what each did when."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from rlflow.engines.base import Sampling
 from rlflow.engines.groups import is_done
 from rlflow.errors import EngineError
 from rlflow.runtime.rollout import pulling
+from rlflow.runtime.rollout.listening import Listener
 from rlflow.runtime.rollout.pulling import pulled
 
 Line = dict[str, Any]
@@ -37,6 +39,16 @@ class Writing:
         self._before: dict[Sampling, NDArray[np.float64]] = {}
         self._lines: list[Line] = []
         self._failures: list[Line] = []
+        self._listener: Listener | None = None
+
+    @contextmanager
+    def heard_by(self, listener: Listener) -> Iterator[None]:
+        """It is told of what is written inside, as soon as that is done."""
+        self._listener = listener
+        try:
+            yield
+        finally:
+            self._listener = None
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         """``group_size`` rollouts of each prompt, in the order of keys. Raises EngineError when all engines fail.
@@ -48,7 +60,7 @@ class Writing:
     def write_on(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
         """As ``Continues`` has it; engines that fail as in ``generate``. Raises EngineError."""
         ranks, before = self._ranks(), self._before.get(sampling)
-        rollouts, lost = pulled(self._engines, ranks, prompts, sampling, before, begun, enough)
+        rollouts, lost = pulled(self._engines, ranks, prompts, sampling, before, begun, enough, self._listener)
         self._before[sampling] = rollouts.response_ids.lengths[is_done(rollouts, sampling)].astype(np.float64)
         self._ended(ranks, lost)
         return rollouts

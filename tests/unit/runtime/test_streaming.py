@@ -1,0 +1,169 @@
+"""Nodes that work while the rest is being written: here engines are threads of this process."""
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlflow.batch import Divergences, Prompts, Rewards, Rollouts
+from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.engines.base import Sampling
+from rlflow.errors import EngineError
+from rlflow.nodes.base import Node
+from rlflow.nodes.generate import Generate
+from rlflow.runtime.base import Engines
+from rlflow.runtime.rollout import listening
+from rlflow.runtime.step import run_graph
+from rlflow.runtime.workers.proxies import RoleProxy
+from tests.helpers import WritingEngine, prompts, spec
+from tests.stepwise import MAX_TOKENS, Dying, Stepwise
+from tests.unit.runtime.test_proxies import Threads, proxy
+
+GIVEN = prompts(tuple(range(2, 22)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums(Node, kind="sums_of_ids", unit="sample"):
+    """The sum of a response's ids."""
+
+    def run(self, rollouts: Rollouts) -> Rewards:
+        sums = np.add.reduceat(rollouts.response_ids.values, rollouts.response_ids.offsets[:-1])
+        return Rewards(values=sums.astype(np.float32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Both(Node, kind="lengths_and_sums", unit="sample"):
+    def run(self, rollouts: Rollouts, rewards: Rewards) -> Divergences:
+        return Divergences(values=(rollouts.response_ids.lengths * 1000 + rewards.values).astype(np.float32))
+
+
+class InTurn(Engines):
+    """The role ``rollout`` tells who listens."""
+
+    def __init__(self, engine: RoleProxy) -> None:
+        super().__init__(rollout=engine)
+
+    def heard_by(self, listener: listening.Listener, role: str) -> Any:
+        writing = self[role].writing
+        assert writing is not None
+        return writing.heard_by(listener)
+
+
+def graph(max_tokens: int, rewards: Node | None = None) -> Graph:
+    generate = Generate(max_tokens=max_tokens, group_size=3)
+    return Graph(
+        nodes=(
+            GraphNode(name="rollouts", operation=generate, role="rollout", inputs={"prompts": "prompts"}),
+            GraphNode(name="rewards", operation=rewards or Sums(), role=None, inputs={"rollouts": "rollouts"}),
+            GraphNode(name="both", operation=Both(), role=None, inputs={"rollouts": "rollouts", "rewards": "rewards"}),
+        )
+    )
+
+
+def outputs(engines: list[Any], of: Graph) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    run_graph(of, InTurn(proxy(Threads(engines), concurrent=True)), {"prompts": GIVEN}, made.__setitem__)
+    return made
+
+
+def check(made: dict[str, Any]) -> None:
+    rollouts = made["rollouts"]
+    sums = [sum(rollouts.response_ids[row].tolist()) for row in range(len(rollouts))]
+    assert len(sums) == len(GIVEN) * 3
+    assert made["rewards"].values.tolist() == sums
+    lengths = rollouts.response_ids.lengths.tolist()
+    assert made["both"].values.tolist() == [1000 * length + each for length, each in zip(lengths, sums, strict=True)]
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are handed over from the beginning."""
+    monkeypatch.setattr(listening, "_BEFORE_S", 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Releasing(Sums, kind="sums_that_release", unit="sample"):
+    """Lets the engine end that waits for it."""
+
+    def run(self, rollouts: Rollouts) -> Rewards:
+        Waiting.scored.set()
+        return super().run(rollouts)
+
+
+class Waiting(WritingEngine):
+    """Does not finish the last prompt before something is scored."""
+
+    scored = threading.Event()
+
+    def response(self, sample: Prompts, sampling: Sampling) -> "Future[Any]":
+        if sample.keys[0, 1] < len(GIVEN) - 1:
+            return super().response(sample, sampling)
+        late: Future[Any] = Future()
+
+        def finish() -> None:
+            assert Waiting.scored.wait(60)
+            late.set_result(super(Waiting, self).response(sample, sampling).result())
+
+        threading.Thread(target=finish, daemon=True).start()
+        return late
+
+
+@pytest.mark.parametrize("room", [8, 100])
+def test_scoring_begins_before_writing_has_ended(room: int) -> None:
+    """Or this hangs."""
+    Waiting.scored.clear()
+    check(outputs([Waiting(spec(), (room, 10_000)) for _ in range(2)], graph(4, Releasing())))
+
+
+def test_parts_are_few_and_each_sample_is_scored_once() -> None:
+    given: list[int] = []
+
+    @dataclass(frozen=True, kw_only=True)
+    class Counting(Sums, kind="sums_counted", unit="sample"):
+        def run(self, rollouts: Rollouts) -> Rewards:
+            given.append(len(rollouts))
+            return super().run(rollouts)
+
+    check(outputs([Stepwise(spec(), (16, 10_000)) for _ in range(2)], graph(MAX_TOKENS, Counting())))
+    assert sum(given) == len(GIVEN) * 3
+    assert 4 < len(given) <= 2 * 8 + 1
+
+
+@pytest.mark.parametrize(("when", "at"), [("put_off", 3), ("write", 4), ("take", 2), ("finish", 1)])
+def test_what_is_lost_with_an_engine_is_scored_anew(when: str, at: int) -> None:
+
+    class Here(Dying):
+        pass
+
+    Here.when, Here.at = when, at
+    dying = Here(spec(), (16, 150))
+    check(outputs([Stepwise(spec(), (16, 150)), dying], graph(MAX_TOKENS)))
+
+
+def test_what_fails_for_a_part_is_done_for_the_whole() -> None:
+    """A part of which no sample has a reward is no failure where others have."""
+    given: list[int] = []
+
+    @dataclass(frozen=True, kw_only=True)
+    class Failing(Sums, kind="sums_that_fail", unit="sample"):
+        def run(self, rollouts: Rollouts) -> Rewards:
+            given.append(len(rollouts))
+            if len(given) == 2:
+                raise EngineError("none of these has a reward")
+            return super().run(rollouts)
+
+    check(outputs([Stepwise(spec(), (16, 10_000)) for _ in range(2)], graph(MAX_TOKENS, Failing())))
+    assert given[-1] == len(GIVEN) * 3
+
+
+def test_what_fails_for_the_whole_ends_the_step() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Failing(Sums, kind="sums_that_always_fail", unit="sample"):
+        def run(self, rollouts: Rollouts) -> Rewards:
+            raise EngineError("the service is down")
+
+    with pytest.raises(EngineError, match="the service is down"):
+        outputs([Stepwise(spec(), (16, 10_000))], graph(MAX_TOKENS, Failing()))
