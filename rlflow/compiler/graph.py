@@ -70,7 +70,7 @@ def wire(recipe: Recipe) -> Graph:
         with below(f"graph.{node.name}"):
             node.operation.check(frozenset(node.inputs))
     graph = Graph(nodes=tuple(nodes[name] for name in _order(nodes)))
-    _check_outputs_read(graph)
+    _check_outputs_read(recipe, graph)
     _check_evaluation(recipe, graph)
     _check_roles(recipe, graph)
     _check_overcommit(recipe, graph)
@@ -153,8 +153,11 @@ def _order(nodes: Mapping[str, GraphNode]) -> list[str]:
         raise GraphError(f"graph.{cycle[0]}", f"goes in a circle: {way}", fix="let one read another node") from None
 
 
-def _check_outputs_read(graph: Graph) -> None:
+def _check_outputs_read(recipe: Recipe, graph: Graph) -> None:
     read = {origin for node in graph.nodes for origin in node.inputs.values()}
+    if recipe.evaluation is not None:
+        judging = [node.name for node in graph.nodes if isinstance(node.operation, Reward)]
+        read.update(judging[:1])
     for node in graph.nodes:
         if node.name not in read and node.operation.output() is not Metrics:
             raise GraphError(

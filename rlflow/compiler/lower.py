@@ -165,7 +165,7 @@ def _check_micro_batches(recipe: Recipe, tasks: tuple[Task, ...]) -> None:
 def architecture_of(model: Model) -> Architecture | None:
     """The model's own figures, or those of the model that its recipe trains."""
     if model.architecture is None and model.recipe is not None:
-        return architecture_of(model.recipe.models[model.recipe.roles[trained_role(model.recipe)].model])
+        return architecture_of(trained_model(model.recipe))
     return model.architecture
 
 
@@ -184,6 +184,11 @@ def trained_role(recipe: Recipe) -> str:
     if len(trained) != 1:
         raise RecipeError("roles", f"a recipe for a model trains one role, '{recipe.name}' trains {len(trained)}")
     return trained[0]
+
+
+def trained_model(recipe: Recipe) -> Model:
+    """That of the one role that a recipe for a model trains."""
+    return recipe.models[recipe.roles[trained_role(recipe)].model]
 
 
 def models_in_use(recipe: Recipe) -> Mapping[str, Model]:

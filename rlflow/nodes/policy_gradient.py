@@ -118,10 +118,12 @@ class PolicyGradient(Section):
             counting=rollouts.finished if self.skip_truncated else None,
         )
         metrics = averaged(steps)
-        if old_logprobs is None:
+        first = next((step for step in steps if step), None)
+        if old_logprobs is None and first is not None:
             # Before its first step the trained model is the one that wrote the rollouts, or the last of them.
-            metrics["sampler_difference"] = steps[0]["logprob_change"]
+            metrics["sampler_difference"] = first["logprob_change"]
         return Metrics(values=metrics | {"kl_coef": self.kl_coef} if self.kl_target else metrics)
 
-    def measured_kl(self, output: Metrics, inputs: Mapping[str, Any]) -> float:
-        return output.values["kl"]
+    def measured_kl(self, output: Metrics, inputs: Mapping[str, Any]) -> float | None:
+        """None where nothing was trained on."""
+        return output.values.get("kl")

@@ -53,15 +53,20 @@ def train(
 ) -> list[Mapping[str, float]]:
     """One optimizer step a minibatch, and the metrics of each. Fewer rows than minibatches make fewer minibatches.
 
-    ``counting`` [B] are the rows that are trained on, by default all; the others are as if they were not there.
+    ``counting`` [B] are the rows that are trained on, by default all; the others are as if they were not there. Where a
+    minibatch has none there is no step, which the optimizer's moments would make one of, and no metrics.
     A minibatch is cut in the order of the prompts' numbers within their steps: the data's own order is random already,
     and what was begun in earlier steps is spread over all minibatches.
     """
-    steps, bare = [], sequences.bare()
+    steps: list[Mapping[str, float]] = []
+    bare = sequences.bare()
     begun_in, prompt, sample = sequences.keys.T
     counting = np.ones(len(sequences), np.bool_) if counting is None else counting
     order = np.lexsort((sample, begun_in, prompt))
-    for rows in num_epochs * np.array_split(order, min(num_minibatches, len(sequences))):
+    for rows in num_epochs * np.array_split(order, max(1, min(num_minibatches, len(sequences)))):
+        if not counting[rows].any():
+            steps.append({})
+            continue
         part = bare.take(rows)
         minibatch = Minibatch(
             **vars(part),
@@ -75,5 +80,7 @@ def train(
 
 
 def averaged(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the optimizer steps."""
-    return {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}
+    """The mean of each metric over the optimizer steps; and ``skipped``, where any were, how many."""
+    taken = [step for step in steps if step]
+    means = {name: float(np.mean([step[name] for step in taken])) for name in (taken[0] if taken else ())}
+    return means | ({"skipped": float(len(steps) - len(taken))} if len(taken) < len(steps) else {})

@@ -26,7 +26,8 @@ class AdaptiveKl:
         """After it the node has the coefficient of the next step."""
         node = self._node
         output = node.run(**inputs)
-        self._set(adapted(node.kl_coef, node.measured_kl(output, inputs), node.kl_target))
+        if (kl := node.measured_kl(output, inputs)) is not None:
+            self._set(adapted(node.kl_coef, kl, node.kl_target))
         return output
 
     def save(self, folder: Path) -> None:

@@ -27,6 +27,7 @@ from rlflow.runtime.models import resolve_models
 from rlflow.runtime.rollout.overcommit import begun_ahead, overcommitted
 from rlflow.runtime.step import Evaluator, evaluator, run_graph, summary
 from rlflow.runtime.tuner import Tuner, with_places
+from rlflow.runtime.vocabulary import check_vocabularies
 
 
 def run(
@@ -47,6 +48,7 @@ def run(
     for what the recipe names and is not there and for a plan that cannot be run here, EngineError for what fails.
     """
     runtime.check(plan)
+    check_vocabularies(plan)
     for node in plan.graph.nodes:
         if isinstance(node.operation, Reward):
             node.operation.try_out()

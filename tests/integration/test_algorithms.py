@@ -19,6 +19,7 @@ ALGORITHMS = sorted({path.stem for path in (ROOT / "conf" / "algorithm").glob("*
 SAID = {
     "cispo": ["update/clip_fraction"],
     "dapo": ["shaped/mean", "update/clip_fraction"],
+    "distill": ["rewards/mean", "update/clip_fraction", "update/kl"],
     "dr_grpo": ["update/clip_fraction"],
     "grpo": ["update/clip_fraction", "update/kl"],
     "gspo": ["update/clip_fraction"],
@@ -33,8 +34,8 @@ SAID = {
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_it_runs(algorithm: str, tmp_path: Path) -> None:
     recipe = rlflow.load([f"recipe={algorithm}_tiny", "steps=2", "data.batch_size=4"])
-    small = rlflow.load(["recipe=real"], CONFIG_DIR).models
-    recipe = replace(recipe, models=small, evaluation=Evaluation(every=2, num_prompts=5))
+    small = rlflow.load(["recipe=real"], CONFIG_DIR).models["policy"]
+    recipe = replace(recipe, models=dict.fromkeys(recipe.models, small), evaluation=Evaluation(every=2, num_prompts=5))
     report = run(rlflow.compile(recipe, "local"), tmp_path, LocalRuntime(), [MetricsWriter()])
     assert report.status == "finished"
     assert report.eval_after is not None

@@ -51,6 +51,12 @@ def test_the_baseline_of_remax_is_judged_as_the_responses_are(overrides: list[st
     assert nodes["greedy_rewards"] == nodes["rewards"]
 
 
+def test_a_reward_for_evaluation_alone() -> None:
+    assert {node.name for node in wire(rlflow.load(["recipe=distill_tiny"])).nodes} >= {"rewards", "advantages"}
+    with pytest.raises(UserError, match=r"^graph\.rewards: nobody reads its Rewards"):
+        wire(rlflow.load(["recipe=distill_tiny", "evaluation=null"]))
+
+
 def test_no_option_has_the_name_of_an_input() -> None:
     for kind in [kind for kind in KINDS.values() if kind.__module__.startswith("rlflow.")]:
         assert not {item.name for item in kind.inputs()} & set(kind.__dataclass_fields__), kind

@@ -127,14 +127,24 @@ def test_what_is_truncated_is_as_if_it_were_not_there(options: Any, weights: lis
     assert minibatch.weights.values == pytest.approx(np.repeat(weights, [1, 2, 3, 4, 5]))
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence"])
-def test_where_all_is_truncated_nothing_counts(aggregation: Any) -> None:
-    engine = TorchEngine(spec())
+@pytest.mark.parametrize("truncated", [True, False])
+def test_where_nothing_counts_there_is_no_step(truncated: bool) -> None:
+    """The moments of the step before would make one of it."""
+    engine, node = TorchEngine(spec()), PolicyUpdate(skip_truncated=True, num_minibatches=2, num_epochs=3)
+    node.run(engine, WHOLE, ADVANTAGES)
     before = {name: value.clone() for name, value in engine.weights()}
-    given = replace(WHOLE, finished=np.zeros(5, np.bool_))
-    metrics = PolicyUpdate(skip_truncated=True, aggregation=aggregation).run(engine, given, ADVANTAGES).values
-    assert metrics["loss"] == metrics["grad_norm"] == metrics["clip_fraction"] == 0
+    given = replace(WHOLE, finished=np.zeros(5, np.bool_)) if truncated else WHOLE
+    metrics = node.run(engine, given, ADVANTAGES if truncated else advantages(WHOLE, [np.nan] * 5)).values
+    assert metrics == {"skipped": 6 if truncated else 3}
     assert all((value == before[name]).all() for name, value in engine.weights())
+
+
+def test_a_minibatch_without_a_row_that_counts_is_left_out() -> None:
+    engine = Recorder()
+    given = replace(WHOLE, finished=np.array([False, False, False, True, True]))
+    metrics = PolicyUpdate(skip_truncated=True, num_minibatches=2).run(engine, given, ADVANTAGES).values
+    assert [len(minibatch) for minibatch, _ in engine.seen] == [2]
+    assert metrics == {"loss": 1, "logprob_change": 0.5, "sampler_difference": 0.5, "skipped": 1}
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,15 @@ import numpy as np
 import pytest
 
 import rlflow
-from rlflow.batch import Divergences, Rewards
+from rlflow.batch import Divergences, Repeated, Rewards, RolloutAdvantages
 from rlflow.nodes.kl import adapted
 from rlflow.nodes.shaping import KlPenalty
+from rlflow.nodes.update import PolicyUpdate
 from rlflow.runtime.adaptation import AdaptiveKl
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
+from tests.helpers import rollouts, sequences
 
 OVERRIDES = ["recipe=real", "graph.update.kl_coef=0.1", "graph.update.kl_target=0.002"]
 
@@ -51,6 +53,15 @@ def test_a_run_that_is_resumed_has_the_same_coefficients(tmp_path: Path) -> None
     assert len(set(coefficients)) > 3
     saved = tmp_path / "cut" / "checkpoints" / "step-000006" / "graph.update" / "kl_coef.json"
     assert json.loads(saved.read_text()) == pytest.approx(expected)
+
+
+def test_nothing_trained_on_leaves_the_coefficient(tmp_path: Path) -> None:
+    node = AdaptiveKl(PolicyUpdate(kl_coef=0.1, kl_target=2.0))
+    none = RolloutAdvantages(values=Repeated(np.array([np.nan], np.float32), np.array([3])))
+    given = rollouts(sequences([2], [[3]]))
+    assert node.run(engine=None, rollouts=given, advantages=none).values == {"skipped": 1, "kl_coef": 0.1}
+    node.save(tmp_path)
+    assert json.loads((tmp_path / "kl_coef.json").read_text()) == 0.1
 
 
 def test_a_coefficient_in_the_reward(tmp_path: Path) -> None:

@@ -47,6 +47,12 @@ def test_an_edge_is_there_until_its_last_reader_is_done() -> None:
     assert predict_data(longer, roles, "a").store_peak_gib == pytest.approx({"a": 11})
 
 
+def test_what_nobody_reads_is_there_while_it_is_made() -> None:
+    alone = replace(GRPO, edges=(*GRPO.edges[:2], edge("score", "reference", 5)))
+    peak = predict_data(alone, placed(rollout=["a"], reference=["a"], actor=["a"]), "a").store_peak_gib
+    assert peak == pytest.approx({"a": 13})
+
+
 def test_it_is_with_those_who_made_it() -> None:
     roles = placed(rollout=["a", "b", "b", "b"], reference=["c"], actor=["a", "b"])
     found = predict_data(GRPO, roles, "controller")

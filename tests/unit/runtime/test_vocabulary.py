@@ -1,0 +1,38 @@
+"""Models that read each other's tokens."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import rlflow
+from rlflow.compiler.plan import Plan
+from rlflow.errors import RecipeError
+from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.run import run
+from rlflow.runtime.vocabulary import check_vocabularies
+from tests.helpers import CHARACTERS, MODEL
+
+
+def taught_by(characters: str) -> Plan:
+    recipe = rlflow.load(["recipe=distill_tiny"])
+    teacher = replace(MODEL, characters=characters)
+    return rlflow.compile(replace(recipe, models={**recipe.models, "teacher": teacher}), "local")
+
+
+def test_of_models_that_are_yet_to_be_made() -> None:
+    check_vocabularies(rlflow.compile(rlflow.load(["recipe=distill_tiny"]), "local"))
+
+
+def test_a_teacher_may_know_more() -> None:
+    check_vocabularies(taught_by(CHARACTERS + "-"))
+
+
+@pytest.mark.parametrize(
+    ("characters", "fact"),
+    [("0123456789=+", "of these number 11, '\\+', has number 12"), ("0123456789+", "number 12, '=', is not there")],
+)
+def test_another_vocabulary_is_told_before_anything_runs(characters: str, fact: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=f"^roles.teacher.model: 'teacher' reads tokens of 'policy', and .*{fact}"):
+        run(taught_by(characters), tmp_path / "run", LocalRuntime())
+    assert not (tmp_path / "run").exists()
