@@ -54,13 +54,31 @@ class Unfinished(Environment):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("calculater", {}, "environment: no environment 'calculater'.\n  Known: calculator, guessing, package.module:name.\n  Fix: did you mean 'calculator'?"),
-        ("calculator", {"unknwon": "?"}, "options.unknwon: unknown key.\n  Known: unknown.\n  Fix: did you mean 'unknown'?"),
+        (
+            "calculater",
+            {},
+            "environment: no environment 'calculater'.\n  Known: calculator, guessing, package.module:name.\n"
+            "  Fix: did you mean 'calculator'?",
+        ),
+        (
+            "calculator",
+            {"unknwon": "?"},
+            "options.unknwon: unknown key.\n  Known: unknown.\n  Fix: did you mean 'unknown'?",
+        ),
         ("guessing", {"higher": 3}, "options.higher: 3 is not valid: input should be a valid string."),
-        ("rlflow.batch:Prompts", {}, "environment: 'rlflow.batch:Prompts' is not an Environment.\n  Fix: derive it from rlflow.environments.base.Environment."),
-        (f"{__name__}:Unfinished", {}, f"environment: '{__name__}:Unfinished' has no step.\n  Fix: see docs/environments.md."),
+        (
+            "rlflow.batch:Prompts",
+            {},
+            "environment: 'rlflow.batch:Prompts' is not an Environment.\n"
+            "  Fix: derive it from rlflow.environments.base.Environment.",
+        ),
+        (
+            f"{__name__}:Unfinished",
+            {},
+            f"environment: '{__name__}:Unfinished' has no step.\n  Fix: see docs/environments.md.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_found(name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         find_environment(name, options)

@@ -27,7 +27,9 @@ def pool() -> Iterator[Pool]:
 def answers(pool: Pool, texts: Sequence[str], begun: Sequence[Begun] | None = None) -> list[Answer | Failure]:
     """In one call."""
     call = Call("it", range(len(texts)), texts, begun or [({}, None)] * len(texts))
-    found = {place: answer for call, every in pool.outcomes([call]) for place, answer in zip(call.places, every)}
+    found = {
+        place: answer for call, every in pool.outcomes([call]) for place, answer in zip(call.places, every, strict=True)
+    }
     return [found[place] for place in range(len(texts))]
 
 
