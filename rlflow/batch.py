@@ -18,6 +18,7 @@ from rlflow.packed import Packed, Records, Repeated, compact, expanded
 __all__ = [
     "Advantages",
     "Batch",
+    "Conversations",
     "Divergences",
     "Examples",
     "Logprobs",
@@ -145,6 +146,15 @@ class Sequences(Batch):
         """Without what a subclass adds."""
         return Sequences(keys=self.keys, prompt_ids=self.prompt_ids, response_ids=self.response_ids)
 
+    def own_tokens(self) -> Repeated:
+        """B rows of bool: which response tokens are the model's own; no other is trained on. Here all of them are."""
+        return Repeated(np.ones(len(self), np.bool_), self.response_ids.lengths)
+
+    @property
+    def own_lengths(self) -> NDArray[np.int64]:
+        """[B]: how many of each response's tokens are the model's own."""
+        return self.own_tokens().sums
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Examples(Sequences):
@@ -170,6 +180,25 @@ class Rollouts(Sequences):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Conversations(Rollouts):
+    """Responses that a model and an environment wrote in turn. The environment's tokens have the logprob 0.
+
+    ``finished`` where the environment said so; ``texts`` are the model's last turns alone; ``rows`` hold what the
+    environment gave, over all turns, as ``environment_reward``.
+    """
+
+    own: Repeated
+    """B rows of bool: whether the model wrote the token."""
+    turns: NDArray[np.int64]
+    """[B]: of the model."""
+    reasons: NDArray[np.str_]
+    """[B], why the environment failed, which nothing can be said of then; empty where it did not."""
+
+    def own_tokens(self) -> Repeated:
+        return self.own
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Minibatch(Sequences):
     """What one optimizer step trains on."""
 
@@ -179,7 +208,7 @@ class Minibatch(Sequences):
     """What the loss reads besides the model's own logprobs: B rows of float32 each, a value a response token."""
     weights: Packed
     """B rows of float32: what each response token counts in the loss. They are made of the whole minibatch, so that
-    the gradient does not depend on how it is cut."""
+    the gradient does not depend on how it is cut. The loss does not see a token of weight 0."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -122,6 +122,17 @@ class Repeated(Packed):
     def lengths(self) -> NDArray[np.int64]:
         return self.times if self.spans is None else np.diff(self.offsets)
 
+    @property
+    def sums(self) -> Array:
+        """[rows]: of each row's values."""
+        sums = self.each * self.times
+        return sums if self.spans is None else np.diff(offsets_of(sums)[offsets_of(self.spans)])
+
+    def scaled(self, factors: Array) -> "Repeated":
+        """Each row's values times its factor, of ``factors`` [rows]."""
+        of_each = factors if self.spans is None else np.repeat(factors, self.spans)
+        return Repeated(self.each * of_each, self.times, self.spans)
+
     def __getitem__(self, row: int) -> Array:
         return self.take(np.array([row])).values
 

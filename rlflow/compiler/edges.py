@@ -7,6 +7,7 @@ import numpy as np
 
 from rlflow.batch import Metrics, Packed, Prompts, Repeated, Sequences
 from rlflow.compiler.graph import SOURCES, Graph
+from rlflow.nodes.converse import Converse
 from rlflow.nodes.generate import Generate
 from rlflow.resources.workload import Edge, Task
 
@@ -38,6 +39,9 @@ def edges_of(graph: Graph, tasks: tuple[Task, ...], text_bytes: float) -> tuple[
             if isinstance(node.operation, Generate):
                 # What is left of a step is there beside what is given, until the next one.
                 ragged *= 1 + node.operation.overcommit
+            if isinstance(node.operation, Converse):
+                # The last turn, and all that was said before it, are there beside the prompts of the next.
+                ragged *= 2
             edges.append(Edge(name=node.name, role=node.role, bytes=ragged + numbers, stored=ragged, readers=readers))
     return tuple(edges)
 

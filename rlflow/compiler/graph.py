@@ -168,8 +168,8 @@ def _check_outputs_read(recipe: Recipe, graph: Graph) -> None:
 
 
 def _check_evaluation(recipe: Recipe, graph: Graph) -> None:
-    kinds = {type(node.operation) for node in graph.nodes}
-    if recipe.evaluation is not None and not {Generate, Reward} <= kinds:
+    has_both = all(any(isinstance(node.operation, kind) for node in graph.nodes) for kind in (Generate, Reward))
+    if recipe.evaluation is not None and not has_both:
         raise GraphError("evaluation", "the graph has no nodes 'generate' and 'reward' for it", fix="evaluation=null")
     if recipe.evaluation is not None and recipe.data.eval_split is None:
         raise RecipeError(

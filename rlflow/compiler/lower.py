@@ -7,6 +7,7 @@ from rlflow.compiler.edges import edges_of
 from rlflow.compiler.graph import Graph, GraphNode, wire
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import PlacementError, RecipeError
+from rlflow.nodes.converse import Converse
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Recipe
 from rlflow.resources.demand import Demand
@@ -120,6 +121,7 @@ def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:
         responses=responses,
         longest=limit + longest,
         is_expected=expected,
+        turns=node.operation.max_turns if isinstance(node.operation, Converse) else 1,
     )
 
 

@@ -28,6 +28,8 @@ class Sampling:
     temperature: float = 1.0
     """0 takes the likeliest token."""
     top_p: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    """A response ends with any of these, as with the model's own end tokens."""
 
     @property
     def scoring_temperature(self) -> float:

@@ -1,11 +1,12 @@
 """Every capability without a model, deterministic: for tests of the runtime, never for figures about learning."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlflow.batch import (
     Logprobs,
@@ -49,6 +50,7 @@ class FakeEngine:
         samples = prompts.repeat(sampling.group_size)
         draws = [np.random.default_rng(sample_seed(self._spec.seed, key)) for key in samples.keys]
         ids = [draw.integers(0, 10, draw.integers(1, min(4, sampling.max_tokens), endpoint=True)) for draw in draws]
+        ids = [row[: _end(row, sampling.stop_ids)] for row in ids]
         response_ids = Packed.from_rows(ids, np.int32)
         return Rollouts(
             keys=samples.keys,
@@ -119,6 +121,12 @@ class FakeEngine:
     @staticmethod
     def _logprobs(response_ids: Packed) -> Packed:
         return response_ids.like(-response_ids.values.astype(np.float32) / 10)
+
+
+def _end(row: NDArray[np.int64], stop_ids: Sequence[int]) -> int:
+    """Behind the first of ``stop_ids``."""
+    stops = np.flatnonzero(np.isin(row, stop_ids))
+    return int(stops[0]) + 1 if len(stops) else len(row)
 
 
 ENGINE = FakeEngine

@@ -150,7 +150,7 @@ class VllmEngine(Sessions):
             top_p=sampling.top_p,
             # vLLM takes 63 bits.
             seed=seed >> 1,
-            stop_token_ids=self._end_ids,
+            stop_token_ids=[*self._end_ids, *sampling.stop_ids],
             ignore_eos=True,
             logprobs=0,
             flat_logprobs=True,

@@ -76,7 +76,7 @@ class BatchAdvantage(Node, kind="batch_advantage", unit="batch"):
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
         values = centred_in_groups(rewards, *groups_of(rollouts, rewards))
-        weights = np.where(np.isnan(values), 0, rollouts.response_ids.lengths)
+        weights = np.where(np.isnan(values), 0, rollouts.own_lengths)
         centred = values - np.average(np.nan_to_num(values), weights=weights)
         deviation = np.sqrt(np.average(np.nan_to_num(centred) ** 2, weights=weights))
         return for_all_tokens(centred / (deviation + _EPSILON_OF_BATCH), rollouts)
@@ -102,7 +102,8 @@ class TokenAdvantage(Node, kind="token_advantage", unit="batch", reads_tokens=Tr
         # Of each token and those after it in its row.
         ahead = np.repeat(before[kl.offsets[1:]], lengths) - before[:-1]
         values = np.repeat(rewards.values.astype(np.float64), lengths) - self.kl_coef * ahead
-        normalised = (values - np.nanmean(values)) / (np.nanstd(values) + _EPSILON_OF_BATCH)
+        own = values[rollouts.own_tokens().values]
+        normalised = (values - np.nanmean(own)) / (np.nanstd(own) + _EPSILON_OF_BATCH)
         excluded = np.isnan(rewards.values)
         return TokenAdvantages(values=Packed(normalised.astype(np.float32), kl.offsets), excluded=excluded)
 

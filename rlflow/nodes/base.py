@@ -1,6 +1,7 @@
 """A node is a function with options: its fields are the options, the parameters of ``run`` the inputs.
 
-A parameter ``engine`` names the capability asked of the node's role; a parameter with a default is an optional input.
+A parameter ``engine`` names the capability asked of the node's role; ``exchange`` is what answers for an environment,
+which the runtime gives as well; a parameter with a default is an optional input.
 """
 
 import inspect
@@ -13,6 +14,8 @@ from rlflow.errors import GraphError
 from rlflow.schema import Section
 
 Unit = Literal["sample", "group", "batch"]
+
+_GIVEN = ("engine", "exchange")
 
 KINDS: dict[str, type["Node"]] = {}
 """The nodes that a recipe may name by kind."""
@@ -44,8 +47,8 @@ class Node(Section):
 
     @classmethod
     def inputs(cls) -> tuple[Input, ...]:
-        """In the order of ``run``'s parameters, without the engine."""
-        return tuple(item for item in _signature(cls)[0] if item.name != "engine")
+        """In the order of ``run``'s parameters, without those that the runtime gives."""
+        return tuple(item for item in _signature(cls)[0] if item.name not in _GIVEN)
 
     @classmethod
     def capability(cls) -> type | None:

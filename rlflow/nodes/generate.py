@@ -1,7 +1,7 @@
 """Writing responses."""
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, Self
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -39,6 +39,10 @@ class Generate(Node, kind="generate", unit="sample"):
         """Prompts that are begun before the step that they would be trained in: ``overcommit``, rounded down."""
         # 0.29 x 100 is 28.999999999999996.
         return int(self.overcommit * batch_size + 1e-9)
+
+    def greedy(self) -> Self:
+        """One response to each prompt, of the likeliest tokens: to evaluate."""
+        return replace(self, temperature=0.0, group_size=1, overcommit=0.0)
 
     def run(self, engine: Generates, prompts: Prompts) -> Rollouts:
         return engine.generate(prompts, self.sampling)

@@ -32,9 +32,10 @@ def kl_estimate(estimator: Estimator, difference: Values, inverse: Values) -> Va
 
 def token_kl(estimator: Estimator, rollouts: Rollouts, reference: Logprobs, old_logprobs: Logprobs | None) -> Packed:
     """B rows of float64: of each response token, the policy's logprob being that of ``old_logprobs``, or else that of
-    the engine that sampled it."""
+    the engine that sampled it; 0 of a token that is not the model's own."""
     own = rollouts.logprobs if old_logprobs is None else old_logprobs.values
     difference = own.values.astype(np.float64) - reference.values.values
+    difference = np.where(rollouts.own_tokens().values, difference, 0.0)
     return Packed(kl_estimate(estimator, difference, np.exp(-difference)), own.offsets)
 
 

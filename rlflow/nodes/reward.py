@@ -1,6 +1,6 @@
 """Judging responses."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlflow.batch import Rewards, Rollouts, SummedRewards
+from rlflow.batch import Conversations, Rewards, Rollouts, SummedRewards
 from rlflow.errors import EngineError, RecipeError, below
 from rlflow.nodes.base import Node
 from rlflow.rewards.base import Failure
@@ -43,8 +43,10 @@ class Reward(Node, kind="reward", unit="sample"):
 
     def run(self, rollouts: Rollouts) -> Rewards:
         given = {name: np.full(len(rollouts), np.nan, np.float32) for name in self._parts}
-        reasons = [""] * len(rollouts)
-        with closing(self._pool.outcomes(self._calls(rollouts))) as outcomes:
+        reasons = rollouts.reasons.tolist() if isinstance(rollouts, Conversations) else [""] * len(rollouts)
+        # Of a conversation in which the environment failed nothing can be said.
+        judged = [place for place, reason in enumerate(reasons) if not reason]
+        with closing(self._pool.outcomes(self._calls(rollouts, judged))) as outcomes:
             for call, results in outcomes:
                 for place, result in zip(call.places, results, strict=True):
                     if isinstance(result, Failure):
@@ -72,13 +74,12 @@ class Reward(Node, kind="reward", unit="sample"):
         """Of processes that live as long as this node is used."""
         return Pool(self._parts)
 
-    def _calls(self, rollouts: Rollouts) -> Iterator[Call]:
+    def _calls(self, rollouts: Rollouts, judged: Sequence[int]) -> Iterator[Call]:
         texts, rows = tuple(rollouts.texts), tuple(rollouts.rows)
         for name, found in self._pool.found.items():
-            size = found.batch_size
-            for start in range(0, len(rollouts), size):
-                places = range(start, min(start + size, len(rollouts)))
-                yield Call(name, places, texts[start : places.stop], rows[start : places.stop])
+            for start in range(0, len(judged), found.batch_size):
+                places = judged[start : start + found.batch_size]
+                yield Call(name, places, [texts[place] for place in places], [rows[place] for place in places])
 
     def _instead(self, name: str, failure: Failure) -> float:
         """What a response gets that has no reward. Raises RecipeError or EngineError where that ends the run."""

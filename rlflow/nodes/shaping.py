@@ -61,6 +61,6 @@ class OverlongPenalty(Node, kind="overlong_penalty", unit="sample", reads_tokens
             raise RecipeError("buffer_tokens", fact, fix="a part of max_tokens")
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> Rewards:
-        over = rollouts.response_ids.lengths - (self.max_tokens - self.buffer_tokens)
+        over = rollouts.own_lengths - (self.max_tokens - self.buffer_tokens)
         penalties = np.clip(over / self.buffer_tokens, 0, 1)
         return Rewards(values=(rewards.values - penalties).astype(np.float32))

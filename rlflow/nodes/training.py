@@ -29,7 +29,8 @@ class Weighting:
     constant_length: int | None = None
 
     def weights(self, lengths: NDArray[np.int64], counting: NDArray[np.bool_]) -> Repeated:
-        """Rows of float32, from the lengths [B] of a minibatch's responses and whether each is trained on [B]."""
+        """Rows of float32, from the lengths [B] of a minibatch's responses, in tokens that count, and whether each is
+        trained on [B]."""
         if self.aggregation == "token":
             each = np.full(len(lengths), max(int(lengths[counting].sum()), 1))
         elif self.aggregation == "sequence":
@@ -63,6 +64,7 @@ def train(
     begun_in, prompt, sample = sequences.keys.T
     counting = np.ones(len(sequences), np.bool_) if counting is None else counting
     order = np.lexsort((sample, begun_in, prompt))
+    own, lengths = sequences.own_tokens(), sequences.own_lengths
     for rows in num_epochs * np.array_split(order, max(1, min(num_minibatches, len(sequences)))):
         if not counting[rows].any():
             steps.append({})
@@ -73,7 +75,7 @@ def train(
             # Some of every step's samples were begun in it.
             step=int(begun_in.max()),
             columns={name: column.take(rows) for name, column in columns.items()},
-            weights=weighting.weights(part.response_ids.lengths, counting[rows]),
+            weights=own.take(rows).scaled(weighting.weights(lengths[rows], counting[rows]).each),
         )
         steps.append(engine.update(minibatch, loss).values)
     return steps

@@ -33,10 +33,24 @@ class Task:
     """Optimizer steps, all epochs together."""
     epochs: int = 1
     """How often each sample is trained on."""
+    turns: int = 1
+    """In which a response is written."""
 
     @cached_property
     def tokens(self) -> float:
         return self.samples * (self.prompts.mean + self.responses.mean)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[Lengths, Lengths], ...]:
+        """Of each turn what is read before it, all that is there so far, and what is written in it: equal shares."""
+        if self.turns == 1:
+            return ((self.prompts, self.responses),)
+        share = self.responses.mean / self.turns
+        written = Lengths(tuple(max(1.0, length / self.turns) for length in self.responses.values))
+        return tuple(
+            (Lengths(tuple(length + turn * share for length in self.prompts.values)), written)
+            for turn in range(self.turns)
+        )
 
     @cached_property
     def typical_length(self) -> float:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from rlflow.errors import first_line
+
 Kind = Literal["raised", "invalid", "timeout", "died", "unavailable"]
 """The function raised; gave something that is no finite number, or not as many as responses; took too long; ended its
 process; or does not reach what it needs."""
@@ -29,6 +31,9 @@ on which others there are."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# Of float32, which rewards become.
+_LARGEST = 3.4028234663852886e38
+
 
 def batched(size: int) -> Callable[[F], F]:
     """Marks a function that is to be called with so many responses at once, and not with one."""
@@ -38,3 +43,16 @@ def batched(size: int) -> Callable[[F], F]:
         return function
 
     return mark
+
+
+def outcome(value: Any, text: str) -> Outcome:
+    """Of what a function gave for the response ``text``."""
+    if isinstance(value, Failure):
+        return value
+    try:
+        number = float(value)
+    except Exception as error:
+        return Failure("invalid", f"failed ({first_line(error)})")
+    if not abs(number) <= _LARGEST:
+        return Failure("invalid", f"returned {number} for the response {text[:80]!r}")
+    return number

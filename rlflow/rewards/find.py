@@ -3,7 +3,7 @@
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import field, make_dataclass
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -13,7 +13,7 @@ from rlflow.errors import RecipeError, did_you_mean
 from rlflow.extras import check_extra
 from rlflow.plugins import load_object
 from rlflow.rewards import functions
-from rlflow.rewards.base import RewardFunction
+from rlflow.rewards.found import Found, nothing
 from rlflow.schema import Section, parse
 
 # A function that takes it is told how long it may take; the node says it, not the options.
@@ -22,28 +22,19 @@ _TIMEOUT = "timeout_s"
 _GRACE_S = 0.5
 
 
-@dataclass(frozen=True)
-class Found:
-    call: RewardFunction
-    batch_size: int
-    """Responses of one call."""
-    limit_s: float
-    """A call that takes longer is ended from outside."""
-    prepare: Callable[[], None]
-    """Imports what takes long; called once, before workers are forked."""
-
-
 def find_reward(name: str, options: Mapping[str, Any], timeout_s: float) -> Found:
     """A file of rlflow.rewards.functions, or ``package.module:function``, with its options.
 
     Raises RecipeError at the paths ``function`` and ``options``.
     """
-    prepare: Callable[[], None] = _nothing
+    prepare: Callable[[], None] = nothing
     if ":" in name:
         function = load_object(name, "function")
     else:
-        module = _registered(name)
-        function, prepare = module.reward, getattr(module, "prepare", _nothing)
+        module = registered(functions, name, "function", "reward")
+        if hasattr(module, "EXTRA"):
+            check_extra(module.EXTRA, "function", f"reward '{name}'")
+        function, prepare = module.reward, getattr(module, "prepare", nothing)
     if not callable(function):
         raise RecipeError("function", f"'{name}' is not a function", fix="write package.module:function")
     wanted = _options(function)
@@ -55,23 +46,14 @@ def find_reward(name: str, options: Mapping[str, Any], timeout_s: float) -> Foun
     return Found(partial(function, **given), getattr(function, "batch_size", 1), limit_s, prepare)
 
 
-def _registered(name: str) -> ModuleType:
-    known = sorted(module.name for module in pkgutil.iter_modules(functions.__path__))
+def registered(package: ModuleType, name: str, path: str, what: str) -> ModuleType:
+    """The file of that name in a package of them. Raises RecipeError at ``path`` where there is none."""
+    known = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     if name not in known:
         raise RecipeError(
-            "function",
-            f"no reward '{name}'",
-            known=[*known, "package.module:function"],
-            fix=did_you_mean(name, known),
+            path, f"no {what} '{name}'", known=[*known, "package.module:name"], fix=did_you_mean(name, known)
         )
-    module = import_module(f"{functions.__name__}.{name}")
-    if hasattr(module, "EXTRA"):
-        check_extra(module.EXTRA, "function", f"reward '{name}'")
-    return module
-
-
-def _nothing() -> None:
-    """Most functions need no preparation."""
+    return import_module(f"{package.__name__}.{name}")
 
 
 def _options(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -2,16 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt
 
-from rlflow.rewards.find import Found, find_reward
+from rlflow.rewards.find import find_reward
+from rlflow.rewards.found import Found
 from rlflow.schema import Section
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part(Section):
+    what: ClassVar[str] = "reward"
     function: str | None = None
     """A file of rlflow.rewards.functions, or ``package.module:function``; by default the part's own name."""
     weight: float = 1.0

@@ -13,6 +13,7 @@ from rlflow.compiler.plan import Plan, write_plan
 from rlflow.data.source import DataSource, Rows, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, RecipeError
+from rlflow.nodes.converse import Converse
 from rlflow.nodes.reward import Reward
 from rlflow.recipe import Model, Tune
 from rlflow.resources.layout import GIB
@@ -24,8 +25,9 @@ from rlflow.runtime.data_plane.budget import edge
 from rlflow.runtime.lengths import check_examples
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.models import resolve_models
+from rlflow.runtime.rollout.conversing import conversing
 from rlflow.runtime.rollout.overcommit import begun_ahead, overcommitted
-from rlflow.runtime.step import Evaluator, evaluator, run_graph, summary
+from rlflow.runtime.step import evaluator, run_graph, summary
 from rlflow.runtime.tuner import Tuner, with_places
 from rlflow.runtime.vocabulary import check_vocabularies
 
@@ -50,7 +52,7 @@ def run(
     runtime.check(plan)
     check_vocabularies(plan)
     for node in plan.graph.nodes:
-        if isinstance(node.operation, Reward):
+        if isinstance(node.operation, Reward | Converse):
             node.operation.try_out()
     last = checkpoint.last(directory, plan.fingerprint)
     if last and not resume:
@@ -68,14 +70,16 @@ def run(
         return run(base, folder, on, observers, resume=bool(checkpoint.checkpoints(folder)), stop=stop)
 
     models = resolve_models(plan, run_base)
-    data, evaluation = _open_data(plan, models, rows, held_out)
+    data = _open_data(plan, models, rows, held_out)
     write_plan(plan, directory)
     began = time.perf_counter()
     with ExitStack() as open_parts:
         engines = open_parts.enter_context(runtime.start(with_places(plan) if tune else plan, models, directory))
         data = engines.hosted(data)
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
-        graph, overcommits = overcommitted(plan.graph, plan.recipe.data.batch_size, data)
+        graph = conversing(plan.graph, plan.recipe.roles, models, engines)
+        evaluation = evaluator(graph) if held_out else None
+        graph, overcommits = overcommitted(graph, plan.recipe.data.batch_size, data)
         graph, adaptations = adaptive(graph)
         training, kept = replace(plan, graph=graph), {**trained, **overcommits, **adaptations}
         if last:
@@ -121,7 +125,7 @@ def train_step(plan: Plan, engines: Engines, data: DataSource, step: int) -> dic
     def made(name: str, output: Any) -> None:
         nonlocal tokens
         metrics.update(summary(name, output))
-        tokens += int(output.response_ids.lengths.sum()) if isinstance(output, Sequences) else 0
+        tokens += int(output.own_lengths.sum()) if isinstance(output, Sequences) else 0
 
     edges: dict[str, Any] = {}
     read = {"prompts": data.prompts, "examples": data.examples}
@@ -158,9 +162,7 @@ def _held_out_rows(plan: Plan) -> Rows:
     return load_rows(plan.recipe.data, "eval_split")[: options.num_prompts] if options else []
 
 
-def _open_data(
-    plan: Plan, models: Mapping[str, Model], rows: Rows, held_out: Rows
-) -> tuple[DataSource, Evaluator | None]:
+def _open_data(plan: Plan, models: Mapping[str, Model], rows: Rows, held_out: Rows) -> DataSource:
     recipe, graph = plan.recipe, plan.graph
     name = recipe.roles[graph.trained_roles()[0]].model
     tokenizer = load_tokenizer(name, models[name])
@@ -175,7 +177,7 @@ def _open_data(
         steps=recipe.steps,
     )
     check_examples(plan, data)
-    return data, evaluator(graph) if held_out else None
+    return data
 
 
 def _is_due(plan: Plan, step: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Divergences, Metrics, Prompts, Rewards, Rollouts, SummedRewards
+from rlflow.batch import Conversations, Divergences, Metrics, Prompts, Rewards, Rollouts, SummedRewards
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.errors import EngineError, UserError, below
 from rlflow.nodes.generate import Generate
@@ -18,6 +18,7 @@ from rlflow.nodes.reward import Reward
 from rlflow.resources.time.past_run import QUANTILES
 from rlflow.runtime.base import Engines
 from rlflow.runtime.data_plane.budget import edge
+from rlflow.runtime.rollout.conversing import Conversing
 from rlflow.runtime.streaming import Streaming
 
 
@@ -93,12 +94,10 @@ class Evaluator:
 
 def evaluator(graph: Graph) -> Evaluator:
     """Of a graph that has nodes of the kinds generate and reward; the first of each."""
-    generate, reward = (
-        next(node for node in graph.nodes if isinstance(node.operation, kind)) for kind in (Generate, Reward)
-    )
-    assert isinstance(generate.operation, Generate)
-    greedy = replace(generate.operation, temperature=0.0, group_size=1, overcommit=0.0)
-    return Evaluator(replace(generate, operation=greedy), reward)
+    kinds: tuple[Any, Any] = (Generate | Conversing, Reward)
+    generate, reward = (next(node for node in graph.nodes if isinstance(node.operation, kind)) for kind in kinds)
+    operation: Any = generate.operation
+    return Evaluator(replace(generate, operation=operation.greedy()), reward)
 
 
 def summary(name: str, output: Any) -> dict[str, float]:
@@ -114,14 +113,22 @@ def summary(name: str, output: Any) -> dict[str, float]:
     if isinstance(output, Rewards | Divergences):
         return {f"{name}/mean": known_mean(output.values)}
     if isinstance(output, Rollouts):
-        lengths = output.response_ids.lengths
+        lengths = output.own_lengths
         return {
+            **(_of_conversations(name, output) if isinstance(output, Conversations) else {}),
             f"{name}/length_mean": float(np.mean(lengths)),
             **{f"{name}/length_p{quantile}": float(np.percentile(lengths, quantile)) for quantile in QUANTILES},
             f"{name}/length_max": int(np.max(lengths)),
             f"{name}/finished": float(np.mean(output.finished)),
         }
     return {}
+
+
+def _of_conversations(name: str, output: Conversations) -> dict[str, float]:
+    return {
+        f"{name}/turns_mean": float(np.mean(output.turns)),
+        f"{name}/failed": float(np.mean(output.reasons != "")),
+    }
 
 
 def known_mean(values: NDArray[np.float32]) -> float:

@@ -70,7 +70,7 @@ def decode(
         cache = CacheLayout(prefill, row_of, lengths, capacity=int((lengths + left).max()))
 
         draws = torch.from_numpy(_draws(seeds, sampling)).to(device)
-        ends = torch.tensor(list(end_ids), device=device)
+        ends = torch.tensor([*end_ids, *sampling.stop_ids], device=device)
         tokens = torch.empty(batch, sampling.max_tokens, dtype=torch.int64, device=device)
         logprobs = torch.empty(batch, sampling.max_tokens, device=device)
         counts = torch.full((batch,), sampling.max_tokens, device=device)

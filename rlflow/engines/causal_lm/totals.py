@@ -29,9 +29,20 @@ class Totals:
 
         ``outputs`` [T] are the model's, and ``more`` what it says besides; a ``share`` of 0: the pass counts nothing.
         """
+        import torch
+
         columns = {name: self._tensor(column) for name, column in part.columns.items()}
-        losses, metrics = self._loss(outputs, {**columns, **more, "rows": self._rows(part)})
-        weights = self._tensor(part.weights) * share
+        columns = {**columns, **more, "rows": self._rows(part)}
+        weights = self._tensor(part.weights)
+        counting = np.flatnonzero(part.weights.values)
+        if 0 < len(counting) < len(weights):
+            # What counts nothing is not there: not in what is summed up over a response either.
+            places = torch.from_numpy(counting).to(self._device)
+            outputs, weights = outputs[places], weights[places]
+            columns = {name: column[places] for name, column in columns.items()}
+            columns["rows"] = torch.unique(columns["rows"], return_inverse=True)[1]
+        losses, metrics = self._loss(outputs, columns)
+        weights = weights * share
         total = (losses * weights).sum()
         self.sums["loss"] += float(total.detach())
         self.sums[_WEIGHT] += float(weights.sum())

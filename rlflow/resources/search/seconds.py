@@ -45,16 +45,21 @@ def _of_task(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens
     shared = "tensor" in demand.parallel
     groups = task.samples / task.group_size
     each = task.samples / workers if shared else ceil(groups / workers) * task.group_size
-    return generation(
-        model,
-        layout,
-        speed,
-        sequences=min(task.samples, each),
-        group_size=max(1.0, task.group_size / workers) if shared else task.group_size,
-        prompts=task.prompts,
-        responses=task.responses,
-        kv_tokens=kv_tokens,
-        max_num_seqs=MAX_NUM_SEQS,
-        engines=workers,
-        weight_bytes=demand.weight_bytes,
-    ).seconds
+    group_size = max(1.0, task.group_size / workers) if shared else task.group_size
+    return sum(
+        generation(
+            model,
+            layout,
+            speed,
+            sequences=min(task.samples, each),
+            # What was said differs within a group, and all of it is read again.
+            group_size=group_size if turn == 0 else 1,
+            prompts=prompts,
+            responses=responses,
+            kv_tokens=kv_tokens,
+            max_num_seqs=MAX_NUM_SEQS,
+            engines=workers,
+            weight_bytes=demand.weight_bytes,
+        ).seconds
+        for turn, (prompts, responses) in enumerate(task.parts)
+    )

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlflow.rewards.base import Row
 from rlflow.rewards.pool.channel import Channel
 
 # Well below what a socket holds: who sends to a worker is not held up by a function that hangs.
@@ -23,7 +22,8 @@ class Call:
     places: Sequence[int]
     """Of the responses among all: for whoever asked."""
     texts: Sequence[str]
-    rows: Sequence[Row]
+    rows: Sequence[Any]
+    """Of the data set; or what an environment is given besides the texts."""
 
     def singly(self) -> "list[Call]":
         every = zip(self.places, self.texts, self.rows, strict=True)

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from rlflow.errors import EngineError, UserError, first_line
-from rlflow.rewards.base import RewardFunction
-from rlflow.rewards.part import Part
+from rlflow.rewards.found import Findable, Found
 from rlflow.rewards.pool.channel import Channel
 from rlflow.rewards.pool.worker import work
 from rlflow.rewards.processes import become_subreaper, children, descendants, kill
@@ -27,7 +26,7 @@ def main(control: socket.socket) -> None:
     """Until the other end has gone."""
     os.set_inheritable(control.fileno(), False)
     channel = Channel(control)
-    messages: list[tuple[list[str], Mapping[str, Part]]] | None = []
+    messages: list[tuple[list[str], Mapping[str, Findable]]] | None = []
     while not messages:
         messages = channel.messages()
         if messages is None:
@@ -58,17 +57,17 @@ def main(control: socket.socket) -> None:
         _end(pid, workers)
 
 
-def _prepared(name: str, part: Part) -> RewardFunction:
+def _prepared(name: str, part: Findable) -> Found:
     try:
         found = part.find(name)
         found.prepare()
     except Exception as error:  # whatever modules raise on import
         reason = str(error) if isinstance(error, UserError) else first_line(error)
-        raise EngineError(f"reward '{name}' cannot be had in a process of its own: {reason}") from None
-    return found.call
+        raise EngineError(f"{part.what} '{name}' cannot be had in a process of its own: {reason}") from None
+    return found
 
 
-def _forked(functions: Mapping[str, RewardFunction], control: socket.socket, end: int) -> int:
+def _forked(functions: Mapping[str, Found], control: socket.socket, end: int) -> int:
     nursery = os.getpid()
     if pid := os.fork():
         os.close(end)

@@ -6,9 +6,10 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from typing import Any
 
-from rlflow.rewards.base import Failure, Outcome
-from rlflow.rewards.part import Part
+from rlflow.rewards.base import Failure
+from rlflow.rewards.found import Findable
 from rlflow.rewards.pool.calls import Call, Worker
 from rlflow.rewards.pool.started import Nursery
 from rlflow.rewards.processes import processors
@@ -22,7 +23,7 @@ _FIRST_S = 1.0
 class Pool:
     """As many workers as this process may use processors. ``stop`` ends them, and so does the end of this object."""
 
-    def __init__(self, parts: Mapping[str, Part], num_workers: int | None = None) -> None:
+    def __init__(self, parts: Mapping[str, Findable], num_workers: int | None = None) -> None:
         """Raises EngineError."""
         self.num_workers = num_workers or processors()
         self._parts = parts
@@ -33,7 +34,7 @@ class Pool:
         """Seconds of a call of each part, lately."""
         self.stop = weakref.finalize(self, _stop, self.workers, self.nursery)
 
-    def outcomes(self, calls: Iterable[Call]) -> Generator[tuple[Call, list[Outcome]], None, None]:
+    def outcomes(self, calls: Iterable[Call]) -> Generator[tuple[Call, list[Any]], None, None]:
         """Of each call, in the order in which they are done; a call that fails as a whole is made again a response at a
         time. To be closed when not all of them are wanted. Raises EngineError when there can be no workers.
         """
@@ -68,7 +69,7 @@ class Pool:
                     waiting.appendleft(call)
                     break
 
-    def _done(self, waiting: deque[Call]) -> Iterator[tuple[Call, list[Outcome]]]:
+    def _done(self, waiting: deque[Call]) -> Iterator[tuple[Call, list[Any]]]:
         """What the workers say until the next of their deadlines; what is over it has failed."""
         busy = [worker for worker in self.workers if worker.begun]
         if not busy:
@@ -91,7 +92,7 @@ class Pool:
             if worker not in ready and worker.deadline <= now:
                 yield self._failed(worker, waiting, is_late=True)
 
-    def _failed(self, worker: Worker, waiting: deque[Call], is_late: bool = False) -> tuple[Call, list[Outcome]]:
+    def _failed(self, worker: Worker, waiting: deque[Call], is_late: bool = False) -> tuple[Call, list[Any]]:
         """The call that it was at; those that it had not begun wait again."""
         call, *others = worker.begun
         waiting.extendleft(reversed(others))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from rlflow.errors import EngineError
-from rlflow.rewards.part import Part
+from rlflow.rewards.found import Findable
 from rlflow.rewards.pool.channel import Channel
 from rlflow.rewards.pool.nursery import NUMBER
 
@@ -20,7 +20,7 @@ _START_S, _ANSWER_S = 300.0, 30.0
 class Nursery:
     """It and its workers end by ``stop``, with this object, and with this process."""
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
+    def __init__(self, parts: Mapping[str, Findable]) -> None:
         """Raises EngineError when the functions cannot be had there."""
         self._socket, theirs = socket.socketpair()
         command = [sys.executable, "-m", "rlflow.rewards.pool.nursery", str(theirs.fileno())]

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import first_line
-from rlflow.rewards.base import Failure, Outcome, RewardFunction, Row
+from rlflow.rewards.base import Failure
+from rlflow.rewards.found import Found
 from rlflow.rewards.pool.channel import Channel
 from rlflow.rewards.processes import become_subreaper, die_with_parent
 
-# Of float32, which rewards become.
-_LARGEST = 3.4028234663852886e38
 # Of what a function may take beyond what is there when its worker is forked.
 _MEMORY = 4 * 2**30
 
 
-def work(channel: Channel, functions: Mapping[str, RewardFunction], nursery: int) -> None:
+def work(channel: Channel, functions: Mapping[str, Found], nursery: int) -> None:
     """Answers until the other end has gone. ``nursery`` is the parent's process id."""
     os.setsid()
     die_with_parent(nursery)
@@ -36,10 +35,10 @@ def work(channel: Channel, functions: Mapping[str, RewardFunction], nursery: int
             channel.send(pickle.dumps(outcomes_of(functions[part], texts, rows)))
 
 
-def outcomes_of(function: RewardFunction, texts: Sequence[str], rows: Sequence[Row]) -> list[Outcome]:
+def outcomes_of(found: Found, texts: Sequence[str], rows: Sequence[Any]) -> list[Any]:
     """As many as texts, whatever the function does."""
     try:
-        given = list(islice(function(texts, rows), len(texts) + 1))
+        given = list(islice(found.call(texts, rows), len(texts) + 1))
     except BaseException as error:  # whatever the user's own function raises, sys.exit too
         return [Failure("raised", f"failed ({first_line(error)})")] * len(texts)
     if len(given) != len(texts):
@@ -47,16 +46,4 @@ def outcomes_of(function: RewardFunction, texts: Sequence[str], rows: Sequence[R
         number = f"more than {len(texts)}" if len(given) > len(texts) else len(given)
         fact = f"returned {number} values for {len(texts)} response{plural}"
         return [Failure("invalid", fact)] * len(texts)
-    return [_checked(value, text) for value, text in zip(given, texts, strict=True)]
-
-
-def _checked(value: Any, text: str) -> Outcome:
-    if isinstance(value, Failure):
-        return value
-    try:
-        number = float(value)
-    except Exception as error:
-        return Failure("invalid", f"failed ({first_line(error)})")
-    if not abs(number) <= _LARGEST:
-        return Failure("invalid", f"returned {number} for the response {text[:80]!r}")
-    return number
+    return [found.check(value, text) for value, text in zip(given, texts, strict=True)]

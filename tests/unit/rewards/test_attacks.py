@@ -42,7 +42,8 @@ def outcome(pool: Pool, program: str, test: Mapping[str, Any]) -> Outcome:
     (worker,) = pool.workers
     assert before in ([], [worker.pid]), "the worker was ended"
     assert children(worker.pid) == [], "something of it still runs"
-    return given
+    answer: Outcome = given
+    return answer
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)

@@ -1,0 +1,1 @@
+"""The environments that a recipe may name, each a file."""

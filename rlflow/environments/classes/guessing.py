@@ -1,0 +1,34 @@
+"""A game: the model guesses a number and is told whether the right one is higher or lower."""
+
+import re
+from dataclasses import dataclass
+
+from rlflow.environments.base import Environment, Observation
+from rlflow.rewards.base import Row
+
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass
+class Guessing(Environment):
+    """The row needs a ``number``. The reward is 1 for finding it. A turn without a number is answered by nothing."""
+
+    batch_size = 64
+
+    higher: str = ">"
+    lower: str = "<"
+
+    def reset(self, row: Row) -> None:
+        self.number = int(row["number"])
+
+    def step(self, text: str) -> Observation:
+        guesses = _NUMBER.findall(text)
+        if not guesses:
+            return Observation()
+        guess = int(guesses[-1][:100])
+        if guess == self.number:
+            return Observation(done=True, reward=1.0)
+        return Observation(self.higher if self.number > guess else self.lower)
+
+
+ENVIRONMENT = Guessing

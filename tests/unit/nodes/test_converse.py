@@ -1,0 +1,216 @@
+"""Conversations: who wrote what, when they end, and what becomes of an environment that fails."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlflow.batch import Conversations, Packed, Prompts, Repeated, Rollouts, SummedRewards
+from rlflow.engines.base import Sampling
+from rlflow.engines.causal_lm.pretrained import load_tokenizer
+from rlflow.engines.fake import FakeEngine
+from rlflow.engines.transformers import TransformersEngine
+from rlflow.errors import EngineError, RecipeError
+from rlflow.nodes.converse import Converse
+from rlflow.nodes.exchange import Exchange
+from rlflow.nodes.generate import Generate
+from rlflow.nodes.reward import Reward
+from rlflow.rewards.part import Part
+from tests.helpers import MODEL, keys, prompts, spec
+from tests.unit.environments import echo
+
+ECHO = f"{echo.__name__}:Echo"
+TOKENIZER = load_tokenizer("policy", MODEL)
+END = TOKENIZER.eos_token_id
+GIVEN = prompts((3, 5))
+# Of MODEL's tokenizer: 0 is the end, 1 to 10 the digits, 11 "+", 12 "=".
+PLUS = 11
+
+
+class Scripted:
+    """An engine that writes what it is told, by turn and then by the place among those asked; ``|`` is the end token.
+
+    A turn has logprobs of its own and its own version.
+    """
+
+    def __init__(self, *turns: Sequence[str]) -> None:
+        self.turns = list(turns)
+        self.asked: list[Prompts] = []
+        self.samplings: list[Sampling] = []
+
+    def generate(self, given: Prompts, sampling: Sampling) -> Rollouts:
+        self.asked.append(given)
+        self.samplings.append(sampling)
+        texts, turn = self.turns[len(self.asked) - 1], len(self.asked)
+        samples = given.repeat(sampling.group_size)
+        ids = Packed.from_rows([encoded(text) for text in texts], np.int32)
+        assert len(texts) == len(samples)
+        return Rollouts(
+            keys=samples.keys,
+            prompt_ids=samples.ids,
+            response_ids=ids,
+            logprobs=ids.like(np.full(len(ids.values), -turn, np.float32)),
+            versions=Repeated(np.full(len(ids), turn, np.int32), ids.lengths),
+            finished=np.array([text[-1] in "|+" for text in texts]),
+            temperature=1.0,
+            texts=tuple(text.replace("|", "") for text in texts),
+            rows=samples.rows,
+        )
+
+
+def encoded(text: str) -> list[int]:
+    return [END if character == "|" else CHARACTER[character] for character in text]
+
+
+CHARACTER: Mapping[str, int] = {each: TOKENIZER.convert_tokens_to_ids(each) for each in "0123456789+="}
+
+
+def converse(**options: Any) -> Converse:
+    given = {"environment": ECHO, "max_turns": 3, "turn_tokens": 4, "max_tokens": 20, "group_size": 1}
+    return Converse(**given | options)
+
+
+def conversations(engine: Any, node: Converse, last: Sequence[str] = ("9", "9")) -> Conversations:
+    given = replace(GIVEN, rows=tuple({"last": text} for text in last))
+    return node.run(engine, Exchange(node, "policy", MODEL), given)
+
+
+def rows(column: Packed) -> list[list[Any]]:
+    return [column[row].tolist() for row in range(len(column))]
+
+
+def test_the_model_and_the_environment_write_in_turn() -> None:
+    engine = Scripted(["12|", "9|"], ["3|"], ["9|"])
+    out = conversations(engine, converse(frame="={}+"))
+    assert rows(out.response_ids) == [encoded("12|=1+3|=22+9|"), encoded("9|")]
+    assert rows(out.own) == [[True] * 3 + [False] * 3 + [True] * 2 + [False] * 4 + [True] * 2, [True] * 2]
+    assert rows(out.logprobs) == [[-1] * 3 + [0] * 3 + [-2] * 2 + [0] * 4 + [-3] * 2, [-1] * 2]
+    assert rows(out.versions) == [[1] * 6 + [2] * 6 + [3] * 2, [1] * 2]
+    assert out.own_lengths.tolist() == [7, 2]
+    assert (out.finished.tolist(), out.turns.tolist(), out.reasons.tolist()) == ([True, True], [3, 1], ["", ""])
+    assert out.texts == ("9", "9")
+    assert [row["environment_reward"] for row in out.rows] == [0.75, 0.25]
+    assert out.keys.tolist() == keys(2).tolist()
+    assert rows(out.prompt_ids) == rows(GIVEN.ids)
+
+
+def test_each_turn_reads_all_before_it_under_keys_of_its_own() -> None:
+    engine = Scripted(["1|", "2|"], ["3|", "9|"], ["9|"])
+    conversations(engine, converse())
+    first, second, third = engine.asked
+    assert rows(second.ids) == [GIVEN.ids[0].tolist() + encoded("1|1"), GIVEN.ids[1].tolist() + encoded("2|1")]
+    assert rows(third.ids) == [GIVEN.ids[0].tolist() + encoded("1|13|22")]
+    assert first.keys.tolist() == [[0, 0, 0], [0, 1, 0]]
+    assert second.keys.tolist() == [[0, 2, 0], [0, 3, 0]]
+    assert third.keys.tolist() == [[0, 4, 0]]
+
+
+def test_a_group_begins_together_and_goes_on_one_by_one() -> None:
+    engine = Scripted(["1|", "9|", "2|", "9|"], ["9|", "9|"])
+    out = conversations(engine, converse(group_size=2, stop=("+",)))
+    assert [(each.group_size, each.max_tokens, each.stop_ids) for each in engine.samplings] == [
+        (2, 4, (PLUS,)),
+        (1, 4, (PLUS,)),
+    ]
+    assert out.keys.tolist() == keys(2, 2).tolist()
+    assert rows(out.response_ids) == [encoded(text) for text in ("1|19|", "9|", "2|19|", "9|")]
+
+
+@pytest.mark.parametrize(
+    ("options", "response", "turns"),
+    [
+        ({"max_turns": 1}, "1|", 1),
+        ({"max_turns": 2}, "1|12|", 2),
+        # 2 + 1 + 4 of the next turn have room in 7 tokens, and 2 + 1 + 2 + 2 + 4 in 11.
+        ({"max_tokens": 6}, "1|", 1),
+        ({"max_tokens": 7}, "1|12|", 2),
+        ({"max_tokens": 11}, "1|12|229|", 3),
+    ],
+)
+def test_limits_cut_a_conversation(options: Mapping[str, int], response: str, turns: int) -> None:
+    engine = Scripted(["1|", "9|"], ["2|"], ["9|"])
+    out = conversations(engine, converse(**options))
+    assert out.response_ids[0].tolist() == encoded(response)
+    assert out.finished.tolist() == [turns == 3, True]
+    assert out.turns.tolist() == [turns, 1]
+
+
+def test_a_turn_that_is_cut_ends_its_conversation() -> None:
+    out = conversations(Scripted(["1234", "9|"]), converse())
+    assert rows(out.response_ids) == [encoded("1234"), encoded("9|")]
+    assert out.finished.tolist() == [False, True]
+    assert out.rows[0]["environment_reward"] == 0
+
+
+def test_a_conversation_whose_environment_fails_has_no_reward() -> None:
+    out = conversations(Scripted(["1|", "1|"], ["13|", "9|"]), converse(on_failure="exclude"))
+    reason = f"'{ECHO}' failed (RuntimeError: unlucky)"
+    assert out.reasons.tolist() == [reason, ""]
+    for part, expected in (
+        (Part(function="environment"), 0.5),
+        (Part(function="length", options={"max_characters": 5}), 0.0),
+    ):
+        rewards = Reward(functions={"it": part}).run(out)
+        assert isinstance(rewards, SummedRewards)
+        assert rewards.values.tolist() == [pytest.approx(float("nan"), nan_ok=True), expected]
+        assert rewards.reasons.tolist() == [reason, ""]
+
+
+def test_where_all_fail_the_run_ends_with_the_reason() -> None:
+    out = conversations(Scripted(["13|", "13|"]), converse(on_failure="exclude"))
+    with pytest.raises(EngineError, match=r"none of 2 responses has one: '.*Echo' failed \(RuntimeError: unlucky\)"):
+        Reward(function="environment").run(out)
+
+
+def test_a_failure_may_end_the_run() -> None:
+    with pytest.raises(RecipeError, match=r"^environment: '.*Echo' failed \(RuntimeError: unlucky\)"):
+        conversations(Scripted(["13|", "9|"]), converse())
+
+
+def test_what_the_tokenizer_does_not_know() -> None:
+    with pytest.raises(RecipeError, match=r"^environment: the tokenizer refuses what '.*Echo' says"):
+        conversations(Scripted(["1|", "9|"]), converse(frame="<{}>"))
+    with pytest.raises(RecipeError, match=r"^stop: '\+=' is 2 tokens, and a turn ends with one"):
+        conversations(Scripted(["1|", "9|"]), converse(stop=("+=",)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overcommit": 0.5}, "overcommit: conversations are not broken off between two steps"),
+        ({"turn_tokens": 21}, "turn_tokens: 21 is more than max_tokens, which is 20"),
+        ({"frame": "="}, "frame: '=' needs one '{}'"),
+        ({"environment": "calc"}, "environment: no environment 'calc'"),
+        ({"options": {"loud": True}}, "options.loud: unknown key"),
+    ],
+)
+def test_options_that_do_not_go(options: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        converse(**options).check(frozenset())
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("kind", [FakeEngine, TransformersEngine])
+def test_a_single_turn_is_what_generate_writes(kind: type[FakeEngine] | type[TransformersEngine]) -> None:
+    plain = Generate(group_size=3, max_tokens=6)
+    node = converse(group_size=3, max_tokens=6, turn_tokens=6, max_turns=1)
+    given = replace(GIVEN, rows=({"last": "x"},) * 2)
+    expected = plain.run(kind(spec()), given)
+    out = node.run(kind(spec()), Exchange(node, "policy", MODEL), given)
+    for column in ("response_ids", "logprobs", "versions", "prompt_ids"):
+        assert rows(getattr(out, column)) == rows(getattr(expected, column)), column
+    assert out.own.values.all()
+    assert out.texts == expected.texts
+
+
+def test_draws_differ_from_turn_to_turn() -> None:
+    """Of the same sample, with the same words before it."""
+    engine = Scripted(["1|", "2|"], ["9|", "9|"])
+    conversations(engine, converse())
+    same = [replace(asked, ids=Packed.from_rows([GIVEN.ids[0]] * 2, np.int32)) for asked in engine.asked]
+    model = TransformersEngine(spec())
+    first, second = (rows(model.generate(asked, Sampling(max_tokens=8)).response_ids) for asked in same)
+    assert first[0] != second[0]
+    assert first[1] != second[1]

@@ -1,0 +1,163 @@
+"""What an environment wrote is read by the model, and by no loss, advantage, reward or metric.
+
+Where the environment wrote, columns are garbage here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from rlflow.batch import (
+    Conversations,
+    Logprobs,
+    Repeated,
+    Rewards,
+    RolloutAdvantages,
+    Rollouts,
+)
+from rlflow.engines.torch import TorchEngine
+from rlflow.nodes.advantage import BatchAdvantage, TokenAdvantage
+from rlflow.nodes.correction import Correction
+from rlflow.nodes.policy_gradient import PolicyGradient
+from rlflow.nodes.shaping import KlDivergence, OverlongPenalty
+from rlflow.nodes.update import CispoUpdate, GspoUpdate, PolicyUpdate, ReinforceUpdate
+from rlflow.runtime.step import summary
+from tests.helpers import rollouts, sequences, spec
+
+# Of each response the lengths of turns: the model's, the environment's, the model's, ...
+TURNS = [[2, 3, 1], [4], [1, 2, 2, 1, 3], [3, 1]]
+OWN = [np.repeat(np.arange(len(turns)) % 2 == 0, turns) for turns in TURNS]
+ADVANTAGES = np.array([0.5, -1.0, 2.0, 0.25], np.float32)
+
+
+def conversations() -> Conversations:
+    written = rollouts(sequences([3, 2], [[6, 4], [9, 4]]))
+    flat = [turn for turns in TURNS for turn in turns]
+    own = Repeated(
+        np.concatenate([np.arange(len(turns)) % 2 == 0 for turns in TURNS]),
+        np.array(flat),
+        np.array([len(turns) for turns in TURNS]),
+    )
+    drawn = written.response_ids.like(column(0))
+    fields = {**vars(written), "logprobs": drawn, "finished": np.array([True, True, True, False])}
+    return Conversations(**fields, own=own, turns=np.array([2, 1, 3, 1]), reasons=np.array([""] * 4))
+
+
+def column(seed: int, garbage: float = np.nan) -> NDArray[np.float32]:
+    values = -np.random.default_rng(seed).exponential(1, 23).astype(np.float32)
+    return np.where(np.concatenate(OWN), values, np.float32(garbage))
+
+
+GIVEN = conversations()
+
+
+def of_tokens(seed: int, garbage: float = np.nan) -> Logprobs:
+    return Logprobs(values=GIVEN.response_ids.like(column(seed, garbage)))
+
+
+def test_own_tokens_are_told_by_row() -> None:
+    assert [GIVEN.own_tokens()[row].tolist() for row in range(4)] == [own.tolist() for own in OWN]
+    assert GIVEN.own_lengths.tolist() == [3, 4, 6, 3]
+    assert GIVEN.take(np.array([2, 0])).own_lengths.tolist() == [6, 3]
+    assert Conversations.joined([GIVEN, GIVEN]).own_lengths.tolist() == [3, 4, 6, 3] * 2
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        PolicyUpdate(kl_coef=0.1, num_minibatches=2),
+        PolicyUpdate(kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01, aggregation="sequence"),
+        PolicyUpdate(correction=Correction(level="sequence", max_ratio=3.0)),
+        PolicyUpdate(aggregation="constant", constant_length=9, skip_truncated=True),
+        GspoUpdate(aggregation="sequence"),
+        CispoUpdate(correction=Correction(outside="mask")),
+        ReinforceUpdate(),
+    ],
+    ids=lambda node: f"{type(node).__name__}-{node.aggregation}",
+)
+def test_losses_and_gradients_do_not_depend_on_columns_of_its_tokens(node: PolicyGradient) -> None:
+    outcomes: list[tuple[Mapping[str, float], NDArray[np.float32]]] = []
+    for garbage in (0.0, np.nan):
+        engine = TorchEngine(spec(micro_batch_tokens=24))
+        given = replace(GIVEN, logprobs=GIVEN.response_ids.like(column(0, garbage)))
+        values = GIVEN.response_ids.like(np.repeat(ADVANTAGES, GIVEN.response_ids.lengths))
+        advantages = RolloutAdvantages(values=Repeated(ADVANTAGES, values.lengths))
+        others = (of_tokens(1, garbage), of_tokens(2, garbage))
+        metrics = node.run(engine, given, advantages, *others).values  # type: ignore[arg-type]
+        outcomes.append((metrics, engine.logprobs(GIVEN, 1.0).values.values))
+    (one, scores), (other, others_scores) = outcomes
+    assert all(np.isfinite(value) for value in one.values())
+    assert one == other
+    assert scores.tolist() == others_scores.tolist()
+
+
+def test_a_ratio_of_a_response_is_that_of_the_models_tokens() -> None:
+    """GSPO and a correction by sequence add up over a response: by hand, over the model's tokens alone."""
+    engine = TorchEngine(spec())
+    new = engine.logprobs(GIVEN, 1.0).values
+    old, sampler = of_tokens(1).values, GIVEN.logprobs
+    expected, corrections, total = 0.0, 0.0, int(GIVEN.own_lengths.sum())
+    for row, own in enumerate(OWN):
+        difference = new[row][own].astype(np.float64) - old[row][own]
+        ratio = np.exp(difference.mean())
+        correction = min(np.exp((old[row][own].astype(np.float64) - sampler[row][own]).sum()), 2.0)
+        clipped = np.clip(ratio, 1 - 3e-4, 1 + 4e-4)
+        loss = -min(ratio * ADVANTAGES[row], clipped * ADVANTAGES[row]) * correction
+        expected += loss * own.sum() / total
+        corrections += correction * own.sum() / total
+    advantages = RolloutAdvantages(values=Repeated(ADVANTAGES, GIVEN.response_ids.lengths))
+    node = GspoUpdate(correction=Correction(level="sequence"))
+    metrics = node.run(engine, GIVEN, advantages, old_logprobs=of_tokens(1)).values
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["correction"] == pytest.approx(corrections, rel=1e-5)
+
+
+def test_divergences_add_up_over_the_models_tokens() -> None:
+    reference = of_tokens(1)
+    out = KlDivergence().run(GIVEN, reference).values
+    expected = [
+        (GIVEN.logprobs[row][own].astype(np.float64) - reference.values[row][own]).sum() for row, own in enumerate(OWN)
+    ]
+    assert out.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_advantages_are_normalised_over_the_models_tokens() -> None:
+    rewards = Rewards(values=np.array([1.0, 0.0, 0.5, 0.25], np.float32))
+    reference = of_tokens(1)
+    out = TokenAdvantage(kl_coef=0.1).run(GIVEN, rewards, reference).values
+    raw = []
+    for row, own in enumerate(OWN):
+        kl = GIVEN.logprobs[row][own].astype(np.float64) - reference.values[row][own]
+        raw.append([float(rewards.values[row]) - 0.1 * kl[at:].sum() for at in range(len(kl))])
+    every = np.concatenate(raw)
+    for row, own in enumerate(OWN):
+        expected = (np.array(raw[row]) - every.mean()) / every.std()
+        assert out[row][own] == pytest.approx(expected, rel=1e-5)
+    centred = np.array([0.5, -0.5, 0.125, -0.125])
+    weights = np.array([3, 4, 6, 3])
+    mean = np.average(centred, weights=weights)
+    deviation = np.sqrt(np.average((centred - mean) ** 2, weights=weights))
+    given = BatchAdvantage().run(GIVEN, rewards).values
+    assert given.each == pytest.approx((centred - mean) / deviation, rel=1e-5)
+
+
+def test_lengths_are_the_models() -> None:
+    rewards = Rewards(values=np.zeros(4, np.float32))
+    assert OverlongPenalty(max_tokens=6, buffer_tokens=4).run(GIVEN, rewards).values.tolist() == [
+        -0.25,
+        -0.5,
+        -1.0,
+        -0.25,
+    ]
+    metrics = summary("rollouts", GIVEN)
+    assert (metrics["rollouts/length_mean"], metrics["rollouts/length_max"]) == (4.0, 6)
+    assert (metrics["rollouts/turns_mean"], metrics["rollouts/failed"]) == (1.75, 0.0)
+
+
+def test_all_tokens_of_plain_rollouts_are_the_models() -> None:
+    plain: Rollouts = rollouts(sequences([3], [[2, 4]]))
+    assert plain.own_tokens().values.all()
+    assert plain.own_lengths.tolist() == [2, 4]
