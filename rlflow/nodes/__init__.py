@@ -1,5 +1,5 @@
 """What an algorithm does. Importing this package makes the kinds known that recipes may name."""
 
-from rlflow.nodes import advantage, generate, reward, score, shaping, update
+from rlflow.nodes import advantage, gae, generate, reward, score, shaping, update, value_update
 
-__all__ = ["advantage", "generate", "reward", "score", "shaping", "update"]
+__all__ = ["advantage", "gae", "generate", "reward", "score", "shaping", "update", "value_update"]

@@ -102,9 +102,8 @@ class TokenAdvantage(Node, kind="token_advantage", unit="batch", reads_tokens=Tr
         # Of each token and those after it in its row.
         ahead = np.repeat(before[kl.offsets[1:]], lengths) - before[:-1]
         values = np.repeat(rewards.values.astype(np.float64), lengths) - self.kl_coef * ahead
-        normalised = (values - np.nanmean(values)) / (np.nanstd(values) + _EPSILON_OF_BATCH)
         excluded = np.isnan(rewards.values)
-        return TokenAdvantages(values=Packed(normalised.astype(np.float32), kl.offsets), excluded=excluded)
+        return TokenAdvantages(values=Packed(normalised(values).astype(np.float32), kl.offsets), excluded=excluded)
 
 
 def groups_of(rollouts: Rollouts, rewards: Rewards) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -117,6 +116,11 @@ def centred_in_groups(rewards: Rewards, group: NDArray[np.int64], sizes: NDArray
     """[B]: each reward minus the mean of its group."""
     values = rewards.values.astype(np.float64)
     return values - (np.bincount(group, np.nan_to_num(values)) / np.maximum(sizes, 1))[group]
+
+
+def normalised(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of the tokens of a batch, those that are there."""
+    return (values - np.nanmean(values)) / (np.nanstd(values) + _EPSILON_OF_BATCH)
 
 
 def for_all_tokens(values: NDArray[np.float64], rollouts: Rollouts) -> RolloutAdvantages:

@@ -13,6 +13,7 @@ from rlflow.compiler.plan import Plan, write_plan
 from rlflow.data.source import DataSource, Rows, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, RecipeError
+from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward import Reward
 from rlflow.recipe import Model, Tune
 from rlflow.resources.layout import GIB
@@ -74,7 +75,7 @@ def run(
         data = engines.hosted(data)
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
         graph, overcommits = overcommitted(plan.graph, plan.recipe.data.batch_size, data)
-        graph, adaptations = adaptive(graph)
+        graph, adaptations = adaptive(graph, engines)
         training, kept = replace(plan, graph=graph), {**trained, **overcommits, **adaptations}
         if last:
             checkpoint.restore(last, kept)
@@ -160,7 +161,9 @@ def _open_data(
     plan: Plan, models: Mapping[str, Model], rows: Rows, held_out: Rows
 ) -> tuple[DataSource, Evaluator | None]:
     recipe, graph = plan.recipe, plan.graph
-    name = recipe.roles[graph.trained_roles()[0]].model
+    # Of several roles that are trained, the texts are those of the one that writes.
+    writing = [node.role for node in graph.nodes if isinstance(node.operation, Generate) and node.role]
+    name = recipe.roles[(writing or graph.trained_roles())[0]].model
     tokenizer = load_tokenizer(name, models[name])
     data = open_training_data(
         recipe.data,
