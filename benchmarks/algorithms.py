@@ -17,7 +17,7 @@ from benchmarks.reporting import Goal, finish
 
 ALGORITHMS = (
     *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "remax"),
-    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "distill"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "distill"),
 )
 _GAIN = 0.2
 

@@ -21,6 +21,7 @@ __all__ = [
     "Conversations",
     "Divergences",
     "Examples",
+    "GaeAdvantages",
     "Logprobs",
     "Metrics",
     "Minibatch",
@@ -277,6 +278,18 @@ class TokenAdvantages(Advantages):
     @property
     def known(self) -> NDArray[np.bool_]:
         return ~self.excluded
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GaeAdvantages(TokenAdvantages):
+    """With what a critic is to learn, and how good it was."""
+
+    returns: Packed
+    """B rows of float32, a value a response token: what a critic should have expected before it. NaN where excluded."""
+    explained_variance: float
+    """Of the returns of all tokens, by the critic's values: 1 - Var(return - value) / Var(return)."""
+    kl: float
+    """Nats a response in the mean, from the reference; 0 without one."""
 
 
 @dataclass(frozen=True, kw_only=True)

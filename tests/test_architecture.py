@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "engines": {"errors", "extras", "host_memory", "batch", "resources", "recipe"},
     "rewards": {"errors", "extras", "plugins", "schema"},
     "environments": {"errors", "plugins", "schema", "rewards"},
-    "nodes": {"errors", "schema", "batch", "recipe", "engines", "rewards", "environments"},
+    "nodes": {"errors", "schema", "packed", "batch", "recipe", "engines", "rewards", "environments"},
     "data": {"errors", "plugins", "batch", "recipe"},
     "compiler": {"errors", "plugins", "schema", "batch", "resources", "recipe", "engines", "nodes"},
     "compose": {"errors", "schema", "resources", "recipe"},

@@ -13,7 +13,10 @@ from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, below, did_you_mean
 from rlflow.nodes.base import KINDS, Node
 from rlflow.nodes.generate import Generate
+from rlflow.nodes.policy_gradient import PolicyGradient
 from rlflow.nodes.reward import Reward
+from rlflow.nodes.update import SftUpdate
+from rlflow.nodes.value_update import ValueUpdate
 from rlflow.plugins import load_object
 from rlflow.recipe import Recipe
 from rlflow.schema import parse
@@ -44,6 +47,11 @@ class Graph:
         names = [node.role for node in self.nodes if node.role and _capability(node) == "Trains"]
         return list(dict.fromkeys(names))
 
+    def reading_role(self) -> str:
+        """The role whose model's tokenizer encodes what the data holds: the one that writes, or the first trained."""
+        writing = [node.role for node in self.nodes if isinstance(node.operation, Generate) and node.role]
+        return (writing or self.trained_roles())[0]
+
     def followers(self, generator: GraphNode) -> tuple[GraphNode, ...]:
         """The nodes that can work on parts of what this one generates: those that take each sample by itself, have no
         role, and read nothing but what is generated, or what others of their kind make of that."""
@@ -72,6 +80,7 @@ def wire(recipe: Recipe) -> Graph:
     graph = Graph(nodes=tuple(nodes[name] for name in _order(nodes)))
     _check_outputs_read(recipe, graph)
     _check_evaluation(recipe, graph)
+    _check_heads(graph)
     _check_roles(recipe, graph)
     _check_overcommit(recipe, graph)
     return graph
@@ -194,8 +203,26 @@ def _check_roles(recipe: Recipe, graph: Graph) -> None:
             _check_capability(path, role.engine, node)
         if role.optimizer is not None and name not in trained:
             raise GraphError(f"{path}.optimizer", f"'{name}' is never trained", fix="remove it")
+        if role.optimizer is not None and (frozen := role.optimizer.frozen_steps) >= recipe.steps:
+            fact = f"{frozen} leaves none of the {recipe.steps} steps to train '{name}' in"
+            raise RecipeError(f"{path}.optimizer.frozen_steps", fact, fix="fewer, or more steps")
         if role.follows is not None:
             _check_follows(recipe, name, role.follows, trained)
+
+
+def _check_heads(graph: Graph) -> None:
+    """A role that is asked for values has a head for them, and no logits; no other role has one."""
+    asking = {node.role: node.name for node in graph.nodes if _capability(node) == "Values"}
+    for node in graph.nodes:
+        path, learns_values = f"graph.{node.name}.role", isinstance(node.operation, ValueUpdate)
+        if learns_values and node.role not in asking:
+            fix = "the role of the node that gives the values"
+            raise GraphError(path, f"'{node.role}' has no value head: no node asks it for values", fix=fix)
+        reads_logits = _capability(node) in ("Generates", "Scores")
+        reads_logits = reads_logits or isinstance(node.operation, PolicyGradient | SftUpdate)
+        if reads_logits and node.role in asking:
+            fact = f"'{node.role}' has a value head, for graph.{asking[node.role]}, and no logprobs"
+            raise GraphError(path, fact, fix="two roles")
 
 
 def _check_overcommit(recipe: Recipe, graph: Graph) -> None:

@@ -13,6 +13,7 @@ from rlflow.recipe import Model, Recipe
 from rlflow.resources.demand import Demand
 from rlflow.resources.memory.state import DEEPSPEED, LOGITS_AT_ONCE, Training
 from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.models.value_head import with_value_head
 from rlflow.resources.time.lengths import Lengths, measured
 from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
 
@@ -44,15 +45,18 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     _check_lengths(recipe, graph)
     demands = []
     for name, role in sorted(recipe.roles.items()):
-        model = recipe.models[role.model]
+        model, capabilities = recipe.models[role.model], graph.capabilities(name)
+        architecture = architecture_of(model)
+        if architecture is not None and "Values" in capabilities:
+            architecture = with_value_head(architecture)
         demands.append(
             Demand(
                 role=name,
                 engine=role.engine,
                 parallel=engine_kind(role.engine).parallel,
                 trains=name in trained,
-                generates="Generates" in graph.capabilities(name),
-                architecture=architecture_of(model),
+                generates="Generates" in capabilities,
+                architecture=architecture,
                 weight_bytes=_BYTES[model.dtype],
                 training=replace(_TRAINING.get(role.engine, _IN_FP32), logits_at_once=LOGITS_AT_ONCE),
                 wants=role,

@@ -38,7 +38,8 @@ class Sampling:
 
 
 class TokenLoss(Protocol):
-    """What training minimises: a value a response token, from the model's logprobs and the minibatch's columns."""
+    """What training minimises: a loss a response token, from the model's logprobs, or its values where it has a value
+    head, and the minibatch's columns."""
 
     @property
     def temperature(self) -> float:

@@ -1,5 +1,27 @@
 """What an algorithm does. Importing this package makes the kinds known that recipes may name."""
 
-from rlflow.nodes import advantage, converse, distillation, generate, reward, score, shaping, update
+from rlflow.nodes import (
+    advantage,
+    converse,
+    distillation,
+    gae,
+    generate,
+    reward,
+    score,
+    shaping,
+    update,
+    value_update,
+)
 
-__all__ = ["advantage", "converse", "distillation", "generate", "reward", "score", "shaping", "update"]
+__all__ = [
+    "advantage",
+    "converse",
+    "distillation",
+    "gae",
+    "generate",
+    "reward",
+    "score",
+    "shaping",
+    "update",
+    "value_update",
+]

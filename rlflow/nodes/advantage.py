@@ -102,10 +102,8 @@ class TokenAdvantage(Node, kind="token_advantage", unit="batch", reads_tokens=Tr
         # Of each token and those after it in its row.
         ahead = np.repeat(before[kl.offsets[1:]], lengths) - before[:-1]
         values = np.repeat(rewards.values.astype(np.float64), lengths) - self.kl_coef * ahead
-        own = values[rollouts.own_tokens().values]
-        normalised = (values - np.nanmean(own)) / (np.nanstd(own) + _EPSILON_OF_BATCH)
-        excluded = np.isnan(rewards.values)
-        return TokenAdvantages(values=Packed(normalised.astype(np.float32), kl.offsets), excluded=excluded)
+        excluded, own = np.isnan(rewards.values), rollouts.own_tokens().values
+        return TokenAdvantages(values=Packed(normalised(values, own).astype(np.float32), kl.offsets), excluded=excluded)
 
 
 def groups_of(rollouts: Rollouts, rewards: Rewards) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -118,6 +116,12 @@ def centred_in_groups(rewards: Rewards, group: NDArray[np.int64], sizes: NDArray
     """[B]: each reward minus the mean of its group."""
     values = rewards.values.astype(np.float64)
     return values - (np.bincount(group, np.nan_to_num(values)) / np.maximum(sizes, 1))[group]
+
+
+def normalised(values: NDArray[np.float64], own: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """[T]: by those of a batch's tokens that are there and the model's own."""
+    counting = values[own]
+    return (values - np.nanmean(counting)) / (np.nanstd(counting) + _EPSILON_OF_BATCH)
 
 
 def for_all_tokens(values: NDArray[np.float64], rollouts: Rollouts) -> RolloutAdvantages:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Rollouts
+from rlflow.errors import GraphError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +38,18 @@ def token_kl(estimator: Estimator, rollouts: Rollouts, reference: Logprobs, old_
     difference = own.values.astype(np.float64) - reference.values.values
     difference = np.where(rollouts.own_tokens().values, difference, 0.0)
     return Packed(kl_estimate(estimator, difference, np.exp(-difference)), own.offsets)
+
+
+def check_kl(kl_coef: float, kl_target: float | None, connected: frozenset[str]) -> None:
+    """Raises GraphError, its path counted from the node, for a coefficient without what it needs."""
+    if kl_coef > 0 and "reference" not in connected:
+        raise GraphError(
+            "kl_coef",
+            f"{kl_coef} asks for the reference's logprobs, and no node 'reference' gives them",
+            fix="add reference: {node: logprobs, role: reference}, or kl_coef: 0",
+        )
+    if kl_target is not None and not kl_coef:
+        raise GraphError("kl_coef", "is 0, and a kl_target needs where to begin", fix="kl_coef: 0.001")
 
 
 def adapted(coefficient: float, kl: float, target: float) -> float:

@@ -12,7 +12,7 @@ from rlflow.batch import Advantages, Logprobs, Metrics, Rollouts
 from rlflow.engines.base import Trains
 from rlflow.errors import GraphError
 from rlflow.nodes.correction import Correction
-from rlflow.nodes.kl import Estimator
+from rlflow.nodes.kl import Estimator, check_kl
 from rlflow.nodes.losses import PolicyLoss
 from rlflow.nodes.training import Aggregation, Weighting, averaged, train
 from rlflow.schema import Section
@@ -68,14 +68,7 @@ class PolicyGradient(Section):
         )
 
     def check(self, connected: frozenset[str]) -> None:
-        if self.kl_coef > 0 and "reference" not in connected:
-            raise GraphError(
-                "kl_coef",
-                f"{self.kl_coef} asks for the reference's logprobs, and no node 'reference' gives them",
-                fix="add reference: {node: logprobs, role: reference}, or kl_coef: 0",
-            )
-        if self.kl_target is not None and not self.kl_coef:
-            raise GraphError("kl_coef", "is 0, and a kl_target needs where to begin", fix="kl_coef: 0.001")
+        check_kl(self.kl_coef, self.kl_target, connected)
         if self.correction is not None and "old_logprobs" not in connected:
             raise GraphError(
                 "correction",

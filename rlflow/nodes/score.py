@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from rlflow.batch import Logprobs, Rollouts
-from rlflow.engines.base import Scores
+from rlflow.batch import Logprobs, Rollouts, ValueEstimates
+from rlflow.engines.base import Scores, Values
 from rlflow.nodes.base import Node
 
 
@@ -13,3 +13,11 @@ class ScoreLogprobs(Node, kind="logprobs", unit="sample"):
 
     def run(self, engine: Scores, rollouts: Rollouts) -> Logprobs:
         return engine.logprobs(rollouts, rollouts.temperature)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreValues(Node, kind="values", unit="sample"):
+    """The return that the role's model expects before every response token."""
+
+    def run(self, engine: Values, rollouts: Rollouts) -> ValueEstimates:
+        return engine.values(rollouts)

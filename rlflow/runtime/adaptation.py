@@ -7,20 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.compiler.graph import Graph
+from rlflow.nodes.gae import GaeAdvantage
 from rlflow.nodes.kl import adapted
 from rlflow.nodes.policy_gradient import PolicyGradient
 from rlflow.nodes.shaping import KlPenalty
+from rlflow.runtime.base import Engines
 
 _STATE = "kl_coef.json"
+_ADAPTING = (PolicyGradient, KlPenalty, GaeAdvantage)
 
 
 class AdaptiveKl:
     """Runs in the place of a node with a ``kl_target``. It is saved and restored as trained engines are."""
 
-    reads_tokens = False
-
     def __init__(self, node: Any) -> None:
         self._node = node
+        self.reads_tokens: bool = node.reads_tokens
 
     def run(self, **inputs: Any) -> Any:
         """After it the node has the coefficient of the next step."""
@@ -40,14 +42,15 @@ class AdaptiveKl:
         self._node = replace(self._node, kl_coef=coefficient)
 
 
-def adaptive(graph: Graph) -> tuple[Graph, Mapping[str, AdaptiveKl]]:
+def adaptive(graph: Graph, engines: Engines) -> tuple[Graph, Mapping[str, AdaptiveKl]]:
     """The graph for training, and by their paths what is to be saved of it. Without a ``kl_target`` it is the same."""
     adapting: dict[str, AdaptiveKl] = {}
     nodes = []
     for node in graph.nodes:
-        if isinstance(node.operation, PolicyGradient | KlPenalty) and node.operation.kl_target is not None:
+        if isinstance(node.operation, _ADAPTING) and node.operation.kl_target is not None:
             operation: Any = AdaptiveKl(node.operation)
-            adapting[f"graph.{node.name}"] = operation
+            # What reads tokens runs where they are, and its coefficient is there.
+            adapting[f"graph.{node.name}"] = engines.hosted(operation) if operation.reads_tokens else operation
             nodes.append(replace(node, operation=operation))
         else:
             nodes.append(node)

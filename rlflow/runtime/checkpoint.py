@@ -60,7 +60,8 @@ def save(run: Path, progress: Progress, engines: Mapping[str, Any], keep: int) -
     def write(folder: Path) -> None:
         for role, engine in engines.items():
             (folder / role).mkdir()
-            engine.save(folder / role)
+            # It may be in a process that has another working directory.
+            engine.save((folder / role).absolute())
         files = {str(p.relative_to(folder)): _digest(p) for p in sorted(folder.rglob("*")) if p.is_file()}
         (folder / _MANIFEST).write_text(json.dumps({**asdict(progress), "files": files}, indent=1))
 
@@ -107,7 +108,7 @@ def _read(folder: Path) -> Progress:
 def restore(checkpoint: Checkpoint, engines: Mapping[str, Any]) -> None:
     """Puts the engines that train, by role, where they were."""
     for role, engine in engines.items():
-        engine.restore(checkpoint.folder / role)
+        engine.restore((checkpoint.folder / role).absolute())
 
 
 def _damaged(folder: Path, fact: str) -> RecipeError:

@@ -80,7 +80,7 @@ def run(
         graph = conversing(plan.graph, plan.recipe.roles, models, engines)
         evaluation = evaluator(graph) if held_out else None
         graph, overcommits = overcommitted(graph, plan.recipe.data.batch_size, data)
-        graph, adaptations = adaptive(graph)
+        graph, adaptations = adaptive(graph, engines)
         training, kept = replace(plan, graph=graph), {**trained, **overcommits, **adaptations}
         if last:
             checkpoint.restore(last, kept)
@@ -164,7 +164,7 @@ def _held_out_rows(plan: Plan) -> Rows:
 
 def _open_data(plan: Plan, models: Mapping[str, Model], rows: Rows, held_out: Rows) -> DataSource:
     recipe, graph = plan.recipe, plan.graph
-    name = recipe.roles[graph.trained_roles()[0]].model
+    name = recipe.roles[graph.reading_role()].model
     tokenizer = load_tokenizer(name, models[name])
     data = open_training_data(
         recipe.data,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Conversations, Divergences, Metrics, Prompts, Rewards, Rollouts, SummedRewards
+from rlflow.batch import Conversations, Divergences, GaeAdvantages, Metrics, Prompts, Rewards, Rollouts, SummedRewards
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.errors import EngineError, UserError, below
 from rlflow.nodes.generate import Generate
@@ -112,6 +112,8 @@ def summary(name: str, output: Any) -> dict[str, float]:
         return metrics | {f"{name}/{part}/mean": known_mean(values) for part, values in known.items()}
     if isinstance(output, Rewards | Divergences):
         return {f"{name}/mean": known_mean(output.values)}
+    if isinstance(output, GaeAdvantages):
+        return {f"{name}/explained_variance": output.explained_variance, f"{name}/kl": output.kl}
     if isinstance(output, Rollouts):
         lengths = output.own_lengths
         return {

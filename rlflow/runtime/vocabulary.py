@@ -16,7 +16,7 @@ def check_vocabularies(plan: Plan) -> None:
     No model that a recipe makes need be there. Raises RecipeError for one with another number for a token, or none.
     """
     recipe, graph = plan.recipe, plan.graph
-    ours = recipe.roles[graph.trained_roles()[0]].model
+    ours = recipe.roles[graph.reading_role()].model
     others = {
         role.model: name
         for name, role in recipe.roles.items()

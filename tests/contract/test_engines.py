@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlflow.batch import Minibatch
 from rlflow.engines.base import Sampling, Sleeps
 from rlflow.engines.groups import Groups, is_done
 from rlflow.engines.registry import engine_class, engine_kind, engine_names
 from rlflow.errors import EngineError
 from rlflow.nodes.losses import LikelihoodLoss
+from rlflow.nodes.value_update import ValueLoss
+from rlflow.recipe import Model
 from tests.helpers import minibatch, prompts, sequences, spec
 from tests.integration.engine_process import EngineProcess, free_address, processes
 
@@ -143,6 +146,43 @@ def test_values(build: Build, name: str) -> None:
     out = build(name, capabilities=["Values"]).values(given).values
     assert (out.offsets == given.response_ids.offsets).all()
     assert np.isfinite(out.values).all()
+
+
+@pytest.mark.parametrize("name", able("Values", "Trains"))
+class TestTrainsValues:
+    """A role whose values are asked for is trained on these."""
+
+    ASKED = ("Values", "Trains")
+    GIVEN = sequences([3, 2], [[4, 1], [2]])
+    LOSS = ValueLoss(clip_eps=None)
+
+    def batch(self) -> Minibatch:
+        size = len(self.GIVEN.response_ids.values)
+        return minibatch(self.GIVEN, returns=np.linspace(0.5, 2, size), old_values=np.zeros(size))
+
+    def test_values_come_nearer_to_the_returns(self, build: Build, name: str) -> None:
+        engine, batch = build(name, capabilities=self.ASKED), self.batch()
+        losses = [engine.update(batch, self.LOSS).values["loss"] for _ in range(5)]
+        assert losses == sorted(losses, reverse=True)
+        assert losses[-1] < losses[0]
+
+    def test_it_goes_on_from_what_it_saved(self, build: Build, name: str, tmp_path: Path) -> None:
+        engine, other = (build(name, capabilities=self.ASKED) for _ in range(2))
+        engine.update(self.batch(), self.LOSS)
+        engine.save(tmp_path)
+        other.restore(tmp_path)
+        for _ in range(2):
+            assert other.update(self.batch(), self.LOSS) == engine.update(self.batch(), self.LOSS)
+        assert other.values(self.GIVEN).values.values.tolist() == engine.values(self.GIVEN).values.values.tolist()
+
+
+@pytest.mark.parametrize("name", [each for each in able("Values", "Trains") if each.values[0] != "fake"])
+def test_what_it_exports_has_the_same_values(build: Build, name: str, tmp_path: Path) -> None:
+    engine, given = build(name, capabilities=["Values", "Trains"]), TestTrainsValues.GIVEN
+    engine.update(TestTrainsValues().batch(), TestTrainsValues.LOSS)
+    engine.export(tmp_path)
+    again = build(name, capabilities=["Values"], model=Model(path=str(tmp_path), dtype="float32"))
+    assert again.values(given).values.values == pytest.approx(engine.values(given).values.values, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", able("Trains"))

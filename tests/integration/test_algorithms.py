@@ -23,6 +23,7 @@ SAID = {
     "dr_grpo": ["update/clip_fraction"],
     "grpo": ["update/clip_fraction", "update/kl"],
     "gspo": ["update/clip_fraction"],
+    "ppo": ["update/clip_fraction", "value_update/loss", "advantages/explained_variance", "advantages/kl"],
     "reinforce_plus_plus": ["update/clip_fraction"],
     "reinforce_plus_plus_baseline": ["update/clip_fraction", "update/kl"],
     "remax": ["greedy/length_mean", "greedy_rewards/mean"],

@@ -64,7 +64,9 @@ def token_scores(
 def token_values(model: "PreTrainedModel", sequences: Sequences, spread: Spread | None = None) -> "Tensor":
     """[T], float32: what the value head says before each response token."""
     inputs, predictors, tokens = _inputs(model, sequences, spread)
-    values: Tensor = model(**inputs).logits[0, :, 0].float().index_select(0, predictors)
+    # Rollouts of one prompt have one predictor of their first token. Unlike those of index_select, the gradients of an
+    # index with repetitions are added up in one order on GPUs too.
+    values: Tensor = model(**inputs).logits[0, :, 0].float()[predictors]
     if spread is None or tokens is None:
         return values
     return spread.whole(values, tokens, int(sequences.response_ids.offsets[-1]))

@@ -80,7 +80,7 @@ def _moments(model: Architecture, layout: Layout, training: Training, stage: Sta
     per_rank = tokens / layout.sequence_parallel_size
     layer, saved = _layer_bytes(model, layout, training, per_rank)
     kept = saved * stage.num_layers * stage.in_flight
-    logits = per_rank * model.vocab_size / layout.tensor_parallel_size if stage.head else 0.0
+    logits = per_rank * model.num_outputs / layout.tensor_parallel_size if stage.head else 0.0
     loss, output = training.logits * logits, min(2.0, training.logits) * logits
     if training.fused_loss:
         # In chunks of as many tokens as make their logits as large as the hidden states (Liger's FLCE).
@@ -144,7 +144,7 @@ def score_terms(
     per_rank = tokens / layout.sequence_parallel_size / layout.tensor_parallel_size
     # No gradients of the logits.
     logit_bytes = max(2.0, training.logits - 4)
-    logits = per_rank * (model.hidden_size if training.fused_loss else model.vocab_size)
+    logits = per_rank * (model.hidden_size if training.fused_loss else model.num_outputs)
     gathered = 0.0
     if zero == 3 and layout.data_parallel_size * layout.sequence_parallel_size > 1:
         gathered = 2 * max(2 * stage.layer, stage.layer + stage.ends)

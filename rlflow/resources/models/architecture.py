@@ -47,6 +47,11 @@ class Architecture(Figures):
         return 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
 
     @cached_property
+    def num_outputs(self) -> int:
+        """Numbers that the head makes of a token."""
+        return self.vocab_size
+
+    @cached_property
     def layer_parameters(self) -> int:
         """Of the largest layer, with all its experts."""
         dense = parameters.layer(self, sparse=False) if self.num_sparse_layers < self.num_hidden_layers else 0

@@ -141,7 +141,7 @@ def _passes(
     micro_batches = max(minibatches, ceil(share / layout.micro_batch_tokens))
     here = share / micro_batches / sequence
     arithmetic = (forward + backward) * work_of(model).seconds(speed, here, length, fused=fused, flash=flash)
-    compute = arithmetic / (width * stages) + here * model.vocab_size * logit_bytes / width / speed.memory
+    compute = arithmetic / (width * stages) + here * model.num_outputs * logit_bytes / width / speed.memory
     launch = efficiency.train_layer_s * (0.5 if fused else 1.0)
     launch += efficiency.expert_layer_s * model.num_sparse_layers / model.num_hidden_layers
     compute = max(compute, (forward + backward) * layers * launch)

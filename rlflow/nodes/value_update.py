@@ -1,0 +1,67 @@
+"""Training a critic on the returns of the step's rollouts.
+
+Shapes: T response tokens of a micro-batch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+from annotated_types import Ge, Gt
+
+from rlflow.batch import GaeAdvantages, Metrics, Rollouts, ValueEstimates
+from rlflow.engines.base import Trains
+from rlflow.nodes.base import Node
+from rlflow.nodes.training import averaged, train
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueLoss:
+    """Half the squared distance to the return. A value that went further than ``clip_eps`` from what it was before the
+    step counts as if it had stopped there, where that is the larger loss: such a token has no gradient.
+
+    Source: Engstrom et al. (arXiv 2005.12729), section 3, after openai/baselines. Columns: ``old_values``, ``returns``.
+    """
+
+    clip_eps: float | None
+    temperature: float = 1.0
+    """Of the logits, of which a value head has none."""
+
+    def __call__(self, values: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
+        old, returns = columns["old_values"], columns["returns"]
+        free = (values - returns) ** 2 / 2
+        if self.clip_eps is None:
+            return free, {}
+        moved = values - old
+        bounded = (old + moved.clamp(-self.clip_eps, self.clip_eps) - returns) ** 2 / 2
+        clipped = (moved.abs() > self.clip_eps) & (bounded > free)
+        return bounded.where(clipped, free), {"clip_fraction": clipped.float()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueUpdate(Node, kind="value_update", unit="batch"):
+    """The critic learns the returns, every token counting the same. Excluded rollouts are in no minibatch."""
+
+    clip_eps: Annotated[float, Gt(0)] | None = 0.2
+    """How far a value counts from what it was before the step. Null: wherever it is."""
+    num_minibatches: Annotated[int, Ge(1)] = 1
+    """Optimizer steps that the rollouts are divided among: as many as the policy's are the same minibatches."""
+    num_epochs: Annotated[int, Ge(1)] = 1
+
+    def run(self, engine: Trains, rollouts: Rollouts, values: ValueEstimates, advantages: GaeAdvantages) -> Metrics:
+        if not advantages.known.all():
+            kept = np.flatnonzero(advantages.known)
+            rollouts, values, advantages = rollouts.take(kept), values.take(kept), advantages.take(kept)
+        steps = train(
+            engine,
+            rollouts,
+            {"old_values": values.values, "returns": advantages.returns},
+            ValueLoss(clip_eps=self.clip_eps),
+            num_minibatches=self.num_minibatches,
+            num_epochs=self.num_epochs,
+        )
+        return Metrics(values=averaged(steps))

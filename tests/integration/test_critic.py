@@ -1,0 +1,121 @@
+"""Whole runs of PPO: four roles, two of which are trained."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlflow
+from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.plan import Plan
+from rlflow.data.source import load_rows, open_training_data
+from rlflow.engines.causal_lm.pretrained import load_tokenizer
+from rlflow.report.metrics import MetricsWriter
+from rlflow.runtime.base import Report, Runtime
+from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.ray import RayRuntime
+from rlflow.runtime.run import run, train_step
+from tests.conftest import CONFIG_DIR
+from tests.integration.test_run import StopAfter, metrics
+from tests.integration.test_run import go as here
+
+pytestmark = pytest.mark.slow
+
+SMALL = ("steps=6", "data.batch_size=6", "evaluation={every: 2, num_prompts: 10}", "checkpoints.every=2")
+FAKE = tuple(f"roles.{role}.engine=fake" for role in ("actor", "critic", "reference", "rollout"))
+# So far from what is measured that it changes in every step.
+ADAPTIVE = ("graph.advantages.kl_coef=0.1", "graph.advantages.kl_target=0.01")
+
+
+def plan_of(*overrides: str, cluster: str = "local") -> Plan:
+    """With a model so small that it takes no time."""
+    recipe = rlflow.load(["recipe=ppo_tiny", *SMALL, *overrides])
+    return rlflow.compile(replace(recipe, models=rlflow.load(["recipe=real"], CONFIG_DIR).models), cluster)
+
+
+def weights(report: Report) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    kinds = {"actor": AutoModelForCausalLM, "critic": AutoModelForTokenClassification}
+    return {
+        f"{role}.{name}": weight
+        for role, kind in kinds.items()
+        for name, weight in kind.from_pretrained(report.models[role]).state_dict().items()
+    }
+
+
+def coefficient(folder: Path, step: int) -> float:
+    saved = folder / "checkpoints" / f"step-{step:06d}" / "graph.advantages" / "kl_coef.json"
+    return float(json.loads(saved.read_text()))
+
+
+@pytest.mark.parametrize("options", [(), ADAPTIVE])
+def test_stopped_after_any_step_and_resumed(options: tuple[str, ...], tmp_path: Path) -> None:
+    plan = plan_of("checkpoints.keep=6", *options)
+    whole = here(plan, tmp_path / "whole")
+    expected = weights(whole)
+    assert {name.split(".")[0] for name in expected} == {"actor", "critic"}
+    assert any(name.startswith("critic.score") for name in expected)
+    for step in range(1, 6):
+        folder = tmp_path / str(step)
+        assert here(plan, folder, until=step).status == "stopped"
+        resumed = here(plan, folder, resume=True)
+        for name, weight in weights(resumed).items():
+            assert torch.equal(weight, expected[name]), (step, name)
+        assert metrics(folder) == metrics(tmp_path / "whole")
+        if options:
+            assert coefficient(folder, 6) == coefficient(tmp_path / "whole", 6) != 0.1
+
+
+def test_the_policy_stays_while_the_critic_learns(tmp_path: Path) -> None:
+    plan = plan_of("roles.actor.optimizer.frozen_steps=3")
+    models = models_in_use(plan.recipe)
+    data = open_training_data(
+        plan.recipe.data,
+        load_tokenizer("policy", models["policy"]),
+        load_rows(plan.recipe.data, "split"),
+        plan.recipe.seed,
+        with_responses=False,
+    )
+    moved: dict[str, list[bool]] = {"actor": [], "critic": []}
+    rates: dict[str, list[float]] = {"update": [], "value_update": []}
+    with LocalRuntime().start(plan, models, tmp_path) as engines:
+        engines["rollout"].load_weights(engines["actor"].weights(), 0)
+        for step in range(6):
+            before = {role: {name: weight.clone() for name, weight in engines[role].weights()} for role in moved}
+            told = train_step(plan, engines, data, step)
+            for role, weights_of in before.items():
+                after = dict(engines[role].weights())
+                moved[role].append(any(not torch.equal(after[name], weight) for name, weight in weights_of.items()))
+            for node, of_node in rates.items():
+                of_node.append(told[f"{node}/learning_rate"])
+    assert moved == {"actor": [False] * 3 + [True] * 3, "critic": [True] * 6}
+    # Ten steps of warm-up to 5e-4, of which the first is the first that counts.
+    assert rates["update"] == pytest.approx([0, 0, 0, 5e-5, 1e-4, 1.5e-4])
+    assert rates["value_update"] == pytest.approx([5e-5 * step for step in range(1, 7)])
+
+
+def on(runtime: Runtime, plan: Plan, folder: Path, *, until: int = 0, resume: bool = False) -> Report:
+    stopper = StopAfter(until)
+    return run(plan, folder, runtime, [MetricsWriter(), stopper], stop=lambda: stopper.reached, resume=resume)
+
+
+def without_stores(folder: Path) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if "store/" not in name} for line in metrics(folder)]
+
+
+@pytest.mark.timeout(600)
+def test_four_roles_on_four_hosts_and_back(tmp_path: Path) -> None:
+    """With a coefficient that lives where tokens are read, and lies in checkpoints."""
+    pins = [f"roles.{role}.colocate=[]" for role in ("actor", "critic", "reference", "rollout")]
+    apart = plan_of(*FAKE, *ADAPTIVE, *pins, cluster="4x1@cpu")
+    assert len({bundle for placement in apart.roles.values() for bundle in placement.bundles}) == 4
+    on(LocalRuntime(), plan_of(*FAKE, *ADAPTIVE), tmp_path / "local")
+    assert on(RayRuntime(), apart, tmp_path / "ray", until=3).status == "stopped"
+    report = on(RayRuntime(), apart, tmp_path / "ray", resume=True)
+    assert set(report.models) == {"actor", "critic"}
+    assert without_stores(tmp_path / "ray") == without_stores(tmp_path / "local")
+    assert coefficient(tmp_path / "ray", 6) == coefficient(tmp_path / "local", 6) != 0.1

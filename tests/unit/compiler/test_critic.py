@@ -1,0 +1,96 @@
+"""A graph with a critic: its roles, their heads, and what planning takes them for."""
+
+from dataclasses import replace
+
+import pytest
+
+import rlflow
+from rlflow.compiler.graph import wire
+from rlflow.compiler.lower import lower
+from rlflow.errors import UserError
+from rlflow.resources.models.value_head import ValueModel
+
+SCORED = "graph.old={node: logprobs, role: critic}"
+
+
+def test_two_roles_are_trained_and_one_of_them_gives_values() -> None:
+    graph = wire(rlflow.load(["recipe=ppo_tiny"]))
+    assert graph.trained_roles() == ["actor", "critic"]
+    assert graph.capabilities("critic") == {"Trains", "Values"}
+    nodes = {node.name: node for node in graph.nodes}
+    assert set(nodes["value_update"].inputs) == {"rollouts", "values", "advantages"}
+    assert set(nodes["advantages"].inputs) == {"rollouts", "rewards", "values", "reference"}
+
+
+def test_the_critic_learns_in_the_minibatches_of_the_policy() -> None:
+    recipe = rlflow.load(["recipe=ppo_tiny", "graph.update.num_minibatches=3", "graph.update.num_epochs=2"])
+    tasks = {task.node: task for task in lower(recipe, wire(recipe)).workload.tasks}
+    for node in ("update", "value_update"):
+        assert (tasks[node].minibatches, tasks[node].epochs) == (6, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["graph.value_update.role=actor"], "graph.value_update.role: 'actor' has no value head: no node asks it for"),
+        (["graph.update.role=critic"], "graph.update.role: 'critic' has a value head, for graph.values, and no logpr"),
+        (
+            [SCORED, "graph.update.old_logprobs=old"],
+            "graph.old.role: 'critic' has a value head, for graph.values, and no logprobs",
+        ),
+        (
+            ["roles.actor.optimizer.frozen_steps=120"],
+            "roles.actor.optimizer.frozen_steps: 120 leaves none of the 120 steps to train 'actor' in",
+        ),
+        (["~graph.values"], "graph.advantages.values: no node 'values', which 'gae_advantage' reads"),
+        (["graph.values.role=rollout"], "graph.rollouts.role: 'rollout' has a value head, for graph.values"),
+        (["~graph.reference"], "graph.advantages.kl_coef: 0.001 asks for the reference's logprobs"),
+        (["graph.value_update.advantages=plain", "graph.plain={node: group_advantage}"], "graph.value_update.advant"),
+    ],
+)
+def test_what_is_wrong_is_named(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        wire(rlflow.load(["recipe=ppo_tiny", *overrides]))
+    assert str(raised.value).startswith(message)
+
+
+def test_a_critic_has_no_logits_in_the_plan() -> None:
+    recipe = rlflow.load(["recipe=ppo_7b"])
+    demands = {demand.role: demand for demand in lower(recipe, wire(recipe)).demands}
+    assert isinstance(demands["critic"].architecture, ValueModel)
+    assert not isinstance(demands["actor"].architecture, ValueModel)
+
+
+def test_the_plan_has_the_memory_of_all_four() -> None:
+    """Sixteen bytes a parameter of what is trained, and the head of the critic is smaller by a vocabulary."""
+    pins = [f"roles.{role}.zero_stage=3" for role in ("actor", "critic")]
+    plan = rlflow.compile(rlflow.load(["recipe=ppo_7b", *pins]), "2x8")
+    assert set(plan.roles) == set(plan.prediction.memory) == {"actor", "critic", "reference", "rollout"}
+    update = {role: plan.prediction.memory[role].phases["update"] for role in ("actor", "critic")}
+    gpus = {role: plan.roles[role].layout.num_gpus for role in update}
+    state = {
+        role: gpus[role] * sum(terms[name] for name in ("weights", "gradients", "optimizer")) * 2**30
+        for role, terms in update.items()
+    }
+    assert state["actor"] == pytest.approx(16 * 7_615_616_512)
+    assert state["actor"] - state["critic"] == pytest.approx(16 * (152064 * 3584 - 3585))
+    assert update["critic"]["logits"] < 0.01 < update["actor"]["logits"]
+    assert plan.prediction.memory["reference"].phase == "score"
+    assert plan.prediction.memory["rollout"].phase == "generate"
+    assert all(sum(memory.phases[memory.phase].values()) > 0 for memory in plan.prediction.memory.values())
+
+
+def test_the_edges_have_values_advantages_and_returns() -> None:
+    recipe = rlflow.load(["recipe=ppo_7b", "expect.prompt_tokens=100", "expect.response_tokens=[400]"])
+    edges = {edge.name: edge for edge in lower(recipe, wire(recipe)).workload.edges}
+    tokens = recipe.data.batch_size * 400
+    assert edges["values"].stored == tokens * 4
+    assert edges["advantages"].stored == tokens * 2 * 4
+    assert edges["values"].readers == ("advantages", "value_update")
+
+
+def test_more_than_one_trained_role_makes_no_base() -> None:
+    recipe = rlflow.load(["recipe=ppo_tiny"])
+    base = replace(recipe.models["policy"], recipe=recipe)
+    with pytest.raises(UserError, match="a recipe for a model trains one role, 'ppo_tiny' trains 2"):
+        lower(replace(recipe, models={"policy": base}), wire(recipe))
