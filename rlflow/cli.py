@@ -180,6 +180,7 @@ def _can_be_resumed(path: Path, plan: Plan) -> bool:
 def _run(plan: Plan, directory: Path, console: Console, *, resume: bool, tune: Tune) -> int:
     # Imported only now: a dry run needs no torch.
     from rlflow.report.engines import EngineReport
+    from rlflow.report.failures import Failures
     from rlflow.report.metrics import MetricsWriter
     from rlflow.report.progress import ProgressDisplay
     from rlflow.report.tuning import tuning_table
@@ -187,7 +188,12 @@ def _run(plan: Plan, directory: Path, console: Console, *, resume: bool, tune: T
     from rlflow.runtime.choose import runtime_of
     from rlflow.runtime.run import run
 
-    observers: list[Observer] = [MetricsWriter(), ProgressDisplay(console), EngineReport(console)]
+    observers: list[Observer] = [
+        MetricsWriter(),
+        ProgressDisplay(console),
+        Failures(console),
+        EngineReport(console),
+    ]
     with _stop_on_interrupt(console) as stopping:
         report = run(
             plan, directory, runtime_of(plan), observers, resume=resume, stop=lambda: bool(stopping), tune=tune

@@ -24,7 +24,8 @@ class GaeAdvantage(Node, kind="gae_advantage", unit="batch", reads_tokens=True):
 
     Each token of the model is a step, and the response ends with its last one, also where it was cut at the limit:
     nothing is expected after it. The reward comes with the last token. Each token costs ``kl_coef`` times its KL
-    divergence from the ``reference``. Rollouts without a reward count in no mean and have neither advantages nor returns.
+    divergence from the ``reference``. Rollouts without a reward count in no mean, and have neither advantages nor
+    returns.
 
     Source: GAE (arXiv 1506.02438), equation 16; PPO (arXiv 1707.06347), equations 11 and 12. The penalty: Ziegler et
     al. (arXiv 1909.08593), equation 2, as in InstructGPT (arXiv 2203.02155).

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from rlflow.compiler.plan import Plan
-from rlflow.runtime.base import Report
+from rlflow.runtime.base import Observer, Report
 
 # An engine lags where others have had nothing to write for this share of its time.
 _SHARE = 0.05
@@ -19,7 +19,7 @@ _SLOWER, _FULL = 0.85, 0.95
 Line = Mapping[str, Any]
 
 
-class EngineReport:
+class EngineReport(Observer):
     """Says at the end of a run, for each role with several engines that write, which one the others waited for, and
     which ones were replaced."""
 
@@ -35,20 +35,11 @@ class EngineReport:
             beside.write_text("".join(f"{json.dumps(line)}\n" for line in _read(self._path) if line["step"] <= step))
             beside.rename(self._path)
 
-    def evaluated(self, step: int, reward: float) -> None:
-        """Nothing."""
-
-    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing: the runtime writes the lines."""
-
     def ended(self, report: Report) -> None:
         if self._path.exists():
             lines = _read(self._path)
             for text in [*replaced(lines), *lagging(lines)]:
                 self._console.print(text, soft_wrap=True, markup=False)
-
-    def close(self) -> None:
-        """Nothing."""
 
 
 def _read(path: Path) -> list[Line]:

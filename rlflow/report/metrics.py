@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlflow.compiler.plan import Plan
-from rlflow.runtime.base import Report
+from rlflow.runtime.base import Observer
 
 
-class MetricsWriter:
+class MetricsWriter(Observer):
     """A line a step and a line an evaluation, in ``metrics.jsonl``; the same as TensorBoard events."""
 
     def __init__(self) -> None:
@@ -34,9 +34,6 @@ class MetricsWriter:
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         self._write(step, metrics)
-
-    def ended(self, report: Report) -> None:
-        """The report has a file of its own."""
 
     def close(self) -> None:
         self._file.close()

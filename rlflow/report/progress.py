@@ -11,13 +11,13 @@ from rlflow.nodes.generate import Generate
 from rlflow.nodes.policy_gradient import PolicyGradient
 from rlflow.nodes.reward import Reward
 from rlflow.nodes.update import SftUpdate
-from rlflow.runtime.base import Report
+from rlflow.runtime.base import Observer, Report
 
 # Plain lines of a whole run, besides those of evaluations.
 _LINES = 20
 
 
-class ProgressDisplay:
+class ProgressDisplay(Observer):
     """Step, reward, KL, response length, tokens a second, time left."""
 
     def __init__(self, console: Console) -> None:

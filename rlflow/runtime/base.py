@@ -57,8 +57,8 @@ class Runtime(Protocol):
         """
 
 
-class Observer(Protocol):
-    """Is told what happens in a run, in the run's own process."""
+class Observer:
+    """Is told what happens in a run, in the run's own process. Whoever derives from it says what matters to them."""
 
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         """``step`` steps are behind it: 0, or those of the checkpoint that it goes on from."""
@@ -68,6 +68,9 @@ class Observer(Protocol):
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         """After step number ``step``, counted from 1."""
+
+    def failed(self, step: int, node: str, reasons: Mapping[str, int]) -> None:
+        """In this step a node could not judge some samples: why, and how many. Comes before ``stepped``."""
 
     def ended(self, report: "Report") -> None:
         """The run is over, by itself or because it was asked to stop."""

@@ -27,7 +27,7 @@ from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.models import resolve_models
 from rlflow.runtime.rollout.conversing import conversing
 from rlflow.runtime.rollout.overcommit import begun_ahead, overcommitted
-from rlflow.runtime.step import evaluator, run_graph, summary
+from rlflow.runtime.step import evaluator, reasons_of, run_graph, summary
 from rlflow.runtime.tuner import Tuner, with_places
 from rlflow.runtime.vocabulary import check_vocabularies
 
@@ -103,7 +103,7 @@ def run(
                 checkpoint.save(directory, done, kept, options.keep)
             if stopped or step == steps:
                 break
-            metrics = train_step(training, engines, data, step)
+            metrics = train_step(training, engines, data, step, observers)
             step += 1
             for observer in observers:
                 observer.stepped(step, metrics)
@@ -116,8 +116,13 @@ def run(
     return report
 
 
-def train_step(plan: Plan, engines: Engines, data: DataSource, step: int) -> dict[str, float]:
-    """One pass over the graph, and the weights to those that follow. Times are named ``seconds`` or ``per_second``."""
+def train_step(
+    plan: Plan, engines: Engines, data: DataSource, step: int, observers: Sequence[Observer] = ()
+) -> dict[str, float]:
+    """One pass over the graph, and the weights to those that follow. Times are named ``seconds`` or ``per_second``.
+
+    ``observers`` are told what could not be judged.
+    """
     began = time.perf_counter()
     metrics: dict[str, float] = {}
     tokens = 0
@@ -125,6 +130,9 @@ def train_step(plan: Plan, engines: Engines, data: DataSource, step: int) -> dic
     def made(name: str, output: Any) -> None:
         nonlocal tokens
         metrics.update(summary(name, output))
+        if reasons := reasons_of(output):
+            for observer in observers:
+                observer.failed(step + 1, name, reasons)
         tokens += int(output.own_lengths.sum()) if isinstance(output, Sequences) else 0
 
     edges: dict[str, Any] = {}

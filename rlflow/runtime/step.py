@@ -1,6 +1,7 @@
 """One pass over the graph."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -131,6 +132,13 @@ def _of_conversations(name: str, output: Conversations) -> dict[str, float]:
         f"{name}/turns_mean": float(np.mean(output.turns)),
         f"{name}/failed": float(np.mean(output.reasons != "")),
     }
+
+
+def reasons_of(output: Any) -> Mapping[str, int]:
+    """Why samples could not be judged, the most frequent reason first, and how many each time."""
+    if not isinstance(output, SummedRewards | Conversations):
+        return {}
+    return dict(Counter(reason for reason in output.reasons.tolist() if reason).most_common())
 
 
 def known_mean(values: NDArray[np.float32]) -> float:

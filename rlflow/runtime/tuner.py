@@ -11,7 +11,7 @@ from rlflow.compiler.lower import lower
 from rlflow.compiler.plan import Plan
 from rlflow.engines.registry import engine_class
 from rlflow.resources.workload import Workload
-from rlflow.runtime.base import Report
+from rlflow.runtime.base import Observer
 from rlflow.runtime.tuning import Climb
 from rlflow.runtime.workers.specs import num_sequences
 
@@ -45,7 +45,7 @@ def with_places(plan: Plan) -> Plan:
     return replace(plan, prediction=replace(plan.prediction, memory=memory))
 
 
-class Tuner:
+class Tuner(Observer):
     """An observer that changes what it observes: the tokens of a micro-batch of roles that train or score, where the
     recipe leaves them open, and the sequences that an engine writes at once. It begins with those of the plan."""
 
@@ -66,9 +66,6 @@ class Tuner:
             self._memory_share(knob)
         self._write()
 
-    def evaluated(self, step: int, reward: float) -> None:
-        """Nothing of it is tuned."""
-
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         tuned = [knob for knob in self._knobs if knob.climb.trying or self._adaptive]
         for knob in tuned:
@@ -79,12 +76,6 @@ class Tuner:
                 self._set(knob)
         if tuned:
             self._write()
-
-    def ended(self, report: Report) -> None:
-        """All is written."""
-
-    def close(self) -> None:
-        """It holds nothing open."""
 
     def _set(self, knob: _Knob) -> None:
         getattr(self._engines[knob.role], f"set_{knob.name}")(knob.climb.setting)

@@ -21,7 +21,7 @@ from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.groups import is_done
 from rlflow.errors import EngineError, RecipeError
 from rlflow.report.metrics import MetricsWriter
-from rlflow.runtime.base import Report
+from rlflow.runtime.base import Observer, Report
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.rollout.overcommit import Overcommitted
 from rlflow.runtime.run import run
@@ -30,22 +30,14 @@ from tests.conftest import CONFIG_DIR
 pytestmark = pytest.mark.slow
 
 
-class StopAfter:
+class StopAfter(Observer):
     """Asks the run to stop when so many steps are behind it, in whichever process that is."""
 
     def __init__(self, step: int) -> None:
         self.wanted, self.reached = step, False
 
-    def started(self, plan: Plan, directory: Path, step: int) -> None: ...
-
-    def evaluated(self, step: int, reward: float) -> None: ...
-
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         self.reached = step == self.wanted
-
-    def ended(self, report: Report) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def go(plan: Plan, folder: Path, *, resume: bool = False, until: int = 0) -> Report:

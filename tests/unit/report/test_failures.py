@@ -1,0 +1,36 @@
+"""What could not be judged."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rlflow.report.failures import Failures
+
+
+def test_each_reason_is_said_once_and_all_are_written(tmp_path: Path) -> None:
+    told = io.StringIO()
+    failures = Failures(Console(file=told, width=200))
+    nothing: Any = None
+    failures.started(nothing, tmp_path, 0)
+    failures.failed(1, "rewards", {"'math' took longer than 10 s": 3, "'math' ended its process (SIGKILL)": 1})
+    failures.failed(2, "rewards", {"'math' took longer than 10 s": 2})
+    failures.ended(nothing)
+    assert told.getvalue().splitlines() == [
+        "step     1  rewards: 'math' took longer than 10 s (3)",
+        "step     1  rewards: 'math' ended its process (SIGKILL) (1)",
+        f"failed to be judged: 6 responses, see {tmp_path / 'failures.jsonl'}",
+    ]
+    lines = [json.loads(line) for line in (tmp_path / "failures.jsonl").read_text().splitlines()]
+    assert [(line["step"], sum(line["reasons"].values())) for line in lines] == [(1, 4), (2, 2)]
+
+
+def test_of_many_reasons_a_few_are_said(tmp_path: Path) -> None:
+    told = io.StringIO()
+    failures = Failures(Console(file=told, width=200))
+    nothing: Any = None
+    failures.started(nothing, tmp_path, 0)
+    failures.failed(1, "rewards", {f"'brief' returned nan for the response '{each}'": 1 for each in range(100)})
+    assert len(told.getvalue().splitlines()) == 5
