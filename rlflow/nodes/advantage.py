@@ -120,7 +120,8 @@ def centred_in_groups(rewards: Rewards, group: NDArray[np.int64], sizes: NDArray
 
 def normalised(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Of the tokens of a batch, those that are there."""
-    return (values - np.nanmean(values)) / (np.nanstd(values) + _EPSILON_OF_BATCH)
+    centred: NDArray[np.float64] = (values - np.nanmean(values)) / (np.nanstd(values) + _EPSILON_OF_BATCH)
+    return centred
 
 
 def for_all_tokens(values: NDArray[np.float64], rollouts: Rollouts) -> RolloutAdvantages:
