@@ -204,7 +204,8 @@ class Minibatch(Sequences):
     """What one optimizer step trains on."""
 
     step: int
-    """Of the run, counted from 0: the learning rate follows from it."""
+    """Of those in which its role is trained, counted from 0, and negative before them: the learning rate follows from
+    it."""
     columns: Mapping[str, Packed]
     """What the loss reads besides the model's own logprobs: B rows of float32 each, a value a response token."""
     weights: Packed

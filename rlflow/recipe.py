@@ -46,15 +46,12 @@ class Optimizer(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: stay, or fall to zero at the last step."""
     warmup_steps: Annotated[int, Ge(0)] = 0
-    frozen_steps: Annotated[int, Ge(0)] = 0
-    """Before all that: the rate is 0, as for a policy whose critic is still learning what to expect."""
     betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999)
     weight_decay: Size = 0.0
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
 
     def learning_rate_at(self, step: int, steps: int) -> float:
-        """At ``step``, counted from 0, of a run of ``steps``."""
-        step, steps = step - self.frozen_steps, steps - self.frozen_steps
+        """At ``step``, counted from 0, of ``steps``; 0 before the first."""
         if step < 0:
             return 0.0
         if step < self.warmup_steps:

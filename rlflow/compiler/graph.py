@@ -1,6 +1,6 @@
 """wire: from a recipe to its graph, with every edge and every role checked."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -64,6 +64,11 @@ class Graph:
                 known.add(node.name)
                 found.append(node)
         return tuple(found)
+
+    def critic_warmup(self, role: str) -> int:
+        """Steps in which the role is not trained yet."""
+        operations: Sequence[Any] = [node.operation for node in self.nodes if node.role == role]
+        return max(getattr(operation, "critic_warmup", 0) for operation in operations)
 
     def capabilities(self, role: str) -> frozenset[str]:
         """What the nodes ask of a role's engine."""
@@ -201,11 +206,11 @@ def _check_roles(recipe: Recipe, graph: Graph) -> None:
             raise GraphError(path, "no node uses this role", fix=f"remove it, or give a node role: {name}")
         for node in nodes:
             _check_capability(path, role.engine, node)
+            if isinstance(node.operation, PolicyGradient) and (warmup := node.operation.critic_warmup) >= recipe.steps:
+                fact = f"{warmup} leaves none of the {recipe.steps} steps to train '{name}' in"
+                raise RecipeError(f"graph.{node.name}.critic_warmup", fact, fix="fewer, or more steps")
         if role.optimizer is not None and name not in trained:
             raise GraphError(f"{path}.optimizer", f"'{name}' is never trained", fix="remove it")
-        if role.optimizer is not None and (frozen := role.optimizer.frozen_steps) >= recipe.steps:
-            fact = f"{frozen} leaves none of the {recipe.steps} steps to train '{name}' in"
-            raise RecipeError(f"{path}.optimizer.frozen_steps", fact, fix="fewer, or more steps")
         if role.follows is not None:
             _check_follows(recipe, name, role.follows, trained)
 

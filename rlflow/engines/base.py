@@ -45,7 +45,7 @@ class TokenLoss(Protocol):
     def temperature(self) -> float:
         """The logits are divided by it."""
 
-    def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
+    def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]", /) -> "tuple[Tensor, Mapping[str, Tensor]]":
         """The loss [T], and metrics [T], whose means have the weights of the loss.
 
         Besides the minibatch's columns there is ``rows``, int64: the number of each token's response, all of whose
@@ -162,7 +162,7 @@ class EngineSpec:
     """As torch names it."""
     seed: int
     steps: int
-    """Of the whole run, for the learning rate's schedule."""
+    """In which the role is trained, for the learning rate's schedule."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     layout: Layout
     rank: int = 0

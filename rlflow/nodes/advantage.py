@@ -121,7 +121,8 @@ def centred_in_groups(rewards: Rewards, group: NDArray[np.int64], sizes: NDArray
 def normalised(values: NDArray[np.float64], own: NDArray[np.bool_]) -> NDArray[np.float64]:
     """[T]: by those of a batch's tokens that are there and the model's own."""
     counting = values[own]
-    return (values - np.nanmean(counting)) / (np.nanstd(counting) + _EPSILON_OF_BATCH)
+    centred: NDArray[np.float64] = (values - np.nanmean(counting)) / (np.nanstd(counting) + _EPSILON_OF_BATCH)
+    return centred
 
 
 def for_all_tokens(values: NDArray[np.float64], rollouts: Rollouts) -> RolloutAdvantages:

@@ -49,6 +49,9 @@ class PolicyGradient(Section):
     """For what the sampling engine computes otherwise. Needs ``old_logprobs``."""
     skip_truncated: bool = False
     """Responses that were cut at the limit are not trained on (DAPO's overlong filtering)."""
+    critic_warmup: Annotated[int, Ge(0)] = 0
+    """Steps in which the policy stays as it is, its rate 0, while a critic learns what to expect of it. The schedule of
+    the rate begins after them."""
     num_minibatches: Annotated[int, Ge(1)] = 1
     """Optimizer steps that the rollouts are divided among."""
     num_epochs: Annotated[int, Ge(1)] = 1
@@ -109,6 +112,7 @@ class PolicyGradient(Section):
             num_epochs=self.num_epochs,
             weighting=Weighting(aggregation=self.aggregation, constant_length=self.constant_length),
             counting=rollouts.finished if self.skip_truncated else None,
+            first_step=self.critic_warmup,
         )
         metrics = averaged(steps)
         first = next((step for step in steps if step), None)

@@ -51,11 +51,13 @@ def train(
     num_epochs: int = 1,
     weighting: Weighting = Weighting(),
     counting: NDArray[np.bool_] | None = None,
+    first_step: int = 0,
 ) -> list[Mapping[str, float]]:
     """One optimizer step a minibatch, and the metrics of each. Fewer rows than minibatches make fewer minibatches.
 
     ``counting`` [B] are the rows that are trained on, by default all; the others are as if they were not there. Where a
-    minibatch has none there is no step, which the optimizer's moments would make one of, and no metrics.
+    minibatch has none there is no step, which the optimizer's moments would make one of, and no metrics. ``first_step``
+    of the run is that with which the schedule of the learning rate begins.
     A minibatch is cut in the order of the prompts' numbers within their steps: the data's own order is random already,
     and what was begun in earlier steps is spread over all minibatches.
     """
@@ -73,7 +75,7 @@ def train(
         minibatch = Minibatch(
             **vars(part),
             # Some of every step's samples were begun in it.
-            step=int(begun_in.max()),
+            step=int(begun_in.max()) - first_step,
             columns={name: column.take(rows) for name, column in columns.items()},
             weights=own.take(rows).scaled(weighting.weights(lengths[rows], counting[rows]).each),
         )

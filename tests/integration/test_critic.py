@@ -13,12 +13,15 @@ from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
+from rlflow.engines.torch import TorchEngine
+from rlflow.recipe import Model
 from rlflow.report.metrics import MetricsWriter
 from rlflow.runtime.base import Report, Runtime
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.ray import RayRuntime
 from rlflow.runtime.run import run, train_step
 from tests.conftest import CONFIG_DIR
+from tests.helpers import spec
 from tests.integration.test_run import StopAfter, metrics
 from tests.integration.test_run import go as here
 
@@ -26,6 +29,10 @@ pytestmark = pytest.mark.slow
 
 SMALL = ("steps=6", "data.batch_size=6", "evaluation={every: 2, num_prompts: 10}", "checkpoints.every=2")
 FAKE = tuple(f"roles.{role}.engine=fake" for role in ("actor", "critic", "reference", "rollout"))
+SCHEDULE = tuple(
+    f"roles.{role}.optimizer={{learning_rate: 1.0e-3, schedule: linear, warmup_steps: 1}}"
+    for role in ("actor", "critic")
+)
 # So far from what is measured that it changes in every step.
 ADAPTIVE = ("graph.advantages.kl_coef=0.1", "graph.advantages.kl_target=0.01")
 
@@ -71,7 +78,7 @@ def test_stopped_after_any_step_and_resumed(options: tuple[str, ...], tmp_path: 
 
 
 def test_the_policy_stays_while_the_critic_learns(tmp_path: Path) -> None:
-    plan = plan_of("roles.actor.optimizer.frozen_steps=3")
+    plan = plan_of("graph.update.critic_warmup=3", *SCHEDULE)
     models = models_in_use(plan.recipe)
     data = open_training_data(
         plan.recipe.data,
@@ -91,11 +98,19 @@ def test_the_policy_stays_while_the_critic_learns(tmp_path: Path) -> None:
                 after = dict(engines[role].weights())
                 moved[role].append(any(not torch.equal(after[name], weight) for name, weight in weights_of.items()))
             for node, of_node in rates.items():
-                of_node.append(told[f"{node}/learning_rate"])
+                of_node.append(told[f"{node}/learning_rate"] / 1e-3)
     assert moved == {"actor": [False] * 3 + [True] * 3, "critic": [True] * 6}
-    # Ten steps of warm-up to 5e-4, of which the first is the first that counts.
-    assert rates["update"] == pytest.approx([0, 0, 0, 5e-5, 1e-4, 1.5e-4])
-    assert rates["value_update"] == pytest.approx([5e-5 * step for step in range(1, 7)])
+    # One step of warm-up, and then down to nothing at the end of the run, of which the policy has half.
+    assert rates["update"] == pytest.approx([0, 0, 0, 1, 1, 1 / 2])
+    assert rates["value_update"] == pytest.approx([1, 1, 4 / 5, 3 / 5, 2 / 5, 1 / 5])
+
+
+def test_that_a_critic_has_a_new_head_is_no_news(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    TorchEngine(spec()).export(tmp_path)
+    model = Model(path=str(tmp_path), dtype="float32")
+    capfd.readouterr()
+    TorchEngine(spec("critic", model=model, capabilities=["Values"]))
+    assert capfd.readouterr().err == ""
 
 
 def on(runtime: Runtime, plan: Plan, folder: Path, *, until: int = 0, resume: bool = False) -> Report:

@@ -51,12 +51,12 @@ def plain_loop(data: DataSource, policy: Any, critic: Any, reference: Any, token
         return response
 
     def estimated(gained: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-        ahead, advantages = 0.0, []
+        ahead, advantages = torch.zeros(()), []
         for at in reversed(range(len(gained))):
             following = expected[at + 1] if at + 1 < len(gained) else 0.0
             ahead = gained[at] + GAMMA * following - expected[at] + GAMMA * LAM * ahead
             advantages.append(ahead)
-        return torch.stack(advantages[::-1])  # type: ignore[arg-type]
+        return torch.stack(advantages[::-1])
 
     optimizers = [torch.optim.AdamW(m.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0) for m in (policy, critic)]
     history = []

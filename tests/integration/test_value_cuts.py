@@ -56,7 +56,7 @@ def valued(stage: int | None, sequence_parallel_size: int, rank: int = 0, ranks:
 
 
 def whole(*given: Any) -> tuple[Gradients, Metrics]:
-    return gradients(*given)  # type: ignore[arg-type]
+    return gradients(*given)
 
 
 @cache

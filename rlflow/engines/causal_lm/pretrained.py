@@ -1,6 +1,7 @@
 """A model and its tokenizer, from a folder, from the hub, or new."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,9 @@ def load_model(
         torch.manual_seed(seed)
         if model.path is not None:
             load = lambda path: auto.from_pretrained(path, dtype=dtype, attn_implementation=chosen, **extra)  # noqa: E731
-            built = _from(name, model.path, load)
+            # That a value head is new, and not from the file, is no news.
+            with _quietly() if value_head else nullcontext():
+                built = _from(name, model.path, load)
         else:
             tokenizer = load_tokenizer(name, model)
             config = AutoConfig.for_model(**_config_fields(name, model), eos_token_id=tokenizer.eos_token_id, **extra)
@@ -77,6 +80,19 @@ def load_model(
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     return built.eval().to(device)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without warnings of transformers."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def end_ids(*given: int | list[int] | None) -> list[int]:

@@ -29,6 +29,8 @@ from rlflow.resources.workload import Workload
 
 # So many of the fastest are placed and simulated with the GPUs that they really get.
 _PLACED = 6
+# Where many are as fast, as for models so small that only a copy's latency counts, no more than these.
+_MOST_PLACED = 64
 # Step times that differ by less are the same.
 _SAME = 1.01
 # On the host, a sample: the reward `exact` takes 5 us and an advantage 1. How long one takes that runs programs or
@@ -68,7 +70,7 @@ class Search:
         found: list[tuple[int, Candidate, list[Share]]] = []
         for index, candidate in enumerate(fitting):
             quickest = min((_time(settled) for _, settled, _ in found), default=float("inf"))
-            if len(found) >= _PLACED and _time(candidate) > quickest * _SAME:
+            if len(found) >= (_PLACED if _time(candidate) > quickest * _SAME else _MOST_PLACED):
                 break
             placed = self._placed(candidate)
             if placed is not None:

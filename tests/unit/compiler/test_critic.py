@@ -39,8 +39,8 @@ def test_the_critic_learns_in_the_minibatches_of_the_policy() -> None:
             "graph.old.role: 'critic' has a value head, for graph.values, and no logprobs",
         ),
         (
-            ["roles.actor.optimizer.frozen_steps=120"],
-            "roles.actor.optimizer.frozen_steps: 120 leaves none of the 120 steps to train 'actor' in",
+            ["graph.update.critic_warmup=120"],
+            "graph.update.critic_warmup: 120 leaves none of the 120 steps to train 'actor' in",
         ),
         (["~graph.values"], "graph.advantages.values: no node 'values', which 'gae_advantage' reads"),
         (["graph.values.role=rollout"], "graph.rollouts.role: 'rollout' has a value head, for graph.values"),

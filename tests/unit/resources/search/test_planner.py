@@ -208,3 +208,15 @@ def test_more_hosts_never_make_a_slower_plan() -> None:
         assert placed is not None
         times.append(placed.candidate.schedule.step_seconds)
     assert times == sorted(times, reverse=True)
+
+
+def test_of_very_many_that_are_as_fast_not_all_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four roles whose step is the latency of a copy."""
+    placed: list[Any] = []
+    place_one = Search._placed
+    monkeypatch.setattr(Search, "_placed", lambda self, each: placed.append(each) or place_one(self, each))
+    demands = [demand(role) for role in ("actor", "critic", "reference", "rollout")]
+    searched = search(demands, cluster(8, 8), longest=32, samples=64)
+    assert searched.best() is not None
+    seconds = [each.schedule.step_seconds for each in searched.candidates()]
+    assert len(placed) == 64 < sum(each <= 1.01 * min(seconds) for each in seconds)
