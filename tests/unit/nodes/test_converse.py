@@ -68,7 +68,7 @@ CHARACTER: Mapping[str, int] = {each: TOKENIZER.convert_tokens_to_ids(each) for 
 
 
 def converse(**options: Any) -> Converse:
-    given = {"environment": ECHO, "max_turns": 3, "turn_tokens": 4, "max_tokens": 20, "group_size": 1}
+    given: dict[str, Any] = {"environment": ECHO, "max_turns": 3, "turn_tokens": 4, "max_tokens": 20, "group_size": 1}
     return Converse(**given | options)
 
 
