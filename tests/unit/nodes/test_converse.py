@@ -137,6 +137,18 @@ def test_limits_cut_a_conversation(options: Mapping[str, int], response: str, tu
     assert out.turns.tolist() == [turns, 1]
 
 
+def test_an_answer_may_be_empty() -> None:
+    """A guess without a number is answered by nothing."""
+    node = converse(environment="guessing", options={"higher": "=", "lower": "+"})
+    given = replace(GIVEN, rows=({"number": 3}, {"number": 4}))
+    engine = Scripted(["+|", "2|"], ["3|", "4|"])
+    out = node.run(engine, Exchange(node, "policy", MODEL), given)
+    assert rows(out.response_ids) == [encoded("+|3|"), encoded("2|=4|")]
+    assert rows(out.take(np.array([1, 0])).own) == [[True, True, False, True, True], [True] * 4]
+    assert out.own_lengths.tolist() == [4, 4]
+    assert out.finished.all()
+
+
 def test_a_turn_that_is_cut_ends_its_conversation() -> None:
     out = conversations(Scripted(["1234", "9|"]), converse())
     assert rows(out.response_ids) == [encoded("1234"), encoded("9|")]
