@@ -1,7 +1,7 @@
 """Conversations with a calculator and in a guessing game, made from a seed: what tiny models learn on a laptop.
 
 A product is asked for as ``37*84:``, and answered as ``=3108``; the tool is called as ``calc(37*84)``. ``13?`` asks for
-a number from 131 to 137, of which guesses as ``134.`` are answered by ``<`` or ``>``.
+a number from 131 to 133, of which guesses as ``132.`` are answered by ``<`` or ``>``.
 """
 
 import hashlib
@@ -12,10 +12,9 @@ Row = dict[str, str]
 # All products of these have four digits.
 _FACTORS = range(32, 100)
 _TENS = range(10, 100)
-_DIGITS = range(1, 8)
-_GUESSES = 3
-# Of the examples, those that show the tool.
-_WITH_TOOL = 0.3
+_DIGITS = "123"
+# Of the products, those that show the tool; of the games, those in which the second guess is the first one.
+_WITH_TOOL, _STUBBORN = 0.3, 0.5
 
 
 def products(split: str, seed: int = 0) -> list[Row]:
@@ -45,7 +44,7 @@ def guesses(split: str, seed: int = 0) -> list[Row]:
 
 def examples(split: str, seed: int = 0) -> list[Row]:
     """Both as a beginner does them, as prompt and response with what is answered: most products without the tool, and
-    guesses that heed no answer."""
+    guesses that heed no answer, often the same again."""
     draw = random.Random(seed)
     rows = [{"prompt": row["prompt"], "response": _worked_out(row, draw)} for row in products(split, seed)]
     # As often as products.
@@ -61,14 +60,12 @@ def _worked_out(row: Row, draw: random.Random) -> str:
 
 
 def _guessed(row: Row, draw: random.Random) -> str:
-    said = ""
-    for turn in range(_GUESSES):
-        guess = f"{row['prompt'][:-1]}{draw.choice(_DIGITS)}"
-        said += f"{guess}."
-        if guess == row["number"] or turn == _GUESSES - 1:
-            break
-        said += ">" if row["number"] > guess else "<"
-    return said
+    tens, number = row["prompt"][:-1], row["number"]
+    first, second = (tens + draw.choice(_DIGITS) for _ in range(2))
+    if first == number:
+        return f"{first}."
+    answer = ">" if number > first else "<"
+    return f"{first}.{answer}{first if draw.random() < _STUBBORN else second}."
 
 
 def _is_in(split: str, text: str, seed: int) -> bool:

@@ -35,16 +35,16 @@ def test_examples_show_what_the_environments_would_say() -> None:
             continue
         game, said = find_environment("guessing", {}), re.findall(r"(\d+\.)([<>]?)", response)
         assert "".join(map("".join, said)) == response
-        assert 1 <= len(said) <= 3
-        # The number is not told, and these answers are those to one of the seven.
+        assert 1 <= len(said) <= 2
+        # The number is not told, and these answers are those to one of the three.
         fitting = []
-        for digit in range(1, 8):
+        for digit in "123":
             game.reset({"number": f"{prompt[:-1]}{digit}"})
             answers = [game.step(guess).text for guess, _ in said]
             fitting.append(answers[:-1] == [answer for _, answer in said[:-1]])
         assert any(fitting)
         played += 1
-        heeding += len(said) > 1 and (said[1][0] > said[0][0]) == (said[0][1] == ">")
+        heeding += len(said) > 1 and (said[1][0] > said[0][0] if said[0][1] == ">" else said[1][0] < said[0][0])
     products_shown = len(examples("train")) - played
     assert with_tool / products_shown == pytest.approx(0.3, abs=0.03)
-    assert heeding / played < 0.6
+    assert heeding / played < 0.2
