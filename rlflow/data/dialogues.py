@@ -1,7 +1,7 @@
 """Conversations with a calculator and in a guessing game, made from a seed: what tiny models learn on a laptop.
 
-A product is asked for as ``37*84:``, and answered as ``=3108``; the tool is called as ``calc(37*84)``. ``134?`` asks
-for a number from 134 to 140, of which guesses as ``137.`` are answered by ``<`` or ``>``.
+A product is asked for as ``37*84:``, and answered as ``=3108``; the tool is called as ``calc(37*84)``. ``13?`` asks for
+a number from 131 to 133, of which guesses as ``132.`` are answered by ``<`` or ``>``.
 """
 
 import hashlib
@@ -11,10 +11,10 @@ Row = dict[str, str]
 
 # All products of these have four digits.
 _FACTORS = range(32, 100)
-_LOWEST = range(100, 994)
-_NUMBERS, _GUESSES = 7, 3
-# Of the examples, those that show the tool.
-_WITH_TOOL = 0.3
+_TENS = range(10, 100)
+_DIGITS = "123"
+# Of the products, those that show the tool; of the games, those in which the second guess is the first one.
+_WITH_TOOL, _STUBBORN = 0.3, 0.5
 
 
 def products(split: str, seed: int = 0) -> list[Row]:
@@ -31,12 +31,12 @@ def products(split: str, seed: int = 0) -> list[Row]:
 
 
 def guesses(split: str, seed: int = 0) -> list[Row]:
-    """All ranges with all numbers in them, as prompt and number. Every tenth range, by a hash, belongs to ``test``."""
+    """All tens with each of their numbers, as prompt and number. Of the tens every tenth, by a hash, is in ``test``."""
     rows = [
-        {"prompt": f"{lowest}?", "number": str(lowest + above)}
-        for lowest in _LOWEST
-        if _is_in(split, str(lowest), seed)
-        for above in range(_NUMBERS)
+        {"prompt": f"{tens}?", "number": f"{tens}{digit}"}
+        for tens in _TENS
+        if _is_in(split, str(tens), seed)
+        for digit in _DIGITS
     ]
     random.Random(seed).shuffle(rows)
     return rows
@@ -44,10 +44,12 @@ def guesses(split: str, seed: int = 0) -> list[Row]:
 
 def examples(split: str, seed: int = 0) -> list[Row]:
     """Both as a beginner does them, as prompt and response with what is answered: most products without the tool, and
-    guesses that heed no answer."""
+    guesses that heed no answer, often the same again."""
     draw = random.Random(seed)
     rows = [{"prompt": row["prompt"], "response": _worked_out(row, draw)} for row in products(split, seed)]
-    rows += [{"prompt": row["prompt"], "response": _guessed(row, draw)} for row in guesses(split, seed)]
+    # As often as products.
+    games = draw.choices(guesses(split, seed), k=len(rows))
+    rows += [{"prompt": row["prompt"], "response": _guessed(row, draw)} for row in games]
     draw.shuffle(rows)
     return rows
 
@@ -58,15 +60,12 @@ def _worked_out(row: Row, draw: random.Random) -> str:
 
 
 def _guessed(row: Row, draw: random.Random) -> str:
-    lowest, number = int(row["prompt"][:-1]), int(row["number"])
-    said = ""
-    for turn in range(_GUESSES):
-        guess = lowest + draw.randrange(_NUMBERS)
-        said += f"{guess}."
-        if guess == number or turn == _GUESSES - 1:
-            break
-        said += ">" if number > guess else "<"
-    return said
+    tens, number = row["prompt"][:-1], row["number"]
+    first, second = (tens + draw.choice(_DIGITS) for _ in range(2))
+    if first == number:
+        return f"{first}."
+    answer = ">" if number > first else "<"
+    return f"{first}.{answer}{first if draw.random() < _STUBBORN else second}."
 
 
 def _is_in(split: str, text: str, seed: int) -> bool:

@@ -49,7 +49,7 @@ class TokenLoss(Protocol):
         """The loss [T], and metrics [T], whose means have the weights of the loss.
 
         Besides the minibatch's columns there is ``rows``, int64: the number of each token's response, all of whose
-        tokens are there, in a row; and from an engine that has logprobs ``entropy``: of the model, in nats.
+        tokens that count are there, in a row; and from an engine that has logprobs ``entropy``: of the model, in nats.
         Gradients flow through it as through ``logprobs``.
         """
 

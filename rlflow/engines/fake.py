@@ -59,7 +59,8 @@ class FakeEngine:
             logprobs=self._logprobs(response_ids),
             versions=Repeated(np.full(len(response_ids), self._version, np.int32), response_ids.lengths),
             temperature=sampling.scoring_temperature,
-            finished=response_ids.lengths < sampling.max_tokens,
+            finished=(response_ids.lengths < sampling.max_tokens)
+            | np.isin([row[-1] for row in ids], sampling.stop_ids),
             texts=tuple("".join(str(token) for token in row) for row in ids),
             rows=samples.rows,
         )

@@ -25,7 +25,7 @@ class _Piece:
 
 
 @dataclass
-class _Transcript:
+class Transcript:
     pieces: list[_Piece] = field(default_factory=list)
     text: str = ""
     reward: float = 0.0
@@ -46,13 +46,13 @@ class Transcripts:
 
     def __init__(self, first: Rollouts) -> None:
         self._first = first
-        self._all = [_Transcript() for _ in range(len(first))]
+        self._all = [Transcript() for _ in range(len(first))]
         self._prompts = _rows(first.prompt_ids)
         self.rows = tuple(first.rows)
         """[B], of the data set."""
         self._turn = 0
 
-    def __getitem__(self, row: int) -> _Transcript:
+    def __getitem__(self, row: int) -> Transcript:
         return self._all[row]
 
     def add_turn(self, written: Rollouts) -> Ints:

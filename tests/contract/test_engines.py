@@ -88,6 +88,19 @@ class TestGenerates:
         next_step = build(name).generate(prompts((3, 5, 2), step=1), sampling)
         assert next_step.response_ids.values.tolist() != whole.response_ids.values.tolist()
 
+    def test_a_response_ends_with_a_token_that_stops_it(self, build: Build, name: str) -> None:
+        engine, sampling = build(name), Sampling(max_tokens=6, group_size=4)
+        plain = engine.generate(prompts(), sampling)
+        # The second token of some response, if it is nowhere the last.
+        stop = next(int(row[1]) for row in map(plain.response_ids.__getitem__, range(12)) if len(row) > 2)
+        out = engine.generate(prompts(), replace(sampling, stop_ids=(stop,)))
+        for row in range(12):
+            whole = plain.response_ids[row].tolist()
+            ends = whole.index(stop) + 1 if stop in whole else len(whole)
+            assert out.response_ids[row].tolist() == whole[:ends]
+            assert out.finished[row] or not plain.finished[row]
+            assert out.finished[row] == (plain.finished[row] or stop in whole)
+
 
 @pytest.mark.parametrize("name", able("Continues"))
 class TestContinues:

@@ -22,6 +22,10 @@ class Misbehaving(Environment):
         given: Observation = DOES[text](self)
         return given
 
+    def keep(self, what: Any) -> Observation:
+        self.kept = what
+        return Observation()
+
 
 class Telling(str):
     """Of a class that only its own process knows."""
@@ -40,5 +44,5 @@ DOES: dict[str, Callable[[Misbehaving], Any]] = {
     "NaN": lambda self: Observation(reward=float("nan")),
     "endless": lambda self: Observation("1" * (2**20 + 1)),
     "its own kind": lambda self: Observation(Telling("1")),
-    "keep a file": lambda self: setattr(self, "file", sys.stdin) or Observation(),
+    "keep a file": lambda self: self.keep(sys.stdin),
 }

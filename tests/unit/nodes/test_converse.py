@@ -68,7 +68,7 @@ CHARACTER: Mapping[str, int] = {each: TOKENIZER.convert_tokens_to_ids(each) for 
 
 
 def converse(**options: Any) -> Converse:
-    given = {"environment": ECHO, "max_turns": 3, "turn_tokens": 4, "max_tokens": 20, "group_size": 1}
+    given: dict[str, Any] = {"environment": ECHO, "max_turns": 3, "turn_tokens": 4, "max_tokens": 20, "group_size": 1}
     return Converse(**given | options)
 
 
@@ -135,6 +135,18 @@ def test_limits_cut_a_conversation(options: Mapping[str, int], response: str, tu
     assert out.response_ids[0].tolist() == encoded(response)
     assert out.finished.tolist() == [turns == 3, True]
     assert out.turns.tolist() == [turns, 1]
+
+
+def test_an_answer_may_be_empty() -> None:
+    """A guess without a number is answered by nothing."""
+    node = converse(environment="guessing", options={"higher": "=", "lower": "+"})
+    given = replace(GIVEN, rows=({"number": 3}, {"number": 4}))
+    engine = Scripted(["+|", "2|"], ["3|", "4|"])
+    out = node.run(engine, Exchange(node, "policy", MODEL), given)
+    assert rows(out.response_ids) == [encoded("+|3|"), encoded("2|=4|")]
+    assert rows(out.take(np.array([1, 0])).own) == [[True, True, False, True, True], [True] * 4]
+    assert out.own_lengths.tolist() == [4, 4]
+    assert out.finished.all()
 
 
 def test_a_turn_that_is_cut_ends_its_conversation() -> None:

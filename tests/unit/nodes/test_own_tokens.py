@@ -86,7 +86,7 @@ def test_losses_and_gradients_do_not_depend_on_columns_of_its_tokens(node: Polic
         values = GIVEN.response_ids.like(np.repeat(ADVANTAGES, GIVEN.response_ids.lengths))
         advantages = RolloutAdvantages(values=Repeated(ADVANTAGES, values.lengths))
         others = (of_tokens(1, garbage), of_tokens(2, garbage))
-        metrics = node.run(engine, given, advantages, *others).values  # type: ignore[arg-type]
+        metrics = node.run(engine, given, advantages, *others).values
         outcomes.append((metrics, engine.logprobs(GIVEN, 1.0).values.values))
     (one, scores), (other, others_scores) = outcomes
     assert all(np.isfinite(value) for value in one.values())

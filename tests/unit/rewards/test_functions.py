@@ -98,7 +98,7 @@ def test_the_time_is_for_all_tests_of_a_row() -> None:
         (
             "exat",
             {},
-            "function: no reward 'exat'.\n  Known: code, exact, format, judge, length, math, number, remote, ",
+            "function: no reward 'exat'.\n  Known: code, environment, exact, format, judge, length, math, number, ",
         ),
         ("exact", {"patern": "a"}, "options.patern: unknown key"),
         (

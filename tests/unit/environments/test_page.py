@@ -1,0 +1,40 @@
+"""docs/environments.md is true: its class works, and its tables are those of the code."""
+
+import importlib
+import re
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+
+from rlflow.environments.find import find_environment
+from rlflow.nodes.converse import Converse
+from rlflow.nodes.generate import Generate
+from tests.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "environments.md").read_text()
+(SHOP,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def test_the_shop_sells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(SHOP.splitlines()) <= 25
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_shop.py").write_text(SHOP)
+    importlib.import_module("my_shop")
+    shop = find_environment("my_shop:Shop", {"price": 4})
+    shop.reset({"money": "9"})
+    answers = [shop.step(text) for text in ("buy buy", "buy", "no more")]
+    assert [(each.text, each.done, each.reward) for each in answers] == [
+        ("1 left", False, 2),
+        ("too dear", False, -1.0),
+        ("1 left", True, 0),
+    ]
+
+
+def test_the_options_are_those_of_the_node() -> None:
+    told = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", PAGE.partition("| name |")[0], flags=re.MULTILINE))
+    own = [field for field in fields(Converse) if field.name not in {each.name for each in fields(Generate)}]
+    assert set(told) == {field.name for field in own} | {"max_tokens"}
+    for field in own:
+        if field.default not in (MISSING, ()):
+            assert str(field.default).removesuffix(".0") == told[field.name].strip("`"), field.name

@@ -1,0 +1,36 @@
+"""What a step asks of the roles, by hand."""
+
+from dataclasses import replace
+
+from rlflow.resources.layout import Layout
+from rlflow.resources.search.seconds import task_seconds
+from rlflow.resources.time.lengths import Lengths
+from rlflow.resources.time.speed import Efficiency, speed_of
+from tests.unit.resources.search.planning import H100, SEVEN_B, demand, task
+
+
+def test_turns_write_equal_parts_and_read_what_is_there() -> None:
+    whole = replace(task("rollout", "rollout", "generate"), prompts=Lengths((10, 30)), responses=Lengths((30, 90)))
+    assert whole.parts == ((whole.prompts, whole.responses),)
+    in_turns = replace(whole, turns=3)
+    assert [(read.values, written.values) for read, written in in_turns.parts] == [
+        ((10, 30), (10, 30)),
+        ((30, 50), (10, 30)),
+        ((50, 70), (10, 30)),
+    ]
+
+
+def test_turns_take_longer_than_writing_at_once() -> None:
+    """Prompts are read again, and each turn waits for its longest."""
+    asked = demand("rollout", SEVEN_B)
+    seconds = [
+        task_seconds(
+            asked,
+            [replace(task("rollout", "rollout", "generate"), turns=turns)],
+            Layout(micro_batch_tokens=8192),
+            speed_of(H100, 8, Efficiency()),
+            kv_tokens=4e5,
+        )["rollout"]
+        for turns in (1, 2, 4)
+    ]
+    assert seconds[0] < seconds[1] < seconds[2] < 4 * seconds[0]
