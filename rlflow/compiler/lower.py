@@ -8,7 +8,7 @@ from rlflow.compiler.graph import Graph, GraphNode, wire
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import PlacementError, RecipeError
 from rlflow.nodes.generate import Generate
-from rlflow.recipe import Model, Recipe
+from rlflow.recipe import Model, Recipe, Role
 from rlflow.resources.demand import Demand
 from rlflow.resources.memory.state import DEEPSPEED, LOGITS_AT_ONCE, Training
 from rlflow.resources.models.architecture import Architecture
@@ -53,7 +53,8 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
                 generates="Generates" in graph.capabilities(name),
                 architecture=architecture_of(model),
                 weight_bytes=_BYTES[model.dtype],
-                training=replace(_TRAINING.get(role.engine, _IN_FP32), logits_at_once=LOGITS_AT_ONCE),
+                training=_training(role, model),
+                follows_lora=recipe.lora_of(name) if role.follows else None,
                 wants=role,
             )
         )
@@ -64,6 +65,12 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     _check_micro_batches(recipe, tasks)
     workload = Workload(tasks=tasks, copies=copies, edges=edges_of(graph, tasks, _text_bytes(recipe)))
     return Requirements(demands=tuple(demands), workload=workload)
+
+
+def _training(role: Role, model: Model) -> Training:
+    training = replace(_TRAINING.get(role.engine, _IN_FP32), logits_at_once=LOGITS_AT_ONCE)
+    # Weights that stand still are in the model's own type.
+    return training if role.lora is None else replace(training, weights=_BYTES[model.dtype], lora=role.lora)
 
 
 def _tasks(recipe: Recipe, graph: Graph) -> tuple[Task, ...]:
