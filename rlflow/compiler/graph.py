@@ -179,8 +179,7 @@ def _check_roles(recipe: Recipe, graph: Graph) -> None:
             _check_capability(path, role.engine, node)
         if role.optimizer is not None and name not in trained:
             raise GraphError(f"{path}.optimizer", f"'{name}' is never trained", fix="remove it")
-        if role.lora is not None:
-            check_lora(path, name in trained, graph.capabilities(name), recipe.models[role.model].architecture)
+        check_lora(path, role, name in trained, graph.capabilities(name), recipe.models[role.model].architecture)
         if role.follows is not None:
             _check_follows(recipe, name, role.follows, trained)
 

@@ -17,7 +17,13 @@ from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 # What a step can ask of an engine, as the planner tells it apart.
-_KINDS: Mapping[str, TaskKind] = {"Generates": "generate", "Trains": "update", "Scores": "score", "Values": "score"}
+_KINDS: Mapping[str, TaskKind] = {
+    "Generates": "generate",
+    "Trains": "update",
+    "Scores": "score",
+    "ScoresBase": "score",
+    "Values": "score",
+}
 # Of text in UTF-8, a token: English has 4 to 5 letters a token, numbers and code fewer.
 _TEXT_BYTES = 4
 # Of the longest that is allowed, the mean that is expected where nothing is known.

@@ -65,6 +65,12 @@ class Scores(Protocol):
 
 
 @runtime_checkable
+class ScoresBase(Protocol):
+    def base_logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
+        """Of every response token under this model without its adapters: as it was before it was trained."""
+
+
+@runtime_checkable
 class Values(Protocol):
     def values(self, sequences: Sequences) -> ValueEstimates:
         """The return expected before each response token."""
@@ -138,7 +144,8 @@ class Sleeps(Protocol):
 
 
 CAPABILITIES: dict[str, type] = {
-    protocol.__name__: protocol for protocol in (Generates, Scores, Values, Evaluates, Trains, Follows, Continues)
+    protocol.__name__: protocol
+    for protocol in (Generates, Scores, ScoresBase, Values, Evaluates, Trains, Follows, Continues)
 }
 
 

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Sequences, ValueEstimates
 from rlflow.engines.base import EngineSpec, TokenLoss
-from rlflow.engines.causal_lm.adapters import add_adapters, copied_name, is_adapter, merged, trained, write_adapters
+from rlflow.engines.causal_lm.adapters import (
+    add_adapters,
+    copied_name,
+    is_adapter,
+    merged,
+    trained,
+    without_adapters,
+    write_adapters,
+)
 from rlflow.engines.causal_lm.micro_batches import in_order
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.causal_lm.scoring import token_scores, token_values
@@ -68,6 +76,10 @@ class DeepSpeedEngine(Tunable):
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         return Logprobs(values=self._forward(sequences, temperature))
+
+    def base_logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
+        with without_adapters(self._module):
+            return self.logprobs(sequences, temperature)
 
     def values(self, sequences: Sequences) -> ValueEstimates:
         return ValueEstimates(values=self._forward(sequences, 1.0))

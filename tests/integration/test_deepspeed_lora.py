@@ -57,6 +57,18 @@ def test_it_trains_as_the_plain_engine_does(two: Sequence[EngineProcess], addres
     compare_training(Ranks(two, of, address, sgd), expected(sgd), sgd, split)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_model_without_them_between_updates(two: Sequence[EngineProcess], address: str, stage: int) -> None:
+    ours, exact, base = Ranks(two, actor(stage), address, True), expected(True), plain()
+    for step in range(3):
+        batch = policy_minibatch(step)
+        for method, peer in (("base_logprobs", base.logprobs), ("logprobs", exact.logprobs)):
+            scores = [part.values.values for part in getattr(ours, method)(split(batch), [0.9] * 2)]
+            assert np.concatenate(scores) == pytest.approx(peer(batch, 0.9).values.values, abs=1e-6)
+        metrics = ours.update(split(batch), [LOSS] * 2)[0].values
+        assert metrics == pytest.approx(exact.update(batch, LOSS).values, abs=1e-5)
+
+
 @pytest.mark.parametrize(("build", "stage"), [(build_torch, 0), (None, 3)])
 def test_ranks_that_share_their_tokens(two: Sequence[EngineProcess], address: str, build: Any, stage: int) -> None:
     of = actor(stage, sequence_parallel_size=2)

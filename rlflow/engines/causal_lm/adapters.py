@@ -5,7 +5,8 @@ B is nought at the beginning, so that the model is what it was (Hu et al. 2021, 
 [outputs, rank] beside it; peft's files have names of their own for them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -43,6 +44,22 @@ def add_adapters(model: "PreTrainedModel", spec: EngineSpec) -> None:
         if is_adapter(name):
             weight.data = weight.data.float()
     model.eval()
+
+
+@contextmanager
+def without_adapters(model: "PreTrainedModel") -> Iterator[None]:
+    """Inside, the model is what it was before it had any."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    # peft's own switch makes adapters need no gradients for a while, on which DeepSpeed hangs what collects them.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def trained(weights: Mapping[str, Value], lora: Lora | None) -> dict[str, Value]:

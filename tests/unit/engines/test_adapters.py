@@ -60,6 +60,17 @@ def test_new_adapters_leave_the_model_as_it_is() -> None:
     assert (logprobs(TorchEngine(actor())) == logprobs(TorchEngine(actor(lora=None)))).all()
 
 
+def test_without_them_it_is_the_model_that_it_was() -> None:
+    """Also between updates, which go on as if nobody had asked."""
+    engine, plain = trained(), TorchEngine(actor(lora=None))
+    assert (engine.base_logprobs(GIVEN, 1.0).values.values == logprobs(plain)).all()
+    assert np.abs(logprobs(engine) - logprobs(plain)).max() > 0.01
+    others = trained()
+    for each in (engine, others):
+        each.update(minibatch(GIVEN, step=3), LikelihoodLoss())
+    assert (logprobs(engine) == logprobs(others)).all()
+
+
 def test_only_adapters_are_trained() -> None:
     before, engine = TorchEngine(actor())._model.state_dict(), trained()
     for name, tensor in engine._model.state_dict().items():

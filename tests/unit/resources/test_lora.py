@@ -7,7 +7,7 @@ import pytest
 import rlflow
 from rlflow.compiler.graph import wire
 from rlflow.compiler.lower import Requirements, lower
-from rlflow.errors import PlacementError, RecipeError
+from rlflow.errors import PlacementError, UserError
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.phases import generate_memory, sync_terms, update_terms
 from rlflow.resources.memory.state import DEEPSPEED
@@ -101,18 +101,28 @@ def test_the_copy_takes_the_time_of_its_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lora", "message"),
+    ("override", "message"),
     [
-        ("{rank: 0}", "roles.actor.lora.rank: 0 is not valid"),
-        ("{alpha: 0}", "roles.actor.lora.alpha: 0 is not valid"),
-        ("{target_modules: []}", "roles.actor.lora.target_modules"),
-        ("{dropout: 0.1}", "roles.actor.lora.dropout: unknown key"),
+        ("roles.actor.lora={rank: 0}", "roles.actor.lora.rank: 0 is not valid"),
+        ("roles.actor.lora={alpha: 0}", "roles.actor.lora.alpha: 0 is not valid"),
+        ("roles.actor.lora={target_modules: []}", "roles.actor.lora.target_modules"),
+        ("roles.actor.lora={dropout: 0.1}", "roles.actor.lora.dropout: unknown key"),
+        ("roles.reference.lora={}", "roles.reference.lora: the role is never trained"),
+        (
+            "graph.reference={node: base_logprobs, role: actor}",
+            "roles.actor.lora: is missing, and a node asks for what",
+        ),
     ],
 )
-def test_adapters_that_cannot_be(lora: str, message: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        required(f"roles.actor.lora={lora}")
+def test_adapters_that_cannot_be(override: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        required(override)
     assert str(caught.value).startswith(message)
+
+
+def test_experts_have_none() -> None:
+    with pytest.raises(UserError, match=r"roles\.actor\.lora: a qwen3_moe has experts, and these have no adapters"):
+        required("model@models.policy=qwen3_30b_a3b", "roles.actor.lora={}")
 
 
 def test_fewer_gpus_are_enough() -> None:
