@@ -14,6 +14,7 @@ from rlflow.resources.layout import Resources
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.config import architecture_of_path
 from rlflow.resources.models.figures import Count, check
+from rlflow.resources.models.lora import Lora
 from rlflow.resources.time.past_run import lengths_of_run
 from rlflow.schema import Section, parse
 
@@ -73,6 +74,8 @@ class Role(Resources):
     """The trained role whose weights this one takes over after every step."""
     optimizer: Optimizer | None = None
     """Of a trained role."""
+    lora: Lora | None = None
+    """Of a trained role: adapters are trained in place of its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +143,10 @@ class Recipe(Section):
     evaluation: Evaluation | None = None
     checkpoints: Checkpoints
     expect: Expect = Expect()
+
+    def lora_of(self, role: str) -> Lora | None:
+        """A role's adapters: its own, or those of the role that it follows."""
+        return self.roles[self.roles[role].follows or role].lora
 
 
 def load(config: DictConfig, recipe_named: Callable[[str], Mapping[str, Any]]) -> Recipe:

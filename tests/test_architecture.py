@@ -42,7 +42,7 @@ MAY_IMPORT = {
 }
 # The parts of resources in their order: each may import those before it.
 PARTS_OF_RESOURCES = ["models", "cluster", "layout", "placement", "memory", "time", "demand", "workload", "search"]
-MODEL_LIBRARIES = {"torch", "transformers", "vllm", "deepspeed", "datasets", "tokenizers"}
+MODEL_LIBRARIES = {"torch", "transformers", "peft", "vllm", "deepspeed", "datasets", "tokenizers"}
 # Imported by engines when they are built, never before.
 LAZY = {"engines/causal_lm/attention.py", "engines/causal_lm/head.py", "engines/sharded/ulysses.py"}
 

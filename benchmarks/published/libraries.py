@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from benchmarks.published.rows import Row
 from rlflow.resources.layout import Offload
 from rlflow.resources.memory.state import DEEPSPEED, FSDP2, MEGATRON, Training
+from rlflow.resources.models.lora import Lora
 
 HUGGING_FACE = Training(weights=2, gradients=2, optimizer=4, step=2, bucket_elements=25e6, keeps_gradients=False)
 """Trainer under DDP with a model loaded in bf16: gradients and Adam's moments have the weights' type, and AdamW's
@@ -46,7 +47,7 @@ def of(row: Row) -> Library:
     system = row.system.lower()
     training, zero, offload = _training(row)
     if row.lora_rank:
-        training = replace(training, lora_rank=row.lora_rank)
+        training = replace(training, lora=Lora(rank=row.lora_rank))
     if re.search(r"liger|fused_linear|fused_kernels|chunked_loss", row.text) and "not using use_liger" not in row.text:
         training = replace(training, fused_loss=True)
     if re.search(r"seq_cls|embedding|\brm\b", f"{row.text} {row.algorithm.lower()}"):

@@ -70,7 +70,7 @@ def predict(case: Case) -> Prediction:
                 policy |= state_terms(model, case.train, resting)
             generate |= {f"resting {name}": gib for name, gib in policy.items()}
             left = asleep_terms(True, model) if library.engine_sleeps else engine.terms
-            if case.training.lora_rank is None:  # with adapters the engine has the rest already
+            if case.training.lora is None:  # with adapters the engine has the rest already
                 sync = sync_terms(model, case.train, case.training, case.rollout, weight_bytes=library.engine_bytes)
             update |= {f"engine {name}": gib for name, gib in left.items()}
     limit = usable_gib(case.memory_gib) if case.memory_gib else None

@@ -9,6 +9,7 @@ import networkx as nx
 
 import rlflow.nodes  # noqa: F401 (makes the kinds of nodes known)
 from rlflow.batch import Examples, Metrics, Prompts
+from rlflow.compiler.lora import check_lora
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, below, did_you_mean
 from rlflow.nodes.base import KINDS, Node
@@ -211,6 +212,7 @@ def _check_roles(recipe: Recipe, graph: Graph) -> None:
                 raise RecipeError(f"graph.{node.name}.critic_warmup", fact, fix="fewer, or more steps")
         if role.optimizer is not None and name not in trained:
             raise GraphError(f"{path}.optimizer", f"'{name}' is never trained", fix="remove it")
+        check_lora(path, role, name in trained, graph.capabilities(name), recipe.models[role.model].architecture)
         if role.follows is not None:
             _check_follows(recipe, name, role.follows, trained)
 

@@ -9,7 +9,7 @@ from rlflow.engines.registry import engine_kind
 from rlflow.errors import PlacementError, RecipeError
 from rlflow.nodes.converse import Converse
 from rlflow.nodes.generate import Generate
-from rlflow.recipe import Model, Recipe
+from rlflow.recipe import Model, Recipe, Role
 from rlflow.resources.demand import Demand
 from rlflow.resources.memory.state import DEEPSPEED, LOGITS_AT_ONCE, Training
 from rlflow.resources.models.architecture import Architecture
@@ -19,7 +19,13 @@ from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 # What a step can ask of an engine, as the planner tells it apart.
-_KINDS: Mapping[str, TaskKind] = {"Generates": "generate", "Trains": "update", "Scores": "score", "Values": "score"}
+_KINDS: Mapping[str, TaskKind] = {
+    "Generates": "generate",
+    "Trains": "update",
+    "Scores": "score",
+    "ScoresBase": "score",
+    "Values": "score",
+}
 # Of text in UTF-8, a token: English has 4 to 5 letters a token, numbers and code fewer.
 _TEXT_BYTES = 4
 # Of the longest that is allowed, the mean that is expected where nothing is known.
@@ -58,7 +64,8 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
                 generates="Generates" in capabilities,
                 architecture=architecture,
                 weight_bytes=_BYTES[model.dtype],
-                training=replace(_TRAINING.get(role.engine, _IN_FP32), logits_at_once=LOGITS_AT_ONCE),
+                training=_training(role, model),
+                follows_lora=recipe.lora_of(name) if role.follows else None,
                 wants=role,
             )
         )
@@ -69,6 +76,12 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     _check_micro_batches(recipe, tasks)
     workload = Workload(tasks=tasks, copies=copies, edges=edges_of(graph, tasks, _text_bytes(recipe)))
     return Requirements(demands=tuple(demands), workload=workload)
+
+
+def _training(role: Role, model: Model) -> Training:
+    training = replace(_TRAINING.get(role.engine, _IN_FP32), logits_at_once=LOGITS_AT_ONCE)
+    # Weights that stand still are in the model's own type.
+    return training if role.lora is None else replace(training, weights=_BYTES[model.dtype], lora=role.lora)
 
 
 def _tasks(recipe: Recipe, graph: Graph) -> tuple[Task, ...]:

@@ -121,7 +121,12 @@ def _experiment(recipe: dict[str, Any]) -> dict[str, Any]:
         for name, model in recipe["models"].items()
     }
     roles = {
-        name: {key: value for key, value in role.items() if key not in Resources.__dataclass_fields__}
+        # Without ``lora`` it is what it was before there was one.
+        name: {
+            key: value
+            for key, value in role.items()
+            if key not in Resources.__dataclass_fields__ and (key, value) != ("lora", None)
+        }
         for name, role in recipe["roles"].items()
     }
     return {key: value for key, value in recipe.items() if key not in left_out} | {"models": models, "roles": roles}

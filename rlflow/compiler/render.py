@@ -132,7 +132,10 @@ def _roles(plan: Plan, colours: Mapping[str, str]) -> Table:
         written = plan.recipe.roles[role]
         table.add_row(
             Text(role, colours[role]),
-            written.engine.ljust(engines) + layout_words(placement.layout) + _pinned_attention(written),
+            written.engine.ljust(engines)
+            + layout_words(placement.layout)
+            + _adapters(written)
+            + _pinned_attention(written),
         )
         of = plan.prediction.memory[role]
         peaks = [(max(gpus.values()), sizes[host] or 0.0) for host, gpus in of.peak_gib.items()]
@@ -141,6 +144,10 @@ def _roles(plan: Plan, colours: Mapping[str, str]) -> Table:
             terms = _terms(of.phases[of.phase], peak, of.sequences)
             table.add_row("", f"{_bar(peak, size)} GiB in {of.phase}: {terms}")
     return table
+
+
+def _adapters(role: Role) -> str:
+    return f", lora {role.lora.rank}" if role.lora is not None else ""
 
 
 def _pinned_attention(role: Role) -> str:

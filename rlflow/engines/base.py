@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Logprobs, Metrics, Minibatch, Prompts, Rewards, Rollouts, Sequences, ValueEstimates
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Attention, Auto, Layout
+from rlflow.resources.models.lora import Lora
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +68,12 @@ class Scores(Protocol):
 
 
 @runtime_checkable
+class ScoresBase(Protocol):
+    def base_logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
+        """Of every response token under this model without its adapters: as it was before it was trained."""
+
+
+@runtime_checkable
 class Values(Protocol):
     def values(self, sequences: Sequences) -> ValueEstimates:
         """The return expected before each response token."""
@@ -93,7 +100,7 @@ class Trains(Protocol):
         """The model and its tokenizer, for ``from_pretrained``."""
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
-        """Name and value of each weight of the model, in turn: a tensor is good until the next is asked for.
+        """Name and value of each weight that is trained, in turn: a tensor is good until the next is asked for.
 
         Every rank goes through all of it; the values are those of the whole weights on rank 0 and may be elsewhere.
         """
@@ -140,7 +147,8 @@ class Sleeps(Protocol):
 
 
 CAPABILITIES: dict[str, type] = {
-    protocol.__name__: protocol for protocol in (Generates, Scores, Values, Evaluates, Trains, Follows, Continues)
+    protocol.__name__: protocol
+    for protocol in (Generates, Scores, ScoresBase, Values, Evaluates, Trains, Follows, Continues)
 }
 
 
@@ -164,6 +172,8 @@ class EngineSpec:
     steps: int
     """In which the role is trained, for the learning rate's schedule."""
     optimizer: Optimizer = field(default_factory=Optimizer)
+    lora: Lora | None = None
+    """Adapters beside the model's weights: to be trained, or taken over from the role that this one follows."""
     layout: Layout
     rank: int = 0
     """Of this worker among those of its role; sequence-parallel ranks of one share of the data are neighbours."""

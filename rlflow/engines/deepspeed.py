@@ -1,12 +1,21 @@
 """Trains, scores and values with DeepSpeed: one process of those that share a model."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Sequences, ValueEstimates
 from rlflow.engines.base import EngineSpec, TokenLoss
+from rlflow.engines.causal_lm.adapters import (
+    add_adapters,
+    copied_name,
+    is_adapter,
+    merged,
+    trained,
+    without_adapters,
+    write_adapters,
+)
 from rlflow.engines.causal_lm.micro_batches import in_order
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.causal_lm.scoring import token_scores, token_values
@@ -56,6 +65,7 @@ class DeepSpeedEngine(Tunable):
         self._trains = "Trains" in spec.capabilities
         self._config = deepspeed_config(spec, trains=self._trains)
         self._module = load_sharded(spec, self._config, value_head=self._has_values)
+        add_adapters(self._module, spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         if spec.layout.gradient_checkpointing:
             self._module.gradient_checkpointing_enable()
@@ -66,6 +76,10 @@ class DeepSpeedEngine(Tunable):
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         return Logprobs(values=self._forward(sequences, temperature))
+
+    def base_logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
+        with without_adapters(self._module):
+            return self.logprobs(sequences, temperature)
 
     def values(self, sequences: Sequences) -> ValueEstimates:
         return ValueEstimates(values=self._forward(sequences, 1.0))
@@ -97,13 +111,12 @@ class DeepSpeedEngine(Tunable):
         return totals.sums
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
-        for group in _groups(self._module.state_dict(keep_vars=True).items()):
-            with self._gathered([weight for _, weight in group]):
-                for name, weight in group:
-                    yield name, weight.detach()
+        for name, weight in self._whole(trained(self._named(), self._spec.lora)):
+            yield copied_name(name), weight
 
     def save(self, folder: Path) -> None:
-        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+        frozen = self._spec.lora is not None
+        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=frozen)
         if self._spec.rank == 0:
             (folder / _MADE_BY).write_text(json.dumps(self._shards))
 
@@ -121,7 +134,7 @@ class DeepSpeedEngine(Tunable):
 
     def _load(self, folder: Path, tag: str) -> None:
         try:
-            found, _ = self._engine.load_checkpoint(str(folder), tag=tag)
+            found, _ = self._engine.load_checkpoint(str(folder), tag=tag, load_module_strict=self._spec.lora is None)
         except Exception as error:  # whatever DeepSpeed stumbles over where files are missing
             raise EngineError(
                 f"role {self._spec.role}: '{folder}' cannot be restored ({first_line(error)})."
@@ -136,15 +149,21 @@ class DeepSpeedEngine(Tunable):
         dtype = getattr(torch, self._spec.model.dtype)
         whole: dict[str, Tensor] = {}
         shared: dict[int, Tensor] = {}
-        named = self._module.state_dict(keep_vars=True)
-        for name, weight in self.weights():
+        named, lora = self._named(), self._spec.lora
+        small = {name: weight for name, weight in named.items() if is_adapter(name)}
+        adapters = {name: weight.to("cpu", copy=True) for name, weight in self._whole(small)}
+        for name, weight in self._whole({name: weight for name, weight in named.items() if name not in small}):
             if self._spec.rank == 0:
+                plain, value = merged(name, weight, adapters, lora)
                 # Weights that are tied are one tensor, which is how they are known to be tied.
-                whole[name] = shared.setdefault(id(named[name]), weight.to("cpu", dtype, copy=True))
+                whole[plain] = shared.setdefault(id(named[name]), value.to("cpu", dtype, copy=True))
         if self._spec.rank == 0:
             self._module.config.dtype = dtype
             self._module.save_pretrained(folder, state_dict=whole)
             self._tokenizer.save_pretrained(folder)
+            if lora is not None:
+                copied = {copied_name(name): weight for name, weight in adapters.items()}
+                write_adapters(folder / "adapters", lora, copied, self._spec.model.path)
         torch.distributed.barrier()
 
     def sleep(self) -> None:
@@ -167,7 +186,8 @@ class DeepSpeedEngine(Tunable):
     def _start(self) -> Any:
         import deepspeed
 
-        optimizer = self._optimizer(self._module.parameters()) if self._trains else None
+        trained_ones = (weight for weight in self._module.parameters() if weight.requires_grad)
+        optimizer = self._optimizer(trained_ones) if self._trains else None
         return deepspeed.initialize(model=self._module, optimizer=optimizer, config=self._config)[0]
 
     def _optimizer(self, parameters: "Iterable[Parameter]") -> "Optimizer":
@@ -217,6 +237,17 @@ class DeepSpeedEngine(Tunable):
         torch.distributed.all_reduce(totals)
         totals /= self._spec.layout.sequence_parallel_size
         return dict(zip(sums, totals.tolist(), strict=True))
+
+    def _named(self) -> "dict[str, Tensor]":
+        """All weights, or what this rank has of them."""
+        return dict(self._module.state_dict(keep_vars=True))
+
+    def _whole(self, weights: "Mapping[str, Tensor]") -> "Iterator[tuple[str, Tensor]]":
+        """Gathered in turn: a tensor is good until the next is asked for."""
+        for group in _groups(weights.items()):
+            with self._gathered([weight for _, weight in group]):
+                for name, weight in group:
+                    yield name, weight.detach()
 
     def _gathered(self, weights: "list[Tensor]") -> Any:
         """A context in which these are whole on every rank."""

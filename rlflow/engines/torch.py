@@ -7,6 +7,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Sequences, ValueEstimates
 from rlflow.engines.base import EngineSpec, TokenLoss
+from rlflow.engines.causal_lm.adapters import (
+    add_adapters,
+    copied_name,
+    is_adapter,
+    merged,
+    trained,
+    without_adapters,
+    write_adapters,
+)
 from rlflow.engines.causal_lm.kernels import attention_of
 from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
@@ -23,7 +32,8 @@ _STATE = "state.pt"
 
 
 class TorchEngine(Tunable):
-    """Weights and moments in float32; a bfloat16 model computes under autocast.
+    """Weights and moments in float32; a bfloat16 model computes under autocast. What adapters leave as it is stays in
+    the model's type.
 
     Sequence-parallel ranks have the same rows and each all of the state. Each computes on a part of the tokens, and
     their gradients are added up.
@@ -47,18 +57,19 @@ class TorchEngine(Tunable):
             spec.model_name,
             spec.model,
             device=spec.device,
-            dtype=torch.float32,
+            dtype=getattr(torch, spec.model.dtype) if spec.lora else torch.float32,
             seed=spec.seed,
             attention=attention_of(spec),
             value_head=self._has_values,
         )
+        add_adapters(self._model, spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         if spec.layout.gradient_checkpointing:
             self._model.gradient_checkpointing_enable()
         self._spread = spread_of(spec, self._model)
         options = spec.optimizer
         self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
+            (weight for weight in self._model.parameters() if weight.requires_grad),
             lr=options.learning_rate,
             betas=options.betas,
             weight_decay=options.weight_decay,
@@ -67,6 +78,10 @@ class TorchEngine(Tunable):
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         return Logprobs(values=self._forward(sequences, temperature))
+
+    def base_logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
+        with without_adapters(self._model):
+            return self.logprobs(sequences, temperature)
 
     def values(self, sequences: Sequences) -> ValueEstimates:
         return ValueEstimates(values=self._forward(sequences, 1.0))
@@ -102,14 +117,15 @@ class TorchEngine(Tunable):
         return averaged_over_weights(totals.sums)
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
-        yield from self._model.state_dict().items()
+        for name, weight in self._trained().items():
+            yield copied_name(name), weight
 
     def save(self, folder: Path) -> None:
         """Rank 0 writes."""
         import torch
 
         if self._spec.rank == 0:
-            state = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+            state = {"model": self._trained(), "optimizer": self._optimizer.state_dict()}
             torch.save(state, folder / _STATE)
         self._wait()
 
@@ -117,7 +133,7 @@ class TorchEngine(Tunable):
         import torch
 
         state = torch.load(folder / _STATE, map_location=self._model.device, weights_only=True)
-        self._model.load_state_dict(state["model"])
+        self._model.load_state_dict(state["model"], strict=self._spec.lora is None)
         self._optimizer.load_state_dict(state["optimizer"])
 
     def export(self, folder: Path) -> None:
@@ -126,11 +142,17 @@ class TorchEngine(Tunable):
 
         if self._spec.rank == 0:
             dtype = getattr(torch, self._spec.model.dtype)
-            weights = {name: tensor.to(dtype) for name, tensor in self._model.state_dict().items()}
+            weights, lora = self._model.state_dict(), self._spec.lora
+            whole = (merged(name, tensor, weights, lora) for name, tensor in weights.items() if not is_adapter(name))
             self._model.config.dtype = dtype
-            self._model.save_pretrained(folder, state_dict=weights)
+            self._model.save_pretrained(folder, state_dict={name: tensor.to(dtype) for name, tensor in whole})
             self._tokenizer.save_pretrained(folder)
+            if lora is not None:
+                write_adapters(folder / "adapters", lora, dict(self.weights()), self._spec.model.path)
         self._wait()
+
+    def _trained(self) -> "dict[str, Tensor]":
+        return trained(self._model.state_dict(), self._spec.lora)
 
     def _add_gradients(self) -> None:
         """Each rank has those of its tokens."""

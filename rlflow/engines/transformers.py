@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Prompts, Repeated, Rollouts, Sequences
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed
+from rlflow.engines.causal_lm.adapters import add_adapters, copied_name, trained
 from rlflow.engines.causal_lm.decoding import decode
 from rlflow.engines.causal_lm.kernels import attention_of
 from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
@@ -51,6 +52,7 @@ class TransformersEngine(Tunable):
             seed=spec.seed,
             attention=attention_of(spec),
         )
+        add_adapters(self._model, spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         self._end_ids = end_ids(self._model.generation_config.eos_token_id, self._tokenizer.eos_token_id)
         self._version: int | None = 0
@@ -154,7 +156,8 @@ class TransformersEngine(Tunable):
         import torch
 
         self._version = None
-        own = self._model.state_dict()
+        state = trained(self._model.state_dict(), self._spec.lora)
+        own = {copied_name(name): weight for name, weight in state.items()}
         missing = set(own)
         with torch.no_grad():
             for name, tensor in weights:

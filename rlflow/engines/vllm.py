@@ -12,6 +12,7 @@ from rlflow.batch import Packed, Prompts, Repeated, Rollouts
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.pretrained import end_ids, load_tokenizer
 from rlflow.engines.groups import NOTHING, Begun, continued
+from rlflow.engines.serving.adapter_files import adapter_files
 from rlflow.engines.serving.batching import Batcher, Request, Written
 from rlflow.engines.serving.model_files import Expected, load_config, load_end_ids, model_files
 from rlflow.engines.serving.seconds import Second
@@ -33,12 +34,14 @@ class VllmEngine(Sessions):
         """Raises RecipeError for a model that vLLM cannot run here, EngineError when it does not start."""
         self._spec = spec
         self._weights_asleep = False
+        self._copies = 0
+        """Of adapters, begun so far."""
         set_environment(spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         with model_files(spec) as folder:
             config = load_config(spec.model_name, folder)
             check_model(spec, config)
-            self._expected = Expected.of(config)
+            self._expected = Expected.of(config, spec)
             self._end_ids = end_ids(*load_end_ids(folder, config), self._tokenizer.eos_token_id)
             arguments = engine_arguments(spec, folder, config)
             self._max_model_len: int = arguments["max_model_len"]
@@ -163,10 +166,9 @@ class VllmEngine(Sessions):
         self._expect_weights()
         given = self._expected.checked(role, weights)
         try:
-            _on_ranks(engine, "begin_copy")
-            for part in [given] if self._spec.layout.model_parallel_size == 1 else shared_files(given):
-                _on_ranks(engine, "take_weights", part)
-            missing = {name for names in _on_ranks(engine, "finish_copy") for name in names}
+            missing = (
+                self._take_weights(engine, given) if self._spec.lora is None else self._take_adapters(engine, given)
+            )
         except EngineError:
             raise
         except Exception as error:
@@ -174,6 +176,26 @@ class VllmEngine(Sessions):
         if missing:
             raise EngineError(f"role {role}: the weights lack vLLM's '{min(missing)}'.")
         self._renew(engine, version)
+
+    def _take_weights(self, engine: Any, given: "Iterable[tuple[str, Tensor]]") -> set[str]:
+        """Returns the names of those for which nothing came."""
+        _on_ranks(engine, "begin_copy")
+        for part in [given] if self._spec.layout.model_parallel_size == 1 else shared_files(given):
+            _on_ranks(engine, "take_weights", part)
+        return {name for names in _on_ranks(engine, "finish_copy") for name in names}
+
+    def _take_adapters(self, engine: Any, given: "Iterable[tuple[str, Tensor]]") -> set[str]:
+        """In the place of those before. All are there: what lacks some is no whole copy."""
+        from vllm.lora.request import LoRARequest
+
+        assert self._spec.lora is not None
+        # By name and number vLLM knows what it has already.
+        number = self._copies = self._copies + 1
+        with adapter_files(self._spec.lora, given) as folder:
+            request = LoRARequest(f"copy {number}", number, folder)
+            _on_ranks(engine, "add_lora", request)
+        self._batcher.adapters = request
+        return set()
 
     def _transfer(self, engine: Any, method: str, arguments: dict[str, Any]) -> None:
         if method != "init_weight_transfer_engine":

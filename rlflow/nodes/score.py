@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from rlflow.batch import Logprobs, Rollouts, ValueEstimates
-from rlflow.engines.base import Scores, Values
+from rlflow.engines.base import Scores, ScoresBase, Values
 from rlflow.nodes.base import Node
 
 
@@ -13,6 +13,14 @@ class ScoreLogprobs(Node, kind="logprobs", unit="sample"):
 
     def run(self, engine: Scores, rollouts: Rollouts) -> Logprobs:
         return engine.logprobs(rollouts, rollouts.temperature)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreBaseLogprobs(Node, kind="base_logprobs", unit="sample"):
+    """Likewise, under the role's model without its adapters: what a reference says, without a second model."""
+
+    def run(self, engine: ScoresBase, rollouts: Rollouts) -> Logprobs:
+        return engine.base_logprobs(rollouts, rollouts.temperature)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from rlflow.errors import PlacementError
 from rlflow.resources.layout import Resources
 from rlflow.resources.memory.state import DEEPSPEED, Training
 from rlflow.resources.models.architecture import Architecture, heads_divide
+from rlflow.resources.models.lora import Lora
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class Demand:
     """A parameter, where the role does not train."""
     training: Training = DEEPSPEED
     """Where it does."""
+    follows_lora: Lora | None = None
+    """The adapters that it takes over, beside the weights of its own."""
     wants: Resources
 
     def pinned(self, name: str) -> int | None:

@@ -20,6 +20,7 @@ REQUIRES = [
     "deepspeed<0.20,>=0.19.8; extra == 'deepspeed'",
     "vllm<0.33,>=0.32; extra == 'vllm'",
     "aiohttp<4,>=3.14.3; extra == 'vllm-cpu'",
+    "peft<0.22,>=0.21.2; extra == 'peft'",
     "math-verify[antlr4-9-3]<0.10,>=0.9; extra == 'math-verify'",
 ]
 

@@ -109,7 +109,8 @@ class _TokenScores(torch.autograd.Function):
         of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         of_bias = None if bias is None else torch.empty_like(bias)
         for part in head.parts():
-            at_weight = torch.zeros(part.weight.shape, device=hidden.device)
+            # Of a layer that stands still there is none.
+            at_weight = None if of_weight is None else torch.zeros(part.weight.shape, device=hidden.device)
             at_bias = torch.zeros(len(part.weight), device=hidden.device)
             for rows, logits in head.chunks(part):
                 local, inside = head.within(part, rows)
@@ -128,9 +129,9 @@ class _TokenScores(torch.autograd.Function):
                 at_bias += slopes.sum(0)
                 given = slopes.to(ctx.dtype)
                 of_hidden[rows] += given @ part.weight
-                if of_weight is not None:
+                if at_weight is not None:
                     at_weight += given.T @ head.hidden[rows]
-            if of_weight is not None:
+            if of_weight is not None and at_weight is not None:
                 of_weight[part.ids] = at_weight
             if of_bias is not None:
                 of_bias[part.ids] = at_bias

@@ -79,6 +79,8 @@ class Batcher:
 
     version: int | None = 0
     """Of the weights; None while they are not whole. Set by calls."""
+    adapters: Any = None
+    """vLLM's LoRARequest, with which each request is written; None: the model alone. Set by calls."""
     asleep: bool = False
     """Set by calls."""
     steps: int = 0
@@ -180,7 +182,8 @@ class Batcher:
         self._count += len(names)
         try:
             for name, request in zip(names, group.requests, strict=True):
-                engine.add_request(name, {"prompt_token_ids": request.prompt_ids}, request.params)
+                given = {"prompt_token_ids": request.prompt_ids}
+                engine.add_request(name, given, request.params, lora_request=self.adapters)
         except Exception as error:  # vLLM refuses in many ways what is wrong with one request
             engine.abort_request(names)
             refused = EngineError(f"role {self._role}: vLLM does not take a request ({first_line(error)}).")

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec
+from rlflow.engines.causal_lm.adapters import add_adapters, copied_name, trained
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.errors import EngineError, RecipeError, first_line
 
@@ -31,22 +32,25 @@ def model_files(spec: EngineSpec) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Expected:
-    """The weights of a model, by the names of its files."""
+    """The weights of a model that it follows, by the names of its files; or the adapters, by those of peft's."""
 
     shapes: dict[str, tuple[int, ...]]
     required: frozenset[str]
     """Without those that are tied to others."""
 
     @classmethod
-    def of(cls, config: Any) -> "Expected":
-        """``config`` is the model's, of transformers."""
+    def of(cls, config: Any, spec: EngineSpec) -> "Expected":
+        """``config`` is the model's, of transformers. Raises RecipeError for adapters of layers that it has not."""
         import torch
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        return cls(shapes, frozenset(name for name, _ in model.named_parameters()))
+            add_adapters(model, spec)
+        copied = {name: tuple(tensor.shape) for name, tensor in trained(model.state_dict(), spec.lora).items()}
+        required = trained(dict(model.named_parameters()), spec.lora)
+        shapes = {copied_name(name): shape for name, shape in copied.items()}
+        return cls(shapes, frozenset(map(copied_name, required)))
 
     def checked(self, role: str, weights: "Iterable[tuple[str, Tensor]]") -> "Iterator[tuple[str, Tensor]]":
         """The same weights. Raises EngineError at one that does not fit, and at the end if some are missing."""

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from rlflow.engines.base import EngineSpec
+from rlflow.engines.serving.adapter_files import max_lora_rank
 from rlflow.errors import RecipeError
 from rlflow.resources.memory.phases import MAX_BATCHED_TOKENS
 
@@ -52,6 +53,8 @@ def engine_arguments(spec: EngineSpec, folder: str, config: Any) -> dict[str, An
         "use_tqdm_on_load": False,
         "worker_extension_cls": "rlflow.engines.serving.vllm_worker.WorkerExtension",
     }
+    if spec.lora is not None:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_lora_rank(spec, spec.lora)}
     if spec.device == "cpu":
         return arguments | {
             "enforce_eager": True,

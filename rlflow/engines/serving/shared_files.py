@@ -17,6 +17,11 @@ _FILE_BYTES = 64 * 2**20
 _SHARED_MEMORY = Path("/dev/shm")
 
 
+def memory_folder() -> Path | None:
+    """For files that never reach a disk; None where there is none."""
+    return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+
+
 @dataclass(frozen=True)
 class SharedFile:
     """A bucket that all ranks read at the same place."""
@@ -31,8 +36,7 @@ class SharedFile:
 
 def shared_files(weights: "Iterable[tuple[str, Tensor]]") -> Iterator[SharedFile]:
     """All ``weights`` in their order. A file is deleted when the next is asked for."""
-    folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
     for bucket in buckets(weights, _FILE_BYTES):
-        with tempfile.NamedTemporaryFile(prefix="rlflow-weights-", dir=folder) as file:
+        with tempfile.NamedTemporaryFile(prefix="rlflow-weights-", dir=memory_folder()) as file:
             bucket.data.tofile(file.name)
             yield SharedFile(file.name, bucket.entries)

@@ -20,6 +20,7 @@ from rlflow.resources.memory.state import (
     total,
 )
 from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.models.lora import Lora, adapter_parameters
 
 # The CUDA context with the kernels of torch: 0.4 to 0.6 GiB on A100 and H100, as nvidia-smi shows for an idle process.
 CONTEXT_GIB = 0.55
@@ -81,16 +82,16 @@ def _moments(model: Architecture, layout: Layout, training: Training, stage: Sta
     layer, saved = _layer_bytes(model, layout, training, per_rank)
     kept = saved * stage.num_layers * stage.in_flight
     logits = per_rank * model.num_outputs / layout.tensor_parallel_size if stage.head else 0.0
+    full = training.lora is None
+    trained = 1.0 if full else 0.0
     loss, output = training.logits * logits, min(2.0, training.logits) * logits
     if training.fused_loss:
         # In chunks of as many tokens as make their logits as large as the hidden states (Liger's FLCE).
         loss, output = training.logits * per_rank * model.hidden_size, 0.0
     elif logits > training.logits_at_once:
         # Besides them the gradients of the hidden states and of the head, which are put together chunk by chunk.
-        put_together = 4 * per_rank * model.hidden_size + training.weights * stage.head
+        put_together = 4 * per_rank * model.hidden_size + trained * training.weights * stage.head
         loss, output = training.logits * training.logits_at_once + put_together, 0.0
-    full = training.lora_rank is None
-    trained = 1.0 if full else 0.0
     whole = stage.dense + stage.experts
     zero = layout.zero_stage or 0
     shared = layout.data_parallel_size * layout.sequence_parallel_size > 1
@@ -191,6 +192,7 @@ def generate_memory(
     max_num_seqs: int = 256,
     max_batched_tokens: int = MAX_BATCHED_TOKENS,
     weight_bytes: float = 2,
+    lora: Lora | None = None,
 ) -> EngineMemory:
     """How an engine of vLLM's kind uses ``gpu_memory_utilization`` of a GPU: what weights, the peak of a step and CUDA
     graphs leave is for keys and values (vllm/v1/worker/gpu_worker.py, determine_available_memory).
@@ -207,6 +209,9 @@ def generate_memory(
         "engine": peak / GIB,
         "graphs": 0.0 if layout.eager else _graphs(model),
     }
+    if lora is not None:
+        # Every rank has all of A, and no more than all of B.
+        terms["adapters"] = weight_bytes * adapter_parameters(model, lora) / layout.pipeline_parallel_size / GIB
     terms |= process_terms(layout)
     left = budget - sum(terms.values())
     # Each GPU holds its share of the heads. Fewer key-value heads than GPUs are copied, as latents always are.
@@ -232,10 +237,12 @@ def asleep_terms(serves: bool, model: Architecture | None = None, *, eager: bool
 def sync_terms(
     model: Architecture, layout: Layout, training: Training, engine: Layout | None = None, *, weight_bytes: float = 2
 ) -> dict[str, float]:
-    """Of a trained role while its weights go to an engine that follows it: the weights, and its largest layer or an
-    end of the model whole, in the engine's type. With ``engine``, that one is on the same GPUs: its weights and graphs
-    are there, its room for keys and values is taken afterwards."""
+    """Of a trained role while its weights go to an engine that follows it: the weights, and in the engine's type its
+    largest layer or an end of the model whole, or its adapters. With ``engine``, that one is on the same GPUs: its
+    weights and graphs are there, its room for keys and values is taken afterwards."""
     largest = max(max(stage.layer, stage.ends) for stage in stages(model, layout)) * layout.tensor_parallel_size
+    if training.lora is not None:
+        largest = adapter_parameters(model, training.lora)
     terms = {"weights": state_terms(model, layout, training)["weights"], "gathered": weight_bytes * largest / GIB}
     if engine is not None:
         terms["engine"] = weight_bytes * max(stage.dense + stage.experts for stage in stages(model, engine)) / GIB

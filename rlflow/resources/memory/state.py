@@ -6,6 +6,7 @@ from math import ceil
 
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.models.lora import Lora, adapter_parameters
 
 Terms = Mapping[str, float]
 """GiB by name."""
@@ -23,8 +24,8 @@ class Training:
     gradients: float = 2
     optimizer: float = 12
     """An fp32 master copy and Adam's two moments (Rajbhandari et al. 2020, ZeRO, section 3.1)."""
-    lora_rank: int | None = None
-    """Low-rank adapters on all linear layers; the weights stand still, without gradients."""
+    lora: Lora | None = None
+    """Adapters; the weights stand still, without gradients."""
     fused_layers: bool = False
     """Fused norms and activations (Transformer Engine), which save less for the backward pass."""
     shards_norms: bool = False
@@ -116,9 +117,9 @@ def stage_state(model: Architecture, layout: Layout, training: Training, stage: 
     each = {"weights": training.weights, "gradients": training.gradients, "optimizer": training.optimizer}
     frozen = 0.0
     trained, trained_sharded = whole, sharded
-    if training.lora_rank is not None:
+    if training.lora is not None:
         frozen = training.weights * (sharded if zero == 3 else whole)
-        trained = lora_parameters(model, training.lora_rank) * stage.num_layers / model.num_hidden_layers
+        trained = adapter_parameters(model, training.lora) * stage.num_layers / model.num_hidden_layers
         trained /= layout.tensor_parallel_size
         trained_sharded = trained * sharded / whole
         each = _ADAPTER_BYTES
@@ -143,18 +144,6 @@ def sharded_parameters(layout: Layout, stage: Stage) -> float:
     return stage.dense / shards + stage.experts / max(
         1.0, shards * layout.tensor_parallel_size / layout.expert_parallel_size
     )
-
-
-def lora_parameters(model: Architecture, rank: int) -> float:
-    """Adapters on query, key, value, output and MLP projections: rank x (inputs + outputs) of each (Hu et al. 2021)."""
-    hidden = model.hidden_size
-    attention = (hidden + model.query_width) + (hidden + model.output_width) + (2 * hidden + model.key_value_width)
-    width = model.mlp_width
-    mlps = 3 * (hidden + width)
-    if model.num_experts:
-        shared = model.shared_expert_intermediate_size
-        mlps = 3 * model.num_experts * (hidden + model.expert_width) + (3 * (hidden + shared) if shared else 0)
-    return float(rank * model.num_hidden_layers * (attention + mlps))
 
 
 def total(terms: Terms) -> float:

@@ -231,7 +231,9 @@ def _served(
         what = f"gpu_memory_utilization {share:g} is more than the {max(0.0, left):g} that is left"
         return Shortage(demand.role, share * memory_gib - available, what)
     layout = replace(layout, gpu_memory_utilization=share)
-    memory = generate_memory(model, layout, memory_gib, max_num_seqs=MAX_NUM_SEQS, weight_bytes=demand.weight_bytes)
+    memory = generate_memory(
+        model, layout, memory_gib, max_num_seqs=MAX_NUM_SEQS, weight_bytes=demand.weight_bytes, lora=demand.follows_lora
+    )
     longest = max((task.longest for task in tasks), default=1)
     if memory.kv_tokens < longest:
         rest = sum(gib for term, gib in memory.terms.items() if term != "kv")

@@ -13,6 +13,7 @@ from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout
+from rlflow.resources.models.lora import adapter_parameters, adapter_tensors
 from rlflow.resources.placement import RolePlacement, Share, workers
 from rlflow.resources.search.candidate import Candidate, Rejected, describe
 from rlflow.resources.search.data import reading_seconds
@@ -185,12 +186,15 @@ class Search:
         model = self.demands[target].architecture
         if model is None:
             return 0.0
-        size, speed = model.num_parameters * self.demands[target].weight_bytes, self.site([target]).speed
+        parameters, tensors, speed = model.num_parameters, model.num_tensors, self.site([target]).speed
+        if (lora := self.demands[source].training.lora) is not None:
+            parameters, tensors = adapter_parameters(model, lora), adapter_tensors(model, lora)
+        size = parameters * self.demands[target].weight_bytes
         gpus = layouts[source].num_gpus, layouts[target].num_gpus
         same = pool_of[source] == pool_of[target]
         if same and gpus == (1, 1):
             return 2 * size / speed.memory
-        return sync_seconds(size, *gpus, speed, same_gpus=same, tensors=model.num_tensors)
+        return sync_seconds(size, *gpus, speed, same_gpus=same, tensors=tensors)
 
     def _placed(self, candidate: Candidate) -> tuple[Candidate, list[Share]] | None:
         """On its GPUs, with smaller groups where the hosts do not hold larger ones."""

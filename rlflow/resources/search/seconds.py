@@ -37,7 +37,10 @@ def _of_task(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens
     workers = layout.data_parallel_size
     if task.kind == "update":
         tokens, minibatches = task.tokens * task.epochs, task.minibatches
-        return training(model, layout, speed, tokens=tokens, length=length, minibatches=minibatches).seconds
+        adapters = demand.training.lora is not None
+        return training(
+            model, layout, speed, tokens=tokens, length=length, minibatches=minibatches, adapters=adapters
+        ).seconds
     if task.kind == "score":
         return scoring(model, layout, speed, tokens=task.tokens, length=length).seconds
     # An engine that takes more while it writes is given samples as it has room, so that all engines end together; those

@@ -87,6 +87,9 @@ class RoleProxy:
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         return Logprobs(values=self._split(sequences, "logprobs", temperature))
 
+    def base_logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
+        return Logprobs(values=self._split(sequences, "base_logprobs", temperature))
+
     def values(self, sequences: Sequences) -> ValueEstimates:
         return ValueEstimates(values=self._split(sequences, "values"))
 

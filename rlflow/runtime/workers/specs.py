@@ -22,6 +22,8 @@ def check_engines(plan: Plan) -> None:
     for role, written in plan.recipe.roles.items():
         if (package := engine_kind(written.engine).package) is not None:
             check_extra(package, f"roles.{role}.engine", f"engine '{written.engine}'")
+        if written.lora is not None:
+            check_extra("peft", f"roles.{role}.lora", "it")
         check_attention(role, written.attention)
         for worker in plan.roles[role].workers:
             if len(hosts := {bundle.host for bundle in worker.bundles}) > 1:
@@ -45,6 +47,7 @@ def spec_of(plan: Plan, role: str, model: Model, *, device: str, rank: int = 0, 
         seed=plan.recipe.seed,
         steps=plan.recipe.steps - plan.graph.critic_warmup(role),
         optimizer=written.optimizer or Optimizer(),
+        lora=plan.recipe.lora_of(role),
         layout=placement.layout,
         rank=rank,
         world_size=len(placement.workers),
@@ -63,9 +66,9 @@ def num_sequences(plan: Plan, role: str) -> int:
 
 def weight_backend(plan: Plan, role: str) -> WeightBackend | None:
     """How weights come to ``role`` from GPU to GPU, by vLLM's own ways. None: through the memory of the hosts, as for
-    processors, other engines, and GPUs of which the two roles share only some."""
+    processors, other engines, adapters, and GPUs of which the two roles share only some."""
     written = plan.recipe.roles[role]
-    if written.follows is None or written.engine != "vllm" or not is_on_gpu(plan):
+    if written.follows is None or written.engine != "vllm" or plan.recipe.lora_of(role) or not is_on_gpu(plan):
         return None
     own, of_leader = set(plan.roles[role].bundles), set(plan.roles[written.follows].bundles)
     if own <= of_leader:

@@ -103,6 +103,10 @@ def test_no_option_has_the_name_of_an_input() -> None:
         ("roles.rollout.follows=reference", "roles.rollout.follows: 'reference' is never trained"),
         ("roles.rollout.follows=acto", "roles.rollout.follows: no role 'acto'"),
         ("roles.reference.optimizer={}", "roles.reference.optimizer: 'reference' is never trained"),
+        (
+            "roles.rollout.lora={}",
+            "roles.rollout.lora: the role is never trained.\n  Fix: remove it; a role that follows",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(override: str, message: str) -> None:

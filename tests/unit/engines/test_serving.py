@@ -44,7 +44,7 @@ class FakeEngine:
         self.steps = 0
         self.threads: set[int] = set()
 
-    def add_request(self, name: str, prompt: dict[str, list[int]], params: str) -> None:
+    def add_request(self, name: str, prompt: dict[str, list[int]], params: str, lora_request: object) -> None:
         if params == "bad":
             raise ValueError("no such parameter")
         self.live[name] = len(prompt["prompt_token_ids"])
@@ -331,7 +331,7 @@ class TestModelFiles:
     def test_weights_are_held_against_the_model(self, tied: bool) -> None:
         model = replace(MODEL, architecture=replace(ARCHITECTURE, tie_word_embeddings=tied))
         with model_files(spec(model=model)) as folder:
-            expected = Expected.of(load_config("policy", folder))
+            expected = Expected.of(load_config("policy", folder), spec())
         weights = {name: torch.zeros(shape) for name, shape in expected.shapes.items()}
         assert dict(expected.checked("rollout", weights.items())).keys() == weights.keys()
         head = weights.pop("lm_head.weight")

@@ -21,8 +21,9 @@ from rlflow.resources.memory.phases import (
     update_terms,
     usable_gib,
 )
-from rlflow.resources.memory.state import DEEPSPEED, FSDP2, MEGATRON, Training, lora_parameters, stages, state_terms
+from rlflow.resources.memory.state import DEEPSPEED, FSDP2, MEGATRON, Training, stages, state_terms
 from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.models.lora import Lora, adapter_parameters
 from rlflow.schema import parse
 from tests.conftest import ROOT
 
@@ -113,8 +114,8 @@ def test_what_is_offloaded_is_on_the_host() -> None:
 def test_adapters() -> None:
     """Rank 8 on Qwen2.5-7B: q, o 3584 x 3584, k, v 3584 x 512, three MLP products of 3584 and 18944; 28 layers."""
     inputs_and_outputs = 2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944)
-    assert lora_parameters(QWEN, 8) == 8 * 28 * inputs_and_outputs == 20_185_088
-    terms = state_terms(QWEN, layout(), replace(DEEPSPEED, lora_rank=8))
+    assert adapter_parameters(QWEN, Lora(rank=8)) == 8 * 28 * inputs_and_outputs == 20_185_088
+    terms = state_terms(QWEN, layout(), replace(DEEPSPEED, lora=Lora(rank=8)))
     assert terms["weights"] == pytest.approx((2 * QWEN.num_parameters + 4 * 20_185_088) / GIB)
     assert terms["gradients"] + terms["optimizer"] == pytest.approx(12 * 20_185_088 / GIB)
 
@@ -122,7 +123,7 @@ def test_adapters() -> None:
 def test_adapters_of_experts_are_as_many_as_experts() -> None:
     """Rank 8 on Qwen3-30B-A3B: 128 experts of 768 in each of 48 layers."""
     attention = (2048 + 4096) * 2 + 2 * (2048 + 512)
-    assert lora_parameters(MOE, 8) == 8 * 48 * (attention + 128 * 3 * (2048 + 768))
+    assert adapter_parameters(MOE, Lora(rank=8)) == 8 * 48 * (attention + 128 * 3 * (2048 + 768))
 
 
 def test_tensor_parallelism_divides_everything() -> None:

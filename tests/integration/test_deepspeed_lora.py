@@ -1,0 +1,155 @@
+"""Adapters on two ranks of DeepSpeed against the plain engine on one."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlflow.engines.base import EngineSpec
+from rlflow.engines.torch import TorchEngine
+from rlflow.recipe import Optimizer
+from rlflow.resources.models.lora import Lora
+from tests.helpers import ARCHITECTURE, MODEL, spec
+from tests.integration.engine_process import EngineProcess, all_of, call, free_address
+from tests.integration.test_deepspeed import (
+    LOSS,
+    Ranks,
+    build_torch,
+    compare_training,
+    of_one_thread,
+    of_path,
+    plain,
+    policy_minibatch,
+    split,
+)
+from tests.integration.test_deepspeed import actor as full
+
+pytestmark = pytest.mark.slow
+
+LORA = Lora(rank=4, alpha=6)
+
+
+def actor(stage: int, **options: Any) -> EngineSpec:
+    return replace(full(stage, **options), lora=LORA)
+
+
+def expected(sgd: bool = False) -> TorchEngine:
+    return plain(sgd, of=replace(spec(optimizer=Optimizer(learning_rate=1e-2)), lora=LORA))
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Sequence[EngineProcess]]:
+    with of_one_thread(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def address() -> str:
+    return free_address()
+
+
+@pytest.mark.parametrize(("stage", "sgd"), [(0, True), (1, True), (2, True), (3, True), (3, False)])
+def test_it_trains_as_the_plain_engine_does(two: Sequence[EngineProcess], address: str, stage: int, sgd: bool) -> None:
+    of = actor(stage, gradient_checkpointing=stage == 3)
+    compare_training(Ranks(two, of, address, sgd), expected(sgd), sgd, split)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_model_without_them_between_updates(two: Sequence[EngineProcess], address: str, stage: int) -> None:
+    ours, exact, base = Ranks(two, actor(stage), address, True), expected(True), plain()
+    for step in range(3):
+        batch = policy_minibatch(step)
+        for method, peer in (("base_logprobs", base.logprobs), ("logprobs", exact.logprobs)):
+            scores = [part.values.values for part in getattr(ours, method)(split(batch), [0.9] * 2)]
+            assert np.concatenate(scores) == pytest.approx(peer(batch, 0.9).values.values, abs=1e-6)
+        metrics = ours.update(split(batch), [LOSS] * 2)[0].values
+        assert metrics == pytest.approx(exact.update(batch, LOSS).values, abs=1e-5)
+
+
+@pytest.mark.parametrize(("build", "stage"), [(build_torch, 0), (None, 3)])
+def test_ranks_that_share_their_tokens(two: Sequence[EngineProcess], address: str, build: Any, stage: int) -> None:
+    of = actor(stage, sequence_parallel_size=2)
+    ours = Ranks(two, of, address, True, **({"build": build} if build else {}))
+    compare_training(ours, expected(True), True, lambda batch: [batch] * 2)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_it_goes_on_from_adapters_and_optimizer_alone(
+    two: Sequence[EngineProcess], address: str, stage: int, tmp_path: Path
+) -> None:
+    one, other = (Ranks(two, actor(stage), address) for _ in range(2))
+    one.update(split(policy_minibatch(0)), [LOSS] * 2)
+    one.save([tmp_path] * 2)
+    other.restore([tmp_path] * 2)
+    assert all(not names for names in all_of(two, frozen_in, [str(tmp_path)] * 2))
+    for step in (1, 2):
+        batch = split(policy_minibatch(step))
+        assert one.update(batch, [LOSS] * 2) == other.update(batch, [LOSS] * 2)
+    for (name, value), (_, same) in zip(one.weights()[0], other.weights()[0], strict=True):
+        assert (value == same).all(), name
+
+
+def frozen_in(engines: list[Any], folder: str) -> list[str]:
+    """Weights of the model itself that a checkpoint holds. In the child, where DeepSpeed's classes are known."""
+    import torch
+
+    return [
+        name
+        for file in Path(folder).rglob("*model_states.pt")
+        for name, weight in torch.load(file, weights_only=False)["module"].items()
+        if ".lora_" not in name and weight.numel()
+    ]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_another_number_of_ranks_goes_on_from_it(
+    two: Sequence[EngineProcess], address: str, stage: int, tmp_path: Path
+) -> None:
+    one = Ranks(two, actor(stage), address)
+    one.update(split(policy_minibatch(0)), [LOSS] * 2)
+    one.save([tmp_path] * 2)
+    alone = actor(stage)
+    alone = replace(alone, layout=replace(alone.layout, data_parallel_size=1))
+    with of_one_thread(1) as single:
+        other = Ranks(single, alone, free_address())
+        other.restore([tmp_path])
+        for (name, value), (_, same) in zip(one.weights()[0], other.weights()[0], strict=True):
+            assert (value == same).all(), name
+        batch = policy_minibatch(1)
+        after = one.update(split(batch), [LOSS] * 2)[0].values
+        assert other.update([batch], [LOSS])[0].values == pytest.approx(after, abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_of_a_folder_is_exported_without_adapters(
+    two: Sequence[EngineProcess], address: str, stage: int, tmp_path: Path
+) -> None:
+    tied = replace(MODEL, architecture=replace(ARCHITECTURE, tie_word_embeddings=True))
+    plain(model=tied).export(tmp_path / "first")
+    ours = Ranks(two, replace(actor(stage), model=of_path(tmp_path / "first")), address)
+    ours.update(split(policy_minibatch(0)), [LOSS] * 2)
+    ours.export([tmp_path / "second"] * 2)
+    batch = policy_minibatch(1)
+    scores = [part.values.values for part in ours.logprobs(split(batch), [0.9] * 2)]
+    again = plain(model=of_path(tmp_path / "second"))
+    assert again.logprobs(batch, 0.9).values.values == pytest.approx(np.concatenate(scores), abs=1e-6)
+    assert (tmp_path / "second" / "adapters" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_bfloat16_has_masters_of_adapters_in_float32(two: Sequence[EngineProcess], address: str, stage: int) -> None:
+    of = replace(actor(stage), model=replace(MODEL, dtype="bfloat16"))
+    ours = Ranks(two, of, address)
+    exact = expected()
+    for step in range(5):
+        batch = policy_minibatch(step)
+        metrics = ours.update(split(batch), [LOSS] * 2)[0].values
+        assert metrics["loss"] == pytest.approx(exact.update(batch, LOSS).values["loss"], abs=0.05)
+    assert len(call_all(two, ours)) == len(dict(exact.weights()))
+
+
+def call_all(two: Sequence[EngineProcess], ours: Ranks) -> dict[str, Any]:
+    return dict(all_of(two, call, ours._places, ["weights"] * 2)[0])

@@ -1,0 +1,141 @@
+"""What the planner knows of adapters, by hand for Qwen2.5-7B: hidden 3584, keys 512, MLP 18944, 28 layers."""
+
+from dataclasses import replace
+
+import pytest
+
+import rlflow
+from rlflow.compiler.graph import wire
+from rlflow.compiler.lower import Requirements, lower
+from rlflow.errors import PlacementError, UserError
+from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.memory.phases import generate_memory, sync_terms, update_terms
+from rlflow.resources.memory.state import DEEPSPEED
+from rlflow.resources.models.lora import Lora, adapter_parameters, adapter_tensors
+from rlflow.resources.search.planner import Search
+from rlflow.resources.search.seconds import task_seconds
+from tests.unit.resources.search.planning import SEVEN_B, cluster
+
+ATTENTION = 2 * (3584 + 3584) + 2 * (3584 + 512)
+MLP = 3 * (3584 + 18944)
+ON_ONE = Layout(micro_batch_tokens=4096, zero_stage=0, offload="none", gradient_checkpointing=True)
+RANK_16 = Lora(rank=16)
+ADAPTERS_GIB = 4 * 16 * 28 * (ATTENTION + MLP) / GIB
+
+
+def required(*overrides: str) -> Requirements:
+    recipe = rlflow.load(["recipe=grpo_7b", *overrides])
+    return lower(recipe, wire(recipe))
+
+
+def test_adapters_stand_beside_the_layers_that_are_named() -> None:
+    assert adapter_parameters(SEVEN_B, RANK_16) == 16 * 28 * (ATTENTION + MLP)
+    assert adapter_tensors(SEVEN_B, RANK_16) == 2 * 28 * 7
+    some = Lora(rank=16, target_modules=("q_proj", "v_proj"))
+    assert adapter_parameters(SEVEN_B, some) == 16 * 28 * ((3584 + 3584) + (3584 + 512))
+    assert adapter_tensors(SEVEN_B, some) == 2 * 28 * 2
+
+
+def test_an_update_has_state_for_adapters_alone() -> None:
+    """Weights that stand still in bf16, adapters with gradients and moments in fp32; nothing is widened in the step."""
+    terms = update_terms(SEVEN_B, ON_ONE, replace(DEEPSPEED, lora=RANK_16), 4096)
+    assert terms["weights"] == pytest.approx(2 * SEVEN_B.num_parameters / GIB + ADAPTERS_GIB)
+    assert terms["gradients"] == pytest.approx(ADAPTERS_GIB)
+    assert terms["optimizer"] == pytest.approx(2 * ADAPTERS_GIB)
+    assert terms["gathered"] == 0
+    # Activations are those of a model all of whose weights are trained.
+    whole = update_terms(SEVEN_B, ON_ONE, DEEPSPEED, 4096)
+    assert sum(terms.values()) < sum(whole.values()) / 3
+
+
+def test_an_engine_holds_them_beside_its_weights() -> None:
+    layout = Layout(micro_batch_tokens=1, gpu_memory_utilization=0.9)
+    without, beside = (generate_memory(SEVEN_B, layout, 80, lora=lora) for lora in (None, RANK_16))
+    assert beside.terms["adapters"] == pytest.approx(ADAPTERS_GIB / 2)
+    assert without.terms["kv"] - beside.terms["kv"] == pytest.approx(ADAPTERS_GIB / 2)
+
+
+def test_what_is_gathered_for_an_engine_is_the_adapters() -> None:
+    terms = sync_terms(SEVEN_B, ON_ONE, replace(DEEPSPEED, lora=RANK_16))
+    assert terms["gathered"] == pytest.approx(ADAPTERS_GIB / 2)
+
+
+def test_a_role_that_follows_has_the_adapters_of_the_one_before_it() -> None:
+    demands = {demand.role: demand for demand in required("roles.actor.lora={rank: 8}").demands}
+    assert demands["actor"].training.lora == demands["rollout"].follows_lora == Lora(rank=8)
+    assert demands["actor"].follows_lora is demands["reference"].training.lora is None
+
+
+@pytest.mark.parametrize(("engine", "full", "frozen"), [("deepspeed", 2, 2), ("torch", 4, 2)])
+def test_weights_that_stand_still_have_the_type_of_the_model(engine: str, full: float, frozen: float) -> None:
+    def weights(*overrides: str) -> float:
+        demands = required(f"roles.actor.engine={engine}", *overrides).demands
+        return next(demand for demand in demands if demand.role == "actor").training.weights
+
+    assert weights() == full
+    assert weights("roles.actor.lora={}") == frozen
+
+
+def test_the_backward_pass_makes_no_gradients_of_weights() -> None:
+    """Of 6 operations a parameter and token the 2 for these: with checkpointing, which adds 2, 6 of 8 are left."""
+
+    def seconds(*overrides: str) -> float:
+        requirements = required(*overrides)
+        demand = next(demand for demand in requirements.demands if demand.role == "actor")
+        tasks = [task for task in requirements.workload.tasks if task.kind == "update"]
+        speed = Search(requirements.demands, requirements.workload, cluster(8), {}).site(["actor"]).speed
+        layout = replace(ON_ONE, data_parallel_size=8, zero_stage=2, micro_batch_tokens=16384)
+        return sum(task_seconds(demand, tasks, layout, speed, kv_tokens=0).values())
+
+    assert 0.7 < seconds("roles.actor.lora={}") / seconds() < 0.75
+
+
+def test_the_copy_takes_the_time_of_its_bytes() -> None:
+    """A second of waking up, and 0.7 ms a tensor: 28 x 9 of the model, 28 x 14 of adapters, which are small."""
+
+    def seconds(*overrides: str) -> float:
+        plan = rlflow.compile(rlflow.load(["recipe=grpo_7b", *overrides]), cluster(8))
+        return plan.prediction.nodes["actor->rollout"].seconds
+
+    assert seconds("roles.actor.lora={}") == pytest.approx(1 + 28 * 14 * 0.7e-3)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("roles.actor.lora={rank: 0}", "roles.actor.lora.rank: 0 is not valid"),
+        ("roles.actor.lora={alpha: 0}", "roles.actor.lora.alpha: 0 is not valid"),
+        ("roles.actor.lora={target_modules: []}", "roles.actor.lora.target_modules"),
+        ("roles.actor.lora={dropout: 0.1}", "roles.actor.lora.dropout: unknown key"),
+        ("roles.reference.lora={}", "roles.reference.lora: the role is never trained"),
+        (
+            "graph.reference={node: base_logprobs, role: actor}",
+            "roles.actor.lora: is missing, and a node asks for what",
+        ),
+    ],
+)
+def test_adapters_that_cannot_be(override: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        required(override)
+    assert str(caught.value).startswith(message)
+
+
+def test_experts_have_none() -> None:
+    with pytest.raises(UserError, match=r"roles\.actor\.lora: a qwen3_moe has experts, and these have no adapters"):
+        required("model@models.policy=qwen3_30b_a3b", "roles.actor.lora={}")
+
+
+def test_fewer_gpus_are_enough() -> None:
+    """Two of 80 GB, where all weights of a 32B model, which need 488 GiB with their state, do not fit."""
+    with pytest.raises(PlacementError, match="nothing fits"):
+        rlflow.compile(rlflow.load(["recipe=grpo_32b"]), cluster(2))
+    assert rlflow.compile(rlflow.load(["recipe=grpo_32b_lora"]), cluster(2)).prediction.num_gpus == 2
+
+
+def test_runs_without_adapters_keep_their_fingerprint() -> None:
+    """Checkpoints say by it what they are of."""
+    plans = [
+        rlflow.compile(rlflow.load(["recipe=grpo_7b", *overrides]), cluster(8))
+        for overrides in ([], ["roles.actor.lora=null"], ["roles.actor.lora={}"])
+    ]
+    assert plans[0].fingerprint == plans[1].fingerprint != plans[2].fingerprint
