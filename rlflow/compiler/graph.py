@@ -1,6 +1,6 @@
 """wire: from a recipe to its graph, with every edge and every role checked."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -68,8 +68,8 @@ class Graph:
 
     def critic_warmup(self, role: str) -> int:
         """Steps in which the role is not trained yet."""
-        operations: Sequence[Any] = [node.operation for node in self.nodes if node.role == role]
-        return max(getattr(operation, "critic_warmup", 0) for operation in operations)
+        operations = [node.operation for node in self.nodes if node.role == role]
+        return max((each.critic_warmup for each in operations if isinstance(each, PolicyGradient)), default=0)
 
     def capabilities(self, role: str) -> frozenset[str]:
         """What the nodes ask of a role's engine."""

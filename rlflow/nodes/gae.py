@@ -34,7 +34,7 @@ class GaeAdvantage(Node, kind="gae_advantage", unit="batch", reads_tokens=True):
     gamma: Annotated[float, Gt(0), Le(1)] = 1.0
     """What a reward counts a token earlier."""
     lam: Annotated[float, Ge(0), Le(1)] = 0.95
-    """1: advantages do not depend on what is expected of later tokens. 0: of the rest only that counts."""
+    """How far ahead rewards count themselves, and not what is expected of them: 1 to the end, 0 one token."""
     kl_coef: Annotated[float, Ge(0)] = 0.0
     """Of the KL divergence in the reward. Needs a ``reference``."""
     kl_estimator: Estimator = "k1"

@@ -12,10 +12,17 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_the_tiny_recipe_learns_on_two_hosts(tmp_path: Path) -> None:
-    """In eight steps it gains a tenth and more."""
-    pins = [f"roles.{role}.gpus=2" for role in ("actor", "reference", "rollout")]
-    overrides = ["recipe=grpo_tiny_cluster", "cluster=2x1@cpu", "steps=8", "evaluation.every=8", *pins]
+@pytest.mark.parametrize(
+    ("recipe", "roles", "steps"),
+    [
+        ("grpo_tiny_cluster", ["actor", "reference", "rollout"], 8),
+        ("ppo_tiny_cluster", ["actor", "critic", "reference", "rollout"], 16),
+    ],
+)
+def test_the_tiny_recipe_learns_on_two_hosts(recipe: str, roles: list[str], steps: int, tmp_path: Path) -> None:
+    """In a few steps it gains a tenth and more."""
+    pins = [f"roles.{role}.gpus=2" for role in roles]
+    overrides = [f"recipe={recipe}", "cluster=2x1@cpu", f"steps={steps}", f"evaluation.every={steps}", *pins]
     done = subprocess.run(
         [sys.executable, "-m", "rlflow", *overrides],
         cwd=tmp_path,
@@ -34,11 +41,12 @@ def test_the_tiny_recipe_learns_on_two_hosts(tmp_path: Path) -> None:
     (folder,) = tmp_path.glob("outputs/*/*")
     placement = json.loads((folder / "placement.json").read_text())
     assert placement["simulated"] is True
+    assert sorted(placement["roles"]) == roles
     for workers in placement["roles"].values():
         assert [worker[0]["planned"]["host"] for worker in workers] == ["host-0", "host-1"]
         assert all(worker[0]["planned"]["host"] == worker[0]["bound"]["host"] for worker in workers)
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    differences = [step["update/sampler_difference"] for step in steps if "update/sampler_difference" in step]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    differences = [line["update/sampler_difference"] for line in lines if "update/sampler_difference" in line]
     # Both compute in float32; what is left are the orders of their sums.
-    assert len(differences) == 8
+    assert len(differences) == steps
     assert max(differences) < 1e-4
