@@ -21,6 +21,7 @@ SAID = {
     "dapo": ["shaped/mean", "update/clip_fraction"],
     "dr_grpo": ["update/clip_fraction"],
     "grpo": ["update/clip_fraction", "update/kl"],
+    "grpo_lora": ["update/clip_fraction", "update/kl"],
     "gspo": ["update/clip_fraction"],
     "reinforce_plus_plus": ["update/clip_fraction"],
     "reinforce_plus_plus_baseline": ["update/clip_fraction", "update/kl"],
