@@ -16,7 +16,7 @@ import rlflow
 from benchmarks.reporting import Goal, finish
 
 ALGORITHMS = (
-    *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "remax"),
+    *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "remax", "grpo_lora"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "distill"),
     # GRPO in turns with an environment.
     *("calculator", "guessing"),

@@ -22,6 +22,7 @@ SAID = {
     "distill": ["rewards/mean", "update/clip_fraction", "update/kl"],
     "dr_grpo": ["update/clip_fraction"],
     "grpo": ["update/clip_fraction", "update/kl"],
+    "grpo_lora": ["update/clip_fraction", "update/kl"],
     "gspo": ["update/clip_fraction"],
     "ppo": ["update/clip_fraction", "value_update/loss", "advantages/explained_variance", "advantages/kl"],
     "reinforce_plus_plus": ["update/clip_fraction"],

@@ -10,6 +10,7 @@ import rlflow
 from rlflow import extras
 from rlflow.errors import RecipeError
 from rlflow.rewards.find import find_reward
+from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.ray import RayRuntime
 from tests.conftest import ROOT
 
@@ -143,3 +144,15 @@ def test_a_run_is_refused_before_it_starts(packages: dict[str, str], missing: st
     with pytest.raises(RecipeError) as caught:
         RayRuntime().check(plan)
     assert str(caught.value).startswith(told)
+
+
+def test_adapters_need_peft(packages: dict[str, str]) -> None:
+    plan = rlflow.compile(rlflow.load(["recipe=grpo_lora_tiny"]), "local")
+    with pytest.raises(RecipeError) as caught:
+        LocalRuntime().check(plan)
+    told = (
+        "roles.actor.lora: lora needs peft>=0.21.2,<0.22, which is not installed.\n  Fix: pip install 'rlflow[peft]'."
+    )
+    assert str(caught.value) == told
+    packages["peft"] = "0.21.2"
+    LocalRuntime().check(plan)

@@ -23,7 +23,7 @@ def check_engines(plan: Plan) -> None:
         if (package := engine_kind(written.engine).package) is not None:
             check_extra(package, f"roles.{role}.engine", f"engine '{written.engine}'")
         if written.lora is not None:
-            check_extra("peft", f"roles.{role}.lora", "it")
+            check_extra("peft", f"roles.{role}.lora", "lora")
         check_attention(role, written.attention)
         for worker in plan.roles[role].workers:
             if len(hosts := {bundle.host for bundle in worker.bundles}) > 1:

@@ -129,7 +129,7 @@ def test_fewer_gpus_are_enough() -> None:
     """Two of 80 GB, where all weights of a 32B model, which need 488 GiB with their state, do not fit."""
     with pytest.raises(PlacementError, match="nothing fits"):
         rlflow.compile(rlflow.load(["recipe=grpo_32b"]), cluster(2))
-    assert rlflow.compile(rlflow.load(["recipe=grpo_32b_lora"]), cluster(2)).prediction.num_gpus == 2
+    assert rlflow.compile(rlflow.load(["recipe=grpo_lora_32b"]), cluster(2)).prediction.num_gpus == 2
 
 
 def test_runs_without_adapters_keep_their_fingerprint() -> None:

@@ -7,6 +7,7 @@ import pytest
 import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.errors import PlacementError
+from rlflow.resources.models.lora import Lora
 from rlflow.resources.placement import Bundle, RolePlacement, Worker
 from rlflow.runtime.workers.gpu_weights import Receivers
 from rlflow.runtime.workers.specs import check_engines, spec_of, weight_backend
@@ -34,6 +35,15 @@ def test_weights_go_from_gpu_to_gpu(overrides: list[str], backend: str) -> None:
 @pytest.mark.parametrize(("cluster", "engine"), [("2x2@cpu", "vllm"), ("2x8", "transformers")])
 def test_elsewhere_they_go_through_the_hosts(cluster: str, engine: str) -> None:
     assert weight_backend(plan_of(cluster, f"roles.rollout.engine={engine}"), "rollout") is None
+
+
+@pytest.mark.parametrize("colocate", ["[actor]", "[]"])
+def test_adapters_go_through_the_hosts_to_who_follows(colocate: str) -> None:
+    plan = plan_of("2x8", f"roles.rollout.colocate={colocate}", "roles.actor.lora={rank: 8}")
+    assert weight_backend(plan, "rollout") is None
+    specs = {role: spec_of(plan, role, plan.recipe.models["policy"], device="cuda:0") for role in plan.recipe.roles}
+    assert specs["actor"].lora == specs["rollout"].lora == Lora(rank=8)
+    assert specs["reference"].lora is None
 
 
 def test_an_engine_is_told_its_lengths() -> None:
