@@ -10,6 +10,7 @@ from typing import Any
 
 from rlflow.batch import Sequences
 from rlflow.compiler.plan import Plan, write_plan
+from rlflow.compiler.rounds import after_rounds, in_rounds
 from rlflow.data.source import DataSource, Rows, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, RecipeError
@@ -25,6 +26,7 @@ from rlflow.runtime.lengths import check_examples
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.models import resolve_models
 from rlflow.runtime.rollout.overcommit import begun_ahead, overcommitted
+from rlflow.runtime.rollout.rounds import Rounds
 from rlflow.runtime.step import Evaluator, evaluator, run_graph, summary
 from rlflow.runtime.tuner import Tuner, with_places
 from rlflow.runtime.vocabulary import check_vocabularies
@@ -77,7 +79,10 @@ def run(
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
         graph, overcommits = overcommitted(plan.graph, plan.recipe.data.batch_size, data)
         graph, adaptations = adaptive(graph)
-        training, kept = replace(plan, graph=graph), {**trained, **overcommits, **adaptations}
+        rounds = Rounds(graph, plan.recipe.data.batch_size, data) if in_rounds(graph) else None
+        training, kept = replace(plan, graph=after_rounds(graph)), {**trained, **overcommits, **adaptations}
+        if rounds:
+            kept[rounds.path] = rounds
         if last:
             checkpoint.restore(last, kept)
         if tune:
@@ -99,7 +104,7 @@ def run(
                 checkpoint.save(directory, done, kept, options.keep)
             if stopped or step == steps:
                 break
-            metrics = train_step(training, engines, data, step)
+            metrics = train_step(training, engines, data, step, rounds)
             step += 1
             for observer in observers:
                 observer.stepped(step, metrics)
@@ -112,8 +117,11 @@ def run(
     return report
 
 
-def train_step(plan: Plan, engines: Engines, data: DataSource, step: int) -> dict[str, float]:
-    """One pass over the graph, and the weights to those that follow. Times are named ``seconds`` or ``per_second``."""
+def train_step(
+    plan: Plan, engines: Engines, data: DataSource, step: int, rounds: Rounds | None = None
+) -> dict[str, float]:
+    """One pass over the graph, after ``rounds`` where it has any, and the weights to those that follow. Times are named
+    ``seconds`` or ``per_second``."""
     began = time.perf_counter()
     metrics: dict[str, float] = {}
     tokens = 0
@@ -124,13 +132,19 @@ def train_step(plan: Plan, engines: Engines, data: DataSource, step: int) -> dic
         tokens += int(output.response_ids.lengths.sum()) if isinstance(output, Sequences) else 0
 
     edges: dict[str, Any] = {}
+    seconds: dict[str, float] = {}
     read = {"prompts": data.prompts, "examples": data.examples}
     try:
-        for name in plan.graph.sources:
+        if rounds:
+            sampled = rounds.run(engines, step, made)
+            edges, seconds = dict(sampled.edges), dict(sampled.seconds)
+            metrics.update(sampled.metrics)
+        for name in () if rounds else plan.graph.sources:
             with edge(name):
                 edges[name] = read[name](step)
             made(name, edges[name])
-        seconds = run_graph(plan.graph, engines, edges, made)
+        if not rounds or sampled.prompts:
+            seconds |= run_graph(plan.graph, engines, edges, made)
         seconds["copy"] = _copy_weights(plan, engines, version=step + 1)
     except EngineError as error:
         raise EngineError(f"step {step + 1}: {error}") from error
