@@ -32,6 +32,7 @@ __all__ = [
     "Rewards",
     "RolloutAdvantages",
     "Rollouts",
+    "Selection",
     "Sequences",
     "SummedRewards",
     "TokenAdvantages",
@@ -217,6 +218,12 @@ class Minibatch(Sequences):
 class Rewards(Batch):
     values: NDArray[np.float32]
     """[B], NaN where there is none: such a rollout is excluded, as if it had not been written."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Selection(Batch):
+    chosen: NDArray[np.bool_]
+    """[P], in the order of keys: the prompts that are trained on."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

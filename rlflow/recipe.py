@@ -128,6 +128,8 @@ class Expect(Section):
 
     prompt_tokens: Expected = "auto"
     response_tokens: Expected = "auto"
+    rounds: Annotated[float, Ge(1)] = 1.0
+    """Where a node ``dynamic_sampling`` asks for more prompts: how many are answered for each that is trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)

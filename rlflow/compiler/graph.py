@@ -8,7 +8,7 @@ from typing import Any
 import networkx as nx
 
 import rlflow.nodes  # noqa: F401 (makes the kinds of nodes known)
-from rlflow.batch import Examples, Metrics, Prompts
+from rlflow.batch import Examples, Metrics, Prompts, Selection
 from rlflow.compiler.lora import check_lora
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, below, did_you_mean
@@ -174,7 +174,7 @@ def _check_outputs_read(recipe: Recipe, graph: Graph) -> None:
         judging = [node.name for node in graph.nodes if isinstance(node.operation, Reward)]
         read.update(judging[:1])
     for node in graph.nodes:
-        if node.name not in read and node.operation.output() is not Metrics:
+        if node.name not in read and node.operation.output() not in (Metrics, Selection):
             raise GraphError(
                 f"graph.{node.name}",
                 f"nobody reads its {node.operation.output().__name__}",

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from rlflow.compiler.edges import edges_of
 from rlflow.compiler.graph import Graph, GraphNode, wire
+from rlflow.compiler.rounds import check_rounds, in_rounds
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import PlacementError, RecipeError
 from rlflow.nodes.converse import Converse
@@ -45,9 +46,11 @@ class Requirements:
 def lower(recipe: Recipe, graph: Graph) -> Requirements:
     """What each role asks of a cluster, whichever it will be.
 
-    Raises RecipeError, and PlacementError for a pinned micro-batch that has no room for the longest sequence.
+    Raises RecipeError, GraphError for what cannot be done in rounds, and PlacementError for a pinned micro-batch that
+    has no room for the longest sequence.
     """
     trained = graph.trained_roles()
+    check_rounds(graph)
     _check_lengths(recipe, graph)
     demands = []
     for name, role in sorted(recipe.roles.items()):
@@ -105,7 +108,11 @@ def _tasks(recipe: Recipe, graph: Graph) -> tuple[Task, ...]:
             minibatches=getattr(node.operation, "num_minibatches", 1) * epochs,
             epochs=epochs,
         )
-    return tuple(tasks.values())
+    again = {node.name for node in in_rounds(graph)}
+    return tuple(
+        replace(task, samples=round(task.samples * recipe.expect.rounds)) if task.node in again else task
+        for task in tasks.values()
+    )
 
 
 def _streaming(recipe: Recipe, graph: Graph) -> frozenset[str]:

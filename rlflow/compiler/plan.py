@@ -9,6 +9,7 @@ from typing import Any
 
 from rlflow.compiler.graph import Graph, wire
 from rlflow.compiler.lower import Requirements, lower
+from rlflow.compiler.rounds import in_rounds
 from rlflow.errors import RecipeError
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Recipe, recipe_from, to_yaml
@@ -69,11 +70,11 @@ def plan(recipe: Recipe, graph: Graph, requirements: Requirements, cluster: Clus
         copies=requirements.workload.copies,
         cluster=cluster,
         roles=placed.roles,
-        prediction=_with_warnings(graph, predict(search, placed)),
+        prediction=_with_warnings(recipe, graph, predict(search, placed)),
     )
 
 
-def _with_warnings(graph: Graph, prediction: Prediction) -> Prediction:
+def _with_warnings(recipe: Recipe, graph: Graph, prediction: Prediction) -> Prediction:
     """What the algorithm's options are to be known for."""
     lines = [
         f"graph.{node.name}.overcommit: short responses are trained on before long ones, which is biased, and its time "
@@ -81,6 +82,11 @@ def _with_warnings(graph: Graph, prediction: Prediction) -> Prediction:
         for node in graph.nodes
         if isinstance(node.operation, Generate) and node.operation.overcommit
     ]
+    if rounds := in_rounds(graph):
+        lines.append(
+            f"graph.{rounds[-1].name}: responses are planned for {recipe.expect.rounds:g} x the prompts that are "
+            "trained on (expect.rounds)"
+        )
     return replace(prediction, warnings=(*prediction.warnings, *lines)) if lines else prediction
 
 

@@ -45,6 +45,12 @@ class DataSource:
             end = min(end, self.steps * self.data.batch_size)
         return self._prompts_at(_keys(step, end - first), np.arange(first, end))
 
+    def prompts_from(self, place: int, step: int, first: int, count: int) -> Prompts:
+        """``count`` prompts from ``place`` on among those of the run, numbered from ``first`` on in ``step``."""
+        keys = _keys(step, count)
+        keys[:, 1] += first
+        return self._prompts_at(keys, np.arange(place, place + count))
+
     def prompts_of(self, keys: NDArray[np.int64]) -> Prompts:
         """Those that ``prompts`` gave with these keys, [P, 3]."""
         return self._prompts_at(keys, np.array([self._first(step) for step in keys[:, 0].tolist()]) + keys[:, 1])

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlflow.batch import Sequences
 from rlflow.compiler.plan import Plan, write_plan
+from rlflow.compiler.rounds import after_rounds, in_rounds
 from rlflow.data.source import DataSource, Rows, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, RecipeError
@@ -27,6 +28,7 @@ from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.models import resolve_models
 from rlflow.runtime.rollout.conversing import conversing
 from rlflow.runtime.rollout.overcommit import begun_ahead, overcommitted
+from rlflow.runtime.rollout.rounds import Rounds
 from rlflow.runtime.step import evaluator, reasons_of, run_graph, summary
 from rlflow.runtime.tuner import Tuner, with_places
 from rlflow.runtime.vocabulary import check_vocabularies
@@ -81,7 +83,10 @@ def run(
         evaluation = evaluator(graph) if held_out else None
         graph, overcommits = overcommitted(graph, plan.recipe.data.batch_size, data)
         graph, adaptations = adaptive(graph, engines)
-        training, kept = replace(plan, graph=graph), {**trained, **overcommits, **adaptations}
+        rounds = Rounds(graph, plan.recipe.data.batch_size, data) if in_rounds(graph) else None
+        training, kept = replace(plan, graph=after_rounds(graph)), {**trained, **overcommits, **adaptations}
+        if rounds:
+            kept[rounds.path] = rounds
         if last:
             checkpoint.restore(last, kept)
         if tune:
@@ -103,7 +108,7 @@ def run(
                 checkpoint.save(directory, done, kept, options.keep)
             if stopped or step == steps:
                 break
-            metrics = train_step(training, engines, data, step, observers)
+            metrics = train_step(training, engines, data, step, observers, rounds)
             step += 1
             for observer in observers:
                 observer.stepped(step, metrics)
@@ -117,12 +122,15 @@ def run(
 
 
 def train_step(
-    plan: Plan, engines: Engines, data: DataSource, step: int, observers: Sequence[Observer] = ()
+    plan: Plan,
+    engines: Engines,
+    data: DataSource,
+    step: int,
+    observers: Sequence[Observer] = (),
+    rounds: Rounds | None = None,
 ) -> dict[str, float]:
-    """One pass over the graph, and the weights to those that follow. Times are named ``seconds`` or ``per_second``.
-
-    ``observers`` are told what could not be judged.
-    """
+    """One pass over the graph, after ``rounds`` where it has any, and the weights to those that follow. Times are named
+    ``seconds`` or ``per_second``. ``observers`` are told what could not be judged."""
     began = time.perf_counter()
     metrics: dict[str, float] = {}
     tokens = 0
@@ -136,13 +144,19 @@ def train_step(
         tokens += int(output.own_lengths.sum()) if isinstance(output, Sequences) else 0
 
     edges: dict[str, Any] = {}
+    seconds: dict[str, float] = {}
     read = {"prompts": data.prompts, "examples": data.examples}
     try:
-        for name in plan.graph.sources:
+        if rounds:
+            sampled = rounds.run(engines, step, made)
+            edges, seconds = dict(sampled.edges), dict(sampled.seconds)
+            metrics.update(sampled.metrics)
+        for name in () if rounds else plan.graph.sources:
             with edge(name):
                 edges[name] = read[name](step)
             made(name, edges[name])
-        seconds = run_graph(plan.graph, engines, edges, made)
+        if not rounds or sampled.prompts:
+            seconds |= run_graph(plan.graph, engines, edges, made)
         seconds["copy"] = _copy_weights(plan, engines, version=step + 1)
     except EngineError as error:
         raise EngineError(f"step {step + 1}: {error}") from error

@@ -1,6 +1,7 @@
 """What every runtime must do, wherever its workers live."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,20 @@ class TestRuntime:
         assert Path(report.models["actor"]).is_dir()
         assert metrics(tmp_path / "run") == metrics(tmp_path / "expected")
 
+    def test_steps_that_ask_for_more_prompts(
+        self, runtime: type[Runtime], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of whose tokens none comes to the process that runs the graph."""
+        more = ("+graph.sampling={node: dynamic_sampling}", f"graph.rewards.function='{__name__}:begins_low'")
+        plan = plan_of("local", *more, "evaluation=null")
+        run(plan, tmp_path / "expected", LocalRuntime(), [MetricsWriter()])
+        read: list[Any] = []
+        monkeypatch.setattr("rlflow.runtime.data_plane.store.fetch", read.append)
+        run(plan, tmp_path / "run", runtime(), [MetricsWriter()])
+        assert read == []
+        assert metrics(tmp_path / "run") == metrics(tmp_path / "expected")
+        assert {line["sampling/rounds"] for line in metrics(tmp_path / "run")} != {1}
+
     def test_a_model_that_is_not_there(self, runtime: type[Runtime], tmp_path: Path) -> None:
         source = ("models.policy.random_weights=false", "models.policy.characters=null", "models.policy.path=/nowhere")
         plan = plan_of("local", *source, "roles.reference.engine=transformers")
@@ -74,6 +89,11 @@ class TestRuntime:
         ):
             entered = True
         assert not entered
+
+
+def begins_low(texts: Sequence[str], rows: Any) -> list[float]:
+    """In which responses to a prompt mostly differ."""
+    return [float(text[:1] < "3") for text in texts]
 
 
 @pytest.mark.slow

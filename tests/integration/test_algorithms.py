@@ -1,8 +1,10 @@
 """Every tiny recipe with a model so small that it takes no time: two steps, before and after which it is evaluated."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ ALGORITHMS = sorted({path.stem for path in (ROOT / "conf" / "algorithm").glob("*
 # What each says of itself, besides what all do.
 SAID = {
     "cispo": ["update/clip_fraction"],
-    "dapo": ["shaped/mean", "update/clip_fraction"],
+    "dapo": ["shaped/mean", "sampling/differing"],
     "distill": ["rewards/mean", "update/clip_fraction", "update/kl"],
     "dr_grpo": ["update/clip_fraction"],
     "grpo": ["update/clip_fraction", "update/kl"],
@@ -32,10 +34,16 @@ SAID = {
 }
 
 
+def length(texts: Sequence[str], rows: Any) -> list[float]:
+    """Something in which responses differ: no answer is right."""
+    return [float(len(text)) for text in texts]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_it_runs(algorithm: str, tmp_path: Path) -> None:
-    recipe = rlflow.load([f"recipe={algorithm}_tiny", "steps=2", "data.batch_size=4"])
+    reward = f"graph.rewards.function='{__name__}:length'"
+    recipe = rlflow.load([f"recipe={algorithm}_tiny", "steps=2", "data.batch_size=4", reward])
     small = rlflow.load(["recipe=real"], CONFIG_DIR).models["policy"]
     recipe = replace(recipe, models=dict.fromkeys(recipe.models, small), evaluation=Evaluation(every=2, num_prompts=5))
     report = run(rlflow.compile(recipe, "local"), tmp_path, LocalRuntime(), [MetricsWriter()])

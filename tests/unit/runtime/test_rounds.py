@@ -1,0 +1,182 @@
+"""Steps that ask for more prompts, against a plain loop over the data's prompts, one at a time."""
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlflow
+from rlflow.batch import Metrics, Minibatch
+from rlflow.compiler.graph import wire
+from rlflow.compiler.lower import lower, models_in_use
+from rlflow.compiler.plan import Plan
+from rlflow.compiler.rounds import after_rounds, in_rounds
+from rlflow.data.source import DataSource, load_rows, open_training_data
+from rlflow.engines.base import Sampling, TokenLoss
+from rlflow.engines.causal_lm.pretrained import load_tokenizer
+from rlflow.engines.fake import FakeEngine
+from rlflow.errors import GraphError
+from rlflow.report.metrics import MetricsWriter
+from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.rollout.rounds import Rounds
+from rlflow.runtime.run import run
+from tests.conftest import CONFIG_DIR
+from tests.helpers import spec
+
+BATCH, GROUP, STEPS = 4, 3, 5
+
+
+def begins_low(texts: Sequence[str], rows: Any) -> list[float]:
+    """In which responses to a prompt mostly differ."""
+    return [float(text[:1] < "3") for text in texts]
+
+
+def all_alike(texts: Sequence[str], rows: Any) -> list[float]:
+    return [1.0] * len(texts)
+
+
+def plan_of(reward: str, *overrides: str, recipe: str = "fake") -> Plan:
+    given = [
+        *(f"recipe={recipe}", f"steps={STEPS}", f"data.batch_size={BATCH}", f"graph.rollouts.group_size={GROUP}"),
+        f"graph.rewards.function='{__name__}:{reward}'",
+        *("+graph.sampling={node: dynamic_sampling}", "checkpoints.every=1", *overrides),
+    ]
+    return rlflow.compile(rlflow.load(given, CONFIG_DIR), "local")
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Of the steps, times aside."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if "second" not in k} for line in lines if "sampling/rounds" in line]
+
+
+def data_of(plan: Plan) -> DataSource:
+    models = models_in_use(plan.recipe)
+    rows = load_rows(plan.recipe.data, "split")
+    return open_training_data(
+        plan.recipe.data, load_tokenizer("policy", models["policy"]), rows, 0, with_responses=False
+    )
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Minibatch]:
+    """What the fake engine is trained on."""
+    seen: list[Minibatch] = []
+    update = FakeEngine.update
+
+    def noted(self: FakeEngine, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
+        seen.append(minibatch)
+        return update(self, minibatch, loss)
+
+    monkeypatch.setattr(FakeEngine, "update", noted)
+    return seen
+
+
+def test_the_first_prompts_that_differ_are_trained_on(trained: list[Minibatch], tmp_path: Path) -> None:
+    plan = plan_of("begins_low", "checkpoints.keep=9")
+    run(plan, tmp_path, LocalRuntime(), [MetricsWriter()])
+    data, engine, said = data_of(plan), FakeEngine(spec()), metrics(tmp_path)
+    saved = tmp_path / "checkpoints"
+    places = [json.loads((saved / f"step-{n:06d}/graph.sampling/place.json").read_text()) for n in range(1, STEPS + 1)]
+    for step, (first, end) in enumerate(pairwise([0, *places])):
+        differing, prompts = [], []
+        for number in range(end - first):
+            prompt = data.prompts_from(first + number, step, number, 1)
+            out = engine.generate(prompt, Sampling(max_tokens=4, group_size=GROUP))
+            if len(set(begins_low(out.texts, out.rows))) > 1:
+                differing.append(out.keys.tolist())
+                prompts.append(prompt.ids[0].tolist())
+        minibatch = trained[step]
+        assert minibatch.keys.tolist() == [key for keys in differing[:BATCH] for key in keys]
+        ids = [minibatch.prompt_ids[row].tolist() for row in range(len(minibatch))]
+        assert ids == [row for row in prompts[:BATCH] for _ in range(GROUP)]
+        assert (minibatch.columns["advantages"].values != 0).all()
+        assert said[step]["sampling/differing"] == len(differing) / (end - first)
+        assert said[step]["sampling/missing"] == 0
+    assert max(step["sampling/rounds"] for step in said) > 1
+
+
+@pytest.mark.parametrize(
+    ("answered", "found", "count"),
+    [(0, 0, 100), (300, 0, 100), (100, 50, 100), (100, 80, 25), (100, 75, 34), (200, 99, 25), (100, 10, 100)],
+)
+def test_as_many_as_are_missing_take(answered: int, found: int, count: int) -> None:
+    """Of a batch of 100, at least a quarter of it."""
+    plan = plan_of("begins_low")
+    assert Rounds(plan.graph, 100, data_of(plan))._wanted(answered, found) == count
+
+
+@pytest.mark.slow
+def test_stopped_and_resumed_it_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    plan = plan_of("begins_low", recipe="real")
+    run(plan, tmp_path / "whole", LocalRuntime(), [MetricsWriter()])
+    assert {step["sampling/rounds"] for step in metrics(tmp_path / "whole")} != {1}
+    for step in (1, 3):
+        asked = iter([False] * step + [True])
+        folder = tmp_path / str(step)
+        run(plan, folder, LocalRuntime(), [MetricsWriter()], stop=lambda asked=asked: next(asked))  # type: ignore[misc]
+        run(plan, folder, LocalRuntime(), [MetricsWriter()], resume=True)
+        assert metrics(folder) == metrics(tmp_path / "whole")
+
+
+def test_after_so_many_rounds_it_goes_on_with_what_there_is(trained: list[Minibatch], tmp_path: Path) -> None:
+    run(plan_of("begins_low", "graph.sampling.max_rounds=1"), tmp_path, LocalRuntime(), [MetricsWriter()])
+    said = metrics(tmp_path)
+    assert [step["sampling/rounds"] for step in said] == [1] * STEPS
+    missing = [step["sampling/missing"] for step in said]
+    assert [len(minibatch) for minibatch in trained] == [(BATCH - few) * GROUP for few in missing if few < BATCH]
+    assert any(0 < few < BATCH for few in missing)
+
+
+def test_where_nothing_differs_nothing_is_trained(trained: list[Minibatch], tmp_path: Path) -> None:
+    plan = plan_of("all_alike", "graph.sampling.max_rounds=3")
+    report = run(plan, tmp_path, LocalRuntime(), [MetricsWriter()])
+    assert report.status == "finished"
+    assert not trained
+    for step in metrics(tmp_path):
+        assert (step["sampling/rounds"], step["sampling/missing"], step["sampling/differing"]) == (3, BATCH, 0)
+        assert step["rewards/mean"] == 1, "of all that were answered"
+        assert "update/loss" not in step
+
+
+def test_more_rounds_are_planned_where_they_are_expected() -> None:
+    once, thrice = (
+        {task.node: task.samples for task in lower(plan.recipe, plan.graph).workload.tasks}
+        for plan in (plan_of("begins_low"), plan_of("begins_low", "expect.rounds=3"))
+    )
+    for node in ("rollouts", "rewards", "sampling"):
+        assert thrice[node] == 3 * once[node] == 3 * BATCH * GROUP
+    for node in ("reference", "advantages", "update"):
+        assert thrice[node] == once[node] == BATCH * GROUP
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+graph.other={node: dynamic_sampling}", "graph.other: other and sampling would each choose the prompts"),
+        (
+            "+graph.fit={node: sft_update, role: actor}",
+            "graph.fit: it reads all examples of a step, and graph.sampling",
+        ),
+    ],
+)
+def test_what_cannot_be_done_in_rounds(override: str, message: str) -> None:
+    with pytest.raises(GraphError) as raised:
+        plan_of("begins_low", override)
+    assert str(raised.value).startswith(message)
+
+
+def test_prompts_begun_ahead_are_not_chosen() -> None:
+    pinned = ["roles.rollout.engine=vllm", "graph.rollouts.overcommit=0.5"]
+    with pytest.raises(GraphError, match=r"^graph\.rollouts\.overcommit: prompts are begun before their step, and"):
+        plan_of("begins_low", *pinned)
+
+
+def test_the_order_of_what_is_done() -> None:
+    recipe = rlflow.load(["recipe=dapo_tiny"])
+    graph = wire(recipe)
+    assert [node.name for node in in_rounds(graph)] == ["rollouts", "rewards", "sampling"]
+    assert [node.name for node in after_rounds(graph).nodes] == ["shaped", "advantages", "update"]
