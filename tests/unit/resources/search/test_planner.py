@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster, Host
+from rlflow.resources.search.candidate import Candidate
 from rlflow.resources.search.planner import Search
 from tests.unit.resources.search.planning import H100, SEVEN_B, check, cluster, demand, place, search, workload
 
@@ -212,9 +213,14 @@ def test_more_hosts_never_make_a_slower_plan() -> None:
 
 def test_of_very_many_that_are_as_fast_not_all_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four roles whose step is the latency of a copy."""
-    placed: list[Any] = []
+    placed: list[Candidate] = []
     place_one = Search._placed
-    monkeypatch.setattr(Search, "_placed", lambda self, each: placed.append(each) or place_one(self, each))
+
+    def noted(of: Search, candidate: Candidate) -> Any:
+        placed.append(candidate)
+        return place_one(of, candidate)
+
+    monkeypatch.setattr(Search, "_placed", noted)
     demands = [demand(role) for role in ("actor", "critic", "reference", "rollout")]
     searched = search(demands, cluster(8, 8), longest=32, samples=64)
     assert searched.best() is not None
