@@ -1,7 +1,7 @@
 """Conversations with a calculator and in a guessing game, made from a seed: what tiny models learn on a laptop.
 
-A product is asked for as ``37*84:``, and answered as ``=3108``; the tool is called as ``calc(37*84)``. ``13?`` asks for
-a number from 131 to 133, of which guesses as ``132.`` are answered by ``<`` or ``>``.
+A product is asked for as ``37*84:``, and answered as ``=3108``; the tool is called as ``calc(37*84)``. ``13?`` is the
+13th game: a number from 1 to 7, of which guesses as ``4.`` are answered by ``<`` or ``>``.
 """
 
 import hashlib
@@ -11,10 +11,11 @@ Row = dict[str, str]
 
 # All products of these have four digits.
 _FACTORS = range(32, 100)
-_TENS = range(10, 100)
-_DIGITS = "123"
-# Of the products, those that show the tool; of the games, those in which the second guess is the first one.
-_WITH_TOOL, _STUBBORN = 0.3, 0.5
+_GAMES = range(10, 100)
+_NUMBERS = "1234567"
+_GUESSES = 3
+# Of the products, those that show the tool; of the games, those in which guesses heed the answers.
+_WITH_TOOL, _HEEDING = 0.3, 0.4
 
 
 def products(split: str, seed: int = 0) -> list[Row]:
@@ -31,12 +32,12 @@ def products(split: str, seed: int = 0) -> list[Row]:
 
 
 def guesses(split: str, seed: int = 0) -> list[Row]:
-    """All tens with each of their numbers, as prompt and number. Of the tens every tenth, by a hash, is in ``test``."""
+    """All games with all numbers, as prompt and number. Every tenth game, by a hash, belongs to ``test``."""
     rows = [
-        {"prompt": f"{tens}?", "number": f"{tens}{digit}"}
-        for tens in _TENS
-        if _is_in(split, str(tens), seed)
-        for digit in _DIGITS
+        {"prompt": f"{game}?", "number": number}
+        for game in _GAMES
+        if _is_in(split, str(game), seed)
+        for number in _NUMBERS
     ]
     random.Random(seed).shuffle(rows)
     return rows
@@ -44,7 +45,7 @@ def guesses(split: str, seed: int = 0) -> list[Row]:
 
 def examples(split: str, seed: int = 0) -> list[Row]:
     """Both as a beginner does them, as prompt and response with what is answered: most products without the tool, and
-    guesses that heed no answer, often the same again."""
+    most games with the same guess again and again."""
     draw = random.Random(seed)
     rows = [{"prompt": row["prompt"], "response": _worked_out(row, draw)} for row in products(split, seed)]
     # As often as products.
@@ -60,12 +61,17 @@ def _worked_out(row: Row, draw: random.Random) -> str:
 
 
 def _guessed(row: Row, draw: random.Random) -> str:
-    tens, number = row["prompt"][:-1], row["number"]
-    first, second = (tens + draw.choice(_DIGITS) for _ in range(2))
-    if first == number:
-        return f"{first}."
-    answer = ">" if number > first else "<"
-    return f"{first}.{answer}{first if draw.random() < _STUBBORN else second}."
+    heeds = draw.random() < _HEEDING
+    fitting, said = _NUMBERS, ""
+    guess = draw.choice(fitting)
+    for _ in range(_GUESSES - 1):
+        if guess == row["number"]:
+            break
+        above = row["number"] > guess
+        said += f"{guess}.{'>' if above else '<'}"
+        fitting = "".join(number for number in fitting if number != guess and (number > guess) == above)
+        guess = draw.choice(fitting) if heeds else guess
+    return f"{said}{guess}."
 
 
 def _is_in(split: str, text: str, seed: int) -> bool:
