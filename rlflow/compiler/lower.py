@@ -50,7 +50,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     has no room for the longest sequence.
     """
     trained = graph.trained_roles()
-    check_rounds(graph)
+    check_rounds(recipe, graph)
     _check_lengths(recipe, graph)
     demands = []
     for name, role in sorted(recipe.roles.items()):

@@ -148,14 +148,13 @@ def train_step(
     read = {"prompts": data.prompts, "examples": data.examples}
     try:
         if rounds:
-            sampled = rounds.run(engines, step, made)
-            edges, seconds = dict(sampled.edges), dict(sampled.seconds)
-            metrics.update(sampled.metrics)
+            seconds, said = rounds.run(engines, step, edges, made)
+            metrics.update(said)
         for name in () if rounds else plan.graph.sources:
             with edge(name):
                 edges[name] = read[name](step)
             made(name, edges[name])
-        if not rounds or sampled.prompts:
+        if edges:
             seconds |= run_graph(plan.graph, engines, edges, made)
         seconds["copy"] = _copy_weights(plan, engines, version=step + 1)
     except EngineError as error:

@@ -1,8 +1,7 @@
 """Steps that ask for more prompts until enough of them teach something."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -24,18 +23,6 @@ _STATE = "place.json"
 _LEAST = 0.25
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampled:
-    """What the rounds of a step came to."""
-
-    edges: Mapping[str, Batch]
-    """By node or source: of the prompts that are trained on."""
-    prompts: int
-    """How many these are."""
-    seconds: Mapping[str, float]
-    metrics: Mapping[str, float]
-
-
 class Rounds:
     """Runs what a graph does in rounds. It is saved and restored as trained engines are."""
 
@@ -54,31 +41,31 @@ class Rounds:
     def path(self) -> str:
         return f"graph.{self._name}"
 
-    def run(self, engines: Engines, step: int, made: Callable[[str, Any], None]) -> Sampled:
-        """``made`` is told what all rounds together have made, chosen or not."""
+    def run(
+        self, engines: Engines, step: int, edges: dict[str, Any], made: Callable[[str, Any], None]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds of each node, and metrics. What has been made for the chosen prompts, and these, comes to ``edges``;
+        nothing where there are none. ``made`` is told what all rounds together have made, chosen or not."""
         rounds: list[dict[str, Any]] = []
         seconds = {node.name: 0.0 for node in self._nodes}
         answered = found = 0
         while found < self._enough and len(rounds) < self._max_rounds:
             count = self._wanted(answered, found)
             with edge("prompts"):
-                edges: dict[str, Any] = {"prompts": self._data.prompts_from(self._place, step, answered, count)}
+                part: dict[str, Any] = {"prompts": self._data.prompts_from(self._place, step, answered, count)}
             self._place, answered = self._place + count, answered + count
-            took = run_graph(Graph(nodes=self._nodes), engines, dict(edges), edges.__setitem__)
+            took = run_graph(Graph(nodes=self._nodes), engines, dict(part), part.__setitem__)
             seconds = {name: before + took[name] for name, before in seconds.items()}
-            found += int(edges[self._name].chosen.sum())
-            rounds.append(edges)
+            found += int(part[self._name].chosen.sum())
+            rounds.append(part)
         whole = {name: type(first).joined([each[name] for each in rounds]) for name, first in rounds[0].items()}
         for name, batch in whole.items():
             made(name, batch)
         chosen = np.flatnonzero(whole.pop(self._name).chosen)[: self._enough]
+        if len(chosen):
+            edges.update({name: _of_prompts(batch, chosen, answered) for name, batch in whole.items()})
         metrics = {"rounds": len(rounds), "differing": found / answered, "missing": self._enough - len(chosen)}
-        return Sampled(
-            edges={name: _of_prompts(batch, chosen, answered) for name, batch in whole.items()},
-            prompts=len(chosen),
-            seconds=seconds,
-            metrics={f"{self._name}/{name}": float(value) for name, value in metrics.items()},
-        )
+        return seconds, {f"{self._name}/{name}": float(value) for name, value in metrics.items()}
 
     def save(self, folder: Path) -> None:
         (folder / _STATE).write_text(json.dumps(self._place))

@@ -18,7 +18,7 @@ from rlflow.data.source import DataSource, load_rows, open_training_data
 from rlflow.engines.base import Sampling, TokenLoss
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.fake import FakeEngine
-from rlflow.errors import GraphError
+from rlflow.errors import GraphError, RecipeError
 from rlflow.report.metrics import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.rollout.rounds import Rounds
@@ -167,6 +167,11 @@ def test_what_cannot_be_done_in_rounds(override: str, message: str) -> None:
     with pytest.raises(GraphError) as raised:
         plan_of("begins_low", override)
     assert str(raised.value).startswith(message)
+
+
+def test_rounds_that_there_are_not() -> None:
+    with pytest.raises(RecipeError, match=r"^expect\.rounds: no node 'dynamic_sampling' asks for more prompts"):
+        rlflow.compile(rlflow.load(["recipe=fake", "expect.rounds=2"], CONFIG_DIR), "local")
 
 
 def test_prompts_begun_ahead_are_not_chosen() -> None:
