@@ -1,7 +1,7 @@
 """Whether every algorithm learns: ``python -m benchmarks.algorithms [--seeds N] [--only NAME,...] [--json FILE]``.
 
-Each tiny recipe in this process, all from the same model. The gain in held-out reward, smallest over the seeds, and the
-time of the longest run.
+Each tiny recipe in this process, all from the same model. The gain in held-out reward, or in the accuracy on held-out
+pairs, smallest over the seeds, and the time of the longest run.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from benchmarks.reporting import Goal, finish
 
 ALGORITHMS = (
     *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "remax"),
-    *("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "dpo", "rm"),
 )
 _GAIN = 0.2
 

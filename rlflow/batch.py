@@ -24,6 +24,7 @@ __all__ = [
     "Metrics",
     "Minibatch",
     "Packed",
+    "Pairs",
     "Prompts",
     "Records",
     "Repeated",
@@ -140,15 +141,26 @@ class Sequences(Batch):
     """B rows of int32 token ids."""
     response_ids: Packed
     """B rows of int32 token ids, at least one each, with the end token where there is one."""
+    together: int = 1
+    """So many neighbouring rows are in one minibatch, on one rank and in one pass: a loss compares them."""
 
     def bare(self) -> "Sequences":
         """Without what a subclass adds."""
-        return Sequences(keys=self.keys, prompt_ids=self.prompt_ids, response_ids=self.response_ids)
+        return Sequences(
+            keys=self.keys, prompt_ids=self.prompt_ids, response_ids=self.response_ids, together=self.together
+        )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Examples(Sequences):
     """Prompts with the response to be imitated."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Pairs(Sequences):
+    """Prompts with two responses each, which are neighbours: the chosen one is sample 0, the rejected one 1."""
+
+    together: int = 2
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -3,22 +3,24 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
 import networkx as nx
 
 import rlflow.nodes  # noqa: F401 (makes the kinds of nodes known)
-from rlflow.batch import Examples, Metrics, Prompts
+from rlflow.batch import Examples, Metrics, Pairs, Prompts
+from rlflow.engines.base import capabilities_of
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, below, did_you_mean
 from rlflow.nodes.base import KINDS, Node
 from rlflow.nodes.generate import Generate
+from rlflow.nodes.preference import Preference
 from rlflow.nodes.reward import Reward
 from rlflow.plugins import load_object
 from rlflow.recipe import Recipe
 from rlflow.schema import parse
 
-SOURCES: Mapping[str, type] = {"prompts": Prompts, "examples": Examples}
+SOURCES: Mapping[str, type] = {"prompts": Prompts, "examples": Examples, "pairs": Pairs}
 """Edges that come from the recipe's data."""
 
 
@@ -40,13 +42,18 @@ class Graph:
     def sources(self) -> frozenset[str]:
         return frozenset(origin for node in self.nodes for origin in node.inputs.values() if origin in SOURCES)
 
+    @property
+    def evaluated(self) -> Literal["accuracy", "reward"]:
+        """What is measured on held-out rows."""
+        return "accuracy" if any(isinstance(node.operation, Preference) for node in self.nodes) else "reward"
+
     def trained_roles(self) -> list[str]:
-        names = [node.role for node in self.nodes if node.role and _capability(node) == "Trains"]
+        names = [node.role for node in self.nodes if node.role and "Trains" in _capabilities(node)]
         return list(dict.fromkeys(names))
 
     def capabilities(self, role: str) -> frozenset[str]:
         """What the nodes ask of a role's engine."""
-        return frozenset(name for node in self.nodes if node.role == role and (name := _capability(node)))
+        return frozenset(name for node in self.nodes if node.role == role for name in _capabilities(node))
 
 
 def wire(recipe: Recipe) -> Graph:
@@ -153,7 +160,7 @@ def _check_outputs_read(graph: Graph) -> None:
 
 def _check_evaluation(recipe: Recipe, graph: Graph) -> None:
     kinds = {type(node.operation) for node in graph.nodes}
-    if recipe.evaluation is not None and not {Generate, Reward} <= kinds:
+    if recipe.evaluation is not None and graph.evaluated == "reward" and not {Generate, Reward} <= kinds:
         raise GraphError("evaluation", "the graph has no nodes 'generate' and 'reward' for it", fix="evaluation=null")
     if recipe.evaluation is not None and recipe.data.eval_split is None:
         raise RecipeError(
@@ -210,12 +217,13 @@ def _check_name(path: str, what: str, name: str, known: Iterable[str]) -> None:
 
 
 def _check_capability(path: str, engine: str, node: GraphNode) -> None:
-    can, asked = engine_kind(engine).capabilities, _capability(node)
-    if asked not in can:
+    can, asked = engine_kind(engine).capabilities, _capabilities(node)
+    if not asked <= can:
         raise GraphError(
             f"{path}.engine",
-            f"'{engine}' cannot do what graph.{node.name} asks, {asked}; it can {', '.join(sorted(can))}",
-            known=[name for name in engine_names() if asked in engine_kind(name).capabilities],
+            f"'{engine}' cannot do what graph.{node.name} asks, {' and '.join(sorted(asked))}; "
+            f"it can {', '.join(sorted(can))}",
+            known=[name for name in engine_names() if asked <= engine_kind(name).capabilities],
             fix="one of those known",
         )
 
@@ -232,6 +240,6 @@ def _check_follows(recipe: Recipe, name: str, leader: str, trained: list[str]) -
         raise GraphError(f"{path}.follows", f"engine '{recipe.roles[name].engine}' cannot take weights over")
 
 
-def _capability(node: GraphNode) -> str | None:
+def _capabilities(node: GraphNode) -> frozenset[str]:
     capability = node.operation.capability()
-    return capability.__name__ if capability else None
+    return capabilities_of(capability) if capability else frozenset()

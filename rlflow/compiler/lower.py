@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from rlflow.batch import Pairs
 from rlflow.compiler.edges import edges_of
 from rlflow.compiler.graph import Graph, GraphNode, wire
+from rlflow.engines.base import capabilities_of
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import PlacementError, RecipeError
 from rlflow.nodes.generate import Generate
@@ -17,7 +19,13 @@ from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 # What a step can ask of an engine, as the planner tells it apart.
-_KINDS: Mapping[str, TaskKind] = {"Generates": "generate", "Trains": "update", "Scores": "score", "Values": "score"}
+_KINDS: Mapping[str, TaskKind] = {
+    "Generates": "generate",
+    "Trains": "update",
+    "Scores": "score",
+    "Values": "score",
+    "Evaluates": "score",
+}
 # Of text in UTF-8, a token: English has 4 to 5 letters a token, numbers and code fewer.
 _TEXT_BYTES = 4
 # Of the longest that is allowed, the mean that is expected where nothing is known.
@@ -72,7 +80,8 @@ def _tasks(recipe: Recipe, graph: Graph) -> tuple[Task, ...]:
     for node in graph.nodes:
         after = tuple(origin for origin in node.inputs.values() if origin in tasks)
         capability = node.operation.capability()
-        kind = _KINDS[capability.__name__] if capability else "host"
+        asked = capabilities_of(capability) if capability else frozenset[str]()
+        kind: TaskKind = next((kind for name, kind in _KINDS.items() if name in asked), "host")
         if kind == "generate" or not after:
             task = _from_data(recipe, node, kind)
         else:
@@ -93,11 +102,12 @@ def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:
     """A task over the step's rows: responses are written, or are those of the data."""
     expect, limit = recipe.expect, recipe.data.max_prompt_tokens
     prompts = _lengths(expect.prompt_tokens, limit, "expect.prompt_tokens")
+    together = Pairs.together if "pairs" in node.inputs.values() else 1
     if isinstance(node.operation, Generate):
         group_size, longest = node.operation.group_size, node.operation.max_tokens
     else:
         architecture = architecture_of(recipe.models[recipe.roles[node.role].model]) if node.role else None
-        group_size, longest = 1, max(1, architecture.max_position_embeddings - limit if architecture else limit)
+        group_size, longest = together, max(1, architecture.max_position_embeddings - limit if architecture else limit)
     responses = _lengths(expect.response_tokens, longest, "expect.response_tokens")
     expected = kind == "generate" or expect.response_tokens != "auto"
     if kind != "generate" and expected:
@@ -110,7 +120,8 @@ def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:
         group_size=group_size,
         prompts=prompts,
         responses=responses,
-        longest=limit + longest,
+        longest=together * (limit + longest),
+        together=together,
         is_expected=expected,
     )
 
@@ -140,16 +151,19 @@ def _check_lengths(recipe: Recipe, graph: Graph) -> None:
 
 
 def _check_micro_batches(recipe: Recipe, tasks: tuple[Task, ...]) -> None:
-    """That each has room for the longest sequence that is expected. What else the data holds is for the run to see."""
+    """That each has room for the longest sequence that is expected, or for a pair of them. What else the data holds is
+    for the run to see."""
     prompt = recipe.data.max_prompt_tokens
     for name, role in sorted(recipe.roles.items()):
         passes = [task for task in tasks if task.role == name and task.kind != "generate"]
         longest = max((task.longest for task in passes if task.is_expected), default=0)
         if role.micro_batch_tokens != "auto" and role.micro_batch_tokens < longest:
+            together = max(task.together for task in passes)
+            what, twice, each = ("pair", "twice ", longest // 2) if together > 1 else ("sequence", "", longest)
             raise PlacementError(
                 f"roles.{name}.micro_batch_tokens",
-                f"{role.micro_batch_tokens} tokens have no room for the longest sequence: {longest}, "
-                f"{prompt} of its prompt (data.max_prompt_tokens) and {longest - prompt} of its response",
+                f"{role.micro_batch_tokens} tokens have no room for the longest {what}: {longest}, "
+                f"{twice}{prompt} of its prompt (data.max_prompt_tokens) and {twice}{each - prompt} of its response",
                 fix=f"roles.{name}.micro_batch_tokens={longest}, or shorter sequences",
             )
 

@@ -36,13 +36,14 @@ class Sampling:
 
 
 class TokenLoss(Protocol):
-    """What training minimises: a value a response token, from the model's logprobs and the minibatch's columns."""
+    """What training minimises: a loss a response token, from the model's logprobs, or what its head says in place of
+    them, and the minibatch's columns."""
 
     @property
     def temperature(self) -> float:
         """The logits are divided by it."""
 
-    def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
+    def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]", /) -> "tuple[Tensor, Mapping[str, Tensor]]":
         """The loss [T], and metrics [T], whose means have the weights of the loss.
 
         Besides the minibatch's columns there is ``rows``, int64: the number of each token's response, all of whose
@@ -71,8 +72,8 @@ class Values(Protocol):
 
 @runtime_checkable
 class Evaluates(Protocol):
-    def evaluate(self, rollouts: Rollouts) -> Rewards:
-        """A number for each rollout, whatever others there are."""
+    def evaluate(self, sequences: Sequences) -> Rewards:
+        """A number for each response, whatever others there are."""
 
 
 @runtime_checkable
@@ -94,6 +95,10 @@ class Trains(Protocol):
 
         Every rank goes through all of it; the values are those of the whole weights on rank 0 and may be elsewhere.
         """
+
+
+class TrainsReward(Trains, Evaluates, Protocol):
+    """Trains the model that it evaluates with."""
 
 
 @runtime_checkable
@@ -190,7 +195,7 @@ class Engine(Protocol):
 
 
 def capabilities_of(engine: type[Any]) -> frozenset[str]:
-    """The names of the capabilities that a class meets."""
+    """The names of the capabilities that a class meets, or a protocol asks."""
     return frozenset(name for name, protocol in CAPABILITIES.items() if issubclass(engine, protocol))
 
 

@@ -55,13 +55,14 @@ def train(
 
     ``counting`` [B] are the rows that are trained on, by default all; the others are as if they were not there.
     A minibatch is cut in the order of the prompts' numbers within their steps: the data's own order is random already,
-    and what was begun in earlier steps is spread over all minibatches.
+    and what was begun in earlier steps is spread over all minibatches. Rows that must be ``together`` are.
     """
     steps, bare = [], sequences.bare()
     begun_in, prompt, sample = sequences.keys.T
     counting = np.ones(len(sequences), np.bool_) if counting is None else counting
-    order = np.lexsort((sample, begun_in, prompt))
-    for rows in num_epochs * np.array_split(order, min(num_minibatches, len(sequences))):
+    order = np.lexsort((sample, begun_in, prompt)).reshape(-1, sequences.together)
+    for units in num_epochs * np.array_split(order, min(num_minibatches, len(order))):
+        rows = units.ravel()
         part = bare.take(rows)
         minibatch = Minibatch(
             **vars(part),

@@ -35,7 +35,7 @@ class EngineReport:
             beside.write_text("".join(f"{json.dumps(line)}\n" for line in _read(self._path) if line["step"] <= step))
             beside.rename(self._path)
 
-    def evaluated(self, step: int, reward: float) -> None:
+    def evaluated(self, step: int, figure: float) -> None:
         """Nothing."""
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -21,6 +21,7 @@ from rlflow.runtime.adaptation import adaptive
 from rlflow.runtime.base import Engines, Observer, Report, Runtime, StoreUse
 from rlflow.runtime.choose import runtime_of
 from rlflow.runtime.data_plane.budget import edge
+from rlflow.runtime.evaluation import PairEvaluator, pair_evaluator
 from rlflow.runtime.lengths import check_examples
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.models import resolve_models
@@ -88,7 +89,7 @@ def run(
         _copy_weights(plan, engines, version=step)
         while True:
             if evaluation and _is_due(plan, step) and str(step) not in evaluations:
-                evaluations[str(step)] = evaluation.run(engines, data.held_out_prompts())
+                evaluations[str(step)] = evaluation.run(engines, data)
                 for observer in observers:
                     observer.evaluated(step, evaluations[str(step)])
             stopped = stop()
@@ -122,7 +123,7 @@ def train_step(plan: Plan, engines: Engines, data: DataSource, step: int) -> dic
         tokens += int(output.response_ids.lengths.sum()) if isinstance(output, Sequences) else 0
 
     edges: dict[str, Any] = {}
-    read = {"prompts": data.prompts, "examples": data.examples}
+    read = {"prompts": data.prompts, "examples": data.examples, "pairs": data.pairs}
     try:
         for name in plan.graph.sources:
             with edge(name):
@@ -158,7 +159,7 @@ def _held_out_rows(plan: Plan) -> Rows:
 
 def _open_data(
     plan: Plan, models: Mapping[str, Model], rows: Rows, held_out: Rows
-) -> tuple[DataSource, Evaluator | None]:
+) -> tuple[DataSource, Evaluator | PairEvaluator | None]:
     recipe, graph = plan.recipe, plan.graph
     name = recipe.roles[graph.trained_roles()[0]].model
     tokenizer = load_tokenizer(name, models[name])
@@ -169,11 +170,12 @@ def _open_data(
         recipe.seed,
         held_out=held_out,
         with_responses="examples" in graph.sources,
+        with_pairs="pairs" in graph.sources,
         ahead=begun_ahead(graph, recipe.data.batch_size),
         steps=recipe.steps,
     )
     check_examples(plan, data)
-    return data, evaluator(graph) if held_out else None
+    return data, (pair_evaluator(graph) or evaluator(graph)) if held_out else None
 
 
 def _is_due(plan: Plan, step: int) -> bool:

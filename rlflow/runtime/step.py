@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Divergences, Metrics, Prompts, Rewards, Rollouts, SummedRewards
+from rlflow.batch import Divergences, Metrics, Rewards, Rollouts, SummedRewards
 from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.data.source import DataSource
 from rlflow.errors import EngineError, UserError, below
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward import Reward
@@ -64,8 +65,9 @@ class Evaluator:
     generate: GraphNode
     reward: GraphNode
 
-    def run(self, engines: Engines, prompts: Prompts) -> float:
-        """The mean reward, of those that have one."""
+    def run(self, engines: Engines, data: DataSource) -> float:
+        """The mean reward of held-out prompts, of those that have one."""
+        prompts = data.held_out_prompts()
         with edge("evaluation"):
             rollouts = run_node(self.generate, engines, dict.fromkeys(self.generate.inputs.values(), prompts))
             rewards = run_node(self.reward, engines, dict.fromkeys(self.reward.inputs.values(), rollouts))

@@ -66,7 +66,7 @@ class Tuner:
             self._memory_share(knob)
         self._write()
 
-    def evaluated(self, step: int, reward: float) -> None:
+    def evaluated(self, step: int, figure: float) -> None:
         """Nothing of it is tuned."""
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -19,6 +19,7 @@ ALGORITHMS = sorted({path.stem for path in (ROOT / "conf" / "algorithm").glob("*
 SAID = {
     "cispo": ["update/clip_fraction"],
     "dapo": ["shaped/mean", "update/clip_fraction"],
+    "dpo": ["update/accuracy", "update/margin"],
     "dr_grpo": ["update/clip_fraction"],
     "grpo": ["update/clip_fraction", "update/kl"],
     "gspo": ["update/clip_fraction"],
@@ -26,6 +27,7 @@ SAID = {
     "reinforce_plus_plus_baseline": ["update/clip_fraction", "update/kl"],
     "remax": ["greedy/length_mean", "greedy_rewards/mean"],
     "rloo": ["kl/mean", "penalized/mean"],
+    "rm": ["update/accuracy", "update/margin"],
 }
 
 
