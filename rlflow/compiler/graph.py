@@ -16,6 +16,7 @@ from rlflow.nodes.base import KINDS, Node
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.preference import Preference
 from rlflow.nodes.reward import Reward
+from rlflow.nodes.reward_model import RewardModel
 from rlflow.plugins import load_object
 from rlflow.recipe import Recipe
 from rlflow.schema import parse
@@ -64,7 +65,7 @@ def wire(recipe: Recipe) -> Graph:
         with below(f"graph.{node.name}"):
             node.operation.check(frozenset(node.inputs))
     graph = Graph(nodes=tuple(nodes[name] for name in _order(nodes)))
-    _check_outputs_read(graph)
+    _check_outputs_read(recipe, graph)
     _check_evaluation(recipe, graph)
     _check_roles(recipe, graph)
     _check_overcommit(recipe, graph)
@@ -147,8 +148,11 @@ def _order(nodes: Mapping[str, GraphNode]) -> list[str]:
         raise GraphError(f"graph.{cycle[0]}", f"goes in a circle: {way}", fix="let one read another node") from None
 
 
-def _check_outputs_read(graph: Graph) -> None:
+def _check_outputs_read(recipe: Recipe, graph: Graph) -> None:
     read = {origin for node in graph.nodes for origin in node.inputs.values()}
+    if recipe.evaluation is not None:
+        judging = [node.name for node in graph.nodes if isinstance(node.operation, Reward)]
+        read.update(judging[:1])
     for node in graph.nodes:
         if node.name not in read and node.operation.output() is not Metrics:
             raise GraphError(
@@ -160,7 +164,8 @@ def _check_outputs_read(graph: Graph) -> None:
 
 def _check_evaluation(recipe: Recipe, graph: Graph) -> None:
     kinds = {type(node.operation) for node in graph.nodes}
-    if recipe.evaluation is not None and graph.evaluated == "reward" and not {Generate, Reward} <= kinds:
+    rewards = Generate in kinds and not kinds.isdisjoint({Reward, RewardModel})
+    if recipe.evaluation is not None and graph.evaluated == "reward" and not rewards:
         raise GraphError("evaluation", "the graph has no nodes 'generate' and 'reward' for it", fix="evaluation=null")
     if recipe.evaluation is not None and recipe.data.eval_split is None:
         raise RecipeError(

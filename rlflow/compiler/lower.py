@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from rlflow.batch import Pairs
 from rlflow.compiler.edges import edges_of
 from rlflow.compiler.graph import Graph, GraphNode, wire
+from rlflow.compiler.reward_models import check_reward_models
 from rlflow.engines.base import capabilities_of
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import PlacementError, RecipeError
@@ -48,6 +49,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     Raises RecipeError, and PlacementError for a pinned micro-batch that has no room for the longest sequence.
     """
     trained = graph.trained_roles()
+    check_reward_models(recipe, graph)
     _check_lengths(recipe, graph)
     demands = []
     for name, role in sorted(recipe.roles.items()):
@@ -171,7 +173,7 @@ def _check_micro_batches(recipe: Recipe, tasks: tuple[Task, ...]) -> None:
 def architecture_of(model: Model) -> Architecture | None:
     """The model's own figures, or those of the model that its recipe trains."""
     if model.architecture is None and model.recipe is not None:
-        return architecture_of(model.recipe.models[model.recipe.roles[trained_role(model.recipe)].model])
+        return architecture_of(trained_model(model.recipe))
     return model.architecture
 
 
@@ -190,6 +192,11 @@ def trained_role(recipe: Recipe) -> str:
     if len(trained) != 1:
         raise RecipeError("roles", f"a recipe for a model trains one role, '{recipe.name}' trains {len(trained)}")
     return trained[0]
+
+
+def trained_model(recipe: Recipe) -> Model:
+    """That of the one role that a recipe for a model trains."""
+    return recipe.models[recipe.roles[trained_role(recipe)].model]
 
 
 def models_in_use(recipe: Recipe) -> Mapping[str, Model]:

@@ -68,8 +68,9 @@ def _names(plan: Plan) -> list[tuple[str, str, str]]:
     shown = []
     for node in plan.graph.nodes:
         match node.operation.kind:
-            case "reward":
-                shown.append(("reward", f"{node.name}/mean", ".3f"))
+            case "reward" | "reward_model":
+                label = "reward" if node.name == "rewards" else node.name
+                shown.append((label, f"{node.name}/mean", ".3f"))
             case "generate":
                 shown.append(("length", f"{node.name}/length_mean", ".1f"))
             case "policy_update":

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlflow.batch import Sequences
 from rlflow.compiler.plan import Plan, write_plan
+from rlflow.compiler.reward_models import check_reward_folders
 from rlflow.data.source import DataSource, Rows, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, RecipeError
@@ -28,6 +29,7 @@ from rlflow.runtime.models import resolve_models
 from rlflow.runtime.rollout.overcommit import begun_ahead, overcommitted
 from rlflow.runtime.step import Evaluator, evaluator, run_graph, summary
 from rlflow.runtime.tuner import Tuner, with_places
+from rlflow.runtime.vocabulary import check_vocabularies
 
 
 def run(
@@ -48,6 +50,8 @@ def run(
     for what the recipe names and is not there and for a plan that cannot be run here, EngineError for what fails.
     """
     runtime.check(plan)
+    check_vocabularies(plan)
+    check_reward_folders(plan.recipe, plan.graph)
     for node in plan.graph.nodes:
         if isinstance(node.operation, Reward):
             node.operation.try_out()

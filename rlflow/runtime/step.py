@@ -14,6 +14,7 @@ from rlflow.data.source import DataSource
 from rlflow.errors import EngineError, UserError, below
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward import Reward
+from rlflow.nodes.reward_model import RewardModel
 from rlflow.resources.time.past_run import QUANTILES
 from rlflow.runtime.base import Engines
 from rlflow.runtime.data_plane.budget import edge
@@ -75,10 +76,9 @@ class Evaluator:
 
 
 def evaluator(graph: Graph) -> Evaluator:
-    """Of a graph that has nodes of the kinds generate and reward; the first of each."""
-    generate, reward = (
-        next(node for node in graph.nodes if isinstance(node.operation, kind)) for kind in (Generate, Reward)
-    )
+    """Of a graph that has nodes of the kinds generate, and reward or else reward_model; the first of each."""
+    first = {type(node.operation): node for node in reversed(graph.nodes)}
+    generate, reward = first[Generate], first.get(Reward) or first[RewardModel]
     assert isinstance(generate.operation, Generate)
     greedy = replace(generate.operation, temperature=0.0, group_size=1, overcommit=0.0)
     return Evaluator(replace(generate, operation=greedy), reward)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 
 from rlflow.batch import Metrics, Minibatch
+from rlflow.engines.torch import TorchEngine
 from rlflow.nodes.dpo import DpoLoss
 from rlflow.nodes.reward_model import RankingLoss
 from rlflow.nodes.training import Weighting
+from rlflow.recipe import Model
 from tests.helpers import minibatch, pairs
 from tests.integration.engine_process import EngineProcess, all_of, free_address
 from tests.integration.test_cuts import (
@@ -97,3 +100,25 @@ def test_on_two_ranks(
     engine = places(node, cut.stage, 2 if cut.split is None else 1)
     for ours in all_of(two, pair_gradients, engine, parts, [cut.tokens] * 2, [node.head] * 2):
         compare(ours, in_one_pass(node.head))
+
+
+def export(engines: list[Any], place: int, folder: Path) -> Any:
+    """In the child. Returns what it says of the first pairs."""
+    engines[place].export(folder)
+    return engines[place].evaluate(GIVEN).values
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_sharded_reward_model_from_a_folder_and_back(
+    stage: int, two: Sequence[EngineProcess], places: Callable[[Any, int | None, int], list[int]], tmp_path: Path
+) -> None:
+    said = all_of(two, export, places(REWARD, stage, 1), [tmp_path / "model"] * 2)
+    of = replace(spec_for(REWARD, None, 1), model=Model(path=str(tmp_path / "model"), dtype="float32"))
+    alone = TorchEngine(replace(of, capabilities=frozenset({"Evaluates"}))).evaluate(GIVEN).values
+    for values in said:
+        assert values == pytest.approx(alone, abs=1e-6)
+    address = free_address()
+    specs = [replace(spec_for(REWARD, stage, 1, rank, 2, address), model=of.model) for rank in range(2)]
+    again = all_of(two, build, [replace(each, capabilities=frozenset({"Evaluates"})) for each in specs])
+    for values in all_of(two, export, again, [tmp_path / "again"] * 2):
+        assert values == pytest.approx(alone, abs=1e-6)

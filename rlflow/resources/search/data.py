@@ -40,8 +40,8 @@ def predict_data(workload: Workload, roles: Mapping[str, RolePlacement], control
 
 
 def _span(edge: Edge, order: Mapping[str, int]) -> tuple[int, int]:
-    readers = [order[node] for node in edge.readers]
-    return order.get(edge.name, min(readers)), max(readers)
+    places = [order[node] for node in (edge.name, *edge.readers) if node in order]
+    return min(places), max(places)
 
 
 def _shares(edge: Edge, roles: Mapping[str, RolePlacement], controller: str) -> Mapping[str, float]:
