@@ -1,7 +1,7 @@
 """Whether every algorithm learns: ``python -m benchmarks.algorithms [--seeds N] [--only NAME,...] [--json FILE]``.
 
-Each tiny recipe in this process, those of a task from the same model. The gain in held-out reward, smallest over the
-seeds, and the time of the longest run.
+Each tiny recipe in this process, those of a task from the same model. The gain in held-out reward, or in accuracy on
+held-out pairs, smallest over the seeds, and the time of the longest run.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from benchmarks.reporting import Goal, finish
 
 ALGORITHMS = (
     *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "remax", "grpo_lora"),
-    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "distill"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "distill", "dpo", "rm"),
     # GRPO in turns with an environment.
     *("calculator", "guessing"),
 )

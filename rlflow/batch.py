@@ -6,14 +6,15 @@ that it keeps for life; results stand in the order of keys, never of arrival.
 Shapes: P prompts, G group, B rollouts (P x G), T tokens (of all rows together).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.packed import Packed, Records, Repeated, compact, expanded
+from rlflow.packed import Packed, Records, Repeated
+from rlflow.rows import Batch
 
 __all__ = [
     "Advantages",
@@ -26,6 +27,7 @@ __all__ = [
     "Metrics",
     "Minibatch",
     "Packed",
+    "Pairs",
     "Prompts",
     "Records",
     "Repeated",
@@ -38,83 +40,6 @@ __all__ = [
     "TokenAdvantages",
     "ValueEstimates",
 ]
-
-Rows = NDArray[np.integer[Any]]
-
-
-class Batch:
-    """Rows of several fields, each of which has as many rows; numbers and None are of the whole batch.
-
-    A field is an array [rows, ...], Packed, a mapping of either, or a sequence of texts or of rows of the data set.
-    What is declared as Repeated travels as such, and takes no room in a store.
-    """
-
-    def __len__(self) -> int:
-        return len(next(iter(vars(self).values())))
-
-    def take(self, rows: Rows) -> Self:
-        """These rows, in this order."""
-        return self._each(lambda value: _taken(value, rows))
-
-    @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """All parts, one after another; what is of the whole batch is that of the first."""
-        if len(parts) == 1:
-            return parts[0]
-        fields = {name: _joined([getattr(part, name) for part in parts]) for name in vars(parts[0])}
-        return cls(**fields)
-
-    def mapped(self, function: Callable[[Packed], Packed]) -> Self:
-        """With ``function`` applied to every packed field; texts and rows are packed for it."""
-        return self._each(lambda value: _mapped(value, function))
-
-    def _each(self, function: Callable[[Any], Any]) -> Self:
-        changed: Self = replace(self, **{name: function(value) for name, value in vars(self).items()})  # type: ignore[type-var]
-        return changed
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        fields = {
-            name: compact(value) if isinstance(value, np.ndarray) else value for name, value in vars(self).items()
-        }
-        return _restored, (type(self), fields)
-
-
-def _restored(kind: type[Batch], fields: Mapping[str, Any]) -> Batch:
-    return kind(**{name: expanded(value) for name, value in fields.items()})
-
-
-def _taken(value: Any, rows: Rows) -> Any:
-    if isinstance(value, np.ndarray):
-        return value[rows]
-    if isinstance(value, Packed | Records):
-        return value.take(rows)
-    if isinstance(value, Mapping):
-        return {name: _taken(column, rows) for name, column in value.items()}
-    return tuple(value[row] for row in rows) if isinstance(value, Sequence) else value
-
-
-def _joined(values: Sequence[Any]) -> Any:
-    first = values[0]
-    if isinstance(first, np.ndarray):
-        return np.concatenate(values)
-    if isinstance(first, Packed):
-        return Packed.joined(values)
-    if isinstance(first, Mapping):
-        return {name: _joined([value[name] for value in values]) for name in first}
-    if all(isinstance(value, Records) for value in values):
-        return Records.joined(values)
-    return tuple(item for value in values for item in value) if isinstance(first, Sequence) else first
-
-
-def _mapped(value: Any, function: Callable[[Packed], Packed]) -> Any:
-    if isinstance(value, Packed):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {name: _mapped(column, function) for name, column in value.items()}
-    if isinstance(value, Sequence):
-        records = value if isinstance(value, Records) else Records.of(value)
-        return Records(function(records.column))
-    return value
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -143,10 +68,14 @@ class Sequences(Batch):
     """B rows of int32 token ids."""
     response_ids: Packed
     """B rows of int32 token ids, at least one each, with the end token where there is one."""
+    together: int = 1
+    """So many neighbouring rows are in one minibatch, on one rank and in one pass: a loss compares them."""
 
     def bare(self) -> "Sequences":
         """Without what a subclass adds."""
-        return Sequences(keys=self.keys, prompt_ids=self.prompt_ids, response_ids=self.response_ids)
+        return Sequences(
+            keys=self.keys, prompt_ids=self.prompt_ids, response_ids=self.response_ids, together=self.together
+        )
 
     def own_tokens(self) -> Repeated:
         """B rows of bool: which response tokens are the model's own; no other is trained on. Here all of them are."""
@@ -161,6 +90,13 @@ class Sequences(Batch):
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Examples(Sequences):
     """Prompts with the response to be imitated."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Pairs(Sequences):
+    """Prompts with two responses each, which are neighbours: the chosen one is sample 0, the rejected one 1."""
+
+    together: int = 2
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

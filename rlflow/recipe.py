@@ -91,7 +91,8 @@ class Data(Section):
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the function."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """From the names used here (``prompt``, ``response``, and those that the reward reads) to the data set's own."""
+    """From the names used here (``prompt``, ``response``, for pairs ``chosen`` and ``rejected``, and those that the
+    reward reads) to the data set's own."""
     system_prompt: str | None = None
     """Where the tokenizer has a chat template."""
     batch_size: Count
@@ -101,7 +102,8 @@ class Data(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Section):
-    """Greedy decoding of held-out prompts, scored by the graph's own reward."""
+    """Greedy decoding of held-out prompts, scored by the graph's own reward; where pairs are trained on, how often the
+    chosen response of held-out ones is preferred."""
 
     every: Count
     """Steps between two; the first is before training, the last after it."""

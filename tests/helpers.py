@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Minibatch, Packed, Prompts, Repeated, Rollouts, Sequences
+from rlflow.batch import Minibatch, Packed, Pairs, Prompts, Repeated, Rollouts, Sequences
+from rlflow.data.pairs import pairs_of
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
 from rlflow.engines.groups import Begun
@@ -78,6 +79,15 @@ def sequences(prompt_lengths: Sequence[int], response_lengths: Sequence[Sequence
         prompt_ids=Packed.from_rows([row for row, group in groups for _ in group], np.int32),
         response_ids=Packed.from_rows([draw.integers(1, 13, n) for _, group in groups for n in group], np.int32),
     )
+
+
+def pairs(count: int, seed: int = 0) -> Pairs:
+    """Of prompts and responses of one to eight tokens."""
+    draw = np.random.default_rng(seed)
+    columns = (
+        Packed.from_rows([draw.integers(1, 13, draw.integers(1, 9)) for _ in range(count)], np.int32) for _ in range(3)
+    )
+    return pairs_of(keys(count), *columns)
 
 
 def minibatch(of: Sequences, step: int = 0, **columns: NDArray[Any]) -> Minibatch:

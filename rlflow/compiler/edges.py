@@ -5,7 +5,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from rlflow.batch import Metrics, Packed, Prompts, Repeated, Sequences
+from rlflow.batch import Metrics, Packed, Pairs, Prompts, Repeated, Sequences
 from rlflow.compiler.graph import SOURCES, Graph
 from rlflow.nodes.converse import Converse
 from rlflow.nodes.generate import Generate
@@ -60,7 +60,8 @@ def _source_bytes(kind: type, task: Task, text_bytes: float) -> float:
     rows = task.samples / task.group_size
     if issubclass(kind, Prompts):
         return rows * (task.prompts.mean * (_TOKEN_BYTES + text_bytes) + _EACH_ROW_BYTES)
-    return rows * (task.prompts.mean + task.responses.mean) * _TOKEN_BYTES
+    responses = Pairs.together if issubclass(kind, Pairs) else 1
+    return rows * responses * (task.prompts.mean + task.responses.mean) * _TOKEN_BYTES
 
 
 def _output_bytes(kind: type, task: Task, text_bytes: float) -> tuple[float, float]:

@@ -3,27 +3,30 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
 import networkx as nx
 
 import rlflow.nodes  # noqa: F401 (makes the kinds of nodes known)
-from rlflow.batch import Examples, Metrics, Prompts, Selection
+from rlflow.batch import Examples, Metrics, Pairs, Prompts, Selection
 from rlflow.compiler.lora import check_lora
+from rlflow.engines.base import capabilities_of
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, below, did_you_mean
 from rlflow.nodes.base import KINDS, Node
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.policy_gradient import PolicyGradient
+from rlflow.nodes.preference import Preference
 from rlflow.nodes.reward import Reward
-from rlflow.nodes.update import SftUpdate
-from rlflow.nodes.value_update import ValueUpdate
+from rlflow.nodes.reward_model import RewardModel
 from rlflow.plugins import load_object
 from rlflow.recipe import Recipe
 from rlflow.schema import parse
 
-SOURCES: Mapping[str, type] = {"prompts": Prompts, "examples": Examples}
+SOURCES: Mapping[str, type] = {"prompts": Prompts, "examples": Examples, "pairs": Pairs}
 """Edges that come from the recipe's data."""
+
+_HEADS = {"Values": "values", "Evaluates": "rewards"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +47,13 @@ class Graph:
     def sources(self) -> frozenset[str]:
         return frozenset(origin for node in self.nodes for origin in node.inputs.values() if origin in SOURCES)
 
+    @property
+    def evaluated(self) -> Literal["accuracy", "reward"]:
+        """What is measured on held-out rows."""
+        return "accuracy" if any(isinstance(node.operation, Preference) for node in self.nodes) else "reward"
+
     def trained_roles(self) -> list[str]:
-        names = [node.role for node in self.nodes if node.role and _capability(node) == "Trains"]
+        names = [node.role for node in self.nodes if node.role and "Trains" in _capabilities(node)]
         return list(dict.fromkeys(names))
 
     def reading_role(self) -> str:
@@ -73,7 +81,7 @@ class Graph:
 
     def capabilities(self, role: str) -> frozenset[str]:
         """What the nodes ask of a role's engine."""
-        return frozenset(name for node in self.nodes if node.role == role and (name := _capability(node)))
+        return frozenset(name for node in self.nodes if node.role == role for name in _capabilities(node))
 
 
 def wire(recipe: Recipe) -> Graph:
@@ -183,8 +191,10 @@ def _check_outputs_read(recipe: Recipe, graph: Graph) -> None:
 
 
 def _check_evaluation(recipe: Recipe, graph: Graph) -> None:
-    has_both = all(any(isinstance(node.operation, kind) for node in graph.nodes) for kind in (Generate, Reward))
-    if recipe.evaluation is not None and not has_both:
+    writes, judges = (
+        any(isinstance(node.operation, kinds) for node in graph.nodes) for kinds in (Generate, Reward | RewardModel)
+    )
+    if recipe.evaluation is not None and graph.evaluated == "reward" and not (writes and judges):
         raise GraphError("evaluation", "the graph has no nodes 'generate' and 'reward' for it", fix="evaluation=null")
     if recipe.evaluation is not None and recipe.data.eval_split is None:
         raise RecipeError(
@@ -218,18 +228,16 @@ def _check_roles(recipe: Recipe, graph: Graph) -> None:
 
 
 def _check_heads(graph: Graph) -> None:
-    """A role that is asked for values has a head for them, and no logits; no other role has one."""
-    asking = {node.role: node.name for node in graph.nodes if _capability(node) == "Values"}
+    """A role has one head: for logprobs, for values, or for rewards."""
+    heads: dict[str, tuple[str, str]] = {}
     for node in graph.nodes:
-        path, learns_values = f"graph.{node.name}.role", isinstance(node.operation, ValueUpdate)
-        if learns_values and node.role not in asking:
-            fix = "the role of the node that gives the values"
-            raise GraphError(path, f"'{node.role}' has no value head: no node asks it for values", fix=fix)
-        reads_logits = _capability(node) in ("Generates", "Scores")
-        reads_logits = reads_logits or isinstance(node.operation, PolicyGradient | SftUpdate)
-        if reads_logits and node.role in asking:
-            fact = f"'{node.role}' has a value head, for graph.{asking[node.role]}, and no logprobs"
-            raise GraphError(path, fact, fix="two roles")
+        if node.role is None:
+            continue
+        asked = next((head for capability, head in _HEADS.items() if capability in _capabilities(node)), "logprobs")
+        other, head = heads.setdefault(node.role, (node.name, asked))
+        if head != asked:
+            fact = f"'{node.role}' has a head for {head}, for graph.{other}, and none for {asked}"
+            raise GraphError(f"graph.{node.name}.role", fact, fix="two roles")
 
 
 def _check_overcommit(recipe: Recipe, graph: Graph) -> None:
@@ -260,12 +268,13 @@ def _check_name(path: str, what: str, name: str, known: Iterable[str]) -> None:
 
 
 def _check_capability(path: str, engine: str, node: GraphNode) -> None:
-    can, asked = engine_kind(engine).capabilities, _capability(node)
-    if asked not in can:
+    can, asked = engine_kind(engine).capabilities, _capabilities(node)
+    if not asked <= can:
         raise GraphError(
             f"{path}.engine",
-            f"'{engine}' cannot do what graph.{node.name} asks, {asked}; it can {', '.join(sorted(can))}",
-            known=[name for name in engine_names() if asked in engine_kind(name).capabilities],
+            f"'{engine}' cannot do what graph.{node.name} asks, {' and '.join(sorted(asked))}; "
+            f"it can {', '.join(sorted(can))}",
+            known=[name for name in engine_names() if asked <= engine_kind(name).capabilities],
             fix="one of those known",
         )
 
@@ -282,6 +291,6 @@ def _check_follows(recipe: Recipe, name: str, leader: str, trained: list[str]) -
         raise GraphError(f"{path}.follows", f"engine '{recipe.roles[name].engine}' cannot take weights over")
 
 
-def _capability(node: GraphNode) -> str | None:
+def _capabilities(node: GraphNode) -> frozenset[str]:
     capability = node.operation.capability()
-    return capability.__name__ if capability else None
+    return capabilities_of(capability) if capability else frozenset()

@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from rlflow.batch import Pairs
 from rlflow.compiler.edges import edges_of
 from rlflow.compiler.graph import Graph, GraphNode, wire
+from rlflow.compiler.reward_models import check_reward_models
 from rlflow.compiler.rounds import check_rounds, in_rounds
+from rlflow.engines.base import capabilities_of
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import PlacementError, RecipeError
 from rlflow.nodes.converse import Converse
@@ -14,7 +17,7 @@ from rlflow.recipe import Model, Recipe, Role
 from rlflow.resources.demand import Demand
 from rlflow.resources.memory.state import DEEPSPEED, LOGITS_AT_ONCE, Training
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.value_head import with_value_head
+from rlflow.resources.models.scalar_head import with_scalar_head
 from rlflow.resources.time.lengths import Lengths, measured
 from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
 
@@ -26,6 +29,7 @@ _KINDS: Mapping[str, TaskKind] = {
     "Scores": "score",
     "ScoresBase": "score",
     "Values": "score",
+    "Evaluates": "score",
 }
 # Of text in UTF-8, a token: English has 4 to 5 letters a token, numbers and code fewer.
 _TEXT_BYTES = 4
@@ -51,13 +55,14 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     """
     trained = graph.trained_roles()
     check_rounds(recipe, graph)
+    check_reward_models(recipe, graph)
     _check_lengths(recipe, graph)
     demands = []
     for name, role in sorted(recipe.roles.items()):
         model, capabilities = recipe.models[role.model], graph.capabilities(name)
         architecture = architecture_of(model)
-        if architecture is not None and "Values" in capabilities:
-            architecture = with_value_head(architecture)
+        if architecture is not None and capabilities & {"Values", "Evaluates"}:
+            architecture = with_scalar_head(architecture)
         demands.append(
             Demand(
                 role=name,
@@ -94,7 +99,8 @@ def _tasks(recipe: Recipe, graph: Graph) -> tuple[Task, ...]:
     for node in graph.nodes:
         after = tuple(origin for origin in node.inputs.values() if origin in tasks)
         capability = node.operation.capability()
-        kind = _KINDS[capability.__name__] if capability else "host"
+        asked = capabilities_of(capability) if capability else frozenset[str]()
+        kind: TaskKind = next((kind for name, kind in _KINDS.items() if name in asked), "host")
         if kind == "generate" or not after:
             task = _from_data(recipe, node, kind)
         else:
@@ -126,11 +132,12 @@ def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:
     """A task over the step's rows: responses are written, or are those of the data."""
     expect, limit = recipe.expect, recipe.data.max_prompt_tokens
     prompts = _lengths(expect.prompt_tokens, limit, "expect.prompt_tokens")
+    together = Pairs.together if "pairs" in node.inputs.values() else 1
     if isinstance(node.operation, Generate):
         group_size, longest = node.operation.group_size, node.operation.max_tokens
     else:
         architecture = architecture_of(recipe.models[recipe.roles[node.role].model]) if node.role else None
-        group_size, longest = 1, max(1, architecture.max_position_embeddings - limit if architecture else limit)
+        group_size, longest = together, max(1, architecture.max_position_embeddings - limit if architecture else limit)
     responses = _lengths(expect.response_tokens, longest, "expect.response_tokens")
     expected = kind == "generate" or expect.response_tokens != "auto"
     if kind != "generate" and expected:
@@ -143,7 +150,8 @@ def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:
         group_size=group_size,
         prompts=prompts,
         responses=responses,
-        longest=limit + longest,
+        longest=together * (limit + longest),
+        together=together,
         is_expected=expected,
         turns=node.operation.max_turns if isinstance(node.operation, Converse) else 1,
     )
@@ -174,16 +182,19 @@ def _check_lengths(recipe: Recipe, graph: Graph) -> None:
 
 
 def _check_micro_batches(recipe: Recipe, tasks: tuple[Task, ...]) -> None:
-    """That each has room for the longest sequence that is expected. What else the data holds is for the run to see."""
+    """That each has room for the longest sequence that is expected, or for a pair of them. What else the data holds is
+    for the run to see."""
     prompt = recipe.data.max_prompt_tokens
     for name, role in sorted(recipe.roles.items()):
         passes = [task for task in tasks if task.role == name and task.kind != "generate"]
         longest = max((task.longest for task in passes if task.is_expected), default=0)
         if role.micro_batch_tokens != "auto" and role.micro_batch_tokens < longest:
+            together = max(task.together for task in passes)
+            what, twice, each = ("pair", "twice ", longest // 2) if together > 1 else ("sequence", "", longest)
             raise PlacementError(
                 f"roles.{name}.micro_batch_tokens",
-                f"{role.micro_batch_tokens} tokens have no room for the longest sequence: {longest}, "
-                f"{prompt} of its prompt (data.max_prompt_tokens) and {longest - prompt} of its response",
+                f"{role.micro_batch_tokens} tokens have no room for the longest {what}: {longest}, "
+                f"{twice}{prompt} of its prompt (data.max_prompt_tokens) and {twice}{each - prompt} of its response",
                 fix=f"roles.{name}.micro_batch_tokens={longest}, or shorter sequences",
             )
 

@@ -24,6 +24,20 @@ def additions(split: str, digits: int, seed: int = 0) -> list[Row]:
     return rows
 
 
+def addition_pairs(split: str, digits: int, seed: int = 0) -> list[Row]:
+    """The same sums as prompt, chosen and rejected response: the right one, and one with another digit in one place."""
+    draw = random.Random(seed)
+    return [
+        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": _misprinted(row["answer"], draw)}
+        for row in additions(split, digits, seed)
+    ]
+
+
+def _misprinted(number: str, draw: random.Random) -> str:
+    place, further = draw.randrange(len(number)), draw.randrange(1, 10)
+    return f"{number[:place]}{(int(number[place]) + further) % 10}{number[place + 1 :]}"
+
+
 def _is_test(left: int, right: int, seed: int) -> bool:
     text = f"{seed},{min(left, right)},{max(left, right)}"
     return hashlib.blake2b(text.encode(), digest_size=8).digest()[0] < 26

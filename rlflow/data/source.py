@@ -1,4 +1,4 @@
-"""Rows of a data set as the prompts and examples of each step."""
+"""Rows of a data set as the prompts, examples and pairs of each step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Examples, Packed, Prompts, Repeated, Rollouts
+from rlflow.batch import Examples, Packed, Pairs, Prompts, Repeated, Rollouts
+from rlflow.data.pairs import pairs_of
 from rlflow.errors import RecipeError, did_you_mean, first_line
 from rlflow.plugins import load_object
 from rlflow.recipe import Data
@@ -31,7 +32,10 @@ class DataSource:
     rows: Rows
     prompt_ids: Packed
     response_ids: Packed | None
-    held_out: Prompts
+    """Of the rows, where they are to be imitated or are preferred to others."""
+    held_out: Prompts | Pairs
+    rejected_ids: Packed | None = None
+    """Of the rows, where there are pairs."""
     ahead: int = 0
     """Prompts that are given before the step that they would be given for."""
     steps: int = 0
@@ -71,8 +75,22 @@ class DataSource:
             response_ids=self.response_ids.take(rows),
         )
 
+    def pairs(self, step: int) -> Pairs:
+        """``batch_size`` prompts with both of their responses for ``step``, counted from 0."""
+        assert self.response_ids is not None
+        assert self.rejected_ids is not None
+        rows = self._rows_at(np.arange(step * self.data.batch_size, (step + 1) * self.data.batch_size))
+        columns = [ids.take(rows) for ids in (self.prompt_ids, self.response_ids, self.rejected_ids)]
+        return pairs_of(_keys(step, len(rows)), *columns)
+
     def held_out_prompts(self) -> Prompts:
         """All rows that are held out, in their order."""
+        assert isinstance(self.held_out, Prompts)
+        return self.held_out
+
+    def held_out_pairs(self) -> Pairs:
+        """Likewise, where they are pairs."""
+        assert isinstance(self.held_out, Pairs)
         return self.held_out
 
     def _first(self, step: int) -> int:
@@ -111,28 +129,35 @@ def open_training_data(
     seed: int,
     *,
     with_responses: bool,
+    with_pairs: bool = False,
     held_out: Rows = (),
     ahead: int = 0,
     steps: int = 0,
 ) -> DataSource:
     """Encodes all rows. Raises RecipeError."""
+    if with_pairs:
+        prompt_ids, chosen, rejected = _encode_pairs(data, tokenizer, rows)
+        apart = pairs_of(_keys(0, len(held_out)), *_encode_pairs(data, tokenizer, held_out))
+        return DataSource(data, seed, rows, prompt_ids, chosen, apart, rejected)
     prompt_ids = _encode_prompts(data, tokenizer, rows)
-    response_ids = None
-    if with_responses:
-        if (end := tokenizer.eos_token_id) is None:
-            raise RecipeError("models", "the tokenizer has no end token, which responses are to learn", fix="set one")
-        texts = [str(text) for text in _column(data, rows, "response")]
-        encoded = _guarded(data, lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])
-        response_ids = Packed.from_rows([[*ids, end] for ids in encoded], np.int32)
-    return DataSource(
-        data, seed, rows, prompt_ids, response_ids, held_out_prompts(data, tokenizer, held_out), ahead, steps
-    )
+    responses = _encode_responses(data, tokenizer, rows, "response") if with_responses else None
+    prompts = held_out_prompts(data, tokenizer, held_out)
+    return DataSource(data, seed, rows, prompt_ids, responses, prompts, ahead=ahead, steps=steps)
 
 
 def held_out_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows) -> Prompts:
     """All of ``rows``. Raises RecipeError."""
     ids = _encode_prompts(data, tokenizer, rows) if rows else Packed.from_rows([], np.int32)
     return Prompts(keys=_keys(0, len(rows)), ids=ids, rows=tuple(rows))
+
+
+def _encode_pairs(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows) -> tuple[Packed, Packed, Packed]:
+    """Prompts, chosen and rejected responses."""
+    if not rows:
+        none = Packed.from_rows([], np.int32)
+        return none, none, none
+    chosen, rejected = (_encode_responses(data, tokenizer, rows, name) for name in ("chosen", "rejected"))
+    return _encode_prompts(data, tokenizer, rows), chosen, rejected
 
 
 def _keys(step: int, count: int) -> NDArray[np.int64]:
@@ -217,6 +242,22 @@ def _encode_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows
             "data.source", f"the prompt of row {empty[0]} of '{data.source}' is empty", fix="leave it out"
         )
     return packed
+
+
+def _encode_responses(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows, name: str) -> Packed:
+    """Each with the end token."""
+    if (end := tokenizer.eos_token_id) is None:
+        raise RecipeError("models", "the tokenizer has no end token, which responses are to learn", fix="set one")
+    texts = [_last_message(response) for response in _column(data, rows, name)]
+    encoded = _guarded(data, lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])
+    return Packed.from_rows([[*ids, end] for ids in encoded], np.int32)
+
+
+def _last_message(response: Any) -> str:
+    """The text, or that of the last message where a response is written as the conversation that it ends."""
+    if isinstance(response, list) and response and isinstance(response[-1], Mapping) and "content" in response[-1]:
+        response = response[-1]["content"]
+    return str(response)
 
 
 def _chat(data: Data, tokenizer: "PreTrainedTokenizerBase", prompt: Any) -> str:

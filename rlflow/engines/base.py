@@ -39,8 +39,8 @@ class Sampling:
 
 
 class TokenLoss(Protocol):
-    """What training minimises: a loss a response token, from the model's logprobs, or its values where it has a value
-    head, and the minibatch's columns."""
+    """What training minimises: a loss a response token, from the model's logprobs, or what its head says in place of
+    them, and the minibatch's columns."""
 
     @property
     def temperature(self) -> float:
@@ -81,8 +81,8 @@ class Values(Protocol):
 
 @runtime_checkable
 class Evaluates(Protocol):
-    def evaluate(self, rollouts: Rollouts) -> Rewards:
-        """A number for each rollout, whatever others there are."""
+    def evaluate(self, sequences: Sequences) -> Rewards:
+        """A number for each response, whatever others there are."""
 
 
 @runtime_checkable
@@ -104,6 +104,14 @@ class Trains(Protocol):
 
         Every rank goes through all of it; the values are those of the whole weights on rank 0 and may be elsewhere.
         """
+
+
+class TrainsValues(Trains, Values, Protocol):
+    """Trains the model that it values with."""
+
+
+class TrainsReward(Trains, Evaluates, Protocol):
+    """Trains the model that it evaluates with."""
 
 
 @runtime_checkable
@@ -203,7 +211,7 @@ class Engine(Protocol):
 
 
 def capabilities_of(engine: type[Any]) -> frozenset[str]:
-    """The names of the capabilities that a class meets."""
+    """The names of the capabilities that a class meets, or a protocol asks."""
     return frozenset(name for name, protocol in CAPABILITIES.items() if issubclass(engine, protocol))
 
 

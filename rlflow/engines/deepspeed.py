@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Sequences, ValueEstimates
+from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequences, ValueEstimates
 from rlflow.engines.base import EngineSpec, TokenLoss
 from rlflow.engines.causal_lm.adapters import (
     add_adapters,
@@ -16,9 +16,9 @@ from rlflow.engines.causal_lm.adapters import (
     without_adapters,
     write_adapters,
 )
+from rlflow.engines.causal_lm.heads import head_of, last_of_each, name_padding, outputs_of
 from rlflow.engines.causal_lm.micro_batches import in_order
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
-from rlflow.engines.causal_lm.scoring import token_scores, token_values
 from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
 from rlflow.engines.causal_lm.tunable import Tunable
 from rlflow.engines.sharded.group import spread_of
@@ -53,18 +53,16 @@ class DeepSpeedEngine(Tunable):
     concurrent: ClassVar[bool] = False
 
     def __init__(self, spec: EngineSpec) -> None:
-        if {"Values", "Scores"} <= spec.capabilities:
-            raise EngineError("a model with a value head has no logprobs: use two roles.")
+        self._head = head_of(spec)
         join(spec)
         import torch
 
         self._spec = spec
         self._device = torch.device(spec.device)
         self._stage = spec.layout.zero_stage or 0
-        self._has_values = "Values" in spec.capabilities
         self._trains = "Trains" in spec.capabilities
         self._config = deepspeed_config(spec, trains=self._trains)
-        self._module = load_sharded(spec, self._config, value_head=self._has_values)
+        self._module = load_sharded(spec, self._config, head=self._head)
         add_adapters(self._module, spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         if spec.layout.gradient_checkpointing:
@@ -83,6 +81,9 @@ class DeepSpeedEngine(Tunable):
 
     def values(self, sequences: Sequences) -> ValueEstimates:
         return ValueEstimates(values=self._forward(sequences, 1.0))
+
+    def evaluate(self, sequences: Sequences) -> Rewards:
+        return Rewards(values=last_of_each(self._forward(sequences, 1.0)))
 
     def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
         """The rank's share of the minibatch: weights add up to one over all ranks. Metrics are those of all of it."""
@@ -159,6 +160,8 @@ class DeepSpeedEngine(Tunable):
                 whole[plain] = shared.setdefault(id(named[name]), value.to("cpu", dtype, copy=True))
         if self._spec.rank == 0:
             self._module.config.dtype = dtype
+            if self._head == "reward":
+                name_padding(self._module, self._tokenizer)
             self._module.save_pretrained(folder, state_dict=whole)
             self._tokenizer.save_pretrained(folder)
             if lora is not None:
@@ -224,10 +227,7 @@ class DeepSpeedEngine(Tunable):
 
     def _outputs(self, sequences: Sequences, temperature: float) -> "tuple[Tensor, dict[str, Tensor]]":
         """What the loss is a function of, and columns besides those of the minibatch."""
-        if self._has_values:
-            return token_values(self._model, sequences, self._spread), {}
-        scores = token_scores(self._model, sequences, temperature, self._spread)
-        return scores.logprobs, {"entropy": scores.entropies}
+        return outputs_of(self._model, self._head, sequences, temperature, self._spread)
 
     def _summed(self, sums: dict[str, float]) -> dict[str, float]:
         """Over all shares of the data."""

@@ -72,8 +72,8 @@ class FakeEngine:
         response = sequences.response_ids
         return ValueEstimates(values=response.like(np.zeros(len(response.values), np.float32)))
 
-    def evaluate(self, rollouts: Rollouts) -> Rewards:
-        return Rewards(values=np.array([len(text) for text in rollouts.texts], np.float32))
+    def evaluate(self, sequences: Sequences) -> Rewards:
+        return Rewards(values=sequences.response_ids.lengths.astype(np.float32))
 
     def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
         import torch

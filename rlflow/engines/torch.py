@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Sequences, ValueEstimates
+from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequences, ValueEstimates
 from rlflow.engines.base import EngineSpec, TokenLoss
 from rlflow.engines.causal_lm.adapters import (
     add_adapters,
@@ -16,10 +16,10 @@ from rlflow.engines.causal_lm.adapters import (
     without_adapters,
     write_adapters,
 )
+from rlflow.engines.causal_lm.heads import head_of, last_of_each, name_padding, outputs_of
 from rlflow.engines.causal_lm.kernels import attention_of
 from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
-from rlflow.engines.causal_lm.scoring import token_scores, token_values
 from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
 from rlflow.engines.causal_lm.tunable import Tunable
 from rlflow.engines.sharded.group import meet, spread_of
@@ -47,9 +47,7 @@ class TorchEngine(Tunable):
         import torch
 
         self._spec = spec
-        self._has_values = "Values" in spec.capabilities
-        if {"Values", "Scores"} <= spec.capabilities:
-            raise EngineError("a model with a value head has no logprobs: use two roles.")
+        self._head = head_of(spec)
         self._alone = spec.world_size == 1
         if not self._alone:
             meet(spec)
@@ -60,7 +58,8 @@ class TorchEngine(Tunable):
             dtype=getattr(torch, spec.model.dtype) if spec.lora else torch.float32,
             seed=spec.seed,
             attention=attention_of(spec),
-            value_head=self._has_values,
+            head=self._head,
+            trains="Trains" in spec.capabilities,
         )
         add_adapters(self._model, spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
@@ -85,6 +84,9 @@ class TorchEngine(Tunable):
 
     def values(self, sequences: Sequences) -> ValueEstimates:
         return ValueEstimates(values=self._forward(sequences, 1.0))
+
+    def evaluate(self, sequences: Sequences) -> Rewards:
+        return Rewards(values=last_of_each(self._forward(sequences, 1.0)))
 
     def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
         import torch
@@ -145,6 +147,8 @@ class TorchEngine(Tunable):
             weights, lora = self._model.state_dict(), self._spec.lora
             whole = (merged(name, tensor, weights, lora) for name, tensor in weights.items() if not is_adapter(name))
             self._model.config.dtype = dtype
+            if self._head == "reward":
+                name_padding(self._model, self._tokenizer)
             self._model.save_pretrained(folder, state_dict={name: tensor.to(dtype) for name, tensor in whole})
             self._tokenizer.save_pretrained(folder)
             if lora is not None:
@@ -180,10 +184,7 @@ class TorchEngine(Tunable):
 
     def _outputs(self, sequences: Sequences, temperature: float) -> "tuple[Tensor, dict[str, Tensor]]":
         """What the loss is a function of, and columns besides those of the minibatch."""
-        if self._has_values:
-            return token_values(self._model, sequences, self._spread), {}
-        scores = token_scores(self._model, sequences, temperature, self._spread)
-        return scores.logprobs, {"entropy": scores.entropies}
+        return outputs_of(self._model, self._head, sequences, temperature, self._spread)
 
     def _autocast(self) -> "AbstractContextManager[object]":
         import torch

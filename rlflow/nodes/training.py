@@ -59,15 +59,16 @@ def train(
     minibatch has none there is no step, which the optimizer's moments would make one of, and no metrics. ``first_step``
     of the run is that with which the schedule of the learning rate begins.
     A minibatch is cut in the order of the prompts' numbers within their steps: the data's own order is random already,
-    and what was begun in earlier steps is spread over all minibatches.
+    and what was begun in earlier steps is spread over all minibatches. Rows that must be ``together`` are.
     """
     steps: list[Mapping[str, float]] = []
     bare = sequences.bare()
     begun_in, prompt, sample = sequences.keys.T
     counting = np.ones(len(sequences), np.bool_) if counting is None else counting
-    order = np.lexsort((sample, begun_in, prompt))
+    order = np.lexsort((sample, begun_in, prompt)).reshape(-1, sequences.together)
     own, lengths = sequences.own_tokens(), sequences.own_lengths
-    for rows in num_epochs * np.array_split(order, max(1, min(num_minibatches, len(sequences)))):
+    for units in num_epochs * np.array_split(order, max(1, min(num_minibatches, len(order)))):
+        rows = units.ravel()
         if not counting[rows].any():
             steps.append({})
             continue

@@ -11,7 +11,7 @@ import numpy as np
 from annotated_types import Ge, Gt
 
 from rlflow.batch import GaeAdvantages, Metrics, Rollouts, ValueEstimates
-from rlflow.engines.base import Trains
+from rlflow.engines.base import TrainsValues
 from rlflow.nodes.base import Node
 from rlflow.nodes.training import averaged, train
 
@@ -52,7 +52,9 @@ class ValueUpdate(Node, kind="value_update", unit="batch"):
     """Optimizer steps that the rollouts are divided among: as many as the policy's are the same minibatches."""
     num_epochs: Annotated[int, Ge(1)] = 1
 
-    def run(self, engine: Trains, rollouts: Rollouts, values: ValueEstimates, advantages: GaeAdvantages) -> Metrics:
+    def run(
+        self, engine: TrainsValues, rollouts: Rollouts, values: ValueEstimates, advantages: GaeAdvantages
+    ) -> Metrics:
         if not advantages.known.all():
             kept = np.flatnonzero(advantages.known)
             rollouts, values, advantages = rollouts.take(kept), values.take(kept), advantages.take(kept)

@@ -16,10 +16,12 @@ class MetricsWriter(Observer):
     def __init__(self) -> None:
         self._file: IO[str]
         self._events: Any
+        self._evaluated: str
 
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self._evaluated = f"evaluation/{plan.graph.evaluated}"
         path = directory / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         # What a resumed run does again is not to stand there twice, nor a line that was cut off.
@@ -29,8 +31,8 @@ class MetricsWriter(Observer):
         self._file = path.open("a")
         self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else None)
 
-    def evaluated(self, step: int, reward: float) -> None:
-        self._write(step, {"evaluation/reward": reward})
+    def evaluated(self, step: int, figure: float) -> None:
+        self._write(step, {self._evaluated: figure})
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         self._write(step, metrics)

@@ -9,7 +9,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rlflow.compiler.plan import Plan
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.policy_gradient import PolicyGradient
+from rlflow.nodes.preference import Preference
 from rlflow.nodes.reward import Reward
+from rlflow.nodes.reward_model import RewardModel
 from rlflow.nodes.update import SftUpdate
 from rlflow.runtime.base import Observer, Report
 
@@ -27,6 +29,7 @@ class ProgressDisplay(Observer):
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         self._steps = plan.recipe.steps
         self._names = _names(plan)
+        self._evaluated = f"held-out {plan.graph.evaluated}"
         self._seconds: list[float] = []
         since = f", from step {step}" if step else ""
         self._console.print(f"[bold]{plan.recipe.name}[/]: {self._steps} steps{since}, in {directory}", soft_wrap=True)
@@ -38,8 +41,8 @@ class ProgressDisplay(Observer):
             self._task = self._bar.add_task("step", total=self._steps, completed=step, text="")
             self._bar.start()
 
-    def evaluated(self, step: int, reward: float) -> None:
-        self._console.print(f"step {step:>5}  held-out reward {reward:.3f}")
+    def evaluated(self, step: int, figure: float) -> None:
+        self._console.print(f"step {step:>5}  {self._evaluated} {figure:.3f}")
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         self._seconds = [*self._seconds[-19:], metrics["seconds"]]
@@ -54,7 +57,7 @@ class ProgressDisplay(Observer):
         self.close()
         if report.eval_before is not None and report.eval_after is not None:
             before, after = f"eval_before {report.eval_before:.3f}", f"eval_after {report.eval_after:.3f}"
-            self._console.print(f"held-out reward: {before}, {after}")
+            self._console.print(f"{self._evaluated}: {before}, {after}")
         verb = "finished" if report.status == "finished" else f"stopped after step {report.steps}"
         self._console.print(f"{report.name} {verb}: {report.seconds:.0f} s")
         for role, folder in report.models.items():
@@ -71,12 +74,15 @@ def _names(plan: Plan) -> list[tuple[str, str, str]]:
     shown = []
     for node in plan.graph.nodes:
         match node.operation:
-            case Reward():
-                shown.append(("reward", f"{node.name}/mean", ".3f"))
+            case Reward() | RewardModel():
+                label = "reward" if node.name == "rewards" else node.name
+                shown.append((label, f"{node.name}/mean", ".3f"))
             case Generate():
                 shown.append(("length", f"{node.name}/length_mean", ".1f"))
             case PolicyGradient():
                 shown.append(("kl", f"{node.name}/kl", ".4f"))
+            case Preference():
+                shown.append(("accuracy", f"{node.name}/accuracy", ".3f"))
             case SftUpdate():
                 shown.append(("loss", f"{node.name}/loss", ".4f"))
     return [*shown, ("tokens/s", "tokens_per_second", ".0f")]

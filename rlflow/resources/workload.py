@@ -26,7 +26,9 @@ class Task:
     prompts: Lengths
     responses: Lengths
     longest: int
-    """Tokens of the longest sequence that the recipe allows."""
+    """Tokens of the longest sequence that the recipe allows; of all that go together, where several do."""
+    together: int = 1
+    """Sequences that one pass must have, since they are compared."""
     is_expected: bool = True
     """Whether such a sequence is: else nothing but the model's positions bounds those of the data."""
     minibatches: int = 1

@@ -63,8 +63,9 @@ class Observer:
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         """``step`` steps are behind it: 0, or those of the checkpoint that it goes on from."""
 
-    def evaluated(self, step: int, reward: float) -> None:
-        """The mean reward of held-out prompts under greedy decoding, after ``step`` steps."""
+    def evaluated(self, step: int, figure: float) -> None:
+        """The mean reward of held-out prompts under greedy decoding, or the accuracy on held-out pairs, after ``step``
+        steps."""
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         """After step number ``step``, counted from 1."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlflow.batch import Sequences
 from rlflow.compiler.plan import Plan, write_plan
+from rlflow.compiler.reward_models import check_reward_folders
 from rlflow.compiler.rounds import after_rounds, in_rounds
 from rlflow.data.source import DataSource, Rows, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
@@ -23,6 +24,7 @@ from rlflow.runtime.adaptation import adaptive
 from rlflow.runtime.base import Engines, Observer, Report, Runtime, StoreUse
 from rlflow.runtime.choose import runtime_of
 from rlflow.runtime.data_plane.budget import edge
+from rlflow.runtime.evaluation import pair_evaluator
 from rlflow.runtime.lengths import check_examples
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.models import resolve_models
@@ -53,6 +55,7 @@ def run(
     """
     runtime.check(plan)
     check_vocabularies(plan)
+    check_reward_folders(plan.recipe, plan.graph)
     for node in plan.graph.nodes:
         if isinstance(node.operation, Reward | Converse):
             node.operation.try_out()
@@ -80,7 +83,7 @@ def run(
         data = engines.hosted(data)
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
         graph = conversing(plan.graph, plan.recipe.roles, models, engines)
-        evaluation = evaluator(graph) if held_out else None
+        evaluation = (pair_evaluator(graph) or evaluator(graph)) if held_out else None
         graph, overcommits = overcommitted(graph, plan.recipe.data.batch_size, data)
         graph, adaptations = adaptive(graph, engines)
         rounds = Rounds(graph, plan.recipe.data.batch_size, data) if in_rounds(graph) else None
@@ -99,7 +102,7 @@ def run(
         _copy_weights(plan, engines, version=step)
         while True:
             if evaluation and _is_due(plan, step) and str(step) not in evaluations:
-                evaluations[str(step)] = evaluation.run(engines, data.held_out_prompts())
+                evaluations[str(step)] = evaluation.run(engines, data)
                 for observer in observers:
                     observer.evaluated(step, evaluations[str(step)])
             stopped = stop()
@@ -145,7 +148,7 @@ def train_step(
 
     edges: dict[str, Any] = {}
     seconds: dict[str, float] = {}
-    read = {"prompts": data.prompts, "examples": data.examples}
+    read = {"prompts": data.prompts, "examples": data.examples, "pairs": data.pairs}
     try:
         if rounds:
             seconds, said = rounds.run(engines, step, edges, made)
@@ -194,6 +197,7 @@ def _open_data(plan: Plan, models: Mapping[str, Model], rows: Rows, held_out: Ro
         recipe.seed,
         held_out=held_out,
         with_responses="examples" in graph.sources,
+        with_pairs="pairs" in graph.sources,
         ahead=begun_ahead(graph, recipe.data.batch_size),
         steps=recipe.steps,
     )

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Conversations, Divergences, GaeAdvantages, Metrics, Prompts, Rewards, Rollouts, SummedRewards
+from rlflow.batch import Conversations, Divergences, GaeAdvantages, Metrics, Rewards, Rollouts, SummedRewards
 from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.data.source import DataSource
 from rlflow.errors import EngineError, UserError, below
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward import Reward
+from rlflow.nodes.reward_model import RewardModel
 from rlflow.resources.time.past_run import QUANTILES
 from rlflow.runtime.base import Engines
 from rlflow.runtime.data_plane.budget import edge
@@ -85,8 +87,9 @@ class Evaluator:
     generate: GraphNode
     reward: GraphNode
 
-    def run(self, engines: Engines, prompts: Prompts) -> float:
-        """The mean reward, of those that have one."""
+    def run(self, engines: Engines, data: DataSource) -> float:
+        """The mean reward of held-out prompts, of those that have one."""
+        prompts = data.held_out_prompts()
         with edge("evaluation"):
             rollouts = run_node(self.generate, engines, dict.fromkeys(self.generate.inputs.values(), prompts))
             rewards = run_node(self.reward, engines, dict.fromkeys(self.reward.inputs.values(), rollouts))
@@ -94,9 +97,11 @@ class Evaluator:
 
 
 def evaluator(graph: Graph) -> Evaluator:
-    """Of a graph that has nodes of the kinds generate and reward; the first of each."""
-    kinds: tuple[Any, Any] = (Generate | Conversing, Reward)
-    generate, reward = (next(node for node in graph.nodes if isinstance(node.operation, kind)) for kind in kinds)
+    """Of a graph that has nodes of the kinds generate, and reward or else reward_model; the first of each."""
+    generate = next(node for node in graph.nodes if isinstance(node.operation, Generate | Conversing))
+    judging = [node for node in graph.nodes if isinstance(node.operation, Reward | RewardModel)]
+    # A function knows what is right; a model says what it has learned.
+    reward = min(judging, key=lambda node: isinstance(node.operation, RewardModel))
     operation: Any = generate.operation
     return Evaluator(replace(generate, operation=operation.greedy()), reward)
 

@@ -7,7 +7,7 @@ from rlflow.errors import RecipeError
 from rlflow.recipe import Recipe
 
 # What an engine that is asked for any of these has tokens for, or makes of them.
-_WITH_TOKENS = {"Generates", "Scores", "Values", "Trains"}
+_WITH_TOKENS = {"Generates", "Scores", "Values", "Evaluates", "Trains"}
 
 
 def check_vocabularies(plan: Plan) -> None:

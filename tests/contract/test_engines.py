@@ -54,7 +54,7 @@ def build() -> "Iterator[Build]":
 def test_every_file_is_an_engine() -> None:
     assert engine_names() == ["deepspeed", "fake", "torch", "transformers", "vllm"]
     assert engine_kind("fake").capabilities == {"Generates", "Scores", "Values", "Evaluates", "Trains", "Follows"}
-    assert engine_kind("torch").capabilities == {"Scores", "ScoresBase", "Values", "Trains"}
+    assert engine_kind("torch").capabilities == {"Scores", "ScoresBase", "Values", "Evaluates", "Trains"}
     assert engine_kind("transformers").capabilities == {"Generates", "Scores", "Follows", "Continues"}
 
 
@@ -196,6 +196,18 @@ def test_what_it_exports_has_the_same_values(build: Build, name: str, tmp_path: 
     engine.export(tmp_path)
     again = build(name, capabilities=["Values"], model=Model(path=str(tmp_path), dtype="float32"))
     assert again.values(given).values.values == pytest.approx(engine.values(given).values.values, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", able("Evaluates"))
+def test_a_reward_for_each_response(build: Build, name: str) -> None:
+    given = sequences([3, 2, 4], [[4, 1], [2], [5, 5, 3]])
+    whole, cut = (
+        build(name, capabilities=["Trains", "Evaluates"], micro_batch_tokens=size).evaluate(given).values
+        for size in (4096, 8)
+    )
+    assert whole.shape == (6,)
+    assert np.isfinite(whole).all()
+    assert cut == pytest.approx(whole, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", able("Trains"))

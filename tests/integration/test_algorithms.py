@@ -22,6 +22,7 @@ SAID = {
     "cispo": ["update/clip_fraction"],
     "dapo": ["shaped/mean", "sampling/differing"],
     "distill": ["rewards/mean", "update/clip_fraction", "update/kl"],
+    "dpo": ["update/accuracy", "update/margin"],
     "dr_grpo": ["update/clip_fraction"],
     "grpo": ["update/clip_fraction", "update/kl"],
     "grpo_lora": ["update/clip_fraction", "update/kl"],
@@ -31,6 +32,7 @@ SAID = {
     "reinforce_plus_plus_baseline": ["update/clip_fraction", "update/kl"],
     "remax": ["greedy/length_mean", "greedy_rewards/mean"],
     "rloo": ["kl/mean", "penalized/mean"],
+    "rm": ["update/accuracy", "update/margin"],
 }
 
 

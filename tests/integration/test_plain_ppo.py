@@ -10,7 +10,7 @@ import torch
 from rlflow.compiler.lower import models_in_use
 from rlflow.data.source import DataSource, load_rows, open_training_data
 from rlflow.engines.base import sample_seed
-from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
+from rlflow.engines.causal_lm.pretrained import Head, load_model, load_tokenizer
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import train_step
 from tests.integration.test_critic import plan_of
@@ -97,6 +97,9 @@ def plain_loop(data: DataSource, policy: Any, critic: Any, reference: Any, token
     return history
 
 
+_HEADS: tuple[Head, ...] = ("vocabulary", "vocabulary", "value")
+
+
 @pytest.mark.slow
 def test_the_compiled_graph_gives_the_same_figures(tmp_path: Path) -> None:
     plan = plan_of(*OVERRIDES)
@@ -105,8 +108,7 @@ def test_the_compiled_graph_gives_the_same_figures(tmp_path: Path) -> None:
     rows = load_rows(plan.recipe.data, "split")
     data = open_training_data(plan.recipe.data, tokenizer, rows, plan.recipe.seed, with_responses=False)
     policy, reference, critic = (
-        load_model("policy", models["policy"], device="cpu", dtype=torch.float32, seed=0, value_head=head)
-        for head in (False, False, True)
+        load_model("policy", models["policy"], device="cpu", dtype=torch.float32, seed=0, head=head) for head in _HEADS
     )
     for model in (policy, reference, critic):
         model.config._attn_implementation = "eager"

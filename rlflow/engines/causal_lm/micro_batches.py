@@ -1,6 +1,7 @@
 """Rows for each pass of a model, so that no pass has more tokens than memory was planned for.
 
 A row counts with all of its tokens. The rows of a prompt share it in a pass, but attention holds it for each of them.
+Rows that must be ``together`` are as one row here.
 
 Shapes: B rows, U units, M micro-batches. A unit is rows of one prompt that go together.
 """
@@ -23,7 +24,8 @@ _PASS = 0.125
 
 
 def micro_batches(sequences: Sequences, max_tokens: int, count: int | None = None) -> list[Index]:
-    """Of at most ``max_tokens``, unless a single row is longer; each in the order of the batch, the largest first.
+    """Of at most ``max_tokens``, unless a single row is longer, or rows that must be ``together``; each in the order of
+    the batch, the largest first.
 
     There are ``count`` of them, at least ``passes_needed``, which is what None means; fewer only where rows are fewer.
     All have nearly equal numbers of tokens. The rows of a prompt stay together as far as that takes no more passes.
@@ -32,10 +34,11 @@ def micro_batches(sequences: Sequences, max_tokens: int, count: int | None = Non
     count = count or passes_needed(sequences, max_tokens)
     ways = [way for share in _UNITS if rows.is_legal(way := rows.even(share * max_tokens, count), max_tokens, count)]
     pieces = _pieces(min(ways, key=rows.computed) if ways else rows.fitted(max_tokens))
-    while len(pieces) < min(count, len(sequences)):
+    while len(pieces) < min(count, len(rows.lengths)):
         at = max(range(len(pieces)), key=lambda piece: len(pieces[piece]))
         pieces[at : at + 1] = np.array_split(pieces[at], 2)
-    return sorted(pieces, key=lambda piece: -int(rows.lengths[piece].sum()))
+    pieces.sort(key=lambda piece: -int(rows.lengths[piece].sum()))
+    return [_members(piece, sequences) for piece in pieces]
 
 
 def passes_needed(sequences: Sequences, max_tokens: int) -> int:
@@ -63,13 +66,17 @@ class _Rows:
     """[B]: the number of each row's prompt."""
     prompt_lengths: Index
     """[B]"""
+    response_lengths: Index
+    """[B]"""
     lengths: Index
     """[B]: of prompt and response."""
 
     @classmethod
     def of(cls, sequences: Sequences) -> "_Rows":
+        first = np.arange(0, len(sequences), sequences.together)
         prompt, response = sequences.prompt_ids.lengths, sequences.response_ids.lengths
-        return cls(prompts_of(sequences), prompt, prompt + response)
+        responses, lengths = np.add.reduceat(response, first), np.add.reduceat(prompt + response, first)
+        return cls(prompts_of(sequences)[first], prompt[first], responses, lengths)
 
     def fitted(self, max_tokens: int) -> Index:
         """[B]: the micro-batch of each row, by first-fit decreasing of units, of which size costs the least."""
@@ -98,7 +105,7 @@ class _Rows:
     def computed(self, way: Index) -> int:
         """Tokens that go through the model, a prompt once for each micro-batch that has rows of it."""
         parts = np.unique(way * (self.prompts.max() + 1) + self.prompts, return_index=True)[1]
-        return int((self.lengths - self.prompt_lengths).sum() + self.prompt_lengths[parts].sum())
+        return int(self.response_lengths.sum() + self.prompt_lengths[parts].sum())
 
     def _first_fit(self, unit: float, max_tokens: int) -> Index:
         """[B]: the micro-batch of each row, where each unit, the largest first, goes to the first with room."""
@@ -129,3 +136,9 @@ class _Rows:
 
 def _pieces(way: Index) -> list[Index]:
     return [np.flatnonzero(way == at) for at in range(int(way.max()) + 1)]
+
+
+def _members(piece: Index, sequences: Sequences) -> Index:
+    """The rows of the batch that are as one in ``piece``."""
+    rows = (piece[:, None] * sequences.together + np.arange(sequences.together)).ravel()
+    return rows[rows < len(sequences)]

@@ -1,10 +1,9 @@
 """A model and its tokenizer, from a folder, from the hub, or new."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlflow.errors import RecipeError, first_line
 from rlflow.recipe import Model
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 END_TOKEN = "<|end|>"
 # What a configuration calls them.
 _CHANGES_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+Head = Literal["vocabulary", "value", "reward"]
 # Types of which models with new weights can be had.
 NEW_MODELS = {"llama", "qwen2", "qwen3"}
 
@@ -39,11 +39,18 @@ def load_model(
     dtype: "dtype",
     seed: int,
     attention: Attention = "sdpa",
-    value_head: bool = False,
+    head: Head = "vocabulary",
+    trains: bool = True,
 ) -> "PreTrainedModel":
-    """In evaluation mode. ``seed`` draws new weights and a new value head."""
+    """In evaluation mode. ``seed`` draws new weights and a new value head, and a new reward head where the model
+    ``trains``: one that only evaluates has learned it before. Raises RecipeError."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
     from transformers.utils import logging
 
     from rlflow.engines.causal_lm.attention import FLASH_NAME, NAME
@@ -51,15 +58,24 @@ def load_model(
     chosen = FLASH_NAME if attention == "flash_attention_2" else NAME
     # Its bars would break into the run's own display.
     logging.disable_progress_bar()
-    auto = AutoModelForTokenClassification if value_head else AutoModelForCausalLM
-    extra: dict[str, Any] = {"num_labels": 1} if value_head else {}
+    if head != "vocabulary":
+        # So would its table of what is new, which a head mostly is.
+        logging.set_verbosity_error()
+    auto = {
+        "vocabulary": AutoModelForCausalLM,
+        "value": AutoModelForTokenClassification,
+        "reward": AutoModelForSequenceClassification,
+    }[head]
+    extra: dict[str, Any] = {} if head == "vocabulary" else {"num_labels": 1}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if model.path is not None:
-            load = lambda path: auto.from_pretrained(path, dtype=dtype, attn_implementation=chosen, **extra)  # noqa: E731
-            # That a value head is new, and not from the file, is no news.
-            with _quietly() if value_head else nullcontext():
-                built = _from(name, model.path, load)
+            load = lambda path: auto.from_pretrained(  # noqa: E731
+                path, dtype=dtype, attn_implementation=chosen, output_loading_info=True, **extra
+            )
+            built, loaded = _from(name, model.path, load)
+            if head == "reward" and not trains:
+                _check_complete(name, model.path, loaded["missing_keys"])
         else:
             tokenizer = load_tokenizer(name, model)
             config = AutoConfig.for_model(**_config_fields(name, model), eos_token_id=tokenizer.eos_token_id, **extra)
@@ -69,7 +85,7 @@ def load_model(
         raise RecipeError(
             f"models.{name}.path", f"layers of {', '.join(sorted(layers - {'full_attention'}))} are not supported"
         )
-    for key in () if value_head else _CHANGES_OF_LOGITS:
+    for key in _CHANGES_OF_LOGITS if head == "vocabulary" else ():
         if (value := getattr(built.config, key, None)) not in (None, 1):
             raise RecipeError(
                 f"models.{name}.path",
@@ -79,20 +95,30 @@ def load_model(
     for module in built.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+    if head == "reward":
+        _says_all_rewards(built)
     return built.eval().to(device)
 
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without warnings of transformers."""
-    from transformers.utils import logging
+def _check_complete(name: str, path: str, missing: Collection[str]) -> None:
+    """Raises RecipeError for a reward model that would have weights drawn at random."""
+    if missing:
+        raise RecipeError(
+            f"models.{name}.path",
+            f"'{path}' is no reward model: it lacks {', '.join(sorted(missing))}",
+            fix="a sequence classification model with one label, as reward_model_update makes them",
+        )
 
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
+
+def _says_all_rewards(model: "PreTrainedModel") -> None:
+    """Sequence classification gives the logits of the last token of a row; a stream of many sequences needs all."""
+    from transformers.modeling_outputs import TokenClassifierOutput
+
+    def forward(**inputs: Any) -> Any:
+        hidden = getattr(model, model.base_model_prefix)(**inputs).last_hidden_state
+        return TokenClassifierOutput(logits=model.score(hidden))
+
+    model.forward = forward
 
 
 def end_ids(*given: int | list[int] | None) -> list[int]:

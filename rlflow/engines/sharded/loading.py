@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.causal_lm.kernels import attention_of
-from rlflow.engines.causal_lm.pretrained import load_model
+from rlflow.engines.causal_lm.pretrained import Head, load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def load_sharded(spec: EngineSpec, config: dict[str, Any], *, value_head: bool) -> "PreTrainedModel":
+def load_sharded(spec: EngineSpec, config: dict[str, Any], *, head: Head) -> "PreTrainedModel":
     """Weights of a path are sharded as the model is built when ``config`` asks for ZeRO 3.
 
     New ones are drawn whole in the memory of the host, so that they are the same however they are sharded.
@@ -28,7 +28,8 @@ def load_sharded(spec: EngineSpec, config: dict[str, Any], *, value_head: bool) 
             dtype=getattr(torch, spec.model.dtype),
             seed=spec.seed,
             attention=attention_of(spec),
-            value_head=value_head,
+            head=head,
+            trains="Trains" in spec.capabilities,
         )
 
 

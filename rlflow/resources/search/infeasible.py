@@ -114,14 +114,16 @@ def _relaxed(search: Search, demands: Sequence[Demand], clash: Sequence[_Pin]) -
 def _smaller_work(search: Search, demands: Sequence[Demand]) -> Iterator[str]:
     """The longest responses that would fit, by halving the difference."""
     longest = max(task.longest for task in search.workload.tasks)
+    together = max(task.together for task in search.workload.tasks)
     prompt = max(int(task.prompts.longest) for task in search.workload.tasks)
-    if not _fits(search, demands, _shortened(search.workload, prompt + 1)):
+    least = together * (prompt + 1)
+    if not _fits(search, demands, _shortened(search.workload, least)):
         return
-    low, high = prompt + 1, longest
+    low, high = least, longest
     while high - low > max(16, longest // 32):
         middle = (low + high) // 2
         low, high = (middle, high) if _fits(search, demands, _shortened(search.workload, middle)) else (low, middle)
-    yield f"responses of {low - prompt} tokens at most"
+    yield f"responses of {low // together - prompt} tokens at most"
 
 
 def _shortened(workload: Workload, longest: int) -> Workload:

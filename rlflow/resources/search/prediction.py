@@ -219,7 +219,7 @@ def _most_tokens(search: Search, candidate: Candidate, role: str, choice: Choice
 
     longest = max((task.longest for task in tasks if task.is_expected), default=choice.layout.micro_batch_tokens)
     found = most_tokens(terms, longest, 64 * longest, available)
-    return found if found < 64 * longest else None
+    return found // max(task.together for task in tasks) if found < 64 * longest else None
 
 
 def _alternatives(placed: Placed) -> tuple[Alternative, ...]:

@@ -42,18 +42,22 @@ def shares(sequences: Sequences, count: int, cost: Cost = TOKENS) -> list[Index]
     """``count`` sets of rows, each in the order of the batch, such that the slowest rank computes as little as can be.
     None is empty where there are rows enough.
 
-    The rollouts of a prompt stay together unless dividing them gains more than reading the prompt again costs.
+    The rollouts of a prompt stay together unless dividing them gains more than reading the prompt again costs. Rows
+    that must be ``together`` are as one row.
     """
     prompts = prompts_of(sequences)
-    costs = row_costs(sequences, prompts, cost)
-    reading = cost.token * sequences.prompt_ids.lengths.astype(np.float64)
-    least, best = float("inf"), np.zeros(len(sequences), np.int64)
+    first = np.arange(0, len(sequences), sequences.together)
+    costs = np.add.reduceat(row_costs(sequences, prompts, cost), first)
+    prompts = prompts[first]
+    reading = cost.token * sequences.prompt_ids.lengths[first].astype(np.float64)
+    least, best = float("inf"), np.zeros(len(first), np.int64)
     for owners in _ways(prompts, costs, count):
         slowest = _slowest(owners, costs, count, prompts, reading)
         if slowest < least:
             least, best = slowest, owners
         if least <= (1 + NEAR) * least_possible(costs, count):
             break
+    best = np.repeat(best, sequences.together)[: len(sequences)]
     return [np.flatnonzero(best == share) for share in range(count)]
 
 

@@ -93,12 +93,12 @@ class RoleProxy:
     def values(self, sequences: Sequences) -> ValueEstimates:
         return ValueEstimates(values=self._split(sequences, "values"))
 
-    def evaluate(self, rollouts: Rollouts) -> Rewards:
-        values = np.empty(len(rollouts), np.float32)
-        for rank, result, rows in self._of_shares(rollouts, rollouts, "evaluate"):
+    def evaluate(self, sequences: Sequences) -> Rewards:
+        values = np.empty(len(sequences), np.float32)
+        for rank, result, rows in self._of_shares(sequences, sequences.bare(), "evaluate"):
             if len(result.values) != len(rows):
                 raise EngineError(
-                    f"role {self._role}: worker {rank} has evaluated {len(result.values)} of {len(rows)} rollouts."
+                    f"role {self._role}: worker {rank} has evaluated {len(result.values)} of {len(rows)} responses."
                 )
             values[rows] = result.values
         return Rewards(values=values)

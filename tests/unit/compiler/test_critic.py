@@ -8,7 +8,7 @@ import rlflow
 from rlflow.compiler.graph import wire
 from rlflow.compiler.lower import lower
 from rlflow.errors import UserError
-from rlflow.resources.models.value_head import ValueModel
+from rlflow.resources.models.scalar_head import ScalarModel
 
 SCORED = "graph.old={node: logprobs, role: critic}"
 
@@ -32,18 +32,18 @@ def test_the_critic_learns_in_the_minibatches_of_the_policy() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["graph.value_update.role=actor"], "graph.value_update.role: 'actor' has no value head: no node asks it for"),
-        (["graph.update.role=critic"], "graph.update.role: 'critic' has a value head, for graph.values, and no logpr"),
+        (["graph.value_update.role=actor"], "graph.value_update.role: 'actor' has a head for logprobs, for graph.upda"),
+        (["graph.update.role=critic"], "graph.update.role: 'critic' has a head for values, for graph.values, and none"),
         (
             [SCORED, "graph.update.old_logprobs=old"],
-            "graph.old.role: 'critic' has a value head, for graph.values, and no logprobs",
+            "graph.old.role: 'critic' has a head for ",
         ),
         (
             ["graph.update.critic_warmup=120"],
             "graph.update.critic_warmup: 120 leaves none of the 120 steps to train 'actor' in",
         ),
         (["~graph.values"], "graph.advantages.values: no node 'values', which 'gae_advantage' reads"),
-        (["graph.values.role=rollout"], "graph.rollouts.role: 'rollout' has a value head, for graph.values"),
+        (["graph.values.role=rollout"], "graph.values.role: 'rollout' has a head for logprobs, for graph.rollouts"),
         (["~graph.reference"], "graph.advantages.kl_coef: 0.001 asks for the reference's logprobs"),
         (["graph.value_update.advantages=plain", "graph.plain={node: group_advantage}"], "graph.value_update.advant"),
     ],
@@ -57,8 +57,8 @@ def test_what_is_wrong_is_named(overrides: list[str], message: str) -> None:
 def test_a_critic_has_no_logits_in_the_plan() -> None:
     recipe = rlflow.load(["recipe=ppo_7b"])
     demands = {demand.role: demand for demand in lower(recipe, wire(recipe)).demands}
-    assert isinstance(demands["critic"].architecture, ValueModel)
-    assert not isinstance(demands["actor"].architecture, ValueModel)
+    assert isinstance(demands["critic"].architecture, ScalarModel)
+    assert not isinstance(demands["actor"].architecture, ScalarModel)
 
 
 def test_the_plan_has_the_memory_of_all_four() -> None:

@@ -1,5 +1,6 @@
 """Rows for each pass: within the limit, as few as can be, in equal number on all ranks."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -65,6 +66,25 @@ def test_every_row_once_within_the_limit(groups: list[tuple[int, list[int]]], li
     assert all((np.diff(piece) > 0).all() for piece in pieces)
     assert all(len(piece) == 1 or lengths[piece].sum() <= limit for piece in pieces)
     assert len(pieces) == min(needed + more, len(batch))
+
+
+@pytest.mark.parametrize(
+    ("limit", "pieces"),
+    [
+        (100, [[0, 1, 2, 3, 4, 5]]),
+        (14, [[4, 5], [0, 1, 2, 3]]),
+        (7, [[4, 5], [0, 1], [2, 3]]),
+        (1, [[4, 5], [0, 1], [2, 3]]),
+    ],
+)
+def test_rows_that_are_compared_stay_in_one_pass(limit: int, pieces: list[list[int]]) -> None:
+    """Pairs of 4 + 3, 3 + 4 and 8 + 6 tokens, as if each were one row."""
+    given = replace(sequences([2, 1, 3], [[2, 1], [2, 3], [5, 3]]), together=2)
+    assert lists(micro_batches(given, limit)) == pieces
+    # Not more of them than there are pairs.
+    assert len(micro_batches(given, limit, 5)) == 3
+    # What a rank without rows works on.
+    assert lists(micro_batches(given.take(np.array([0])), limit)) == [[0]]
 
 
 @settings(deadline=None)

@@ -10,7 +10,7 @@ from rlflow.batch import Packed
 from rlflow.data.source import DataSource
 from rlflow.errors import RecipeError
 from rlflow.runtime.lengths import check_examples
-from tests.helpers import prompts
+from tests.helpers import pairs, prompts
 
 LONG = ["models.policy.architecture.max_position_embeddings=100000"]
 
@@ -47,3 +47,26 @@ def test_a_micro_batch_that_is_nobodys_limit() -> None:
     check(10, 60000, *LONG)
     check(10, 60000, *LONG, "expect.response_tokens=[10]")
     check(10, 4000, *LONG, "roles.actor.micro_batch_tokens=4096")
+
+
+def check_pair(chosen: int, rejected: int, *overrides: str) -> None:
+    """With a prompt of ten tokens."""
+    plan = rlflow.compile(rlflow.load(["recipe=dpo_tiny", *overrides]), "local")
+    ids = [Packed.from_rows([np.ones(2), np.ones(length)], np.int32) for length in (10, chosen, rejected)]
+    source = replace(plan.recipe.data, source="additions")
+    check_examples(plan, DataSource(source, 0, [{}, {}], ids[0], ids[1], pairs(1), ids[2]))
+
+
+def test_a_pair() -> None:
+    check_pair(22, 22)
+    with pytest.raises(RecipeError) as raised:
+        check_pair(5, 23)
+    assert str(raised.value).startswith(
+        "data.source: the longer sequence of row 1 of 'additions' has 33 tokens, and there are 32 positions"
+    )
+    with pytest.raises(RecipeError) as raised:
+        check_pair(20, 20, "roles.actor.micro_batch_tokens=59")
+    assert str(raised.value) == (
+        "data.source: the pair of row 1 of 'additions' has 60 tokens, and there are 59 tokens of a micro-batch of role "
+        "actor.\n  Fix: roles.actor.micro_batch_tokens=60, or leave such rows out."
+    )

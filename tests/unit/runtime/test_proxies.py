@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlflow.batch import Metrics, Minibatch, Packed, Rewards, Rollouts, Sequences
+from rlflow.batch import Metrics, Minibatch, Packed, Rewards, Sequences
 from rlflow.engines.base import Sampling, TokenLoss
 from rlflow.engines.fake import FakeEngine
 from rlflow.errors import EngineError
@@ -19,7 +19,7 @@ from rlflow.resources.layout import Layout
 from rlflow.runtime.data_plane.parts import Part
 from rlflow.runtime.workers.proxies import RoleProxy, Turns, Workers
 from rlflow.runtime.workers.worker import EngineWorker
-from tests.helpers import WritingEngine, minibatch, prompts, rollouts, sequences, spec
+from tests.helpers import WritingEngine, minibatch, prompts, sequences, spec
 
 LAYOUT = Layout(micro_batch_tokens=4096)
 
@@ -89,9 +89,9 @@ class Recorder:
         self.given.append(given)
         return type("Result", (), {"values": given.response_ids})
 
-    def evaluate(self, given: Rollouts) -> Rewards:
+    def evaluate(self, given: Sequences) -> Rewards:
         self.given.append(given)
-        return Rewards(values=np.array([float(text) for text in given.texts], np.float32))
+        return Rewards(values=np.add.reduceat(given.response_ids.values, given.response_ids.offsets[:-1]))
 
     def update(self, given: Minibatch, loss: TokenLoss) -> Metrics:
         self.given.append(given)
@@ -110,19 +110,19 @@ def test_scores_are_put_where_they_belong(count: int, width: int) -> None:
 
 @pytest.mark.parametrize(("count", "width"), [(1, 1), (2, 1), (4, 2), (7, 1)])
 def test_all_workers_evaluate(count: int, width: int) -> None:
-    given = rollouts(sequences([3, 2, 4], [[4, 1], [2], [5, 5]]), texts=["1", "2", "3", "4", "5"])
+    given = sequences([3, 2, 4], [[4, 1], [2], [5, 5]])
     recorders = [Recorder() for _ in range(count)]
     out = proxy(Threads(recorders), replace(LAYOUT, sequence_parallel_size=width)).evaluate(given)
-    assert out.values.tolist() == [1, 2, 3, 4, 5]
+    assert out.values.tolist() == [sum(given.response_ids[row]) for row in range(5)]
     sizes = [len(each) for recorder in recorders[: 5 * width : width] for each in recorder.given]
     assert (sum(sizes), min(sizes), len(sizes)) == (5, 5 // len(sizes), min(5, count // width))
 
 
 def test_a_reward_for_each_rollout() -> None:
-    given = rollouts(sequences([3, 2], [[4], [2]]), texts=["1", "2"])
+    given = sequences([3, 2], [[4], [2]])
     recorders = [Recorder(), Recorder()]
     recorders[1].evaluate = lambda given: Rewards(values=np.zeros(0, np.float32))  # type: ignore[method-assign]
-    with pytest.raises(EngineError, match="role role: worker 1 has evaluated 0 of 1 rollouts"):
+    with pytest.raises(EngineError, match="role role: worker 1 has evaluated 0 of 1 responses"):
         proxy(Threads(recorders)).evaluate(given)
 
 

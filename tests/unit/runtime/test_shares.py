@@ -1,5 +1,7 @@
 """Rows to ranks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -115,3 +117,15 @@ def test_reading_prompts_again_may_cost_more_than_it_saves() -> None:
     itself, half of them in each share would be 2 x 1000 + 10."""
     given = sequences([1000, 1000], [[1, 9], [1, 12]])
     assert readings(given, shares(given, 2)) == 2
+
+
+def test_rows_that_are_compared_stay_on_one_rank() -> None:
+    """Rows alone would be 9 and 1 + 9 and 1."""
+    given = replace(sequences([1, 1], [[9, 1], [9, 1]]), together=2)
+    assert [part.tolist() for part in shares(given, 2)] == [[0, 1], [2, 3]]
+    many = replace(batch(64, 2), together=2)
+    parts = shares(many, 8)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(128))
+    assert all((part[0::2] + 1 == part[1::2]).all() and not (part[0::2] % 2).any() for part in parts)
+    # More ranks than pairs.
+    assert sorted(map(len, shares(given, 3))) == [0, 2, 2]

@@ -6,7 +6,7 @@ import torch
 from rlflow.resources.layout import GIB
 from rlflow.resources.memory.phases import score_terms, update_terms
 from rlflow.resources.memory.state import DEEPSPEED, LOGITS_AT_ONCE, Training
-from rlflow.resources.models.value_head import with_value_head
+from rlflow.resources.models.scalar_head import with_scalar_head
 from tests.unit.resources.memory.test_phases import QWEN, card, layout
 from tests.unit.resources.models.test_architecture import config_fields
 
@@ -21,17 +21,17 @@ def test_parameters_are_those_of_transformers(name: str) -> None:
     config = AutoConfig.for_model(**config_fields(model), num_labels=1)
     with torch.device("meta"):
         theirs = AutoModelForTokenClassification.from_config(config)
-    assert with_value_head(model).num_parameters == sum(weight.numel() for weight in theirs.parameters())
+    assert with_scalar_head(model).num_parameters == sum(weight.numel() for weight in theirs.parameters())
 
 
 def test_a_head_of_its_own_where_the_logits_have_the_embedding() -> None:
     tied = card("qwen2_5_1_5b")
-    assert with_value_head(tied).num_parameters == tied.num_parameters + 1536 + 1
+    assert with_scalar_head(tied).num_parameters == tied.num_parameters + 1536 + 1
 
 
 def test_memory_without_logits() -> None:
     """14 bytes for each value in place of 14 for each of the vocabulary's logits."""
-    tokens, critic = 8192, with_value_head(QWEN)
+    tokens, critic = 8192, with_scalar_head(QWEN)
     terms = update_terms(critic, layout(zero_stage=2, data_parallel_size=8), DEEPSPEED, tokens)
     assert terms["logits"] <= 14 * tokens / GIB
     assert terms["weights"] == pytest.approx(2 * (QWEN.num_parameters - 152064 * 3584 + 3585) / GIB)

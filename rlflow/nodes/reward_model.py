@@ -1,0 +1,62 @@
+"""A reward from a model: training it on pairs, and asking it.
+
+Shapes: P pairs, T response tokens of a micro-batch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlflow.batch import Metrics, Pairs, Rewards, Rollouts
+from rlflow.engines.base import Evaluates, TrainsReward
+from rlflow.errors import EngineError
+from rlflow.nodes.base import Node
+from rlflow.nodes.preference import Preference, margins, preference_loss
+from rlflow.nodes.training import Weighting, averaged, train
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankingLoss:
+    """-log sigmoid(r_chosen - r_rejected), r what a reward head says at the last token of a response.
+
+    Each token has the loss of its pair. Column: ``rows``. Source: InstructGPT (arXiv 2203.02155), equation 1.
+    """
+
+    temperature: float = 1.0
+
+    def __call__(self, rewards: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
+        rows = columns["rows"]
+        is_last = rows.diff(append=rows[-1:] + 1) != 0
+        return preference_loss(margins(rewards * is_last, rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelUpdate(Preference, Node, kind="reward_model_update", unit="batch"):
+    """Every pair counts the same. The metric ``margin`` is the difference of the rewards, and ``accuracy`` the share of
+    pairs in which it is above 0."""
+
+    def run(self, engine: TrainsReward, pairs: Pairs) -> Metrics:
+        weighting = Weighting(aggregation="sequence")
+        steps = train(engine, pairs, {}, RankingLoss(), num_minibatches=self.num_minibatches, weighting=weighting)
+        return Metrics(values=averaged(steps))
+
+    def scores(self, engine: Evaluates, pairs: Pairs) -> NDArray[np.float32]:  # type: ignore[override]
+        return engine.evaluate(pairs).values
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModel(Node, kind="reward_model", unit="sample"):
+    """What the role's model says of each response, at its last token."""
+
+    def run(self, engine: Evaluates, rollouts: Rollouts) -> Rewards:
+        rewards = engine.evaluate(rollouts)
+        if not np.isfinite(rewards.values).all():
+            count = int(np.sum(~np.isfinite(rewards.values)))
+            raise EngineError(f"the reward model gives {count} of {len(rollouts)} responses no finite number.")
+        return rewards

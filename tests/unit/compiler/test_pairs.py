@@ -1,0 +1,71 @@
+"""Recipes that train on pairs: their roles, their work, and what is refused."""
+
+import pytest
+
+import rlflow
+from rlflow.compiler.graph import wire
+from rlflow.compiler.lower import lower
+from rlflow.errors import UserError
+from rlflow.recipe import Recipe
+
+LENGTHS = ["expect.prompt_tokens=100", "expect.response_tokens=[400]", "data.max_prompt_tokens=512"]
+
+
+def loaded(name: str, *overrides: str) -> Recipe:
+    return rlflow.load([f"recipe={name}", *overrides])
+
+
+def test_what_a_reward_model_is_asked() -> None:
+    graph = wire(loaded("rm_7b"))
+    assert graph.trained_roles() == ["reward"]
+    assert graph.capabilities("reward") == {"Trains", "Evaluates"}
+    assert graph.sources == {"pairs"}
+    assert (graph.evaluated, wire(loaded("grpo_tiny")).evaluated) == ("accuracy", "reward")
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("dpo_7b", ["score", "update"]), ("rm_7b", ["update"])])
+def test_the_work_of_a_step(name: str, kinds: list[str]) -> None:
+    """Both responses to each prompt, which share it; a pass has room for both."""
+    recipe = loaded(name, *LENGTHS, "data.batch_size=64")
+    workload = lower(recipe, wire(recipe)).workload
+    assert [task.kind for task in workload.tasks] == kinds
+    for task in workload.tasks:
+        assert (task.samples, task.group_size, task.together, task.longest) == (128, 2, 2, 2 * (512 + 400))
+    edges = {edge.name: edge.bytes for edge in workload.edges}
+    assert edges["pairs"] == pytest.approx(128 * (100 + 400) * 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "message"),
+    [
+        (
+            "dpo_7b",
+            "roles.actor.micro_batch_tokens=1000",
+            "roles.actor.micro_batch_tokens: 1000 tokens have no room for the longest pair: 1824, twice 512 of its "
+            "prompt (data.max_prompt_tokens) and twice 400 of its response.\n"
+            "  Fix: roles.actor.micro_batch_tokens=1824, or shorter sequences.",
+        ),
+        (
+            "rm_7b",
+            "roles.reward.engine=transformers",
+            "roles.reward.engine: 'transformers' cannot do what graph.update asks, Evaluates and Trains; "
+            "it can Continues, Follows, Generates, Scores.\n"
+            "  Known: deepspeed, fake, torch.\n  Fix: one of those known.",
+        ),
+        (
+            "dpo_7b",
+            "graph.reference.rollouts=prompts",
+            "graph.reference.rollouts: 'prompts' gives Prompts, 'logprobs' reads Sequences.\n"
+            "  Fix: name a node that gives Sequences.",
+        ),
+        (
+            "sft_tiny",
+            "evaluation={every: 1, num_prompts: 1}",
+            "evaluation: the graph has no nodes 'generate' and 'reward' for it.\n  Fix: evaluation=null.",
+        ),
+    ],
+)
+def test_what_is_refused(name: str, override: str, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        rlflow.compile(loaded(name, *([] if name == "sft_tiny" else LENGTHS), override), "1x8")
+    assert str(raised.value) == message

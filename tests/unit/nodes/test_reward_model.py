@@ -1,0 +1,126 @@
+"""The loss of a reward model, where its reward is read, and what is done without one."""
+
+from math import log1p
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlflow.batch import Minibatch, Rewards, Sequences
+from rlflow.engines.base import TrainsReward
+from rlflow.engines.causal_lm.totals import Totals
+from rlflow.engines.fake import FakeEngine
+from rlflow.engines.torch import TorchEngine
+from rlflow.errors import EngineError, RecipeError
+from rlflow.nodes.reward_model import RankingLoss, RewardModel, RewardModelUpdate
+from rlflow.nodes.training import Weighting
+from rlflow.recipe import Model, Optimizer
+from tests.helpers import pairs, rollouts, sequences, spec
+
+
+def test_against_a_plain_loop() -> None:
+    given, draw = pairs(7), np.random.default_rng(1)
+    said = draw.normal(0, 1, len(given.response_ids.values))
+    outputs = torch.tensor(said, requires_grad=True)
+    batch = Minibatch(
+        **vars(given.bare()),
+        step=0,
+        columns={},
+        weights=Weighting(aggregation="sequence").weights(given.response_ids.lengths, np.ones(14, np.bool_)),
+    )
+    totals = Totals(RankingLoss(), torch.device("cpu"))
+    total = totals.add(batch, outputs, {})
+    (slopes,) = torch.autograd.grad(total, outputs)
+
+    loss, right, expected = 0.0, 0, np.zeros(len(said))
+    for pair in range(7):
+        chosen, rejected = (given.response_ids.offsets[row + 1] - 1 for row in (2 * pair, 2 * pair + 1))
+        margin = said[chosen] - said[rejected]
+        loss += log1p(np.exp(-margin))
+        right += margin > 0
+        expected[chosen] -= 1 / (1 + np.exp(margin)) / 7
+        expected[rejected] += 1 / (1 + np.exp(margin)) / 7
+    assert float(total.detach()) == pytest.approx(loss / 7, rel=1e-6)
+    assert slopes.numpy() == pytest.approx(expected, rel=1e-5, abs=1e-8)
+    assert totals.sums["accuracy"] == pytest.approx(right / 7, rel=1e-6)
+
+
+def engine(**options: object) -> TorchEngine:
+    return TorchEngine(spec(capabilities=["Trains", "Evaluates"], **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [4096, 12, 1])
+def test_a_reward_is_that_of_the_last_token(micro_batch_tokens: int) -> None:
+    ours = engine(micro_batch_tokens=micro_batch_tokens)
+    given = sequences([3, 2], [[4, 1], [2]])
+    rewards = ours.evaluate(given).values
+    ours._model.config._attn_implementation = "eager"
+    for row in range(3):
+        ids = torch.tensor(np.concatenate([given.prompt_ids[row], given.response_ids[row]]))[None].long()
+        with torch.no_grad():
+            assert rewards[row] == pytest.approx(float(ours._model(input_ids=ids).logits[0, -1, 0]), abs=1e-5)
+
+
+def test_it_learns_its_pairs() -> None:
+    ours, given = engine(optimizer=Optimizer(learning_rate=1e-2)), pairs(8)
+    node = RewardModelUpdate()
+    before = node.accuracy(ours, given)
+    for _ in range(20):
+        metrics = node.run(ours, given).values
+    assert before < 0.9
+    assert node.accuracy(ours, given) == 1.0
+    assert metrics["margin"] > 1
+
+
+def test_what_is_exported_is_a_reward_model_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    ours, given = engine(), sequences([3, 2], [[4, 1], [2]])
+    ours.export(tmp_path)
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert type(plain).__name__ == plain.config.architectures[0] == "Qwen3ForSequenceClassification"
+    rewards = ours.evaluate(given).values
+    for row in range(3):
+        ids = torch.tensor(np.concatenate([given.prompt_ids[row], given.response_ids[row]]))[None].long()
+        with torch.no_grad():
+            assert rewards[row] == pytest.approx(float(plain(input_ids=ids).logits[0, 0]), abs=1e-5)
+    back = TorchEngine(spec(model=Model(path=str(tmp_path), dtype="float32"), capabilities=["Evaluates"]))
+    assert back.evaluate(given).values.tolist() == rewards.tolist()
+
+
+def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
+    TorchEngine(spec()).export(tmp_path)
+    model = Model(path=str(tmp_path), dtype="float32")
+    with pytest.raises(RecipeError) as raised:
+        TorchEngine(spec(model=model, capabilities=["Evaluates"]))
+    assert str(raised.value) == (
+        f"models.policy.path: '{tmp_path}' is no reward model: it lacks score.weight.\n"
+        "  Fix: a sequence classification model with one label, as reward_model_update makes them."
+    )
+    # Where it is trained its head is new.
+    assert TorchEngine(spec(model=model, capabilities=["Trains", "Evaluates"]))
+
+
+@pytest.mark.parametrize("other", ["Scores", "Values"])
+def test_one_head(other: str) -> None:
+    both = spec(capabilities=["Evaluates", other])
+    with pytest.raises(EngineError, match=r"a model with a reward head has no (logprobs|values): use two roles"):
+        TorchEngine(both)
+
+
+class Broken(FakeEngine):
+    def evaluate(self, sequences: Sequences) -> Rewards:
+        return Rewards(values=np.array([1, np.nan, np.inf], np.float32))
+
+
+def test_a_reward_that_is_no_number_ends_the_run() -> None:
+    """NaN would leave the response out in silence."""
+    given = rollouts(sequences([3], [[4, 1, 2]]))
+    assert RewardModel().run(FakeEngine(spec()), given).values.tolist() == [4, 1, 2]
+    with pytest.raises(EngineError, match="the reward model gives 2 of 3 responses no finite number"):
+        RewardModel().run(Broken(spec()), given)
+
+
+def test_the_update_asks_for_both() -> None:
+    assert RewardModelUpdate.capability() is TrainsReward
