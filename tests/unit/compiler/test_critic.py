@@ -36,7 +36,7 @@ def test_the_critic_learns_in_the_minibatches_of_the_policy() -> None:
         (["graph.update.role=critic"], "graph.update.role: 'critic' has a head for values, for graph.values, and none"),
         (
             [SCORED, "graph.update.old_logprobs=old"],
-            "graph.old.role: 'critic' has a head for ",
+            "graph.values.role: 'critic' has a head for logprobs, for graph.old, and none for values",
         ),
         (
             ["graph.update.critic_warmup=120"],
