@@ -45,9 +45,6 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     demands = []
     for name, role in sorted(recipe.roles.items()):
         model, capabilities = recipe.models[role.model], graph.capabilities(name)
-        architecture = architecture_of(model)
-        if architecture is not None and "Values" in capabilities:
-            architecture = with_value_head(architecture)
         demands.append(
             Demand(
                 role=name,
@@ -55,7 +52,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
                 parallel=engine_kind(role.engine).parallel,
                 trains=name in trained,
                 generates="Generates" in capabilities,
-                architecture=architecture,
+                architecture=architecture_played(recipe, graph, name),
                 weight_bytes=_BYTES[model.dtype],
                 training=replace(_TRAINING.get(role.engine, _IN_FP32), logits_at_once=LOGITS_AT_ONCE),
                 wants=role,
@@ -156,6 +153,14 @@ def _check_micro_batches(recipe: Recipe, tasks: tuple[Task, ...]) -> None:
                 f"{prompt} of its prompt (data.max_prompt_tokens) and {longest - prompt} of its response",
                 fix=f"roles.{name}.micro_batch_tokens={longest}, or shorter sequences",
             )
+
+
+def architecture_played(recipe: Recipe, graph: Graph, role: str) -> Architecture | None:
+    """Its model's, with a value head where the graph asks it for values."""
+    architecture = architecture_of(recipe.models[recipe.roles[role].model])
+    if architecture is None or "Values" not in graph.capabilities(role):
+        return architecture
+    return with_value_head(architecture)
 
 
 def architecture_of(model: Model) -> Architecture | None:
