@@ -60,9 +60,6 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     demands = []
     for name, role in sorted(recipe.roles.items()):
         model, capabilities = recipe.models[role.model], graph.capabilities(name)
-        architecture = architecture_of(model)
-        if architecture is not None and capabilities & {"Values", "Evaluates"}:
-            architecture = with_scalar_head(architecture)
         demands.append(
             Demand(
                 role=name,
@@ -70,7 +67,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
                 parallel=engine_kind(role.engine).parallel,
                 trains=name in trained,
                 generates="Generates" in capabilities,
-                architecture=architecture,
+                architecture=architecture_played(recipe, graph, name),
                 weight_bytes=_BYTES[model.dtype],
                 training=_training(role, model),
                 follows_lora=recipe.lora_of(name) if role.follows else None,
@@ -197,6 +194,14 @@ def _check_micro_batches(recipe: Recipe, tasks: tuple[Task, ...]) -> None:
                 f"{twice}{prompt} of its prompt (data.max_prompt_tokens) and {twice}{each - prompt} of its response",
                 fix=f"roles.{name}.micro_batch_tokens={longest}, or shorter sequences",
             )
+
+
+def architecture_played(recipe: Recipe, graph: Graph, role: str) -> Architecture | None:
+    """Its model's, with another head where the graph asks it for values or rewards."""
+    architecture = architecture_of(recipe.models[recipe.roles[role].model])
+    if architecture is None or graph.capabilities(role).isdisjoint({"Values", "Evaluates"}):
+        return architecture
+    return with_scalar_head(architecture)
 
 
 def architecture_of(model: Model) -> Architecture | None:

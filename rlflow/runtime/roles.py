@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from rlflow.compiler.lower import architecture_of
+from rlflow.compiler.lower import architecture_played
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Model
 from rlflow.runtime.base import Engines, Held, StoreUse
@@ -127,7 +127,7 @@ def start_engines(plan: Plan, models: Mapping[str, Model], placed: Placed, direc
 
 
 def _cost(plan: Plan, role: str) -> Cost:
-    return cost_of(architecture_of(plan.recipe.models[plan.recipe.roles[role].model]))
+    return cost_of(architecture_played(plan.recipe, plan.graph, role))
 
 
 def sharing(plan: Plan) -> dict[str, list[str]]:
