@@ -57,9 +57,8 @@ class Exchange:
             self._states[row] = answer.state
             if not answer.done and told[row].turns < self._node.max_turns:
                 said[row] = answer.text
-        ids = self._tokens([self._node.frame.replace("{}", text) for text in said.values()])
         going_on = []
-        for row, answer_ids in zip(said, ids, strict=True):
+        for row, answer_ids in zip(said, self._framed(list(said.values())), strict=True):
             if told[row].length + len(answer_ids) + self._node.turn_tokens <= self._node.max_tokens:
                 told.add_answer(row, answer_ids)
                 going_on.append(row)
@@ -106,12 +105,16 @@ class Exchange:
             raise RecipeError("environment", fact, fix="on_failure: exclude leaves such conversations out")
         raise EngineError(f"environment {fact}. With on_failure: exclude such conversations are left out.")
 
-    def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
+    def _framed(self, texts: Sequence[str]) -> list[list[int]]:
+        """What the environment says, as tokens, within the frame. What looks like a special token in a text is none: a
+        tool may say what the model told it to."""
+        before, after = self._tokens(self._node.frame.split("{}"))
+        return [[*before, *ids, *after] for ids in self._tokens(texts, split_special_tokens=True)] if texts else []
+
+    def _tokens(self, texts: Sequence[str], **options: bool) -> list[list[int]]:
         """Raises RecipeError."""
-        if not texts:
-            return []
         try:
-            ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+            ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False, **options)["input_ids"]
         except Exception as error:  # tokenizers have no base of their own
             fact = f"the tokenizer refuses what '{self._node.environment}' says ({first_line(error)})"
             raise RecipeError("environment", fact, fix="characters that the model knows") from None

@@ -181,6 +181,17 @@ def test_a_failure_may_end_the_run() -> None:
         conversations(Scripted(["13|", "9|"]), converse())
 
 
+def test_what_looks_like_a_special_token_is_text() -> None:
+    """In the frame it is one."""
+    model = replace(MODEL, characters="0123456789+=<|end>")
+    node = converse(environment="guessing", options={"higher": "<|end|>"}, frame="<|end|>{}+", max_tokens=40)
+    given = replace(GIVEN, rows=({"number": 3}, {"number": 1}))
+    engine = Scripted(["1|", "1|"], ["3|"])
+    out = node.run(engine, Exchange(node, "policy", model), given)
+    said = load_tokenizer("policy", model)(list("<|end|>"))["input_ids"]
+    assert out.response_ids[0].tolist() == [*encoded("1|"), END, *(token for (token,) in said), PLUS, *encoded("3|")]
+
+
 def test_what_the_tokenizer_does_not_know() -> None:
     with pytest.raises(RecipeError, match=r"^environment: the tokenizer refuses what '.*Echo' says"):
         conversations(Scripted(["1|", "9|"]), converse(frame="<{}>"))
