@@ -95,8 +95,8 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as raised:
         TorchEngine(spec(model=model, capabilities=["Evaluates"]))
     assert str(raised.value) == (
-        f"models.policy.path: '{tmp_path}' is no reward model: it lacks score.weight.\n"
-        "  Fix: a sequence classification model with one label, as reward_model_update makes them."
+        f"models.policy.path: '{tmp_path}' is no reward model: of its weights 1 are not there, as score.weight.\n"
+        "  Fix: for rewards a sequence classification model with one label, as reward_model_update makes them."
     )
     # Where it is trained its head is new.
     assert TorchEngine(spec(model=model, capabilities=["Trains", "Evaluates"]))
