@@ -77,8 +77,11 @@ class Evaluator:
 
 def evaluator(graph: Graph) -> Evaluator:
     """Of a graph that has nodes of the kinds generate, and reward or else reward_model; the first of each."""
-    first = {type(node.operation): node for node in reversed(graph.nodes)}
-    generate, reward = first[Generate], first.get(Reward) or first[RewardModel]
+
+    def first(*kinds: type) -> GraphNode:
+        return next(node for kind in kinds for node in graph.nodes if isinstance(node.operation, kind))
+
+    generate, reward = first(Generate), first(Reward, RewardModel)
     assert isinstance(generate.operation, Generate)
     greedy = replace(generate.operation, temperature=0.0, group_size=1, overcommit=0.0)
     return Evaluator(replace(generate, operation=greedy), reward)
