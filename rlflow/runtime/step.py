@@ -98,10 +98,11 @@ class Evaluator:
 
 def evaluator(graph: Graph) -> Evaluator:
     """Of a graph that has nodes of the kinds generate, and reward or else reward_model; the first of each."""
-    generate = next(node for node in graph.nodes if isinstance(node.operation, Generate | Conversing))
-    judging = [node for node in graph.nodes if isinstance(node.operation, Reward | RewardModel)]
-    # A function knows what is right; a model says what it has learned.
-    reward = min(judging, key=lambda node: isinstance(node.operation, RewardModel))
+
+    def first(*kinds: type) -> GraphNode:
+        return next(node for kind in kinds for node in graph.nodes if isinstance(node.operation, kind))
+
+    generate, reward = first(Generate, Conversing), first(Reward, RewardModel)
     operation: Any = generate.operation
     return Evaluator(replace(generate, operation=operation.greedy()), reward)
 

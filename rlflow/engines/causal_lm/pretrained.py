@@ -1,6 +1,7 @@
 """A model and its tokenizer, from a folder, from the hub, or new."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +18,8 @@ END_TOKEN = "<|end|>"
 # What a configuration calls them.
 _CHANGES_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 Head = Literal["vocabulary", "value", "reward"]
+# What transformers calls those of the two others.
+_HEAD_WEIGHTS = {"score.weight", "score.bias"}
 # Types of which models with new weights can be had.
 NEW_MODELS = {"llama", "qwen2", "qwen3"}
 
@@ -58,9 +61,6 @@ def load_model(
     chosen = FLASH_NAME if attention == "flash_attention_2" else NAME
     # Its bars would break into the run's own display.
     logging.disable_progress_bar()
-    if head != "vocabulary":
-        # So would its table of what is new, which a head mostly is.
-        logging.set_verbosity_error()
     auto = {
         "vocabulary": AutoModelForCausalLM,
         "value": AutoModelForTokenClassification,
@@ -73,9 +73,12 @@ def load_model(
             load = lambda path: auto.from_pretrained(  # noqa: E731
                 path, dtype=dtype, attn_implementation=chosen, output_loading_info=True, **extra
             )
-            built, loaded = _from(name, model.path, load)
-            if head == "reward" and not trains:
-                _check_complete(name, model.path, loaded["missing_keys"])
+            # That a head is new, and not from the file, is no news.
+            with nullcontext() if head == "vocabulary" else _quietly():
+                built, loaded = _from(name, model.path, load)
+            if head != "vocabulary":
+                new = set() if head == "reward" and not trains else _HEAD_WEIGHTS
+                _check_complete(name, model.path, head, set(loaded["missing_keys"]) - new)
         else:
             tokenizer = load_tokenizer(name, model)
             config = AutoConfig.for_model(**_config_fields(name, model), eos_token_id=tokenizer.eos_token_id, **extra)
@@ -100,13 +103,27 @@ def load_model(
     return built.eval().to(device)
 
 
-def _check_complete(name: str, path: str, missing: Collection[str]) -> None:
-    """Raises RecipeError for a reward model that would have weights drawn at random."""
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without warnings of transformers."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _check_complete(name: str, path: str, head: Head, missing: Collection[str]) -> None:
+    """Raises RecipeError for weights that would be drawn at random."""
     if missing:
+        some = ", ".join(sorted(missing)[:3])
         raise RecipeError(
             f"models.{name}.path",
-            f"'{path}' is no reward model: it lacks {', '.join(sorted(missing))}",
-            fix="a sequence classification model with one label, as reward_model_update makes them",
+            f"'{path}' is no {head} model: of its weights {len(missing)} are not there, as {some}",
+            fix="for rewards a sequence classification model with one label, as reward_model_update makes them",
         )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlflow.batch import Minibatch, Rewards, Sequences
+from rlflow.batch import Minibatch, Packed, Rewards, Sequences
 from rlflow.engines.base import TrainsReward
 from rlflow.engines.causal_lm.totals import Totals
 from rlflow.engines.fake import FakeEngine
@@ -89,14 +89,42 @@ def test_what_is_exported_is_a_reward_model_of_transformers(tmp_path: Path) -> N
     assert back.evaluate(given).values.tolist() == rewards.tolist()
 
 
+def test_padding_is_named_where_it_does_not_hide_the_end_token(tmp_path: Path) -> None:
+    """A row that is padded by whoever reads the exported model has the reward that it has here."""
+    from transformers import AutoModelForSequenceClassification
+
+    ours, given = engine(), sequences([3], [[4, 1]])
+    ours.export(tmp_path / "pads with the end token")
+    ours._tokenizer.pad_token = "="
+    ours.export(tmp_path / "pads with another")
+    first, second = map(
+        AutoModelForSequenceClassification.from_pretrained,
+        (tmp_path / "pads with the end token", tmp_path / "pads with another"),
+    )
+    assert (first.config.pad_token_id, second.config.pad_token_id) == (None, ours._tokenizer.pad_token_id)
+    rows = [np.concatenate([given.prompt_ids[row], given.response_ids[row]]) for row in range(2)]
+    rows = [np.where(row == second.config.pad_token_id, 1, row) for row in rows]
+    padded = torch.full((2, 7), second.config.pad_token_id)
+    for line, row in zip(padded, rows, strict=True):
+        line[: len(row)] = torch.tensor(row)
+    changed = Sequences(
+        keys=given.keys,
+        prompt_ids=Packed.from_rows([row[:3] for row in rows], np.int32),
+        response_ids=Packed.from_rows([row[3:] for row in rows], np.int32),
+    )
+    with torch.no_grad():
+        read = second(input_ids=padded, attention_mask=(padded != second.config.pad_token_id).long()).logits[:, 0]
+    assert read.numpy() == pytest.approx(ours.evaluate(changed).values, abs=1e-5)
+
+
 def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     TorchEngine(spec()).export(tmp_path)
     model = Model(path=str(tmp_path), dtype="float32")
     with pytest.raises(RecipeError) as raised:
         TorchEngine(spec(model=model, capabilities=["Evaluates"]))
     assert str(raised.value) == (
-        f"models.policy.path: '{tmp_path}' is no reward model: it lacks score.weight.\n"
-        "  Fix: a sequence classification model with one label, as reward_model_update makes them."
+        f"models.policy.path: '{tmp_path}' is no reward model: of its weights 1 are not there, as score.weight.\n"
+        "  Fix: for rewards a sequence classification model with one label, as reward_model_update makes them."
     )
     # Where it is trained its head is new.
     assert TorchEngine(spec(model=model, capabilities=["Trains", "Evaluates"]))
