@@ -1,0 +1,71 @@
+"""What is measured on held-out rows, by the graph that trains."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlflow
+from rlflow.batch import Logprobs, Metrics, Minibatch, Sequences
+from rlflow.compiler.graph import wire
+from rlflow.engines.base import TokenLoss
+from rlflow.engines.fake import FakeEngine
+from rlflow.nodes.reward import Reward
+from rlflow.nodes.reward_model import RewardModel
+from rlflow.runtime.base import Engines
+from rlflow.runtime.evaluation import pair_evaluator
+from rlflow.runtime.step import evaluator
+from tests.conftest import CONFIG_DIR
+from tests.helpers import pairs, spec
+
+GIVEN = pairs(40)
+
+
+class Untrained(FakeEngine):
+    def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
+        raise AssertionError("held-out pairs are not trained on")
+
+
+class Liking(Untrained):
+    """Its logprobs are the numbers of the tokens."""
+
+    def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
+        ids = sequences.response_ids
+        return Logprobs(values=ids.like(ids.values.astype(np.float32)))
+
+
+class Neutral(Untrained):
+    def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
+        ids = sequences.response_ids
+        return Logprobs(values=ids.like(np.ones(len(ids.values), np.float32)))
+
+
+def accuracy(recipe: str, **engines: Any) -> float:
+    found = pair_evaluator(wire(rlflow.load([f"recipe={recipe}"])))
+    assert found is not None
+    data: Any = SimpleNamespace(held_out_pairs=lambda: GIVEN)
+    return found.run(Engines({role: engine(spec()) for role, engine in engines.items()}), data)
+
+
+def test_dpo_is_compared_with_its_reference() -> None:
+    assert accuracy("dpo_tiny", actor=Untrained, reference=Untrained) == 0.5
+    sums = np.add.reduceat(GIVEN.response_ids.values - 1, GIVEN.response_ids.offsets[:-1])
+    share = ((sums[::2] > sums[1::2]) + (sums[::2] == sums[1::2]) / 2).mean()
+    assert share != 0.5
+    assert accuracy("dpo_tiny", actor=Liking, reference=Neutral) == pytest.approx(share)
+
+
+def test_a_reward_model_by_its_rewards() -> None:
+    """The fake engine's are the lengths of responses."""
+    lengths = GIVEN.response_ids.lengths
+    share = ((lengths[::2] > lengths[1::2]) + (lengths[::2] == lengths[1::2]) / 2).mean()
+    assert accuracy("rm_tiny", reward=Untrained) == pytest.approx(share)
+
+
+def test_a_function_judges_before_a_model_does() -> None:
+    graph = wire(rlflow.load(["recipe=reward_model"], CONFIG_DIR))
+    assert pair_evaluator(graph) is None
+    assert isinstance(evaluator(graph).reward.operation, Reward)
+    alone = wire(rlflow.load(["recipe=reward_model", "~graph.exact"], CONFIG_DIR))
+    assert isinstance(evaluator(alone).reward.operation, RewardModel)
