@@ -17,10 +17,12 @@ from rlflow.batch import (
     Rewards,
     RolloutAdvantages,
     Rollouts,
+    ValueEstimates,
 )
 from rlflow.engines.torch import TorchEngine
 from rlflow.nodes.advantage import BatchAdvantage, TokenAdvantage
 from rlflow.nodes.correction import Correction
+from rlflow.nodes.gae import GaeAdvantage
 from rlflow.nodes.policy_gradient import PolicyGradient
 from rlflow.nodes.shaping import KlDivergence, OverlongPenalty
 from rlflow.nodes.update import CispoUpdate, GspoUpdate, PolicyUpdate, ReinforceUpdate
@@ -113,6 +115,22 @@ def test_a_ratio_of_a_response_is_that_of_the_models_tokens() -> None:
     metrics = node.run(engine, GIVEN, advantages, old_logprobs=of_tokens(1)).values
     assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
     assert metrics["correction"] == pytest.approx(corrections, rel=1e-5)
+
+
+def test_generalised_advantages_go_from_one_of_the_models_tokens_to_the_next() -> None:
+    """They are those of conversations from which the environment's tokens are cut out."""
+    node, rewards = GaeAdvantage(kl_coef=0.1, gamma=0.9), Rewards(values=np.array([1.0, 0.0, 0.5, 0.25], np.float32))
+    out = node.run(GIVEN, rewards, ValueEstimates(values=of_tokens(3).values), of_tokens(1))
+    mask, cut = np.concatenate(OWN), rollouts(sequences([3, 2], [[3, 4], [6, 3]]))
+    drawn, reference, values = (cut.response_ids.like(column(seed)[mask]) for seed in (0, 1, 3))
+    expected = node.run(
+        replace(cut, logprobs=drawn), rewards, ValueEstimates(values=values), Logprobs(values=reference)
+    )
+    for name in ("values", "returns"):
+        given = getattr(out, name).values
+        assert given[mask].tolist() == getattr(expected, name).values.tolist()
+        assert not given[~mask].any()
+    assert (out.kl, out.explained_variance) == (expected.kl, expected.explained_variance)
 
 
 def test_divergences_add_up_over_the_models_tokens() -> None:
