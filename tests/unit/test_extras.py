@@ -47,6 +47,13 @@ def error_of(extra: str) -> str:
     return str(caught.value)
 
 
+def test_an_extra_that_came_after_rlflow_was_installed(packages: dict[str, str]) -> None:
+    assert error_of("sglang") == (
+        "roles.actor.engine: engine 'sglang' needs sglang, of which the installed rlflow's metadata knows nothing.\n"
+        "  Fix: install rlflow again: pip install -e '.[sglang]'."
+    )
+
+
 @pytest.mark.parametrize(
     ("distribution", "version"),
     [
