@@ -13,6 +13,7 @@ from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.environments.turn import Answer
 from rlflow.errors import EngineError, RecipeError, first_line
 from rlflow.nodes.transcripts import Transcripts
+from rlflow.nodes.turn_taking import TurnTaking
 from rlflow.recipe import Model
 from rlflow.rewards.base import Failure
 from rlflow.rewards.pool.calls import Call
@@ -21,13 +22,11 @@ from rlflow.rewards.pool.pool import Pool
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlflow.nodes.converse import Converse
-
 
 class Exchange:
     """Of one converse node. It lives where tokens are, which on several hosts is not the process of the graph."""
 
-    def __init__(self, node: "Converse", model_name: str, model: Model) -> None:
+    def __init__(self, node: TurnTaking, model_name: str, model: Model) -> None:
         """``model``: of the role that writes, with its tokenizer; ``model_name`` is the recipe's."""
         self._node, self._model_name, self._model = node, model_name, model
         self._transcripts: Transcripts | None = None
