@@ -17,6 +17,7 @@ from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR, ROOT
 
 ALGORITHMS = sorted({path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml")} - {"sft"})
+FROM_PAIRS = {"dpo", "rm"}
 # What each says of itself, besides what all do.
 SAID = {
     "cispo": ["update/clip_fraction"],
@@ -44,8 +45,8 @@ def length(texts: Sequence[str], rows: Any) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_it_runs(algorithm: str, tmp_path: Path) -> None:
-    reward = f"graph.rewards.function='{__name__}:length'"
-    recipe = rlflow.load([f"recipe={algorithm}_tiny", "steps=2", "data.batch_size=4", reward])
+    reward = [] if algorithm in FROM_PAIRS else [f"graph.rewards.function='{__name__}:length'"]
+    recipe = rlflow.load([f"recipe={algorithm}_tiny", "steps=2", "data.batch_size=4", *reward])
     small = rlflow.load(["recipe=real"], CONFIG_DIR).models["policy"]
     recipe = replace(recipe, models=dict.fromkeys(recipe.models, small), evaluation=Evaluation(every=2, num_prompts=5))
     report = run(rlflow.compile(recipe, "local"), tmp_path, LocalRuntime(), [MetricsWriter()])
