@@ -133,7 +133,7 @@ def test_a_subclass_is_taken_whole_and_can_be_stripped() -> None:
     of = batches()["minibatch"]
     assert isinstance(of, Minibatch)
     assert of.take(np.array([0])).columns["advantages"].lengths.tolist() == [4]
-    assert vars(of.bare()).keys() == {"keys", "prompt_ids", "response_ids"}
+    assert vars(of.bare()).keys() == {"keys", "prompt_ids", "response_ids", "together"}
 
 
 def test_repeating_counts_on_from_the_samples_that_are_there() -> None:
