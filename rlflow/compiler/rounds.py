@@ -36,6 +36,9 @@ def check_rounds(recipe: Recipe, graph: Graph) -> None:
         for source in SOURCES.keys() & node.inputs.values():
             if source != "prompts":
                 raise GraphError(f"graph.{node.name}", f"it reads all {source} of a step, and {path} chooses prompts")
+        if node in in_rounds(graph) and getattr(node.operation, "kl_target", None) is not None:
+            fact = f"a coefficient is the same for all of a step, and {path} makes this node run several times in one"
+            raise GraphError(f"graph.{node.name}.kl_target", fact, fix=f"graph.{node.name}.kl_target=null")
         if isinstance(node.operation, Generate) and node.operation.overcommit:
             fact = f"prompts are begun before their step, and {path} chooses them in it"
             raise GraphError(f"graph.{node.name}.overcommit", fact, fix=f"graph.{node.name}.overcommit=0")

@@ -106,6 +106,10 @@ class Trains(Protocol):
         """
 
 
+class TrainsLogprobs(Trains, Scores, Protocol):
+    """Trains the model that it scores with."""
+
+
 class TrainsValues(Trains, Values, Protocol):
     """Trains the model that it values with."""
 
@@ -159,6 +163,10 @@ CAPABILITIES: dict[str, type] = {
     for protocol in (Generates, Scores, ScoresBase, Values, Evaluates, Trains, Follows, Continues)
 }
 
+
+Head = Literal["vocabulary", "value", "reward"]
+HEADS: Mapping[str, Head] = {"Scores": "vocabulary", "Values": "value", "Evaluates": "reward"}
+"""What a model needs for a capability; it has one. For those that are not here, any."""
 
 WeightBackend = Literal["ipc", "nccl"]
 """From GPU to GPU: between processes on the same one, or from one to others."""

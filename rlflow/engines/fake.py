@@ -1,4 +1,4 @@
-"""Every capability without a model, deterministic: for tests of the runtime, never for figures about learning."""
+"""Nearly every capability without a model: for tests of the runtime, never for figures about learning."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence

@@ -32,8 +32,8 @@ _STATE = "state.pt"
 
 
 class TorchEngine(Tunable):
-    """Weights and moments in float32; a bfloat16 model computes under autocast. What adapters leave as it is stays in
-    the model's type.
+    """What is trained is in float32, with its moments; a bfloat16 model computes under autocast. What is not, in a role
+    that only scores or under adapters, stays in the model's type.
 
     Sequence-parallel ranks have the same rows and each all of the state. Each computes on a part of the tokens, and
     their gradients are added up.
@@ -49,17 +49,18 @@ class TorchEngine(Tunable):
         self._spec = spec
         self._head = head_of(spec)
         self._alone = spec.world_size == 1
+        trains = "Trains" in spec.capabilities
         if not self._alone:
             meet(spec)
         self._model = load_model(
             spec.model_name,
             spec.model,
             device=spec.device,
-            dtype=getattr(torch, spec.model.dtype) if spec.lora else torch.float32,
+            dtype=torch.float32 if trains and not spec.lora else getattr(torch, spec.model.dtype),
             seed=spec.seed,
             attention=attention_of(spec),
             head=self._head,
-            trains="Trains" in spec.capabilities,
+            trains=trains,
         )
         add_adapters(self._model, spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
@@ -149,7 +150,9 @@ class TorchEngine(Tunable):
             self._model.config.dtype = dtype
             if self._head == "reward":
                 name_padding(self._model, self._tokenizer)
-            self._model.save_pretrained(folder, state_dict={name: tensor.to(dtype) for name, tensor in whole})
+            # One after another, where adapters are added to them: two copies need not fit on a GPU.
+            state = {name: tensor.to("cpu", dtype) for name, tensor in whole}
+            self._model.save_pretrained(folder, state_dict=state)
             self._tokenizer.save_pretrained(folder)
             if lora is not None:
                 write_adapters(folder / "adapters", lora, dict(self.weights()), self._spec.model.path)

@@ -43,7 +43,7 @@ class VllmEngine(Sessions):
             check_model(spec, config)
             self._expected = Expected.of(config, spec)
             self._end_ids = end_ids(*load_end_ids(folder, config), self._tokenizer.eos_token_id)
-            arguments = engine_arguments(spec, folder, config)
+            arguments = engine_arguments(spec, folder, config, self._expected.adapted)
             self._max_model_len: int = arguments["max_model_len"]
             try:
                 self._batcher = Batcher(spec.role, lambda: _start(arguments))

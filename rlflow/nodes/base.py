@@ -38,8 +38,9 @@ class Node(Section):
     it runs where that is."""
 
     def __init_subclass__(cls, *, kind: str, unit: Unit, reads_tokens: bool | None = None) -> None:
-        if kind in KINDS and KINDS[kind].__qualname__ != cls.__qualname__:
-            raise TypeError(f"the kind '{kind}' is {KINDS[kind].__qualname__}'s")
+        names = {f"{each.__module__}.{each.__qualname__}" for each in (cls, KINDS.get(kind, cls))}
+        if len(names) > 1:
+            raise TypeError(f"'{kind}' is the kind of two classes: {' and '.join(sorted(names))}")
         cls.kind = kind
         cls.unit = unit
         cls.reads_tokens = unit == "sample" if reads_tokens is None else reads_tokens

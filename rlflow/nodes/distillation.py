@@ -25,4 +25,4 @@ class TeacherAdvantage(Node, kind="teacher_advantage", unit="sample"):
     def run(self, rollouts: Rollouts, teacher: Logprobs, old_logprobs: Logprobs | None = None) -> TokenAdvantages:
         kl = token_kl("k1", rollouts, teacher, old_logprobs)
         values = Packed((-kl.values).astype(np.float32), kl.offsets)
-        return TokenAdvantages(values=values, excluded=np.zeros(len(rollouts), np.bool_))
+        return TokenAdvantages(values=values, excluded=rollouts.failed)

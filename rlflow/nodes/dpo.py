@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Lt
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Metrics, Pairs
-from rlflow.engines.base import Scores, Trains
+from rlflow.engines.base import Scores, TrainsLogprobs
 from rlflow.nodes.base import Node
 from rlflow.nodes.preference import Preference, margins, preference_loss
 from rlflow.nodes.training import Weighting, averaged, train
@@ -47,7 +47,7 @@ class DpoUpdate(Preference, Node, kind="dpo_update", unit="batch"):
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """The share of pairs whose labels are taken to be wrong (https://ericmitchell.ai/cdpo.pdf)."""
 
-    def run(self, engine: Trains, pairs: Pairs, reference: Logprobs) -> Metrics:
+    def run(self, engine: TrainsLogprobs, pairs: Pairs, reference: Logprobs) -> Metrics:
         steps = train(
             engine,
             pairs,

@@ -48,6 +48,11 @@ def check_kl(kl_coef: float, kl_target: float | None, connected: frozenset[str])
             f"{kl_coef} asks for the reference's logprobs, and no node 'reference' gives them",
             fix="add reference: {node: logprobs, role: reference}, or kl_coef: 0",
         )
+    check_target(kl_coef, kl_target)
+
+
+def check_target(kl_coef: float, kl_target: float | None) -> None:
+    """Raises GraphError, its path counted from the node, for a target that no coefficient leads to."""
     if kl_target is not None and not kl_coef:
         raise GraphError("kl_coef", "is 0, and a kl_target needs where to begin", fix="kl_coef: 0.001")
 

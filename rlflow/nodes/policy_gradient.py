@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt
 
 from rlflow.batch import Advantages, Logprobs, Metrics, Rollouts
 from rlflow.engines.base import Trains
-from rlflow.errors import GraphError
+from rlflow.errors import GraphError, RecipeError
 from rlflow.nodes.correction import Correction
 from rlflow.nodes.kl import Estimator, check_kl
 from rlflow.nodes.losses import PolicyLoss
@@ -78,6 +78,9 @@ class PolicyGradient(Section):
                 "asks for the logprobs of the role that is trained, and no node 'old_logprobs' gives them",
                 fix="add old_logprobs: {node: logprobs, role: actor}, or correction: null",
             )
+        if self.correction is not None and self.correction.min_ratio > self.correction.max_ratio:
+            fact = f"{self.correction.min_ratio:g} is more than max_ratio, which is {self.correction.max_ratio:g}"
+            raise RecipeError("correction.min_ratio", fact, fix="less")
         if (self.aggregation == "constant") != (self.constant_length is not None):
             raise GraphError(
                 "constant_length",
@@ -119,7 +122,7 @@ class PolicyGradient(Section):
         if old_logprobs is None and first is not None:
             # Before its first step the trained model is the one that wrote the rollouts, or the last of them.
             metrics["sampler_difference"] = first["logprob_change"]
-        return Metrics(values=metrics | {"kl_coef": self.kl_coef} if self.kl_target else metrics)
+        return Metrics(values=metrics)
 
     def measured_kl(self, output: Metrics, inputs: Mapping[str, Any]) -> float | None:
         """None where nothing was trained on."""

@@ -35,7 +35,16 @@ class Reward(Node, kind="reward", unit="sample"):
             with below(f"functions.{name}"):
                 part.find(name)
         if self.function is not None:
-            Part().find(self.function)
+            self._check_short(self.function)
+
+    def _check_short(self, function: str) -> None:
+        try:
+            Part().find(function)
+        except RecipeError as error:
+            if not error.path.startswith("options"):
+                raise
+            fix = f"functions: {{{function}: {{options: {{...}}}}}} in its place"
+            raise RecipeError("function", f"'{function}' needs options: {error.path} {error.fact}", fix=fix) from None
 
     def try_out(self) -> None:
         """Raises EngineError when the functions cannot run on this host."""
@@ -44,8 +53,7 @@ class Reward(Node, kind="reward", unit="sample"):
     def run(self, rollouts: Rollouts) -> Rewards:
         given = {name: np.full(len(rollouts), np.nan, np.float32) for name in self._parts}
         reasons = rollouts.reasons.tolist() if isinstance(rollouts, Conversations) else [""] * len(rollouts)
-        # Of a conversation in which the environment failed nothing can be said.
-        judged = [place for place, reason in enumerate(reasons) if not reason]
+        judged = np.flatnonzero(~rollouts.failed).tolist()
         with closing(self._pool.outcomes(self._calls(rollouts, judged))) as outcomes:
             for call, results in outcomes:
                 for place, result in zip(call.places, results, strict=True):
@@ -56,9 +64,6 @@ class Reward(Node, kind="reward", unit="sample"):
         values = np.zeros(len(rollouts), np.float64)
         for name, part in self._parts.items():
             values += part.weight * given[name] if part.weight else 0
-        if np.isnan(values).all():
-            reason = next(reason for reason in reasons if reason)
-            raise EngineError(f"rewards: none of {len(rollouts)} responses has one: {reason}.")
         return SummedRewards(values=values.astype(np.float32), parts=given, reasons=np.array(reasons))
 
     def __getstate__(self) -> Mapping[str, Any]:

@@ -52,11 +52,11 @@ class RewardModelUpdate(Preference, Node, kind="reward_model_update", unit="batc
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(Node, kind="reward_model", unit="sample"):
-    """What the role's model says of each response, at its last token."""
+    """What the role's model says of each response, at its last token; nothing of a conversation that has failed."""
 
     def run(self, engine: Evaluates, rollouts: Rollouts) -> Rewards:
         rewards = engine.evaluate(rollouts)
         if not np.isfinite(rewards.values).all():
             count = int(np.sum(~np.isfinite(rewards.values)))
             raise EngineError(f"the reward model gives {count} of {len(rollouts)} responses no finite number.")
-        return rewards
+        return Rewards(values=np.where(rollouts.failed, np.float32(np.nan), rewards.values))

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt
 from rlflow.batch import Divergences, Logprobs, Rewards, Rollouts
 from rlflow.errors import RecipeError
 from rlflow.nodes.base import Node
-from rlflow.nodes.kl import Estimator, token_kl
+from rlflow.nodes.kl import Estimator, check_target, token_kl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,12 @@ class KlPenalty(Node, kind="kl_penalty", unit="sample", reads_tokens=False):
     Source: RLOO (arXiv 2402.14740); Ziegler et al. (arXiv 1909.08593), equation 2.
     """
 
-    kl_coef: Annotated[float, Gt(0)]
+    kl_coef: Annotated[float, Ge(0)]
     kl_target: Annotated[float, Gt(0)] | None = None
     """Nats a response, which ``kl_coef``, then where it begins, is adapted to from step to step."""
+
+    def check(self, connected: frozenset[str]) -> None:
+        check_target(self.kl_coef, self.kl_target)
 
     def run(self, rewards: Rewards, kl: Divergences) -> Rewards:
         return Rewards(values=(rewards.values - self.kl_coef * kl.values).astype(np.float32))
@@ -52,7 +55,7 @@ class OverlongPenalty(Node, kind="overlong_penalty", unit="sample", reads_tokens
     """
 
     max_tokens: Annotated[int, Ge(1)]
-    """The limit of a response: that of the node that writes it."""
+    """The limit of a response: that of the node that writes it. Of a conversation all tokens count."""
     buffer_tokens: Annotated[int, Ge(1)]
 
     def check(self, connected: frozenset[str]) -> None:
@@ -61,6 +64,6 @@ class OverlongPenalty(Node, kind="overlong_penalty", unit="sample", reads_tokens
             raise RecipeError("buffer_tokens", fact, fix="a part of max_tokens")
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> Rewards:
-        over = rollouts.own_lengths - (self.max_tokens - self.buffer_tokens)
+        over = rollouts.response_ids.lengths - (self.max_tokens - self.buffer_tokens)
         penalties = np.clip(over / self.buffer_tokens, 0, 1)
         return Rewards(values=(rewards.values - penalties).astype(np.float32))

@@ -20,7 +20,8 @@ Aggregation = Literal["token", "sequence", "constant"]
 class Weighting:
     """What a token counts in the loss of its minibatch, whichever ranks and passes that is cut into.
 
-    ``token``: every token the same, as in DAPO (arXiv 2503.14476, equation 8). ``sequence``: every response the same,
+    ``token``: every token the same, as in DAPO (arXiv 2503.14476, section 3.3; its equation 8 does so within each
+    prompt's group, and takes the mean over these). ``sequence``: every response the same,
     as in GRPO (arXiv 2402.03300, equation 3). ``constant``: every token over the number of responses and a
     ``constant_length``, whatever their lengths, as in Dr. GRPO (arXiv 2503.20783, section 3.2).
     """

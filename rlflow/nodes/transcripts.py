@@ -13,6 +13,9 @@ from rlflow.batch import Conversations, Packed, Prompts, Repeated, Rollouts
 
 Ints = NDArray[np.int64]
 
+# A step has fewer prompts, and a prompt fewer samples, than have numbers of so many bits.
+_BITS = 20
+
 
 @dataclass(frozen=True)
 class _Piece:
@@ -51,13 +54,17 @@ class Transcripts:
         self.rows = tuple(first.rows)
         """[B], of the data set."""
         self._turn = 0
+        _, prompt, sample = first.keys.T
+        # Of the step that they are begun in, whichever others it has.
+        self._numbers = (prompt << _BITS) + sample
 
     def __getitem__(self, row: int) -> Transcript:
         return self._all[row]
 
     def add_turn(self, written: Rollouts) -> Ints:
         """A turn of the model, by those that were asked. Which of the B conversations they are."""
-        rows = np.arange(len(self._all)) if self._turn == 0 else written.keys[:, 1] - self._turn * len(self._all)
+        numbers = written.keys[:, 1] - (self._turn << 2 * _BITS)
+        rows = np.searchsorted(self._numbers, numbers) if self._turn else np.arange(len(self._all))
         columns = (_rows(column) for column in (written.response_ids, written.logprobs, written.versions))
         for row, text, ids, logprobs, versions in zip(rows.tolist(), written.texts, *columns, strict=True):
             self._all[row].pieces.append(_Piece(ids, logprobs, versions, own=True))
@@ -79,7 +86,7 @@ class Transcripts:
         """
         keys = np.zeros((len(rows), 3), np.int64)
         keys[:, 0] = self._first.keys[list(rows), 0]
-        keys[:, 1] = self._turn * len(self._all) + np.asarray(rows)
+        keys[:, 1] = (self._turn << 2 * _BITS) + self._numbers[list(rows)]
         said = [[self._prompts[row], *(piece.ids for piece in self._all[row].pieces)] for row in rows]
         return Prompts(keys=keys, ids=Packed.from_rows(map(np.concatenate, said), np.int32), rows=({},) * len(rows))
 

@@ -15,7 +15,7 @@ from rlflow.nodes.base import Node
 from rlflow.nodes.losses import LikelihoodLoss
 from rlflow.nodes.policy_gradient import PolicyGradient
 from rlflow.nodes.responses import means_over_responses
-from rlflow.nodes.training import averaged, train
+from rlflow.nodes.training import Aggregation, averaged, train
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,9 +45,10 @@ class PolicyUpdate(PolicyGradient, Node, kind="policy_update", unit="batch"):
 class GspoUpdate(PolicyGradient, Node, kind="gspo_update", unit="batch"):
     """GSPO: the same with one ratio for a response, the geometric mean of its tokens' ratios.
 
-    Source: arXiv 2507.18071, equations 5 to 7, with ``aggregation: sequence``; the bounds are those of section 5.1.
+    Source: arXiv 2507.18071, equations 5 to 7; the bounds are those of section 5.1.
     """
 
+    aggregation: Aggregation = "sequence"
     clip_eps: Annotated[float, Gt(0)] = 3e-4
     clip_eps_high: Annotated[float, Gt(0)] | None = 4e-4
     """Where it is null: as below 1."""

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from rlflow.compiler.plan import Plan
+from rlflow.report.lines import keep_until
 from rlflow.runtime.base import Observer, Report
 
 # An engine lags where others have had nothing to write for this share of its time.
@@ -30,10 +31,7 @@ class EngineReport(Observer):
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         self._path = directory / "engines.jsonl"
         if self._path.exists():
-            # What a resumed run does again is not to stand there twice.
-            beside = self._path.with_suffix(".writing")
-            beside.write_text("".join(f"{json.dumps(line)}\n" for line in _read(self._path) if line["step"] <= step))
-            beside.rename(self._path)
+            keep_until(self._path, step)
 
     def ended(self, report: Report) -> None:
         if self._path.exists():

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rlflow.compiler.plan import Plan
+from rlflow.report.lines import keep_until
 from rlflow.runtime.base import Observer, Report
 
 # Reasons that are said as they come; more are only counted.
@@ -24,6 +25,8 @@ class Failures(Observer):
 
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         self._path = directory / "failures.jsonl"
+        if self._path.exists():
+            keep_until(self._path, step)
 
     def failed(self, step: int, node: str, reasons: Mapping[str, int]) -> None:
         with self._path.open("a") as file:

@@ -1,12 +1,12 @@
 """metrics.jsonl and TensorBoard events."""
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from rlflow.compiler.plan import Plan
+from rlflow.report.lines import keep_until
 from rlflow.runtime.base import Observer
 
 
@@ -23,11 +23,7 @@ class MetricsWriter(Observer):
 
         self._evaluated = f"evaluation/{plan.graph.evaluated}"
         path = directory / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        # What a resumed run does again is not to stand there twice, nor a line that was cut off.
-        beside = path.with_suffix(".writing")
-        beside.write_text("".join(f"{line}\n" for line in lines if _step_of(line) <= step))
-        beside.rename(path)
+        keep_until(path, step)
         self._file = path.open("a")
         self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else None)
 
@@ -46,12 +42,3 @@ class MetricsWriter(Observer):
         self._file.flush()
         for name, value in metrics.items():
             self._events.add_scalar(name, value, step)
-
-
-def _step_of(line: str) -> float:
-    """Infinite for half a line."""
-    try:
-        step: int = json.loads(line)["step"]
-    except (ValueError, KeyError):
-        return math.inf
-    return step

@@ -32,6 +32,10 @@ class AdaptiveKl:
             self._set(adapted(node.kl_coef, kl, node.kl_target))
         return output
 
+    def coefficient(self) -> float:
+        """In force in the next step."""
+        return float(self._node.kl_coef)
+
     def save(self, folder: Path) -> None:
         (folder / _STATE).write_text(json.dumps(self._node.kl_coef))
 

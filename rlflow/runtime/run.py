@@ -111,7 +111,10 @@ def run(
                 checkpoint.save(directory, done, kept, options.keep)
             if stopped or step == steps:
                 break
-            metrics = train_step(training, engines, data, step, observers, rounds)
+            in_force = {
+                f"{path.removeprefix('graph.')}/kl_coef": each.coefficient() for path, each in adaptations.items()
+            }
+            metrics = train_step(training, engines, data, step, observers, rounds) | in_force
             step += 1
             for observer in observers:
                 observer.stepped(step, metrics)
@@ -140,10 +143,10 @@ def train_step(
 
     def made(name: str, output: Any) -> None:
         nonlocal tokens
-        metrics.update(summary(name, output))
         if reasons := reasons_of(output):
             for observer in observers:
                 observer.failed(step + 1, name, reasons)
+        metrics.update(summary(name, output))
         tokens += int(output.own_lengths.sum()) if isinstance(output, Sequences) else 0
 
     edges: dict[str, Any] = {}

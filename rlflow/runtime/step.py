@@ -93,7 +93,7 @@ class Evaluator:
         with edge("evaluation"):
             rollouts = run_node(self.generate, engines, dict.fromkeys(self.generate.inputs.values(), prompts))
             rewards = run_node(self.reward, engines, dict.fromkeys(self.reward.inputs.values(), rollouts))
-        return known_mean(rewards.values)
+        return mean_reward(rewards)
 
 
 def evaluator(graph: Graph) -> Evaluator:
@@ -108,17 +108,20 @@ def evaluator(graph: Graph) -> Evaluator:
 
 
 def summary(name: str, output: Any) -> dict[str, float]:
-    """What a node's output says in single numbers, under the node's name."""
+    """What a node's output says in single numbers, under the node's name. Raises EngineError for rewards that are not
+    there."""
     if isinstance(output, Metrics):
         return {f"{name}/{key}": value for key, value in output.values.items()}
     if isinstance(output, SummedRewards):
-        metrics = {f"{name}/mean": known_mean(output.values), f"{name}/failed": float(np.mean(output.reasons != ""))}
+        metrics = {f"{name}/mean": mean_reward(output), f"{name}/failed": float(np.mean(output.reasons != ""))}
         # A single part is told by the sum; one that has failed everywhere has no mean.
         parts = output.parts if len(output.parts) > 1 else {}
         known = {part: values for part, values in parts.items() if np.isfinite(values).any()}
-        return metrics | {f"{name}/{part}/mean": known_mean(values) for part, values in known.items()}
-    if isinstance(output, Rewards | Divergences):
-        return {f"{name}/mean": known_mean(output.values)}
+        return metrics | {f"{name}/{part}/mean": _known_mean(values) for part, values in known.items()}
+    if isinstance(output, Rewards):
+        return {f"{name}/mean": mean_reward(output)}
+    if isinstance(output, Divergences):
+        return {f"{name}/mean": _known_mean(output.values)}
     if isinstance(output, GaeAdvantages):
         return {f"{name}/explained_variance": output.explained_variance, f"{name}/kl": output.kl}
     if isinstance(output, Rollouts):
@@ -147,6 +150,14 @@ def reasons_of(output: Any) -> Mapping[str, int]:
     return dict(Counter(reason for reason in output.reasons.tolist() if reason).most_common())
 
 
-def known_mean(values: NDArray[np.float32]) -> float:
+def mean_reward(rewards: Rewards) -> float:
+    """Of the samples that have one. Raises EngineError where none has."""
+    if np.isnan(rewards.values).all():
+        why = next(iter(reasons_of(rewards)), "what they are made of has none")
+        raise EngineError(f"rewards: none of {len(rewards)} responses has one: {why}.")
+    return _known_mean(rewards.values)
+
+
+def _known_mean(values: NDArray[np.float32]) -> float:
     """Of those that are there; at least one is."""
     return float(np.nanmean(values, dtype=np.float64))

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Batch, Rollouts
 from rlflow.compiler.graph import GraphNode
-from rlflow.errors import EngineError, UserError
 
 Run = Callable[[GraphNode, Mapping[str, Any]], Any]
 """A node on edges by their names."""
@@ -54,18 +53,17 @@ class Streaming:
         self._parts = [each for each in self._parts if each[0] != rank]
 
     def output(self, node: GraphNode, edges: Mapping[str, Any]) -> tuple[Any, float]:
-        """Of a node, once all is written, and the seconds that it has worked for it. ``edges`` are whole."""
+        """Of a node, once all is written, and the seconds that it has worked for it. ``edges`` are whole.
+
+        Raises what the node raised on any part that is not lost.
+        """
         rollouts: Rollouts = edges[self._generator.name]
         keys, outputs, seconds = [], [], 0.0
-        try:
-            for _, of_part, made in self._parts:
-                output, took = made.pop(node.name).result()
-                keys.append(of_part)
-                outputs.append(output)
-                seconds += took
-        except (EngineError, UserError):
-            # What is wrong with a part may not be with the whole, and what is, is told of the whole.
-            keys, outputs = [], []
+        for _, of_part, made in self._parts:
+            output, took = made.pop(node.name).result()
+            keys.append(of_part)
+            outputs.append(output)
+            seconds += took
         began = time.perf_counter()
         rows = _rows_of(np.concatenate([rollouts.keys[:0], *keys]), rollouts.keys)
         if rest := np.setdiff1d(np.arange(len(rollouts)), rows).tolist():

@@ -7,8 +7,10 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from rlflow.compiler.graph import Graph
 from rlflow.compiler.lower import lower
 from rlflow.compiler.plan import Plan
+from rlflow.compiler.rounds import in_rounds
 from rlflow.engines.registry import engine_class
 from rlflow.resources.workload import Workload
 from rlflow.runtime.base import Observer
@@ -59,6 +61,7 @@ class Tuner(Observer):
         self._plan = plan
         workload = lower(plan.recipe, plan.graph).workload
         self._knobs = list(_knobs(plan, workload, adaptive=self._adaptive))
+        self._tokens = {knob.role: _tokens_metric(plan.graph, knob.role) for knob in self._knobs}
         self._predicted = {knob.role: _predicted(plan, workload, knob.role) for knob in self._knobs}
         for knob in self._knobs:
             self._set(knob)
@@ -70,8 +73,11 @@ class Tuner(Observer):
         tuned = [knob for knob in self._knobs if knob.climb.trying or self._adaptive]
         for knob in tuned:
             before = knob.climb.setting
-            seconds = sum(metrics[f"seconds/{node.name}"] for node in self._plan.graph.nodes if node.role == knob.role)
-            knob.climb.told(metrics["tokens"], seconds, self._memory_share(knob))
+            nodes = [node.name for node in self._plan.graph.nodes if node.role == knob.role]
+            seconds = sum(metrics.get(f"seconds/{name}", 0.0) for name in nodes)
+            if not seconds:
+                continue  # nothing was found to train on
+            knob.climb.told(metrics[self._tokens[knob.role]], seconds, self._memory_share(knob))
             if knob.climb.setting != before:
                 self._set(knob)
         if tuned:
@@ -111,7 +117,7 @@ def _knobs(plan: Plan, workload: Workload, *, adaptive: bool) -> Iterator[_Knob]
     """Each between the least that works and all that the role can have at once."""
     for role, written in plan.recipe.roles.items():
         tasks, layout = workload.of(role), plan.roles[role].layout
-        passes = plan.graph.capabilities(role) & {"Trains", "Scores", "Values"}
+        passes = plan.graph.capabilities(role) & {"Trains", "Scores", "Values", "Evaluates"}
         if passes and written.micro_batch_tokens == "auto" and _can(plan, role, "micro_batch_tokens"):
             most = max(task.samples * task.longest * task.epochs / task.minibatches for task in tasks)
             least = max(task.longest for task in tasks)
@@ -123,6 +129,14 @@ def _knobs(plan: Plan, workload: Workload, *, adaptive: bool) -> Iterator[_Knob]
             yield _Knob(role, "max_num_seqs", start, climb)
 
 
+def _tokens_metric(graph: Graph, role: str) -> str:
+    """The metric that counts the response tokens a role works on in a step: all of them, or those that rounds have
+    chosen."""
+    names = [node.name for node in in_rounds(graph)]
+    chosen = any(node.role == role and node.name not in names for node in graph.nodes)
+    return f"{names[-1]}/tokens" if names and chosen else "tokens"
+
+
 def _samples_each(plan: Plan, workload: Workload, role: str) -> int:
     """Of a step, for each of the role's workers."""
     return max(ceil(task.samples / plan.roles[role].layout.data_parallel_size) for task in workload.of(role))
@@ -132,6 +146,8 @@ def _predicted(plan: Plan, workload: Workload, role: str) -> dict[str, float | N
     """Of the plan's own setting: response tokens a second in the role's nodes, and the share of a GPU's memory."""
     writing = [task for task in workload.tasks if task.kind == "generate"] or workload.tasks[:1]
     tokens = sum(task.samples * task.responses.mean for task in writing)
+    if _tokens_metric(plan.graph, role) != "tokens":
+        tokens /= plan.recipe.expect.rounds
     seconds = sum(plan.prediction.nodes[task.node].seconds for task in workload.of(role))
     sizes = {host.name: plan.cluster.memory_gib(host) for host in plan.cluster.hosts}
     shares = [

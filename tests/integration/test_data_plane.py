@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from benchmarks.traffic import counted
 from rlflow.batch import Logprobs, Packed, Sequences
 from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
+from rlflow.compiler.rounds import after_rounds
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, PlacementError, RecipeError
@@ -28,6 +30,7 @@ from rlflow.runtime.data_plane.parts import Whole
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.ray import RayRuntime
 from rlflow.runtime.roles import RayEngines
+from rlflow.runtime.rollout.rounds import Rounds
 from rlflow.runtime.run import run, train_step
 from rlflow.runtime.workers.actors import told
 from tests.conftest import CONFIG_DIR
@@ -141,6 +144,37 @@ def test_nodes_that_read_tokens_go_where_they_are(tmp_path: Path, monkeypatch: p
     measured = {name: value for name, value in expected.items() if name.startswith(("kl/", "penalized/"))}
     assert {name: metrics[name] for name in measured} == pytest.approx(measured)
     assert expected["penalized/mean"] > 1
+
+
+def begins_low(texts: Any, rows: Any) -> list[float]:
+    return [float(text[:1] < "3") for text in texts]
+
+
+def test_rounds_are_the_same_as_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(
+        *("data.batch_size=8", "graph.rollouts.group_size=2", "+graph.sampling={node: dynamic_sampling}"),
+        f"graph.rewards.function='{__name__}:begins_low'",
+    )
+    models, options = models_in_use(plan.recipe), plan.recipe.data
+    tokenizer = load_tokenizer("policy", models["policy"])
+    data = open_training_data(options, tokenizer, load_rows(options, "split"), 0, with_responses=False)
+    training, steps = replace(plan, graph=after_rounds(plan.graph)), range(3)
+    with LocalRuntime().start(plan, models, tmp_path) as engines:
+        rounds = Rounds(plan.graph, options.batch_size, data)
+        expected = [train_step(training, engines, data, step, rounds=rounds) for step in steps]
+    read: list[Any] = []
+    with RayRuntime().start(plan, models, tmp_path) as engines, monkeypatch.context() as patched:
+        assert isinstance(engines, RayEngines)
+        patched.setattr("rlflow.runtime.data_plane.store.fetch", read.append)
+        hosted = engines.hosted(data)
+        rounds = Rounds(plan.graph, options.batch_size, hosted)
+        found = [train_step(training, engines, hosted, step, rounds=rounds) for step in steps]
+        assert set(engines.handover.budget.used.values()) == {0}
+    assert read == []
+    assert max(step["sampling/rounds"] for step in expected) > 1
+    for ours, theirs in zip(found, expected, strict=True):
+        names = [name for name in theirs if name.startswith(("sampling/", "rewards/", "rollouts/"))]
+        assert {name: ours[name] for name in names} == pytest.approx({name: theirs[name] for name in names})
 
 
 class Columns:

@@ -9,8 +9,8 @@ import torch
 
 from rlflow.compiler.lower import models_in_use
 from rlflow.data.source import DataSource, load_rows, open_training_data
-from rlflow.engines.base import sample_seed
-from rlflow.engines.causal_lm.pretrained import Head, load_model, load_tokenizer
+from rlflow.engines.base import Head, sample_seed
+from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import train_step
 from tests.integration.test_critic import plan_of

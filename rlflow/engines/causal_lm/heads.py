@@ -9,26 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Sequences
-from rlflow.engines.base import EngineSpec
-from rlflow.engines.causal_lm.pretrained import Head
+from rlflow.engines.base import HEADS, EngineSpec, Head
 from rlflow.engines.causal_lm.scoring import Spread, token_scores, token_values
-from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# By the capability that asks for it.
-_HEADS: dict[str, Head] = {"Scores": "vocabulary", "Values": "value", "Evaluates": "reward"}
-_SAYS = {"vocabulary": "logprobs", "value": "values"}
-
 
 def head_of(spec: EngineSpec) -> Head:
-    """Raises EngineError for a role that is asked for what takes two."""
-    heads = [head for capability, head in _HEADS.items() if capability in spec.capabilities]
-    if len(heads) > 1:
-        raise EngineError(f"a model with a {heads[-1]} head has no {_SAYS[heads[-2]]}: use two roles.")
-    return heads[0] if heads else "vocabulary"
+    """The one that the graph asks of the role."""
+    return next((head for capability, head in HEADS.items() if capability in spec.capabilities), "vocabulary")
 
 
 def outputs_of(

@@ -4,8 +4,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from rlflow.engines.base import Head
 from rlflow.errors import RecipeError, first_line
 from rlflow.recipe import Model
 from rlflow.resources.layout import Attention
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 END_TOKEN = "<|end|>"
 # What a configuration calls them.
 _CHANGES_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-Head = Literal["vocabulary", "value", "reward"]
 # What transformers calls those of the two others.
 _HEAD_WEIGHTS = {"score.weight", "score.bias"}
 # Types of which models with new weights can be had.

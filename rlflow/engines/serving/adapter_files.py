@@ -10,24 +10,22 @@ from rlflow.engines.base import EngineSpec
 from rlflow.engines.causal_lm.adapters import write_adapters
 from rlflow.engines.serving.shared_files import memory_folder
 from rlflow.errors import RecipeError
+from rlflow.resources.memory.phases import LORA_RANKS
 from rlflow.resources.models.lora import Lora
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# That vLLM has room for; smaller ones are filled up with noughts.
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-
 
 def max_lora_rank(spec: EngineSpec, lora: Lora) -> int:
     """As vLLM is told it. Raises RecipeError for one that is too large."""
-    if lora.rank > _RANKS[-1]:
+    if lora.rank > LORA_RANKS[-1]:
         raise RecipeError(
             f"roles.{spec.role}",
-            f"vLLM takes no adapters of rank {lora.rank} over: {_RANKS[-1]} is the most",
-            fix=f"a lora.rank of {_RANKS[-1]} of the role that it follows, or engine: transformers",
+            f"vLLM takes no adapters of rank {lora.rank} over: {LORA_RANKS[-1]} is the most",
+            fix=f"a lora.rank of {LORA_RANKS[-1]} of the role that it follows, or engine: transformers",
         )
-    return next(rank for rank in _RANKS if rank >= lora.rank)
+    return next(rank for rank in LORA_RANKS if rank >= lora.rank)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.causal_lm.adapters import add_adapters, copied_name, trained
+from rlflow.engines.causal_lm.adapters import add_adapters, copied_name, is_adapter, trained
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.errors import EngineError, RecipeError, first_line
 
@@ -51,6 +51,11 @@ class Expected:
         required = trained(dict(model.named_parameters()), spec.lora)
         shapes = {copied_name(name): shape for name, shape in copied.items()}
         return cls(shapes, frozenset(map(copied_name, required)))
+
+    @property
+    def adapted(self) -> list[str]:
+        """The names of layers that have adapters: ``q_proj``."""
+        return sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in self.shapes if is_adapter(name)})
 
     def checked(self, role: str, weights: "Iterable[tuple[str, Tensor]]") -> "Iterator[tuple[str, Tensor]]":
         """The same weights. Raises EngineError at one that does not fit, and at the end if some are missing."""

@@ -1,6 +1,7 @@
 """What vLLM is told: its environment and its arguments."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from rlflow.engines.base import EngineSpec
@@ -30,8 +31,8 @@ def set_environment(spec: EngineSpec) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
-def engine_arguments(spec: EngineSpec, folder: str, config: Any) -> dict[str, Any]:
-    """Of vLLM's EngineArgs. ``config`` is the model's, of transformers."""
+def engine_arguments(spec: EngineSpec, folder: str, config: Any, adapted: Sequence[str] = ()) -> dict[str, Any]:
+    """Of vLLM's EngineArgs. ``config`` is the model's, of transformers; ``adapted`` are layers that have adapters."""
     layout = spec.layout
     num_ranks = layout.tensor_parallel_size * layout.pipeline_parallel_size
     max_model_len = spec.max_model_len or config.max_position_embeddings
@@ -54,7 +55,13 @@ def engine_arguments(spec: EngineSpec, folder: str, config: Any) -> dict[str, An
         "worker_extension_cls": "rlflow.engines.serving.vllm_worker.WorkerExtension",
     }
     if spec.lora is not None:
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_lora_rank(spec, spec.lora)}
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": max_lora_rank(spec, spec.lora),
+            # It would make room for adapters of all layers, the output layer too.
+            "lora_target_modules": list(adapted),
+        }
     if spec.device == "cpu":
         return arguments | {
             "enforce_eager": True,

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from rlflow.engines.base import EngineSpec
+from rlflow.engines.base import EngineSpec, Head
 from rlflow.engines.causal_lm.kernels import attention_of
-from rlflow.engines.causal_lm.pretrained import Head, load_model
+from rlflow.engines.causal_lm.pretrained import load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -36,6 +36,7 @@ NCCL_COMMUNICATOR_GIB = 0.2
 NCCL_PEER_GIB = 0.04
 # Tokens of a step of vLLM, which the engine is told: its own default depends on the kind of GPU.
 MAX_BATCHED_TOKENS = 8192
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def usable_gib(memory_gib: float) -> float:
@@ -210,8 +211,10 @@ def generate_memory(
         "graphs": 0.0 if layout.eager else _graphs(model),
     }
     if lora is not None:
-        # Every rank has all of A, and no more than all of B.
-        terms["adapters"] = weight_bytes * adapter_parameters(model, lora) / layout.pipeline_parallel_size / GIB
+        # Every rank has all of A, and no more than all of B, filled up with noughts.
+        rank = next((rank for rank in LORA_RANKS if rank >= lora.rank), lora.rank)
+        room = adapter_parameters(model, replace(lora, rank=rank))
+        terms["adapters"] = weight_bytes * room / layout.pipeline_parallel_size / GIB
     terms |= process_terms(layout)
     left = budget - sum(terms.values())
     # Each GPU holds its share of the heads. Fewer key-value heads than GPUs are copied, as latents always are.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Batch
+from rlflow.batch import Batch, Sequences
 from rlflow.compiler.graph import Graph
 from rlflow.compiler.rounds import in_rounds
 from rlflow.data.source import DataSource
@@ -64,7 +64,12 @@ class Rounds:
         chosen = np.flatnonzero(whole.pop(self._name).chosen)[: self._enough]
         if len(chosen):
             edges.update({name: _of_prompts(batch, chosen, answered) for name, batch in whole.items()})
-        metrics = {"rounds": len(rounds), "differing": found / answered, "missing": self._enough - len(chosen)}
+        metrics = {
+            "rounds": len(rounds),
+            "differing": found / answered,
+            "missing": self._enough - len(chosen),
+            "tokens": sum(int(each.own_lengths.sum()) for each in edges.values() if isinstance(each, Sequences)),
+        }
         return seconds, {f"{self._name}/{name}": float(value) for name, value in metrics.items()}
 
     def save(self, folder: Path) -> None:

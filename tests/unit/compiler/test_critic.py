@@ -32,18 +32,18 @@ def test_the_critic_learns_in_the_minibatches_of_the_policy() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["graph.value_update.role=actor"], "graph.value_update.role: 'actor' has a head for logprobs, for graph.upda"),
-        (["graph.update.role=critic"], "graph.update.role: 'critic' has a head for values, for graph.values, and none"),
+        (["graph.value_update.role=actor"], "graph.value_update.role: 'actor' has a vocabulary head, for graph.update"),
+        (["graph.update.role=critic"], "graph.update.role: 'critic' has a value head, for graph.values, and no"),
         (
             [SCORED, "graph.update.old_logprobs=old"],
-            "graph.values.role: 'critic' has a head for logprobs, for graph.old, and none for values",
+            "graph.values.role: 'critic' has a vocabulary head, for graph.old, and no value head",
         ),
         (
             ["graph.update.critic_warmup=120"],
             "graph.update.critic_warmup: 120 leaves none of the 120 steps to train 'actor' in",
         ),
         (["~graph.values"], "graph.advantages.values: no node 'values', which 'gae_advantage' reads"),
-        (["graph.values.role=rollout"], "graph.values.role: 'rollout' has a head for logprobs, for graph.rollouts"),
+        (["graph.values.role=rollout"], "graph.values.role: 'rollout' has a vocabulary head, for graph.rollouts"),
         (["~graph.reference"], "graph.advantages.kl_coef: 0.001 asks for the reference's logprobs"),
         (["graph.value_update.advantages=plain", "graph.plain={node: group_advantage}"], "graph.value_update.advant"),
     ],

@@ -166,8 +166,13 @@ def test_nodes_of_the_users_own() -> None:
 
 
 def test_two_nodes_of_one_kind() -> None:
-    with pytest.raises(TypeError, match="the kind 'generate' is Generate's"):
+    with pytest.raises(
+        TypeError, match=r"'generate' is the kind of two classes: rlflow\.nodes\.generate\.Generate and tests"
+    ):
         type("Other", (Node,), {}, kind="generate", unit="sample")
+    copied = {"__module__": "mine.generate", "__qualname__": "Generate"}
+    with pytest.raises(TypeError, match=r"two classes: mine\.generate\.Generate and rlflow\.nodes\.generate\.Generate"):
+        type("Generate", (Node,), copied, kind="generate", unit="sample")
 
 
 def test_a_graph_trains() -> None:

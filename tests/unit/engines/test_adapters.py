@@ -108,10 +108,9 @@ def test_gradients_are_those_of_the_weights_that_they_stand_for() -> None:
         torch.testing.assert_close(b.grad, 6 / 4 * of_weight @ a.T, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_checkpointing_changes_nothing(checkpointing: bool) -> None:
+def test_checkpointing_changes_nothing() -> None:
     of = actor()
-    engine = trained(replace(of, layout=replace(of.layout, gradient_checkpointing=checkpointing)))
+    engine = trained(replace(of, layout=replace(of.layout, gradient_checkpointing=True)))
     assert logprobs(engine) == pytest.approx(logprobs(trained()), abs=1e-6)
 
 
@@ -153,12 +152,12 @@ def test_layers_that_are_not_there(names: tuple[str, ...]) -> None:
 
 
 def test_a_checkpoint_has_adapters_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    engine, resumed = trained(), TorchEngine(actor(seed=1, model=MODEL))
-    base = TorchEngine(actor())._model.state_dict()
+    engine, base = trained(), TorchEngine(actor())._model.state_dict()
     engine.save(tmp_path)
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
     assert set(saved["model"]) == {name for name in base if ".lora_" in name}
-    resumed = TorchEngine(actor())
+    # With other adapters, which those of the checkpoint replace.
+    resumed = trained(steps=1)
     resumed.restore(tmp_path)
     for each in (engine, resumed):
         each.update(minibatch(GIVEN, step=3), LikelihoodLoss())

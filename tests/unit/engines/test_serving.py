@@ -23,6 +23,7 @@ from rlflow.engines.serving.shared_files import SharedFile, shared_files
 from rlflow.engines.vllm import VllmEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.resources.layout import Layout
+from rlflow.resources.models.lora import Lora
 from tests.helpers import ARCHITECTURE, CHARACTERS, MODEL, spec
 
 
@@ -369,6 +370,12 @@ class TestSettings:
         assert (given["max_model_len"], given["max_num_seqs"]) == (100, 8)
         assert given["enforce_eager"]
         assert given["distributed_executor_backend"] == "uni"
+
+    def test_only_layers_with_adapters_have_room_for_them(self) -> None:
+        lora = Lora(rank=4, target_modules=("v_proj", "q_proj"))
+        adapted = Expected.of(config(), replace(spec(), lora=lora)).adapted
+        given = engine_arguments(replace(spec(), lora=lora), "folder", config(), adapted)
+        assert (given["lora_target_modules"], given["max_lora_rank"]) == (["q_proj", "v_proj"], 8)
 
     def test_on_gpus_it_is_as_planned(self) -> None:
         layout = Layout(micro_batch_tokens=1, tensor_parallel_size=2, gpu_memory_utilization=0.6, sleeps=True)

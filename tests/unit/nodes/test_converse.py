@@ -7,17 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlflow.batch import Conversations, Packed, Prompts, Repeated, Rollouts, SummedRewards
+from rlflow.batch import Conversations, Logprobs, Packed, Prompts, Repeated, Rollouts, SummedRewards
 from rlflow.engines.base import Sampling
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.fake import FakeEngine
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.nodes.converse import Converse
+from rlflow.nodes.distillation import TeacherAdvantage
 from rlflow.nodes.exchange import Exchange
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward import Reward
+from rlflow.nodes.reward_model import RewardModel
 from rlflow.rewards.part import Part
+from rlflow.runtime.step import mean_reward
 from tests.helpers import MODEL, keys, prompts, spec
 from tests.unit.environments import echo
 
@@ -103,8 +106,17 @@ def test_each_turn_reads_all_before_it_under_keys_of_its_own() -> None:
     assert rows(second.ids) == [GIVEN.ids[0].tolist() + encoded("1|1"), GIVEN.ids[1].tolist() + encoded("2|1")]
     assert rows(third.ids) == [GIVEN.ids[0].tolist() + encoded("1|13|22")]
     assert first.keys.tolist() == [[0, 0, 0], [0, 1, 0]]
-    assert second.keys.tolist() == [[0, 2, 0], [0, 3, 0]]
-    assert third.keys.tolist() == [[0, 4, 0]]
+    assert second.keys.tolist() == [[0, 2**40, 0], [0, 2**40 + 2**20, 0]]
+    assert third.keys.tolist() == [[0, 2**41, 0]]
+
+
+def test_the_rounds_of_a_step_have_keys_of_their_own() -> None:
+    """Prompts of a second round are numbered on from those of the first."""
+    engine = Scripted(["1|", "2|"], ["9|", "9|"])
+    later = replace(GIVEN, keys=GIVEN.keys + np.array([0, 2, 0]), rows=({"last": "9"},) * 2)
+    node = converse()
+    node.run(engine, Exchange(node, "policy", MODEL), later)
+    assert engine.asked[1].keys[:, 1].tolist() == [2**40 + 2 * 2**20, 2**40 + 3 * 2**20]
 
 
 def test_a_group_begins_together_and_goes_on_one_by_one() -> None:
@@ -173,7 +185,15 @@ def test_a_conversation_whose_environment_fails_has_no_reward() -> None:
 def test_where_all_fail_the_run_ends_with_the_reason() -> None:
     out = conversations(Scripted(["13|", "13|"]), converse(on_failure="exclude"))
     with pytest.raises(EngineError, match=r"none of 2 responses has one: '.*Echo' failed \(RuntimeError: unlucky\)"):
-        Reward(function="environment").run(out)
+        mean_reward(Reward(function="environment").run(out))
+
+
+def test_of_a_conversation_whose_environment_fails_no_model_says_anything() -> None:
+    out = conversations(Scripted(["1|", "1|"], ["13|", "9|"]), converse(on_failure="exclude"))
+    judged = RewardModel().run(FakeEngine(spec()), out)
+    assert np.isnan(judged.values).tolist() == [True, False]
+    taught = TeacherAdvantage().run(out, Logprobs(values=out.logprobs))
+    assert taught.known.tolist() == [False, True]
 
 
 def test_a_failure_may_end_the_run() -> None:

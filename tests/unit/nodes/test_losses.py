@@ -91,8 +91,11 @@ def test_correction(correction: Correction, weights: list[float], outside: list[
 
 
 def test_likelihood() -> None:
-    losses, _ = LikelihoodLoss()(torch.tensor([-0.5, -2.0]), {})
+    logprobs = torch.tensor([-0.5, -2.0], requires_grad=True)
+    losses, _ = LikelihoodLoss()(logprobs, {})
     assert losses.tolist() == [0.5, 2.0]
+    (gradient,) = torch.autograd.grad((losses * torch.tensor([0.25, 0.75])).sum(), logprobs)
+    assert gradient.tolist() == [-0.25, -0.75]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from rlflow.nodes.advantage import BatchAdvantage, TokenAdvantage
 from rlflow.nodes.correction import Correction
 from rlflow.nodes.gae import GaeAdvantage
 from rlflow.nodes.policy_gradient import PolicyGradient
-from rlflow.nodes.shaping import KlDivergence, OverlongPenalty
+from rlflow.nodes.shaping import KlDivergence
 from rlflow.nodes.update import CispoUpdate, GspoUpdate, PolicyUpdate, ReinforceUpdate
 from rlflow.runtime.step import summary
 from tests.helpers import rollouts, sequences, spec
@@ -111,7 +111,7 @@ def test_a_ratio_of_a_response_is_that_of_the_models_tokens() -> None:
         expected += loss * own.sum() / total
         corrections += correction * own.sum() / total
     advantages = RolloutAdvantages(values=Repeated(ADVANTAGES, GIVEN.response_ids.lengths))
-    node = GspoUpdate(correction=Correction(level="sequence"))
+    node = GspoUpdate(correction=Correction(level="sequence"), aggregation="token")
     metrics = node.run(engine, GIVEN, advantages, old_logprobs=of_tokens(1)).values
     assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
     assert metrics["correction"] == pytest.approx(corrections, rel=1e-5)
@@ -163,13 +163,6 @@ def test_advantages_are_normalised_over_the_models_tokens() -> None:
 
 
 def test_lengths_are_the_models() -> None:
-    rewards = Rewards(values=np.zeros(4, np.float32))
-    assert OverlongPenalty(max_tokens=6, buffer_tokens=4).run(GIVEN, rewards).values.tolist() == [
-        -0.25,
-        -0.5,
-        -1.0,
-        -0.25,
-    ]
     metrics = summary("rollouts", GIVEN)
     assert (metrics["rollouts/length_mean"], metrics["rollouts/length_max"]) == (4.0, 6)
     assert (metrics["rollouts/turns_mean"], metrics["rollouts/failed"]) == (1.75, 0.0)

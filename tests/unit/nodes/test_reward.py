@@ -136,8 +136,13 @@ def test_what_fails_ends_the_run(function: Any, kind: type[Exception], message: 
 
 
 def test_a_step_in_which_all_fail_ends_the_run() -> None:
+    """And not a part of one."""
+    given = run(part=Part(function=named(raising), on_failure="exclude"))
     with pytest.raises(EngineError, match=r"^rewards: none of 2 responses has one: 'part' failed \(KeyError: 'solu"):
-        run(part=Part(function=named(raising), on_failure="exclude"))
+        summary("rewards", given)
+    made_of_these = Rewards(values=given.values)
+    with pytest.raises(EngineError, match=r"^rewards: none of 2 responses has one: what they are made of has none"):
+        summary("shaped", made_of_these)
 
 
 def test_a_node_that_has_run_goes_to_another_process() -> None:

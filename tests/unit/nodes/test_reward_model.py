@@ -130,13 +130,6 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     assert TorchEngine(spec(model=model, capabilities=["Trains", "Evaluates"]))
 
 
-@pytest.mark.parametrize("other", ["Scores", "Values"])
-def test_one_head(other: str) -> None:
-    both = spec(capabilities=["Evaluates", other])
-    with pytest.raises(EngineError, match=r"a model with a reward head has no (logprobs|values): use two roles"):
-        TorchEngine(both)
-
-
 class Broken(FakeEngine):
     def evaluate(self, sequences: Sequences) -> Rewards:
         return Rewards(values=np.array([1, np.nan, np.inf], np.float32))

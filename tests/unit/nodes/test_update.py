@@ -17,7 +17,7 @@ from rlflow.batch import (
 )
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.torch import TorchEngine
-from rlflow.errors import GraphError
+from rlflow.errors import UserError
 from rlflow.nodes.correction import Correction
 from rlflow.nodes.update import CispoUpdate, GspoUpdate, PolicyUpdate, SftUpdate
 from tests.helpers import rollouts, sequences, spec
@@ -154,11 +154,16 @@ def test_a_minibatch_without_a_row_that_counts_is_left_out() -> None:
         (PolicyUpdate(kl_target=0.1), ["reference"], "kl_coef: is 0, and a kl_target needs where to begin"),
         (GspoUpdate(correction=Correction()), ["reference"], "correction: asks for the logprobs of the role that is"),
         (PolicyUpdate(aggregation="constant"), [], "constant_length: is None, and aggregation is 'constant'"),
+        (
+            CispoUpdate(correction=Correction(min_ratio=2.5, outside="mask")),
+            ["old_logprobs"],
+            "correction.min_ratio: 2.5 is more than max_ratio, which is 2",
+        ),
         (CispoUpdate(constant_length=5), [], "constant_length: is 5, and aggregation is 'token'"),
     ],
 )
 def test_options_that_do_not_go_together(node: Any, connected: list[str], message: str) -> None:
-    with pytest.raises(GraphError) as raised:
+    with pytest.raises(UserError) as raised:
         node.check(frozenset(connected))
     assert str(raised.value).startswith(message)
 

@@ -27,6 +27,17 @@ def test_each_reason_is_said_once_and_all_are_written(tmp_path: Path) -> None:
     assert [(line["step"], sum(line["reasons"].values())) for line in lines] == [(1, 4), (2, 2)]
 
 
+def test_what_a_resumed_run_does_again_does_not_stand_there_twice(tmp_path: Path) -> None:
+    nothing: Any = None
+    for step in (0, 2):
+        failures = Failures(Console(file=io.StringIO()))
+        failures.started(nothing, tmp_path, step)
+        for again in range(step + 1, 4):
+            failures.failed(again, "rewards", {"'math' took longer than 10 s": 1})
+    lines = (tmp_path / "failures.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
 def test_of_many_reasons_a_few_are_said(tmp_path: Path) -> None:
     told = io.StringIO()
     failures = Failures(Console(file=told, width=200))

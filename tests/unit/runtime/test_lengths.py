@@ -7,6 +7,7 @@ import pytest
 
 import rlflow
 from rlflow.batch import Packed
+from rlflow.data.pairs import pairs_of
 from rlflow.data.source import DataSource
 from rlflow.errors import RecipeError
 from rlflow.runtime.lengths import check_examples
@@ -31,8 +32,8 @@ def told(prompt: int, response: int, *overrides: str) -> str:
 
 def test_than_the_positions() -> None:
     assert told(10, 23) == (
-        "data.source: the example of row 1 of 'additions' has 33 tokens, and there are 32 positions of its model.\n"
-        "  Fix: a model with more, or leave such rows out."
+        "data.split: the example of row 1 of 'train' of 'additions' has 33 tokens, and there are 32 positions of its "
+        "model.\n  Fix: a model with more, or leave such rows out."
     )
 
 
@@ -62,11 +63,20 @@ def test_a_pair() -> None:
     with pytest.raises(RecipeError) as raised:
         check_pair(5, 23)
     assert str(raised.value).startswith(
-        "data.source: the longer sequence of row 1 of 'additions' has 33 tokens, and there are 32 positions"
+        "data.split: the longer sequence of row 1 of 'train' of 'additions' has 33 tokens, and there are 32 positions"
     )
     with pytest.raises(RecipeError) as raised:
         check_pair(20, 20, "roles.actor.micro_batch_tokens=59")
     assert str(raised.value) == (
-        "data.source: the pair of row 1 of 'additions' has 60 tokens, and there are 59 tokens of a micro-batch of role "
-        "actor.\n  Fix: roles.actor.micro_batch_tokens=60, or leave such rows out."
+        "data.split: the pair of row 1 of 'train' of 'additions' has 60 tokens, and there are 59 tokens of a micro-"
+        "batch of role actor.\n  Fix: roles.actor.micro_batch_tokens=60, or leave such rows out."
     )
+
+
+def test_a_pair_that_is_held_out() -> None:
+    plan = rlflow.compile(rlflow.load(["recipe=dpo_tiny"]), "local")
+    ids = Packed.from_rows([np.ones(2)], np.int32)
+    held_out = pairs_of(np.zeros((1, 3), np.int64), ids, ids, Packed.from_rows([np.ones(31)], np.int32))
+    source = replace(plan.recipe.data, source="additions")
+    with pytest.raises(RecipeError, match=r"data\.eval_split: the longer sequence of row 0 of 'test' of 'addi"):
+        check_examples(plan, DataSource(source, 0, [{}], ids, ids, held_out, ids))

@@ -169,6 +169,17 @@ def test_what_cannot_be_done_in_rounds(override: str, message: str) -> None:
     assert str(raised.value).startswith(message)
 
 
+def test_a_coefficient_does_not_change_within_a_step() -> None:
+    nodes = [
+        "+graph.kl={node: kl_divergence}",
+        "+graph.penalized={node: kl_penalty, kl_coef: 0.1, kl_target: 1.0}",
+        "graph.sampling.rewards=penalized",
+        "graph.advantages.rewards=penalized",
+    ]
+    with pytest.raises(GraphError, match=r"^graph\.penalized\.kl_target: a coefficient is the same for all of a step"):
+        plan_of("begins_low", *nodes)
+
+
 def test_rounds_that_there_are_not() -> None:
     with pytest.raises(RecipeError, match=r"^expect\.rounds: no node 'dynamic_sampling' asks for more prompts"):
         rlflow.compile(rlflow.load(["recipe=fake", "expect.rounds=2"], CONFIG_DIR), "local")

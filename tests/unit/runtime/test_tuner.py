@@ -116,6 +116,23 @@ def test_what_was_found_stands_beside_what_was_predicted(tmp_path: Path) -> None
     assert lines[0][-1] == "+95%"
 
 
+def test_with_dynamic_sampling_a_trainer_is_measured_by_what_it_trains_on(tmp_path: Path) -> None:
+    """And a step that finds nothing to train on says nothing."""
+    plan = rlflow.compile(rlflow.load(["recipe=dapo_tiny"]))
+    tuner = Tuner({"actor": Stub(), "rollout": Stub()}, adaptive=False)
+    tuner.started(plan, tmp_path, 0)
+    for step in range(6):
+        found = {"sampling/tokens": 1000.0, "seconds/update": 0.5} if step % 2 else {"sampling/tokens": 0.0}
+        tuner.stepped(step + 1, {"tokens": 8000.0 * step, "seconds/rollouts": 1.0, **found})
+    content = json.loads((tmp_path / "tuning.json").read_text())["actor"]
+    assert [trial["tokens_per_second"] for trial in content["trials"]] == [2000]
+    planned = content["predicted"]["tokens_per_second"]
+    twice = rlflow.compile(rlflow.load(["recipe=dapo_tiny", "expect.rounds=2"]))
+    tuner.started(twice, tmp_path, 0)
+    predicted = json.loads((tmp_path / "tuning.json").read_text())["actor"]["predicted"]
+    assert predicted["tokens_per_second"] == pytest.approx(planned)
+
+
 def test_where_nothing_is_tuned_it_is_said_why(tmp_path: Path) -> None:
     tuned(plan_of(), tmp_path, stubs(), steps=1)
     assert tuning_table(tmp_path) == "nothing tuned: the first trial takes three steps"

@@ -1,0 +1,37 @@
+"""What compares responses to a prompt needs several, and a greedy baseline is greedy."""
+
+import pytest
+
+import rlflow
+from rlflow.errors import GraphError
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "message"),
+    [
+        ("grpo_tiny", "graph.rollouts.group_size=1", "graph.rollouts.group_size: is 1, and graph.advantages compares"),
+        ("rloo_tiny", "graph.rollouts.group_size=1", "graph.rollouts.group_size: is 1, and graph.advantages compares"),
+        (
+            "reinforce_plus_plus_baseline_tiny",
+            "graph.rollouts.group_size=1",
+            "graph.rollouts.group_size: is 1, and graph.advantages compares the responses to a prompt with each other",
+        ),
+        (
+            "ppo_tiny",
+            "+graph.sampling={node: dynamic_sampling}",
+            "graph.rollouts.group_size: is 1, and graph.sampling compares the responses to a prompt with each other",
+        ),
+        ("remax_tiny", "graph.greedy.group_size=4", "graph.greedy.group_size: is 4, and graph.advantages takes the"),
+        ("remax_tiny", "graph.greedy.temperature=1", "graph.greedy.temperature: is 1.0, and graph.advantages takes"),
+    ],
+)
+def test_what_is_refused(recipe: str, override: str, message: str) -> None:
+    with pytest.raises(GraphError) as raised:
+        rlflow.compile(rlflow.load([f"recipe={recipe}", override]), "local")
+    assert str(raised.value).startswith(message)
+
+
+def test_pairs_are_nothing_else() -> None:
+    fit = "+graph.fit={node: sft_update, role: actor}"
+    with pytest.raises(GraphError, match=r"^graph\.fit: it reads examples, and other nodes read pairs"):
+        rlflow.compile(rlflow.load(["recipe=dpo_tiny", fit]), "local")
