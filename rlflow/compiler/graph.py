@@ -93,7 +93,6 @@ def wire(recipe: Recipe) -> Graph:
     _check_outputs_read(recipe, graph)
     _check_evaluation(recipe, graph)
     _check_heads(graph)
-    _check_sources(graph)
     _check_roles(recipe, graph)
     _check_overcommit(recipe, graph)
     return graph
@@ -224,15 +223,6 @@ def _check_roles(recipe: Recipe, graph: Graph) -> None:
         check_lora(path, role, name in trained, graph.capabilities(name), recipe.models[role.model].architecture)
         if role.follows is not None:
             _check_follows(recipe, name, role.follows, trained)
-
-
-def _check_sources(graph: Graph) -> None:
-    """Rows that are pairs are nothing else."""
-    others = sorted(graph.sources - {"pairs"})
-    if "pairs" in graph.sources and others:
-        reading = next(node for node in graph.nodes if others[0] in node.inputs.values())
-        fact = f"it reads {others[0]}, and other nodes read pairs: a run's rows are one or the other"
-        raise GraphError(f"graph.{reading.name}", fact, fix="two recipes, the second with models.NAME.recipe the first")
 
 
 def _check_heads(graph: Graph) -> None:

@@ -1,4 +1,4 @@
-"""Whether what writes responses gives nodes the groups that they compare within."""
+"""Whether responses come in the groups, and the pairs, that nodes compare them in."""
 
 from rlflow.compiler.graph import Graph
 from rlflow.errors import GraphError
@@ -10,8 +10,9 @@ _COMPARING = (GroupAdvantage, LeaveOneOutAdvantage, BatchAdvantage, DynamicSampl
 
 
 def check_groups(graph: Graph) -> None:
-    """Raises GraphError where responses are compared with others to their prompt and there are none, and for a greedy
-    baseline that is not greedy."""
+    """Raises GraphError where responses are compared with others to their prompt and there are none, for a greedy
+    baseline that is not greedy, and for rows that are to be pairs and something else."""
+    _check_pairs(graph)
     writing = {node.name: node.operation for node in graph.nodes if isinstance(node.operation, Generate)}
     for node in graph.nodes:
         origin = node.inputs.get("rollouts", "")
@@ -20,6 +21,14 @@ def check_groups(graph: Graph) -> None:
             raise GraphError(f"graph.{origin}.group_size", fact, fix="2 or more")
         if isinstance(node.operation, GreedyAdvantage):
             _check_greedy(node.name, node.inputs["greedy"], writing.get(node.inputs["greedy"]))
+
+
+def _check_pairs(graph: Graph) -> None:
+    others = sorted(graph.sources - {"pairs"})
+    if "pairs" in graph.sources and others:
+        reading = next(node for node in graph.nodes if others[0] in node.inputs.values())
+        fact = f"it reads {others[0]}, and other nodes read pairs: a run's rows are one or the other"
+        raise GraphError(f"graph.{reading.name}", fact, fix="two recipes, the second with models.NAME.recipe the first")
 
 
 def _check_greedy(name: str, origin: str, writes: Generate | None) -> None:

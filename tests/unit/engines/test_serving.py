@@ -372,10 +372,11 @@ class TestSettings:
         assert given["distributed_executor_backend"] == "uni"
 
     def test_only_layers_with_adapters_have_room_for_them(self) -> None:
-        lora = Lora(rank=4, target_modules=("v_proj", "q_proj"))
-        adapted = Expected.of(config(), replace(spec(), lora=lora)).adapted
-        given = engine_arguments(replace(spec(), lora=lora), "folder", config(), adapted)
-        assert (given["lora_target_modules"], given["max_lora_rank"]) == (["q_proj", "v_proj"], 8)
+        given = replace(spec(), lora=Lora(rank=4, target_modules=("v_proj", "q_proj")))
+        with model_files(given) as folder:
+            adapted = Expected.of(load_config("policy", folder), given).adapted
+        arguments = engine_arguments(given, "folder", config(), adapted)
+        assert (arguments["lora_target_modules"], arguments["max_lora_rank"]) == (["q_proj", "v_proj"], 8)
 
     def test_on_gpus_it_is_as_planned(self) -> None:
         layout = Layout(micro_batch_tokens=1, tensor_parallel_size=2, gpu_memory_utilization=0.6, sleeps=True)

@@ -143,7 +143,7 @@ def test_every_generation_begins_anew() -> None:
     assert gone_on(workers.engines) == []
 
 
-@pytest.mark.parametrize(("when", "at"), [("put_off", 1), ("put_off", 3), ("write", 4), ("finish", 1)])
+@pytest.mark.parametrize(("when", "at"), [("put_off", 1), ("put_off", 2), ("write", 4), ("finish", 1)])
 def test_what_is_put_off_is_not_lost_with_an_engine(when: str, at: int) -> None:
     """Others begin again what it had written and had not handed over, or had handed over and nobody had finished."""
 
