@@ -90,7 +90,7 @@ def test_a_guard_that_does_not_start_says_nothing_of_the_program(monkeypatch: py
 @needs_sandbox
 def test_a_sandbox_in_which_python_does_not_start_is_told() -> None:
     with pytest.raises(
-        SandboxError, match=r"Python does not start in the sandbox \(exited, code \d+\): memory_mib is 4"
+        SandboxError, match=r"Python does not start in the sandbox \(exited, code -?\d+\): memory_mib is 4"
     ):
         code.prepare(memory_mib=4)
 
