@@ -14,13 +14,19 @@ Row = Mapping[str, Any]
 """Of the data set: what a response is compared with."""
 
 
+_LONGEST_REASON = 300
+
+
 @dataclass(frozen=True)
 class Failure:
     """There is no reward for a response."""
 
     kind: Kind
     reason: str
-    """Follows the function's name: ``took longer than 10 s``."""
+    """Follows the function's name: ``took longer than 10 s``. Cut where it is long: what others say has no bound."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", self.reason[:_LONGEST_REASON])
 
 
 Outcome = float | Failure

@@ -9,7 +9,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from rlflow.errors import RecipeError, did_you_mean
+from rlflow.errors import RecipeError, did_you_mean, first_line
 from rlflow.extras import check_extra
 from rlflow.plugins import load_object
 from rlflow.rewards import functions
@@ -18,8 +18,8 @@ from rlflow.schema import Section, parse
 
 # A function that takes it is told how long it may take; the node says it, not the options.
 _TIMEOUT = "timeout_s"
-# It ends by itself then, and the kill comes after.
-_GRACE_S = 0.5
+# It ends by itself then, and the kill comes after, on a host with too much to do as well.
+_GRACE_S = 2.0
 
 
 def find_reward(name: str, options: Mapping[str, Any], timeout_s: float) -> Found:
@@ -27,23 +27,36 @@ def find_reward(name: str, options: Mapping[str, Any], timeout_s: float) -> Foun
 
     Raises RecipeError at the paths ``function`` and ``options``.
     """
-    prepare: Callable[[], None] = nothing
+    module = None
     if ":" in name:
         function = load_object(name, "function")
     else:
         module = registered(functions, name, "function", "reward")
         if hasattr(module, "EXTRA"):
             check_extra(module.EXTRA, "function", f"reward '{name}'")
-        function, prepare = module.reward, getattr(module, "prepare", nothing)
+        function = module.reward
     if not callable(function):
         raise RecipeError("function", f"'{name}' is not a function", fix="write package.module:function")
-    wanted = _options(function)
-    given = vars(parse(_section(wanted), options, "options"))
-    limit_s = timeout_s
-    if _TIMEOUT in wanted:
+    try:
+        wanted = _options(function)
+        given = vars(parse(_section(wanted), options, "options"))
+    except RecipeError:
+        raise
+    except Exception as error:  # whatever inspect, dataclasses and pydantic raise for the user's own annotations
+        raise RecipeError(
+            "function",
+            f"the options of '{name}' cannot be read ({first_line(error)})",
+            fix="annotate its keyword-only parameters with types that a recipe can hold",
+        ) from None
+    if check := getattr(module, "check", None):
+        check(**given)
+    prepare = getattr(module, "prepare", nothing)
+    prepare = partial(prepare, **{option: given[option] for option in _options(prepare)})
+    limit_s, keeps_time = timeout_s, _TIMEOUT in wanted
+    if keeps_time:
         given[_TIMEOUT] = timeout_s
         limit_s += _GRACE_S
-    return Found(partial(function, **given), getattr(function, "batch_size", 1), limit_s, prepare)
+    return Found(partial(function, **given), getattr(function, "batch_size", 1), limit_s, keeps_time, prepare)
 
 
 def registered(package: ModuleType, name: str, path: str, what: str) -> ModuleType:
@@ -57,7 +70,7 @@ def registered(package: ModuleType, name: str, path: str, what: str) -> ModuleTy
 
 
 def _options(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(function).parameters.values()
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
     return {each.name: each for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
@@ -69,5 +82,11 @@ def _section(wanted: Mapping[str, inspect.Parameter]) -> type[Section]:
             continue
         kind = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
         is_needed = parameter.default is inspect.Parameter.empty
-        fields.append((option, kind) if is_needed else (option, kind, field(default=parameter.default)))
+        # Of a factory a default may be mutable.
+        default = partial(_given, parameter.default)
+        fields.append((option, kind) if is_needed else (option, kind, field(default_factory=default)))
     return make_dataclass("Options", fields, bases=(Section,), frozen=True, kw_only=True)
+
+
+def _given(value: Any) -> Any:
+    return value

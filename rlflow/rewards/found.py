@@ -19,6 +19,8 @@ class Found:
     """Responses of one call."""
     limit_s: float
     """A call that takes longer is ended from outside."""
+    keeps_time: bool = False
+    """It is told how long it may take. A call that is late for all that would be so again, a response at a time."""
     prepare: Callable[[], None] = nothing
     """Imports what takes long; called once, before workers are forked."""
     check: Callable[[Any, str], Any] = outcome

@@ -17,7 +17,7 @@ from rlflow.rewards.base import Failure
 _TRIES = 5
 _FIRST_WAIT_S = 0.25
 # Those after which the same question may be answered: too many, too early, too slow, or broken for the moment.
-_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+_AGAIN = frozenset({408, 425, 429, *range(500, 600)} - {501, 505})
 _MOST_BYTES = 64 * 2**20
 
 
@@ -25,8 +25,9 @@ Url = Annotated[str, Field(pattern="^https?://")]
 
 
 def post(url: str, body: Mapping[str, Any], timeout_s: float, headers: Mapping[str, str] | None = None) -> Any:
-    """The JSON that the service answers, or a Failure. All tries and the waits between them, each twice as long as the
-    one before, are within ``timeout_s``; a service that answers byte by byte may take longer."""
+    """The JSON that the service answers, or a Failure. No try begins after ``timeout_s``, and the waits between them
+    are each twice as long as the one before. What is left of the time holds for each address of the service and each
+    read from it: one with several addresses, or that answers byte by byte, may take longer."""
     content = json.dumps(body, default=str).encode()
     request = urllib.request.Request(url, content, {"Content-Type": "application/json", **(headers or {})})
     end, wait_s = time.monotonic() + timeout_s, _FIRST_WAIT_S

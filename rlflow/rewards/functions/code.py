@@ -13,9 +13,11 @@ from annotated_types import Ge
 
 from rlflow.rewards.base import Failure, Outcome, Row
 from rlflow.rewards.sandbox.limits import Limits
-from rlflow.rewards.sandbox.run import SandboxError, run
+from rlflow.rewards.sandbox.run import Ended, SandboxError, run
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+# Its backquotes, the language, and what else stands there: nothing, where a block ends.
+_FENCE = re.compile(r"^ {0,3}(`{3,})[ \t]*(\w*)([^\n`]*)$", re.MULTILINE)
+_LANGUAGES = frozenset({"python", "python3", "py"})
 _NOTHING = object()
 _MOST_CHARACTERS = 2**20
 # For a test of a function: its arguments come as JSON, its result goes as the last line.
@@ -27,12 +29,15 @@ print(_json.dumps(_result))
 """
 
 
-def prepare() -> None:
-    """Raises SandboxError on a host that does not allow it."""
+def prepare(*, memory_mib: int = Limits.memory_mib, num_processes: int = Limits.num_processes) -> None:
+    """Raises SandboxError on a host that does not allow it, or where Python does not start within the limits."""
     try:
-        run("", b"", Limits(timeout_s=10.0))
+        ended = run("print(1)", b"", Limits(timeout_s=10.0, memory_mib=memory_mib, num_processes=num_processes))
     except SandboxError as error:
         raise SandboxError(f"{error}; docs/rewards.md says what a host must allow") from error
+    if ended != Ended("exited", 0, b"1\n"):
+        fact = f"Python does not start in the sandbox ({ended.how}, code {ended.code})"
+        raise SandboxError(f"{fact}: memory_mib is {memory_mib}, num_processes {num_processes}")
 
 
 def reward(
@@ -40,12 +45,12 @@ def reward(
     rows: Sequence[Row],
     *,
     timeout_s: float,
-    memory_mib: Annotated[int, Ge(64)] = 1024,
-    num_processes: Annotated[int, Ge(1)] = 32,
+    memory_mib: Annotated[int, Ge(64)] = Limits.memory_mib,
+    num_processes: Annotated[int, Ge(1)] = Limits.num_processes,
 ) -> list[Outcome]:
     """The row needs ``tests``, a list or its JSON, of ``{"input": text, "output": text}`` for programs, or
-    ``{"call": name, "arguments": [...], "result": ...}`` for functions. The program is the last block of Python in the
-    response. ``timeout_s`` is for all tests together."""
+    ``{"call": name, "arguments": [...], "result": ...}`` for functions. The program is the response's last block that
+    is marked as Python, or else the last without a mark. ``timeout_s`` is for all tests together."""
     limits = {"memory_mib": memory_mib, "num_processes": num_processes}
     return [
         _graded(text, _tests(row), time.monotonic() + timeout_s, limits) for text, row in zip(texts, rows, strict=True)
@@ -60,11 +65,26 @@ def _tests(row: Row) -> list[Mapping[str, Any]]:
 
 
 def _graded(text: str, tests: Sequence[Mapping[str, Any]], until: float, limits: Mapping[str, int]) -> Outcome:
-    blocks = _BLOCK.findall(text)
+    program = _program(text)
     try:
-        return float(bool(blocks) and all(_passes(blocks[-1], test, until, limits) for test in tests))
+        return float(program is not None and all(_passes(program, test, until, limits) for test in tests))
     except SandboxError as error:
         return Failure("unavailable", f"has no sandbox ({error})")
+
+
+def _program(text: str) -> str | None:
+    """Of blocks that end; in one line after the other, since a response may be nothing but fences."""
+    last: dict[bool, str] = {}
+    opened = None
+    for fence in _FENCE.finditer(text):
+        if opened is None:
+            opened = fence
+        elif len(fence[1]) >= len(opened[1]) and not (fence[2] + fence[3]).strip():
+            language = opened[2].lower()
+            if not language or language in _LANGUAGES:
+                last[bool(language)] = text[opened.end() + 1 : fence.start()]
+            opened = None
+    return last.get(True, last.get(False))
 
 
 def _passes(program: str, test: Mapping[str, Any], until: float, limits: Mapping[str, int]) -> bool:
@@ -74,7 +94,7 @@ def _passes(program: str, test: Mapping[str, Any], until: float, limits: Mapping
         program += _CALL.format(name=test["call"])
         given, wanted = json.dumps(test["arguments"]), test["result"]
     else:
-        given, wanted = test["input"], _lines(test["output"])
+        given, wanted = test["input"], test["output"]
     left = until - time.monotonic()
     if left <= 0:
         return False
@@ -82,12 +102,16 @@ def _passes(program: str, test: Mapping[str, Any], until: float, limits: Mapping
     if ended.how != "exited" or ended.code != 0:
         return False
     output = ended.output.decode(errors="replace")
-    return bool((_result(output) if is_function else _lines(output)) == wanted)
+    return bool(_result(output) == wanted) if is_function else _same_lines(output, wanted)
 
 
-def _lines(text: str) -> list[str]:
-    """Without the spaces at their ends, and empty ones at the end."""
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+def _same_lines(output: str, wanted: str) -> bool:
+    """But for the spaces at their ends, and empty ones at the end."""
+    output, wanted = output.rstrip(), wanted.rstrip()
+    # Millions of lines take long to compare, and none to count.
+    return output.count("\n") == wanted.count("\n") and all(
+        line.rstrip() == other.rstrip() for line, other in zip(output.split("\n"), wanted.split("\n"), strict=True)
+    )
 
 
 def _result(output: str) -> Any:

@@ -30,8 +30,8 @@ def reward(
     api_key: str = "OPENAI_API_KEY",
 ) -> list[Outcome]:
     """``url``: up to ``/v1``. ``prompt``: with ``{response}`` and, in braces, columns of the row. ``score``: its last
-    match in the judge's answer has the number as its first group. ``api_key``: the environment variable that has it,
-    where there is one."""
+    match in the judge's answer has the number as its first group, or is it where there are no groups. ``api_key``: the
+    environment variable that has it, where there is one."""
     key = os.environ.get(api_key)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -51,7 +51,11 @@ def _score(answer: Any, pattern: re.Pattern[str]) -> Outcome:
         said = str(answer["choices"][0]["message"]["content"])
     except (LookupError, TypeError):
         return Failure("invalid", f"got no chat completion from the judge, but {str(answer)[:80]}")
-    found = pattern.findall(said)
-    if not found:
+    *_, found = [None, *pattern.finditer(said)]
+    if found is None:
         return Failure("invalid", f"found no score in what the judge said: {said[-80:]!r}")
-    return float(found[-1])
+    score = found[1 if pattern.groups else 0]
+    try:
+        return float(score)
+    except (TypeError, ValueError):
+        return Failure("invalid", f"found no number where the score is in what the judge said: {str(score)[:80]!r}")

@@ -5,7 +5,14 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt
 
+from rlflow.errors import RecipeError
 from rlflow.rewards.base import Row, batched
+
+
+def check(*, max_characters: int, buffer: int) -> None:
+    """Raises RecipeError: a response of no characters would be too long already."""
+    if buffer > max_characters:
+        raise RecipeError("options.buffer", f"{buffer} is more than max_characters, {max_characters}")
 
 
 @batched(64)

@@ -5,6 +5,7 @@ number, or ``{"error": "why not"}``.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from rlflow.rewards.base import Failure, Outcome, Row, batched
@@ -26,7 +27,8 @@ def reward(texts: Sequence[str], rows: Sequence[Row], *, url: Url, timeout_s: fl
 
 def _outcome(given: Any, url: str) -> Outcome:
     if isinstance(given, int | float) and not isinstance(given, bool):
-        return float(given)
+        with suppress(OverflowError):
+            return float(given)
     if isinstance(given, dict) and "error" in given:
         return Failure("unavailable", f"was told by {url}: {str(given['error'])[:200]}")
     return Failure("invalid", f"got {str(given)[:80]} for a response from {url}")

@@ -5,6 +5,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from rlflow.rewards.pool.channel import Channel
 
 # Well below what a socket holds: who sends to a worker is not held up by a function that hangs.
 _UNREAD_BYTES = 1 << 15
+# It holds a few hundred messages, however small they are.
+_UNREAD_CALLS = 64
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,17 @@ class Worker:
 
     def give(self, call: Call, limit_s: float) -> bool:
         """Whether there was room for the call. Raises OSError when the worker has gone."""
+        now = time.monotonic()
+        if self.begun and (len(self.begun) > _UNREAD_CALLS or self.deadline <= now):
+            return False
         message = pickle.dumps((call.part, call.texts, call.rows))
         if self.begun and sum(self._sizes) - self._sizes[0] + len(message) > _UNREAD_BYTES:
             return False
         if not self.begun:
-            self._since = time.monotonic()
+            self._since = now
         self.socket.settimeout(limit_s)
-        self._channel.send(message)
+        with suppress(TimeoutError):  # the call is over its deadline then, and fails by that
+            self._channel.send(message)
         self.begun.append(call)
         self._sizes.append(len(message))
         self._limits.append(limit_s)

@@ -10,6 +10,7 @@ import pickle
 import socket
 import struct
 import sys
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -38,23 +39,28 @@ def main(control: socket.socket) -> None:
     except EngineError as error:
         channel.send(pickle.dumps(error))
         return
+    helpers = set(children(os.getpid()))
+    """What the functions' modules have started: it ends with this process, and not with a worker."""
     become_subreaper()
     channel.send(pickle.dumps(None))
     workers: dict[int, int | None] = {}
     """How each has ended, as far as it has."""
-    while True:
-        asked, given, _, _ = socket.recv_fds(control, NUMBER.size, 1)
-        if not asked:
-            break
-        pid = NUMBER.unpack(asked)[0]
-        if pid == 0:
-            answer = _forked(functions, control, given[0])
-            workers[answer] = None
-        else:
-            answer = _end(pid, workers)
-        control.sendall(NUMBER.pack(answer))
+    with suppress(BrokenPipeError, ConnectionResetError):  # the other end has gone without its answer
+        while True:
+            asked, given, _, _ = socket.recv_fds(control, NUMBER.size, 1)
+            if not asked:
+                break
+            pid = NUMBER.unpack(asked)[0]
+            if pid == 0:
+                answer = _forked(functions, control, given[0])
+                workers[answer] = None
+            else:
+                answer = _end(pid, workers, helpers)
+            control.sendall(NUMBER.pack(answer))
     for pid in list(workers):
-        _end(pid, workers)
+        _end(pid, workers, helpers)
+    for pid in descendants(os.getpid()):
+        kill(pid)
 
 
 def _prepared(name: str, part: Findable) -> Found:
@@ -72,22 +78,28 @@ def _forked(functions: Mapping[str, Found], control: socket.socket, end: int) ->
     if pid := os.fork():
         os.close(end)
         return pid
+    code = 1
     try:
         control.close()
         os.set_inheritable(end, False)
         work(Channel(socket.socket(fileno=end)), functions, nursery)
-    except OSError:
-        pass  # the other end has gone
+        code = 0
+    except (BrokenPipeError, ConnectionResetError):
+        code = 0  # the other end has gone
+    except BaseException:  # whatever it is, the process must not go on as a copy of its parent
+        traceback.print_exc()
     finally:
-        os._exit(0)
+        os._exit(code)
 
 
-def _end(pid: int, workers: dict[int, int | None]) -> int:
+def _end(pid: int, workers: dict[int, int | None], helpers: set[int]) -> int:
     """Kills a worker and everything that it has started; the exit code, or the signal's number below zero."""
     while True:
-        _reap(workers)
+        # What a helper has started is left to this process as well when the helper ends.
+        helpers.update([below for helper in helpers for below in descendants(helper)])
+        _reap(workers, helpers)
         # What was started by a worker that is no more is a child of this process.
-        doomed = [child for child in children(os.getpid()) if child == pid or child not in workers]
+        doomed = [child for child in children(os.getpid()) if child == pid or child not in {*workers, *helpers}]
         if not doomed:
             break
         for each in doomed + [below for root in doomed for below in descendants(root)]:
@@ -99,10 +111,11 @@ def _end(pid: int, workers: dict[int, int | None]) -> int:
     return status
 
 
-def _reap(workers: dict[int, int | None]) -> None:
+def _reap(workers: dict[int, int | None], helpers: set[int]) -> None:
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = ended
+            helpers.discard(pid)
             if pid in workers:
                 workers[pid] = os.waitstatus_to_exitcode(status)
 

@@ -6,8 +6,10 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
+from rlflow.errors import EngineError
 from rlflow.rewards.base import Failure
 from rlflow.rewards.found import Findable
 from rlflow.rewards.pool.calls import Call, Worker
@@ -43,14 +45,20 @@ class Pool:
             while waiting or any(worker.begun for worker in self.workers):
                 self._hand_out(waiting)
                 for call, outcomes in self._done(waiting):
-                    whole = isinstance(first := outcomes[0], Failure) and first.kind in ("raised", "timeout", "died")
-                    if whole and len(call.places) > 1:
+                    if len(call.places) > 1 and self._is_whole(call, outcomes[0]):
                         waiting.extendleft(call.singly())
                     else:
                         yield call, outcomes
         finally:
             for worker in [worker for worker in self.workers if worker.begun]:
-                self._end(worker)
+                with suppress(EngineError):  # its nursery has ended, and it with that
+                    self._end(worker)
+
+    def _is_whole(self, call: Call, first: Any) -> bool:
+        """Whether a failure is that of a whole call, of which a single response may have been the cause."""
+        if not isinstance(first, Failure):
+            return False
+        return first.kind in ("raised", "died") or (first.kind == "timeout" and not self.found[call.part].keeps_time)
 
     def _hand_out(self, waiting: deque[Call]) -> None:
         while waiting and len(self.workers) < self.num_workers:
@@ -100,14 +108,20 @@ class Pool:
         if is_late:
             failure = Failure("timeout", f"took longer than {self._parts[call.part].timeout_s:g} s")
         else:
-            how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
-            failure = Failure("died", f"ended its process ({how})")
+            failure = Failure("died", f"ended its process ({_how(status)})")
         return call, [failure] * len(call.places)
 
     def _end(self, worker: Worker) -> int:
         self.workers.remove(worker)
         worker.socket.close()
         return self.nursery.end(worker.pid)
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"exit code {status}"
+    known = {each.value: each.name for each in signal.Signals}
+    return known.get(-status, f"signal {-status}")
 
 
 def _stop(workers: list[Worker], nursery: Nursery) -> None:

@@ -47,18 +47,26 @@ class Nursery:
         """A new worker: its process id, and our end of its socket. Raises EngineError."""
         ours, theirs = socket.socketpair()
         with theirs:
-            return self._asked(0, [theirs.fileno()]), ours
+            try:
+                return self._asked(0, [theirs.fileno()]), ours
+            except BaseException:
+                ours.close()
+                raise
 
     def end(self, pid: int) -> int:
         """Kills a worker and everything that it has started. Its exit code, or the signal's number below zero."""
         return self._asked(pid, [])
 
     def _asked(self, number: int, ends: list[int]) -> int:
+        answer = b""
         try:
-            socket.send_fds(self._socket, [NUMBER.pack(number)], ends)
-            answer = self._socket.recv(NUMBER.size, socket.MSG_WAITALL)
-        except OSError:
-            answer = b""
+            with suppress(OSError):
+                socket.send_fds(self._socket, [NUMBER.pack(number)], ends)
+                answer = self._socket.recv(NUMBER.size, socket.MSG_WAITALL)
+        finally:
+            if len(answer) < NUMBER.size:
+                # An answer that comes late would be taken for that to the next question.
+                self._socket.close()
         if len(answer) < NUMBER.size:
             raise EngineError("the process that rewards are forked from has died.")
         return int(NUMBER.unpack(answer)[0])

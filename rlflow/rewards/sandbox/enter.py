@@ -24,7 +24,7 @@ class Pipes(NamedTuple):
     program: tuple[int, int]
     """Its input and output."""
     says: int
-    """To write a line of JSON: ``ended`` (exited, timeout, memory) and ``code``; or ``failed``."""
+    """To write lines of JSON: ``started``; then ``ended`` (exited, timeout, memory) and ``code``; or ``failed``."""
     is_ready: int
     """To write a byte when the user namespace is there."""
     go: int
@@ -56,8 +56,10 @@ def _guard(program: str, pipes: Pipes, limits: Limits, deadline: float) -> None:
     """Process 1 of its namespace: nothing inside can end it, and with it all ends. Raises OSError."""
     prctl(PDEATHSIG, signal.SIGKILL)
     prctl(_DUMPABLE, 0)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    # Process 1 is ended by no signal from inside but those that it handles, and Python handles SIGINT.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     build(program, limits)
+    _say(pipes.says, started=True)
     child = os.fork()
     if child == 0:
         become(*pipes.program, limits)

@@ -14,7 +14,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 def watched(child: int, limits: Limits, deadline: float) -> tuple[Literal["exited", "timeout", "memory"], int | None]:
     """How the program ends, and its exit code, or a signal's number below zero. Called by process 1 of the namespace,
-    with SIGCHLD blocked; ``deadline`` is on the monotonic clock."""
+    with all signals blocked; ``deadline`` is on the monotonic clock."""
     while (left := deadline - time.monotonic()) > 0:
         signal.sigtimedwait([signal.SIGCHLD], min(left, _LOOK_S))
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

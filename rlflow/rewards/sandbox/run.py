@@ -3,19 +3,20 @@
 import json
 import os
 import select
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from rlflow.errors import first_line
-from rlflow.rewards.processes import kill
+from rlflow.rewards.processes import children, kill
 from rlflow.rewards.sandbox.confine import NOBODY
 from rlflow.rewards.sandbox.enter import Pipes, enter
 from rlflow.rewards.sandbox.limits import MIB, Limits
 
-# The guard keeps the deadline; this is for one that cannot.
-_GRACE_S = 0.3
+# The guard keeps the deadline; this is for one that cannot, as on a host with too much to do.
+_GRACE_S = 1.0
 
 
 class SandboxError(Exception):
@@ -60,23 +61,41 @@ def run(program: str, given: bytes, limits: Limits) -> Ended:
 
 def _report(child: int, ready: int, let_go: int, said: int, until: float) -> dict[str, Any]:
     """What the guard says, once nothing of it is left. Raises OSError and SandboxError."""
-    line = b""
+    told, is_over = b"", False
     try:
         if os.read(ready, 1):
             _map_ids(child)
             os.write(let_go, b"g")
-        if select.select([said], [], [], max(0.0, until - time.monotonic()))[0]:
-            line = os.read(said, select.PIPE_BUF)
+        while not is_over and select.select([said], [], [], max(0.0, until - time.monotonic()))[0]:
+            told += (new := os.read(said, select.PIPE_BUF))
+            is_over = not new
     finally:
-        if not line:
-            kill(child)
-        os.waitpid(child, 0)
-    if not line:
+        if is_over:
+            os.waitpid(child, 0)
+        else:
+            _end(child)
+    report: dict[str, Any] = {}
+    for report in map(json.loads, told.splitlines()):
+        if "failed" in report:
+            raise SandboxError(report["failed"])
+        if "ended" in report:
+            return report
+    if is_over:
         raise SandboxError("the guard of the program ended without a word")
-    report: dict[str, Any] = json.loads(line.splitlines()[0])
-    if "failed" in report:
-        raise SandboxError(report["failed"])
-    return report
+    if not report:
+        raise SandboxError("the guard of the program did not start in time")
+    return {"ended": "timeout", "code": None}
+
+
+def _end(child: int) -> None:
+    """With the guard below it. The child itself waits for the guard, which would else be left to a subreaper."""
+    os.kill(child, signal.SIGSTOP)
+    if os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1]):
+        # Now it has a guard or will never have one.
+        for pid in children(child) or [child]:
+            kill(pid)
+        os.kill(child, signal.SIGCONT)
+        os.waitpid(child, 0)
 
 
 def _map_ids(child: int) -> None:

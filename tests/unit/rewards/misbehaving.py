@@ -26,6 +26,13 @@ def by_fours(texts: Texts, rows: Rows) -> list[float]:
     return [float(len(texts))] * len(texts)
 
 
+@batched(4)
+def told_its_time(texts: Texts, rows: Rows, *, timeout_s: float) -> list[float]:
+    """And does not keep it."""
+    hang(texts)
+    return []
+
+
 def hang(texts: Texts) -> None:
     while True:
         pass
@@ -75,6 +82,7 @@ DOES: dict[str, Callable[[Texts], Any]] = {
     "exit": lambda texts: os._exit(0),
     "exit politely": lambda texts: sys.exit(0),
     "kill itself": lambda texts: os.kill(os.getpid(), signal.SIGKILL),
+    "kill itself by another": lambda texts: os.kill(os.getpid(), 40),
     "crash": crash,
     "recurse": recurse,
     "close everything": lambda texts: os.closerange(3, 256),

@@ -1,8 +1,12 @@
 """Nothing gets out of the sandbox, all of it is over in time, and nothing has 0 by accident."""
 
+import json
 import os
 import re
 import socket
+import subprocess
+import sys
+import sysconfig
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -16,10 +20,12 @@ from rlflow.rewards.part import Part
 from rlflow.rewards.pool.calls import Call
 from rlflow.rewards.pool.pool import Pool
 from rlflow.rewards.processes import children
+from tests.unit.rewards import ordinary
 from tests.unit.rewards.attacks import ATTACKS, Attack
 from tests.unit.rewards.sandboxes import needs_sandbox
 
 DEADLINE_S = 1.0
+ORDINARY: Mapping[str, Any] = {"user": 12345, "group": 12345, "extra_groups": []}
 pytestmark = [pytest.mark.slow, needs_sandbox]
 
 
@@ -58,3 +64,30 @@ def test_a_program(attack: Attack, pool: Pool, tmp_path: Path) -> None:
     assert secret.read_text() == "secret"
     assert not left.exists()
     assert not (home / "rlflow_was_here").exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the others are an ordinary user's already")
+def test_attacks_on_the_guard_of_an_ordinary_user() -> None:
+    """Who is not that of root, but the same user as the program."""
+    root = Path(__file__).parents[3]
+    python = next(filter(may_run, (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}")), None)
+    if python is None:
+        pytest.skip("an ordinary user may run no Python of this version here")
+    path = f"{root}:{sysconfig.get_path('purelib')}"
+    attacks = [attack for attack in ATTACKS if "guard" in attack.name or "killing" in attack.name]
+    command = [python, "-m", ordinary.__name__, *(attack.name for attack in attacks)]
+    environment = {"PYTHONPATH": path, "HOME": "/", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=60, **ORDINARY)
+    if "SandboxError" in done.stderr or "ModuleNotFoundError" in done.stderr:
+        pytest.skip(f"not for an ordinary user here: {done.stderr.splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    rewards = dict(map(json.loads, done.stdout.splitlines()))
+    assert len(attacks) > 5
+    assert rewards == {attack.name: attack.reward for attack in attacks}
+
+
+def may_run(python: str) -> bool:
+    try:
+        return subprocess.run([python, "-c", ""], cwd="/", timeout=10, **ORDINARY).returncode == 0
+    except OSError:
+        return False

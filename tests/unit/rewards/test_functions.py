@@ -1,11 +1,14 @@
 """The rewards that a recipe may name, called here."""
 
+import time
+
 import pytest
 
 from rlflow.errors import RecipeError
 from rlflow.rewards.base import Failure, Outcome
 from rlflow.rewards.find import find_reward
-from rlflow.rewards.functions import exact, math, number
+from rlflow.rewards.functions import code, exact, math, number
+from tests.unit.rewards import annotated
 from tests.unit.rewards.sandboxes import needs_sandbox
 
 
@@ -60,6 +63,7 @@ def test_length() -> None:
 
 
 PROGRAM = "Like this:\n```python\nprint(sum(map(int, input().split())))\n```\nIt adds."
+WITH_TEXT = "```text\n1 2\n```\nis read so:\n```python\nprint(3)\n```\nwhich gives\n```\n3\n```"
 FUNCTION = "```\nfirst = 1\n```\n```py\ndef add(a, b):\n    return [a + b, None]\n```"
 
 
@@ -77,11 +81,24 @@ FUNCTION = "```\nfirst = 1\n```\n```py\ndef add(a, b):\n    return [a + b, None]
         (FUNCTION, [{"call": "sub", "arguments": [1, 2], "result": [4, None]}], 0),
         ("```python\nimport numpy\nprint(numpy.ones(2).sum())\n```", [{"input": "", "output": "2.0"}], 1),
         ("print(3)", [{"input": "", "output": "3"}], 0),
+        (WITH_TEXT, [{"input": "", "output": "3"}], 1),
+        ("```Python3 \r\nprint(3)\r\n```\r\n", [{"input": "", "output": "3"}], 1),
+        ("```\nprint(3)\n```\n```bash\nprint(4)\n```", [{"input": "", "output": "3"}], 1),
+        ("````py\n'```'\nprint(3)\n````", [{"input": "", "output": "3"}], 1),
+        ("```python\nprint(3)\n", [{"input": "", "output": "3"}], 0),
     ],
 )
 def test_code(text: str, tests: object, reward: float) -> None:
     found = find_reward("code", {}, 5.0)
     assert found.call([text], [{"tests": tests}]) == [reward]
+
+
+def test_what_is_long_is_judged_quickly() -> None:
+    began = time.monotonic()
+    assert not code._same_lines("\n" * 2**24 + "3", "3")
+    assert code._same_lines("3" + " " * 2**24, "3\n\n")
+    assert code._program("```python\n" * 10**5) is None
+    assert time.monotonic() - began < 1
 
 
 @needs_sandbox
@@ -90,6 +107,11 @@ def test_the_time_is_for_all_tests_of_a_row() -> None:
     slow = "```python\nimport time\ntime.sleep(0.4)\n```"
     test = {"input": "", "output": ""}
     assert found.call([slow, slow], [{"tests": [test]}, {"tests": [test] * 3}]) == [1, 0]
+
+
+def test_annotations_may_be_texts_and_defaults_lists() -> None:
+    assert find_reward(f"{annotated.__name__}:good", {"factor": 3.0}, 1.0).call(["x"], [{}]) == [3.0]
+    assert find_reward(f"{annotated.__name__}:good", {"words": ["b", "c"]}, 1.0).call(["x"], [{}]) == [4.0]
 
 
 @pytest.mark.parametrize(
@@ -121,6 +143,15 @@ def test_the_time_is_for_all_tests_of_a_row() -> None:
         ),
         ("code", {"timeout_s": 1}, "options.timeout_s: unknown key"),
         ("math:pi", {}, "function: 'math:pi' is not a function"),
+        ("length", {"max_characters": 4, "buffer": 5}, "options.buffer: 5 is more than max_characters, 4"),
+        ("builtins:max", {}, "function: the options of 'builtins:max' cannot be read (ValueError: no signature found"),
+        (f"{annotated.__name__}:of_a_thing", {}, "cannot be read (PydanticSchemaGenerationError: "),
+        (f"{annotated.__name__}:of_nothing_known", {}, "cannot be read (NameError: name 'Unknown' is not defined)"),
+        (
+            f"{annotated.__name__}:good",
+            {"factor": "2"},
+            "options.factor: '2' is not valid: input should be a valid",
+        ),
     ],
 )
 def test_mistakes(name: str, options: dict[str, object], message: str) -> None:

@@ -47,6 +47,8 @@ def test_what_passes_is_asked_again() -> None:
     ("answer", "kind", "reason", "tries"),
     [
         (lambda *_: 500, "unavailable", r"has no answer from http://\S+ \(500 Internal Server Error; 5 tries\)", 5),
+        (lambda *_: 507, "unavailable", r"has no answer from http://\S+ \(507 Insufficient Storage; 5 tries\)", 5),
+        (lambda *_: 501, "unavailable", r"has no answer from http://\S+ \(501 Not Implemented; 1 try\)", 1),
         (lambda *_: 404, "unavailable", r"has no answer from http://\S+ \(404 Not Found; 1 try\)", 1),
         (late, "unavailable", r"has no answer from http://\S+ \(TimeoutError: timed out; 1 try\)", 1),
         (lambda *_: b"<html>", "invalid", r"got no JSON from http://\S+, but b'<html>'", 1),
@@ -74,9 +76,9 @@ def test_what_a_service_does_wrong(answer: Any, kind: Kind, reason: str, tries: 
 
 
 def test_what_is_said_of_one_response_is_of_it_alone() -> None:
-    given = [1, None, True, {"error": "too long"}, "1.0"]
+    given = [1, None, True, {"error": "too long"}, "1.0", 10**400]
     with serving(lambda *_: {"rewards": given}) as service:
-        number, *failures = remote.reward(["x"] * 5, [{}] * 5, url=service.url, timeout_s=TIMEOUT_S)
+        number, *failures = remote.reward(["x"] * 6, [{}] * 6, url=service.url, timeout_s=TIMEOUT_S)
     assert number == 1.0
     url = service.url
     assert failures == [
@@ -84,6 +86,7 @@ def test_what_is_said_of_one_response_is_of_it_alone() -> None:
         Failure("invalid", f"got True for a response from {url}"),
         Failure("unavailable", f"was told by {url}: too long"),
         Failure("invalid", f"got 1.0 for a response from {url}"),
+        Failure("invalid", f"got 1{'0' * 79} for a response from {url}"),
     ]
 
 
@@ -117,9 +120,22 @@ def test_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     assert contents[0] == {"model": "wise", "messages": [message], "max_tokens": 9, "temperature": 0.0}
 
 
-def test_a_score_of_another_form() -> None:
+@pytest.mark.parametrize("score", [r"\[\[(\d+)\]\]", r"\[(\d+)(\])", r"\d"])
+def test_a_score_of_another_form(score: str) -> None:
     with serving(lambda *_: said("[[7]]")) as service:
-        assert judged(service, ["2"], score=re.compile(r"\[\[(\d+)\]\]")) == [7.0]
+        assert judged(service, ["2"], score=re.compile(score)) == [7.0]
+
+
+@pytest.mark.parametrize("score", [r"(\w+)$", r"(\d+)?good"])
+def test_a_score_that_is_no_number_is_of_one_response_alone(score: str) -> None:
+    def answer(_: Service, content: Any) -> Any:
+        return said("7 7good 7" if "2" in content["messages"][0]["content"].partition("?")[2] else "7 is good")
+
+    with serving(answer) as service:
+        number, failure = judged(service, ["2", "3"], score=re.compile(score))
+    assert number == 7.0
+    assert failure.kind == "invalid"
+    assert failure.reason.startswith("found no number where the score is in what the judge said: ")
 
 
 def test_no_key_is_sent_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

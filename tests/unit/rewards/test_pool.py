@@ -1,6 +1,10 @@
 """Functions in workers: whatever they do, each call has an outcome in time, and the pool stays whole."""
 
 import gc
+import os
+import pickle
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,9 +15,11 @@ from types import ModuleType
 import pytest
 
 from rlflow.errors import EngineError
+from rlflow.rewards import find
 from rlflow.rewards.base import Failure, Kind, Outcome
 from rlflow.rewards.part import Part
-from rlflow.rewards.pool.calls import Call
+from rlflow.rewards.pool.calls import Call, Worker
+from rlflow.rewards.pool.channel import Channel
 from rlflow.rewards.pool.pool import Pool
 from rlflow.rewards.processes import children, descendants
 from tests.unit.rewards import misbehaving
@@ -57,6 +63,7 @@ def outcomes(pool: Pool, texts: list[str], name: str = "does", size: int = 1) ->
         ("close everything", "died", "ended its process"),
         ("exit", "died", "ended its process (exit code 0)"),
         ("kill itself", "died", "ended its process (SIGKILL)"),
+        ("kill itself by another", "died", "ended its process (signal 40)"),
         ("crash", "died", "ended its process (SIGSEGV)"),
         ("exit politely", "raised", "failed (SystemExit: 0)"),
         ("interrupt", "raised", "failed (KeyboardInterrupt)"),
@@ -92,6 +99,40 @@ def test_of_a_batch_only_the_response_that_hangs_fails(pool: Pool) -> None:
     assert found == [1.0, 1.0, Failure("timeout", "took longer than 0.5 s"), 1.0, 1.0]
 
 
+def test_of_functions_that_are_told_their_time_no_call_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find, "_GRACE_S", 0.2)
+    pool = Pool({"told": part("told_its_time", 0.3)}, num_workers=1)
+    began = time.monotonic()
+    assert outcomes(pool, ["a"] * 4, "told", 4) == [Failure("timeout", "took longer than 0.3 s")] * 4
+    assert time.monotonic() - began < 1.5
+    pool.stop()
+
+
+def test_reasons_are_cut() -> None:
+    assert Failure("raised", "x" * 1000).reason == "x" * 300
+
+
+def test_a_worker_that_reads_nothing_is_given_few_calls() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = Worker(0, ours)
+        while worker.give(Call("does", [0], ["good"], [{}]), 5.0):
+            assert len(worker.begun) < 100
+
+
+def test_a_worker_that_does_not_read_its_first_call(pool: Pool) -> None:
+    assert outcomes(pool, ["good"] * 9) == [1.5] * 9
+    for worker in pool.workers:
+        os.kill(worker.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    call = Call("does", [0], ["good"], [{"blob": "x" * 10**7}])
+    assert list(pool.outcomes([call])) == [(call, [Failure("timeout", "took longer than 0.5 s")])]
+    assert time.monotonic() - began < DEADLINE_S + 1
+    for worker in pool.workers:
+        os.kill(worker.pid, signal.SIGCONT)
+    assert outcomes(pool, ["good"] * 9) == [1.5] * 9
+
+
 def test_large_texts_behind_one_that_hangs(pool: Pool) -> None:
     """More than a socket holds: nobody waits for a worker to read."""
     calls = [
@@ -120,6 +161,27 @@ def test_a_pool_ends_with_its_object() -> None:
     assert not any(Path(f"/proc/{process}").exists() for process in processes)
 
 
+def test_a_worker_that_cannot_go_on_says_why(capfd: pytest.CaptureFixture[str]) -> None:
+    pool = Pool({"does": part()}, num_workers=1)
+    pid, end = pool.nursery.fork()
+    with end:
+        Channel(end).send(pickle.dumps(("unknown", [""], [{}])))
+        until = time.monotonic() + 10
+        while state(pid) != "Z" and time.monotonic() < until:
+            time.sleep(0.01)
+        assert pool.nursery.end(pid) == 1
+    assert "KeyError: 'unknown'" in capfd.readouterr().err
+    pool.stop()
+
+
+def state(pid: float) -> str | None:
+    """Of a process, as /proc has it."""
+    try:
+        return Path(f"/proc/{pid:.0f}/stat").read_text().split()[2]
+    except OSError:
+        return None
+
+
 def test_a_nursery_that_has_died_is_told() -> None:
     pool = Pool({"does": part()}, num_workers=1)
     assert outcomes(pool, ["good"]) == [1.5]
@@ -127,6 +189,31 @@ def test_a_nursery_that_has_died_is_told() -> None:
     with pytest.raises(EngineError, match="the process that rewards are forked from has died"):
         outcomes(pool, ["good"])
     pool.stop()
+
+
+def test_a_late_answer_of_the_nursery_is_taken_for_no_other() -> None:
+    pool = Pool({"does": part()}, num_workers=1)
+    pool.nursery._socket.settimeout(0.1)
+    os.kill(pool.nursery.pid, signal.SIGSTOP)
+    with pytest.raises(EngineError, match="the process that rewards are forked from has died"):
+        pool.nursery.fork()
+    os.kill(pool.nursery.pid, signal.SIGCONT)
+    with pytest.raises(EngineError, match="the process that rewards are forked from has died"):
+        pool.nursery.fork()
+    pool.stop()
+
+
+def test_what_a_module_has_started_ends_with_the_pool_and_with_no_worker() -> None:
+    pool = Pool({"helped": Part(function="tests.unit.rewards.helped:reward")}, num_workers=1)
+    started_here = sys.modules["tests.unit.rewards.helped"].HELPER
+    started_here.kill()
+    started_here.wait()
+    (helper,) = outcomes(pool, ["good"], "helped")
+    assert isinstance(helper, float)
+    assert outcomes(pool, ["exit", "good"], "helped") == [Failure("died", "ended its process (exit code 0)"), helper]
+    assert state(helper) == "S"
+    pool.stop()
+    assert state(helper) in (None, "Z")
 
 
 def test_a_function_that_is_there_for_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:

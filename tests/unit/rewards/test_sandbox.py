@@ -2,12 +2,15 @@
 
 import ctypes
 import errno
+import os
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from rlflow.rewards.base import Failure
 from rlflow.rewards.functions import code
+from rlflow.rewards.processes import CHILD_SUBREAPER, children, prctl
 from rlflow.rewards.sandbox import enter, root, syscalls
 from rlflow.rewards.sandbox.limits import Limits
 from rlflow.rewards.sandbox.run import Ended, SandboxError, run
@@ -61,6 +64,35 @@ def test_a_guard_that_is_killed_says_nothing_of_the_program(monkeypatch: pytest.
     monkeypatch.setattr(enter, "_guard", lambda *_: None)
     with pytest.raises(SandboxError, match="the guard of the program ended without a word"):
         run("print(1)", b"", LIMITS)
+
+
+@needs_sandbox
+def test_a_guard_that_is_late_says_that_the_program_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlflow.rewards.sandbox.run._GRACE_S", 0.2)
+    monkeypatch.setattr(enter, "watched", lambda *_: time.sleep(60))
+    before = children(os.getpid())
+    prctl(CHILD_SUBREAPER, 1)
+    try:
+        assert run("print(1, flush=True)", b"", Limits(timeout_s=0.3)) == Ended("timeout", None, b"1\n")
+        assert children(os.getpid()) == before, "nothing is left of it"
+    finally:
+        prctl(CHILD_SUBREAPER, 0)
+
+
+@needs_sandbox
+def test_a_guard_that_does_not_start_says_nothing_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlflow.rewards.sandbox.run._GRACE_S", 0.1)
+    monkeypatch.setattr(enter, "build", lambda *_: time.sleep(60))
+    with pytest.raises(SandboxError, match="the guard of the program did not start in time"):
+        run("print(1)", b"", Limits(timeout_s=0.1))
+
+
+@needs_sandbox
+def test_a_sandbox_in_which_python_does_not_start_is_told() -> None:
+    with pytest.raises(
+        SandboxError, match=r"Python does not start in the sandbox \(exited, code -?\d+\): memory_mib is 4"
+    ):
+        code.prepare(memory_mib=4)
 
 
 def test_a_home_that_would_be_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
