@@ -19,7 +19,7 @@ from rlflow.schema import Section, parse
 # A function that takes it is told how long it may take; the node says it, not the options.
 _TIMEOUT = "timeout_s"
 # It ends by itself then, and the kill comes after, on a host with too much to do as well.
-_GRACE_S = 2.0
+_GRACE_S = 0.9
 
 
 def find_reward(name: str, options: Mapping[str, Any], timeout_s: float) -> Found:

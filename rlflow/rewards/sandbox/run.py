@@ -16,7 +16,7 @@ from rlflow.rewards.sandbox.enter import Pipes, enter
 from rlflow.rewards.sandbox.limits import MIB, Limits
 
 # The guard keeps the deadline; this is for one that cannot, as on a host with too much to do.
-_GRACE_S = 1.0
+_GRACE_S = 0.5
 
 
 class SandboxError(Exception):
