@@ -43,7 +43,11 @@ CASES: dict[str, tuple[PolicyGradient, dict[str, Any]]] = {
     "entropy": (PolicyUpdate(entropy_coef=0.3), {"entropy_coef": 0.3}),
     "correction": (PolicyUpdate(correction=Correction(max_ratio=1.1)), {}),
     "correction of sequences": (
-        GspoUpdate(clip_eps=0.05, correction=Correction(level="sequence", outside="mask", max_ratio=1.2)),
+        GspoUpdate(
+            clip_eps=0.05,
+            aggregation="token",
+            correction=Correction(level="sequence", outside="mask", max_ratio=1.2),
+        ),
         {"importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 4e-4},
     ),
 }
