@@ -36,6 +36,7 @@ NCCL_COMMUNICATOR_GIB = 0.2
 NCCL_PEER_GIB = 0.04
 # Tokens of a step of vLLM, which the engine is told: its own default depends on the kind of GPU.
 MAX_BATCHED_TOKENS = 8192
+# Of adapters, that vLLM has room for: smaller ones are filled up.
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
