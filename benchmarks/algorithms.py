@@ -1,6 +1,6 @@
 """Whether every algorithm learns: ``python -m benchmarks.algorithms [--seeds N] [--only NAME,...] [--json FILE]``.
 
-Each tiny recipe in this process, those of a task from the same model; ``sft`` makes that model, from random weights.
+Each tiny recipe in this process, those of a task from the same model, and ``sft`` from random weights.
 The gain in held-out reward, or in accuracy on held-out pairs, smallest over the seeds; the time of the longest run, and
 the longest until an evaluation first told of a gain that is enough.
 """

@@ -39,7 +39,7 @@ def test_what_is_wrong_is_named(overrides: list[str], message: str) -> None:
 
 def test_a_recipe_for_a_model_is_composed_in_its_turn() -> None:
     base = rlflow.load(["recipe=grpo_tiny", "seed=3"]).models["policy"].recipe
-    assert base == rlflow.load(["recipe=sft_tiny"])
+    assert base == rlflow.load(["recipe=beginner_tiny"])
 
 
 @pytest.mark.parametrize(
