@@ -12,8 +12,10 @@ from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.DOTALL)
+SHOWN = [block for language, block in BLOCKS if language == "console" and block.startswith("$ python -m rlflow")]
 # What a dry run prints is the same everywhere; a run also tells times.
-CONSOLE = [block for language, block in BLOCKS if language == "console" and "dry_run=true" in block.splitlines()[0]]
+CONSOLE = [block for block in SHOWN if "dry_run=true" in block.splitlines()[0]]
+RUNS = [block for block in SHOWN if block not in CONSOLE]
 DRY_RUNS = sorted(set(re.findall(r"`(python -m rlflow [^`]*dry_run=true)`", README)))
 
 
@@ -35,6 +37,15 @@ def test_what_is_shown_is_what_is_printed(block: str, tmp_path: Path) -> None:
     command, shown = block.removeprefix("$ ").split("\n", 1)
     done = run(command, tmp_path)
     assert lines(done.stdout + done.stderr) == lines(shown)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", RUNS, ids=lambda block: block.splitlines()[0])
+def test_the_plan_of_a_run_is_what_is_printed(block: str, tmp_path: Path) -> None:
+    command, shown = block.removeprefix("$ ").split("\n", 1)
+    *plan, _, file = lines(run(f"{command} dry_run=true", tmp_path).stdout)
+    assert file.startswith("plan: ")
+    assert lines(shown)[: len(plan)] == plan
 
 
 @pytest.mark.slow
