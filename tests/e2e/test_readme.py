@@ -44,6 +44,7 @@ def test_what_is_shown_is_what_is_printed(block: str, tmp_path: Path) -> None:
 def test_the_plan_of_a_run_is_what_is_printed(block: str, tmp_path: Path) -> None:
     command, shown = block.removeprefix("$ ").split("\n", 1)
     *plan, _, file = lines(run(f"{command} dry_run=true", tmp_path).stdout)
+    assert "fingerprint" in plan[-1]
     assert file.startswith("plan: ")
     assert lines(shown)[: len(plan)] == plan
 
