@@ -15,15 +15,14 @@ from types import FrameType
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console, RenderableType
 
 from rlflow.compiler.plan import Plan, compile_recipe, read_plan, write_plan
 from rlflow.compiler.ranking import Outcome, ranking
 from rlflow.compiler.render import render
 from rlflow.compose import (
+    COMPOSING_ERRORS,
     CONF,
     FrontDoor,
     calibration_of,
@@ -32,7 +31,7 @@ from rlflow.compose import (
     free_keys,
     front_door_of,
     recipe_of,
-    register_shapes,
+    register_sources,
 )
 from rlflow.errors import EngineError, RecipeError, UserError
 from rlflow.recipe import Tune
@@ -49,7 +48,7 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     # Threads that wait for work spin only shortly: two runs on one machine would else starve each other.
     os.environ.setdefault("GOMP_SPINCOUNT", "1500")
-    register_shapes()
+    register_sources()
     sys.argv[1:] = free_keys(sys.argv[1:])
     codes: list[int] = []
     outcomes: list[Outcome] = []
@@ -62,7 +61,7 @@ def main() -> int:
 
     try:
         job()
-    except (HydraException, OmegaConfBaseException) as error:
+    except COMPOSING_ERRORS as error:
         return _tell(composing_error(error))
     except UserError as error:
         return _tell(error)

@@ -21,11 +21,13 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlflow.errors import RecipeError, did_you_mean, first_line
+from rlflow import recipe_files
+from rlflow.errors import FileError, RecipeError, did_you_mean
 from rlflow.recipe import Recipe, Tune, load, plain
 from rlflow.resources.cluster import Cluster, cluster_from, parse_shape
 from rlflow.resources.time.speed import Calibration, calibration_from
 from rlflow.schema import Section, parse
+from rlflow.yaml_files import read_yaml
 
 _HERE = Path(__file__).parent
 # Beside the package in a checkout, inside it in a wheel.
@@ -86,10 +88,11 @@ class ShapeSearchPath(SearchPathPlugin):
         search_path.append("rlflow", "shape://")
 
 
-def register_shapes() -> None:
-    """Tells Hydra of them; once is enough, more does no harm."""
+def register_sources() -> None:
+    """Register shapes and vetted files with Hydra; once is enough, more does no harm."""
     for plugin in (ShapeSource, ShapeSearchPath):
         Plugins.instance().register(plugin)
+    recipe_files.register(CONF / "config.yaml")
 
 
 def free_keys(overrides: Sequence[str]) -> list[str]:
@@ -105,7 +108,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Di
 
     Raises RecipeError.
     """
-    register_shapes()
+    register_sources()
     extra = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
     # Composing works inside a job that Hydra runs, too.
     hydra = GlobalHydra.instance()
@@ -114,7 +117,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Di
     try:
         with initialize_config_dir(str(CONF.resolve()), version_base="1.3"):
             return hydra_compose("config", [*extra, *free_keys(overrides)])
-    except (HydraException, OmegaConfBaseException) as error:
+    except COMPOSING_ERRORS as error:
         raise composing_error(error) from None
     finally:
         hydra.hydra = outer
@@ -189,21 +192,23 @@ def calibration_of(door: FrontDoor, cluster: Cluster) -> Calibration:
     if door.calibration is None:
         return {}
     try:
-        measured = OmegaConf.load(door.calibration)
-    except Exception as error:  # of the file system, or of the YAML parser
-        raise RecipeError("calibration", f"'{door.calibration}' cannot be read ({first_line(error)})") from None
-    if not isinstance(measured, DictConfig):
-        raise RecipeError("calibration", f"'{door.calibration}' has no kinds of GPU", known=list(cluster.gpus))
+        measured = read_yaml(Path(door.calibration))
+    except FileError as error:
+        raise RecipeError("calibration", f"'{error.path}' {error.fact}", fix=error.notes["Fix"]) from None
     return calibration_from(plain(measured), cluster)
 
 
 def _device_name(path: Path) -> object:
-    figures = OmegaConf.load(path)
-    return figures.get("device_name") if isinstance(figures, DictConfig) else None
+    return read_yaml(path).get("device_name")
+
+
+COMPOSING_ERRORS = (HydraException, OmegaConfBaseException, RecursionError)
 
 
 def composing_error(error: Exception) -> RecipeError:
     """What Hydra found wrong, in our form."""
+    if isinstance(error, RecursionError):
+        return recipe_files.circle_error(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         options = sorted(str(option) for option in error.options or [])

@@ -4,6 +4,7 @@
     ├── ValueError
     │   └── UserError            something a person can mend in the recipe or on the command line; exit code 2
     │       ├── RecipeError      a value in the recipe, a file or a figure that it names
+    │       │   └── FileError    a configuration file; its path is that of the file
     │       ├── GraphError       the algorithm's graph: nodes, edges, roles
     │       └── PlacementError   the recipe does not fit the cluster
     └── RuntimeError
@@ -49,6 +50,10 @@ class RecipeError(UserError):
     """A value in the recipe, or a file that it names, is wrong."""
 
 
+class FileError(RecipeError):
+    """A configuration file cannot be read, or says what no recipe may. Its ``path`` is ``FILE`` or ``FILE:LINE``."""
+
+
 class GraphError(UserError):
     """The graph of the algorithm does not hold together."""
 
@@ -63,9 +68,11 @@ class EngineError(RuntimeError):
 
 @contextmanager
 def below(path: str) -> Iterator[None]:
-    """Puts ``path`` before that of a UserError from inside, which knows its place only from there on."""
+    """Put ``path`` before that of a UserError from inside, which knows its place only from there on."""
     try:
         yield
+    except FileError:
+        raise
     except UserError as error:
         error.path = f"{path}.{error.path}"
         raise

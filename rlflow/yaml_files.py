@@ -1,0 +1,134 @@
+"""YAML files that a person wrote: read safely, with every mistake reported at its file and line."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
+from omegaconf.errors import OmegaConfBaseException
+
+from rlflow.errors import FileError, first_line
+
+# The largest recipe of rlflow has 3 KB and 150 values. Hydra copies every value several times, so a file of a few
+# hundred bytes whose aliases expand to millions of values would keep it busy for minutes.
+MAX_BYTES = 256 * 1024
+MAX_VALUES = 10_000
+
+_TAG = "tag:yaml.org,2002:"
+_PLAIN = {f"{_TAG}{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null", "merge")}
+
+
+def read_yaml(path: Path) -> DictConfig:
+    """Return the mapping in the file at ``path``. Raises FileError."""
+    return parse_yaml(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """Return the text of the file at ``path``, as long as it is small enough for a recipe. Raises FileError."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise FileError(str(path), f"cannot be read ({error.strerror})") from None
+    if len(content) > MAX_BYTES:
+        raise FileError(
+            str(path),
+            f"has more than {MAX_BYTES // 1024} KiB, which no recipe needs",
+            fix="put data into a file of its own and name it in data.source",
+        )
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise FileError(
+            f"{path}:{line}", f"byte 0x{content[error.start]:02x} is not UTF-8", fix="save the file as UTF-8"
+        ) from None
+
+
+def parse_yaml(text: str, file: str) -> DictConfig:
+    """Return the mapping in ``text``, the content of ``file``. Raises FileError."""
+    try:
+        loader = get_yaml_loader()(text)
+        node = loader.get_single_node()
+        if node is None:
+            return OmegaConf.create()
+        _check_tags(node, file)
+        if _num_values(node, {}, file) > MAX_VALUES:
+            raise FileError(
+                file, f"has more than {MAX_VALUES} values once its aliases are expanded", fix="use fewer aliases"
+            )
+        if not isinstance(node, yaml.MappingNode):
+            raise FileError(_at(file, node.start_mark), "expected a mapping", fix="write KEY: VALUE on each line")
+        mapping: dict[Any, Any] = loader.construct_document(node)
+        return OmegaConf.create(mapping)
+    except yaml.YAMLError as error:
+        raise _yaml_error(error, file) from None
+    except RecursionError:
+        raise FileError(file, "is nested too deeply", fix="use fewer levels") from None
+    except (ValueError, KeyError, TypeError, OmegaConfBaseException) as error:
+        if isinstance(error, FileError):
+            raise
+        # A tag that its value contradicts (!!int x), a number of thousands of digits, a key that is not a text.
+        raise FileError(file, f"has a value that cannot be read ({first_line(error)})") from None
+
+
+def _check_tags(root: yaml.Node, file: str) -> None:
+    """Raise FileError for a value that is neither text, number, boolean, null, list nor mapping."""
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if node.tag not in _PLAIN:
+            raise FileError(
+                _at(file, node.start_mark),
+                f"the tag '{node.tag.replace(_TAG, '!!')}' is not supported",
+                fix="quote the value, or write it as a plain number, text, list or mapping",
+            )
+        waiting += _children(node)
+
+
+def _num_values(node: yaml.Node, counts: dict[int, int | None], file: str) -> int:
+    """Return how many values ``node`` has with its aliases expanded, at most one more than the limit.
+
+    ``counts`` holds the nodes that are counted, and None for a node that is being counted. Raises FileError for an
+    alias to a node around it.
+    """
+    if id(node) in counts:
+        if (known := counts[id(node)]) is None:
+            raise FileError(
+                _at(file, node.start_mark), "an alias refers to the value that contains it", fix="remove the alias"
+            )
+        return known
+    counts[id(node)] = None
+    count = 1
+    for child in _children(node):
+        count = min(count + _num_values(child, counts, file), MAX_VALUES + 1)
+    counts[id(node)] = count
+    return count
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [child for pair in node.value for child in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+
+
+def _yaml_error(error: yaml.YAMLError, file: str) -> FileError:
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return FileError(file, f"is not a text file ({first_line(error)})")
+    problem = (error.problem or error.context or "is not YAML").replace("\t", "\\t").rstrip(". ")
+    mark = error.problem_mark or error.context_mark
+    fix = None
+    if "'\\t'" in problem:
+        fix = "indent with spaces, not with tabs"
+    elif "another document" in problem or "single document" in (error.context or ""):
+        problem, fix = "has a second document", "remove the line '---' and what follows it"
+    return FileError(_at(file, mark), problem, fix=fix)
+
+
+def _at(file: str, mark: Any) -> str:
+    return f"{file}:{mark.line + 1}" if mark is not None else file
