@@ -5,7 +5,6 @@
 
 import argparse
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -88,11 +87,9 @@ def _job(config: DictConfig, outcomes: list[Outcome]) -> int:
         print("interrupted; resume=true goes on from the last checkpoint, if there is one", file=sys.stderr)
         return STOPPED
     finally:
-        # A folder without a plan is no run: what Hydra has put there goes, and nothing else.
-        if not (directory / "plan.json").exists():
-            shutil.rmtree(directory / ".hydra", ignore_errors=True)
-            with suppress(OSError):
-                directory.rmdir()
+        # Hydra makes the folder of every job, and a job that could not be planned has put nothing there.
+        with suppress(OSError):
+            directory.rmdir()
 
 
 def _console() -> Console:
@@ -118,12 +115,23 @@ def _plan_and_run(config: DictConfig, directory: Path, outcomes: list[Outcome]) 
     outcomes.append(Outcome(_overrides(), plan.prediction))
     _show(render(plan, explain=door.explain))
     if door.dry_run:
-        write_plan(plan, directory)
+        _write_plan(plan, directory)
         console.print(f"\nplan: {directory / 'plan.json'}", soft_wrap=True)
         return 0
     resumed = _run_to_resume(door.resume, plan, directory)
     console.print()
     return _run(plan, resumed or directory, console, resume=resumed is not None, tune=door.tune)
+
+
+def _write_plan(plan: Plan, directory: Path) -> None:
+    """Write a plan that is not run. Raises RecipeError for the folder of a run, whose plan it would replace."""
+    from rlflow.runtime.checkpoint import checkpoints
+    from rlflow.runtime.folder_lock import locked
+
+    with locked(directory):
+        if checkpoints(directory):
+            raise RecipeError("hydra.run.dir", f"'{directory}' holds a run", fix="another folder")
+        write_plan(plan, directory)
 
 
 def _plan(config: DictConfig, door: FrontDoor) -> Plan:

@@ -26,6 +26,9 @@ class ProgressDisplay(Observer):
         self._console = console
         self._bar: Progress | None = None
 
+    def warned(self, warning: str) -> None:
+        self._console.print(f"warning: {warning}", soft_wrap=True, markup=False)
+
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         self._steps = plan.recipe.steps
         self._names = _names(plan)

@@ -60,6 +60,9 @@ class Runtime(Protocol):
 class Observer:
     """Is told what happens in a run, in the run's own process. Whoever derives from it says what matters to them."""
 
+    def warned(self, warning: str) -> None:
+        """The run goes on, but a person should know this. May come before ``started``."""
+
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         """``step`` steps are behind it: 0, or those of the checkpoint that it goes on from."""
 

@@ -1,11 +1,13 @@
 """Checkpoints: whole or not there at all.
 
-A checkpoint is written to a folder of another name, flushed to disk with a manifest of its files, and renamed.
+A checkpoint is written to a folder of another name, flushed to disk with a manifest of its files, and renamed. The
+manifest has the digests of the files and of itself, and the step that is in the folder's name.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -16,6 +18,7 @@ from typing import Any
 from rlflow.errors import RecipeError
 
 _MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,12 @@ class Checkpoint:
 
     folder: Path
     progress: Progress
+    damaged: tuple[str, ...] = ()
+    """Warnings about newer checkpoints that were damaged and have been moved aside."""
+
+
+class _DamageError(Exception):
+    """A checkpoint is not as it was written."""
 
 
 def write_whole(folder: Path, write: Callable[[Path], object]) -> None:
@@ -55,7 +64,7 @@ def write_whole(folder: Path, write: Callable[[Path], object]) -> None:
 
 
 def save(run: Path, progress: Progress, engines: Mapping[str, Any], keep: int) -> None:
-    """``engines`` are those that train, by role. Older checkpoints than the last ``keep`` are removed."""
+    """Write a checkpoint of ``engines``, the trained ones by role, and remove all but the newest ``keep``."""
 
     def write(folder: Path) -> None:
         for role, engine in engines.items():
@@ -63,46 +72,95 @@ def save(run: Path, progress: Progress, engines: Mapping[str, Any], keep: int) -
             # It may be in a process that has another working directory.
             engine.save((folder / role).absolute())
         files = {str(p.relative_to(folder)): _digest(p) for p in sorted(folder.rglob("*")) if p.is_file()}
-        (folder / _MANIFEST).write_text(json.dumps({**asdict(progress), "files": files}, indent=1))
+        content = {**asdict(progress), "files": files}
+        (folder / _MANIFEST).write_text(json.dumps(content | {"digest": _digest_of(content)}, indent=1))
 
-    write_whole(run / "checkpoints" / f"step-{progress.step:06d}", write)
+    write_whole(_folder(run, progress.step), write)
     for old in checkpoints(run)[:-keep]:
         shutil.rmtree(old)
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The whole ones, the oldest first."""
-    return sorted((run / "checkpoints").glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
+    """Return the folders of the checkpoints, the oldest first. Files and folders with other names are ignored."""
+    folders = (run / "checkpoints").glob("step-*")
+    return sorted((each for each in folders if _NAME.fullmatch(each.name) and each.is_dir()), key=_step)
 
 
 def last(run: Path, fingerprint: str) -> Checkpoint | None:
-    """None when there is none. Raises RecipeError when it is damaged or another recipe's."""
-    found = checkpoints(run)
-    if not found:
-        return None
-    progress = _read(found[-1])
+    """Return the newest checkpoint that is as it was written; None where there is none at all.
+
+    Newer ones that are damaged are moved aside, so that they do not stand where the run will write. Raises RecipeError
+    for another recipe's run, and where every checkpoint is damaged.
+    """
+    damaged: dict[Path, str] = {}
+    for folder in reversed(checkpoints(run)):
+        try:
+            progress = _read(folder, run, fingerprint)
+        except _DamageError as damage:
+            damaged[folder] = str(damage)
+        else:
+            warnings = [
+                f"the checkpoint {each} is damaged ({fact}): the run goes on from {folder.name}, and "
+                f"{_set_aside(each).name} can be deleted"
+                for each, fact in damaged.items()
+            ]
+            return Checkpoint(folder, progress, tuple(warnings))
+    if damaged:
+        facts = "; ".join(f"{folder.name}: {fact}" for folder, fact in damaged.items())
+        fix = "restore its files from a copy, or start a new run without resume in another folder"
+        raise RecipeError("resume", f"every checkpoint of '{run}' is damaged ({facts})", fix=fix)
+    return None
+
+
+def remove_unfinished(run: Path) -> None:
+    """Delete what a run that was killed had begun to write of checkpoints and models. Needs the folder's lock."""
+    for parent in (run / "checkpoints", run / "model"):
+        for folder in parent.glob(".*-*"):
+            shutil.rmtree(folder)
+
+
+def _read(folder: Path, run: Path, fingerprint: str) -> Progress:
+    """Check a checkpoint against its manifest. Raises _DamageError, or RecipeError for a run of another recipe."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        digest = manifest.pop("digest")
+        intact = digest == _digest_of(manifest)
+        files = manifest.pop("files")
+        progress = Progress(**manifest)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _DamageError(f"{_MANIFEST}: {error}") from None
+    if not intact:
+        raise _DamageError(f"{_MANIFEST} is not as it was written")
+    if progress.step != _step(folder):
+        raise _DamageError(f"{_MANIFEST} is of step {progress.step}")
     if progress.fingerprint != fingerprint:
         raise RecipeError(
             "resume",
             f"'{run}' ran a recipe with the fingerprint {progress.fingerprint}, this one has {fingerprint}",
             fix=f"the same recipe and overrides, or plan={run}/plan.json",
         )
-    return Checkpoint(found[-1], progress)
-
-
-def _read(folder: Path) -> Progress:
-    try:
-        manifest = json.loads((folder / _MANIFEST).read_text())
-        files = manifest.pop("files")
-        progress = Progress(**manifest)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(folder, f"{_MANIFEST}: {error}") from None
     for name, digest in files.items():
         if not (folder / name).is_file():
-            raise _damaged(folder, f"{name} is missing")
+            raise _DamageError(f"{name} is missing")
         if _digest(folder / name) != digest:
-            raise _damaged(folder, f"{name} is not as it was written")
+            raise _DamageError(f"{name} is not as it was written")
     return progress
+
+
+def _folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:06d}"
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint to a name that is not a checkpoint's, and return that."""
+    aside = folder.with_name(f"damaged-{folder.name}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    return folder.rename(aside)
 
 
 def restore(checkpoint: Checkpoint, engines: Mapping[str, Any]) -> None:
@@ -111,14 +169,14 @@ def restore(checkpoint: Checkpoint, engines: Mapping[str, Any]) -> None:
         engine.restore((checkpoint.folder / role).absolute())
 
 
-def _damaged(folder: Path, fact: str) -> RecipeError:
-    fix = f"remove {folder} to go on from the one before it"
-    return RecipeError("resume", f"the checkpoint {folder} is damaged ({fact})", fix=fix)
-
-
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    """Return the digest of a manifest's content, as JSON has it."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _flush(path: Path) -> None:

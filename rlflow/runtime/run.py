@@ -25,6 +25,7 @@ from rlflow.runtime.base import Engines, Observer, Report, Runtime, StoreUse
 from rlflow.runtime.choose import runtime_of
 from rlflow.runtime.data_plane.budget import edge
 from rlflow.runtime.evaluation import pair_evaluator
+from rlflow.runtime.folder_lock import locked
 from rlflow.runtime.lengths import check_examples
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.models import resolve_models
@@ -51,19 +52,40 @@ def run(
     ``tune``: in the first steps, or with "adaptive" as long as it runs, micro-batches and the sequences that an engine
     writes at once grow as long as that is faster and memory allows, from those of the plan, with ``resume`` too.
     ``stop`` is asked after every step; when it says so, the run ends with a checkpoint. Raises a UserError
-    for what the recipe names and is not there and for a plan that cannot be run here, EngineError for what fails.
+    for what the recipe names and is not there, for a plan that cannot be run here and for a folder that another run
+    uses, EngineError for what fails.
     """
+    if resume and not directory.is_dir():
+        raise _no_checkpoint(directory)
+    with locked(directory):
+        return _run(plan, directory, runtime, observers, resume, stop, tune)
+
+
+def _run(
+    plan: Plan,
+    directory: Path,
+    runtime: Runtime,
+    observers: Sequence[Observer],
+    resume: bool,
+    stop: Callable[[], bool],
+    tune: Tune,
+) -> Report:
+    """Run in a folder that no other run uses."""
+    if not resume and checkpoint.checkpoints(directory):
+        raise RecipeError("resume", f"'{directory}' holds a run already", fix=f"resume={directory}, or another folder")
     runtime.check(plan)
     check_vocabularies(plan)
     check_reward_folders(plan.recipe, plan.graph)
     for node in plan.graph.nodes:
         if isinstance(node.operation, Reward | Converse):
             node.operation.try_out()
-    last = checkpoint.last(directory, plan.fingerprint)
-    if last and not resume:
-        raise RecipeError("resume", f"'{directory}' holds a run already", fix=f"resume={directory}, or another folder")
+    last = checkpoint.last(directory, plan.fingerprint) if resume else None
     if resume and not last and not (directory / "base").is_dir():
-        raise RecipeError("resume", f"'{directory}' has no checkpoint", fix="run it anew, without resume")
+        raise _no_checkpoint(directory)
+    for warning in last.damaged if last else ():
+        for observer in observers:
+            observer.warned(warning)
+    checkpoint.remove_unfinished(directory)
     behind = last.progress if last else checkpoint.Progress(plan.fingerprint, 0, {})
     rows, held_out = load_rows(plan.recipe.data, "split"), _held_out_rows(plan)
 
@@ -125,6 +147,10 @@ def run(
         for observer in observers:
             observer.ended(report)
     return report
+
+
+def _no_checkpoint(directory: Path) -> RecipeError:
+    return RecipeError("resume", f"'{directory}' has no checkpoint", fix="run it anew, without resume")
 
 
 def train_step(

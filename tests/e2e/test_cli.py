@@ -36,7 +36,7 @@ def test_a_run(tmp_path: Path) -> None:
     (folder,) = run_folders(tmp_path)
     assert "fake on 1x1@cpu" in out
     assert "held-out reward: eval_before 0.000, eval_after 0." in out
-    for name in ("recipe.yaml", "plan.json", "metrics.jsonl", "report.json", "model", "checkpoints", ".hydra"):
+    for name in ("recipe.yaml", "plan.json", "metrics.jsonl", "report.json", "model", "checkpoints"):
         assert (folder / name).exists(), name
 
 
@@ -182,10 +182,34 @@ def test_resume_passes_over_what_is_no_plan(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint(tmp_path: Path) -> None:
+    """The run goes on from the one before, and says so; without one it does not go on."""
     rlflow(*fake("hydra.run.dir=run"), cwd=tmp_path)
-    (tmp_path / "run" / "checkpoints" / "step-000006" / "actor" / "state.json").write_text("{}")
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "step-000006" / "actor" / "state.json").write_text("{}")
+    done = rlflow(*fake("resume=run"), cwd=tmp_path)
+    assert "warning: the checkpoint run/checkpoints/step-000006 is damaged (actor/state.json is not as" in done.stdout
+    assert "fake: 6 steps, from step 4, in run" in done.stdout
+    for step in folder.glob("step-*"):
+        (step / "actor" / "state.json").write_text("{}")
     done = rlflow(*fake("resume=run"), cwd=tmp_path, code=2)
-    assert "is damaged (actor/state.json is not as it was written)" in done.stderr
+    assert "RecipeError: resume: every checkpoint of 'run' is damaged" in done.stderr
+
+
+def test_two_runs_in_one_folder(tmp_path: Path) -> None:
+    """The second is refused, dry runs too, and the first stays as it is."""
+    command = [sys.executable, "-m", "rlflow", *fake("steps=100000", "evaluation=null", "hydra.run.dir=run")]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("fake: "):
+                break
+        plan = (tmp_path / "run" / "plan.json").read_bytes()
+        for others in (("seed=1",), ("seed=1", "dry_run=true")):
+            done = rlflow(*fake(*others, "hydra.run.dir=run"), cwd=tmp_path, code=2)
+            assert f"hydra.run.dir: 'run' is in use by another run, process {process.pid} on " in done.stderr
+        process.kill()
+    assert (tmp_path / "run" / "plan.json").read_bytes() == plan
+    assert not (tmp_path / "run" / ".hydra").exists()
 
 
 def test_what_an_engine_finds_wrong_in_its_own_process(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def weights(report: Report) -> dict[str, torch.Tensor]:
 def test_a_run_writes_all_of_it(tmp_path: Path) -> None:
     report = go(plan_of("fake"), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
-        *("plan.json", "metrics.jsonl", "tensorboard", "checkpoints", "model", "report.json", "recipe.yaml")
+        *(".lock", "plan.json", "metrics.jsonl", "tensorboard", "checkpoints", "model", "report.json", "recipe.yaml")
     }
     assert json.loads((tmp_path / "report.json").read_text()) == asdict(report)
     assert (report.status, report.steps) == ("finished", 6)

@@ -1,3 +1,5 @@
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +61,71 @@ def _manifest(folder: Path) -> None:
     (folder / "manifest.json").write_text("{")
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (_cut, r"is damaged \(actor/b is not as it was written\)"),
-        (_remove, r"is damaged \(actor/a is missing\)"),
-        (_manifest, r"is damaged \(manifest.json: "),
-    ],
-)
-def test_damage_is_found(tmp_path: Path, damage: Any, message: str) -> None:
-    save(tmp_path, 1, Engine(1))
-    damage(tmp_path / "checkpoints" / "step-000001")
-    with pytest.raises(RecipeError, match=message):
+def _edited(folder: Path) -> None:
+    content = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(content | {"evaluations": {"0": 0.9}}))
+
+
+def _of_another_step(folder: Path) -> None:
+    shutil.copy(folder.with_name("step-000001") / "manifest.json", folder)
+
+
+DAMAGES = [
+    (_cut, "actor/b is not as it was written"),
+    (_remove, "actor/a is missing"),
+    (_manifest, "manifest.json: Expecting property name"),
+    (_edited, "manifest.json is not as it was written"),
+    (_of_another_step, "manifest.json is of step 1"),
+]
+
+
+@pytest.mark.parametrize(("damage", "fact"), DAMAGES)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage: Any, fact: str) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, Engine(step))
+    damage(tmp_path / "checkpoints" / "step-000002")
+    last = checkpoint.last(tmp_path, "f")
+    assert last is not None
+    assert last.progress.step == 1
+    (warning,) = last.damaged
+    assert f"step-000002 is damaged ({fact}" in warning
+    assert "the run goes on from step-000001, and damaged-step-000002 can be deleted" in warning
+    # Where it stood, the run that goes on writes its own.
+    save(tmp_path, 2, Engine(22))
+    last, engine = checkpoint.last(tmp_path, "f"), Engine()
+    assert last is not None
+    checkpoint.restore(last, {"actor": engine})
+    assert (engine.number, last.damaged) == (22, ())
+
+
+def test_every_checkpoint_is_damaged(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, Engine(step))
+        _cut(tmp_path / "checkpoints" / f"step-00000{step}")
+    with pytest.raises(
+        RecipeError, match=r"every checkpoint of .* is damaged \(step-000002: actor/b .*; step-000001: "
+    ):
         checkpoint.last(tmp_path, "f")
+    assert len(checkpoint.checkpoints(tmp_path)) == 2, "nothing is moved"
+
+
+def test_other_names_beside_checkpoints_are_ignored(tmp_path: Path) -> None:
+    save(tmp_path, 3, Engine(3))
+    for name in ("step-best", "step-000009.bak", "step-9", "damaged-step-000008"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    (tmp_path / "checkpoints" / "step-000007").touch()
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-000003"]
+    assert (last := checkpoint.last(tmp_path, "f")) is not None
+    assert last.progress.step == 3
+
+
+def test_what_a_killed_run_had_begun_to_write_goes(tmp_path: Path) -> None:
+    save(tmp_path, 1, Engine(1))
+    for unfinished in ("checkpoints/.step-000002-abc/step-000002", "model/.actor-abc/actor", "model/actor"):
+        (tmp_path / unfinished).mkdir(parents=True)
+    checkpoint.remove_unfinished(tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["actor"]
 
 
 def test_another_recipes_run(tmp_path: Path) -> None:
