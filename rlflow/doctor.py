@@ -143,7 +143,8 @@ def of_gpus(found: list[Device], problem: str | None, linked: "Counter[str]") ->
         busy = gpu.processes > 0 or (gpu.used_gib or 0) > _IDLE_GIB
         fix = "stop what uses it, or hide it with CUDA_VISIBLE_DEVICES"
         fact = f"{gpu.name}, {memory}{used}"
-        findings.append(Finding(f"GPU {gpu.index}", fact, fix=fix if busy else None))
+        part = "" if gpu.slice is None else f" MIG {gpu.slice}"
+        findings.append(Finding(f"GPU {gpu.index}{part}", fact, fix=fix if busy else None))
     if linked:
         pairs = ", ".join(f"{count} x {kind}" for kind, count in sorted(linked.items()))
         nvlink = all(kind.startswith("NV") for kind in linked)
@@ -168,7 +169,8 @@ def of_cuda(gpus: list[Device], asked: "Future[tuple[Any, str | None]] | None") 
     fact = (
         f"calculates on {found['gpus']} of {len(gpus)} GPUs; built for CUDA {found['built_for']}, NCCL {found['nccl']}"
     )
-    few = found["gpus"] < len(gpus)
+    # Where MIG has cut a GPU, CUDA offers a process one slice at most.
+    few = found["gpus"] < len(gpus) and all(gpu.slice is None for gpu in gpus)
     return [Finding("torch on GPU", fact, fix="unset CUDA_VISIBLE_DEVICES to use all" if few else None)]
 
 

@@ -1,5 +1,6 @@
 """Every role in this process: the runtime of one machine."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,7 +9,7 @@ from rlflow.compiler.plan import Plan
 from rlflow.errors import PlacementError
 from rlflow.recipe import Model
 from rlflow.runtime.base import Engines
-from rlflow.runtime.cluster.machine import gpus_of_this_machine
+from rlflow.runtime.cluster.machine import PCI_ORDER, gpus_of_this_machine
 from rlflow.runtime.workers.specs import build, check_engines, is_on_gpu, spec_of
 
 
@@ -28,6 +29,8 @@ class LocalRuntime:
     @contextmanager
     def start(self, plan: Plan, models: Mapping[str, Model], directory: Path) -> Iterator[Engines]:
         """Raises EngineError for an engine that fails."""
+        # Read when CUDA starts, which the first engine makes it do.
+        os.environ.update(PCI_ORDER)
         engines = Engines()
         for role, written in plan.recipe.roles.items():
             gpu = plan.roles[role].bundles[0].gpu

@@ -220,7 +220,7 @@ def test_what_an_engine_finds_wrong_in_its_own_process(tmp_path: Path) -> None:
 def test_auto_takes_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\necho 0, GPU-a, NVIDIA H200\necho 1, GPU-b, NVIDIA H200\n")
+    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-a)'\necho 'GPU 1: NVIDIA H200 (UUID: GPU-b)'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     out = rlflow("recipe=grpo_7b", "cluster=auto", "dry_run=true", cwd=tmp_path).stdout

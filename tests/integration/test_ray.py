@@ -97,7 +97,7 @@ def test_sixteen_hosts(mark: str) -> None:
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """With a tool that tells of two GPUs."""
     tool = tmp_path_factory.mktemp("bin") / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nprintf '0, GPU-a, NVIDIA A10G\\n1, GPU-b, NVIDIA A10G\\n'\n")
+    tool.write_text("#!/bin/sh\nprintf 'GPU 0: NVIDIA A10G (UUID: GPU-a)\\nGPU 1: NVIDIA A10G (UUID: GPU-b)\\n'\n")
     tool.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(tool.parent), prepend=os.pathsep)

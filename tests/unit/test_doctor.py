@@ -85,7 +85,7 @@ class TestNvidiaSmi:
 
     def test_all_of_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         script = f"""case "$*" in
-  *--query-gpu=index,uuid,name\\ *) printf '0, GPU-a, NVIDIA H100 80GB HBM3\\n1, GPU-b, NVIDIA H200\\n';;
+  -L) printf 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-a)\\nGPU 1: NVIDIA H200 (UUID: GPU-b)\\n';;
   *--query-gpu=*) printf '{LISTING.replace(chr(10), chr(92) + "n")}';;
   *--query-compute-apps=*) printf '{USERS.replace(chr(10), chr(92) + "n")}';;
 esac"""
@@ -109,7 +109,8 @@ esac"""
         ],
     )
     def test_those_that_a_process_may_see(self, visible: str | None, names: list[str]) -> None:
-        listing = "0, GPU-1f00, A\n1, GPU-5e00, B\n2, GPU-7a00, C\nNo devices were found\n"
+        gpus = "GPU 0: A (UUID: GPU-1f00)\nGPU 1: B (UUID: GPU-5e00)\nGPU 2: C (UUID: GPU-7a00)\n"
+        listing = f"{gpus}No devices were found\n"
         assert machine.gpus_from(listing, visible) == names
 
 

@@ -6,10 +6,11 @@ import shutil
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
+from xml.etree import ElementTree
 
 from rlflow.host_memory import total_bytes
 
@@ -17,6 +18,11 @@ GIB = 2**30
 # Seconds that nvidia-smi may take; a first call without a persistent driver takes several.
 _NVIDIA_SMI_SECONDS = 20
 _GPU_FIELDS = "index,uuid,name,memory.total,memory.used,driver_version"
+_GPU_LINE = re.compile(r"GPU (\d+): (.+) \(UUID: (\S+)\)")
+_SLICE_LINE = re.compile(r"MIG (\S+)\s+Device\s+(\d+): \(UUID: (\S+)\)")
+PCI_ORDER: Mapping[str, str] = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""Environment of every process that uses GPUs: without it CUDA counts the fastest GPU first, while nvidia-smi, NVML and
+Ray count by the bus."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +34,34 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Slice:
+    """A part of a GPU that MIG has cut off: to CUDA a GPU of its own."""
+
+    number: int
+    """Its position among the slices of the GPU."""
+    uuid: str
+    name: str
+    """The GPU's name and the slice's profile: ``NVIDIA A100-SXM4-40GB MIG 3g.20gb``."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A GPU in the output of ``nvidia-smi -L``."""
+
+    index: str
+    uuid: str
+    name: str
+    slices: tuple[Slice, ...] = ()
+
+    @property
+    def device_name(self) -> str:
+        """The name of the device that CUDA offers under the GPU's number: its first slice, where MIG has cut it."""
+        return self.slices[0].name if self.slices else self.name
+
+
+@dataclass(frozen=True)
 class Device:
-    """A GPU of this machine, as nvidia-smi tells of it."""
+    """A GPU of this machine, or a slice of one, as nvidia-smi tells of it."""
 
     index: int
     name: str
@@ -39,6 +71,8 @@ class Device:
     driver: str
     processes: int
     """That compute on it."""
+    slice: int | None = None
+    """Its number among the slices of GPU ``index``; None for a whole GPU."""
 
 
 @dataclass(frozen=True)
@@ -97,28 +131,51 @@ def gpus_of_this_machine() -> list[str]:
 
 
 def gpu_listing() -> str:
-    """Index, uuid and name of each of its GPUs, as nvidia-smi tells them; empty without one."""
-    answer = ask(["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"], _NVIDIA_SMI_SECONDS)
+    """Return the output of ``nvidia-smi -L``, which lists each GPU and its MIG slices; empty without nvidia-smi."""
+    answer = ask(["nvidia-smi", "-L"], _NVIDIA_SMI_SECONDS)
     return "" if answer.problem else answer.output
 
 
+def listed_gpus(listing: str) -> list[Listed]:
+    """Parse the output of ``nvidia-smi -L``."""
+    found: list[Listed] = []
+    for line in listing.splitlines():
+        if gpu := _GPU_LINE.fullmatch(line.strip()):
+            index, name, uuid = gpu.groups()
+            found.append(Listed(index, uuid, name))
+        elif found and (part := _SLICE_LINE.fullmatch(line.strip())):
+            profile, number, uuid = part.groups()
+            last = found[-1]
+            slice_ = Slice(int(number), uuid, f"{last.name} MIG {profile}")
+            found[-1] = replace(last, slices=(*last.slices, slice_))
+    return found
+
+
 def gpus_from(listing: str, visible: str | None) -> list[str]:
-    """The names of those that CUDA_VISIBLE_DEVICES lets a process see; None: all. As in CUDA an id that is of no GPU
-    ends the list, and a uuid may be cut short."""
-    lines = [[field.strip() for field in line.split(",")] for line in listing.splitlines()]
-    gpus = [(index, uuid, name) for index, uuid, name in (line for line in lines if len(line) == 3)]
+    """Return the names of the devices that CUDA_VISIBLE_DEVICES lets a process see; None: all.
+
+    As in CUDA an unknown id ends the list, a uuid may be cut short, and the number of a GPU that MIG has cut means its
+    first slice; the other slices have uuids alone.
+    """
+    gpus = listed_gpus(listing)
     if visible is None:
-        return [name for _, _, name in gpus]
+        return [gpu.device_name for gpu in gpus]
     names = []
     for wanted in visible.split(","):
-        id_ = wanted.strip()
-        found = [
-            name for index, uuid, name in gpus if id_ == index or (id_.startswith("GPU-") and uuid.startswith(id_))
-        ]
-        if not found:
+        if (name := _name_of(gpus, wanted.strip())) is None:
             break
-        names.append(found[0])
+        names.append(name)
     return names
+
+
+def _name_of(gpus: Sequence[Listed], id_: str) -> str | None:
+    for gpu in gpus:
+        if id_ == gpu.index or (id_.startswith("GPU-") and gpu.uuid.startswith(id_)):
+            return gpu.device_name
+        for slice_ in gpu.slices:
+            if id_.startswith("MIG-") and slice_.uuid.startswith(id_):
+                return slice_.name
+    return None
 
 
 def devices() -> tuple[list[Device], str | None]:
@@ -130,7 +187,12 @@ def devices() -> tuple[list[Device], str | None]:
         return [], listing.problem
     # In a container it may not tell of other processes; then the memory in use does.
     users = ask(["nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader"], _NVIDIA_SMI_SECONDS)
-    return devices_from(listing.output, "" if users.problem else users.output), None
+    found = devices_from(listing.output, "" if users.problem else users.output)
+    gpus = listed_gpus(gpu_listing())
+    if any(gpu.slices for gpu in gpus):
+        details = ask(["nvidia-smi", "-q", "-x"], _NVIDIA_SMI_SECONDS)
+        found = with_slices(found, gpus, "" if details.problem else details.output)
+    return found, None
 
 
 def devices_from(listing: str, users: str) -> list[Device]:
@@ -143,6 +205,37 @@ def devices_from(listing: str, users: str) -> list[Device]:
             index, uuid, name, total, used, driver = fields
             found.append(Device(int(index), name, _gib(total), _gib(used), driver, processes[uuid]))
     return found
+
+
+def with_slices(found: Sequence[Device], gpus: Sequence[Listed], details: str) -> list[Device]:
+    """Replace each GPU that MIG has cut by its slices, with their own memory from ``nvidia-smi -q -x``."""
+    slices = {int(gpu.index): gpu.slices for gpu in gpus}
+    memory = _slice_memory(details)
+    told: list[Device] = []
+    for device in found:
+        parts = [
+            replace(device, name=part.name, slice=part.number, memory_gib=total, used_gib=used, processes=0)
+            for part in slices.get(device.index, ())
+            for total, used in [memory.get((device.index, part.number), (None, None))]
+        ]
+        told += parts or [device]
+    return told
+
+
+def _slice_memory(details: str) -> dict[tuple[int, int], tuple[float | None, float | None]]:
+    """Return the total and used GiB of each slice by the numbers of its GPU and of the slice."""
+    try:
+        gpus = ElementTree.fromstring(details).findall("gpu")
+    except ElementTree.ParseError:
+        return {}
+    return {
+        (index, int(part.findtext("index", "0"))): (
+            _gib(part.findtext("fb_memory_usage/total", "").removesuffix(" MiB")),
+            _gib(part.findtext("fb_memory_usage/used", "").removesuffix(" MiB")),
+        )
+        for index, gpu in enumerate(gpus)
+        for part in gpu.iterfind("mig_devices/mig_device")
+    }
 
 
 def links() -> "Counter[str]":

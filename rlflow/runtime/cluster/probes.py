@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from rlflow.errors import UserError, first_line
-from rlflow.runtime.cluster.machine import ask
+from rlflow.runtime.cluster.machine import PCI_ORDER, ask
 
 
 def probe(name: str, argument: str = "", *, seconds: float) -> tuple[Any, str | None]:
@@ -85,6 +85,7 @@ PROBES: dict[str, Callable[..., Any]] = {
 def main() -> None:
     """Prints the answer to the probe that the command line names."""
     name, *arguments = sys.argv[1:]
+    os.environ.update(PCI_ORDER)
     try:
         found, problem = PROBES[name](*filter(None, arguments)), None
     except UserError as error:

@@ -18,6 +18,7 @@ from rlflow.recipe import Model
 from rlflow.resources.placement import Worker
 from rlflow.runtime.cluster.binding import Placed
 from rlflow.runtime.cluster.hosts import lost
+from rlflow.runtime.cluster.machine import PCI_ORDER
 from rlflow.runtime.workers.proxies import gathered
 from rlflow.runtime.workers.specs import is_on_gpu, spec_of, weight_backend
 from rlflow.runtime.workers.worker import EngineWorker
@@ -170,6 +171,7 @@ class Actors:
         if is_on_gpu(self._plan):
             # A cluster may be set to hide all GPUs from an actor that has none in Ray's books.
             variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+            variables |= PCI_ORDER
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._placed.gpu_ids[each] for each in worker.bundles)
         return {
             "num_cpus": 0,

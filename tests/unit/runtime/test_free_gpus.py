@@ -10,6 +10,8 @@ from rlflow.runtime.cluster import free_gpus
 from rlflow.runtime.cluster.free_gpus import free_devices, none_free
 from tests.unit.runtime.test_binding import live
 
+LISTING = "GPU 0: X (UUID: GPU-1)\nGPU 1: Y (UUID: GPU-2)\n"
+
 
 def test_as_many_as_are_free() -> None:
     hosts = [live("a", free=3), live("b", free=0), live("c", gpus=0)]
@@ -42,6 +44,6 @@ def test_none_free() -> None:
 
 def test_without_ray_those_that_this_process_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(free_gpus, "running_ray", lambda: None)
-    monkeypatch.setattr("rlflow.runtime.cluster.machine.gpu_listing", lambda: "0, GPU-1, X\n1, GPU-2, Y\n")
+    monkeypatch.setattr("rlflow.runtime.cluster.machine.gpu_listing", lambda: LISTING)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert free_gpus.live_devices() == {"host-0": ["Y"]}
