@@ -11,7 +11,7 @@ import numpy as np
 from rlflow.batch import Conversations, Rewards, Rollouts, SummedRewards
 from rlflow.errors import EngineError, RecipeError, below
 from rlflow.nodes.base import Node
-from rlflow.rewards.base import Failure
+from rlflow.rewards.base import LARGEST, Failure, Outcome
 from rlflow.rewards.part import Part
 from rlflow.rewards.pool.calls import Call
 from rlflow.rewards.pool.pool import Pool
@@ -34,6 +34,9 @@ class Reward(Node, kind="reward", unit="sample"):
         for name, part in self.functions.items():
             with below(f"functions.{name}"):
                 part.find(name)
+                if isinstance(part.on_failure, float) and not self._fits(part, part.on_failure):
+                    fact = f"{part.on_failure:g} is too large for a sum in float32 with a weight of {part.weight:g}"
+                    raise RecipeError("on_failure", fact, fix="a smaller number")
         if self.function is not None:
             self._check_short(self.function)
 
@@ -57,13 +60,13 @@ class Reward(Node, kind="reward", unit="sample"):
         with closing(self._pool.outcomes(self._calls(rollouts, judged))) as outcomes:
             for call, results in outcomes:
                 for place, result in zip(call.places, results, strict=True):
-                    if isinstance(result, Failure):
-                        reasons[place] = f"'{call.part}' {result.reason}"
-                        result = self._instead(call.part, result)
+                    if failure := self._failure(call.part, result):
+                        reasons[place] = f"'{call.part}' {failure.reason}"
+                        result = self._instead(call.part, failure)
                     given[call.part][place] = result
         values = np.zeros(len(rollouts), np.float64)
         for name, part in self._parts.items():
-            values += part.weight * given[name] if part.weight else 0
+            values += part.weight * given[name].astype(np.float64) if part.weight else 0
         return SummedRewards(values=values.astype(np.float32), parts=given, reasons=np.array(reasons))
 
     def __getstate__(self) -> Mapping[str, Any]:
@@ -86,6 +89,20 @@ class Reward(Node, kind="reward", unit="sample"):
                 places = judged[start : start + found.batch_size]
                 yield Call(name, places, [texts[place] for place in places], [rows[place] for place in places])
 
+    def _failure(self, name: str, result: Outcome) -> Failure | None:
+        part = self._parts[name]
+        if isinstance(result, Failure):
+            return result
+        if self._fits(part, result):
+            return None
+        return Failure(
+            "invalid", f"returned {result:g}, too large for a sum in float32 with a weight of {part.weight:g}"
+        )
+
+    def _fits(self, part: Part, value: float) -> bool:
+        """Return whether the sum of all parts is finite in float32 if no weighted value is larger than this one."""
+        return abs(value) <= LARGEST and abs(part.weight * value) <= LARGEST / len(self._parts)
+
     def _instead(self, name: str, failure: Failure) -> float:
         """What a response gets that has no reward. Raises RecipeError or EngineError where that ends the run."""
         part = self._parts[name]
@@ -94,8 +111,11 @@ class Reward(Node, kind="reward", unit="sample"):
         if part.on_failure != "stop":
             return part.on_failure
         fact = f"'{part.function or name}' {failure.reason}"
+        path = "function" if self.function is not None else f"functions.{name}"
+        if failure.kind == "unreadable":
+            without = "on_failure: exclude, which leaves out responses to such rows"
+            raise RecipeError(path, fact, fix=f"mend the row or remove it from the data, or {without}")
         if failure.kind in ("raised", "invalid"):
-            path = "function" if self.function is not None else f"functions.{name}"
             takes = "it is called with texts of responses and rows of the data set, and returns a number for each"
             raise RecipeError(path, fact, fix=takes)
         raise EngineError(f"reward {fact}. With on_failure: exclude such responses are left out.")

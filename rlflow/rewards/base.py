@@ -1,14 +1,16 @@
 """What a reward function gives for a response: a number, or a failure with a reason."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, TypeVar
 
 from rlflow.errors import first_line
 
-Kind = Literal["raised", "invalid", "timeout", "died", "unavailable"]
-"""The function raised; gave something that is no finite number, or not as many as responses; took too long; ended its
-process; or does not reach what it needs."""
+Kind = Literal["raised", "invalid", "unreadable", "timeout", "died", "unavailable"]
+"""The function raised; gave something that is no finite number, or not as many as responses; cannot use what the row
+has; took too long; ended its process; or does not reach what it needs."""
 
 Row = Mapping[str, Any]
 """Of the data set: what a response is compared with."""
@@ -37,8 +39,8 @@ on which others there are."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Of float32, which rewards become.
-_LARGEST = 3.4028234663852886e38
+LARGEST = 3.4028234663852886e38
+"""The largest number of float32, which rewards become."""
 
 
 def batched(size: int) -> Callable[[F], F]:
@@ -51,14 +53,27 @@ def batched(size: int) -> Callable[[F], F]:
     return mark
 
 
+def text_of(row: Row, column: str) -> str | Failure:
+    """Return the row's value in ``column`` as text, or a Failure where it is missing, null or NaN.
+
+    ``str`` of such a value is a text as well, such as "None", and a comparison with it is always false.
+    """
+    value = row.get(column)
+    if value is None or (isinstance(value, Real) and math.isnan(value)):
+        return Failure("unreadable", f"found no '{column}' in the row ({'missing' if column not in row else value})")
+    return str(value)
+
+
 def outcome(value: Any, text: str) -> Outcome:
-    """Of what a function gave for the response ``text``."""
+    """Return what a function gave for the response ``text`` as a finite number, or a Failure where it is none."""
     if isinstance(value, Failure):
         return value
+    if isinstance(value, str | bytes | bytearray):
+        return Failure("invalid", f"returned the text {str(value)[:80]!r} in place of a number")
     try:
         number = float(value)
     except Exception as error:
         return Failure("invalid", f"failed ({first_line(error)})")
-    if not abs(number) <= _LARGEST:
+    if not abs(number) <= LARGEST:
         return Failure("invalid", f"returned {number} for the response {text[:80]!r}")
     return number

@@ -151,10 +151,12 @@ def reasons_of(output: Any) -> Mapping[str, int]:
 
 
 def mean_reward(rewards: Rewards) -> float:
-    """Of the samples that have one. Raises EngineError where none has."""
+    """Return the mean over the samples that have a reward. Raises EngineError where none has, or one is infinite."""
     if np.isnan(rewards.values).all():
         why = next(iter(reasons_of(rewards)), "what they are made of has none")
         raise EngineError(f"rewards: none of {len(rewards)} responses has one: {why}.")
+    if infinite := int(np.isinf(rewards.values).sum()):
+        raise EngineError(f"rewards: {infinite} of {len(rewards)} are infinite.")
     return _known_mean(rewards.values)
 
 

@@ -58,7 +58,8 @@ def reward(
 
 
 def _tests(row: Row) -> list[Mapping[str, Any]]:
-    tests: list[Mapping[str, Any]] = json.loads(row["tests"]) if isinstance(row["tests"], str) else list(row["tests"])
+    given = row.get("tests")
+    tests: list[Mapping[str, Any]] = json.loads(given) if isinstance(given, str) else list(given or ())
     if not tests:
         raise ValueError("the row has no tests")
     return tests

@@ -2,10 +2,14 @@
 
 from collections.abc import Sequence
 
-from rlflow.rewards.base import Row, batched
+from rlflow.rewards.base import Failure, Outcome, Row, batched, text_of
 
 
 @batched(64)
-def reward(texts: Sequence[str], rows: Sequence[Row]) -> list[float]:
+def reward(texts: Sequence[str], rows: Sequence[Row]) -> list[Outcome]:
     """The row needs an ``answer``."""
-    return [float(text.strip() == str(row["answer"]).strip()) for text, row in zip(texts, rows, strict=True)]
+    return [_compared(text, text_of(row, "answer")) for text, row in zip(texts, rows, strict=True)]
+
+
+def _compared(text: str, answer: str | Failure) -> Outcome:
+    return answer if isinstance(answer, Failure) else float(text.strip() == answer.strip())

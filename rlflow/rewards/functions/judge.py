@@ -4,15 +4,19 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from string import Formatter
 from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from rlflow.rewards.base import Failure, Outcome, Row, batched
+from rlflow.rewards.base import Failure, Outcome, Row, batched, text_of
 from rlflow.rewards.http import Url, post
 
 # Responses of a call are asked about all together.
 _AT_ONCE = 32
+# From here on a field in braces names a part of the column's value.
+_INSIDE = re.compile(r"[.\[]")
 
 
 @batched(_AT_ONCE)
@@ -33,15 +37,26 @@ def reward(
     match in the judge's answer has the number as its first group, or is it where there are no groups. ``api_key``: the
     environment variable that has it, where there is one."""
     key = os.environ.get(api_key)
+    columns = _columns(prompt)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def judged(text: str, row: Row) -> Outcome:
+        if failure := next(
+            (value for value in map(partial(text_of, row), columns) if isinstance(value, Failure)), None
+        ):
+            return failure
         message = {"role": "user", "content": prompt.format(**{**row, "response": text})}
         asked = {"model": model, "messages": [message], "max_tokens": max_tokens, "temperature": temperature}
         return _score(post(f"{url}/chat/completions", asked, timeout_s, headers), score)
 
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         return list(threads.map(judged, texts, rows))
+
+
+def _columns(prompt: str) -> list[str]:
+    """Return the columns of a row that ``prompt`` names in braces."""
+    names = (name for _, name, _, _ in Formatter().parse(prompt) if name)
+    return [column for column in (_INSIDE.split(name)[0] for name in names) if column != "response"]
 
 
 def _score(answer: Any, pattern: re.Pattern[str]) -> Outcome:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from rlflow.rewards.base import Failure, Outcome, Row
+from rlflow.rewards.base import Failure, Outcome, Row, text_of
 
 EXTRA = "math-verify"
 
@@ -21,15 +21,17 @@ def reward(texts: Sequence[str], rows: Sequence[Row]) -> list[Outcome]:
     """The row needs an ``answer``: a number, LaTeX, or a text whose last line is ``#### answer``. Of a response what is
     in a box counts, or else the last thing that can be read as an answer."""
     prepare()
-    return [_compared(text, str(row["answer"])) for text, row in zip(texts, rows, strict=True)]
+    return [_compared(text, text_of(row, "answer")) for text, row in zip(texts, rows, strict=True)]
 
 
-def _compared(text: str, answer: str) -> Outcome:
+def _compared(text: str, answer: str | Failure) -> Outcome:
     from math_verify import verify
 
+    if isinstance(answer, Failure):
+        return answer
     wanted = _parsed(_boxed(answer))
     if not wanted:
-        return Failure("invalid", f"cannot read the row's answer {answer[-80:]!r}")
+        return Failure("unreadable", f"cannot read the row's answer {answer[-80:]!r}")
     return float(verify(wanted, _parsed(text), timeout_seconds=None, raise_on_error=True))
 
 

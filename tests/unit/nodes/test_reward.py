@@ -46,6 +46,18 @@ def not_numbers(texts: Sequence[str], rows: Rows) -> list[str]:
     return ["yes"] * len(texts)
 
 
+def number_as_text(texts: Sequence[str], rows: Rows) -> list[str]:
+    return ["1.0"] * len(texts)
+
+
+def large(texts: Sequence[str], rows: Rows, *, size: float = 2e38) -> list[float]:
+    return [size * float(text == "2") for text in texts]
+
+
+def unreadable(texts: Sequence[str], rows: Rows) -> list[Outcome]:
+    return [Failure("unreadable", "found no 'answer' in the row (None)") if text == "2" else 1.0 for text in texts]
+
+
 def named(function: Callable[..., Any]) -> str:
     return f"{__name__}:{function.__name__}"
 
@@ -70,7 +82,12 @@ def test_a_function_of_the_users_own() -> None:
         (raising, "raising' failed (KeyError: 'solution')"),
         (too_few, "too_few' returned 0 values for 1 response"),
         (not_a_number, "not_a_number' returned nan for the response '2'"),
-        (not_numbers, "not_numbers' failed (ValueError: could not convert string to float: 'yes')"),
+        (not_numbers, "not_numbers' returned the text 'yes' in place of a number"),
+        (number_as_text, "number_as_text' returned the text '1.0' in place of a number"),
+        (
+            unreadable,
+            "unreadable' found no 'answer' in the row (None).\n  Fix: mend the row or remove it from the data",
+        ),
     ],
 )
 def test_a_reward_that_fails_is_never_a_number(function: Any, message: str) -> None:
@@ -116,6 +133,28 @@ def test_what_fails_has_a_value_of_its_own() -> None:
     assert given.reasons.tolist() == ["", "'out' is out"]
 
 
+@pytest.mark.parametrize("weights", [(10.0, 1.0), (1.0, 1.0), (-1e300, 0.0)])
+def test_a_sum_that_float32_cannot_hold_is_a_failure(weights: tuple[float, float]) -> None:
+    """2e38 is a number of float32, but neither 2e39 nor twice 2e38 is."""
+    parts = {
+        name: Part(function=named(large), weight=weight, on_failure="exclude")
+        for name, weight in zip("ab", weights, strict=True)
+    }
+    given = run(**parts)
+    assert same(given.values, [0, np.nan])
+    assert given.reasons[0] == ""
+    assert "returned 2e+38, too large for a sum in float32 with a weight of" in given.reasons[1]
+    assert summary("r", given)["r/mean"] == 0
+    with pytest.raises(RecipeError, match=r"functions\.[ab]: .* returned 2e\+38, too large for a sum in float32"):
+        run(a=Part(function=named(large), weight=weights[0]), b=Part(function=named(large), weight=weights[1]))
+
+
+def test_infinite_rewards_of_any_node_end_the_run() -> None:
+    rewards = Rewards(values=np.array([1, np.inf, np.nan], np.float32))
+    with pytest.raises(EngineError, match=r"^rewards: 1 of 3 are infinite"):
+        summary("shaped", rewards)
+
+
 def test_what_is_only_watched_excludes_nothing() -> None:
     given = run(good=Part(function=named(good)), out=Part(function=named(one_fails), weight=0.0, on_failure="exclude"))
     assert same(given.values, [1, 2])
@@ -159,6 +198,10 @@ def test_a_node_that_has_run_goes_to_another_process() -> None:
         (
             Reward(function="exact", functions={"exact": Part()}),
             "function: one of 'function' and 'functions' is nee",
+        ),
+        (
+            Reward(functions={"exact": Part(weight=1e10, on_failure=-1e30)}),
+            "functions.exact.on_failure: -1e+30 is too large for a sum in float32 with a weight of 1e+10",
         ),
         (Reward(functions={"exat": Part()}), "functions.exat.function: no reward 'exat'"),
         (Reward(functions={"form": Part(function="format")}), "functions.form.options.pattern: is missing"),

@@ -73,6 +73,7 @@ def recurse(texts: Texts) -> Any:
 
 DOES: dict[str, Callable[[Texts], Any]] = {
     "good": lambda texts: [1.5],
+    "another number": lambda texts: [2.5],
     "number as text": lambda texts: ["2.5"],
     "hang": hang,
     "hang on": hang_on,

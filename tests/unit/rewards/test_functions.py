@@ -1,6 +1,7 @@
 """The rewards that a recipe may name, called here."""
 
 import time
+from typing import Any
 
 import pytest
 
@@ -43,11 +44,33 @@ def test_number(text: str, answer: str, reward: float) -> None:
         ("the answer is 72", "3 apples and so on\n#### 72", 1),
         ("I do not know", "72", 0),
         ("", "72", 0),
-        ("72", "", Failure("invalid", "cannot read the row's answer ''")),
+        ("72", "", Failure("unreadable", "cannot read the row's answer ''")),
     ],
 )
 def test_math(text: str, answer: str, outcome: Outcome) -> None:
     assert math.reward([text], [{"answer": answer}]) == [outcome]
+
+
+@pytest.mark.parametrize("function", [exact, number, math])
+@pytest.mark.parametrize(
+    ("row", "found"), [({"answer": None}, "None"), ({"answer": float("nan")}, "nan"), ({"question": "1+1"}, "missing")]
+)
+def test_a_row_without_an_answer_is_a_failure(function: Any, row: dict[str, Any], found: str) -> None:
+    """A response that says what ``str`` makes of null is not right."""
+    wanted = Failure("unreadable", f"found no 'answer' in the row ({found})")
+    assert function.reward(["None", "nan"], [row] * 2) == [wanted] * 2
+
+
+def test_number_of_an_answer_without_one() -> None:
+    wanted = Failure("unreadable", "found no number in the row's answer 'twelve'")
+    assert number.reward(["12", "twelve", "3"], [{"answer": "twelve"}, {"answer": "twelve"}, {"answer": 3}]) == [
+        *(wanted, wanted, 1.0)
+    ]
+
+
+def test_code_of_a_row_without_tests() -> None:
+    with pytest.raises(ValueError, match="the row has no tests"):
+        code.reward(["```\n1\n```"], [{"tests": None}], timeout_s=1.0)
 
 
 def test_format() -> None:

@@ -120,6 +120,16 @@ def test_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     assert contents[0] == {"model": "wise", "messages": [message], "max_tokens": 9, "temperature": 0.0}
 
 
+def test_a_judge_is_not_asked_about_a_column_that_is_null() -> None:
+    rows: list[dict[str, Any]] = [{"prompt": "1+1", "answer": {"value": 2}}, {"prompt": "1+1", "answer": None}]
+    prompt = "{{}} {prompt}={answer[value]}? {response}"
+    with serving(lambda *_: said("score: 1")) as service:
+        url = f"{service.url}/v1"
+        given = judge.reward(["2", "2"], rows, url=url, model="wise", prompt=prompt, timeout_s=TIMEOUT_S)
+    assert given == [1.0, Failure("unreadable", "found no 'answer' in the row (None)")]
+    assert [content["messages"][0]["content"] for _, content, _ in service.asked] == ["{} 1+1=2? 2"]
+
+
 @pytest.mark.parametrize("score", [r"\[\[(\d+)\]\]", r"\[(\d+)(\])", r"\d"])
 def test_a_score_of_another_form(score: str) -> None:
     with serving(lambda *_: said("[[7]]")) as service:
