@@ -28,15 +28,21 @@ def load(overrides: Sequence[str] = (), config_dir: Path | None = None) -> "Reci
 
 
 def compile(recipe: "Recipe", cluster: "Cluster | str | None" = None) -> "Plan":
-    """What runs where, on ``cluster``: hosts, or a shape as ``2x8@h200``; by default this machine's processor.
+    """Return what runs where, on ``cluster``: hosts, a shape as ``2x8@h200``, or "auto".
 
-    Raises GraphError, RecipeError and PlacementError.
+    By default that is this machine's GPUs, or else its CPU. Raises GraphError, RecipeError and PlacementError.
     """
+    import warnings
+
+    from rlflow.cluster_detection import default_cluster, detect_cluster
     from rlflow.compiler.plan import compile_recipe
     from rlflow.compose import cluster_named
 
-    hosts = cluster_named(cluster or "local") if cluster is None or isinstance(cluster, str) else cluster
-    return compile_recipe(recipe, hosts)
+    if cluster is None:
+        cluster = default_cluster(lambda reason: warnings.warn(reason, stacklevel=3))
+    elif isinstance(cluster, str):
+        cluster = detect_cluster() if cluster == "auto" else cluster_named(cluster)
+    return compile_recipe(recipe, cluster)
 
 
 def run(plan: "Plan", directory: Path | None = None, *, tune: "Tune" = False) -> "Report":

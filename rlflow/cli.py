@@ -10,14 +10,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from rich.console import Console, RenderableType
+from rich.console import Console
 
-from rlflow.compiler.plan import Plan, compile_recipe, read_plan, write_plan
+import rlflow
+from rlflow.arguments import help_text, hydra_arguments
+from rlflow.cluster_detection import default_cluster, detect_cluster
+from rlflow.compiler.plan import Plan, compile_recipe, long_time, read_plan, write_plan
 from rlflow.compiler.ranking import Outcome, ranking
 from rlflow.compiler.render import render
 from rlflow.compose import (
@@ -25,20 +29,17 @@ from rlflow.compose import (
     CONF,
     FrontDoor,
     calibration_of,
-    cluster_of_hosts,
     composing_error,
-    free_keys,
     front_door_of,
     recipe_of,
     register_sources,
 )
-from rlflow.errors import EngineError, RecipeError, UserError
+from rlflow.errors import EngineError, PlacementError, RecipeError, UserError
 from rlflow.recipe import Tune
+from rlflow.report.console import WIDTH, output_console, show, show_error, show_warning
 from rlflow.resources.cluster import cluster_from
 
 STOPPED = 130
-# Of what is printed to a file or a pipe.
-WIDTH = 100
 
 
 def main() -> int:
@@ -47,8 +48,21 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     # Threads that wait for work spin only shortly: two runs on one machine would else starve each other.
     os.environ.setdefault("GOMP_SPINCOUNT", "1500")
+    # A console command has the folder of its script there, in place of the one with the user's own modules.
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    typed = sys.argv[1:]
+    if {"-h", "--help"} & set(typed):
+        print(help_text(), end="")
+        return 0
+    if "--version" in typed:
+        print(f"rlflow {rlflow.__version__}")
+        return 0
     register_sources()
-    sys.argv[1:] = free_keys(sys.argv[1:])
+    try:
+        sys.argv[1:] = hydra_arguments(typed, _config_dir())
+    except UserError as error:
+        return _tell(error)
     codes: list[int] = []
     outcomes: list[Outcome] = []
 
@@ -64,20 +78,30 @@ def main() -> int:
         return _tell(composing_error(error))
     except UserError as error:
         return _tell(error)
+    except Exception as error:
+        if _is_from_a_job(error):
+            raise
+        return _tell(composing_error(error))
     if len(outcomes) > 1:
-        _show(ranking(outcomes))
+        show(ranking(outcomes))
     return max(codes, default=0)
+
+
+def _is_from_a_job(error: Exception) -> bool:
+    """Return whether a run raised the error; otherwise Hydra did, about something that was typed."""
+    return any(frame.f_code is _job.__code__ for frame, _ in walk_tb(error.__traceback__))
 
 
 def _job(config: DictConfig, outcomes: list[Outcome]) -> int:
     """One run, or one dry run, of a sweep or alone; its plan, or why there is none, is added to ``outcomes``."""
+    earlier = len(outcomes)
     directory = Path(HydraConfig.get().runtime.output_dir)
     if directory.is_relative_to(Path.cwd()):
         directory = directory.relative_to(Path.cwd())
     try:
         return _plan_and_run(config, directory, outcomes)
     except (UserError, EngineError) as error:
-        if isinstance(error, UserError):
+        if isinstance(error, UserError) and len(outcomes) == earlier:
             outcomes.append(Outcome(_overrides(), None, f"{error.path}: {error.fact}"))
         return _tell(error)
     except OSError as error:  # the disk, since what the recipe names is checked before
@@ -92,32 +116,22 @@ def _job(config: DictConfig, outcomes: list[Outcome]) -> int:
             directory.rmdir()
 
 
-def _console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-
-
-def _show(picture: RenderableType) -> None:
-    """Without blanks at the ends of lines."""
-    console = _console()
-    with console.capture() as captured:
-        console.print(picture)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
-
-
 def _overrides() -> tuple[str, ...]:
     return tuple(override.lstrip("+") for override in HydraConfig.get().overrides.task)
 
 
 def _plan_and_run(config: DictConfig, directory: Path, outcomes: list[Outcome]) -> int:
-    console = _console()
+    console = output_console()
     door = front_door_of(config)
     plan = _plan(config, door)
     outcomes.append(Outcome(_overrides(), plan.prediction))
-    _show(render(plan, explain=door.explain))
+    show(render(plan, explain=door.explain, width=min(WIDTH, console.width)))
     if door.dry_run:
         _write_plan(plan, directory)
         console.print(f"\nplan: {directory / 'plan.json'}", soft_wrap=True)
         return 0
+    if plan.needs_gpus and door.plan is None and door.cluster.get("shape") == "auto":
+        raise _for_gpus(plan)
     resumed = _run_to_resume(door.resume, plan, directory)
     console.print()
     return _run(plan, resumed or directory, console, resume=resumed is not None, tune=door.tune)
@@ -134,8 +148,22 @@ def _write_plan(plan: Plan, directory: Path) -> None:
         write_plan(plan, directory)
 
 
+def _keys() -> set[str]:
+    """Return the keys that were typed."""
+    return {override.split("=")[0] for override in _overrides()}
+
+
+def _for_gpus(plan: Plan) -> PlacementError:
+    time = long_time(plan.prediction.step_seconds)
+    return PlacementError(
+        "cluster",
+        f"{plan.recipe.name} is for GPUs, and none was found on this machine: on its CPU a step would take {time}",
+        fix="cluster=2x8 dry_run=true plans two hosts of eight GPUs, cluster=local runs it here nevertheless",
+    )
+
+
 def _plan(config: DictConfig, door: FrontDoor) -> Plan:
-    options = {override.split("=")[0] for override in _overrides()}
+    options = _keys()
     if door.plan is not None:
         if others := sorted(options - {"plan", "dry_run", "resume", "explain", "tune"}):
             raise RecipeError(
@@ -146,10 +174,14 @@ def _plan(config: DictConfig, door: FrontDoor) -> Plan:
     recipe = recipe_of(config, config_dir)
     if door.cluster.get("shape") != "auto":
         cluster = cluster_from(door.cluster)
+    elif others := sorted(door.cluster.keys() - {"shape"}):
+        raise RecipeError(
+            f"cluster.{others[0]}", "cluster=auto takes the hosts as they are", fix="name the cluster, as cluster=local"
+        )
+    elif "cluster" in options:
+        cluster = detect_cluster(config_dir)
     else:
-        from rlflow.runtime.cluster.free_gpus import live_devices
-
-        cluster = cluster_of_hosts(live_devices(), config_dir)
+        cluster = default_cluster(show_warning, config_dir)
     return compile_recipe(recipe, cluster, calibration_of(door, cluster))
 
 
@@ -207,7 +239,7 @@ def _run(plan: Plan, directory: Path, console: Console, *, resume: bool, tune: T
         )
     if tune:
         console.print()
-        _show(tuning_table(directory))
+        show(tuning_table(directory))
     if report.status == "stopped":
         console.print(f"go on with: python -m rlflow plan={directory}/plan.json resume={directory}", soft_wrap=True)
         return STOPPED
@@ -233,5 +265,5 @@ def _stop_on_interrupt(console: Console) -> Iterator[list[int]]:
 
 
 def _tell(error: UserError | EngineError) -> int:
-    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    show_error(error)
     return 2 if isinstance(error, UserError) else 1

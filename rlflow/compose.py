@@ -22,16 +22,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlflow import recipe_files
+from rlflow.arguments import CONF as CONF
+from rlflow.arguments import hydra_arguments
 from rlflow.errors import FileError, RecipeError, did_you_mean
 from rlflow.recipe import Recipe, Tune, load, plain
 from rlflow.resources.cluster import Cluster, cluster_from, parse_shape
 from rlflow.resources.time.speed import Calibration, calibration_from
 from rlflow.schema import Section, parse
 from rlflow.yaml_files import read_yaml
-
-_HERE = Path(__file__).parent
-# Beside the package in a checkout, inside it in a wheel.
-CONF = _HERE / "conf" if (_HERE / "conf").is_dir() else _HERE.parent / "conf"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,24 +81,17 @@ class ShapeSource(ConfigSource):
         return config_path.removeprefix("cluster/").removesuffix(".yaml")
 
 
-class ShapeSearchPath(SearchPathPlugin):
+class MadeSearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.append("rlflow", "shape://")
+        for source in (ShapeSource, recipe_files.GivenRecipes):
+            search_path.append("rlflow", f"{source.scheme()}://")
 
 
 def register_sources() -> None:
     """Register shapes and vetted files with Hydra; once is enough, more does no harm."""
-    for plugin in (ShapeSource, ShapeSearchPath):
+    for plugin in (ShapeSource, recipe_files.GivenRecipes, MadeSearchPath):
         Plugins.instance().register(plugin)
     recipe_files.register(CONF / "config.yaml")
-
-
-def free_keys(overrides: Sequence[str]) -> list[str]:
-    """Lets ``key=value`` set what no file has written, as the ``auto`` fields of a role: the recipe's own check,
-    which knows all keys, is the better judge. Groups and Hydra's own keys stay as they are."""
-    groups = "|".join(entry.name for entry in CONF.iterdir() if entry.is_dir())
-    plain_key = re.compile(rf"(?!hydra[.=]|(?:{groups})=)[A-Za-z_][\w.]*=")
-    return [f"++{override}" if plain_key.match(override) else override for override in overrides]
 
 
 def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> DictConfig:
@@ -116,7 +107,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Di
     hydra.clear()
     try:
         with initialize_config_dir(str(CONF.resolve()), version_base="1.3"):
-            return hydra_compose("config", [*extra, *free_keys(overrides)])
+            return hydra_compose("config", [*extra, *hydra_arguments(overrides, config_dir)])
     except COMPOSING_ERRORS as error:
         raise composing_error(error) from None
     finally:
@@ -205,6 +196,12 @@ def _device_name(path: Path) -> object:
 COMPOSING_ERRORS = (HydraException, OmegaConfBaseException, RecursionError)
 
 
+def _where_to_put(group: str, name: str) -> str:
+    if group == "recipe":
+        return "a recipe of your own is given by its path, as recipe=./mine.yaml"
+    return f"a file {group}/{name}.yaml in a folder given by --config-dir"
+
+
 def composing_error(error: Exception) -> RecipeError:
     """What Hydra found wrong, in our form."""
     if isinstance(error, RecursionError):
@@ -217,7 +214,7 @@ def composing_error(error: Exception) -> RecipeError:
             {"": "command line", "gpu": "cluster"}.get(group, group),
             f"no {group.rpartition('/')[2] or 'configuration'} '{name}'",
             known=known,
-            fix=did_you_mean(name, options) or f"a file {group}/{name}.yaml in a folder given by --config-dir",
+            fix=did_you_mean(name, options) or _where_to_put(group, name),
         )
     reason = " ".join(str(error).split("\nSee ")[0].split()).rstrip(".")
     return RecipeError("command line", reason)

@@ -84,6 +84,9 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str | None:
-    """The *Fix* line for a misspelt name, or None when nothing known is near it."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"did you mean '{near[0]}'?" if near else None
+    """Return the *Fix* line for a misspelt or shortened name, or None when nothing known is near it."""
+    known = list(known)
+    longer = sorted(each for each in known if name and each.startswith(f"{name}_"))
+    near = longer or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    quoted = " or ".join(f"'{each}'" for each in near)
+    return f"did you mean {quoted}?" if near else None

@@ -1,15 +1,15 @@
 """What a person writes for one run, and load(), which checks it. The only file that sees OmegaConf."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, cast
 
 from annotated_types import Ge, Gt, Lt
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from rlflow.errors import RecipeError, below
+from rlflow.errors import RecipeError, below, did_you_mean
 from rlflow.resources.layout import Resources
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.config import architecture_of_path
@@ -159,6 +159,7 @@ def load(config: DictConfig, recipe_named: Callable[[str], Mapping[str, Any]]) -
     ``recipe_named`` gives the parts of the recipe that ``models.<name>.recipe`` names. Raises RecipeError.
     """
     mapping = plain(config)
+    _check_places(mapping)
     models = mapping.get("models")
     for name, model in models.items() if isinstance(models, dict) else ():
         if isinstance(model, dict) and isinstance(model.get("recipe"), str):
@@ -168,6 +169,30 @@ def load(config: DictConfig, recipe_named: Callable[[str], Mapping[str, Any]]) -
     if isinstance(expect, dict) and isinstance(folder := expect.get("response_tokens"), str) and folder != "auto":
         expect["response_tokens"] = list(lengths_of_run(folder, "expect.response_tokens"))
     return _with_architectures(recipe_from(mapping))
+
+
+def _check_places(mapping: Mapping[str, Any]) -> None:
+    """Raises RecipeError for a key without its path, and for a key below a role or a node that does not exist."""
+    known = [entry.name for entry in fields(Recipe)]
+    for key in mapping.keys() - set(known):
+        if places := sorted(_paths(mapping, key)):
+            raise RecipeError(key, "unknown key", known=sorted(known), fix=f"did you mean {' or '.join(places)}?")
+    for section, what, needed in (("roles", "role", "model"), ("graph", "node", "node")):
+        entries: dict[str, Any] = found if isinstance(found := mapping.get(section), dict) else {}
+        for name, entry in entries.items():
+            if isinstance(entry, dict) and needed not in entry and not (section == "roles" and "engine" in entry):
+                others = [each for each in entries if each != name]
+                fix = did_you_mean(name, others) or f"{section}.{name}.{needed}=..., for a new {what}"
+                raise RecipeError(f"{section}.{name}", f"the recipe has no {what} '{name}'", known=others, fix=fix)
+
+
+def _paths(mapping: Mapping[str, Any], key: str, above: str = "") -> Iterator[str]:
+    """Yield the paths of all entries below the top of ``mapping`` that are called ``key``."""
+    for name, value in mapping.items():
+        if isinstance(value, dict):
+            if key in value:
+                yield f"{above}{name}.{key}"
+            yield from _paths(value, key, f"{above}{name}.")
 
 
 def _with_architectures(recipe: Recipe) -> Recipe:

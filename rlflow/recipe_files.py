@@ -4,6 +4,7 @@ Hydra calls the functions that ``hydra.callbacks`` and ``hydra.launcher`` name b
 that ``hydra.run.dir`` names, even for a dry run. A recipe may come from anyone, so only the command line may set these.
 """
 
+import builtins
 import re
 import traceback
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
@@ -46,6 +48,38 @@ class PackagedRecipes(ImportlibResourcesConfigSource):
 
         resource = resources.files(self.path).joinpath(self._normalize_file_name(config_path))
         return _load(self, config_path, resource.read_text(encoding="utf-8"), str(resource))
+
+
+class GivenRecipes(ConfigSource):
+    """Recipes given by a path: ``recipe/<absolute path>`` is that file, as if it lay among the recipes."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "recipe-file"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        path = self._path(config_path)
+        # Its folders are no groups of Hydra's.
+        result = _load(self, f"recipe/{path.name}", read_text(path), shown(path))
+        result.header["package"] = result.header["package"] or "_global_"
+        return result
+
+    def is_config(self, config_path: str) -> bool:
+        # Hydra puts a slash between the group and the path, which begins with one itself.
+        return config_path.startswith("recipe//") and self._path(config_path).is_file()
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path in ("", "recipe")
+
+    def available(self) -> bool:
+        return True
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> "builtins.list[str]":
+        return []
+
+    @staticmethod
+    def _path(config_path: str) -> Path:
+        return Path(config_path.removeprefix("recipe/"))
 
 
 def register(front_door: Path) -> None:

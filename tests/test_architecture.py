@@ -32,15 +32,20 @@ MAY_IMPORT = {
     "nodes": {"errors", "schema", "packed", "batch", "recipe", "engines", "rewards", "environments"},
     "data": {"errors", "plugins", "batch", "recipe"},
     "compiler": {"errors", "plugins", "schema", "batch", "resources", "recipe", "engines", "nodes"},
-    "compose": {"errors", "schema", "yaml_files", "recipe_files", "resources", "recipe"},
+    "arguments": {"errors"},
+    "compose": {"arguments", "errors", "schema", "yaml_files", "recipe_files", "resources", "recipe"},
     "runtime": {
         *("errors", "extras", "host_memory", "packed", "batch", "resources", "recipe", "engines", "rewards"),
         *("nodes", "data", "compiler"),
     },
-    "report": {"nodes", "compiler", "runtime"},
-    "cli": {"errors", "resources", "recipe", "compiler", "compose", "runtime", "report"},
+    "report": {"errors", "nodes", "compiler", "runtime"},
+    "cluster_detection": {"errors", "resources", "compose", "runtime"},
+    "cli": {
+        *("arguments", "cluster_detection", "errors", "resources", "recipe", "compiler", "compose"),
+        *("runtime", "report"),
+    },
     "doctor": {"errors", "extras", "engines", "compose", "runtime"},
-    "__init__": {"resources", "recipe", "compiler", "compose", "runtime", "report"},
+    "__init__": {"cluster_detection", "resources", "recipe", "compiler", "compose", "runtime", "report"},
     "__main__": {"cli"},
 }
 # The parts of resources in their order: each may import those before it.

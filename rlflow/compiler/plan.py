@@ -24,6 +24,8 @@ from rlflow.resources.workload import WeightCopy
 from rlflow.schema import parse
 
 SCHEMA_VERSION = 5
+# A step on CPUs that takes longer is one of a recipe for GPUs. Seconds.
+_LONG_STEP = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,12 @@ class Plan:
     cluster: Cluster
     roles: Mapping[str, RolePlacement]
     prediction: Prediction
+
+    @property
+    def needs_gpus(self) -> bool:
+        """Return whether the plan puts a recipe for GPUs on CPUs, where a step would take more than ten minutes."""
+        on_cpus = self.prediction.headroom_gib is None
+        return on_cpus and self.prediction.step_seconds > _LONG_STEP
 
     @property
     def fingerprint(self) -> str:
@@ -64,7 +72,7 @@ def plan(recipe: Recipe, graph: Graph, requirements: Requirements, cluster: Clus
     placed = search.best()
     if placed is None:
         raise explain(search)
-    return Plan(
+    made = Plan(
         recipe=recipe,
         graph=graph,
         copies=requirements.workload.copies,
@@ -72,6 +80,18 @@ def plan(recipe: Recipe, graph: Graph, requirements: Requirements, cluster: Clus
         roles=placed.roles,
         prediction=_with_warnings(recipe, graph, predict(search, placed)),
     )
+    if not made.needs_gpus:
+        return made
+    time = long_time(made.prediction.step_seconds)
+    line = f"a step takes {time} on CPUs: this recipe is for GPUs (cluster=2x8, cluster=auto)"
+    return replace(made, prediction=replace(made.prediction, warnings=(line, *made.prediction.warnings)))
+
+
+def long_time(seconds: float) -> str:
+    """Return ``seconds`` in the largest unit of which they are at least one: "4.1 days"."""
+    units = ((365 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "minutes"))
+    size, name = next((unit for unit in units if seconds >= unit[0]), (1, "seconds"))
+    return f"{seconds / size:.1f} {name}"
 
 
 def _with_warnings(recipe: Recipe, graph: Graph, prediction: Prediction) -> Prediction:

@@ -23,16 +23,22 @@ class Outcome:
     """Why not."""
 
 
+def _short(override: str) -> str:
+    """Return an override with the last part of its key, and of the path to a recipe."""
+    key, _, value = override.partition("=")
+    return f"{key.rpartition('.')[2]}={value.strip(chr(39)).rpartition('/')[2]}"
+
+
 def ranking(outcomes: Sequence[Outcome]) -> RenderableType:
     """By step time; what does not fit stands last, and below it why. Overrides that all jobs have are left out."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    for heading in ("sweep", "fits", "step", "tokens/s/GPU", "GPU-hours per 1000 steps", "headroom"):
-        table.add_column(heading, overflow="fold")
+    for heading in ("sweep", "fits", "step", "tokens/s\nper GPU", "GPU-hours per\n1000 steps", "headroom"):
+        table.add_column(heading, overflow="fold", no_wrap=heading != "sweep")
     everywhere = set(outcomes[0].overrides).intersection(*(outcome.overrides for outcome in outcomes))
     far = float("inf")
     reasons: list[Text] = []
     for outcome in sorted(outcomes, key=lambda o: (o.prediction.step_seconds if o.prediction else far, o.overrides)):
-        own = ", ".join(each.rpartition(".")[2] for each in outcome.overrides if each not in everywhere)
+        own = ", ".join(_short(each) for each in outcome.overrides if each not in everywhere)
         found = outcome.prediction
         if found is None:
             table.add_row(own, "no")

@@ -17,21 +17,24 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 # Hosts, and GPUs of a host, that are drawn; more are told in words.
 _HOSTS = 4
 _GPUS = 8
-_WIDTH = 100
+WIDTH = 100
 _BAR = 64
 # Besides, terms smaller than this are one.
 _SMALL_GIB = 0.95
 _ALTERNATIVES = 3
 
 
-def render(plan: Plan, *, explain: bool = False) -> RenderableType:
-    """For a console of 100 columns. ``explain``: the graph too, all alternatives and all limits."""
+def render(plan: Plan, *, explain: bool = False, width: int = WIDTH) -> RenderableType:
+    """Return the plan for a console of ``width`` columns, at least 60.
+
+    ``explain`` adds the graph, all alternatives and all limits.
+    """
     colours = {role: _COLOURS[index % len(_COLOURS)] for index, role in enumerate(plan.roles)}
     parts: list[RenderableType] = [_verdict(plan), Text()]
     if explain:
         parts += [_graph(plan, colours), Text()]
-    parts += [_placement(plan, colours), Text(), _roles(plan, colours), Text(), _step(plan, colours), Text()]
-    parts.append(_words(plan, explain=explain))
+    parts += [_placement(plan, colours, width), Text(), _roles(plan, colours, width), Text()]
+    parts += [_step(plan, colours, width), Text(), _words(plan, width, explain=explain)]
     return Group(*parts)
 
 
@@ -59,6 +62,8 @@ def _verdict(plan: Plan) -> Text:
 
 def _graph(plan: Plan, colours: Mapping[str, str]) -> Table:
     table = _table("node", "kind", "reads", "gives", "role")
+    for column in table.columns:
+        column.no_wrap = column.header != "reads"
     for node in plan.graph.nodes:
         table.add_row(
             node.name, node.operation.kind, _reads(node), node.operation.output().__name__, _role(node, colours)
@@ -76,7 +81,7 @@ def _role(node: GraphNode, colours: Mapping[str, str]) -> Text:
     return Text(node.role, colours[node.role]) if node.role else Text("-", "dim")
 
 
-def _placement(plan: Plan, colours: Mapping[str, str]) -> RenderableType:
+def _placement(plan: Plan, colours: Mapping[str, str], width: int) -> RenderableType:
     """A line a role on each host, a cell a GPU with the number of its worker; a worker of several GPUs is one block."""
     hosts = plan.cluster.hosts
     widest = max(host.gpus for host in hosts)
@@ -88,7 +93,7 @@ def _placement(plan: Plan, colours: Mapping[str, str]) -> RenderableType:
     }
     names = max(len(name) for name in (*plan.roles, "reserved")) + 2
     places = min(24, max(len(host.name) for host in hosts[:_HOSTS])) + 2
-    cell = min(10, (_WIDTH - names - places) // widest)
+    cell = min(10, (width - names - places) // widest)
     lines = [Text(" " * (places + names) + "".join(str(gpu).ljust(cell) for gpu in range(widest)).rstrip(), "bold")]
     for host in hosts[:_HOSTS]:
         at_host = {role: [at.get((host.name, gpu)) for gpu in range(host.gpus)] for role, at in workers.items()}
@@ -121,9 +126,9 @@ def _placement_in_words(plan: Plan, colours: Mapping[str, str]) -> Table:
     return table
 
 
-def _roles(plan: Plan, colours: Mapping[str, str]) -> Table:
+def _roles(plan: Plan, colours: Mapping[str, str], width: int) -> Table:
     """Of each role what it is, how full its fullest GPU gets, and what that is filled with."""
-    table = Table(box=None, pad_edge=False, show_header=False, width=_WIDTH)
+    table = Table(box=None, pad_edge=False, show_header=False, width=width)
     table.add_column(width=max(len(role) for role in plan.roles))
     table.add_column(overflow="fold", ratio=1)
     sizes = {host.name: plan.cluster.memory_gib(host) for host in plan.cluster.hosts}
@@ -195,13 +200,13 @@ def layout_words(layout: Layout) -> str:
     return ", ".join(words)
 
 
-def _step(plan: Plan, colours: Mapping[str, str]) -> RenderableType:
+def _step(plan: Plan, colours: Mapping[str, str], width: int) -> RenderableType:
     """When each node runs; ``=`` where the step's length follows from it, ``-`` elsewhere."""
     prediction = plan.prediction
     step = prediction.step_seconds or 1.0
     roles = {node.name: node.role for node in plan.graph.nodes} | {copy.node: copy.target for copy in plan.copies}
-    width = max(12, *(len(node) + 2 for node in prediction.nodes)) if prediction.nodes else 12
-    bar = min(_BAR, _WIDTH - 12 - width)
+    names = max(12, *(len(node) + 2 for node in prediction.nodes)) if prediction.nodes else 12
+    bar = min(_BAR, width - 12 - names)
     lines = []
     for node, time in prediction.nodes.items():
         role = roles.get(node)
@@ -209,7 +214,7 @@ def _step(plan: Plan, colours: Mapping[str, str]) -> RenderableType:
             continue
         first = min(bar - 1, round(bar * time.start / step))
         length = max(1, min(bar - first, round(bar * time.seconds / step)))
-        line = Text(f"{node:<{width}}")
+        line = Text(f"{node:<{names}}")
         line.append(" " * first)
         line.append(("=" if time.critical else "-") * length, colours.get(role or "", "dim"))
         line.append(" " * (bar - first - length) + f"  {seconds(time.seconds):>8}")
@@ -217,11 +222,11 @@ def _step(plan: Plan, colours: Mapping[str, str]) -> RenderableType:
     return Group(*lines)
 
 
-def _words(plan: Plan, *, explain: bool) -> Table:
+def _words(plan: Plan, width: int, *, explain: bool) -> Table:
     prediction = plan.prediction
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold", width=8)
-    table.add_column(overflow="fold", width=_WIDTH - 10)
+    table.add_column(overflow="fold", width=width - 10)
     for reason in prediction.reasons:
         table.add_row("why", reason)
     most = max(prediction.host_gib, key=lambda host: prediction.host_gib[host], default=None)
