@@ -33,7 +33,7 @@ Usage: rlflow [KEY=VALUE ...]     (python -m rlflow is the same)
                                              compare the plans of a sweep
   rlflow resume=FOLDER steps=+100            continue a run for 100 more steps
   rlflow plan=FOLDER/plan.json               run a plan that was written before
-  rlflow tune=true                           find faster sizes in the first steps
+  rlflow tune=true                           find faster sizes while it runs
   python -m rlflow.doctor                    check this machine
 
 Recipes: {recipes}

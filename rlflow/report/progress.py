@@ -1,9 +1,10 @@
 """The run as it goes: a live line on a terminal, plain lines elsewhere."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
+from rich.columns import Columns
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rlflow.compiler.plan import Plan
@@ -19,12 +20,22 @@ from rlflow.runtime.base import Observer, Report
 _LINES = 20
 
 
+class _LiveMetrics(Progress):
+    """A bar with the metrics of the last step below it, in as many lines as the terminal needs."""
+
+    metrics: Sequence[str] = ()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Columns(self.metrics, padding=(0, 2))
+
+
 class ProgressDisplay(Observer):
     """Step, reward, KL, response length, tokens a second, time left."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._bar: Progress | None = None
+        self._bar: _LiveMetrics | None = None
 
     def warned(self, warning: str) -> None:
         self._console.print(f"warning: {warning}", soft_wrap=True, markup=False)
@@ -37,11 +48,9 @@ class ProgressDisplay(Observer):
         since = f", from step {step}" if step else ""
         self._console.print(f"[bold]{plan.recipe.name}[/]: {self._steps} steps{since}, in {directory}", soft_wrap=True)
         if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-            self._bar = Progress(
-                *columns, TextColumn("{task.fields[text]}"), TimeRemainingColumn(), console=self._console
-            )
-            self._task = self._bar.add_task("step", total=self._steps, completed=step, text="")
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = _LiveMetrics(*columns, console=self._console)
+            self._task = self._bar.add_task("step", total=self._steps, completed=step)
             self._bar.start()
 
     def evaluated(self, step: int, figure: float) -> None:
@@ -49,12 +58,13 @@ class ProgressDisplay(Observer):
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         self._seconds = [*self._seconds[-19:], metrics["seconds"]]
-        text = "  ".join(f"{label} {metrics[name]:{form}}" for label, name, form in self._names if name in metrics)
+        shown = [f"{label} {metrics[name]:{form}}" for label, name, form in self._names if name in metrics]
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, text=text)
+            self._bar.metrics = shown
+            self._bar.update(self._task, completed=step)
         elif step % max(1, self._steps // _LINES) == 0:
             left = (self._steps - step) * sum(self._seconds) / len(self._seconds)
-            self._console.print(f"step {step:>5}  {text}  {left:.0f} s left", soft_wrap=True)
+            self._console.print(f"step {step:>5}  {'  '.join(shown)}  {left:.0f} s left", soft_wrap=True)
 
     def ended(self, report: Report) -> None:
         self.close()

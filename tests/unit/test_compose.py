@@ -2,28 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.compose import cluster_named, cluster_of_hosts, compose, free_keys, front_door_of
+from rlflow.compose import cluster_named, cluster_of_hosts, compose, front_door_of
 from rlflow.errors import RecipeError
-
-
-def test_keys_of_the_recipe_may_be_new_and_groups_may_not() -> None:
-    given = [
-        "seed=1",
-        "roles.actor.gpus=4",
-        "recipe=x",
-        "cluster=2x8",
-        "hydra.run.dir=x",
-        "+a=1",
-        "~b",
-        "data/x=y",
-        "-m",
-    ]
-    expected = ["++seed=1", "++roles.actor.gpus=4", *given[2:]]
-    assert free_keys(given) == expected
-
-
-def test_keys_below_a_group_of_the_same_name_stay_free() -> None:
-    assert free_keys(["data.batch_size=3", "data=gsm8k"]) == ["++data.batch_size=3", "data=gsm8k"]
 
 
 @pytest.mark.parametrize(("name", "shape"), [("local", "1x1@cpu"), ("7x8+1x7", "7x8@h100_80gb+1x7@h100_80gb")])

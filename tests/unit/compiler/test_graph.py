@@ -70,7 +70,7 @@ def test_no_option_has_the_name_of_an_input() -> None:
         ("data.eval_split=null", "data.eval_split: is missing, and evaluation needs it"),
         ("graph.update.reference=null", "graph.update.kl_coef: 0.001 asks for the reference's logprobs"),
         ("graph.rewards.node=rewad", "graph.rewards.node: no kind of node 'rewad'"),
-        ("graph.extra={role: actor}", "graph.extra.node: is missing"),
+        ("graph.extra={role: actor}", "graph.extra: the recipe has no node 'extra'"),
         ("graph.update.clip=1", "graph.update.clip: unknown key"),
         ("graph.update.clip_eps=-1", "graph.update.clip_eps: -1 is not valid"),
         ("graph.rollouts.role=rolout", "graph.rollouts.role: no role 'rolout'"),

@@ -1,0 +1,184 @@
+"""The command line: what it prints, on terminals of 80 and 120 columns too, and what it refuses."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import tomllib
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+import rlflow
+from rlflow.cli import main
+from tests.conftest import CONFIG_DIR, ROOT
+
+FAKE = ("--config-dir", str(CONFIG_DIR), "recipe=fake")
+Typed = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Typed:
+    """Runs the command line in this process, and gives its exit code, output and errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["rlflow", *arguments])
+        GlobalHydra.instance().clear()
+        code = main()
+        out, errors = capfd.readouterr()
+        return code, out, errors
+
+    return run
+
+
+def test_the_command_is_installed_with_the_package() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["rlflow"].partition(":")
+    assert getattr(import_module(module), function) is main
+
+
+def test_version_and_help(typed: Typed) -> None:
+    assert typed("--version") == (0, f"rlflow {rlflow.__version__}\n", "")
+    code, out, _ = typed("--help")
+    assert (code, out.splitlines()[0].split()[0]) == (0, "rlflow")
+    assert "Hydra's own options" in out
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("cluster=16", "RecipeError: cluster: '16' is neither"),
+        ("cluster=null", "RecipeError: cluster: no cluster 'null'"),
+        ("cluster=[1]", "RecipeError: command line: "),
+        ("recipe=1.5", "RecipeError: recipe: no recipe '1.5'"),
+        ("--shell-completion", "RecipeError: --shell-completion: what to do is missing"),
+        ("cluster.shape=1x1", "RecipeError: cluster.gpus: is missing"),
+        ("cluster.hosts=[]", "RecipeError: cluster.hosts: cluster=auto takes the hosts as they are"),
+    ],
+)
+def test_no_traceback_for_a_slip(argument: str, message: str, typed: Typed) -> None:
+    code, _, errors = typed(argument, "dry_run=true")
+    assert code == 2
+    assert errors.startswith(message)
+
+
+def test_the_users_own_modules_are_found(typed: Typed, tmp_path: Path) -> None:
+    # A console command has its own folder in sys.path, and not the working directory.
+    sys.path[:] = [path for path in sys.path if path not in ("", str(tmp_path))]
+    (tmp_path / "rewards_of_mine.py").write_text("def score(texts, rows): return [0.0] * len(texts)\n")
+    code, _, errors = typed(*FAKE, "graph.rewards.function=rewards_of_mine:score", "steps=1")
+    assert code == 0, errors
+
+
+def test_a_recipe_for_gpus_is_not_started_on_a_cpu(typed: Typed) -> None:
+    code, out, errors = typed("recipe=grpo_7b")
+    assert code == 2
+    assert "warning   a step takes 4.1 days on CPUs: this recipe is for GPUs" in out
+    assert errors.startswith("PlacementError: cluster: grpo_7b is for GPUs, and none was found on this machine: ")
+    assert errors.endswith(
+        "  Fix: cluster=2x8 dry_run=true plans two hosts of eight GPUs, cluster=local runs it here nevertheless.\n"
+    )
+    code, out, errors = typed("recipe=grpo_7b", "dry_run=true")
+    assert (code, errors) == (0, "")
+    code, _, errors = typed("recipe=grpo_7b", "cluster=local", "data.source=nowhere.jsonl")
+    assert "is for GPUs" not in errors, "the CPU was asked for"
+
+
+def test_a_run_that_fails_is_no_sweep(typed: Typed) -> None:
+    code, out, errors = typed(*FAKE, "data.source=nowhere.jsonl")
+    assert code == 2
+    assert "RecipeError: data.source: 'nowhere.jsonl' does not exist" in errors
+    assert "GPU-hours" not in out
+
+
+def test_each_job_of_a_sweep_is_ranked_once(typed: Typed) -> None:
+    code, out, _ = typed("-m", *FAKE, "data.source=nowhere.jsonl", "seed=1,2")
+    assert code == 2
+    table = out[out.index("GPU-hours") :]
+    assert [line.split()[:2] for line in table.splitlines() if line.startswith("seed")] == [
+        ["seed=1", "yes"],
+        ["seed=2", "yes"],
+    ]
+    assert typed("-m", *FAKE, "dry_run=true")[1].count("GPU-hours") == 0, "one job is ranked against none"
+
+
+def test_a_recipe_of_ones_own_in_a_sweep(typed: Typed, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [grpo_tiny, _self_]\nname: mine\n")
+    code, out, errors = typed("-m", "recipe=mine.yaml,grpo_tiny", "dry_run=true")
+    assert code == 0, errors
+    assert {line.split()[0] for line in out.splitlines() if line.startswith("recipe=")} == {
+        "recipe=mine.yaml",
+        "recipe=grpo_tiny",
+    }
+
+
+def on_terminal(width: int, *arguments: str, cwd: Path) -> list[str]:
+    """Runs rlflow on a terminal of so many columns: the lines that it wrote, drawn over or not, without colours."""
+    outside, inside = pty.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
+    command = [sys.executable, "-m", "rlflow", *arguments]
+    with subprocess.Popen(
+        command,
+        cwd=cwd,
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        env={**environment, "TERM": "xterm", "CUDA_VISIBLE_DEVICES": ""},
+    ) as process:
+        os.close(inside)
+        written = b""
+        while True:
+            try:
+                part = os.read(outside, 65536)
+            except OSError:  # as Linux ends a terminal that nobody holds
+                break
+            if not part:
+                break
+            written += part
+        process.wait(timeout=60)
+    os.close(outside)
+    assert "\x1b[" in written.decode(), "colours"
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
+    return [line.rstrip() for line in re.split(r"[\r\n]+", text)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_run_on_a_terminal(width: int, tmp_path: Path) -> None:
+    lines = on_terminal(width, *FAKE, "steps=20", "evaluation.every=10", cwd=tmp_path)
+    assert max(map(len, lines)) <= width
+    assert any(re.fullmatch(r"step .*20/20 0:00:00", line) for line in lines), "the bar"
+    metrics = r"length \d\.\d  reward 0\.\d{3}  kl 0\.0000  tokens/s \d+"
+    assert any(re.fullmatch(metrics, line) for line in lines), "the metrics, whole and in one line"
+    assert any(re.fullmatch(r"step    10  held-out reward 0\.\d{3}", line) for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_plan_and_an_error_on_a_terminal(width: int, tmp_path: Path) -> None:
+    shapes = "cluster=2x8,1x2@h100_80gb"
+    large = "roles.rollout.tensor_parallel_size=4"
+    lines = on_terminal(width, "-m", "recipe=grpo_32b", shapes, large, "explain=true", "dry_run=true", cwd=tmp_path)
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    words = "rollout: keys and values have room for 73% of the batch at once; the rest waits its turn"
+    assert words in " ".join(text.split()) or words in text
+    assert not [line for line in lines if line.endswith("…")], "nothing is cut"
+    (ranked,) = [line.split() for line in lines if line.startswith("cluster=2x8 ")]
+    assert ranked[:2] == ["cluster=2x8", "yes"]
+    error = next(index for index, line in enumerate(lines) if line.startswith("PlacementError: "))
+    below = lines[error + 1 : error + 3]
+    assert all(line.startswith("  ") for line in below), "its lines stand under it"
+    node = next(line for line in lines if line.startswith("advantages "))
+    assert "RolloutAdvantages" in node, "no word is divided"
