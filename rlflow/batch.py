@@ -39,7 +39,11 @@ __all__ = [
     "SummedRewards",
     "TokenAdvantages",
     "ValueEstimates",
+    "named_samples",
 ]
+
+# Samples that a message names.
+_NAMED = 3
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -248,3 +252,9 @@ class GaeAdvantages(TokenAdvantages):
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
     values: Mapping[str, float]
+
+
+def named_samples(keys: NDArray[np.int64]) -> str:
+    """Return the first few of these samples, from their keys [B, 3], for a message."""
+    named = [f"step {step} prompt {prompt} sample {sample}" for step, prompt, sample in keys[:_NAMED].tolist()]
+    return ", ".join(named) + (f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else "")

@@ -9,6 +9,7 @@ import networkx as nx
 
 import rlflow.nodes  # noqa: F401 (makes the kinds of nodes known)
 from rlflow.batch import Examples, Metrics, Pairs, Prompts, Selection
+from rlflow.compiler.evaluation import check_evaluation, judged
 from rlflow.compiler.lora import check_lora
 from rlflow.engines.base import HEADS, capabilities_of
 from rlflow.engines.registry import engine_kind, engine_names
@@ -16,9 +17,6 @@ from rlflow.errors import GraphError, RecipeError, below, did_you_mean
 from rlflow.nodes.base import KINDS, Node
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.policy_gradient import PolicyGradient
-from rlflow.nodes.preference import Preference
-from rlflow.nodes.reward import Reward
-from rlflow.nodes.reward_model import RewardModel
 from rlflow.plugins import load_object
 from rlflow.recipe import Recipe
 from rlflow.schema import parse
@@ -48,7 +46,7 @@ class Graph:
     @property
     def evaluated(self) -> Literal["accuracy", "reward"]:
         """What is measured on held-out rows."""
-        return "accuracy" if any(isinstance(node.operation, Preference) for node in self.nodes) else "reward"
+        return "accuracy" if "pairs" in self.sources else "reward"
 
     def trained_roles(self) -> list[str]:
         names = [node.role for node in self.nodes if node.role and "Trains" in _capabilities(node)]
@@ -91,7 +89,7 @@ def wire(recipe: Recipe) -> Graph:
             node.operation.check(frozenset(node.inputs))
     graph = Graph(nodes=tuple(nodes[name] for name in _order(nodes)))
     _check_outputs_read(recipe, graph)
-    _check_evaluation(recipe, graph)
+    check_evaluation(recipe, graph)
     _check_heads(graph)
     _check_roles(recipe, graph)
     _check_overcommit(recipe, graph)
@@ -176,9 +174,8 @@ def _order(nodes: Mapping[str, GraphNode]) -> list[str]:
 
 def _check_outputs_read(recipe: Recipe, graph: Graph) -> None:
     read = {origin for node in graph.nodes for origin in node.inputs.values()}
-    if recipe.evaluation is not None:
-        judging = [node.name for node in graph.nodes if isinstance(node.operation, Reward)]
-        read.update(judging[:1])
+    if recipe.evaluation is not None and (figure := judged(graph)):
+        read.add(figure[1].name)
     for node in graph.nodes:
         if node.name not in read and node.operation.output() not in (Metrics, Selection):
             raise GraphError(
@@ -186,18 +183,6 @@ def _check_outputs_read(recipe: Recipe, graph: Graph) -> None:
                 f"nobody reads its {node.operation.output().__name__}",
                 fix="remove the node, or name it as an input of another",
             )
-
-
-def _check_evaluation(recipe: Recipe, graph: Graph) -> None:
-    writes, judges = (
-        any(isinstance(node.operation, kinds) for node in graph.nodes) for kinds in (Generate, Reward | RewardModel)
-    )
-    if recipe.evaluation is not None and graph.evaluated == "reward" and not (writes and judges):
-        raise GraphError("evaluation", "the graph has no nodes 'generate' and 'reward' for it", fix="evaluation=null")
-    if recipe.evaluation is not None and recipe.data.eval_split is None:
-        raise RecipeError(
-            "data.eval_split", "is missing, and evaluation needs it", fix="name a split, or evaluation=null"
-        )
 
 
 def _check_roles(recipe: Recipe, graph: Graph) -> None:

@@ -2,11 +2,8 @@
 
 from rlflow.compiler.graph import Graph
 from rlflow.errors import GraphError
-from rlflow.nodes.advantage import BatchAdvantage, GreedyAdvantage, GroupAdvantage, LeaveOneOutAdvantage
-from rlflow.nodes.dynamic_sampling import DynamicSampling
+from rlflow.nodes.advantage import BatchAdvantage, GreedyAdvantage
 from rlflow.nodes.generate import Generate
-
-_COMPARING = (GroupAdvantage, LeaveOneOutAdvantage, BatchAdvantage, DynamicSampling)
 
 
 def check_groups(graph: Graph) -> None:
@@ -15,8 +12,10 @@ def check_groups(graph: Graph) -> None:
     _check_pairs(graph)
     writing = {node.name: node.operation for node in graph.nodes if isinstance(node.operation, Generate)}
     for node in graph.nodes:
-        origin = node.inputs.get("rollouts", "")
-        if isinstance(node.operation, _COMPARING) and origin in writing and writing[origin].group_size == 1:
+        read = [origin for origin in node.inputs.values() if origin in writing]
+        compares = node.operation.unit == "group" or isinstance(node.operation, BatchAdvantage)
+        if compares and read and all(writing[origin].group_size == 1 for origin in read):
+            origin = read[0]
             fact = f"is 1, and graph.{node.name} compares the responses to a prompt with each other"
             raise GraphError(f"graph.{origin}.group_size", fact, fix="2 or more")
         if isinstance(node.operation, GreedyAdvantage):

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from rlflow.compiler.cautions import cautions
 from rlflow.compiler.graph import Graph, wire
 from rlflow.compiler.lower import Requirements, lower
-from rlflow.compiler.rounds import in_rounds
 from rlflow.errors import RecipeError
-from rlflow.nodes.generate import Generate
 from rlflow.recipe import Recipe, recipe_from, to_yaml
 from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.resources.layout import Layout, Resources
@@ -72,13 +71,14 @@ def plan(recipe: Recipe, graph: Graph, requirements: Requirements, cluster: Clus
     placed = search.best()
     if placed is None:
         raise explain(search)
+    prediction = predict(search, placed)
     made = Plan(
         recipe=recipe,
         graph=graph,
         copies=requirements.workload.copies,
         cluster=cluster,
         roles=placed.roles,
-        prediction=_with_warnings(recipe, graph, predict(search, placed)),
+        prediction=replace(prediction, warnings=(*prediction.warnings, *cautions(recipe, graph))),
     )
     if not made.needs_gpus:
         return made
@@ -92,22 +92,6 @@ def long_time(seconds: float) -> str:
     units = ((365 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "minutes"))
     size, name = next((unit for unit in units if seconds >= unit[0]), (1, "seconds"))
     return f"{seconds / size:.1f} {name}"
-
-
-def _with_warnings(recipe: Recipe, graph: Graph, prediction: Prediction) -> Prediction:
-    """What the algorithm's options are to be known for."""
-    lines = [
-        f"graph.{node.name}.overcommit: short responses are trained on before long ones, which is biased, and its time "
-        "is that without it"
-        for node in graph.nodes
-        if isinstance(node.operation, Generate) and node.operation.overcommit
-    ]
-    if rounds := in_rounds(graph):
-        lines.append(
-            f"graph.{rounds[-1].name}: responses are planned for {recipe.expect.rounds:g} x the prompts that are "
-            "trained on (expect.rounds)"
-        )
-    return replace(prediction, warnings=(*prediction.warnings, *lines)) if lines else prediction
 
 
 def compile_recipe(recipe: Recipe, cluster: Cluster, calibration: Calibration | None = None) -> Plan:

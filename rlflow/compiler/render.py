@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rlflow.compiler.formula import loss_lines
 from rlflow.compiler.graph import SOURCES, GraphNode
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Role
@@ -32,7 +33,7 @@ def render(plan: Plan, *, explain: bool = False, width: int = WIDTH) -> Renderab
     colours = {role: _COLOURS[index % len(_COLOURS)] for index, role in enumerate(plan.roles)}
     parts: list[RenderableType] = [_verdict(plan), Text()]
     if explain:
-        parts += [_graph(plan, colours), Text()]
+        parts += [_graph(plan, colours), Text(), _loss(plan, width), Text()]
     parts += [_placement(plan, colours, width), Text(), _roles(plan, colours, width), Text()]
     parts += [_step(plan, colours, width), Text(), _words(plan, width, explain=explain)]
     return Group(*parts)
@@ -70,6 +71,15 @@ def _graph(plan: Plan, colours: Mapping[str, str]) -> Table:
         )
     for copy in plan.copies:
         table.add_row(copy.node, "weights", copy.source, "weights", Text(copy.target, colours[copy.target]))
+    return table
+
+
+def _loss(plan: Plan, width: int) -> Table:
+    """Return the scalar that the run minimises, with the recipe's numbers."""
+    table = Table(box=None, pad_edge=False, show_header=False, width=width)
+    table.add_column(overflow="fold")
+    for line in loss_lines(plan.graph):
+        table.add_row(Text(line, "bold" if line.startswith("loss of ") else ""))
     return table
 
 

@@ -100,7 +100,7 @@ class DeepSpeedEngine(Tunable):
 
     def _gradients(self, minibatch: Minibatch, loss: TokenLoss) -> dict[str, float]:
         """Left at the weights. Returns sums over this rank's share."""
-        totals = Totals(loss, self._device)
+        totals = Totals(loss, self._device, self._spec.role)
         pieces, counting = rounds(minibatch, self._spec.layout.micro_batch_tokens)
         for at, rows in enumerate(pieces):
             self._engine.set_gradient_accumulation_boundary(at == len(pieces) - 1)
@@ -214,7 +214,7 @@ class DeepSpeedEngine(Tunable):
             self._engine.step()
         # DeepSpeed writes -1 for a norm that is not finite.
         if not 0 <= norm < float("inf"):
-            raise EngineError(f"role {self._spec.role}: the gradient's norm is not finite.")
+            raise EngineError(f"role {self._spec.role}: grad_norm is not finite ({norm}), although the loss is.")
         return norm
 
     def _forward(self, sequences: Sequences, temperature: float) -> Packed:

@@ -80,7 +80,7 @@ class FakeEngine:
 
         self._weight += 1
         logprobs = torch.from_numpy(self._logprobs(minibatch.response_ids).values)
-        totals = Totals(loss, logprobs.device)
+        totals = Totals(loss, logprobs.device, self._spec.role)
         totals.add(minibatch, logprobs, {})
         return Metrics(values={**averaged_over_weights(totals.sums), "loss": 1 / self._weight})
 

@@ -102,7 +102,8 @@ class TorchEngine(Tunable):
         self._add_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._spec.optimizer.max_grad_norm)
         if not torch.isfinite(norm):
-            raise EngineError(f"role {self._spec.role}: the gradient's norm is {float(norm)}.")
+            loss_said = f"of {len(minibatch)} samples, whose loss is {measured['loss']:g}"
+            raise EngineError(f"role {self._spec.role}: grad_norm is {float(norm)} in a minibatch {loss_said}.")
         self._optimizer.step()
         return Metrics(values={**measured, "grad_norm": float(norm), "learning_rate": learning_rate})
 
@@ -111,7 +112,7 @@ class TorchEngine(Tunable):
         import torch
 
         self._optimizer.zero_grad(set_to_none=True)
-        totals = Totals(loss, self._model.device)
+        totals = Totals(loss, self._model.device, self._spec.role)
         for rows in micro_batches(minibatch, self._spec.layout.micro_batch_tokens):
             part = minibatch.take(rows)
             with self._autocast():

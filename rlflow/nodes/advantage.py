@@ -3,21 +3,23 @@
 Shapes: B rollouts.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Repeated, Rewards, RolloutAdvantages, Rollouts, TokenAdvantages
 from rlflow.nodes.base import Node
+from rlflow.nodes.formula import Formula, kl_expression, old_difference, times
 from rlflow.nodes.kl import Estimator, token_kl
 
-# Keeps a group whose rewards are all alike from dividing by zero; GRPO's usual value.
-_EPSILON = 1e-4
-# Likewise of a batch, where it is the usual one of REINFORCE++.
-_EPSILON_OF_BATCH = 1e-8
+# Added to a batch's variance, as in verl and OpenRLHF: where all rewards agree, rounding errors stay small.
+_EPSILON = 1e-8
+WHITENED = f"(x - mean of x) / sqrt(variance of x + {_EPSILON:g}) over all tokens"
+"""What ``whitened`` makes of x, for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +31,21 @@ class GroupAdvantage(Node, kind="group_advantage", unit="group"):
 
     normalize: bool = True
     """Divide by the group's standard deviation (of the sample, n - 1)."""
+    epsilon: Annotated[float, Gt(0)] = 1e-4
+    """Added to that standard deviation: a group whose rewards all agree has none. TRL's value; verl has 1e-6."""
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        reward = symbols["rewards"]
+        centred = f"{reward} - mean of {reward} in the group"
+        whole = f"({centred}) / (std of {reward} in the group + {self.epsilon:g})" if self.normalize else centred
+        return Formula(symbol="A", expression=whole)
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
         group, sizes = groups_of(rollouts, rewards)
         centred = centred_in_groups(rewards, group, sizes)
         if self.normalize:
             variance = np.bincount(group, np.nan_to_num(centred) ** 2) / np.maximum(sizes - 1, 1)
-            centred = centred / (np.sqrt(variance) + _EPSILON)[group]
+            centred = centred / (np.sqrt(variance) + self.epsilon)[group]
         return for_all_tokens(centred, rollouts)
 
 
@@ -46,6 +56,10 @@ class LeaveOneOutAdvantage(Node, kind="leave_one_out_advantage", unit="group"):
     Source: RLOO (arXiv 2402.14740). It is n / (n - 1) times the reward minus the group's mean.
     """
 
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        reward = symbols["rewards"]
+        return Formula(symbol="A", expression=f"{reward} - mean of the other {reward} in the group")
+
     def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
         group, sizes = groups_of(rollouts, rewards)
         others = np.maximum(sizes - 1, 1)
@@ -53,11 +67,14 @@ class LeaveOneOutAdvantage(Node, kind="leave_one_out_advantage", unit="group"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GreedyAdvantage(Node, kind="greedy_advantage", unit="group"):
+class GreedyAdvantage(Node, kind="greedy_advantage", unit="batch"):
     """Reward minus that of the likeliest response to the same prompt.
 
     Source: ReMax (arXiv 2310.10505). ``greedy`` are rollouts at temperature 0, in groups of one.
     """
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        return Formula(symbol="A", expression=f"{symbols['rewards']} - {symbols['greedy_rewards']}")
 
     def run(self, rollouts: Rollouts, rewards: Rewards, greedy: Rollouts, greedy_rewards: Rewards) -> RolloutAdvantages:
         both = np.concatenate([greedy.keys[:, :2], rollouts.keys[:, :2]])
@@ -74,12 +91,17 @@ class BatchAdvantage(Node, kind="batch_advantage", unit="batch"):
     Source: REINFORCE++ with a baseline (arXiv 2501.03262).
     """
 
+    unbiased: bool = False
+    """Divide the variance by n - 1 tokens (as verl) in place of n (as OpenRLHF)."""
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        reward = symbols["rewards"]
+        where = {"x": f"{reward} - mean of {reward} in the group"}
+        return Formula(symbol="A", expression=WHITENED, where=where)
+
     def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
         values = centred_in_groups(rewards, *groups_of(rollouts, rewards))
-        weights = np.where(np.isnan(values), 0, rollouts.own_lengths)
-        centred = values - np.average(np.nan_to_num(values), weights=weights)
-        deviation = np.sqrt(np.average(np.nan_to_num(centred) ** 2, weights=weights))
-        return for_all_tokens(centred / (deviation + _EPSILON_OF_BATCH), rollouts)
+        return for_all_tokens(whitened(values, rollouts.own_lengths, unbiased=self.unbiased), rollouts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +114,15 @@ class TokenAdvantage(Node, kind="token_advantage", unit="batch", reads_tokens=Tr
 
     kl_coef: Annotated[float, Ge(0)] = 0.0
     kl_estimator: Estimator = "k1"
+    unbiased: bool = False
+    """Divide the variance by n - 1 tokens (as verl) in place of n (as OpenRLHF)."""
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        reward, where = symbols["rewards"], {"x": symbols["rewards"]}
+        if self.kl_coef:
+            kl = times(self.kl_coef, f"sum of {kl_expression(self.kl_estimator, 'd_old')} from the token on")
+            where = {"x": f"{reward} - {kl}", **old_difference(symbols)}
+        return Formula(symbol="A", expression=WHITENED, where=where)
 
     def run(
         self, rollouts: Rollouts, rewards: Rewards, reference: Logprobs, old_logprobs: Logprobs | None = None
@@ -103,7 +134,8 @@ class TokenAdvantage(Node, kind="token_advantage", unit="batch", reads_tokens=Tr
         ahead = np.repeat(before[kl.offsets[1:]], lengths) - before[:-1]
         values = np.repeat(rewards.values.astype(np.float64), lengths) - self.kl_coef * ahead
         excluded, own = np.isnan(rewards.values), rollouts.own_tokens().values
-        return TokenAdvantages(values=Packed(normalised(values, own).astype(np.float32), kl.offsets), excluded=excluded)
+        given = whitened(values, own, unbiased=self.unbiased).astype(np.float32)
+        return TokenAdvantages(values=Packed(given, kl.offsets), excluded=excluded)
 
 
 def groups_of(rollouts: Rollouts, rewards: Rewards) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -118,10 +150,18 @@ def centred_in_groups(rewards: Rewards, group: NDArray[np.int64], sizes: NDArray
     return values - (np.bincount(group, np.nan_to_num(values)) / np.maximum(sizes, 1))[group]
 
 
-def normalised(values: NDArray[np.float64], own: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """[T]: by those of a batch's tokens that are there and the model's own."""
-    counting = values[own]
-    centred: NDArray[np.float64] = (values - np.nanmean(counting)) / (np.nanstd(counting) + _EPSILON_OF_BATCH)
+def whitened(
+    values: NDArray[np.float64], weights: NDArray[np.int64] | NDArray[np.bool_], *, unbiased: bool
+) -> NDArray[np.float64]:
+    """Return ``values`` minus their mean, over their standard deviation, each of them standing for ``weights`` tokens.
+
+    Those that are NaN stay so and do not count.
+    """
+    counts = np.where(np.isnan(values), 0, weights)
+    total = max(int(counts.sum()), 1)
+    mean = (np.nan_to_num(values) * counts).sum() / total
+    variance = (np.nan_to_num(values - mean) ** 2 * counts).sum() / max(total - unbiased, 1)
+    centred: NDArray[np.float64] = (values - mean) / np.sqrt(variance + _EPSILON)
     return centred
 
 

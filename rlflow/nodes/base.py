@@ -5,12 +5,13 @@ which the runtime gives as well; a parameter with a default is an optional input
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from rlflow.errors import GraphError
+from rlflow.nodes.formula import Formula
 from rlflow.schema import Section
 
 Unit = Literal["sample", "group", "batch"]
@@ -26,6 +27,21 @@ class Input:
     name: str
     type: type
     required: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a node may know about the graph around it when it warns about its options."""
+
+    connected: frozenset[str]
+    """The node's inputs that are connected."""
+    role: str | None
+    engine: str | None
+    """The engine of the node's role."""
+    dtype: str | None
+    """The number type of its role's model."""
+    samplers: tuple[str, ...]
+    """The engines that generate the responses which the node reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +89,30 @@ class Node(Section):
     def check(self, connected: frozenset[str]) -> None:
         """Raises a UserError, its path counted from the node, if the options do not go with the inputs connected."""
 
+    def cautions(self, setting: Setting) -> Iterable[str]:
+        """Return a line ``OPTION: REASON`` for each option that is legal and yet probably not what is wanted."""
+        return ()
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula | None:
+        """Return the output as a formula for people, or None. ``symbols`` names the inputs that are connected."""
+        return None
+
 
 def _signature(cls: type[Node]) -> tuple[tuple[Input, ...], type]:
-    run: Any = cls.run  # type: ignore[attr-defined]
-    hints: Mapping[str, Any] = get_type_hints(run)
-    inputs = tuple(
-        Input(name, _without_none(hints[name]), parameter.default is inspect.Parameter.empty)
-        for name, parameter in inspect.signature(run).parameters.items()
-        if name != "self"
-    )
-    return inputs, hints["return"]
+    """Return the inputs and the output of ``run``, which may pass ``**inputs`` on to the ``run`` that it overrides."""
+    inputs: dict[str, Input] = {}
+    output: Any = None
+    for run in (vars(each)["run"] for each in cls.__mro__ if "run" in vars(each)):
+        hints: Mapping[str, Any] = get_type_hints(run)
+        output = output or hints["return"]
+        parameters = inspect.signature(run).parameters.values()
+        for each in parameters:
+            if each.name != "self" and each.kind is not inspect.Parameter.VAR_KEYWORD:
+                required = each.default is inspect.Parameter.empty
+                inputs.setdefault(each.name, Input(each.name, _without_none(hints[each.name]), required))
+        if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+            return tuple(inputs.values()), output
+    raise AttributeError("run")
 
 
 def _without_none(hint: Any) -> type:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from rlflow.nodes.responses import sums_over_responses
+from rlflow.nodes.ratio import ratio
+from rlflow.nodes.responses import means_over_responses, sums_over_responses
 from rlflow.schema import Section
 
 if TYPE_CHECKING:
@@ -25,19 +26,29 @@ class Correction(Section):
     the ratio is that of whole responses (https://richardli.xyz/rl-collapse).
     """
 
-    level: Literal["token", "sequence"] = "token"
-    """Of each token, or the product over its response."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """The ratio of each token, the product over its response, or the geometric mean over its response."""
     outside: Literal["bound", "mask"] = "bound"
     """What is outside of the bounds counts as much as the bound, or nothing."""
     max_ratio: Annotated[float, Gt(0)] = 2.0
     min_ratio: Annotated[float, Ge(0)] = 0.0
 
+    def expression(self, sampler: str) -> str:
+        """Return the weight for people; ``sampler`` gives the logprobs that were sampled with."""
+        of = {"token": "", "sequence": " of the response", "geometric": " of the response, geometric mean"}[self.level]
+        ratio = f"(p_old / p by {sampler}{of})"
+        if self.outside == "bound":
+            return f"clip({ratio}, {self.min_ratio:g}, {self.max_ratio:g})"
+        return f"{ratio}, 0 outside of {self.min_ratio:g} to {self.max_ratio:g}"
+
     def __call__(self, difference: "Tensor", rows: "Tensor") -> "tuple[Tensor, Mapping[str, Tensor]]":
         """Weights [T] from log(trainer / sampler) [T]; and metrics: the mean weight, and the share outside."""
         if self.level == "sequence":
             difference = sums_over_responses(difference, rows)
-        ratio = difference.exp()
-        bounded = ratio.clamp(self.min_ratio, self.max_ratio)
-        outside = bounded != ratio
-        weights = bounded if self.outside == "bound" else ratio.masked_fill(outside, 0.0)
+        elif self.level == "geometric":
+            difference = means_over_responses(difference, rows)
+        free = ratio(difference)
+        bounded = free.clamp(self.min_ratio, self.max_ratio)
+        outside = bounded != free
+        weights = bounded if self.outside == "bound" else free.masked_fill(outside, 0.0)
         return weights, {"correction": weights, "corrected_fraction": outside.float()}

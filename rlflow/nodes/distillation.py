@@ -1,11 +1,13 @@
 """Learning what a teacher would have written."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from rlflow.batch import Logprobs, Packed, Rollouts, TokenAdvantages
 from rlflow.nodes.base import Node
+from rlflow.nodes.formula import Formula, old_probability
 from rlflow.nodes.kl import token_kl
 
 
@@ -21,6 +23,10 @@ class TeacherAdvantage(Node, kind="teacher_advantage", unit="sample"):
     https://thinkingmachines.ai/blog/on-policy-distillation; GKD (arXiv 2306.13649, section 3) on the policy's own
     responses alone, with the reverse KL divergence, estimated at the sampled token.
     """
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        where = {**old_probability(symbols), "p_teacher": f"p by {symbols['teacher']}"}
+        return Formula(symbol="A", expression="log(p_teacher / p_old)", where=where)
 
     def run(self, rollouts: Rollouts, teacher: Logprobs, old_logprobs: Logprobs | None = None) -> TokenAdvantages:
         kl = token_kl("k1", rollouts, teacher, old_logprobs)

@@ -12,8 +12,9 @@ from annotated_types import Ge, Gt, Lt
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Metrics, Pairs
-from rlflow.engines.base import Scores, TrainsLogprobs
+from rlflow.engines.base import Scores, TokenLoss, TrainsLogprobs
 from rlflow.nodes.base import Node
+from rlflow.nodes.formula import Formula, times
 from rlflow.nodes.preference import Preference, margins, preference_loss
 from rlflow.nodes.training import Weighting, averaged, train
 
@@ -47,12 +48,28 @@ class DpoUpdate(Preference, Node, kind="dpo_update", unit="batch"):
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """The share of pairs whose labels are taken to be wrong (https://ericmitchell.ai/cdpo.pdf)."""
 
+    def loss(self) -> TokenLoss:
+        """Return the loss of one pair's tokens, which has the column ``reference``."""
+        return DpoLoss(beta=self.beta, label_smoothing=self.label_smoothing)
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        where = {
+            "m": f"{times(self.beta, '(d of the chosen response - d of the rejected one)')}",
+            "d": "sum over the response of log(p / p_ref)",
+            "p_ref": f"p by {symbols['reference']}",
+        }
+        smooth = self.label_smoothing
+        term = "-log sigmoid(m)"
+        if smooth:
+            term = f"-{1 - smooth:g} log sigmoid(m) - {smooth:g} log sigmoid(-m)"
+        return Formula(symbol="L", expression=f"mean over a minibatch's pairs of [{term}]", where=where)
+
     def run(self, engine: TrainsLogprobs, pairs: Pairs, reference: Logprobs) -> Metrics:
         steps = train(
             engine,
             pairs,
             {"reference": reference.values},
-            DpoLoss(beta=self.beta, label_smoothing=self.label_smoothing),
+            self.loss(),
             num_minibatches=self.num_minibatches,
             # The tokens of a response count 1 / (2 P) together, and those of a pair, which have one loss, 1 / P.
             weighting=Weighting(aggregation="sequence"),

@@ -12,8 +12,9 @@ from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
 
 from rlflow.batch import GaeAdvantages, Logprobs, Packed, Rewards, Rollouts, ValueEstimates
-from rlflow.nodes.advantage import normalised
+from rlflow.nodes.advantage import WHITENED, whitened
 from rlflow.nodes.base import Node
+from rlflow.nodes.formula import Formula, kl_expression, old_difference, times
 from rlflow.nodes.kl import Estimator, check_kl, token_kl
 from rlflow.packed import offsets_of
 
@@ -42,9 +43,23 @@ class GaeAdvantage(Node, kind="gae_advantage", unit="batch", reads_tokens=True):
     """Nats a response, which ``kl_coef``, then where it begins, is adapted to from step to step."""
     normalize: bool = True
     """Advantages are normalised over all tokens of the batch. Returns are not."""
+    unbiased: bool = False
+    """Divide the variance by n - 1 tokens (as verl) in place of n (as OpenRLHF)."""
 
     def check(self, connected: frozenset[str]) -> None:
         check_kl(self.kl_coef, self.kl_target, connected)
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        reward = f"{symbols['rewards']} at the last token, 0 before"
+        where = {"x": f"sum over the tokens from t on of {self.gamma * self.lam:g}^(distance to t) delta"}
+        value = symbols["values"]
+        where["delta"] = f"r_t + {times(self.gamma, f'next {value}')} - {value}"
+        if self.kl_coef and "reference" in symbols:
+            kl = times(self.kl_coef, kl_expression(self.kl_estimator, "d_old"))
+            where |= {"r_t": f"({reward}) - {kl}", **old_difference(symbols)}
+        else:
+            where["r_t"] = reward
+        return Formula(symbol="A", expression=WHITENED if self.normalize else "x", where=where)
 
     def run(
         self,
@@ -55,21 +70,24 @@ class GaeAdvantage(Node, kind="gae_advantage", unit="batch", reads_tokens=True):
         old_logprobs: Logprobs | None = None,
     ) -> GaeAdvantages:
         own, offsets = rollouts.own_tokens().values, offsets_of(rollouts.own_lengths)
-        known, last = ~np.isnan(rewards.values), offsets[1:] - 1
+        has_own = rollouts.own_lengths > 0
+        known, last = ~np.isnan(rewards.values) & has_own, offsets[1:][has_own] - 1
         expected = values.values.values[own].astype(np.float64)
         gained, kl = np.zeros_like(expected), 0.0
         if reference is not None:
             divergence = token_kl(self.kl_estimator, rollouts, reference, old_logprobs).values[own]
             gained -= self.kl_coef * divergence
-            kl = float(np.add.reduceat(divergence, offsets[:-1])[known].mean())
-        gained[last] += rewards.values
+            before = np.concatenate([[0.0], np.cumsum(divergence)])
+            kl = float(np.diff(before[offsets])[known].mean())
+        gained[last] += rewards.values[has_own]
         following = np.append(expected[1:], 0.0)
         following[last] = 0.0
         errors = Packed(gained + self.gamma * following - expected, offsets)
         advantages = discounted_sums(errors, self.gamma * self.lam)
         returns = advantages + expected
         variance = np.nanvar(returns)
-        given = normalised(advantages, np.ones(len(advantages), np.bool_)) if self.normalize else advantages
+        everywhere = np.ones(len(advantages), np.bool_)
+        given = whitened(advantages, everywhere, unbiased=self.unbiased) if self.normalize else advantages
         return GaeAdvantages(
             values=_among_all(given, own, values.values),
             excluded=~known,

@@ -1,5 +1,6 @@
 """Writing responses."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Self
 
@@ -7,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Generates, Sampling
-from rlflow.nodes.base import Node
+from rlflow.nodes.base import Node, Setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,13 @@ class Generate(Node, kind="generate", unit="sample"):
     def greedy(self) -> Self:
         """One response to each prompt, of the likeliest tokens: to evaluate."""
         return replace(self, temperature=0.0, group_size=1, overcommit=0.0)
+
+    def cautions(self, setting: Setting) -> Iterator[str]:
+        if self.overcommit:
+            yield (
+                "overcommit: short responses are trained on before long ones, which is biased, and its time is that "
+                "without it"
+            )
 
     def run(self, engine: Generates, prompts: Prompts) -> Rollouts:
         return engine.generate(prompts, self.sampling)

@@ -2,7 +2,8 @@
 
 Source: http://joschu.net/blog/kl-approx.html. With d = log(policy / reference): k1 = d, unbiased; k2 = d^2 / 2, biased,
 but in a loss its gradient is that of the divergence; k3 = exp(-d) - 1 + d, unbiased and never negative (DeepSeekMath,
-arXiv 2402.03300, equation 4). In a loss the gradient of k1 is nought in the mean.
+arXiv 2402.03300, equation 4). In a loss the gradient of k1 is nought in the mean. One token's k3 counts as ``MAX_K3`` at
+most, as in verl, OpenRLHF and slime: it grows as exp(-d).
 """
 
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -12,23 +13,25 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Rollouts
 from rlflow.errors import GraphError
+from rlflow.nodes.ratio import MAX_LOG_RATIO
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
+MAX_K3 = 10.0
 # How far a step's divergence counts as off its target at most, and how much of that the coefficient follows.
 _MOST, _GAIN = 0.2, 0.1
 Values = TypeVar("Values", "Tensor", NDArray[np.float64])
 
 
 def kl_estimate(estimator: Estimator, difference: Values, inverse: Values) -> Values:
-    """[T] from d = log(policy / reference) [T] and exp(-d) [T], by whichever library has made them."""
+    """Return the estimate [T] from d = log(policy / reference) [T] and exp(-d) [T], tensors or arrays."""
     if estimator == "k1":
         return difference
     if estimator == "k2":
         return difference * difference / 2
-    return inverse - 1 + difference
+    return (inverse - 1 + difference).clip(max=MAX_K3)
 
 
 def token_kl(estimator: Estimator, rollouts: Rollouts, reference: Logprobs, old_logprobs: Logprobs | None) -> Packed:
@@ -37,7 +40,8 @@ def token_kl(estimator: Estimator, rollouts: Rollouts, reference: Logprobs, old_
     own = rollouts.logprobs if old_logprobs is None else old_logprobs.values
     difference = own.values.astype(np.float64) - reference.values.values
     difference = np.where(rollouts.own_tokens().values, difference, 0.0)
-    return Packed(kl_estimate(estimator, difference, np.exp(-difference)), own.offsets)
+    inverse = np.exp(-difference.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return Packed(kl_estimate(estimator, difference, inverse), own.offsets)
 
 
 def check_kl(kl_coef: float, kl_target: float | None, connected: frozenset[str]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rlflow.errors import RecipeError
 from rlflow.nodes.correction import Correction
 from rlflow.nodes.kl import Estimator, kl_estimate
+from rlflow.nodes.ratio import ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,13 +39,13 @@ class PolicyLoss:
         if "sampler_logprobs" in columns:
             apart = columns["old_logprobs"] - columns["sampler_logprobs"]
             # The divergence from the sampler to the trainer, by k3: the tokens are the sampler's.
-            metrics |= {"sampler_difference": apart.abs(), "sampler_kl": apart.exp() - 1 - apart}
+            metrics |= {"sampler_difference": apart.abs(), "sampler_kl": kl_estimate("k3", -apart, ratio(apart))}
             if self.correction is not None:
                 weights, corrected = self.correction(apart, columns["rows"])
                 loss, metrics = loss * weights, {**metrics, **corrected}
         if "reference" in columns:
             difference = logprobs - columns["reference"]
-            kl = kl_estimate(self.kl_estimator, difference, (-difference).exp())
+            kl = kl_estimate(self.kl_estimator, difference, ratio(-difference))
             loss, metrics["kl"] = loss + self.kl_coef * kl, kl
         if "entropy" in columns:
             metrics["entropy"] = columns["entropy"]

@@ -1,17 +1,20 @@
 """What all ways to train a policy on its rollouts have in common."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Gt
 
-from rlflow.batch import Advantages, Logprobs, Metrics, Rollouts
+from rlflow.batch import Advantages, Logprobs, Metrics, Packed, Rollouts
 from rlflow.engines.base import Trains
 from rlflow.errors import GraphError, RecipeError
+from rlflow.nodes.base import Setting
 from rlflow.nodes.correction import Correction
+from rlflow.nodes.formula import Formula, kl_expression, old_probability, times
 from rlflow.nodes.kl import Estimator, check_kl
 from rlflow.nodes.losses import PolicyLoss
 from rlflow.nodes.training import Aggregation, Weighting, averaged, train
@@ -32,6 +35,8 @@ class PolicyGradient(Section):
     tokens of the first minibatch, before it changes the model. With ``old_logprobs`` it is the mean over each
     minibatch's tokens, and that of all optimizer steps.
     """
+
+    kind: ClassVar[str]
 
     aggregation: Aggregation = "token"
     """What counts the same within a minibatch: every ``token``, every ``sequence``, or every token over a ``constant``.
@@ -59,6 +64,10 @@ class PolicyGradient(Section):
     @abstractmethod
     def surrogate(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
         """The loss [T] and metrics [T], of the model's logprobs [T] and columns: see PolicyLoss."""
+
+    def surrogate_formula(self, advantage: str) -> Formula:
+        """Return the surrogate of one token for people, w being the ratio; ``advantage`` is the advantage's symbol."""
+        return Formula(symbol="L", expression=f"{self.kind}(w, {advantage})", where={"w": "p / p_old"})
 
     def loss(self, temperature: float) -> PolicyLoss:
         return PolicyLoss(
@@ -88,6 +97,37 @@ class PolicyGradient(Section):
                 fix="both aggregation: constant and a constant_length, or neither",
             )
 
+    def cautions(self, setting: Setting) -> Iterator[str]:
+        if self.kl_coef and self.kl_estimator == "k1":
+            yield "kl_estimator: in a loss the gradient of k1 is zero on average, so it does nothing; use k2 or k3"
+        # In float32 engines agree to about 1e-6, which no bound of a ratio is near to.
+        if setting.samplers and setting.dtype != "float32" and "old_logprobs" not in setting.connected:
+            yield from self.mismatch_cautions(setting)
+
+    def mismatch_cautions(self, setting: Setting) -> Iterator[str]:
+        """Yield what follows where the sampler computes logprobs in its own way and nothing tells the two apart."""
+        yield (
+            f"old_logprobs: is missing, so clipping also acts on how far {setting.engine} is from "
+            f"{' and '.join(setting.samplers)} in {setting.dtype}; add old_logprobs: {{node: logprobs, role: "
+            f"{setting.role}}}, and perhaps a correction"
+        )
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        surrogate = self.surrogate_formula(symbols["advantages"])
+        terms, where = surrogate.expression, dict(surrogate.where)
+        if self.correction is not None:
+            terms, where["c"] = f"c ({terms})", self.correction.expression(symbols["rollouts"])
+        if self.kl_coef:
+            terms += f" + {times(self.kl_coef, kl_expression(self.kl_estimator, 'd'))}"
+            where |= {"d": "log(p / p_ref)", "p_ref": f"p by {symbols['reference']}"}
+        if self.entropy_coef:
+            terms, where["H"] = f"{terms} - {times(self.entropy_coef, 'H')}", "entropy of the model at the token"
+        if any("p_old" in text for text in (terms, *where.values())):
+            where |= old_probability(symbols)
+        rows = "finished responses" if self.skip_truncated else "responses"
+        weighting = Weighting(aggregation=self.aggregation, constant_length=self.constant_length)
+        return Formula(symbol="L", expression=f"{weighting.expression(rows)} of [{terms}]", where=where)
+
     def run(
         self,
         engine: Trains,
@@ -96,16 +136,27 @@ class PolicyGradient(Section):
         reference: Logprobs | None = None,
         old_logprobs: Logprobs | None = None,
     ) -> Metrics:
-        if not advantages.known.all():
-            kept = np.flatnonzero(advantages.known)
-            rollouts, advantages = rollouts.take(kept), advantages.take(kept)
-            reference = None if reference is None else reference.take(kept)
-            old_logprobs = None if old_logprobs is None else old_logprobs.take(kept)
-        columns = {"old_logprobs": rollouts.logprobs, "advantages": advantages.values}
+        return self.train_on(engine, rollouts, advantages, reference, old_logprobs)
+
+    def train_on(
+        self,
+        engine: Trains,
+        rollouts: Rollouts,
+        advantages: Advantages,
+        reference: Logprobs | None = None,
+        old_logprobs: Logprobs | None = None,
+        columns: Mapping[str, Packed] = MappingProxyType({}),
+    ) -> Metrics:
+        """Train on the rollouts that have an advantage. ``columns`` are what the surrogate reads besides, a value for
+        each response token."""
+        columns = {"old_logprobs": rollouts.logprobs, "advantages": advantages.values, **columns}
         if old_logprobs is not None:
             columns |= {"old_logprobs": old_logprobs.values, "sampler_logprobs": rollouts.logprobs}
         if reference is not None:
             columns["reference"] = reference.values
+        if not advantages.known.all():
+            kept = np.flatnonzero(advantages.known)
+            rollouts, columns = rollouts.take(kept), {name: column.take(kept) for name, column in columns.items()}
         steps = train(
             engine,
             rollouts,

@@ -11,6 +11,7 @@ import numpy as np
 from rlflow.batch import Conversations, Rewards, Rollouts, SummedRewards
 from rlflow.errors import EngineError, RecipeError, below
 from rlflow.nodes.base import Node
+from rlflow.nodes.formula import Formula, times
 from rlflow.rewards.base import LARGEST, Failure, Outcome
 from rlflow.rewards.part import Part
 from rlflow.rewards.pool.calls import Call
@@ -52,6 +53,10 @@ class Reward(Node, kind="reward", unit="sample"):
     def try_out(self) -> None:
         """Raises EngineError when the functions cannot run on this host."""
         Pool(self._parts).stop()
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        parts = (times(part.weight, name) for name, part in self._parts.items() if part.weight)
+        return Formula(symbol="r", expression=" + ".join(parts) or "0")
 
     def run(self, rollouts: Rollouts) -> Rewards:
         given = {name: np.full(len(rollouts), np.nan, np.float32) for name in self._parts}

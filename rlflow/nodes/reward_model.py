@@ -14,11 +14,15 @@ from rlflow.batch import Metrics, Pairs, Rewards, Rollouts
 from rlflow.engines.base import Evaluates, TrainsReward
 from rlflow.errors import EngineError
 from rlflow.nodes.base import Node
+from rlflow.nodes.formula import Formula
 from rlflow.nodes.preference import Preference, margins, preference_loss
 from rlflow.nodes.training import Weighting, averaged, train
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_LAST = {"r": "what the reward model's head says at the last token"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,10 @@ class RewardModelUpdate(Preference, Node, kind="reward_model_update", unit="batc
     """Every pair counts the same. The metric ``margin`` is the difference of the rewards, and ``accuracy`` the share of
     pairs in which it is above 0."""
 
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        term = "-log sigmoid(r of the chosen response - r of the rejected one)"
+        return Formula(symbol="L", expression=f"mean over a minibatch's pairs of [{term}]", where=_LAST)
+
     def run(self, engine: TrainsReward, pairs: Pairs) -> Metrics:
         weighting = Weighting(aggregation="sequence")
         steps = train(engine, pairs, {}, RankingLoss(), num_minibatches=self.num_minibatches, weighting=weighting)
@@ -53,6 +61,9 @@ class RewardModelUpdate(Preference, Node, kind="reward_model_update", unit="batc
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(Node, kind="reward_model", unit="sample"):
     """What the role's model says of each response, at its last token; nothing of a conversation that has failed."""
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        return Formula(symbol="r", expression=_LAST["r"])
 
     def run(self, engine: Evaluates, rollouts: Rollouts) -> Rewards:
         rewards = engine.evaluate(rollouts)

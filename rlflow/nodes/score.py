@@ -1,10 +1,12 @@
 """What a model says of responses that are already there."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlflow.batch import Logprobs, Rollouts, Sequences, ValueEstimates
 from rlflow.engines.base import Scores, ScoresBase, Values
 from rlflow.nodes.base import Node
+from rlflow.nodes.formula import Formula
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,9 @@ class ScoreBaseLogprobs(Node, kind="base_logprobs", unit="sample"):
 @dataclass(frozen=True, kw_only=True)
 class ScoreValues(Node, kind="values", unit="sample"):
     """The return that the role's model expects before every response token."""
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        return Formula(symbol="V", expression="the critic's value before the token, before the update")
 
     def run(self, engine: Values, rollouts: Rollouts) -> ValueEstimates:
         return engine.values(rollouts)

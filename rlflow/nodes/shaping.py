@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt
 from rlflow.batch import Divergences, Logprobs, Rewards, Rollouts
 from rlflow.errors import RecipeError
 from rlflow.nodes.base import Node
+from rlflow.nodes.formula import Formula, kl_expression, old_difference, times
 from rlflow.nodes.kl import Estimator, check_target, token_kl
 
 
@@ -19,6 +20,10 @@ class KlDivergence(Node, kind="kl_divergence", unit="sample"):
     what the engine sampled with."""
 
     kl_estimator: Estimator = "k1"
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        summed = f"sum of {kl_expression(self.kl_estimator, 'd_old')} over the response"
+        return Formula(symbol="KL", expression=summed, where=old_difference(symbols))
 
     def run(self, rollouts: Rollouts, reference: Logprobs, old_logprobs: Logprobs | None = None) -> Divergences:
         kl = token_kl(self.kl_estimator, rollouts, reference, old_logprobs)
@@ -38,6 +43,9 @@ class KlPenalty(Node, kind="kl_penalty", unit="sample", reads_tokens=False):
 
     def check(self, connected: frozenset[str]) -> None:
         check_target(self.kl_coef, self.kl_target)
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        return Formula(symbol="r", expression=f"{symbols['rewards']} - {times(self.kl_coef, symbols['kl'])}")
 
     def run(self, rewards: Rewards, kl: Divergences) -> Rewards:
         return Rewards(values=(rewards.values - self.kl_coef * kl.values).astype(np.float32))
@@ -62,6 +70,10 @@ class OverlongPenalty(Node, kind="overlong_penalty", unit="sample", reads_tokens
         if self.buffer_tokens > self.max_tokens:
             fact = f"{self.buffer_tokens} is more than max_tokens, which is {self.max_tokens}"
             raise RecipeError("buffer_tokens", fact, fix="a part of max_tokens")
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        over = f"clip((tokens - {self.max_tokens - self.buffer_tokens}) / {self.buffer_tokens}, 0, 1)"
+        return Formula(symbol="r", expression=f"{symbols['rewards']} - {over}")
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> Rewards:
         over = rollouts.response_ids.lengths - (self.max_tokens - self.buffer_tokens)

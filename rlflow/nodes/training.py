@@ -3,8 +3,9 @@
 Shapes: B rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -39,7 +40,16 @@ class Weighting:
         else:
             assert self.constant_length is not None
             each = np.full(len(lengths), max(int(counting.sum()), 1) * self.constant_length)
-        return Repeated((counting / each).astype(np.float32), lengths)
+        return Repeated((counting / np.maximum(each, 1)).astype(np.float32), lengths)
+
+    def expression(self, rows: str) -> str:
+        """Return the aggregation for people; ``rows`` says what is counted: responses, or some of them."""
+        if self.aggregation == "token":
+            return f"mean over the tokens of a minibatch's {rows}"
+        if self.aggregation == "sequence":
+            return f"mean over a minibatch's {rows} of the mean over tokens"
+        divisor = "" if self.constant_length == 1 else f" / {self.constant_length}"
+        return f"mean over a minibatch's {rows} of the sum over tokens{divisor}"
 
 
 def train(
@@ -56,20 +66,18 @@ def train(
 ) -> list[Mapping[str, float]]:
     """One optimizer step a minibatch, and the metrics of each. Fewer rows than minibatches make fewer minibatches.
 
-    ``counting`` [B] are the rows that are trained on, by default all; the others are as if they were not there. Where a
-    minibatch has none there is no step, which the optimizer's moments would make one of, and no metrics. ``first_step``
-    of the run is that with which the schedule of the learning rate begins.
-    A minibatch is cut in the order of the prompts' numbers within their steps: the data's own order is random already,
-    and what was begun in earlier steps is spread over all minibatches. Rows that must be ``together`` are.
+    ``counting`` [B] are the rows that are trained on, by default all; the others are as if they were not there, and so
+    are rows without a token of the model's own. Where a minibatch has none there is no step, which the optimizer's
+    moments would make one of, and no metrics. ``first_step`` of the run is that with which the schedule of the learning
+    rate begins. Each epoch cuts other minibatches, the same ones for all nodes that train on these rows.
     """
     steps: list[Mapping[str, float]] = []
     bare = sequences.bare()
-    begun_in, prompt, sample = sequences.keys.T
-    counting = np.ones(len(sequences), np.bool_) if counting is None else counting
-    order = np.lexsort((sample, begun_in, prompt)).reshape(-1, sequences.together)
+    begun_in = sequences.keys[:, 0]
     own, lengths = sequences.own_tokens(), sequences.own_lengths
-    for units in num_epochs * np.array_split(order, max(1, min(num_minibatches, len(order)))):
-        rows = units.ravel()
+    counting = lengths > 0 if counting is None else counting & (lengths > 0)
+    cuts = (_cut(sequences, num_minibatches, epoch) for epoch in range(num_epochs))
+    for rows in chain.from_iterable(cuts):
         if not counting[rows].any():
             steps.append({})
             continue
@@ -83,6 +91,24 @@ def train(
         )
         steps.append(engine.update(minibatch, loss).values)
     return steps
+
+
+def _cut(sequences: Sequences, num_minibatches: int, epoch: int) -> Iterator[NDArray[np.int64]]:
+    """Yield the rows of each minibatch of an epoch. Fewer rows than minibatches make fewer minibatches.
+
+    The first epoch takes prompts by their numbers within their steps: the data's own order is random already, and what
+    was begun in earlier steps is spread over all minibatches. Later epochs shuffle the prompts, by draws that follow
+    from step and epoch alone. The rows of a prompt stay neighbours, since they share its computation, and rows that
+    must be ``together`` are in one minibatch.
+    """
+    begun_in, prompt, sample = sequences.keys.T
+    places = prompt
+    if epoch and len(sequences):
+        _, groups = np.unique(sequences.keys[:, :2], axis=0, return_inverse=True)
+        places = np.random.default_rng((int(begun_in.max()), epoch)).permutation(int(groups.max()) + 1)[groups]
+    order = np.lexsort((sample, begun_in, places)).reshape(-1, sequences.together)
+    for units in np.array_split(order, max(1, min(num_minibatches, len(order)))):
+        yield units.ravel()
 
 
 def averaged(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -3,19 +3,22 @@
 Shapes: T response tokens of a micro-batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import nan
 from typing import TYPE_CHECKING, Annotated
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Lt
 
 from rlflow.batch import Examples, Metrics
 from rlflow.engines.base import Trains
-from rlflow.nodes.base import Node
+from rlflow.nodes.base import Node, Setting
+from rlflow.nodes.formula import Formula
 from rlflow.nodes.losses import LikelihoodLoss
 from rlflow.nodes.policy_gradient import PolicyGradient
+from rlflow.nodes.ratio import ratio
 from rlflow.nodes.responses import means_over_responses
-from rlflow.nodes.training import Aggregation, averaged, train
+from rlflow.nodes.training import Aggregation, Weighting, averaged, train
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,10 +38,16 @@ class PolicyUpdate(PolicyGradient, Node, kind="policy_update", unit="batch"):
     """How far the ratio counts below 1, and above it."""
     clip_eps_high: Annotated[float, Gt(0)] | None = None
     """Above it, where that is not as far."""
+    dual_clip: Annotated[float, Gt(1)] | None = None
+    """The largest ratio that counts where the advantage is negative. Null: any."""
+
+    def surrogate_formula(self, advantage: str) -> Formula:
+        term = clipped_expression(advantage, self.clip_eps, self.clip_eps_high, self.dual_clip)
+        return Formula(symbol="L", expression=term, where={"w": "p / p_old"})
 
     def surrogate(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
-        ratio = (logprobs - columns["old_logprobs"]).exp()
-        return clipped(ratio, columns["advantages"], self.clip_eps, self.clip_eps_high)
+        of_tokens = ratio(logprobs - columns["old_logprobs"])
+        return clipped(of_tokens, columns["advantages"], self.clip_eps, self.clip_eps_high, self.dual_clip)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,31 +61,65 @@ class GspoUpdate(PolicyGradient, Node, kind="gspo_update", unit="batch"):
     clip_eps: Annotated[float, Gt(0)] = 3e-4
     clip_eps_high: Annotated[float, Gt(0)] | None = 4e-4
     """Where it is null: as below 1."""
+    dual_clip: Annotated[float, Gt(1)] | None = None
+    """The largest ratio that counts where the advantage is negative. Null: any."""
+
+    def surrogate_formula(self, advantage: str) -> Formula:
+        term = clipped_expression(advantage, self.clip_eps, self.clip_eps_high, self.dual_clip)
+        return Formula(symbol="L", expression=term, where={"w": "exp(mean over the response of log(p / p_old))"})
 
     def surrogate(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
-        ratio = means_over_responses(logprobs - columns["old_logprobs"], columns["rows"]).exp()
-        return clipped(ratio, columns["advantages"], self.clip_eps, self.clip_eps_high)
+        of_responses = ratio(means_over_responses(logprobs - columns["old_logprobs"], columns["rows"]))
+        return clipped(of_responses, columns["advantages"], self.clip_eps, self.clip_eps_high, self.dual_clip)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CispoUpdate(PolicyGradient, Node, kind="cispo_update", unit="batch"):
     """CISPO: -clip(r) A log p, where no gradient flows through the ratio r: every token has one, none is dropped.
 
-    Source: MiniMax-M1 (arXiv 2506.13585), equations 4 and 5, which has no lower bound.
+    Source: MiniMax-M1 (arXiv 2506.13585), equations 4 and 5, whose experiments have no lower bound.
     """
+
+    clip_eps: Annotated[float, Gt(0), Lt(1)] | None = None
+    """How far the ratio counts below 1. Null: without a bound."""
 
     clip_eps_high: Annotated[float, Gt(0)] = 4.0
     """How far the ratio counts above 1."""
 
+    def surrogate_formula(self, advantage: str) -> Formula:
+        low = 0 if self.clip_eps is None else 1 - self.clip_eps
+        term = f"-clip(w, {low:g}, {1 + self.clip_eps_high:g}) {advantage} log p"
+        return Formula(symbol="L", expression=term, where={"w": "p / p_old, without a gradient"})
+
     def surrogate(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
-        ratio = (logprobs.detach() - columns["old_logprobs"]).exp()
-        bounded = ratio.clamp(max=1 + self.clip_eps_high)
-        return -bounded * columns["advantages"] * logprobs, {"clip_fraction": (bounded < ratio).float()}
+        free = ratio(logprobs.detach() - columns["old_logprobs"])
+        bounded = free.clamp(0 if self.clip_eps is None else 1 - self.clip_eps, 1 + self.clip_eps_high)
+        advantages = columns["advantages"]
+        return -bounded * advantages * logprobs, clip_fractions(bounded != free, advantages)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforceUpdate(PolicyGradient, Node, kind="reinforce_update", unit="batch"):
     """REINFORCE: -A log p. For one optimizer step on what the policy itself has written: there is no ratio."""
+
+    def cautions(self, setting: Setting) -> Iterator[str]:
+        yield from super().cautions(setting)
+        for option in ("num_minibatches", "num_epochs"):
+            if (count := getattr(self, option)) > 1:
+                yield (
+                    f"{option}: is {count}, and this loss has no ratio: from the second optimizer step on it trains on "
+                    "responses of an older policy as if they were its own; use 1, or policy_update"
+                )
+
+    def mismatch_cautions(self, setting: Setting) -> Iterator[str]:
+        yield (
+            f"correction: is missing, so responses of {' and '.join(setting.samplers)} count as if {setting.engine} "
+            f"had sampled them, which is not exact in {setting.dtype}; add old_logprobs: {{node: logprobs, role: "
+            f"{setting.role}}} and a correction"
+        )
+
+    def surrogate_formula(self, advantage: str) -> Formula:
+        return Formula(symbol="L", expression=f"-{advantage} log p")
 
     def surrogate(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
         return -columns["advantages"] * logprobs, {}
@@ -88,13 +131,44 @@ class SftUpdate(Node, kind="sft_update", unit="batch"):
 
     num_minibatches: Annotated[int, Ge(1)] = 1
 
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        return Formula(symbol="L", expression=f"{Weighting().expression('responses')} of [-log p]")
+
     def run(self, engine: Trains, examples: Examples) -> Metrics:
         steps = train(engine, examples, {}, LikelihoodLoss(), num_minibatches=self.num_minibatches)
         return Metrics(values=averaged(steps))
 
 
-def clipped(ratio: "Tensor", advantages: "Tensor", eps: float, eps_high: float | None) -> "Loss":
-    """The smaller of what a ratio and a clipped one give, and the metric ``clip_fraction``."""
-    free = ratio * advantages
-    bounded = ratio.clamp(1 - eps, 1 + (eps if eps_high is None else eps_high)) * advantages
-    return -free.minimum(bounded), {"clip_fraction": (free > bounded).float()}
+def clipped(
+    free: "Tensor", advantages: "Tensor", eps: float, eps_high: float | None, dual_clip: float | None = None
+) -> "Loss":
+    """Return the loss [T] of the smaller of what a ratio [T] and a clipped one give, and the shares that are clipped.
+
+    ``dual_clip`` bounds the ratio where the advantage is negative, which nothing else does (arXiv 1912.09729,
+    equation 5).
+    """
+    bounded = free.clamp(1 - eps, 1 + (eps if eps_high is None else eps_high))
+    gain = (free * advantages).minimum(bounded * advantages)
+    is_clipped = free * advantages > bounded * advantages
+    if dual_clip is None:
+        return -gain, clip_fractions(is_clipped, advantages)
+    least = (dual_clip * advantages).where(advantages < 0, gain)
+    return -gain.maximum(least), clip_fractions(is_clipped | (least > gain), advantages)
+
+
+def clipped_expression(advantage: str, eps: float, eps_high: float | None, dual_clip: float | None) -> str:
+    """Return the loss of ``clipped`` for people, w being the ratio."""
+    high = eps if eps_high is None else eps_high
+    term = f"-min(w {advantage}, clip(w, {1 - eps:g}, {1 + high:g}) {advantage})"
+    return term if dual_clip is None else f"min({term}, {dual_clip:g} |{advantage}|)"
+
+
+def clip_fractions(is_clipped: "Tensor", advantages: "Tensor") -> "Mapping[str, Tensor]":
+    """Return the metrics of clipping, from where tokens are clipped [T]: the share of all tokens, of those with a
+    positive advantage, and of those with a negative one."""
+    share = is_clipped.to(advantages.dtype)
+    return {
+        "clip_fraction": share,
+        "clip_fraction_positive": share.masked_fill(advantages <= 0, nan),
+        "clip_fraction_negative": share.masked_fill(advantages >= 0, nan),
+    }

@@ -13,7 +13,8 @@ from annotated_types import Ge, Gt
 from rlflow.batch import GaeAdvantages, Metrics, Rollouts, ValueEstimates
 from rlflow.engines.base import TrainsValues
 from rlflow.nodes.base import Node
-from rlflow.nodes.training import averaged, train
+from rlflow.nodes.formula import Formula
+from rlflow.nodes.training import Weighting, averaged, train
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +52,13 @@ class ValueUpdate(Node, kind="value_update", unit="batch"):
     num_minibatches: Annotated[int, Ge(1)] = 1
     """Optimizer steps that the rollouts are divided among: as many as the policy's are the same minibatches."""
     num_epochs: Annotated[int, Ge(1)] = 1
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        term, old = "(v - R)^2 / 2", symbols["values"]
+        if self.clip_eps is not None:
+            term = f"max({term}, (clip(v, {old} - {self.clip_eps:g}, {old} + {self.clip_eps:g}) - R)^2 / 2)"
+        where = {"v": "the critic's value", "R": f"x + {old}, the advantage before it is normalised plus {old}"}
+        return Formula(symbol="L", expression=f"{Weighting().expression('responses')} of [{term}]", where=where)
 
     def run(
         self, engine: TrainsValues, rollouts: Rollouts, values: ValueEstimates, advantages: GaeAdvantages

@@ -105,7 +105,7 @@ def _run(
         data = engines.hosted(data)
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
         graph = conversing(plan.graph, plan.recipe.roles, models, engines)
-        evaluation = (pair_evaluator(graph) or evaluator(graph)) if held_out else None
+        evaluation = (pair_evaluator(plan.graph) or evaluator(plan.graph, graph)) if held_out else None
         graph, overcommits = overcommitted(graph, plan.recipe.data.batch_size, data)
         graph, adaptations = adaptive(graph, engines)
         rounds = Rounds(graph, plan.recipe.data.batch_size, data) if in_rounds(graph) else None

@@ -12,16 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Conversations, Divergences, GaeAdvantages, Metrics, Rewards, Rollouts, SummedRewards
+from rlflow.compiler.evaluation import judged
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.data.source import DataSource
 from rlflow.errors import EngineError, UserError, below
-from rlflow.nodes.generate import Generate
-from rlflow.nodes.reward import Reward
-from rlflow.nodes.reward_model import RewardModel
 from rlflow.resources.time.past_run import QUANTILES
 from rlflow.runtime.base import Engines
 from rlflow.runtime.data_plane.budget import edge
-from rlflow.runtime.rollout.conversing import Conversing
+from rlflow.runtime.finite import check_advantages
 from rlflow.runtime.streaming import Streaming
 
 
@@ -73,11 +71,13 @@ def run_node(node: GraphNode, engines: Engines, edges: Mapping[str, Any]) -> Any
         operation = engines.hosted(operation)
     try:
         with below(f"graph.{node.name}"), edge(node.name):
-            return operation.run(**arguments)
+            output = operation.run(**arguments)
     except (UserError, EngineError):
         raise
     except Exception as error:
         raise EngineError(f"node {node.name}, role {node.role}: {type(error).__name__}: {error}") from error
+    check_advantages(node.name, output, arguments)
+    return output
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,11 @@ class Evaluator:
         return mean_reward(rewards)
 
 
-def evaluator(graph: Graph) -> Evaluator:
-    """Of a graph that has nodes of the kinds generate, and reward or else reward_model; the first of each."""
-
-    def first(*kinds: type) -> GraphNode:
-        return next(node for kind in kinds for node in graph.nodes if isinstance(node.operation, kind))
-
-    generate, reward = first(Generate, Conversing), first(Reward, RewardModel)
+def evaluator(planned: Graph, graph: Graph) -> Evaluator:
+    """Return the evaluation of a graph that generates its responses, ``planned`` as ``graph`` runs."""
+    figure = judged(planned)
+    assert figure is not None  # compiling has seen to it
+    generate, reward = (next(node for node in graph.nodes if node.name == each.name) for each in figure)
     operation: Any = generate.operation
     return Evaluator(replace(generate, operation=operation.greedy()), reward)
 
@@ -132,6 +130,7 @@ def summary(name: str, output: Any) -> dict[str, float]:
             **{f"{name}/length_p{quantile}": float(np.percentile(lengths, quantile)) for quantile in QUANTILES},
             f"{name}/length_max": int(np.max(lengths)),
             f"{name}/finished": float(np.mean(output.finished)),
+            **({f"{name}/without_tokens": float(np.mean(lengths == 0))} if (lengths == 0).any() else {}),
         }
     return {}
 

@@ -38,7 +38,7 @@ def test_a_tie_is_half_right() -> None:
 
 def summed(loss: TokenLoss, given: Minibatch, outputs: torch.Tensor, limit: int) -> tuple[torch.Tensor, Totals]:
     """The loss over passes of at most so many tokens."""
-    totals, total = Totals(loss, torch.device("cpu")), outputs.new_zeros(())
+    totals, total = Totals(loss, torch.device("cpu"), "actor"), outputs.new_zeros(())
     places = given.response_ids.like(np.arange(len(given.response_ids.values)))
     for rows in micro_batches(given, limit):
         total = total + totals.add(given.take(rows), outputs[torch.from_numpy(places.take(rows).values)], {})

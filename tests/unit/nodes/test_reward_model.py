@@ -29,7 +29,7 @@ def test_against_a_plain_loop() -> None:
         columns={},
         weights=Weighting(aggregation="sequence").weights(given.response_ids.lengths, np.ones(14, np.bool_)),
     )
-    totals = Totals(RankingLoss(), torch.device("cpu"))
+    totals = Totals(RankingLoss(), torch.device("cpu"), "actor")
     total = totals.add(batch, outputs, {})
     (slopes,) = torch.autograd.grad(total, outputs)
 

@@ -60,7 +60,7 @@ def test_a_plain_loop_gives_the_same(clip_eps: float | None) -> None:
     batch = random_minibatch()
     given = dict(batch.columns)
     values = torch.from_numpy(given.pop("values").values).requires_grad_()
-    totals = Totals(ValueLoss(clip_eps=clip_eps), torch.device("cpu"))
+    totals = Totals(ValueLoss(clip_eps=clip_eps), torch.device("cpu"), "actor")
     ours = totals.add(replace(batch, columns=given), values, {})
 
     exactly = values.detach().double().requires_grad_()

@@ -66,6 +66,6 @@ def test_a_reward_model_by_its_rewards() -> None:
 def test_a_function_judges_before_a_model_does() -> None:
     graph = wire(rlflow.load(["recipe=reward_model"], CONFIG_DIR))
     assert pair_evaluator(graph) is None
-    assert isinstance(evaluator(graph).reward.operation, Reward)
+    assert isinstance(evaluator(graph, graph).reward.operation, Reward)
     alone = wire(rlflow.load(["recipe=reward_model", "~graph.exact"], CONFIG_DIR))
-    assert isinstance(evaluator(alone).reward.operation, RewardModel)
+    assert isinstance(evaluator(alone, alone).reward.operation, RewardModel)
