@@ -16,6 +16,9 @@ T = TypeVar("T")
 class Section:
     """Base of everything that is written in a recipe: no unknown keys, no coercion, no NaN, no infinity."""
 
+    called_elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Names that papers and other libraries have for a key, and what is written here: hints in errors."""
+
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -48,7 +51,8 @@ def _recipe_error(kind: type, mapping: Mapping[str, Any], path: str, error: Vali
         known = [field.name for field in fields(owner) if field.init] if is_dataclass(owner) else []
         place = ".".join(filter(None, [path, *parents]))
         at_place = f"{place}.{key}" if place else key
-        return RecipeError(at_place, "unknown key", known=sorted(known), fix=did_you_mean(key, known))
+        hint = getattr(owner, "called_elsewhere", {}).get(key)
+        return RecipeError(at_place, "unknown key", known=sorted(known), fix=hint or did_you_mean(key, known))
     value, place = _value_at(mapping, first["loc"])
     where = ".".join(filter(None, [path, place]))
     if first["type"] == "missing":

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_OLD = "graph.old_logprobs={node: logprobs, role: actor}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradient(Section):
     """A kind of node derives from this and from Node, and adds a ``surrogate`` with its options.
@@ -37,6 +40,21 @@ class PolicyGradient(Section):
     """
 
     kind: ClassVar[str]
+    called_elsewhere: ClassVar[Mapping[str, str]] = {
+        "beta": "kl_coef",
+        "kl_loss_coef": "kl_coef",
+        "kl_loss_type": "kl_estimator: k1, k2 or k3",
+        "entropy_coeff": "entropy_coef",
+        "loss_agg_mode": "aggregation: token, sequence or constant",
+        "loss_type": "aggregation: token, sequence or constant",
+        "ppo_epochs": "num_epochs",
+        "num_iterations": "num_epochs",
+        "ppo_mini_batch_size": "num_minibatches, the number of them",
+        "mask_truncated_completions": "skip_truncated",
+        "tis": f"{_OLD} and correction: {{level: token, outside: bound, max_ratio: 2}}",
+        "tis_imp_ratio_cap": f"{_OLD} and correction: {{level: token, outside: bound, max_ratio: 2}}",
+        "icepop": f"{_OLD} and correction: {{level: token, outside: mask, min_ratio: 0.5, max_ratio: 5}}",
+    }
 
     aggregation: Aggregation = "token"
     """What counts the same within a minibatch: every ``token``, every ``sequence``, or every token over a ``constant``.

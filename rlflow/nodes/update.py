@@ -6,7 +6,7 @@ Shapes: T response tokens of a micro-batch.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import nan
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Lt
 
@@ -27,12 +27,24 @@ if TYPE_CHECKING:
     Loss = tuple[Tensor, Mapping[str, Tensor]]
 
 
+_CLIPPING = {
+    "clip_ratio": "clip_eps",
+    "clip_ratio_low": "clip_eps",
+    "clip_ratio_high": "clip_eps_high",
+    "epsilon": "clip_eps",
+    "epsilon_high": "clip_eps_high",
+}
+_DUAL = {"clip_ratio_c": "dual_clip", "delta": "dual_clip"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyUpdate(PolicyGradient, Node, kind="policy_update", unit="batch"):
     """PPO's clipped surrogate: -min(r A, clip(r) A), r the ratio of a token's probability to the old one.
 
     Source: PPO (arXiv 1707.06347), equation 7; with a ``clip_eps_high`` DAPO (arXiv 2503.14476), equation 10.
     """
+
+    called_elsewhere: ClassVar[Mapping[str, str]] = {**PolicyGradient.called_elsewhere, **_CLIPPING, **_DUAL}
 
     clip_eps: Annotated[float, Gt(0)] = 0.2
     """How far the ratio counts below 1, and above it."""
@@ -57,6 +69,8 @@ class GspoUpdate(PolicyGradient, Node, kind="gspo_update", unit="batch"):
     Source: arXiv 2507.18071, equations 5 to 7; the bounds are those of section 5.1.
     """
 
+    called_elsewhere: ClassVar[Mapping[str, str]] = {**PolicyGradient.called_elsewhere, **_CLIPPING, **_DUAL}
+
     aggregation: Aggregation = "sequence"
     clip_eps: Annotated[float, Gt(0)] = 3e-4
     clip_eps_high: Annotated[float, Gt(0)] | None = 4e-4
@@ -79,6 +93,8 @@ class CispoUpdate(PolicyGradient, Node, kind="cispo_update", unit="batch"):
 
     Source: MiniMax-M1 (arXiv 2506.13585), equations 4 and 5, whose experiments have no lower bound.
     """
+
+    called_elsewhere: ClassVar[Mapping[str, str]] = {**PolicyGradient.called_elsewhere, **_CLIPPING}
 
     clip_eps: Annotated[float, Gt(0), Lt(1)] | None = None
     """How far the ratio counts below 1. Null: without a bound."""

@@ -92,7 +92,7 @@ def test_as_many_bytes_as_an_engine_puts_into_the_store(monkeypatch: pytest.Monk
 def test_prompts_are_needed_as_long_as_what_was_written_to_them() -> None:
     found = edges("recipe=grpo_7b")
     assert found["prompts"].readers[0] == "rollouts"
-    assert set(found["prompts"].readers) == {"rollouts", "advantages", "reference", "rewards", "update"}
+    assert set(found["prompts"].readers) == {"rollouts", "advantages", "old_logprobs", "reference", "rewards", "update"}
     assert found["rewards"].readers == ("advantages",)
     assert (found["rollouts"].role, found["rewards"].role, found["prompts"].role) == ("rollout", None, None)
 

@@ -61,7 +61,8 @@ def test_the_work_of_a_step(name: str, kinds: list[str]) -> None:
         (
             "sft_tiny",
             "evaluation={every: 1, num_prompts: 1}",
-            "evaluation: the graph has no nodes 'generate' and 'reward' for it.\n  Fix: evaluation=null.",
+            "evaluation: needs a node that generates, and one that reads its responses alone and gives Rewards.\n"
+            "  Fix: add rewards: {node: reward}, or evaluation=null.",
         ),
     ],
 )
