@@ -40,7 +40,9 @@ def check_evaluation(recipe: Recipe, graph: "Graph") -> None:
         raise GraphError("evaluation", fact, fix="add rewards: {node: reward}, or evaluation=null")
     if graph.evaluated == "accuracy" and comparing(graph) is None:
         fact = "no node that trains on pairs has a method 'accuracy', the share of pairs that it gets right"
-        raise GraphError("evaluation", fact, fix="derive it from rlflow.nodes.preference.Preference, or evaluation=null")
+        raise GraphError(
+            "evaluation", fact, fix="derive it from rlflow.nodes.preference.Preference, or evaluation=null"
+        )
     if recipe.data.eval_split is None:
         raise RecipeError(
             "data.eval_split", "is missing, and evaluation needs it", fix="name a split, or evaluation=null"
