@@ -47,7 +47,7 @@ class TokenLoss(Protocol):
         """The logits are divided by it."""
 
     def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]", /) -> "tuple[Tensor, Mapping[str, Tensor]]":
-        """The loss [T], and metrics [T], whose means have the weights of the loss; NaN where a token has no such metric.
+        """The loss [T], and metrics [T], whose means have the weights of the loss; NaN where a token has no metric.
 
         Besides the minibatch's columns there is ``rows``, int64: the number of each token's response, all of whose
         tokens that count are there, in a row; and from an engine that has logprobs ``entropy``: of the model, in nats.

@@ -2,7 +2,7 @@
 
 Source: http://joschu.net/blog/kl-approx.html. With d = log(policy / reference): k1 = d, unbiased; k2 = d^2 / 2, biased,
 but in a loss its gradient is that of the divergence; k3 = exp(-d) - 1 + d, unbiased and never negative (DeepSeekMath,
-arXiv 2402.03300, equation 4). In a loss the gradient of k1 is nought in the mean. One token's k3 counts as ``MAX_K3`` at
+arXiv 2402.03300, equation 4). In a loss the gradient of k1 is zero on average. One token's k3 counts as ``MAX_K3`` at
 most, as in verl, OpenRLHF and slime: it grows as exp(-d).
 """
 

@@ -29,6 +29,8 @@ def padded(rows: Any, pad: float, left: bool, dtype: torch.dtype) -> torch.Tenso
 CASES: dict[str, tuple[PolicyGradient, dict[str, Any]]] = {
     "token": (PolicyUpdate(), {"loss_type": "bnpo"}),
     "clip-higher": (PolicyUpdate(clip_eps=0.1, clip_eps_high=0.15), {"epsilon": 0.1, "epsilon_high": 0.15}),
+    # TRL calls it delta. Its bound holds for all advantages, and where they are positive the other is nearer.
+    "dual clip": (PolicyUpdate(clip_eps=0.1, dual_clip=1.2), {"epsilon": 0.1, "delta": 1.2}),
     "sequence": (PolicyUpdate(aggregation="sequence"), {"loss_type": "grpo"}),
     "dr_grpo": (
         PolicyUpdate(aggregation="constant", constant_length=9),
