@@ -21,7 +21,7 @@ check: .venv/dev
 
 .venv/runtime: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable .
+	$(BIN)/pip install --quiet --editable ".[train]"
 	touch $@
 
 .venv/dev: .venv/runtime

