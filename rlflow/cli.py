@@ -104,6 +104,9 @@ def _job(config: DictConfig, outcomes: list[Outcome]) -> int:
         if isinstance(error, UserError) and len(outcomes) == earlier:
             outcomes.append(Outcome(_overrides(), None, f"{error.path}: {error.fact}"))
         return _tell(error)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:  # the disk, since what the recipe names is checked before
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -182,3 +182,10 @@ def test_a_plan_and_an_error_on_a_terminal(width: int, tmp_path: Path) -> None:
     assert all(line.startswith("  ") for line in below), "its lines stand under it"
     node = next(line for line in lines if line.startswith("advantages "))
     assert "RolloutAdvantages" in node, "no word is divided"
+
+
+def test_a_reader_that_leaves_early_sees_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m rlflow cluster=2x8 dry_run=true | head -1"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("grpo_tiny on 2x8@h100_80gb ")
+    assert done.stderr == ""
