@@ -44,7 +44,10 @@ MAY_IMPORT = {
         *("arguments", "cluster_detection", "errors", "resources", "recipe", "compiler", "compose"),
         *("runtime", "report"),
     },
-    "doctor": {"errors", "extras", "engines", "compose", "runtime"},
+    "doctor": {
+        *("errors", "extras", "host_memory", "batch", "resources", "recipe", "engines", "compiler", "compose"),
+        "runtime",
+    },
     "__init__": {"cluster_detection", "resources", "recipe", "compiler", "compose", "runtime", "report"},
     "__main__": {"cli"},
 }

@@ -71,7 +71,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
                 generates="Generates" in capabilities,
                 architecture=architecture_played(recipe, graph, name),
                 weight_bytes=_BYTES[model.dtype],
-                training=_training(role, model),
+                training=training_of(role, model),
                 follows_lora=recipe.lora_of(name) if role.follows else None,
                 wants=role,
             )
@@ -85,7 +85,8 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     return Requirements(demands=tuple(demands), workload=workload)
 
 
-def _training(role: Role, model: Model) -> Training:
+def training_of(role: Role, model: Model) -> Training:
+    """Return how the role's engine keeps what it trains, for the memory model."""
     training = replace(_TRAINING.get(role.engine, _IN_FP32), logits_at_once=LOGITS_AT_ONCE)
     # Weights that stand still are in the model's own type.
     return training if role.lora is None else replace(training, weights=_BYTES[model.dtype], lora=role.lora)

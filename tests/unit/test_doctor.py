@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from rlflow import doctor
-from rlflow.doctor import Finding
+from rlflow.doctor import __main__ as command
+from rlflow.doctor import environment as doctor
+from rlflow.doctor.finding import Finding
 from rlflow.runtime.cluster import machine, probes
 from rlflow.runtime.cluster.machine import Device, Machine
 
@@ -286,7 +287,7 @@ def test_recipes_name_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_exit_code(broken: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     findings = [Finding("torch", "2.13.0 [x]", fix="pip install torch" if broken else None, broken=broken)]
     monkeypatch.setattr(doctor, "report", lambda: iter([("Libraries", findings)]))
-    assert doctor.main() == int(broken)
+    assert command.main([]) == int(broken)
     shown = capsys.readouterr().out
     assert "torch              2.13.0 [x]" in shown
     assert ("Fix: pip install torch" in shown) == broken

@@ -1,25 +1,19 @@
-"""``python -m rlflow.doctor``: what this machine has, what rlflow misses on it, and how to mend it.
-
-Exit code 0: recipes can run. 1: something that they need is broken.
-"""
+"""The report on this machine: what it has, what rlflow misses on it, and how to mend that."""
 
 import os
 import platform
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 import rlflow
 from rlflow.compose import CONF
+from rlflow.doctor.finding import Finding
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import UserError
 from rlflow.extras import TRAINING, fits, install_line, installed, module_of, required, versions
@@ -39,30 +33,6 @@ _VARIABLES = re.compile(
     r"|OMP_NUM_THREADS|HF_(HOME|HUB_OFFLINE)"
 )
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
-_WIDTH = 100
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report: ``ok``, something to know, or something broken."""
-
-    name: str
-    fact: str
-    fix: str | None = None
-    """How to mend it; makes the finding one to know."""
-    broken: bool = False
-
-
-def main() -> int:
-    """The report on standard output; the exit code."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
-    broken = 0
-    for title, findings in report():
-        broken += sum(finding.broken for finding in findings)
-        console.print(f"\n[bold]{title}[/]")
-        show(console, findings)
-    console.print(f"\n{verdict(broken, engines_here())}")
-    return 1 if broken else 0
 
 
 def verdict(broken: int, engines: list[str]) -> str:
@@ -72,23 +42,6 @@ def verdict(broken: int, engines: list[str]) -> str:
     if not engines:
         return f"[bold yellow]recipes can be planned; to train them: {escape(install_line('torch'))}[/]"
     return f"[bold green]recipes can run, with the engines {', '.join(engines)}[/]"
-
-
-def show(console: Console, findings: list[Finding]) -> None:
-    """A row for each, with how to mend it below."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(min_width=6)
-    table.add_column(no_wrap=True, min_width=17)
-    table.add_column()
-    for finding in findings:
-        mark = "[red]broken[/]" if finding.broken else "[yellow]note[/]" if finding.fix else "[green]ok[/]"
-        table.add_row(mark, escape(finding.name), escape(finding.fact))
-        if finding.fix:
-            table.add_row("", "", f"[dim]Fix:[/] {escape(finding.fix)}")
-    with console.capture() as captured:
-        console.print(table)
-    for line in captured.get().splitlines():
-        console.file.write(line.rstrip() + "\n")
 
 
 def report() -> Iterator[tuple[str, list[Finding]]]:
@@ -272,7 +225,3 @@ def recipes() -> list[Finding]:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "es" if what.endswith("s") else "s")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

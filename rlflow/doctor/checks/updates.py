@@ -1,0 +1,102 @@
+"""Checks of training: an update's loss and peak memory beside the plan's, and memory that sleep gives back."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from rlflow.compiler.lower import training_of
+from rlflow.doctor.checks.free_memory import GIB, seen_from_another_process
+from rlflow.doctor.checks.measurement import Measurement
+from rlflow.doctor.checks.models import HALF_BILLION, NegativeLogprob, minibatch_of, spec_of
+from rlflow.engines.registry import engine_class
+from rlflow.recipe import Role
+from rlflow.resources.layout import Layout
+from rlflow.resources.memory.phases import CONTEXT_GIB, update_terms
+from rlflow.resources.memory.state import total
+from rlflow.resources.models.architecture import Architecture
+
+# Random weights give every token of the vocabulary nearly the same probability.
+_LOSS_ERROR = 0.05
+# The plan must not promise too little memory; with much too much of it the plan wastes the GPU.
+_OVER, _UNDER = 1.1, 0.6
+# Context, and what cuBLAS and NCCL keep for themselves.
+_LEFT_ASLEEP_GIB = 1.5
+
+
+def update(
+    device: str,
+    *,
+    engine: str,
+    zero_stage: int | None = None,
+    architecture: Architecture = HALF_BILLION,
+    rows: int = 4,
+    prompt_tokens: int = 128,
+    response_tokens: int = 896,
+) -> list[Measurement]:
+    """Train two steps on one GPU; compare loss and peak memory with what arithmetic and plan expect.
+
+    A DeepSpeed engine then sleeps and wakes: the freed memory is measured from another process.
+    """
+    layout = Layout(
+        micro_batch_tokens=rows * (prompt_tokens + response_tokens),
+        zero_stage=zero_stage,
+        gradient_checkpointing=True,
+        sleeps=engine == "deepspeed",
+    )
+    with seen_from_another_process(device) as free_gib:
+        before = free_gib()
+        spec = spec_of(architecture, layout, "Trains", "Scores", device=device)
+        trainer: Any = engine_class(engine)(spec)
+        minibatch = minibatch_of(rows, prompt_tokens, response_tokens)
+        first, second = (trainer.update(minibatch, NegativeLogprob()).values["loss"] for _ in range(2))
+        expected = math.log(architecture.vocab_size)
+        what = engine if zero_stage is None else f"{engine} ZeRO {zero_stage}"
+        measurements = [
+            Measurement.at_most(
+                f"update by {what}: loss {first:.3f}, relative error against ln(vocabulary)",
+                abs(first - expected) / expected,
+                _LOSS_ERROR,
+            ),
+            Measurement(f"update by {what}: second loss", f"{second:.4f}", f"below {first:.4f}", second < first),
+        ]
+        if device.startswith("cuda"):
+            role = Role(model="policy", engine=engine)
+            measurements.append(_peak(what, device, architecture, layout, training_of(role, spec.model)))
+        if engine == "deepspeed":
+            measurements += _sleep(what, device, trainer, minibatch, before, free_gib)
+    return measurements
+
+
+def _peak(what: str, device: str, architecture: Architecture, layout: Layout, training: Any) -> Measurement:
+    import torch
+
+    measured = torch.cuda.max_memory_reserved(device) / GIB + CONTEXT_GIB
+    planned = total(update_terms(architecture, layout, training, layout.micro_batch_tokens, accumulates=False))
+    return Measurement(
+        f"update by {what}: peak memory",
+        f"{measured:.2f} GiB",
+        f"{planned:.2f} GiB by the plan, within {_UNDER:g} to {_OVER:g} times that",
+        _UNDER * planned <= measured <= _OVER * planned,
+    )
+
+
+def _sleep(what: str, device: str, trainer: Any, minibatch: Any, before: float, free_gib: Any) -> list[Measurement]:
+    logprobs = trainer.logprobs(minibatch, 1.0).values.values
+    awake = free_gib()
+    trainer.sleep()
+    asleep = free_gib()
+    trainer.wake()
+    again = trainer.logprobs(minibatch, 1.0).values.values
+    measurements = [
+        Measurement(
+            f"{what} after sleep and wake: logprobs",
+            "equal" if np.array_equal(logprobs, again) else f"off by {np.abs(logprobs - again).max():.3g}",
+            "equal bit for bit",
+            np.array_equal(logprobs, again),
+        )
+    ]
+    if device.startswith("cuda"):
+        name = f"{what} asleep, {asleep - awake:.2f} GiB freed: memory kept, seen from another process"
+        measurements.append(Measurement.at_most(name, before - asleep, _LEFT_ASLEEP_GIB, " GiB"))
+    return measurements

@@ -1,0 +1,45 @@
+"""One line of a report, and the table that shows it."""
+
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of a report: fine, worth a note, broken, or skipped."""
+
+    name: str
+    fact: str
+    fix: str | None = None
+    """How to mend it; makes the line a note."""
+    broken: bool = False
+    skipped: bool = False
+    """Nothing was tested, for the reason that ``fact`` gives."""
+
+    @property
+    def mark(self) -> str:
+        """The word in front of the line, with its colour."""
+        if self.broken:
+            return "[red]broken[/]"
+        if self.skipped:
+            return "[dim]skip[/]"
+        return "[yellow]note[/]" if self.fix else "[green]ok[/]"
+
+
+def show(console: Console, findings: list[Finding]) -> None:
+    """Print a row for each finding, with its fix below."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(min_width=6)
+    table.add_column(no_wrap=True, min_width=17)
+    table.add_column()
+    for finding in findings:
+        table.add_row(finding.mark, escape(finding.name), escape(finding.fact))
+        if finding.fix:
+            table.add_row("", "", f"[dim]Fix:[/] {escape(finding.fix)}")
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        console.file.write(line.rstrip() + "\n")

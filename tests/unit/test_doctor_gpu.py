@@ -1,0 +1,197 @@
+"""The checks of ``python -m rlflow.doctor --gpu``: on the CPU, with small sizes, and with faults put in."""
+
+import inspect
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rlflow
+from rlflow.doctor import __main__ as command
+from rlflow.doctor import gpu
+from rlflow.doctor.checks import colocated, numerics, transfers, updates
+from rlflow.doctor.checks.measurement import Measurement
+from rlflow.doctor.finding import Finding
+from rlflow.doctor.gpu import CHECKS, Check, findings_of
+from rlflow.engines.causal_lm import attention, head
+from rlflow.resources.models.architecture import Architecture
+from rlflow.runtime.cluster.machine import Device, ask
+from tests.unit.engines.test_attention import one_row_after_another
+
+H100 = Device(index=0, name="NVIDIA H100 80GB HBM3", memory_gib=79.6, used_gib=0.0, driver="580.1", processes=0)
+SMALL = Architecture(
+    model_type="qwen2",
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=64,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+)
+
+
+def attended(kernel: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> list[Measurement]:
+    """Check ``kernel``, which bfloat16 goes through as on a GPU."""
+    monkeypatch.setattr(attention, "takes_rows", lambda value: value.dtype == torch.bfloat16)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    return numerics.attention("cpu", heads=((4, 2, 8),), groups=((5, (7, 1)), (2, (9,))))
+
+
+class TestNumerics:
+    def test_a_right_kernel_passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        output, gradients = attended(one_row_after_another, monkeypatch)
+        assert output.passed
+        assert gradients.passed
+
+    def test_a_kernel_that_sees_the_future_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def sees_all(query: Tensor, key: Tensor, value: Tensor, *ends: Any, enable_gqa: bool, **options: Any) -> Tensor:
+            q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)
+            return out[0].transpose(0, 1)
+
+        output, gradients = attended(sees_all, monkeypatch)
+        assert not output.passed
+        assert not gradients.passed
+
+    def test_a_kernel_that_mixes_key_heads_up_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def flipped(query: Tensor, key: Tensor, value: Tensor, *ends: Any, **options: Any) -> Tensor:
+            return one_row_after_another(query, key.flip(1), value.flip(1), *ends, **options)
+
+        assert not attended(flipped, monkeypatch)[0].passed
+
+    def test_not_finite_is_never_right(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def nothing(query: Tensor, key: Tensor, value: Tensor, *ends: Any, **options: Any) -> Tensor:
+            return one_row_after_another(query, key, value, *ends, **options) * float("nan")
+
+        output, _ = attended(nothing, monkeypatch)
+        assert not output.passed
+
+    def test_the_output_layer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def measured() -> list[Measurement]:
+            return numerics.output_layer("cpu", tokens=24, hidden_size=16, vocabulary=300)
+
+        assert all(each.passed for each in measured())
+        real = head.scores_of
+
+        def hotter(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float) -> Tensor:
+            return real(hidden, weight, bias, targets, 1.1 * temperature)
+
+        monkeypatch.setattr(head, "scores_of", hotter)
+        logprobs, *_ = measured()
+        assert not logprobs.passed
+
+
+@pytest.mark.slow
+def test_tensors_between_processes() -> None:
+    (copy,) = transfers.ipc_copy("cpu", shape=(100, 7))
+    # 0 to 250 and again, which bfloat16 holds exactly: 700 numbers, twice 0..250 and 0..197.
+    assert copy.passed
+    assert copy.expected == f"sum {2 * sum(range(251)) + sum(range(198))}"
+    (reduced,) = transfers.all_reduce("cpu", ranks=2, link_gb_s=1e9, network_gb_s=None, elements=1000)
+    assert not reduced.passed, "no machine reaches half of 1e9 GB/s"
+    assert reduced.expected == "at least 5e+08 GB/s"
+
+
+@pytest.mark.slow
+def test_an_update_by_torch() -> None:
+    loss, second = updates.update("cpu", engine="torch", architecture=SMALL, rows=2, prompt_tokens=4, response_tokens=8)
+    # ln 64 = 4.159
+    assert loss.passed
+    assert second.passed
+
+
+def test_the_colocated_run_is_a_recipe_with_a_tensor_of_a_gigabyte() -> None:
+    recipe = rlflow.load(colocated.overrides("1x1@h100_80gb", colocated._WIDE))
+    assert {role.engine for role in recipe.roles.values()} == {"deepspeed", "vllm"}
+    architecture = recipe.models["policy"].architecture
+    assert architecture is not None
+    # Qwen2.5-7B: 152,064 tokens of 3,584 numbers, 2 bytes each.
+    assert 2 * architecture.embedding_parameters == 1_089_994_752
+    plan = rlflow.compile(recipe, "1x1@h100_80gb")
+    assert {bundle.gpu for placement in plan.roles.values() for bundle in placement.bundles} == {0}
+
+
+class TestReport:
+    @pytest.fixture
+    def check(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+        """One whose process runs the program that a test writes in place of the checks' package."""
+        monkeypatch.setattr(gpu, "ask", lambda given, seconds: ask([sys.executable, str(tmp_path / "p.py")], seconds))
+        return Check(title="It", function="numerics:attention", libraries=("torch",), seconds=30)
+
+    def test_measurements_become_lines(self, check: Check, tmp_path: Path) -> None:
+        lines = [{"name": "a", "measured": "3", "expected": "at most 2", "passed": False}]
+        (tmp_path / "p.py").write_text(f"print('noise')\nprint({json.dumps(json.dumps(lines))})")
+        assert findings_of(check, [H100], 100) == [Finding("a", "3; expected at most 2", broken=True)]
+
+    def test_a_crash_says_why(self, check: Check, tmp_path: Path) -> None:
+        (tmp_path / "p.py").write_text("raise ValueError('no kernel image')")
+        (finding,) = findings_of(check, [H100], 100)
+        assert finding.broken
+        assert "ValueError: no kernel image" in finding.fact
+
+    def test_a_check_that_hangs_ends_at_its_deadline(self, check: Check, tmp_path: Path) -> None:
+        (tmp_path / "p.py").write_text("import threading; threading.Event().wait()")
+        began = time.monotonic()
+        (finding,) = findings_of(replace(check, seconds=0.3), [H100], 100)
+        assert time.monotonic() - began < 20
+        assert finding.broken
+        assert "no answer within 0.3 s" in finding.fact
+
+    def test_what_is_not_installed_is_skipped(self, check: Check) -> None:
+        (finding,) = findings_of(replace(check, libraries=("torch", "no-such-library")), [H100], 100)
+        assert finding.skipped
+        assert finding.fact == "not installed: no-such-library"
+        assert finding.fix == "pip install no-such-library"
+
+    def test_one_gpu_reduces_nothing(self) -> None:
+        (finding,) = findings_of(CHECKS[-1], [H100], 100)
+        assert finding.skipped
+        assert finding.fact == "needs 2 GPUs, and there is 1"
+
+    def test_no_time_is_left(self, check: Check) -> None:
+        assert findings_of(check, [H100], -1.0)[0].skipped
+
+    def test_data_sheets(self) -> None:
+        # conf/gpu/h100_80gb.yaml: NVLink 4 at 450 GB/s in one direction, a 400 Gb/s card for each GPU.
+        assert gpu.data_sheet("NVIDIA H100 80GB HBM3") == {"link_gb_s": 450.0, "network_gb_s": 50.0}
+        assert gpu.data_sheet("Unheard of") == {"link_gb_s": None, "network_gb_s": None}
+
+    def test_without_a_gpu(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setattr(gpu, "devices", lambda: ([], None))
+        assert command.main(["--gpu"]) == 1
+        assert "nvidia-smi lists none" in capsys.readouterr().out
+
+    def test_every_check_is_a_function_that_takes_its_options(self) -> None:
+        for check in CHECKS:
+            module, function = check.function.split(":")
+            given = dict(check.options)
+            if function == "all_reduce":
+                given |= {"ranks": 2, "link_gb_s": 1.0, "network_gb_s": 1.0}
+            inspect.signature(getattr(import_module(f"rlflow.doctor.checks.{module}"), function)).bind("cuda", **given)
+
+
+def test_the_lines_that_need_only_torch_and_transformers_import_nothing_else() -> None:
+    """A machine may have no more than these."""
+    program = (
+        "import sys\n"
+        "for name in ('hydra', 'ray', 'vllm', 'deepspeed', 'ortools', 'datasets', 'tensorboard'):\n"
+        "    sys.modules[name] = None\n"
+        "import rlflow.doctor.gpu, rlflow.doctor.__main__\n"
+        "from rlflow.doctor.checks import colocated, numerics, transfers, updates\n"
+        "assert all(each.passed for each in numerics.output_layer('cpu', tokens=4, hidden_size=8, vocabulary=16))\n"
+        "numerics.attention('cpu', heads=((2, 1, 8),), groups=((2, (3,)),))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
