@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Annotated, Any
 
@@ -56,7 +57,7 @@ class Host(Section):
         """A kind of GPU is a label, too."""
         return label is None or label in self.labels or label == self.gpu
 
-    @property
+    @cached_property
     def usable(self) -> tuple[int, ...]:
         """Ids of the GPUs that roles may use, ascending."""
         if self.reserved:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import ceil, floor
 
 from rlflow.resources.demand import Demand
@@ -23,6 +24,8 @@ from rlflow.resources.workload import Task
 
 MAX_MICRO_BATCH_TOKENS = 65536
 _MAX_UTILIZATION = 0.9
+# A search asks for the same layouts again and again: with other roles beside them, and with other sizes of their pools.
+_update_terms = lru_cache(maxsize=2**14)(update_terms)
 
 
 def choose(demand: Demand, tasks: Sequence[Task], policy: Policy, pool: Pool, available: float) -> Choice | Shortage:
@@ -99,7 +102,7 @@ def _terms_of(demand: Demand, layout: Layout, pool: Pool) -> Callable[[float], T
     if model is None or not pool.counts_memory:
         return lambda tokens: {}
     if demand.trains:
-        return lambda tokens: update_terms(model, layout, demand.training, tokens)
+        return lambda tokens: _update_terms(model, layout, demand.training, tokens)
     return lambda tokens: score_terms(model, layout, tokens, weight_bytes=demand.weight_bytes, training=demand.training)
 
 
