@@ -1,23 +1,27 @@
 # Needs Python 3.11 and pip, nothing else.
 PYTHON ?= python3
 BIN := .venv/bin
+# Two worker processes share the test files, in alphabetical order: the slow ones come before tests/unit.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test check
+.PHONY: demo test check soak lint
 
 demo: .venv/runtime
 	$(BIN)/python -m rlflow
 
-test: .venv/dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/pytest
+test: lint
+	$(PYTEST)
 
-check: .venv/dev
+check: lint
+	$(PYTEST) -m "not slow and not soak" -q
+
+soak: .venv/dev
+	$(PYTEST) -m soak
+
+lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not slow" -q
 
 .venv/runtime: pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -11,6 +11,8 @@ from hypothesis import settings
 os.environ.update(
     HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false", GOMP_SPINCOUNT="1500"
 )
+# The test models are so small that a second thread only waits; the other cores run other tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same cases in every run; `HYPOTHESIS_PROFILE=search pytest` looks for others.
 settings.register_profile("same", derandomize=True)
