@@ -147,15 +147,27 @@ class Continues(Protocol):
 class Sleeps(Protocol):
     """Not asked by nodes: an engine that gives its GPU memory up while other roles on its GPUs work."""
 
-    def sleep(self) -> None:
-        """Its weights and state go to the memory of the host."""
+    def sleep(self, discard_weights: bool = False) -> None:
+        """Move weights and state to the host's memory and release what torch caches.
+
+        With ``discard_weights`` the weights of an engine that follows a trained role are lost: a copy replaces them
+        before it works again.
+        """
 
     def wake(self, weights_only: bool = False) -> None:
-        """They are back where they were.
+        """Bring weights and state back to where they were.
 
-        With ``weights_only`` just enough to take weights over or to hand them on: before other work, a full wake must
-        follow. Either may be asked for of an engine that is awake already.
+        With ``weights_only`` nothing but the weights is on the GPU afterwards, to take weights over or to hand them on:
+        before other work, a full wake must follow. Either may be asked for of an engine that is awake already.
         """
+
+
+@runtime_checkable
+class SharesGpus(Protocol):
+    """Not asked by nodes: an engine that stays awake while other roles on its GPUs work."""
+
+    def release_memory(self) -> None:
+        """Give back to the driver the GPU memory that torch caches, for other processes on the GPU."""
 
 
 CAPABILITIES: dict[str, type] = {

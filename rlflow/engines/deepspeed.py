@@ -169,13 +169,24 @@ class DeepSpeedEngine(Tunable):
                 write_adapters(folder / "adapters", lora, copied, self._spec.model.path)
         torch.distributed.barrier()
 
-    def sleep(self) -> None:
+    def release_memory(self) -> None:
+        """Release what torch caches, and the weights that ZeRO 3 has left whole."""
+        if self._stage == 3:
+            self._engine.empty_partition_cache()
+        super().release_memory()
+
+    def sleep(self, discard_weights: bool = False) -> None:
         """On a GPU. Without one there is nothing to give up."""
+        assert not discard_weights, "no copy replaces the weights of a role with this engine"
         if self._device.type == "cuda":
+            self.release_memory()
             self._park()
 
     def wake(self, weights_only: bool = False) -> None:
-        """With ``weights_only`` the optimizer's state stays with the host."""
+        """With ``weights_only`` the optimizer's state is with the host afterwards, wherever it was."""
+        if weights_only:
+            # The state has views of the weights, which must not go with it.
+            self.sleep()
         self._weights_away.bring_back()
         if not weights_only:
             self._state_away.bring_back()

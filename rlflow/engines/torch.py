@@ -120,6 +120,11 @@ class TorchEngine(Tunable):
             torch.autograd.backward(totals.add(part, outputs, more))
         return averaged_over_weights(totals.sums)
 
+    def release_memory(self) -> None:
+        """Release what torch caches, and the gradients of the last step."""
+        self._optimizer.zero_grad(set_to_none=True)
+        super().release_memory()
+
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
         for name, weight in self._trained().items():
             yield copied_name(name), weight

@@ -135,9 +135,9 @@ class VllmEngine(Sessions):
         """All weights have come by ``transfer``."""
         self._batcher.call(lambda engine: self._renew(engine, version))
 
-    def sleep(self) -> None:
+    def sleep(self, discard_weights: bool = False) -> None:
         """On the CPU it only generates nothing until it is woken: vLLM's memory is there as long as vLLM is."""
-        self._batcher.call(self._sleep)
+        self._batcher.call(lambda engine: self._sleep(engine, discard_weights))
 
     def wake(self, weights_only: bool = False) -> None:
         """With ``weights_only`` it generates nothing yet, and has no room for keys and values."""
@@ -216,10 +216,12 @@ class VllmEngine(Sessions):
         if not engine.reset_prefix_cache():
             raise EngineError(f"role {self._spec.role}: vLLM keeps its prefix cache.")
 
-    def _sleep(self, engine: Any) -> None:
+    def _sleep(self, engine: Any, discard_weights: bool) -> None:
         if not self._weights_asleep and self._spec.device != "cpu":
             self._forget_prompts(engine)
-            engine.sleep(level=1)
+            engine.sleep(level=2 if discard_weights else 1)
+            if discard_weights:
+                self._batcher.version = None
         self._weights_asleep = self._batcher.asleep = True
 
     def _wake(self, engine: Any, weights_only: bool) -> None:

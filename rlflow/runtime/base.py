@@ -39,6 +39,9 @@ class Engines(dict[str, Any]):
         with all."""
         return nullcontext()
 
+    def done_until_copied(self, role: str) -> None:
+        """Note that the role works no more before the next copy of weights, so that it need not keep its own."""
+
     def hosted(self, held: Held) -> Held:
         """``held``, which is used by its methods alone: where engines are elsewhere, it may live in a process of its
         own from now on, and then what it gives and gets does not pass through this one."""
@@ -52,6 +55,7 @@ class Runtime(Protocol):
     def start(self, plan: Plan, models: Mapping[str, Model], directory: Path) -> AbstractContextManager[Engines]:
         """An engine for each role, with the capabilities that the graph asks of it; all are stopped on exit.
 
+        A role that follows another works only after weights were copied to it.
         ``models`` are the recipe's, each with a path or random weights; ``directory`` is the run's folder. Raises
         PlacementError for a cluster that is not as planned, EngineError for an engine that does not start.
         """

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -23,7 +23,9 @@ from rlflow.runtime.rollout.writing import summary
 from rlflow.runtime.workers.actors import Actors, aside
 from rlflow.runtime.workers.copies import directly, through_store
 from rlflow.runtime.workers.hosting import Hosting
-from rlflow.runtime.workers.proxies import RoleProxy, Turns, Workers, gathered
+from rlflow.runtime.workers.proxies import RoleProxy, Workers, gathered
+from rlflow.runtime.workers.specs import is_on_gpu
+from rlflow.runtime.workers.turns import Turns
 from rlflow.runtime.workers.watch import Watch
 
 
@@ -55,9 +57,20 @@ class RayWorkers(Actors):
 class RayEngines(Engines):
     """Proxies over actors, and over processes that hold what is neither an engine nor the controller's."""
 
-    def __init__(self, engines: Mapping[str, RoleProxy], handover: Handover, hosting: Hosting, directory: Path) -> None:
+    def __init__(
+        self,
+        engines: Mapping[str, RoleProxy],
+        handover: Handover,
+        hosting: Hosting,
+        directory: Path,
+        turns: Turns,
+        replaced: Collection[str],
+    ) -> None:
+        """``replaced`` are the roles to which every step copies all weights."""
         super().__init__(engines)
         self._directory = directory
+        self._turns = turns
+        self._replaced = replaced
         self._stored: Counter[str] = Counter()
         self._steps = 0
         self.handover = handover
@@ -92,6 +105,10 @@ class RayEngines(Engines):
         writing = self[role].writing
         return nullcontext() if writing is None else writing.heard_by(listener)
 
+    def done_until_copied(self, role: str) -> None:
+        if role in self._replaced:
+            self._turns.expire(role)
+
     def hosted(self, held: Held) -> Held:
         return cast(Held, self._hosting.hosted(held))
 
@@ -105,14 +122,14 @@ def start_engines(plan: Plan, models: Mapping[str, Model], placed: Placed, direc
     workers = {
         name: RayWorkers(plan, name, models[role.model], placed, handover) for name, role in plan.recipe.roles.items()
     }
-    beside = sharing(plan)
-    turns = Turns(workers, beside)
+    beside, sleepers, replaced = sharing(plan), sleeping(plan), replaced_whole(plan)
+    turns = Turns(workers, beside, sleepers, replaced)
     with ThreadPoolExecutor(len(workers)) as pool, ExitStack() as running:
         running.enter_context(handover.running())
         hosting = running.enter_context(Hosting(handover))
         for started in workers.values():
             running.callback(started.stop)
-        apart = [role for role in workers if not beside[role] and not turns.sleeps(role)]
+        apart = [role for role in workers if sleepers.isdisjoint({role, *beside[role]})]
         starting = [pool.submit(workers[role].start) for role in apart]
         for role in sorted(workers.keys() - set(apart), key=lambda role: plan.recipe.roles[role].follows is None):
             # One after another, those that write first: vLLM measures what is free, and nobody else may change it.
@@ -123,7 +140,7 @@ def start_engines(plan: Plan, models: Mapping[str, Model], placed: Placed, direc
             role: RoleProxy(role, started, plan.roles[role].layout, started.concurrent, turns, _cost(plan, role))
             for role, started in workers.items()
         }
-        yield RayEngines(engines, handover, hosting, directory)
+        yield RayEngines(engines, handover, hosting, directory, turns, replaced)
 
 
 def _cost(plan: Plan, role: str) -> Cost:
@@ -131,11 +148,16 @@ def _cost(plan: Plan, role: str) -> Cost:
 
 
 def sharing(plan: Plan) -> dict[str, list[str]]:
-    """For each role those that sleep while it works, since they are on its GPUs."""
-    bundles = {role: set(placement.bundles) for role, placement in plan.roles.items()}
-    return {
-        role: [
-            other for other in plan.roles if other != role and plan.roles[other].layout.sleeps and own & bundles[other]
-        ]
-        for role, own in bundles.items()
-    }
+    """Return for each role the others that use one of its GPUs. On CPUs there is no memory to hand over."""
+    bundles = {role: set(placement.bundles) if is_on_gpu(plan) else set() for role, placement in plan.roles.items()}
+    return {role: [other for other in bundles if other != role and bundles[role] & bundles[other]] for role in bundles}
+
+
+def sleeping(plan: Plan) -> set[str]:
+    """Return the roles that sleep while others on their GPUs work."""
+    return {role for role, beside in sharing(plan).items() if beside and plan.roles[role].layout.sleeps}
+
+
+def replaced_whole(plan: Plan) -> set[str]:
+    """Return the roles to which every step copies all weights. Copies of adapters leave the others as they are."""
+    return {copy.target for copy in plan.copies if plan.recipe.lora_of(copy.target) is None}

@@ -28,13 +28,17 @@ def run_graph(
 ) -> dict[str, float]:
     """The seconds that each node has worked. ``edges`` are the data's of this step; the nodes' come to them.
 
-    What can be worked on while the rest of it is being written is.
+    What can be worked on while the rest of it is being written is. The graph is the rest of a step: a role works no more
+    after its last node until weights are copied.
 
     Each edge is taken out of ``edges`` when its last reader has run, and ``made`` is told each output when it is there:
     who holds on to one holds its columns.
     """
     seconds: dict[str, float] = {}
     readers = {origin: node.name for node in graph.nodes for origin in node.inputs.values()}
+    last = {node.role: node.name for node in graph.nodes}
+    for role in engines.keys() - last.keys():
+        engines.done_until_copied(role)
     streams: dict[str, Streaming] = {}
     with ExitStack() as running:
         for node in graph.nodes:
@@ -49,6 +53,8 @@ def run_graph(
                         heard.enter_context(engines.heard_by(stream, str(node.role)))
                     output = run_node(node, engines, edges)
                 seconds[node.name] = time.perf_counter() - began
+            if node.role is not None and last[node.role] == node.name:
+                engines.done_until_copied(node.role)
             made(node.name, output)
             edges[node.name] = output
             del output

@@ -1,5 +1,6 @@
 """Micro-batches whose size may change between steps, and the memory that they needed."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,7 +21,20 @@ class Tunable:
     def set_micro_batch_tokens(self, tokens: int) -> None:
         """From the next call on. It changes no result but by rounding."""
         self._spec = replace(self._spec, layout=replace(self._spec.layout, micro_batch_tokens=tokens))
-        _give_back(self._spec.device)
+        # What passes of another size needed counts for none of this one.
+        Tunable.release_memory(self)
+        if self._spec.device != "cpu":
+            _begin_anew(self._spec.device)
+
+    def release_memory(self) -> None:
+        """Give back to the driver the GPU memory that torch caches, for other processes on the GPU."""
+        import torch
+
+        if torch.device(self._spec.device).type == "cuda":
+            # Cycles of Python objects may still hold tensors.
+            gc.collect()
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
 
     def memory_share(self) -> float:
         """Of the GPU's memory, or the host's, what this process held at its peak since the last call, and others when
@@ -73,12 +87,3 @@ def _begin_anew(device: str) -> None:
         return
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-
-
-def _give_back(device: str) -> None:
-    """What torch keeps of a GPU's memory for passes of another size, so that it counts for none of this one."""
-    import torch
-
-    if torch.device(device).type == "cuda":
-        torch.cuda.empty_cache()
-        _begin_anew(device)

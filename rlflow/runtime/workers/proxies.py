@@ -3,11 +3,11 @@
 The rule: split by data-parallel rank, call, join in the order of the rows.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from rlflow.runtime.data_plane.kept import check_lengths
 from rlflow.runtime.data_plane.parts import Whole
 from rlflow.runtime.data_plane.shares import TOKENS, Cost, Index, shares
 from rlflow.runtime.rollout.writing import Writing
+
+if TYPE_CHECKING:
+    from rlflow.runtime.workers.turns import Turns
 
 _FIRST = np.array([0])
 
@@ -125,13 +128,14 @@ class RoleProxy:
 
     def weights(self) -> Workers:
         """The workers that have them: tensors do not pass through this process."""
-        self._turns.join(self._role)
+        self._turns.hand_on(self._role)
         return self.workers
 
     def load_weights(self, weights: Workers, version: int) -> None:
         """Raises EngineError when any worker has not taken all of them."""
-        self._turns.join(self._role)
+        self._turns.take_over(self._role)
         self.workers.copy_weights(weights, version)
+        self._turns.renewed(self._role)
         if self.writing is not None:
             self.writing.renewed()
 
@@ -192,44 +196,6 @@ class RoleProxy:
         results = gathered(calls)[:: self._width]
         ranks = range(0, len(self.workers), self._width)
         return [each for each in zip(ranks, results, parts, strict=True) if len(each[2])]
-
-
-class Turns:
-    """Who of the roles that share GPUs is awake."""
-
-    def __init__(self, workers: Mapping[str, Workers], sharing: Mapping[str, Sequence[str]]) -> None:
-        """``sharing``: for each role those that sleep while it works."""
-        self._workers = workers
-        self._sharing = sharing
-        self._asleep: dict[str, Literal["wholly", "but for its weights"]] = {}
-
-    def sleeps(self, role: str) -> bool:
-        """Whether it does while some other works."""
-        return any(role in others for others in self._sharing.values())
-
-    def take(self, role: str) -> None:
-        """``role`` is about to work: those that sleep meanwhile do, and it wakes."""
-        for other in self._sharing[role]:
-            self.rest(other)
-        if role in self._asleep:
-            self._all(role, "wake")
-            del self._asleep[role]
-
-    def rest(self, role: str) -> None:
-        """``role`` goes to sleep, if it is one that does."""
-        if self.sleeps(role) and self._asleep.get(role) != "wholly":
-            self._all(role, "sleep")
-            self._asleep[role] = "wholly"
-
-    def join(self, role: str) -> None:
-        """``role`` hands weights on or takes them over, beside whoever is awake: it wakes with its weights alone."""
-        if self._asleep.get(role) == "wholly":
-            self._all(role, "wake", True)
-            self._asleep[role] = "but for its weights"
-
-    def _all(self, role: str, method: str, *arguments: object) -> None:
-        workers = self._workers[role]
-        gathered([workers.submit(rank, method, *arguments) for rank in range(len(workers))])
 
 
 def gathered(calls: "Sequence[Future[Any]]") -> list[Any]:

@@ -17,7 +17,8 @@ from rlflow.errors import EngineError
 from rlflow.nodes.losses import LikelihoodLoss
 from rlflow.resources.layout import Layout
 from rlflow.runtime.data_plane.parts import Part
-from rlflow.runtime.workers.proxies import RoleProxy, Turns, Workers
+from rlflow.runtime.workers.proxies import RoleProxy, Workers
+from rlflow.runtime.workers.turns import Turns
 from rlflow.runtime.workers.worker import EngineWorker
 from tests.helpers import WritingEngine, minibatch, prompts, sequences, spec
 
@@ -156,47 +157,6 @@ class TestWeights:
         follower.load_weights(proxy(self.leader()).weights(), 3)
         out = follower.generate(prompts(), Sampling(max_tokens=3))
         assert set(out.versions.values.tolist()) == {3}
-
-
-class Sleeper:
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def sleep(self) -> None:
-        self.log.append(f"{self.name} sleeps")
-
-    def wake(self, weights_only: bool = False) -> None:
-        self.log.append(f"{self.name} wakes" + (" with its weights" if weights_only else ""))
-
-
-def test_who_shares_gpus_takes_turns() -> None:
-    log: list[str] = []
-    workers = {name: Threads([Sleeper(name, log)]) for name in ("actor", "rollout", "reward")}
-    turns = Turns(workers, {"actor": ["rollout"], "rollout": ["actor"], "reward": []})
-
-    def told() -> list[str]:
-        said = list(log)
-        log.clear()
-        return said
-
-    turns.take("rollout")
-    assert told() == ["actor sleeps"]
-    for role in ("rollout", "reward"):
-        turns.take(role)
-        turns.join(role)
-    turns.rest("reward")
-    assert told() == []
-    turns.take("actor")
-    assert told() == ["rollout sleeps", "actor wakes"]
-    for role in ("actor", "rollout", "rollout"):  # weights go from one to the other
-        turns.join(role)
-    assert told() == ["rollout wakes with its weights"]
-    turns.take("rollout")
-    assert told() == ["actor sleeps", "rollout wakes"]
-    turns.rest("rollout")
-    turns.join("rollout")
-    turns.rest("rollout")
-    assert told() == ["rollout sleeps", "rollout wakes with its weights", "rollout sleeps"]
 
 
 class TestWorker:

@@ -1,0 +1,212 @@
+"""Roles that share GPUs: who is awake, and that the others hold no memory that they do not need."""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+import rlflow
+from rlflow.compiler.graph import Graph
+from rlflow.compiler.plan import Plan
+from rlflow.engines.base import SharesGpus, Sleeps
+from rlflow.engines.registry import engine_class
+from rlflow.resources.placement import Bundle
+from rlflow.runtime.roles import RayEngines, replaced_whole, sharing, sleeping
+from rlflow.runtime.run import _copy_weights
+from rlflow.runtime.step import run_graph
+from rlflow.runtime.workers.proxies import RoleProxy, Workers
+from rlflow.runtime.workers.turns import Turns
+
+
+@dataclass
+class Spy:
+    """The workers of a role: a stand-in that knows what a real one would hold on its GPUs."""
+
+    role: str
+    gpus: set[Bundle]
+    log: list[str]
+    beside: "list[Spy]" = field(default_factory=list)
+    sleeper: bool = False
+    cached: bool = True
+    weights: str = "here"
+    """Or "away", with the host, or "lost"."""
+    rest: bool = True
+    """Whether gradients, the optimizer or the KV cache are on the GPU."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def submit(self, rank: int, method: str, *arguments: Any, wanted: bool = True) -> "Future[Any]":
+        getattr(self, method)(*arguments)
+        self.log.append(f"{self.role} {method}" + "".join(f" {argument}" for argument in arguments if argument is True))
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
+
+    def restart(self, ranks: Any) -> Any:
+        raise AssertionError
+
+    def release_memory(self) -> None:
+        assert not self.sleeper
+        self.cached = False
+
+    def sleep(self, discard_weights: bool = False) -> None:
+        assert self.sleeper
+        self.cached = self.rest = False
+        if self.weights == "here":
+            self.weights = "lost" if discard_weights else "away"
+
+    def wake(self, weights_only: bool = False) -> None:
+        # The role that sends weights has them there while another wakes to take them.
+        self._has_the_gpus(but_weights=weights_only)
+        self.weights = "here" if self.weights == "away" else self.weights
+        self.rest = not weights_only
+        # Engines release first what is not wanted there.
+        self.cached = self.cached and not weights_only
+
+    def save(self, folder: Path) -> None:
+        """Stand for any work."""
+        self._has_the_gpus()
+        assert (self.weights, self.rest) == ("here", True)
+        self.cached = True
+
+    def copy_weights(self, source: Workers, version: int) -> None:
+        assert isinstance(source, Spy)
+        assert source.weights == "here"
+        self._has_the_gpus(but_weights=True)
+        self.weights, self.cached, source.cached = "here", True, True
+        self.log.append(f"{source.role} to {self.role}")
+
+    def _has_the_gpus(self, but_weights: bool = False) -> None:
+        for other in self.beside:
+            assert not other.cached, f"{self.role} begins while {other.role} holds what torch caches"
+            if other.sleeper:
+                assert not other.rest, f"{self.role} begins while {other.role} is awake"
+                assert but_weights or other.weights != "here", f"{self.role} begins beside the weights of {other.role}"
+
+
+@dataclass(frozen=True)
+class Work:
+    """An operation that lets its role work, whatever it gets."""
+
+    reads_tokens: bool = False
+
+    def run(self, engine: Any = None, **inputs: Any) -> None:
+        if engine is not None:
+            engine.save(Path("anywhere"))
+
+
+@contextmanager
+def spies(plan: Plan) -> Iterator[tuple[RayEngines, Mapping[str, Spy], list[str]]]:
+    """Engines of a plan, started as start_engines does it."""
+    log: list[str] = []
+    found = {role: Spy(role, set(placed.bundles), log) for role, placed in plan.roles.items()}
+    for spy in found.values():
+        spy.beside = [other for other in found.values() if other is not spy and other.gpus & spy.gpus]
+        spy.sleeper = bool(spy.beside) and plan.roles[spy.role].layout.sleeps
+    turns = Turns(found, sharing(plan), sleeping(plan), replaced_whole(plan))
+    for role in plan.roles:
+        turns.rest(role)
+    proxies = {role: RoleProxy(role, found[role], plan.roles[role].layout, False, turns) for role in plan.roles}
+    yield RayEngines(proxies, Mock(), Mock(), Path(), turns, replaced_whole(plan)), found, log
+
+
+def working(graph: Graph) -> Graph:
+    return replace(graph, nodes=tuple(replace(node, operation=Work(), inputs={}) for node in graph.nodes))
+
+
+PLANS = [
+    ("grpo_7b", "1x8", []),
+    ("grpo_32b", "2x8", []),
+    ("ppo_7b", "1x8", []),
+    ("ppo_7b", "1x8@a100_40gb", []),
+    ("grpo_lora_32b", "2x8", []),
+    ("grpo_7b", "1x1@b200", ["roles.actor.engine=torch"]),
+]
+
+
+@pytest.mark.parametrize(("recipe", "cluster", "overrides"), PLANS)
+def test_caches_are_released_at_every_hand_over(recipe: str, cluster: str, overrides: list[str]) -> None:
+    plan = rlflow.compile(rlflow.load([f"recipe={recipe}", *overrides]), cluster)
+    with spies(plan) as (engines, found, log):
+        assert any(spy.beside for spy in found.values()), "nothing to see: no role shares its GPUs"
+        _copy_weights(plan, engines, version=0)
+        for step in range(1, 4):
+            engines["rollout"].save(Path("an evaluation"))
+            log.clear()
+            run_graph(working(plan.graph), engines, {})
+            _copy_weights(plan, engines, version=step)
+        # Of every role beside another, in every step.
+        given_up = {line.partition(" ")[0] for line in log if line.partition(" ")[2] in GIVE_UP}
+        assert given_up >= {spy.role for spy in found.values() if spy.beside}
+        discards = "rollout sleep True" in log
+        assert discards == (plan.recipe.lora_of("rollout") is None and found["rollout"].sleeper)
+        assert "rollout sleep" not in log or not discards
+
+
+GIVE_UP = ("release_memory", "sleep", "sleep True")
+
+
+def test_who_sleeps_and_who_releases() -> None:
+    log: list[str] = []
+    gpus = {Bundle("host-0", 0)}
+    roles = {
+        name: Spy(name, gpus, log, sleeper=name in ("rollout", "critic")) for name in ("actor", "critic", "rollout")
+    }
+    for spy in roles.values():
+        spy.beside = [other for other in roles.values() if other is not spy]
+    beside = {name: [other for other in roles if other != name] for name in roles}
+    turns = Turns(roles, beside, {"rollout", "critic"}, {"rollout"})
+
+    def told() -> list[str]:
+        said = list(log)
+        log.clear()
+        return said
+
+    for role in roles:
+        turns.rest(role)
+    assert told() == ["actor release_memory", "critic sleep", "rollout sleep True"]
+    turns.hand_on("actor")
+    turns.take_over("rollout")
+    assert told() == ["rollout wake True"]
+    roles["rollout"].weights = "here"
+    turns.renewed("rollout")
+    roles["actor"].cached = True  # of the copy
+    turns.take("rollout")
+    assert told() == ["actor release_memory", "rollout wake"]
+    turns.take("rollout")
+    assert told() == []
+    # It may generate again before the next copy.
+    turns.take("actor")
+    assert told() == ["rollout sleep"]
+    turns.take("rollout")
+    assert told() == ["actor release_memory", "rollout wake"]
+    turns.expire("rollout")
+    turns.take("critic")
+    assert told() == ["rollout sleep True", "critic wake"]
+    # The critic's state leaves the GPU before weights pass.
+    turns.hand_on("critic")
+    assert told() == ["critic wake True"]
+    turns.take("critic")
+    assert told() == ["critic wake"]
+
+
+def test_on_cpus_nothing_is_handed_over() -> None:
+    plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny_cluster"]), "2x1@cpu")
+    assert not any(sharing(plan).values())
+    assert not sleeping(plan)
+
+
+@pytest.mark.parametrize("name", ["torch", "deepspeed", "transformers"])
+def test_engines_release_their_memory(name: str) -> None:
+    assert issubclass(engine_class(name), SharesGpus)
+
+
+@pytest.mark.parametrize("name", ["vllm", "deepspeed"])
+def test_engines_that_sleep(name: str) -> None:
+    assert issubclass(engine_class(name), Sleeps)
