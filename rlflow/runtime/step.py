@@ -28,8 +28,8 @@ def run_graph(
 ) -> dict[str, float]:
     """The seconds that each node has worked. ``edges`` are the data's of this step; the nodes' come to them.
 
-    What can be worked on while the rest of it is being written is. The graph is the rest of a step: a role works no more
-    after its last node until weights are copied.
+    What can be worked on while the rest of it is being written is. Until weights are copied, a role works no more after
+    its last node in the graph.
 
     Each edge is taken out of ``edges`` when its last reader has run, and ``made`` is told each output when it is there:
     who holds on to one holds its columns.

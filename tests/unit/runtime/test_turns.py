@@ -117,7 +117,8 @@ def spies(plan: Plan) -> Iterator[tuple[RayEngines, Mapping[str, Spy], list[str]
 
 
 def working(graph: Graph) -> Graph:
-    return replace(graph, nodes=tuple(replace(node, operation=Work(), inputs={}) for node in graph.nodes))
+    work: Any = Work()
+    return replace(graph, nodes=tuple(replace(node, operation=work, inputs={}) for node in graph.nodes))
 
 
 PLANS = [
@@ -137,8 +138,8 @@ def test_caches_are_released_at_every_hand_over(recipe: str, cluster: str, overr
         assert any(spy.beside for spy in found.values()), "nothing to see: no role shares its GPUs"
         _copy_weights(plan, engines, version=0)
         for step in range(1, 4):
-            engines["rollout"].save(Path("an evaluation"))
             log.clear()
+            engines["rollout"].save(Path("an evaluation"))
             run_graph(working(plan.graph), engines, {})
             _copy_weights(plan, engines, version=step)
         # Of every role beside another, in every step.
