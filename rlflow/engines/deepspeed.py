@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequences, ValueEstimates
+from rlflow.engines.allocator import expand_segments
 from rlflow.engines.base import EngineSpec, TokenLoss
 from rlflow.engines.causal_lm.adapters import (
     add_adapters,
@@ -54,13 +55,15 @@ class DeepSpeedEngine(Tunable):
 
     def __init__(self, spec: EngineSpec) -> None:
         self._head = head_of(spec)
+        self._trains = "Trains" in spec.capabilities
+        if self._trains:
+            expand_segments(spec.device)
         join(spec)
         import torch
 
         self._spec = spec
         self._device = torch.device(spec.device)
         self._stage = spec.layout.zero_stage or 0
-        self._trains = "Trains" in spec.capabilities
         self._config = deepspeed_config(spec, trains=self._trains)
         self._module = load_sharded(spec, self._config, head=self._head)
         add_adapters(self._module, spec)

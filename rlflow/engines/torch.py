@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequences, ValueEstimates
+from rlflow.engines.allocator import expand_segments
 from rlflow.engines.base import EngineSpec, TokenLoss
 from rlflow.engines.causal_lm.adapters import (
     add_adapters,
@@ -50,6 +51,8 @@ class TorchEngine(Tunable):
         self._head = head_of(spec)
         self._alone = spec.world_size == 1
         trains = "Trains" in spec.capabilities
+        if trains:
+            expand_segments(spec.device)
         if not self._alone:
             meet(spec)
         self._model = load_model(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -428,6 +429,7 @@ def test_no_rank_gathers_the_whole_model(two: Sequence[EngineProcess], address: 
 def park(engines: list[Any], place: int) -> float:
     """Bytes given up, over those of the weights; then all is back. On the processor, where sleeping does nothing."""
     engine = engines[place]
+    engine.release_memory()
     before = call(engines, place, "weights")
     for _ in range(2):
         engine._park()
@@ -438,6 +440,15 @@ def park(engines: list[Any], place: int) -> float:
         for (name, weight), (_, same) in zip(call(engines, place, "weights"), before, strict=True):
             assert weight.equal(same), name
     assert all(storage.nbytes() == 0 for storage, _ in engine._state_away._storages)
+    engine.wake()
+    # Of an engine that is awake, as on a GPU, the state goes and the weights stay.
+    device, engine._device = engine._device, SimpleNamespace(type="cuda")
+    engine.wake(True)
+    engine._device = device
+    assert engine._state_away.held_bytes > 0
+    assert engine._weights_away.held_bytes == 0
+    for (name, weight), (_, same) in zip(call(engines, place, "weights"), before, strict=True):
+        assert weight.equal(same), name
     engine.wake()
     return given_up / int(
         sum(4 * getattr(weight, "ds_numel", weight.numel()) for weight in engine._module.parameters())

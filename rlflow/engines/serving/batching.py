@@ -174,7 +174,7 @@ class Batcher:
 
     def _add(self, engine: Any, group: _Group) -> None:
         if self.version is None or self.asleep:
-            why = "it is asleep" if self.asleep else "its weights are not whole, since the last copy failed"
+            why = "it is asleep" if self.asleep else "its weights are not whole: no copy has come through"
             group.fail(EngineError(f"role {self._role}: nothing is generated, {why}."))
             return
         group.version = self.version

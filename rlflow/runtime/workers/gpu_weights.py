@@ -4,9 +4,12 @@ No line of it has run on a GPU so far.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any
 
+from rlflow.engines.allocator import without_expandable_segments
 from rlflow.engines.base import Trains, WeightBackend
 
 if TYPE_CHECKING:
@@ -30,6 +33,11 @@ class Source:
         from vllm.distributed.weight_transfer.base import ParamMeta
 
         return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+
+    @property
+    def largest_bytes(self) -> int:
+        """The size of the largest tensor, as it is sent."""
+        return max(prod(each.shape) * int(each.dtype.itemsize) for each in self._metadata)
 
 
 class Receivers:
@@ -78,10 +86,19 @@ def sender(engine: Trains, backend: WeightBackend, receivers: Receivers, *, rank
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
+    source = Source(engine)
     if backend == "ipc":
-        # Packed, since single tensors would all be kept until the last has been sent.
-        ipc = IPCTrainerInitInfo(packed=True, rank=rank)
-        return IPCTrainerWeightTransferEngine.trainer_init(ipc, client=receivers, source=Source(engine))
+        # Packed, since single tensors would all be kept until the last has been sent. vLLM refuses a tensor that is
+        # larger than its buffer.
+        size = max(IPCTrainerInitInfo.packed_buffer_size_bytes, source.largest_bytes)
+        ipc = IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=size, rank=rank)
+        return IPCTrainerWeightTransferEngine.trainer_init(ipc, client=receivers, source=source)
     host, _, port = address.rpartition(":")
     nccl = NCCLTrainerInitInfo(host, int(port), 1 + receivers.num_gpus, rank=rank)
-    return NCCLTrainerWeightTransferEngine.trainer_init(nccl, client=receivers, source=Source(engine))
+    return NCCLTrainerWeightTransferEngine.trainer_init(nccl, client=receivers, source=source)
+
+
+def send(sender: Any, backend: WeightBackend) -> None:
+    """Send all weights once, from memory that the receivers can open."""
+    with without_expandable_segments() if backend == "ipc" else nullcontext():
+        sender.send_weights()

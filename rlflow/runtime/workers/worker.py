@@ -13,7 +13,7 @@ from rlflow.engines.buckets import Bucket, buckets
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError
 from rlflow.runtime.data_plane.kept import Keeper
-from rlflow.runtime.workers.gpu_weights import Receivers, sender
+from rlflow.runtime.workers.gpu_weights import Receivers, send, sender
 from rlflow.runtime.workers.specs import build
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class EngineWorker(Keeper):
         """All weights from GPU to GPU; every rank of the role is asked at once."""
         if self._sender is None:
             self._sender = self._run(lambda: sender(self._engine, backend, receivers, rank=rank, address=address))
-        self._run(self._sender.send_weights)
+        self._run(send, self._sender, backend)
 
     def expect_weights(self) -> None:
         """Comes before ``offer`` and ``take_weights``."""
