@@ -37,7 +37,8 @@ class Source:
     @property
     def largest_bytes(self) -> int:
         """The size of the largest tensor, as it is sent."""
-        return max(prod(each.shape) * int(each.dtype.itemsize) for each in self._metadata)
+        sizes: list[int] = [prod(each.shape) * each.dtype.itemsize for each in self._metadata]
+        return max(sizes)
 
 
 class Receivers:

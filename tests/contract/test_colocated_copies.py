@@ -1,0 +1,86 @@
+"""vLLM's own sender over CUDA IPC, with the weights of every model card as meta tensors."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from rlflow.engines.causal_lm.adapters import copied_name
+from rlflow.runtime.workers.gpu_weights import Receivers, send, sender
+from tests.unit.resources.models.test_architecture import CARDS, card, config_fields
+
+GIB = 2**30
+
+
+class Torch:
+    """The module torch with tensors of a GPU on the meta device. Keeps the buffers that are made there."""
+
+    def __init__(self) -> None:
+        self.buffers: list[torch.Tensor] = []
+        self.cuda = Mock()
+        self.accelerator = Mock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, size: int, *, dtype: torch.dtype, device: str) -> torch.Tensor:
+        assert device == "cuda"
+        self.buffers.append(torch.empty(size, dtype=dtype, device="meta"))
+        return self.buffers[-1]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Torch:
+    """What vLLM's sender sees of torch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.distributed.weight_transfer import ipc_engine, packed_tensor
+    there = Torch()
+    monkeypatch.setattr(packed_tensor, "torch", there)
+    monkeypatch.setattr(packed_tensor, "reduce_tensor", lambda tensor: (None, ("how to open it",)))
+    monkeypatch.setattr(ipc_engine, "torch", there)
+    return there
+
+
+class Recorder(Receivers):
+    """Receivers that keep what they are told."""
+
+    def __init__(self) -> None:
+        super().__init__(["an engine"], width=1)
+        self.told: list[tuple[str, dict[str, Any]]] = []
+
+    def _call(self, method: str, arguments: Any) -> None:
+        self.told += [(method, each) for each in arguments]
+
+
+def weights_of(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_fields(card(path))))
+    return {copied_name(name): weight.detach() for name, weight in model.to(dtype).state_dict().items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("path", CARDS, ids=lambda path: path.stem)
+def test_every_card_passes_through_the_sender(path: Path, dtype: torch.dtype, gpu: Torch) -> None:
+    weights = weights_of(path, dtype)
+
+    def passes() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights.items()
+
+    engine: Any = SimpleNamespace(weights=passes)
+    receivers = Recorder()
+    send(sender(engine, "ipc", receivers, rank=0, address="127.0.0.1:1"), "ipc")
+    chunks = [told["update_info"] for method, told in receivers.told if method == "update_weights"]
+    assert [name for chunk in chunks for name in chunk["names"]] == list(weights)
+    assert [method for method, _ in receivers.told[:2]] == ["init_weight_transfer_engine", "start_weight_update"]
+    assert receivers.told[-1][0] == "finish_weight_update"
+    (buffer,) = gpu.buffers
+    assert max(sum(chunk["tensor_sizes"]) for chunk in chunks) <= buffer.nbytes
+    assert buffer.nbytes == max(GIB, max(weight.nbytes for weight in weights.values()))
