@@ -272,6 +272,19 @@ class TestSleeps:
         assert inner.told == ["sleep 1", ["weights"], "sleep 1", None]
         assert generate(engine._batcher, requests(1))[0].version == 0
 
+    def test_weights_that_a_copy_replaces_are_not_kept(self, engine: VllmEngine, inner: SleepingEngine) -> None:
+        engine.sleep(discard_weights=True)
+        engine.wake()
+        with pytest.raises(EngineError, match="role rollout: nothing is generated, its weights are not whole"):
+            generate(engine._batcher, requests(1))
+        engine.sleep(discard_weights=True)
+        engine.wake(True)
+        engine.transfer("update_weights", {})
+        engine.transferred(4)
+        engine.wake()
+        assert generate(engine._batcher, requests(1))[0].version == 4
+        assert inner.told == ["sleep 2", None, "sleep 2", ["weights"], "update_weights", None]
+
 
 class TestSharedFiles:
     def test_what_went_in_comes_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,16 +467,3 @@ def test_how_much_gpus_compute(
     recorder = Recorder(SimpleNamespace(vllm_config=config))
     recorder.stepped([], idle=True)
     assert [second.gpu for second in recorder.take()] == [pytest.approx(share) if share else None]
-
-    def test_weights_that_a_copy_replaces_are_not_kept(self, engine: VllmEngine, inner: SleepingEngine) -> None:
-        engine.sleep(discard_weights=True)
-        engine.wake()
-        with pytest.raises(EngineError, match="role rollout: nothing is generated, its weights are not whole"):
-            generate(engine._batcher, requests(1))
-        engine.sleep(discard_weights=True)
-        engine.wake(True)
-        engine.transfer("update_weights", {})
-        engine.transferred(4)
-        engine.wake()
-        assert generate(engine._batcher, requests(1))[0].version == 4
-        assert inner.told == ["sleep 2", None, "sleep 2", ["weights"], "update_weights", None]
