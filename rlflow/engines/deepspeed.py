@@ -17,6 +17,7 @@ from rlflow.engines.causal_lm.adapters import (
     without_adapters,
     write_adapters,
 )
+from rlflow.engines.causal_lm.finite import check_finite
 from rlflow.engines.causal_lm.heads import head_of, last_of_each, name_padding, outputs_of
 from rlflow.engines.causal_lm.micro_batches import in_order
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
@@ -74,6 +75,8 @@ class DeepSpeedEngine(Tunable):
         self._engine: Any = self._start() if self._trains or self._stage == 3 else None
         self._model: Any = self._module if self._engine is None else self._engine
         self._weights_away, self._state_away = Parked(self._device), Parked(self._device)
+        if self._trains:
+            self._check_weights("as they were loaded are")
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         return Logprobs(values=self._forward(sequences, temperature))
@@ -98,6 +101,7 @@ class DeepSpeedEngine(Tunable):
             sums = self._gradients(minibatch, loss)
         self._module.eval()
         norm = self._step()
+        self._check_weights(f"after an update with learning rate {learning_rate:g} are")
         measured = averaged_over_weights(self._summed(sums))
         return Metrics(values={**measured, "grad_norm": norm, "learning_rate": learning_rate})
 
@@ -145,6 +149,7 @@ class DeepSpeedEngine(Tunable):
             ) from error
         if found is None:
             raise EngineError(f"role {self._spec.role}: DeepSpeed found nothing to restore in '{folder}'.")
+        self._check_weights("of the checkpoint are")
 
     def export(self, folder: Path) -> None:
         """Rank 0 writes. It holds the weights in the memory of its host for that, never on its GPU."""
@@ -165,6 +170,7 @@ class DeepSpeedEngine(Tunable):
             self._module.config.dtype = dtype
             if self._head == "reward":
                 name_padding(self._module, self._tokenizer)
+            check_finite(self._spec.role, whole.items(), f"to be exported in {self._spec.model.dtype} are")
             self._module.save_pretrained(folder, state_dict=whole)
             self._tokenizer.save_pretrained(folder)
             if lora is not None:
@@ -252,6 +258,14 @@ class DeepSpeedEngine(Tunable):
         totals /= self._spec.layout.sequence_parallel_size
         return dict(zip(sums, totals.tolist(), strict=True))
 
+    def _check_weights(self, when: str) -> None:
+        """Raise EngineError where a trained weight is not finite, so that it is never copied, saved or exported.
+
+        Each rank checks what it has, so no rank waits for another.
+        """
+        named = self._module.named_parameters()
+        check_finite(self._spec.role, ((name, _own(weight)) for name, weight in named if weight.requires_grad), when)
+
     def _named(self) -> "dict[str, Tensor]":
         """All weights, or what this rank has of them."""
         return dict(self._module.state_dict(keep_vars=True))
@@ -273,6 +287,16 @@ class DeepSpeedEngine(Tunable):
     @property
     def _shards(self) -> dict[str, int]:
         return {"world_size": self._spec.world_size, "zero_stage": self._stage}
+
+
+def _own(weight: Any) -> "Tensor":
+    """Return the values of a weight that this rank has: all of them, or its shard under ZeRO 3, without padding."""
+    if not hasattr(weight, "ds_tensor"):
+        own: Tensor = weight
+        return own
+    shard: Tensor = weight.ds_tensor.view(-1)
+    # Behind the last value of the last shard is whatever was in memory.
+    return shard[: max(0, weight.ds_numel - shard.numel() * weight.ds_zero_partition_rank)]
 
 
 def _groups(weights: "Iterable[tuple[str, Tensor]]") -> "Iterator[list[tuple[str, Tensor]]]":

@@ -17,6 +17,7 @@ from rlflow.engines.causal_lm.adapters import (
     without_adapters,
     write_adapters,
 )
+from rlflow.engines.causal_lm.finite import check_finite
 from rlflow.engines.causal_lm.heads import head_of, last_of_each, name_padding, outputs_of
 from rlflow.engines.causal_lm.kernels import attention_of
 from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
@@ -78,6 +79,8 @@ class TorchEngine(Tunable):
             weight_decay=options.weight_decay,
             fused=True,
         )
+        if trains:
+            self._check_weights("as they were loaded are")
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         return Logprobs(values=self._forward(sequences, temperature))
@@ -108,6 +111,7 @@ class TorchEngine(Tunable):
             loss_said = f"of {len(minibatch)} samples, whose loss is {measured['loss']:g}"
             raise EngineError(f"role {self._spec.role}: grad_norm is {float(norm)} in a minibatch {loss_said}.")
         self._optimizer.step()
+        self._check_weights(f"after an update with learning rate {learning_rate:g} are")
         return Metrics(values={**measured, "grad_norm": float(norm), "learning_rate": learning_rate})
 
     def _gradients(self, minibatch: Minibatch, loss: TokenLoss) -> Mapping[str, float]:
@@ -147,6 +151,7 @@ class TorchEngine(Tunable):
         state = torch.load(folder / _STATE, map_location=self._model.device, weights_only=True)
         self._model.load_state_dict(state["model"], strict=self._spec.lora is None)
         self._optimizer.load_state_dict(state["optimizer"])
+        self._check_weights("of the checkpoint are")
 
     def export(self, folder: Path) -> None:
         """Rank 0 writes."""
@@ -161,11 +166,17 @@ class TorchEngine(Tunable):
                 name_padding(self._model, self._tokenizer)
             # One after another, where adapters are added to them: two copies need not fit on a GPU.
             state = {name: tensor.to("cpu", dtype) for name, tensor in whole}
+            check_finite(self._spec.role, state.items(), f"to be exported in {self._spec.model.dtype} are")
             self._model.save_pretrained(folder, state_dict=state)
             self._tokenizer.save_pretrained(folder)
             if lora is not None:
                 write_adapters(folder / "adapters", lora, dict(self.weights()), self._spec.model.path)
         self._wait()
+
+    def _check_weights(self, when: str) -> None:
+        """Raise EngineError where a trained weight is not finite, so that it is never copied, saved or exported."""
+        named = self._model.named_parameters()
+        check_finite(self._spec.role, ((name, weight) for name, weight in named if weight.requires_grad), when)
 
     def _trained(self) -> "dict[str, Tensor]":
         return trained(self._model.state_dict(), self._spec.lora)

@@ -17,7 +17,7 @@ from rlflow.engines.registry import engine_class, engine_kind, engine_names
 from rlflow.errors import EngineError
 from rlflow.nodes.losses import LikelihoodLoss
 from rlflow.nodes.value_update import ValueLoss
-from rlflow.recipe import Model
+from rlflow.recipe import Model, Optimizer
 from tests.helpers import minibatch, prompts, sequences, spec
 from tests.integration.engine_process import EngineProcess, free_address, processes
 
@@ -228,6 +228,15 @@ class TestTrains:
         for (name_of_one, value), (name_of_other, same) in zip(engine.weights(), other.weights(), strict=True):
             assert name_of_one == name_of_other
             assert (same == value).all()
+
+    def test_weights_that_are_not_finite_end_the_update(self, build: Build, name: str) -> None:
+        if name == "fake":
+            pytest.skip("its one weight is a count")
+        engine = build(name, capabilities=["Trains"], optimizer=Optimizer(learning_rate=1e39))
+        with pytest.raises(
+            EngineError, match=r"role actor: \S+weight and .* after an update with learning rate 1e\+39 are"
+        ):
+            engine.update(minibatch(sequences([3, 2], [[4, 1], [2]])), LikelihoodLoss())
 
     def test_it_exports(self, build: Build, name: str, tmp_path: Path) -> None:
         build(name, capabilities=["Trains"]).export(tmp_path)

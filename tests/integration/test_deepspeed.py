@@ -157,6 +157,19 @@ def test_it_trains_as_the_plain_engine_does(two: Sequence[EngineProcess], addres
     compare_training(Ranks(two, actor(stage), address, sgd), plain(sgd), sgd, split)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_that_are_not_finite_end_the_update(two: Sequence[EngineProcess], address: str, stage: int) -> None:
+    """On every rank, though under ZeRO 3 each sees its shard alone."""
+    ranks = Ranks(two, replace(actor(stage), optimizer=Optimizer(learning_rate=1e39)), address)
+    for process, place, part in zip(two, ranks._places, split(policy_minibatch(0)), strict=True):
+        process.send(call, place, "update", part, LOSS)
+    for process in two:
+        with pytest.raises(
+            EngineError, match=r"role actor: \S+weight and .* after an update with learning rate 1e\+39 are"
+        ):
+            raise process.answer()
+
+
 def compare_training(ours: Ranks, expected: TorchEngine, sgd: bool, shares: Callable[[Minibatch], list[Any]]) -> None:
     """Five steps. AdamW divides small gradients by their own size, so that rounding shows."""
     for step in range(STEPS):

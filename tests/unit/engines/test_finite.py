@@ -1,0 +1,84 @@
+"""Weights that are not finite go nowhere."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlflow.engines.causal_lm.finite import check_finite
+from rlflow.engines.deepspeed import _own
+from rlflow.engines.torch import TorchEngine
+from rlflow.errors import EngineError
+from rlflow.nodes.losses import LikelihoodLoss
+from rlflow.recipe import Model, Optimizer
+from tests.helpers import minibatch, sequences, spec
+
+BATCH = minibatch(sequences([3, 2], [[4, 1], [2]]))
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", [0, 8, 32])
+def test_one_value_is_found_wherever_it_is(value: float, dtype: torch.dtype, place: int) -> None:
+    broken = torch.zeros(33, dtype=dtype)
+    broken[place] = value
+    weights = {"a": torch.ones(5), "b": broken, "counts": torch.zeros(2, dtype=torch.int64), "empty": torch.zeros(0)}
+    with pytest.raises(EngineError, match=r"^role actor: b of 2 weights of the checkpoint are not finite"):
+        check_finite("actor", weights.items(), "of the checkpoint are")
+    broken[place] = torch.finfo(dtype).max
+    check_finite("actor", weights.items(), "of the checkpoint are")
+
+
+def test_an_update_that_breaks_weights_is_an_error() -> None:
+    engine = TorchEngine(spec(capabilities=["Trains"], optimizer=Optimizer(learning_rate=1e39)))
+    with pytest.raises(EngineError) as raised:
+        engine.update(BATCH, LikelihoodLoss())
+    assert str(raised.value).startswith(f"role actor: {EMBEDDING} and ")
+    assert "after an update with learning rate 1e+39 are not finite" in str(raised.value)
+
+
+@pytest.fixture
+def broken_model(tmp_path: Path) -> Path:
+    engine = TorchEngine(spec(capabilities=["Trains"]))
+    engine.export(tmp_path / "model")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model.get_input_embeddings().weight.data[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_model_that_is_broken_already(broken_model: Path) -> None:
+    model = Model(path=str(broken_model), dtype="float32")
+    with pytest.raises(EngineError, match=f"{EMBEDDING} of 25 weights as they were loaded are not finite"):
+        TorchEngine(spec(capabilities=["Trains"], model=model))
+
+
+def test_a_checkpoint_that_is_broken_already(tmp_path: Path) -> None:
+    engine = TorchEngine(spec(capabilities=["Trains"]))
+    engine.save(tmp_path)
+    state = torch.load(tmp_path / "state.pt")
+    state["model"][EMBEDDING][0, 0] = float("inf")
+    torch.save(state, tmp_path / "state.pt")
+    with pytest.raises(EngineError, match=f"{EMBEDDING} of 25 weights of the checkpoint are not finite"):
+        engine.restore(tmp_path)
+
+
+def test_weights_that_overflow_in_the_type_they_are_exported_in(tmp_path: Path) -> None:
+    """The largest float32 is none of bfloat16."""
+    model = spec().model
+    engine = TorchEngine(spec(capabilities=["Trains"], model=Model(**{**vars(model), "dtype": "bfloat16"})))
+    engine._model.get_input_embeddings().weight.data[0, 0] = torch.finfo(torch.float32).max
+    with pytest.raises(EngineError, match=f"{EMBEDDING} of .* to be exported in bfloat16 are not finite"):
+        engine.export(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_is_behind_the_last_value_of_a_shard_is_not_checked() -> None:
+    """Seven values over three ranks are shards of three: the last has two values that nobody has written."""
+    shards = torch.tensor([[1.0, 2, 3], [4, 5, 6], [7, float("nan"), float("nan")]])
+    weights = [SimpleNamespace(ds_tensor=shards[rank], ds_numel=7, ds_zero_partition_rank=rank) for rank in range(3)]
+    assert [_own(weight).tolist() for weight in weights] == [[1, 2, 3], [4, 5, 6], [7]]
