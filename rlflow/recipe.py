@@ -94,10 +94,12 @@ class Data(Section):
     """From the names used here (``prompt``, ``response``, for pairs ``chosen`` and ``rejected``, and those that the
     reward reads) to the data set's own."""
     system_prompt: str | None = None
-    """Where the tokenizer has a chat template."""
+    """Put before every prompt where the tokenizer has a chat template; not before messages that have their own."""
     batch_size: Count
     """Rows a step."""
     max_prompt_tokens: Count
+    overlong: Literal["error", "drop", "truncate_left"] = "error"
+    """Of prompts with more tokens: end the run, leave their rows out, or keep their last tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,7 +139,10 @@ def _experiment(recipe: dict[str, Any]) -> dict[str, Any]:
         }
         for name, role in recipe["roles"].items()
     }
-    return {key: value for key, value in recipe.items() if key not in left_out} | {"models": models, "roles": roles}
+    # With its default it is what it was before there was one.
+    data = {key: value for key, value in recipe["data"].items() if (key, value) != ("overlong", "error")}
+    kept = {key: value for key, value in recipe.items() if key not in left_out}
+    return kept | {"models": models, "roles": roles, "data": data}
 
 
 def _digest(mapping: Mapping[str, Any]) -> str:

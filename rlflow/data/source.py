@@ -1,24 +1,22 @@
 """Rows of a data set as the prompts, examples and pairs of each step."""
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Examples, Packed, Pairs, Prompts, Repeated, Rollouts
+from rlflow.data.encoding import Rows, encode, no_column
+from rlflow.data.messages import split_answers
 from rlflow.data.pairs import pairs_of
-from rlflow.errors import RecipeError, did_you_mean, first_line
+from rlflow.errors import RecipeError, first_line
 from rlflow.plugins import load_object
 from rlflow.recipe import Data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Rows = Sequence[Mapping[str, Any]]
-T = TypeVar("T")
 
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
@@ -40,6 +38,8 @@ class DataSource:
     """Prompts that are given before the step that they would be given for."""
     steps: int = 0
     """Of the whole run, where prompts are given ahead: none are given of which there is no step."""
+    warnings: tuple[str, ...] = ()
+    """How many prompts were too long, and what became of them."""
 
     def prompts(self, step: int) -> Prompts:
         """``batch_size`` prompts for ``step``, counted from 0; with ``ahead`` more in the first and fewer in the
@@ -110,16 +110,17 @@ class DataSource:
 
 
 def load_rows(data: Data, field: Literal["split", "eval_split"]) -> Rows:
-    """The rows of that split, with the columns that the recipe names under their names here. Raises RecipeError."""
+    """Return the rows of that split, with the columns under the names that the recipe gives them, and with the answer
+    split off prompts that are whole conversations. Raises RecipeError."""
     split = getattr(data, field)
     rows = _made(data, split) if ":" in data.source else _read(data, field, split)
     if not rows:
         raise RecipeError(f"data.{field}", f"'{split}' of '{data.source}' has no rows", fix="another split or source")
     for name, column in data.columns.items():
         if column not in rows[0]:
-            raise _no_column(data, f"data.columns.{name}", column, rows[0])
+            raise no_column(data, f"data.columns.{name}", column, rows[0])
         rows = [{**row, name: row.get(column)} for row in rows]
-    return rows
+    return split_answers(rows)
 
 
 def open_training_data(
@@ -134,30 +135,24 @@ def open_training_data(
     ahead: int = 0,
     steps: int = 0,
 ) -> DataSource:
-    """Encodes all rows. Raises RecipeError."""
-    if with_pairs:
-        prompt_ids, chosen, rejected = _encode_pairs(data, tokenizer, rows)
-        apart = pairs_of(_keys(0, len(held_out)), *_encode_pairs(data, tokenizer, held_out))
-        return DataSource(data, seed, rows, prompt_ids, chosen, apart, rejected)
-    prompt_ids = _encode_prompts(data, tokenizer, rows)
-    responses = _encode_responses(data, tokenizer, rows, "response") if with_responses else None
-    prompts = held_out_prompts(data, tokenizer, held_out)
-    return DataSource(data, seed, rows, prompt_ids, responses, prompts, ahead=ahead, steps=steps)
-
-
-def held_out_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows) -> Prompts:
-    """All of ``rows``. Raises RecipeError."""
-    ids = _encode_prompts(data, tokenizer, rows) if rows else Packed.from_rows([], np.int32)
-    return Prompts(keys=_keys(0, len(rows)), ids=ids, rows=tuple(rows))
-
-
-def _encode_pairs(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows) -> tuple[Packed, Packed, Packed]:
-    """Prompts, chosen and rejected responses."""
-    if not rows:
-        none = Packed.from_rows([], np.int32)
-        return none, none, none
-    chosen, rejected = (_encode_responses(data, tokenizer, rows, name) for name in ("chosen", "rejected"))
-    return _encode_prompts(data, tokenizer, rows), chosen, rejected
+    """Encode all rows. Raises RecipeError."""
+    names = ("chosen", "rejected") if with_pairs else ("response",) if with_responses else ()
+    train = encode(data, tokenizer, rows, "split", names)
+    apart = encode(data, tokenizer, held_out, "eval_split", names if with_pairs else ())
+    keys = _keys(0, len(apart.rows))
+    prompts = Prompts(keys=keys, ids=apart.prompt_ids, rows=tuple(apart.rows))
+    return DataSource(
+        data,
+        seed,
+        train.rows,
+        train.prompt_ids,
+        train.responses[0] if names else None,
+        pairs_of(keys, apart.prompt_ids, *apart.responses) if with_pairs else prompts,
+        train.responses[1] if with_pairs else None,
+        ahead=ahead,
+        steps=steps,
+        warnings=(*train.warnings, *apart.warnings),
+    )
 
 
 def _keys(step: int, count: int) -> NDArray[np.int64]:
@@ -198,81 +193,3 @@ def _read(data: Data, field: str, split: str) -> Rows:
             fix="a single file has the split 'train' alone, of which 'train[:90%]' is a part",
         ) from None
     return list(loaded)
-
-
-def _no_column(data: Data, path: str, column: str, row: Mapping[str, Any]) -> RecipeError:
-    fix = did_you_mean(column, row) or f"name the right one: {path}=COLUMN"
-    return RecipeError(path, f"no column '{column}' in '{data.source}'", known=sorted(row), fix=fix)
-
-
-def _column(data: Data, rows: Rows, name: str) -> list[Any]:
-    if name not in rows[0]:
-        raise _no_column(data, f"data.columns.{name}", name, rows[0])
-    values = [row.get(name) for row in rows]
-    if None in values:
-        raise RecipeError(
-            "data.source", f"row {values.index(None)} of '{data.source}' has no '{name}'", fix="leave it out"
-        )
-    return values
-
-
-def _encode_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows) -> Packed:
-    column = _column(data, rows, "prompt")
-    if tokenizer.chat_template:
-        texts = _guarded(data, lambda: [_chat(data, tokenizer, prompt) for prompt in column])
-        encoded = _guarded(data, lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])
-    elif any(not isinstance(prompt, str) for prompt in column):
-        raise RecipeError(
-            "data.columns.prompt",
-            "prompts are not texts, and the tokenizer has no chat template",
-            fix="a column of texts",
-        )
-    else:
-        encoded = _guarded(data, lambda: tokenizer(column)["input_ids"])
-    packed = Packed.from_rows(encoded, np.int32)
-    longest = int(packed.lengths.argmax())
-    if (length := packed.lengths[longest]) > data.max_prompt_tokens:
-        raise RecipeError(
-            "data.max_prompt_tokens",
-            f"the prompt of row {longest} of '{data.source}' has {length} tokens, not {data.max_prompt_tokens} at most",
-            fix=f"data.max_prompt_tokens={length}, or leave such rows out",
-        )
-    if (empty := np.flatnonzero(packed.lengths == 0)).size:
-        raise RecipeError(
-            "data.source", f"the prompt of row {empty[0]} of '{data.source}' is empty", fix="leave it out"
-        )
-    return packed
-
-
-def _encode_responses(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows, name: str) -> Packed:
-    """Each with the end token."""
-    if (end := tokenizer.eos_token_id) is None:
-        raise RecipeError("models", "the tokenizer has no end token, which responses are to learn", fix="set one")
-    texts = [_last_message(response) for response in _column(data, rows, name)]
-    encoded = _guarded(data, lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])
-    return Packed.from_rows([[*ids, end] for ids in encoded], np.int32)
-
-
-def _last_message(response: Any) -> str:
-    """The text, or that of the last message where a response is written as the conversation that it ends."""
-    if isinstance(response, list) and response and isinstance(response[-1], Mapping) and "content" in response[-1]:
-        response = response[-1]["content"]
-    return str(response)
-
-
-def _chat(data: Data, tokenizer: "PreTrainedTokenizerBase", prompt: Any) -> str:
-    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-    messages = prompt if isinstance(prompt, list) else [*system, {"role": "user", "content": str(prompt)}]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-
-def _guarded(data: Data, encode: Callable[[], T]) -> T:
-    """What a tokenizer or a chat template refuses is the data's or the recipe's to mend."""
-    try:
-        return encode()
-    except Exception as error:  # templates and tokenizers have no base of their own
-        raise RecipeError(
-            "data.source",
-            f"the tokenizer refuses a text of '{data.source}' ({first_line(error)})",
-            fix="leave such rows out, or data.system_prompt=null for a template that knows no system",
-        ) from None

@@ -1,6 +1,6 @@
 """The seam to where workers live, to those who watch a run, and what a run ends in."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,5 +103,7 @@ class Report:
     eval_after: float | None
     store: Mapping[str, Mapping[str, float]]
     """MiB of each edge and, at a time, of each host: ``predicted`` and ``measured``. Empty for a run in one process."""
+    warnings: Sequence[str]
+    """What a person should know about the run: prompts that were too long, checkpoints that were damaged."""
     models: Mapping[str, str]
     """The folder of each trained role's model, when finished."""

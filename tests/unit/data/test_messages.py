@@ -1,0 +1,84 @@
+"""Rows whose prompts are lists of messages."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.data.source import DataSource, load_rows, open_training_data
+from rlflow.engines.causal_lm.pretrained import load_tokenizer
+from rlflow.errors import RecipeError
+from tests.helpers import MODEL
+from tests.unit.data.test_source import data, write
+
+TOKENIZER = load_tokenizer("policy", MODEL)
+# The role's length shows which role it is: user 4, system 6, assistant 9.
+TOKENIZER.chat_template = (
+    "{% for m in messages %}{{ m['role'] | length }}{{ m['content'] }}+{% endfor %}"
+    "{% if add_generation_prompt %}={% endif %}"
+)
+USER, ASSISTANT = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+SYSTEM = {"role": "system", "content": "77"}
+AGAIN, LAST = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
+
+
+def opened(path: Path, rows: list[dict[str, Any]], *, with_responses: bool = True, **fields: Any) -> DataSource:
+    options = data(write(path / "rows.jsonl", rows), **{"batch_size": 1, "max_prompt_tokens": 32, **fields})
+    return open_training_data(options, TOKENIZER, load_rows(options, "split"), 0, with_responses=with_responses)
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "prompt", "response"),
+    [
+        ({"messages": [USER, ASSISTANT]}, {}, "41+1+=", "2"),
+        ({"messages": [USER, ASSISTANT, AGAIN, LAST]}, {}, "41+1+92+42+2+=", "4"),
+        ({"messages": [SYSTEM, USER, ASSISTANT]}, {}, "677+41+1+=", "2"),
+        ({"talk": [USER, ASSISTANT]}, {"prompt": "talk"}, "41+1+=", "2"),
+        ({"talk": [USER, ASSISTANT]}, {"prompt": "talk", "response": "talk"}, "41+1+=", "2"),
+        ({"prompt": [USER, ASSISTANT], "response": "3"}, {}, "41+1+=", "3"),
+        ({"prompt": [USER], "response": [ASSISTANT]}, {}, "41+1+=", "2"),
+        ({"prompt": "1+1", "messages": [AGAIN, LAST], "response": 2}, {}, "41+1+=", "2"),
+    ],
+)
+def test_the_prompt_ends_before_the_answer(
+    tmp_path: Path, row: dict[str, Any], columns: dict[str, str], prompt: str, response: str
+) -> None:
+    source = opened(tmp_path, [row], columns=columns)
+    examples = source.examples(0)
+    assert TOKENIZER.decode(examples.prompt_ids[0]) == prompt
+    assert examples.response_ids[0].tolist() == [*TOKENIZER(response)["input_ids"], TOKENIZER.eos_token_id]
+
+
+def test_rewards_do_not_read_the_answer_in_the_prompt(tmp_path: Path) -> None:
+    source = opened(tmp_path, [{"messages": [USER, ASSISTANT]}], with_responses=False)
+    assert source.prompts(0).rows[0]["prompt"] == [USER]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [("1+1", "65+41+1+="), ([USER], "65+41+1+="), ([USER, ASSISTANT], "65+41+1+="), ([SYSTEM, USER], "677+41+1+=")],
+)
+def test_a_system_prompt_is_before_every_prompt_without_its_own(tmp_path: Path, prompt: Any, text: str) -> None:
+    source = opened(tmp_path, [{"prompt": prompt}], with_responses=False, system_prompt="5")
+    assert TOKENIZER.decode(source.prompts(0).ids[0]) == text
+
+
+@pytest.mark.parametrize(
+    ("row", "fact"),
+    [
+        ({"messages": [ASSISTANT]}, "has no message before the assistant's"),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, "has a 'response' that is neither a text"),
+        ({"messages": [USER, {"role": "assistant", "content": [{"text": "2"}]}]}, "has a 'response' that is neither"),
+        ({"prompt": "1", "response": [USER]}, "has a 'response' that is neither a text nor a conversation that ends"),
+        ({"prompt": "1", "response": {"text": "1"}}, "has a 'response' that is neither a text nor a conversation"),
+        ({"prompt": [{"from": "human", "value": "1"}], "response": "1"}, "has a prompt that is neither a text nor a"),
+    ],
+)  # fmt: skip
+def test_what_is_no_text_is_never_made_one(tmp_path: Path, row: dict[str, Any], fact: str) -> None:
+    with pytest.raises(RecipeError, match=rf"data\.source: row 0 of '.*' {fact}"):
+        opened(tmp_path, [row])
+
+
+def test_messages_without_an_answer_have_no_response(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"data\.columns\.response: no column 'response'"):
+        opened(tmp_path, [{"messages": [USER]}])

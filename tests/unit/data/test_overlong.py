@@ -1,0 +1,79 @@
+"""Prompts that are longer than ``data.max_prompt_tokens``."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.data.source import DataSource, load_rows, open_training_data
+from rlflow.errors import RecipeError
+from tests.unit.data.test_source import TOKENIZER, data, write
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": prompt, "response": str(row), "chosen": str(row), "rejected": "9"}
+    for row, prompt in enumerate(["1+1=", "12+34+5=", "2+2=", "1+2+3+4="])
+]
+
+
+def opened(path: Path, *, with_pairs: bool = False, **fields: Any) -> DataSource:
+    options = data(
+        write(path / "rows.jsonl", ROWS), **{"batch_size": 2, "max_prompt_tokens": 5, "eval_split": "test", **fields}
+    )
+    rows = load_rows(options, "split")
+    return open_training_data(
+        options, TOKENIZER, rows, 0, with_responses=not with_pairs, with_pairs=with_pairs, held_out=rows[:2]
+    )
+
+
+def texts(source: DataSource) -> dict[str, str]:
+    """Each row's response by its prompt."""
+    assert source.response_ids is not None
+    return {
+        TOKENIZER.decode(source.prompt_ids[row]): TOKENIZER.decode(source.response_ids[row][:-1])
+        for row in range(len(source.rows))
+    }
+
+
+def test_an_error_by_default(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as raised:
+        opened(tmp_path)
+    message = str(raised.value)
+    assert message.startswith("data.max_prompt_tokens: the prompt of row 1 of ")
+    assert "has 8 tokens, not 5 at most, and 2 of 4 prompts are too long" in message
+    assert "Fix: data.max_prompt_tokens=8, data.overlong=drop or data.overlong=truncate_left." in message
+
+
+def test_rows_are_dropped_with_their_responses(tmp_path: Path) -> None:
+    source = opened(tmp_path, overlong="drop")
+    assert texts(source) == {"1+1=": "0", "2+2=": "2"}
+    assert [row["prompt"] for row in source.rows] == ["1+1=", "2+2="]
+    assert sorted(row["prompt"] for row in source.prompts(0).rows) == ["1+1=", "2+2="]
+    assert [row["prompt"] for row in source.held_out_prompts().rows] == ["1+1="]
+    assert source.warnings == (
+        "data.overlong: 2 of 4 prompts of 'train' are longer than 5 tokens, and are left out",
+        "data.overlong: 1 of 2 prompts of 'test' are longer than 5 tokens, and are left out",
+    )
+
+
+def test_pairs_are_dropped_together(tmp_path: Path) -> None:
+    source = opened(tmp_path, overlong="drop", with_pairs=True)
+    assert texts(source) == {"1+1=": "0", "2+2=": "2"}
+    assert source.rejected_ids is not None
+    assert len(source.rejected_ids) == 2
+    assert len(source.held_out_pairs()) == 2
+
+
+def test_the_last_tokens_are_kept(tmp_path: Path) -> None:
+    source = opened(tmp_path, overlong="truncate_left")
+    assert texts(source) == {"1+1=": "0", "34+5=": "1", "2+2=": "2", "+3+4=": "3"}
+    assert source.rows[1]["prompt"] == "12+34+5=", "rewards read the prompt as it was"
+    assert source.warnings[0].endswith("longer than 5 tokens, and begin with the last 5")
+
+
+def test_nothing_is_left(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"data\.overlong: every prompt of 'train' of '.*' is longer than 3 tokens"):
+        opened(tmp_path, overlong="drop", max_prompt_tokens=3)
+
+
+def test_nothing_is_said_where_nothing_is_too_long(tmp_path: Path) -> None:
+    assert opened(tmp_path, overlong="drop", max_prompt_tokens=8).warnings == ()
