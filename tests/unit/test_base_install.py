@@ -29,8 +29,8 @@ WITHOUT = textwrap.dedent("""
 
     importlib.metadata.version = version_here
     from rlflow.cli import main
-    from rlflow import doctor
-    sys.exit(doctor.main() if sys.argv[1:] == ["doctor"] else main())
+    from rlflow.doctor.__main__ import main as doctor
+    sys.exit(doctor([]) if sys.argv[1:] == ["doctor"] else main())
 """)
 
 

@@ -7,6 +7,7 @@ Importing this file imports torch and transformers.
 """
 
 from functools import cache, cached_property, partial
+from inspect import signature
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +22,8 @@ from rlflow.errors import EngineError
 
 # As transformers knows them: attention over rows of different lengths by torch's kernel, and by that of flash-attn.
 NAME, FLASH_NAME = "rlflow", "rlflow_fa2"
+# Some releases of torch take fewer key heads than query heads only when told, others have no option for it.
+_NAMES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
 
 
 class Kernel(Protocol):
@@ -96,11 +99,9 @@ def has_flash(device: torch.device) -> bool:
 
 
 def torch_rows(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
-    """Has never run on a GPU."""
-    copied = query.shape[1] != key.shape[1]
-    out = varlen_attn(
-        query, key, value, ends, ends, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=copied
-    )
+    """Attend by torch's own kernel. Has never run on a GPU."""
+    grouped: dict[str, Any] = {"enable_gqa": True} if _NAMES_GROUPS and query.shape[1] != key.shape[1] else {}
+    out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scale, window_size=(-1, 0), **grouped)
     assert isinstance(out, Tensor)
     return out
 

@@ -1,0 +1,74 @@
+"""The checks of the doctor that need DeepSpeed, vLLM and Ray, with the real libraries on the CPU."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from rlflow.doctor.checks import colocated, serving, updates
+from rlflow.doctor.checks.measurement import Measurement
+from rlflow.resources.models.architecture import Architecture
+from tests.integration.engine_process import EngineProcess
+
+# vLLM on the CPU has attention for heads of 32 and more.
+SMALL = Architecture(
+    model_type="qwen2",
+    hidden_size=128,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=512,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+)
+WRITTEN = (
+    "model_type: qwen2, hidden_size: 128, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "
+    "num_key_value_heads: 2, head_dim: 32, vocab_size: 512, max_position_embeddings: 256"
+)
+
+
+pytestmark = pytest.mark.soak
+
+
+@pytest.fixture
+def process() -> Iterator[EngineProcess]:
+    process = EngineProcess()
+    yield process
+    process.close()
+
+
+def update(engines: list[object], zero_stage: int) -> list[Measurement]:
+    return updates.update(
+        "cpu",
+        engine="deepspeed",
+        zero_stage=zero_stage,
+        architecture=SMALL,
+        rows=2,
+        prompt_tokens=4,
+        response_tokens=8,
+    )
+
+
+def sleep(engines: list[object]) -> list[Measurement]:
+    return serving.sleep("cpu", architecture=SMALL, prompts=4, max_tokens=8)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_updates_by_deepspeed(zero_stage: int, process: EngineProcess) -> None:
+    process.send(update, zero_stage)
+    measured = process.receive()
+    assert len(measured) == 3
+    assert all(each.passed for each in measured), measured
+
+
+def test_vllm_wakes_as_it_was(process: EngineProcess) -> None:
+    process.send(sleep)
+    (responses,) = process.receive()
+    assert responses.measured == "4 of 4"
+
+
+def test_the_colocated_run() -> None:
+    steps, difference = colocated.run("cpu", cluster="1x1@cpu", architecture=WRITTEN)
+    assert steps.passed
+    assert difference.passed
