@@ -7,7 +7,7 @@ import pytest
 from rlflow.doctor.checks import colocated, serving, updates
 from rlflow.doctor.checks.measurement import Measurement
 from rlflow.resources.models.architecture import Architecture
-from tests.integration.engine_process import EngineProcess
+from tests.integration.engine_process import EngineProcess, processes
 
 # vLLM on the CPU has attention for heads of 32 and more.
 SMALL = Architecture(
@@ -33,9 +33,8 @@ pytestmark = pytest.mark.soak
 
 @pytest.fixture
 def process() -> Iterator[EngineProcess]:
-    process = EngineProcess()
-    yield process
-    process.close()
+    with processes(1) as (process,):
+        yield process
 
 
 def update(engines: list[object], zero_stage: int) -> list[Measurement]:
