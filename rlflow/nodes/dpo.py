@@ -33,6 +33,13 @@ class DpoLoss:
     label_smoothing: float = 0.0
     temperature: float = 1.0
 
+    @property
+    def expression(self) -> str:
+        """The loss for people; m is the margin before it is scaled."""
+        sides = [(1 - self.label_smoothing, "m"), (self.label_smoothing, "(-m)")]
+        terms = [times(share, f"log sigmoid({times(self.beta, side)})") for share, side in sides if share]
+        return f"-{' - '.join(terms)}"
+
     def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
         margin = self.beta * margins(logprobs - columns["reference"], columns["rows"])
         return preference_loss(margin, self.label_smoothing)
@@ -54,14 +61,12 @@ class DpoUpdate(Preference, Node, kind="dpo_update", unit="batch"):
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         where = {
-            "m": f"{times(self.beta, '(d of the chosen response - d of the rejected one)')}",
+            "m": "d of the chosen response - d of the rejected one",
             "d": "sum over the response of log(p / p_ref)",
             "p_ref": f"p by {symbols['reference']}",
         }
-        smooth = self.label_smoothing
-        term = "-log sigmoid(m)"
-        if smooth:
-            term = f"-{1 - smooth:g} log sigmoid(m) - {smooth:g} log sigmoid(-m)"
+        loss = self.loss()
+        term = getattr(loss, "expression", f"{type(loss).__name__}(m)")
         return Formula(symbol="L", expression=f"mean over a minibatch's pairs of [{term}]", where=where)
 
     def run(self, engine: TrainsLogprobs, pairs: Pairs, reference: Logprobs) -> Metrics:

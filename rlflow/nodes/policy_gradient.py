@@ -14,7 +14,7 @@ from rlflow.engines.base import Trains
 from rlflow.errors import GraphError, RecipeError
 from rlflow.nodes.base import Setting
 from rlflow.nodes.correction import Correction
-from rlflow.nodes.formula import Formula, kl_expression, old_probability, times
+from rlflow.nodes.formula import Formula, defined_by, kl_expression, old_probability, times
 from rlflow.nodes.kl import Estimator, check_kl
 from rlflow.nodes.losses import PolicyLoss
 from rlflow.nodes.training import Aggregation, Weighting, averaged, train
@@ -131,8 +131,10 @@ class PolicyGradient(Section):
         )
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
-        surrogate = self.surrogate_formula(symbols["advantages"])
-        terms, where = surrogate.expression, dict(surrogate.where)
+        is_stated = defined_by(self, "surrogate_formula") <= defined_by(self, "surrogate")
+        stated = type(self) if is_stated else PolicyGradient
+        surrogate = stated.surrogate_formula(self, symbols["advantages"])
+        terms, where = surrogate.expression, dict[str, str]()
         if self.correction is not None:
             terms, where["c"] = f"c ({terms})", self.correction.expression(symbols["rollouts"])
         if self.kl_coef:
@@ -140,8 +142,8 @@ class PolicyGradient(Section):
             where |= {"d": "log(p / p_ref)", "p_ref": f"p by {symbols['reference']}"}
         if self.entropy_coef:
             terms, where["H"] = f"{terms} - {times(self.entropy_coef, 'H')}", "entropy of the model at the token"
-        if any("p_old" in text for text in (terms, *where.values())):
-            where |= old_probability(symbols)
+        is_old_used = any("p_old" in text for text in (terms, *surrogate.where.values(), *where.values()))
+        where = {**surrogate.where, **(old_probability(symbols) if is_old_used else {}), **where}
         rows = "finished responses" if self.skip_truncated else "responses"
         weighting = Weighting(aggregation=self.aggregation, constant_length=self.constant_length)
         return Formula(symbol="L", expression=f"{weighting.expression(rows)} of [{terms}]", where=where)

@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlflow.batch import Repeated, Rewards, RolloutAdvantages
+import rlflow
+from rlflow.batch import Logprobs, Repeated, Rewards, RolloutAdvantages
+from rlflow.compiler.formula import loss_lines
+from rlflow.compiler.graph import wire
 from rlflow.engines.torch import TorchEngine
 from rlflow.nodes.advantage import LeaveOneOutAdvantage
+from rlflow.nodes.update import PolicyUpdate
 from tests.conftest import ROOT
-from tests.helpers import rollouts, sequences, spec
+from tests.helpers import pairs, rollouts, sequences, spec
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 FILES, DIFFS = (re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL) for language in ("python", "diff"))
@@ -55,3 +59,35 @@ def test_the_loss_trains(written: Any) -> None:
     assert metrics["grad_norm"] > 0
     assert metrics["off_policy"] > 0
     assert engine.logprobs(GIVEN, 1.0).values.values.mean() > before.mean()
+
+
+def test_the_preference_loss_is_ipos(written: Any) -> None:
+    """Against a plain loop, and it trains within DPO's node."""
+    node, given = written[2].IpoUpdate(beta=0.2), pairs(7)
+    engine = TorchEngine(spec())
+    own = engine.logprobs(given, 1.0).values
+    reference = own.like(own.values + np.random.default_rng(0).normal(0, 0.1, len(own.values)).astype(np.float32))
+    expected = 0.0
+    for pair in range(7):
+        chosen, rejected = (float((own[row] - reference[row]).sum()) for row in (2 * pair, 2 * pair + 1))
+        expected += (chosen - rejected - 1 / (2 * 0.2)) ** 2 / 7
+    metrics = node.run(engine, given, Logprobs(values=reference)).values
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["grad_norm"] > 0
+    graph = wire(rlflow.load(["recipe=dpo_tiny", "graph.update.node='extension_2:IpoUpdate'"]))
+    assert graph.evaluated == "accuracy"
+    assert loss_lines(graph)[0].endswith("pairs of [IpoLoss(m)]")
+
+
+def test_an_input_of_each_token_without_a_copied_run(written: Any) -> None:
+    """Its graph is wired by name, excluded rows are cut out of it, and it weighs the loss."""
+    distill = ["recipe=distill_tiny", "graph.update.node='extension_3:WeighedByTeacher'", "graph.update.reference=null"]
+    (update,) = (node for node in wire(rlflow.load(distill)).nodes if node.name == "update")
+    assert update.inputs == {"teacher": "teacher", "rollouts": "rollouts", "advantages": "advantages"}
+    values = np.array([1, np.nan, 2, -1, 1, 3, -2, 1, 1], np.float32)
+    advantages = RolloutAdvantages(values=Repeated(values, GIVEN.response_ids.lengths))
+    teacher = Logprobs(values=GIVEN.logprobs.like(np.full(len(GIVEN.logprobs.values), np.log(0.25), np.float32)))
+    node = written[3].WeighedByTeacher()
+    ours = node.run(engine=TorchEngine(spec()), rollouts=GIVEN, advantages=advantages, teacher=teacher).values
+    plain = PolicyUpdate().run(TorchEngine(spec()), GIVEN, advantages).values
+    assert ours["loss"] == pytest.approx(plain["loss"] / 4, rel=1e-5)
