@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.helpers import MODEL, spec
 
+Dtype = Literal["float32", "bfloat16"]
 
-def sharpened(dtype: str) -> TorchEngine:
+
+def sharpened(dtype: Dtype) -> TorchEngine:
     """A policy that prefers some tokens, as one that has learned something does."""
     engine = TorchEngine(spec(model=replace(MODEL, dtype=dtype), capabilities=["Trains"]))
     for weight in engine._model.parameters():
@@ -28,7 +31,7 @@ def sharpened(dtype: str) -> TorchEngine:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "agrees"), [("float32", True), ("bfloat16", False)])
-def test_the_engines_difference_is_clipped_unless_it_is_told_apart(dtype: str, agrees: bool) -> None:
+def test_the_engines_difference_is_clipped_unless_it_is_told_apart(dtype: Dtype, agrees: bool) -> None:
     """Before the first optimizer step the policy has not moved, so nothing is to be clipped."""
     sampler = TransformersEngine(spec("rollout", model=replace(MODEL, dtype=dtype), capabilities=["Generates"]))
     sampler.load_weights(sharpened(dtype).weights(), 1)
@@ -52,7 +55,7 @@ def test_the_engines_difference_is_clipped_unless_it_is_told_apart(dtype: str, a
 @pytest.mark.timeout(1200)
 def test_gspo_learns_in_bfloat16(tmp_path: Path) -> None:
     """The recipe as it is, and without the node that tells the engines' difference apart."""
-    figures = {}
+    figures: dict[tuple[str, ...], float | None] = {}
     for overrides in ((), ("~graph.old_logprobs",)):
         recipe = rlflow.load(["recipe=gspo_tiny", "models.policy.dtype=bfloat16", *overrides])
         report = run(rlflow.compile(recipe, "local"), tmp_path / str(len(figures)), LocalRuntime())

@@ -120,7 +120,7 @@ def test_generalized_advantages_of_such_a_response() -> None:
     )
     rewards = Rewards(values=np.array([1, 100, 3, 1000], np.float32))
     node = GaeAdvantage(kl_coef=0.1)
-    inputs = {
+    inputs: dict[str, Any] = {
         "rollouts": given,
         "rewards": rewards,
         "values": ValueEstimates(values=values),
