@@ -1,6 +1,7 @@
 """Options and fixtures of all tests."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 ROOT = Path(__file__).parents[1]
 CONFIG_DIR = Path(__file__).parent / "conf"
+
+Typed = Callable[..., tuple[int, str, str]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,3 +50,28 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(), f"{path} differs; pytest --update-golden writes it anew"
 
     return compare
+
+
+@pytest.fixture
+def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Typed:
+    """Return a function that runs the command line in this process and gives its exit code, output and errors.
+
+    A process of its own takes seconds to load its libraries.
+    """
+    from hydra.core.global_hydra import GlobalHydra
+
+    from rlflow.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["rlflow", *arguments])
+        GlobalHydra.instance().clear()
+        capfd.readouterr()
+        code = main()
+        out, errors = capfd.readouterr()
+        return code, out, errors
+
+    return run

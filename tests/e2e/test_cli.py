@@ -5,22 +5,45 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from tests.conftest import CONFIG_DIR, ROOT
+from tests.conftest import CONFIG_DIR, ROOT, Typed
 
 pytestmark = pytest.mark.slow
 
 
-def rlflow(*arguments: str, cwd: Path, code: int = 0, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Runs the command and checks its exit code, and that no traceback is seen."""
+class Done(NamedTuple):
+    stdout: str
+    stderr: str
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def rlflow(typed: Typed) -> Command:
+    """Return a function that runs the command in this process, and checks its exit code."""
+
+    def run(*arguments: str, code: int = 0) -> Done:
+        ended, out, errors = typed(*arguments)
+        assert ended == code, out + errors
+        assert "Traceback" not in errors
+        return Done(out, errors)
+
+    return run
+
+
+def as_a_process(*arguments: str, cwd: Path, code: int = 0) -> Done:
+    """Run the command in a process of its own, and check its exit code and that it shows no traceback."""
     command = [sys.executable, "-m", "rlflow", *arguments]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    return done
+    return Done(done.stdout, done.stderr)
 
 
 def fake(*arguments: str) -> tuple[str, ...]:
@@ -32,7 +55,7 @@ def run_folders(cwd: Path) -> list[Path]:
 
 
 def test_a_run(tmp_path: Path) -> None:
-    out = rlflow(*fake(), cwd=tmp_path).stdout
+    out = as_a_process(*fake(), cwd=tmp_path).stdout
     (folder,) = run_folders(tmp_path)
     assert "fake on 1x1@cpu" in out
     assert "held-out reward: eval_before 0.000, eval_after 0." in out
@@ -52,23 +75,23 @@ def test_a_dry_run_imports_no_model_library(tmp_path: Path) -> None:
     assert "grpo_32b on 2x8@h100_80gb   FITS" in done.stdout
 
 
-def test_a_plan_can_be_given_back(tmp_path: Path) -> None:
-    rlflow(*fake("dry_run=true"), cwd=tmp_path)
+def test_a_plan_can_be_given_back(tmp_path: Path, rlflow: Command) -> None:
+    rlflow(*fake("dry_run=true"))
     (folder,) = run_folders(tmp_path)
-    rlflow(f"plan={folder}/plan.json", "hydra.run.dir=again", cwd=tmp_path)
+    rlflow(f"plan={folder}/plan.json", "hydra.run.dir=again")
     assert json.loads((tmp_path / "again" / "report.json").read_text())["name"] == "fake"
 
 
-def test_a_sweep(tmp_path: Path) -> None:
-    out = rlflow("-m", "recipe=grpo_32b", "cluster=1x8,2x8,4x8@h200", "dry_run=true", cwd=tmp_path).stdout
+def test_a_sweep(rlflow: Command) -> None:
+    out = rlflow("-m", "recipe=grpo_32b", "cluster=1x8,2x8,4x8@h200", "dry_run=true").stdout
     assert [f"grpo_32b on {shape}" in out for shape in ("1x8@h100_80gb", "2x8@h100_80gb", "4x8@h200")] == [True] * 3
     ranked = [line.split()[:2] for line in out.splitlines() if line.startswith("cluster=")]
     assert ranked == [["cluster=4x8@h200", "yes"], ["cluster=2x8", "yes"], ["cluster=1x8", "yes"]]
 
 
-def test_a_sweep_tells_of_the_cluster_that_is_too_small(tmp_path: Path) -> None:
+def test_a_sweep_tells_of_the_cluster_that_is_too_small(rlflow: Command) -> None:
     sweep = ("-m", "recipe=grpo_32b", "cluster=1x4,2x8", "roles.rollout.tensor_parallel_size=8", "dry_run=true")
-    done = rlflow(*sweep, cwd=tmp_path, code=2)
+    done = rlflow(*sweep, code=2)
     assert "PlacementError: roles.rollout: no host has 8 GPUs" in done.stderr
     assert "grpo_32b on 2x8@h100_80gb" in done.stdout
     ranked = [line for line in done.stdout.splitlines() if line.startswith("cluster=")]
@@ -90,9 +113,9 @@ def test_a_sweep_tells_of_the_cluster_that_is_too_small(tmp_path: Path) -> None:
         ("calibration=nothing.yaml", "RecipeError: calibration: 'nothing.yaml' cannot be read"),
     ],
 )
-def test_what_cannot_be_planned(override: str, message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_planned(override: str, message: str, rlflow: Command) -> None:
     arguments = ["recipe=grpo_32b", *(["cluster=2x8"] if not override.startswith("cluster") else []), override]
-    done = rlflow(*arguments, "dry_run=true", cwd=tmp_path, code=2)
+    done = rlflow(*arguments, "dry_run=true", code=2)
     assert done.stderr.startswith(message)
     assert "Traceback" not in done.stderr
 
@@ -153,49 +176,55 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("overrides", "message"), MISTAKES, ids=[" ".join(overrides) for overrides, _ in MISTAKES])
 def test_a_mistake_ends_in_one_message_and_leaves_nothing(
-    overrides: tuple[str, ...], message: str, tmp_path: Path
+    overrides: tuple[str, ...], message: str, tmp_path: Path, rlflow: Command
 ) -> None:
     (tmp_path / "rewards.py").write_text(
         "def raising(texts, rows): raise KeyError('x')\n"
         "def nan(texts, rows): return [float('nan')] * len(texts)\n"
         "def few(texts, rows): return []\n"
     )
-    done = rlflow(*fake(*overrides), cwd=tmp_path, code=2)
+    done = rlflow(*fake(*overrides), code=2)
     assert message in done.stderr
     left = {path.name for path in tmp_path.glob("outputs/**/*") if path.is_file()}
     assert not left or ("rewards:" in overrides[0] and "report.json" not in left)
 
 
-def test_a_mistake_takes_nothing_of_the_users(tmp_path: Path) -> None:
+def test_a_mistake_in_a_process_of_its_own(tmp_path: Path) -> None:
+    done = as_a_process(*fake("recipe=grpo_tin"), cwd=tmp_path, code=2)
+    assert done.stderr.startswith("RecipeError: recipe: no recipe 'grpo_tin'")
+    assert done.stdout == ""
+
+
+def test_a_mistake_takes_nothing_of_the_users(tmp_path: Path, rlflow: Command) -> None:
     (tmp_path / "mine.txt").write_text("dear")
-    rlflow(*fake("hydra.run.dir=.", "steps=0"), cwd=tmp_path, code=2)
+    rlflow(*fake("hydra.run.dir=.", "steps=0"), code=2)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_resume_passes_over_what_is_no_plan(tmp_path: Path) -> None:
-    rlflow(*fake("hydra.run.dir=runs/a/b", "steps=2"), cwd=tmp_path)
+def test_resume_passes_over_what_is_no_plan(tmp_path: Path, rlflow: Command) -> None:
+    rlflow(*fake("hydra.run.dir=runs/a/b", "steps=2"))
     (tmp_path / "runs" / "a" / "c").mkdir()
     (tmp_path / "runs" / "a" / "c" / "plan.json").write_text("{")
-    out = rlflow(*fake("hydra.run.dir=runs/a/d", "steps=2", "resume=true"), cwd=tmp_path).stdout
+    out = rlflow(*fake("hydra.run.dir=runs/a/d", "steps=2", "resume=true")).stdout
     assert "from step 2" in out
-    rlflow(*fake("hydra.run.dir=one", "steps=2", "resume=true"), cwd=tmp_path, code=2)
+    rlflow(*fake("hydra.run.dir=one", "steps=2", "resume=true"), code=2)
 
 
-def test_a_damaged_checkpoint(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint(tmp_path: Path, rlflow: Command) -> None:
     """The run goes on from the one before, and says so; without one it does not go on."""
-    rlflow(*fake("hydra.run.dir=run"), cwd=tmp_path)
+    rlflow(*fake("hydra.run.dir=run"))
     folder = tmp_path / "run" / "checkpoints"
     (folder / "step-000006" / "actor" / "state.json").write_text("{}")
-    done = rlflow(*fake("resume=run"), cwd=tmp_path)
+    done = rlflow(*fake("resume=run"))
     assert "warning: the checkpoint run/checkpoints/step-000006 is damaged (actor/state.json is not as" in done.stdout
     assert "fake: 6 steps, from step 4, in run" in done.stdout
     for step in folder.glob("step-*"):
         (step / "actor" / "state.json").write_text("{}")
-    done = rlflow(*fake("resume=run"), cwd=tmp_path, code=2)
+    done = rlflow(*fake("resume=run"), code=2)
     assert "RecipeError: resume: every checkpoint of 'run' is damaged" in done.stderr
 
 
-def test_two_runs_in_one_folder(tmp_path: Path) -> None:
+def test_two_runs_in_one_folder(tmp_path: Path, rlflow: Command) -> None:
     """The second is refused, dry runs too, and the first stays as it is."""
     command = [sys.executable, "-m", "rlflow", *fake("steps=100000", "evaluation=null", "hydra.run.dir=run")]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
@@ -205,25 +234,26 @@ def test_two_runs_in_one_folder(tmp_path: Path) -> None:
                 break
         plan = (tmp_path / "run" / "plan.json").read_bytes()
         for others in (("seed=1",), ("seed=1", "dry_run=true")):
-            done = rlflow(*fake(*others, "hydra.run.dir=run"), cwd=tmp_path, code=2)
+            done = rlflow(*fake(*others, "hydra.run.dir=run"), code=2)
             assert f"hydra.run.dir: 'run' is in use by another run, process {process.pid} on " in done.stderr
         process.kill()
     assert (tmp_path / "run" / "plan.json").read_bytes() == plan
     assert not (tmp_path / "run" / ".hydra").exists()
 
 
-def test_what_an_engine_finds_wrong_in_its_own_process(tmp_path: Path) -> None:
-    done = rlflow(*fake("roles.rollout.engine=vllm"), cwd=tmp_path, code=2)
+def test_what_an_engine_finds_wrong_in_its_own_process(rlflow: Command) -> None:
+    done = rlflow(*fake("roles.rollout.engine=vllm"), code=2)
     assert "RecipeError: models.policy: vLLM on the CPU has no attention for heads of 8" in done.stderr
 
 
-def test_auto_takes_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rlflow: Command) -> None:
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-a)'\necho 'GPU 1: NVIDIA H200 (UUID: GPU-b)'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    out = rlflow("recipe=grpo_7b", "cluster=auto", "dry_run=true", cwd=tmp_path).stdout
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    out = rlflow("recipe=grpo_7b", "cluster=auto", "dry_run=true").stdout
     assert "grpo_7b on 1x2@h200   FITS" in out
     assert "2 of 2 GPUs" in out
 

@@ -9,36 +9,16 @@ import subprocess
 import sys
 import termios
 import tomllib
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 
 import rlflow
 from rlflow.cli import main
-from tests.conftest import CONFIG_DIR, ROOT
+from tests.conftest import CONFIG_DIR, ROOT, Typed
 
 FAKE = ("--config-dir", str(CONFIG_DIR), "recipe=fake")
-Typed = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Typed:
-    """Runs the command line in this process, and gives its exit code, output and errors."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["rlflow", *arguments])
-        GlobalHydra.instance().clear()
-        code = main()
-        out, errors = capfd.readouterr()
-        return code, out, errors
-
-    return run
 
 
 def test_the_command_is_installed_with_the_package() -> None:

@@ -3,12 +3,11 @@
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Typed
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.DOTALL)
@@ -19,11 +18,12 @@ RUNS = [block for block in SHOWN if block not in CONSOLE]
 DRY_RUNS = sorted(set(re.findall(r"`(python -m rlflow [^`]*dry_run=true)`", README)))
 
 
-def run(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    arguments = shlex.split(command)[1:]
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
-    )
+def run(command: str, typed: Typed) -> tuple[int, str]:
+    """Run what stands behind ``python -m rlflow``: its exit code, and its output with the errors behind it."""
+    python, _, module, *arguments = shlex.split(command)
+    assert (python, module) == ("python", "rlflow")
+    code, out, errors = typed(*arguments)
+    return code, out + errors
 
 
 def lines(text: str) -> list[str]:
@@ -33,17 +33,16 @@ def lines(text: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", CONSOLE, ids=lambda block: block.splitlines()[0])
-def test_what_is_shown_is_what_is_printed(block: str, tmp_path: Path) -> None:
+def test_what_is_shown_is_what_is_printed(block: str, typed: Typed) -> None:
     command, shown = block.removeprefix("$ ").split("\n", 1)
-    done = run(command, tmp_path)
-    assert lines(done.stdout + done.stderr) == lines(shown)
+    assert lines(run(command, typed)[1]) == lines(shown)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", RUNS, ids=lambda block: block.splitlines()[0])
-def test_the_plan_of_a_run_is_what_is_printed(block: str, tmp_path: Path) -> None:
+def test_the_plan_of_a_run_is_what_is_printed(block: str, typed: Typed) -> None:
     command, shown = block.removeprefix("$ ").split("\n", 1)
-    *plan, _, file = lines(run(f"{command} dry_run=true", tmp_path).stdout)
+    *plan, _, file = lines(run(f"{command} dry_run=true", typed)[1])
     assert "fingerprint" in plan[-1]
     assert file.startswith("plan: ")
     assert lines(shown)[: len(plan)] == plan
@@ -51,8 +50,8 @@ def test_the_plan_of_a_run_is_what_is_printed(block: str, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", DRY_RUNS)
-def test_commands_run(command: str, tmp_path: Path) -> None:
-    assert run(command, tmp_path).returncode == 0
+def test_commands_run(command: str, typed: Typed) -> None:
+    assert run(command, typed)[0] == 0
 
 
 def test_the_recipe_is_the_file() -> None:
