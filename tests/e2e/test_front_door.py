@@ -63,7 +63,7 @@ def test_the_users_own_modules_are_found(typed: Typed, tmp_path: Path) -> None:
 def test_a_recipe_for_gpus_is_not_started_on_a_cpu(typed: Typed) -> None:
     code, out, errors = typed("recipe=grpo_7b")
     assert code == 2
-    assert "warning   a step takes 4.1 days on CPUs: this recipe is for GPUs" in out
+    assert re.search(r"warning   a step takes \d\.\d days on CPUs: this recipe is for GPUs", out)
     assert errors.startswith("PlacementError: cluster: grpo_7b is for GPUs, and none was found on this machine: ")
     assert errors.endswith(
         "  Fix: cluster=2x8 dry_run=true plans two hosts of eight GPUs, cluster=local runs it here nevertheless.\n"
