@@ -15,6 +15,7 @@ from typing import Any
 from rlflow.errors import EngineError, PlacementError, UserError, first_line
 from rlflow.resources.cluster import Cluster
 from rlflow.runtime.cluster.binding import LiveHost
+from rlflow.runtime.cluster.private_ray import private_ray
 
 # For what answers at once when it lives.
 _ANSWER_S = 2.0
@@ -34,22 +35,25 @@ def connected(cluster: Cluster) -> Iterator[None]:
     elif all(cluster.memory_gib(host) is None for host in cluster.hosts):
         with simulated(cluster):
             yield
+    elif (address := running_ray()) is not None:
+        with joined(address):
+            yield
     else:
-        with joined(running_ray() or "local"):
+        with private_ray(), joined("local"):
             yield
 
 
 @contextmanager
 def simulated(cluster: Cluster, store_bytes: int = _SIMULATED_STORE) -> Iterator[Any]:
     """Hosts that are processes of this machine, with numbers in place of GPUs, and object stores of ``store_bytes``
-    each. Gives Ray's own object for them."""
+    each. They listen on this machine alone. Gives Ray's own object for them."""
     quiet_ray()
     from ray._private.services import find_bootstrap_address
     from ray.cluster_utils import Cluster as Processes
 
     before = find_bootstrap_address(None)
     processes = Processes()
-    with _own_signals():
+    with _own_signals(), private_ray():
         try:
             for host in cluster.hosts:
                 processes.add_node(
@@ -93,7 +97,7 @@ def joined(address: str) -> Iterator[None]:
     with _own_signals():
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
             raise PlacementError("cluster", f"Ray at '{address}' cannot be joined ({first_line(error)})") from None
         try:
             yield

@@ -1,0 +1,91 @@
+"""A Ray that rlflow starts is closed to everybody else: it listens on the loopback, and asks for a token."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlflow.compose import cluster_named
+from rlflow.runtime.cluster.hosts import connected, quiet_ray
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+TOKEN = "RAY_AUTH_TOKEN"
+# As the kernel writes them: 127.0.0.1, ::1 and ::ffff:127.0.0.1.
+LOOPBACK = {"0100007F", f"{0:024}01000000", f"{0:016}FFFF00000100007F"}
+LISTENS = "0A"
+
+
+@pytest.fixture(scope="module")
+def address(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The head of two simulated hosts, with a worker on each of them."""
+    os.environ.pop(TOKEN, None)
+    with connected(cluster_named("2x1@cpu")):
+        ray = quiet_ray()
+        task = ray.remote(num_gpus=1, num_cpus=0, scheduling_strategy="SPREAD")(_Worker)
+        workers = [task.remote() for _ in range(2)]
+        assert all(ray.get([worker.token.remote() for worker in workers], timeout=60))
+        yield ray.get_runtime_context().gcs_address
+    assert TOKEN not in os.environ
+
+
+class _Worker:
+    def token(self) -> str:
+        return os.environ[TOKEN]
+
+
+def test_every_process_listens_on_the_loopback_alone(address: str) -> None:
+    found = listening(descendants(os.getpid()))
+    assert len(found) > 10, "Ray's processes were not found"
+    assert {f"{name}: {place}" for name, place in found if place.split(":")[0] not in LOOPBACK} == set()
+
+
+def test_nobody_joins_without_the_token(address: str, tmp_path: Path) -> None:
+    code = f"import ray; ray.init(address='{address}'); print('joined')"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    # On the same machine, by the way that leads there.
+    without = {**environment, "HOME": str(tmp_path), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    wrong = {**without, "RAY_AUTH_MODE": "token", TOKEN: "0" * 64}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for env in (without, wrong)
+    ]
+    for process in started:
+        said = process.communicate(timeout=90)[0]
+        assert process.returncode != 0, said
+        assert "joined" not in said
+        assert "AuthenticationError" in said, said
+
+
+def descendants(root: int) -> set[int]:
+    """Return the process ``root`` and all processes below it."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended
+            continue
+    found = {root}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def listening(processes: set[int]) -> list[tuple[str, str]]:
+    """Return the name of the process and the address, as the kernel writes it, of each socket that listens."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    sockets = {f"socket:[{fields[9]}]": fields[1] for fields in lines if fields[3] == LISTENS}
+    found = []
+    for pid in processes:
+        try:
+            open_files = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+        except OSError:  # it has ended
+            continue
+        found += [(name, sockets[file]) for file in open_files if file in sockets]
+    return found
