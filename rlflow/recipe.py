@@ -1,6 +1,7 @@
 """What a person writes for one run, and load(), which checks it. The only file that sees OmegaConf."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, cast
@@ -19,6 +20,7 @@ from rlflow.resources.time.past_run import lengths_of_run
 from rlflow.schema import Section, parse
 
 Size = Annotated[float, Ge(0)]
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 # Of a run: whether sizes that its recipe leaves open are tuned, and whether throughout.
 Tune = bool | Literal["adaptive"]
 
@@ -37,6 +39,8 @@ class Model(Section):
     architecture: Architecture | None = None
     """The figures that planning needs. A card of conf/model has them, and so has the ``config.json`` at ``path``."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    trust_remote_code: bool = False
+    """Run the Python files at ``path`` that its ``auto_map`` names, with the rights of the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +230,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
 def recipe_from(mapping: Mapping[str, Any]) -> Recipe:
     """The recipe in ``mapping``, as a YAML file or a plan.json holds it. Raises RecipeError."""
     recipe = parse(Recipe, mapping, "")
+    _check_names(recipe)
     for name, model in recipe.models.items():
         given = [key for key in ("path", "recipe", "random_weights") if getattr(model, key)]
         if len(given) != 1:
@@ -246,6 +251,20 @@ def recipe_from(mapping: Mapping[str, Any]) -> Recipe:
                 fix=f"vocab_size {tokens}",
             )
     return recipe
+
+
+def _check_names(recipe: Recipe) -> None:
+    """Raise RecipeError for a name that leads out of the folder that a run gives it."""
+    names = [("name", recipe.name)]
+    sections = {"models": recipe.models, "roles": recipe.roles, "graph": recipe.graph}
+    names += [(section, name) for section, entries in sections.items() for name in entries]
+    for where, name in names:
+        if not _NAME.fullmatch(name) or name in (".", ".."):
+            raise RecipeError(
+                where,
+                f"{name!r} is not a name, because files and folders are called after it",
+                fix="1 to 100 letters, digits, '_', '-' and '.'",
+            )
 
 
 def to_yaml(recipe: Recipe) -> str:

@@ -126,7 +126,11 @@ def _experiment(recipe: dict[str, Any]) -> dict[str, Any]:
     """What stays of a recipe, and of those that make its models, wherever it runs."""
     left_out = {"checkpoints", "expect", "models", "roles"}
     models = {
-        name: {key: value for key, value in model.items() if key != "architecture" or model["path"] is None}
+        name: {
+            key: value
+            for key, value in model.items()
+            if key != "trust_remote_code" and (key != "architecture" or model["path"] is None)
+        }
         | {"recipe": _experiment(model["recipe"]) if model["recipe"] is not None else None}
         for name, model in recipe["models"].items()
     }

@@ -39,7 +39,7 @@ class VllmEngine(Sessions):
         set_environment(spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         with model_files(spec) as folder:
-            config = load_config(spec.model_name, folder)
+            config = load_config(spec.model_name, folder, trust_remote_code=spec.model.trust_remote_code)
             check_model(spec, config)
             self._expected = Expected.of(config, spec)
             self._end_ids = end_ids(*load_end_ids(folder, config), self._tokenizer.eos_token_id)

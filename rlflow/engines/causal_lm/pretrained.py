@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,8 @@ def load_tokenizer(name: str, model: Model) -> "PreTrainedTokenizerBase":
     if model.characters is not None:
         return _character_tokenizer(model.characters)
     assert model.path is not None
-    return _from(name, model.path, AutoTokenizer.from_pretrained)
+    load = partial(AutoTokenizer.from_pretrained, trust_remote_code=model.trust_remote_code)
+    return _from(name, model.path, load)
 
 
 def load_model(
@@ -71,7 +73,12 @@ def load_model(
         torch.manual_seed(seed)
         if model.path is not None:
             load = lambda path: auto.from_pretrained(  # noqa: E731
-                path, dtype=dtype, attn_implementation=chosen, output_loading_info=True, **extra
+                path,
+                dtype=dtype,
+                attn_implementation=chosen,
+                output_loading_info=True,
+                trust_remote_code=model.trust_remote_code,
+                **extra,
             )
             # That a head is new, and not from the file, is no news.
             with nullcontext() if head == "vocabulary" else _quietly():
@@ -169,11 +176,23 @@ def _from(name: str, path: str, load: Callable[[str], Any]) -> Any:
     try:
         return load(path)
     except Exception as error:  # the libraries below raise errors of many kinds for a damaged file
-        raise RecipeError(
+        raise loading_error(name, path, error) from None
+
+
+def loading_error(name: str, path: str, error: Exception) -> RecipeError:
+    """Return the error for a model, tokenizer or configuration at ``path`` that transformers could not load."""
+    where = f"models.{name}.path"
+    if "trust_remote_code" in str(error):
+        return RecipeError(
             where,
-            f"'{path}' cannot be loaded ({first_line(error)})",
-            fix="give a folder with a model, or a name on the hub",
-        ) from None
+            f"'{path}' can only be loaded by running the Python files in it, which are not rlflow's",
+            fix=f"read them, and if you trust them set models.{name}.trust_remote_code=true",
+        )
+    return RecipeError(
+        where,
+        f"'{path}' cannot be loaded ({first_line(error)})",
+        fix="give a folder with a model, or a name on the hub",
+    )
 
 
 def _character_tokenizer(characters: str) -> "PreTrainedTokenizerBase":

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.causal_lm.adapters import add_adapters, copied_name, is_adapter, trained
-from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
-from rlflow.errors import EngineError, RecipeError, first_line
+from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, loading_error
+from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ class Expected:
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.model.trust_remote_code)
             add_adapters(model, spec)
         copied = {name: tuple(tensor.shape) for name, tensor in trained(model.state_dict(), spec.lora).items()}
         required = trained(dict(model.named_parameters()), spec.lora)
@@ -69,18 +69,14 @@ class Expected:
             raise EngineError(f"role {role}: the weights lack '{min(missing)}'.")
 
 
-def load_config(name: str, folder: str) -> Any:
+def load_config(name: str, folder: str, *, trust_remote_code: bool = False) -> Any:
     """The model's ``config.json``, of transformers. Raises RecipeError."""
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the libraries below raise errors of many kinds for a damaged file
-        raise RecipeError(
-            f"models.{name}.path",
-            f"'{folder}' cannot be loaded ({first_line(error)})",
-            fix="give a folder with a model, or a name on the hub",
-        ) from None
+        raise loading_error(name, folder, error) from None
 
 
 def load_end_ids(folder: str, config: Any) -> list[int | list[int] | None]:

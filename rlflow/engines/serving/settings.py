@@ -41,6 +41,7 @@ def engine_arguments(spec: EngineSpec, folder: str, config: Any, adapted: Sequen
     arguments: dict[str, Any] = {
         "model": folder,
         "skip_tokenizer_init": True,
+        "trust_remote_code": spec.model.trust_remote_code,
         "dtype": spec.model.dtype,
         "seed": spec.seed % 2**32,
         "max_model_len": max_model_len,

@@ -1,0 +1,75 @@
+"""A model folder may bring Python files of its own; they run only when the recipe says so."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
+from rlflow.engines.serving.model_files import load_config
+from rlflow.engines.serving.settings import engine_arguments
+from rlflow.errors import RecipeError
+from rlflow.recipe import Model
+from tests.helpers import MODEL, spec
+
+CODE = """
+from pathlib import Path
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+Path({mark!r}).touch()
+
+class Config(PretrainedConfig):
+    model_type = "foreign"
+
+class Tokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
+    """A model folder whose configuration and tokenizer are classes in a file of that folder."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks on the terminal"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    load_tokenizer("policy", MODEL).save_pretrained(folder)
+    (folder / "code.py").write_text(CODE.format(mark=str(tmp_path / "ran")))
+    config = {"model_type": "foreign", "auto_map": {"AutoConfig": "code.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer |= {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": [None, "code.Tokenizer"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return Model(path=str(folder))
+
+
+def test_no_file_of_a_model_runs_unless_the_recipe_says_so(foreign: Model, tmp_path: Path) -> None:
+    assert foreign.path is not None
+    ways: list[Callable[[], object]] = [
+        lambda: load_tokenizer("policy", foreign),
+        lambda: load_model("policy", foreign, device="cpu", dtype=torch.float32, seed=0),
+        lambda: load_config("policy", str(foreign.path)),
+    ]
+    for load in ways:
+        with pytest.raises(RecipeError) as raised:
+            load()
+        said = str(raised.value)
+        assert said.startswith(f"models.policy.path: '{foreign.path}' can only be loaded by running the Python files")
+        assert said.endswith("Fix: read them, and if you trust them set models.policy.trust_remote_code=true.")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_recipe_may_trust_a_model(foreign: Model, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("policy", replace(foreign, trust_remote_code=True))
+    assert type(tokenizer).__name__ == "Tokenizer"
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_vllm_is_told_whether_to_trust_a_model(trusted: bool, tmp_path: Path) -> None:
+    class Config:
+        max_position_embeddings, head_dim, num_hidden_layers, num_key_value_heads = 64, 32, 2, 2
+
+    model = replace(MODEL, trust_remote_code=trusted)
+    assert engine_arguments(spec(model=model), str(tmp_path), Config())["trust_remote_code"] is trusted
