@@ -5,13 +5,10 @@
 
 import argparse
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from traceback import walk_tb
-from types import FrameType
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -34,12 +31,14 @@ from rlflow.compose import (
     recipe_of,
     register_sources,
 )
-from rlflow.errors import EngineError, PlacementError, RecipeError, UserError
+from rlflow.errors import EngineError, PlacementError, RecipeError, UserError, storage_error
 from rlflow.recipe import Tune
 from rlflow.report.console import WIDTH, output_console, show, show_error, show_warning
 from rlflow.resources.cluster import cluster_from
+from rlflow.stopping import stop_on_signals
 
 STOPPED = 130
+STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again stops at once"
 
 
 def main() -> int:
@@ -108,8 +107,7 @@ def _job(config: DictConfig, outcomes: list[Outcome]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # the disk, since what the recipe names is checked before
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return _tell(storage_error(error, directory))
     except KeyboardInterrupt:
         print("interrupted; resume=true goes on from the last checkpoint, if there is one", file=sys.stderr)
         return STOPPED
@@ -236,10 +234,8 @@ def _run(plan: Plan, directory: Path, console: Console, *, resume: bool, tune: T
         Failures(console),
         EngineReport(console),
     ]
-    with _stop_on_interrupt(console) as stopping:
-        report = run(
-            plan, directory, runtime_of(plan), observers, resume=resume, stop=lambda: bool(stopping), tune=tune
-        )
+    with stop_on_signals(lambda: console.print(STOPPING)) as stopping:
+        report = run(plan, directory, runtime_of(plan), observers, resume=resume, stop=stopping.is_set, tune=tune)
     if tune:
         console.print()
         show(tuning_table(directory))
@@ -247,24 +243,6 @@ def _run(plan: Plan, directory: Path, console: Console, *, resume: bool, tune: T
         console.print(f"go on with: python -m rlflow plan={directory}/plan.json resume={directory}", soft_wrap=True)
         return STOPPED
     return 0
-
-
-@contextmanager
-def _stop_on_interrupt(console: Console) -> Iterator[list[int]]:
-    """A list that is no longer empty after Ctrl-C. A second Ctrl-C interrupts at once."""
-    signals: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if signals:
-            raise KeyboardInterrupt
-        signals.append(number)
-        console.print("stopping after this step, with a checkpoint; Ctrl-C again stops at once")
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield signals
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _tell(error: UserError | EngineError) -> int:

@@ -9,11 +9,13 @@
     │       └── PlacementError   the recipe does not fit the cluster
     └── RuntimeError
         └── EngineError          a model or a worker failed while running; exit code 1
+            └── StorageError     a file of the run cannot be read or written, mostly because the disk is full
 
 Every message has one form: ``<recipe path>: <fact with values>.`` and indented lines *Known*, *Free*, *Fix*.
 """
 
 import difflib
+import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -64,6 +66,27 @@ class PlacementError(UserError):
 
 class EngineError(RuntimeError):
     """A model or a worker failed while running. Says the step and the role."""
+
+
+class StorageError(EngineError):
+    """A file of the run cannot be read or written. Says which one, and what to do about it."""
+
+
+_FIXES = {
+    errno.ENOSPC: "free some space on that disk",
+    errno.EDQUOT: "free some space of your quota on that disk",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EROFS: "choose a folder that can be written, as hydra.run.dir=FOLDER",
+    errno.EACCES: "choose a folder that you may write, as hydra.run.dir=FOLDER",
+    errno.EPERM: "choose a folder that you may write, as hydra.run.dir=FOLDER",
+}
+
+
+def storage_error(error: OSError, path: object) -> StorageError:
+    """Return the error for a file that could not be read or written: its own, or else ``path``."""
+    fact = f"{error.filename or path}: {error.strerror or error}"
+    fix = _FIXES.get(error.errno or 0)
+    return StorageError(f"{fact}.\n  Fix: {fix}." if fix else f"{fact}.")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "plugins": {"errors"},
     "extras": {"errors"},
     "schema": {"errors"},
+    "stopping": set(),
     "yaml_files": {"errors"},
     "recipe_files": {"errors", "yaml_files"},
     "host_memory": set(),
@@ -41,6 +42,7 @@ MAY_IMPORT = {
     "report": {"errors", "nodes", "compiler", "runtime"},
     "cluster_detection": {"errors", "resources", "compose", "runtime"},
     "cli": {
+        "stopping",
         *("arguments", "cluster_detection", "errors", "resources", "recipe", "compiler", "compose"),
         *("runtime", "report"),
     },

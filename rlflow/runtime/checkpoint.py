@@ -10,12 +10,15 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import RecipeError
+from safetensors import SafetensorError
+
+from rlflow.errors import EngineError, RecipeError, StorageError, first_line
 
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -55,12 +58,26 @@ def write_whole(folder: Path, write: Callable[[Path], object]) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
         temporary = Path(name) / folder.name
         temporary.mkdir()
-        write(temporary)
+        with _storage_errors(folder):
+            write(temporary)
         for path in [*temporary.rglob("*"), temporary]:
             _flush(path)
         if not folder.exists():
             temporary.rename(folder)
             _flush(folder.parent)
+
+
+@contextmanager
+def _storage_errors(folder: Path) -> Iterator[None]:
+    """Raise StorageError for the errors that torch and safetensors have of their own for a full disk."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except (RuntimeError, SafetensorError) as error:
+        raise StorageError(
+            f"{folder}: cannot be written ({first_line(error)}).\n  Fix: free some space on that disk."
+        ) from error
 
 
 def save(run: Path, progress: Progress, engines: Mapping[str, Any], keep: int) -> None:

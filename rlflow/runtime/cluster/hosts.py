@@ -7,7 +7,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def simulated(cluster: Cluster, store_bytes: int = _SIMULATED_STORE) -> Iterator
 
     before = find_bootstrap_address(None)
     processes = Processes()
-    with _own_signals(), private_ray():
+    with _own_signals() as keep_signals, private_ray():
         try:
             for host in cluster.hosts:
                 processes.add_node(
@@ -67,6 +67,7 @@ def simulated(cluster: Cluster, store_bytes: int = _SIMULATED_STORE) -> Iterator
                 )
                 if host is cluster.hosts[0]:
                     _set_address(before)
+            keep_signals()
             with joined(processes.address):
                 _wait_for(len(cluster.hosts))
                 yield processes
@@ -94,12 +95,13 @@ def joined(address: str) -> Iterator[None]:
     """Ray at ``address``, or a new one for ``local``."""
     ray = quiet_ray()
     options = {"include_dashboard": False} if address == "local" else {}
-    with _own_signals():
+    with _own_signals() as keep_signals:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
         except (OSError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
             raise PlacementError("cluster", f"Ray at '{address}' cannot be joined ({first_line(error)})") from None
         try:
+            keep_signals()
             yield
         finally:
             ray.shutdown()
@@ -257,13 +259,22 @@ def _answers(address: str) -> bool:
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
-    """What SIGTERM does is as before once Ray has gone."""
+def _own_signals() -> Iterator[Callable[[], None]]:
+    """Keep this process's handler of SIGTERM, which Ray replaces when it starts.
+
+    The function that it gives puts back a handler of this process's own, which a run has for stopping with a
+    checkpoint; Ray's own stays where there is none, and ends Ray with the process.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
     before = signal.getsignal(signal.SIGTERM)
+
+    def put_back() -> None:
+        if before not in (signal.SIG_DFL, signal.SIG_IGN):
+            signal.signal(signal.SIGTERM, before)
+
     try:
-        yield
+        yield put_back
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,23 @@
+"""SIGTERM, as Slurm and Kubernetes send it, stops a run as Ctrl-C does."""
+
+import os
+import signal
+
+import pytest
+
+from rlflow.stopping import stop_on_signals
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_stops_after_the_step_and_the_second_at_once(first: int, second: int) -> None:
+    announced: list[str] = []
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with stop_on_signals(lambda: announced.append("stopping")) as stopping:
+        assert not stopping.is_set()
+        os.kill(os.getpid(), first)
+        assert stopping.is_set()
+        assert announced == ["stopping"]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), second)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
