@@ -14,10 +14,10 @@ from rlflow.errors import RecipeError, below, did_you_mean
 from rlflow.resources.layout import Resources
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.config import architecture_of_path
-from rlflow.resources.models.figures import Count, check
+from rlflow.resources.models.figures import check
 from rlflow.resources.models.lora import Lora
 from rlflow.resources.time.past_run import lengths_of_run
-from rlflow.schema import Section, parse
+from rlflow.schema import Count, Section, parse
 
 Size = Annotated[float, Ge(0)]
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
@@ -143,7 +143,7 @@ class Expect(Section):
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Section):
     name: str
-    seed: Annotated[int, Ge(0)] = 0
+    seed: Annotated[int, Ge(0), Lt(2**63)] = 0
     steps: Count
     models: Mapping[str, Model]
     roles: Mapping[str, Role]

@@ -4,13 +4,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
+from annotated_types import Ge, Le
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rlflow.errors import RecipeError, did_you_mean
 
 T = TypeVar("T")
+# Arrays count in 32 bits.
+Count = Annotated[int, Ge(1), Le(2**31 - 1)]
 
 
 class Section:
@@ -53,6 +56,10 @@ def _recipe_error(kind: type, mapping: Mapping[str, Any], path: str, error: Vali
         at_place = f"{place}.{key}" if place else key
         hint = getattr(owner, "called_elsewhere", {}).get(key)
         return RecipeError(at_place, "unknown key", known=sorted(known), fix=hint or did_you_mean(key, known))
+    if first["type"] == "missing" and isinstance(first["loc"][-1], int):
+        items, place = _value_at(mapping, first["loc"][:-1])
+        where = ".".join(filter(None, [path, place]))
+        return RecipeError(where, f"{items!r} is not valid: expected more than {len(items)} items")
     value, place = _value_at(mapping, first["loc"])
     where = ".".join(filter(None, [path, place]))
     if first["type"] == "missing":
@@ -69,7 +76,7 @@ def _value_at(mapping: Any, loc: tuple[int | str, ...]) -> tuple[Any, str]:
         if isinstance(value, Mapping) and (part in value or part is loc[-1]):
             value = value.get(part)
         elif isinstance(value, tuple | list) and isinstance(part, int):
-            value = value[part]
+            value = value[part] if part < len(value) else None
         else:
             continue
         names.append(str(part))

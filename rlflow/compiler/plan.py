@@ -159,7 +159,7 @@ def read_plan(path: Path) -> Plan:
     """Raises RecipeError for a file that is no plan."""
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RecipeError("plan", f"'{path}' cannot be read ({reason})", fix="give the plan.json of a run") from None
     if not isinstance(content, dict):

@@ -1,8 +1,9 @@
 """Rows of a data set as the prompts, examples and pairs of each step."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -192,4 +193,18 @@ def _read(data: Data, field: str, split: str) -> Rows:
             f"'{split}' of '{data.source}' cannot be read ({first_line(error)})",
             fix="a single file has the split 'train' alone, of which 'train[:90%]' is a part",
         ) from None
-    return list(loaded)
+    return _decoded(data, loaded)
+
+
+def _decoded(data: Data, loaded: Iterable[Mapping[str, Any]]) -> Rows:
+    """Return the rows. Raises RecipeError for one with bytes that are not UTF-8."""
+    rows: list[Mapping[str, Any]] = []
+    try:
+        rows.extend(loaded)
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            "data.source",
+            f"row {len(rows)} of '{data.source}' is not UTF-8 (byte 0x{error.object[error.start]:02x})",
+            fix="save the file as UTF-8",
+        ) from None
+    return rows

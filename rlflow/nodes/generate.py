@@ -9,14 +9,15 @@ from annotated_types import Ge, Gt, Le, Lt
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Generates, Sampling
 from rlflow.nodes.base import Node, Setting
+from rlflow.schema import Count
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(Node, kind="generate", unit="sample"):
     """``group_size`` responses to each prompt."""
 
-    group_size: Annotated[int, Ge(1)] = 8
-    max_tokens: Annotated[int, Ge(1)]
+    group_size: Count = 8
+    max_tokens: Count
     """Of a response; one that reaches it is cut."""
     temperature: Annotated[float, Ge(0)] = 1.0
     """0 takes the likeliest token."""

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Gt
 
 from rlflow.environments.turn import Turns
-from rlflow.schema import Section
+from rlflow.schema import Count, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,11 +18,11 @@ class TurnTaking(Section):
     """Of rlflow.environments.classes, or ``package.module:Class``."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The environment's fields."""
-    max_turns: Annotated[int, Ge(1)]
+    max_turns: Count
     """Of the model."""
-    turn_tokens: Annotated[int, Ge(1)]
+    turn_tokens: Count
     """Of one turn of the model."""
-    max_tokens: Annotated[int, Ge(1)]
+    max_tokens: Count
     """Of the whole response, the environment's tokens included."""
     stop: tuple[str, ...] = ()
     """A turn ends with any of these, each a single token, as with the model's own end token."""

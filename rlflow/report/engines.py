@@ -1,6 +1,5 @@
 """Which engine lags in writing, which ones failed, and why: from ``engines.jsonl``."""
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from rlflow.compiler.plan import Plan
-from rlflow.report.lines import keep_until
+from rlflow.report.lines import keep_until, read_lines
 from rlflow.runtime.base import Observer, Report
 
 # An engine lags where others have had nothing to write for this share of its time.
@@ -35,14 +34,9 @@ class EngineReport(Observer):
 
     def ended(self, report: Report) -> None:
         if self._path.exists():
-            lines = _read(self._path)
+            lines = read_lines(self._path)
             for text in [*replaced(lines), *lagging(lines)]:
                 self._console.print(text, soft_wrap=True, markup=False)
-
-
-def _read(path: Path) -> list[Line]:
-    """Without a line that was cut off."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
 def replaced(lines: Sequence[Line]) -> list[str]:

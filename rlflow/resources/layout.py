@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from rlflow.resources.models.figures import Count
-from rlflow.schema import Section
+from rlflow.schema import Count, Section
 
 Auto = Literal["auto"]
 Offload = Literal["none", "optimizer", "weights"]

@@ -7,9 +7,8 @@ from typing import Annotated, Literal, get_args
 from annotated_types import Ge, Gt
 
 from rlflow.errors import RecipeError
-from rlflow.schema import Section
+from rlflow.schema import Count, Section
 
-Count = Annotated[int, Ge(1)]
 ModelType = Literal[
     "deepseek_v3",
     "gemma2",

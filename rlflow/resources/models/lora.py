@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Gt, MinLen
 
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.figures import Count
-from rlflow.schema import Section
+from rlflow.schema import Count, Section
 
 
 @dataclass(frozen=True, kw_only=True)

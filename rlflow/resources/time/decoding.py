@@ -78,7 +78,7 @@ def _tail(
         context = prompt + min(responses.longest, at + mixed * responses.residual)
         if active >= 4:
             seconds += width * decoder.seconds(active, context)
-        elif active > 1e-9:
+        elif active > 1e-9 and last:  # beyond 2**53 sequences, rounding may leave none
             # The last few: time passes while any of them is being written.
             share = 1 - (1 - min(1.0, active / last)) ** (last * engines)
             seconds += width * share * decoder.seconds(max(1.0, active), context)

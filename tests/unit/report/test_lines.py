@@ -1,0 +1,32 @@
+"""What a killed run, or a person, has left in a file of lines."""
+
+from pathlib import Path
+
+from rlflow.report.lines import keep_until, read_lines
+
+GOOD = ['{"step": 1, "a": 2}', '{"step": 2}', '{"step": 3}']
+JUNK = [
+    b"not json",
+    b"[1, 2]",
+    b"3",
+    b"null",
+    b'{"step": "x"}',
+    b'{"no": 1}',
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"step": 2',
+]
+
+
+def test_junk_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [line.encode() for line in GOOD]
+    path.write_bytes(b"\n".join([*JUNK, lines[0], *JUNK, lines[1], *JUNK, lines[2], *JUNK]))
+    assert [line["step"] for line in read_lines(path) if line.get("step") in (1, 2, 3)] == [1, 2, 3]
+    keep_until(path, 2)
+    assert path.read_text().splitlines() == GOOD[:2]
+
+
+def test_a_file_that_is_not_there_is_empty(tmp_path: Path) -> None:
+    keep_until(tmp_path / "metrics.jsonl", 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
