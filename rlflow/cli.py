@@ -1,6 +1,6 @@
 """Hydra's door: the command line, its exit codes, and no traceback for a mistake of the user's.
 
-0: done. 1: an engine failed. 2: a mistake in the recipe or on the command line. 130: stopped by Ctrl-C.
+0: done. 1: an engine failed. 2: a mistake in the recipe or on the command line. 130: stopped by Ctrl-C or SIGTERM.
 """
 
 import argparse
