@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 # The processes of a Ray inherit these from the one that starts it. Ray has one switch for its own address, named after
 # the systems where it is off by default; gloo and NCCL would take the first interface that leads to other hosts.
@@ -53,7 +54,8 @@ def _read_token() -> None:
 
     The mode comes first: a thread of Ray that is still at work must not look for a token that has gone.
     """
-    from ray._raylet import AuthenticationTokenLoader, Config
+    import ray
 
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    raylet: Any = ray._raylet  # its types are not complete
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
