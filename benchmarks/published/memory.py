@@ -9,7 +9,9 @@ from typing import Any
 
 from benchmarks.published.cases import Case, case_of
 from benchmarks.published.rows import Row
-from rlflow.resources.memory.phases import asleep_terms, generate_memory, sync_terms, update_terms, usable_gib
+from rlflow.resources.memory.copies import sync_terms
+from rlflow.resources.memory.phases import generate_memory, update_terms, usable_gib
+from rlflow.resources.memory.processes import CONTEXT_GIB, asleep_terms
 from rlflow.resources.memory.state import Terms, Training, state_terms
 
 _MAX_BATCHED_TOKENS = 8192
@@ -64,12 +66,12 @@ def predict(case: Case) -> Prediction:
         # need at first sight when fewer tokens go through at once.
         has_room = generate["weights"] + generate["context"] < share * case.memory_gib
         if case.colocated:
-            policy = asleep_terms(False) if library.parks_policy else asleep_terms(False) | others
+            policy = {"context": CONTEXT_GIB} | ({} if library.parks_policy else others)
             if not library.parks_policy:
                 resting = case.training if case.training.keeps_gradients else replace(case.training, gradients=0)
                 policy |= state_terms(model, case.train, resting)
             generate |= {f"resting {name}": gib for name, gib in policy.items()}
-            left = asleep_terms(True, model) if library.engine_sleeps else engine.terms
+            left = asleep_terms(model) if library.engine_sleeps else engine.terms
             if case.training.lora is None:  # with adapters the engine has the rest already
                 sync = sync_terms(model, case.train, case.training, case.rollout, weight_bytes=library.engine_bytes)
             update |= {f"engine {name}": gib for name, gib in left.items()}

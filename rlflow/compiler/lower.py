@@ -36,7 +36,7 @@ _KINDS: Mapping[str, TaskKind] = {
 _TEXT_BYTES = 4
 # Of the longest that is allowed, the mean that is expected where nothing is known.
 _MEAN_SHARE = 0.35
-_IN_FP32 = Training(weights=4, gradients=4, optimizer=8)
+_IN_FP32 = Training(weights=4, gradients=4, optimizer=8, keeps_gradients=False)
 # Engines other than these train with fp32 weights.
 _TRAINING = {"deepspeed": DEEPSPEED}
 

@@ -32,6 +32,8 @@ class Gpu(Section):
     """From and to its own memory, GB/s."""
     link_gb_s: Annotated[float, Gt(0)] | None = None
     """To the other GPUs of its host, in one direction, GB/s."""
+    nvls_channels: Annotated[int, Ge(0)] = 0
+    """Of NCCL for NVLink SHARP, which has buffers of its own; 0 where switches cannot add."""
     network_gb_s: Annotated[float, Gt(0)] | None = None
     """To other hosts, in one direction, its usual share, GB/s."""
     source: str

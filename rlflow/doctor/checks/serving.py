@@ -6,7 +6,7 @@ from rlflow.doctor.checks.models import HALF_BILLION, prompts_of, spec_of
 from rlflow.engines.base import Sampling
 from rlflow.engines.registry import engine_class
 from rlflow.resources.layout import Layout
-from rlflow.resources.memory.phases import asleep_terms
+from rlflow.resources.memory.processes import asleep_terms
 from rlflow.resources.memory.state import total
 from rlflow.resources.models.architecture import Architecture
 
@@ -43,6 +43,6 @@ def sleep(
     ]
     if device.startswith("cuda"):
         name = f"vllm asleep, {asleep - awake:.2f} GiB freed: memory kept, seen from another process"
-        kept = total(asleep_terms(True, architecture))
+        kept = total(asleep_terms(architecture))
         measurements.append(Measurement.at_most(name, before - asleep, kept + _TOLERANCE_GIB, " GiB"))
     return measurements

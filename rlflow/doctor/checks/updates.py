@@ -12,7 +12,8 @@ from rlflow.doctor.checks.models import HALF_BILLION, NegativeLogprob, minibatch
 from rlflow.engines.registry import engine_class
 from rlflow.recipe import Role
 from rlflow.resources.layout import Layout
-from rlflow.resources.memory.phases import CONTEXT_GIB, update_terms
+from rlflow.resources.memory.phases import update_terms
+from rlflow.resources.memory.processes import CONTEXT_GIB
 from rlflow.resources.memory.state import total
 from rlflow.resources.models.architecture import Architecture
 

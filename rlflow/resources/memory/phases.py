@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.activations import layer_activations
+from rlflow.resources.memory.processes import NO_SHARP, Sharp, graphs_gib, process_terms
 from rlflow.resources.memory.state import (
     DEEPSPEED,
     Stage,
     Training,
+    kept_buffers,
     sharded_parameters,
     stage_state,
     stages,
@@ -22,18 +24,11 @@ from rlflow.resources.memory.state import (
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.lora import Lora, adapter_parameters
 
-# The CUDA context with the kernels of torch: 0.4 to 0.6 GiB on A100 and H100, as nvidia-smi shows for an idle process.
-CONTEXT_GIB = 0.55
 # What the driver keeps to itself: torch's reports of exhausted memory give cards of 79.6 and 80 GiB 79.1 to 79.3.
 DRIVER_GIB = 0.5
 # Of what is allocated and freed all the time, the share that the caching allocator holds beyond it. NeMo-RL measured
 # 71.2 GiB reserved for 62.5 GiB in use, state included, with packed micro-batches (NVIDIA-NeMo/RL, pull request 3476).
 FRAGMENTATION = 0.12
-# A communicator of NCCL: its channels' buffers, 2 x 4 MiB for each of about 24 channels.
-NCCL_COMMUNICATOR_GIB = 0.2
-# All-to-all between the GPUs of experts has buffers for every peer: 4 channels, both ways, of about 5 MiB (4 MiB of
-# NCCL_BUFFSIZE, and those of the protocols for short messages). Over 10 GB with some hundred peers.
-NCCL_PEER_GIB = 0.04
 # Tokens of a step of vLLM, which the engine is told: its own default depends on the kind of GPU.
 MAX_BATCHED_TOKENS = 8192
 # Of adapters, that vLLM has room for: smaller ones are filled up.
@@ -53,6 +48,7 @@ def update_terms(
     *,
     accumulates: bool = True,
     fragmentation: float = FRAGMENTATION,
+    sharp: Sharp = NO_SHARP,
 ) -> dict[str, float]:
     """Of a trained role at the fullest moment of its update.
 
@@ -65,7 +61,8 @@ def update_terms(
             gradients = state["gradients"] * (1 if accumulates else moment.gradients)
             moving = {name: size / GIB for name, size in moment.terms.items()}
             moving["fragmentation"] = fragmentation * sum(moving.values())
-            candidates.append(state | {"gradients": gradients} | moving | process_terms(layout))
+            kept = kept_buffers(layout, training) | process_terms(layout, sharp)
+            candidates.append(state | {"gradients": gradients} | moving | kept)
     return max(candidates, key=total)
 
 
@@ -139,7 +136,13 @@ def _layer_bytes(model: Architecture, layout: Layout, training: Training, tokens
 
 
 def score_terms(
-    model: Architecture, layout: Layout, tokens: float, *, weight_bytes: float = 2, training: Training = DEEPSPEED
+    model: Architecture,
+    layout: Layout,
+    tokens: float,
+    *,
+    weight_bytes: float = 2,
+    training: Training = DEEPSPEED,
+    sharp: Sharp = NO_SHARP,
 ) -> dict[str, float]:
     """Of a role whose model only runs forward: weights, a layer's activations, the logits and their log-softmax."""
     stage = max(stages(model, layout), key=lambda stage: stage.dense + stage.experts + stage.head)
@@ -159,22 +162,7 @@ def score_terms(
     moving["fragmentation"] = FRAGMENTATION * sum(moving.values())
     weights = weight_bytes * (sharded_parameters(layout, stage) if zero == 3 else whole) / GIB
     weights *= layout.offload != "weights"
-    return {"weights": weights} | moving | process_terms(layout)
-
-
-def process_terms(layout: Layout) -> dict[str, float]:
-    """What a process holds besides: its CUDA context, and a communicator for every way in which the role is spread."""
-    ways = sum(
-        size > 1
-        for size in (
-            layout.data_parallel_size,
-            layout.tensor_parallel_size,
-            layout.pipeline_parallel_size,
-            layout.sequence_parallel_size,
-        )
-    )
-    peers = layout.expert_parallel_size if layout.expert_parallel_size > 1 else 0
-    return {"nccl": NCCL_COMMUNICATOR_GIB * ways + NCCL_PEER_GIB * peers, "context": CONTEXT_GIB}
+    return {"weights": weights} | moving | process_terms(layout, sharp)
 
 
 @dataclass(frozen=True)
@@ -195,6 +183,7 @@ def generate_memory(
     max_batched_tokens: int = MAX_BATCHED_TOKENS,
     weight_bytes: float = 2,
     lora: Lora | None = None,
+    sharp: Sharp = NO_SHARP,
 ) -> EngineMemory:
     """How an engine of vLLM's kind uses ``gpu_memory_utilization`` of a GPU: what weights, the peak of a step and CUDA
     graphs leave is for keys and values (vllm/v1/worker/gpu_worker.py, determine_available_memory).
@@ -209,50 +198,20 @@ def generate_memory(
     terms = {
         "weights": weight_bytes * weights / GIB,
         "engine": peak / GIB,
-        "graphs": 0.0 if layout.eager else _graphs(model),
+        "graphs": 0.0 if layout.eager else graphs_gib(model),
     }
     if lora is not None:
         # Every rank has all of A, and no more than all of B, filled up with noughts.
         rank = next((rank for rank in LORA_RANKS if rank >= lora.rank), lora.rank)
         room = adapter_parameters(model, replace(lora, rank=rank))
         terms["adapters"] = weight_bytes * room / layout.pipeline_parallel_size / GIB
-    terms |= process_terms(layout)
+    terms |= process_terms(layout, sharp)
     left = budget - sum(terms.values())
     # Each GPU holds its share of the heads. Fewer key-value heads than GPUs are copied, as latents always are.
     heads = 1 if model.kv_lora_rank else min(model.num_key_value_heads, width)
     per_token = 2 * model.kv_values_per_token / heads / layout.pipeline_parallel_size
     terms["kv"] = max(0.0, left)
     return EngineMemory(terms, left * GIB / per_token)
-
-
-def _graphs(model: Architecture | None) -> float:
-    """CUDA graphs for all sizes of a batch: vLLM logs 0.4 to 1.2 GiB for models of 24 to 80 layers."""
-    return 0.4 + 0.01 * (model.num_hidden_layers if model else 32)
-
-
-def asleep_terms(serves: bool, model: Architecture | None = None, *, eager: bool = False) -> dict[str, float]:
-    """Of a role that has put its state into the host's memory: its context, and of an engine its CUDA graphs and
-    communicator, which vLLM's sleep mode leaves where they are."""
-    if not serves:
-        return {"context": CONTEXT_GIB}
-    return {"context": CONTEXT_GIB, "nccl": NCCL_COMMUNICATOR_GIB, "graphs": 0.0 if eager else _graphs(model)}
-
-
-def sync_terms(
-    model: Architecture, layout: Layout, training: Training, engine: Layout | None = None, *, weight_bytes: float = 2
-) -> dict[str, float]:
-    """Of a trained role while its weights go to an engine that follows it: the weights, and in the engine's type its
-    largest layer or an end of the model whole, or its adapters. With ``engine``, that one is on the same GPUs: its
-    weights and graphs are there, its room for keys and values is taken afterwards."""
-    largest = max(max(stage.layer, stage.ends) for stage in stages(model, layout)) * layout.tensor_parallel_size
-    if training.lora is not None:
-        largest = adapter_parameters(model, training.lora)
-    terms = {"weights": state_terms(model, layout, training)["weights"], "gathered": weight_bytes * largest / GIB}
-    if engine is not None:
-        terms["engine"] = weight_bytes * max(stage.dense + stage.experts for stage in stages(model, engine)) / GIB
-        terms["graphs"] = 0.0 if engine.eager else _graphs(model)
-        terms |= {f"engine {name}": gib for name, gib in process_terms(engine).items()}
-    return terms | process_terms(layout)
 
 
 def host_terms(
@@ -268,4 +227,4 @@ def host_terms(
     placed = state_terms(model, layout, training)
     whole = state_terms(model, replace(layout, offload="none"), training)
     away = {name: whole[name] if parks else whole[name] - placed[name] for name in whole}
-    return away | {"data": data_gib}
+    return away | (kept_buffers(layout, training) if parks else {}) | {"data": data_gib}

@@ -136,6 +136,14 @@ def stage_state(model: Architecture, layout: Layout, training: Training, stage: 
     return {name: size / GIB for name, size in terms.items()}
 
 
+def kept_buffers(layout: Layout, training: Training) -> dict[str, float]:
+    """Return what a library keeps on the GPU from step to step besides the state: in DeepSpeed's stage 3 a bucket for
+    gradients on their way (runtime/zero/stage3.py, IPGBucketZ3)."""
+    if layout.zero_stage != 3 or training.live_parameters is None:
+        return {}
+    return {"buckets": training.weights * training.bucket_elements / GIB}
+
+
 def sharded_parameters(layout: Layout, stage: Stage) -> float:
     """Parameters of which one GPU keeps the state when it is sharded."""
     shards = layout.data_parallel_size * layout.sequence_parallel_size

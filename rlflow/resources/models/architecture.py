@@ -58,6 +58,17 @@ class Architecture(Figures):
         return max(dense, parameters.layer(self, sparse=True) if self.num_sparse_layers else 0)
 
     @cached_property
+    def largest_tensor(self) -> int:
+        """Parameters of the largest tensor."""
+        return parameters.largest_tensor(self)
+
+    @cached_property
+    def largest_module(self) -> int:
+        """Parameters of the largest part that vLLM loads as one: an end of the model, or all experts of a layer."""
+        experts = (self.num_experts or 0) * parameters.expert(self) if self.num_sparse_layers else 0
+        return max(self.largest_tensor, experts)
+
+    @cached_property
     def num_tensors(self) -> int:
         """Of the weights' file: about nine a layer, and three an expert."""
         return 9 * self.num_hidden_layers + 3 * self.num_sparse_layers * (self.num_experts or 0)

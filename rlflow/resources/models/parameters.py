@@ -95,6 +95,13 @@ def expert(of: Figures) -> int:
     return _mlp(of, of.expert_width)
 
 
+def largest_tensor(of: Figures) -> int:
+    """Return the size of the largest tensor of transformers' classes, which keep a layer's experts in one."""
+    dense = 0 if of.num_sparse_layers == of.num_hidden_layers else of.hidden_size * of.intermediate_size
+    experts = (of.num_experts or 0) * (_traits(of).mlp_matrices - 1) * of.hidden_size * of.expert_width
+    return max(of.vocab_size * of.hidden_size, dense, experts)
+
+
 def norm(of: Figures) -> int:
     """One that has the model's width."""
     return of.hidden_size * _traits(of).norm_vectors

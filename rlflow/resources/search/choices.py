@@ -20,6 +20,7 @@ from rlflow.resources.search.pool import (
     static_layout,
 )
 from rlflow.resources.search.seconds import MAX_NUM_SEQS, task_seconds
+from rlflow.resources.search.site import Site
 from rlflow.resources.workload import Task
 
 MAX_MICRO_BATCH_TOKENS = 65536
@@ -102,8 +103,10 @@ def _terms_of(demand: Demand, layout: Layout, pool: Pool) -> Callable[[float], T
     if model is None or not pool.counts_memory:
         return lambda tokens: {}
     if demand.trains:
-        return lambda tokens: _update_terms(model, layout, demand.training, tokens)
-    return lambda tokens: score_terms(model, layout, tokens, weight_bytes=demand.weight_bytes, training=demand.training)
+        return lambda tokens: _update_terms(model, layout, demand.training, tokens, sharp=pool.site.sharp)
+    return lambda tokens: score_terms(
+        model, layout, tokens, weight_bytes=demand.weight_bytes, training=demand.training, sharp=pool.site.sharp
+    )
 
 
 def _micro_batch(
@@ -203,7 +206,7 @@ def _engine(
     if demand.architecture is None or pool.site.memory_gib is None:
         seconds = task_seconds(demand, tasks, layout, pool.site.speed, kv_tokens=float("inf"))
         return Choice(layout, "generate", {}, resting, seconds)
-    served = _served(demand, tasks, layout, pool.site.memory_gib, demand.architecture, available)
+    served = _served(demand, tasks, layout, pool.site, demand.architecture, available)
     if isinstance(served, Shortage):
         return served
     layout, memory = served
@@ -221,9 +224,11 @@ def _engine(
 
 
 def _served(
-    demand: Demand, tasks: Sequence[Task], layout: Layout, memory_gib: float, model: Architecture, available: float
+    demand: Demand, tasks: Sequence[Task], layout: Layout, site: Site, model: Architecture, available: float
 ) -> tuple[Layout, EngineMemory] | Shortage:
     """With ``gpu_memory_utilization`` as pinned, or all that is left, in steps of 0.05."""
+    memory_gib = site.memory_gib
+    assert memory_gib is not None
     wanted = demand.wants.gpu_memory_utilization
     left = min(_MAX_UTILIZATION, floor(available / memory_gib * 20 + 1e-9) / 20)
     share = left if wanted == "auto" else wanted
@@ -235,7 +240,13 @@ def _served(
         return Shortage(demand.role, share * memory_gib - available, what)
     layout = replace(layout, gpu_memory_utilization=share)
     memory = generate_memory(
-        model, layout, memory_gib, max_num_seqs=MAX_NUM_SEQS, weight_bytes=demand.weight_bytes, lora=demand.follows_lora
+        model,
+        layout,
+        memory_gib,
+        max_num_seqs=MAX_NUM_SEQS,
+        weight_bytes=demand.weight_bytes,
+        lora=demand.follows_lora,
+        sharp=site.sharp,
     )
     longest = max((task.longest for task in tasks), default=1)
     if memory.kv_tokens < longest:

@@ -5,13 +5,21 @@ from dataclasses import dataclass, field, replace
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout, Offload
-from rlflow.resources.memory.phases import asleep_terms, host_terms, score_terms, sync_terms
-from rlflow.resources.memory.state import Terms, state_terms
+from rlflow.resources.memory.copies import sync_terms
+from rlflow.resources.memory.phases import host_terms, score_terms
+from rlflow.resources.memory.processes import Sharp, asleep_terms, process_terms
+from rlflow.resources.memory.state import Terms, Training, kept_buffers, state_terms
+from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.search.site import Site
 from rlflow.resources.workload import Workload
 
 # Of an engine on the processor, where memory is not counted.
 CPU_MICRO_BATCH_TOKENS = 2048
+
+
+# torch rounds every piece of memory that GPUs read directly up to a power of two (ATen/core/CachingHostAllocator.h), so
+# that vLLM's copies of weights take up to twice their size. Parked ones have pieces of such a size.
+PINNED = 2
 
 
 @dataclass(frozen=True)
@@ -102,21 +110,32 @@ def static_layout(demand: Demand, policy: Policy, pool: Pool) -> Layout:
 
 
 def resting_terms(demand: Demand, policy: Policy, pool: Pool) -> Terms:
-    """What the role keeps on its GPUs while others work."""
-    if not pool.shared or demand.architecture is None or not pool.counts_memory:
+    """Return what the role keeps on its GPUs while others work, after it has given back what torch caches."""
+    model, sharp = demand.architecture, pool.site.sharp
+    if not pool.shared or model is None or not pool.counts_memory:
         return {}
-    if demand.generates and not demand.trains:
-        if "tensor" in demand.parallel:
-            return asleep_terms(True, demand.architecture, eager=demand.wants.eager is True)
-        # An engine that cannot sleep.
-        return asleep_terms(False) | {"weights": demand.architecture.num_parameters * demand.weight_bytes / GIB}
+    serves = demand.generates and not demand.trains
+    if serves and "tensor" in demand.parallel:
+        width = demand.pinned("tensor_parallel_size") or pool.largest_group
+        return asleep_terms(model, width, sharp, eager=demand.wants.eager is True)
     layout = static_layout(demand, policy, pool)
+    process = process_terms(layout, sharp)
     if layout.sleeps:
-        return asleep_terms(False)
+        return process
     if demand.trains:
-        return asleep_terms(False) | dict(state_terms(demand.architecture, layout, demand.training))
-    weights = score_terms(demand.architecture, layout, 0, weight_bytes=demand.weight_bytes)["weights"]
-    return asleep_terms(False) | {"weights": weights}
+        return process | resting_state(model, layout, demand.training)
+    if serves:
+        # An engine that cannot sleep.
+        return process | {"weights": model.num_parameters * demand.weight_bytes / GIB}
+    return process | {"weights": score_terms(model, layout, 0, weight_bytes=demand.weight_bytes)["weights"]}
+
+
+def resting_state(model: Architecture, layout: Layout, training: Training) -> dict[str, float]:
+    """Return the state of a trained role between its steps."""
+    state = dict(state_terms(model, layout, training))
+    if not training.keeps_gradients:
+        state["gradients"] = 0.0
+    return state | kept_buffers(layout, training)
 
 
 def host_memory(demand: Demand, choice: Choice, workload: Workload) -> Terms:
@@ -128,19 +147,35 @@ def host_memory(demand: Demand, choice: Choice, workload: Workload) -> Terms:
     data = (2 * workload.bytes_made_by(demand.role) + workload.bytes_read_by(demand.role)) / layout.num_gpus / GIB
     if demand.trains:
         return host_terms(model, layout, demand.training, parks=layout.sleeps, data_gib=data)
-    if demand.generates or not (layout.sleeps or layout.offload == "weights"):
+    if demand.generates:
+        # vLLM's sleep keeps the weights in the host's memory unless a copy replaces all of them.
+        replaced = demand.follows_lora is None and demand.role in {copy.target for copy in workload.copies}
+        kept = 0.0 if replaced or not layout.sleeps else PINNED * choice.awake["weights"]
+        return {"weights": kept, "data": data}
+    if not (layout.sleeps or layout.offload == "weights"):
         return {"data": data}
     stays = replace(layout, offload="none")
     return {"weights": score_terms(model, stays, 0, weight_bytes=demand.weight_bytes)["weights"], "data": data}
 
 
-def sync_memory(source: Demand, given: Choice, target: Demand, followed: Choice, *, same_gpus: bool) -> Terms:
-    """Of the trained role ``source`` while its weights go to ``target``."""
-    model, layout = source.architecture, given.layout
+def sync_memory(
+    source: Demand, given: Choice, target: Demand, followed: Choice, sharp: Sharp, *, same_gpus: bool
+) -> Terms:
+    """Return the terms of the trained role ``source`` while its weights go to ``target``."""
+    model, layout, training = source.architecture, given.layout, source.training
     if model is None or not given.awake:
         return {}
-    engine = followed.layout if same_gpus else None
-    terms = sync_terms(model, layout, source.training, engine, weight_bytes=target.weight_bytes)
+    # vLLM takes weights over by CUDA IPC, in the type in which they are trained.
+    packed = same_gpus and "tensor" in target.parallel and training.lora is None
+    terms = sync_terms(
+        model,
+        layout,
+        training,
+        followed.layout if same_gpus else None,
+        weight_bytes=target.weight_bytes,
+        packed_bytes=max(training.weights, source.weight_bytes) if packed else None,
+        sharp=sharp,
+    )
     # What sleeps gets up with its weights alone.
     stays = {} if layout.sleeps else {term: given.resting.get(term, 0.0) for term in ("gradients", "optimizer")}
     return terms | stays

@@ -109,7 +109,7 @@ def _sync_shortage(pool: Pool, choices: Mapping[str, Choice], workload: Workload
         if copy.source not in choices or copy.target not in choices:
             continue
         source, target = (demands[copy.source], choices[copy.source]), (demands[copy.target], choices[copy.target])
-        needed = sum(sync_memory(*source, *target, same_gpus=True).values())
+        needed = sum(sync_memory(*source, *target, pool.site.sharp, same_gpus=True).values())
         others = (choice for role, choice in choices.items() if role not in (copy.source, copy.target))
         needed += sum(sum(choice.resting.values()) for choice in others)
         if needed > pool.site.usable_gib:

@@ -139,7 +139,7 @@ def _sync(search: Search, candidate: Candidate, role: str) -> Mapping[str, Terms
         if copy.source == role:
             source, target = ((search.demands[of], candidate.choices[of]) for of in (copy.source, copy.target))
             same = candidate.pool_of[copy.source] == candidate.pool_of[copy.target]
-            phases.append(sync_memory(*source, *target, same_gpus=same))
+            phases.append(sync_memory(*source, *target, search.site([role]).sharp, same_gpus=same))
     return {"sync": max(phases, key=lambda terms: sum(terms.values()))} if phases else {}
 
 
@@ -210,12 +210,20 @@ def _most_tokens(search: Search, candidate: Candidate, role: str, choice: Choice
         return ceil(choice.kv_tokens)
     others = candidate.uses[candidate.pool_of[role]].choices
     beside = sum(sum(other.resting.values()) for name, other in others.items() if name != role)
-    available = search.site([role]).usable_gib - beside
+    site = search.site([role])
+    available = site.usable_gib - beside
 
     def terms(tokens: float) -> Terms:
         if demand.trains:
-            return update_terms(model, choice.layout, demand.training, tokens)
-        return score_terms(model, choice.layout, tokens, weight_bytes=demand.weight_bytes, training=demand.training)
+            return update_terms(model, choice.layout, demand.training, tokens, sharp=site.sharp)
+        return score_terms(
+            model,
+            choice.layout,
+            tokens,
+            weight_bytes=demand.weight_bytes,
+            training=demand.training,
+            sharp=site.sharp,
+        )
 
     longest = max((task.longest for task in tasks if task.is_expected), default=choice.layout.micro_batch_tokens)
     found = most_tokens(terms, longest, 64 * longest, available)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster, Host
 from rlflow.resources.memory.phases import usable_gib
+from rlflow.resources.memory.processes import Sharp
 from rlflow.resources.time.speed import Calibration, Efficiency, Speed, slowest, speed_of
 
 # Of a GPU's memory a plan leaves so much for what no term knows.
@@ -22,6 +23,8 @@ class Site:
     """Of the slowest in each respect."""
     host_gib: float
     """Of host memory for each GPU, where it is scarcest."""
+    sharp: Sharp
+    """The most that NCCL's buffers for NVLink SHARP take on any of the hosts."""
 
     @property
     def usable_gib(self) -> float:
@@ -61,4 +64,5 @@ def site_of(cluster: Cluster, label: str | None, calibration: Calibration) -> Si
     ]
     memories = [memory for kind in kinds if (memory := cluster.gpus[kind].memory_gib) is not None]
     shares = [host.memory_gib / len(host.usable) if host.memory_gib else _HOST_GIB for host in hosts]
-    return Site(hosts, min(memories, default=None), slowest(speeds), min(shares))
+    sharp = Sharp(max(cluster.gpus[kind].nvls_channels for kind in kinds), max(host.gpus for host in hosts))
+    return Site(hosts, min(memories, default=None), slowest(speeds), min(shares), sharp)

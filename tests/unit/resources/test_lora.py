@@ -9,7 +9,8 @@ from rlflow.compiler.graph import wire
 from rlflow.compiler.lower import Requirements, lower
 from rlflow.errors import PlacementError, UserError
 from rlflow.resources.layout import GIB, Layout
-from rlflow.resources.memory.phases import generate_memory, sync_terms, update_terms
+from rlflow.resources.memory.copies import sync_terms
+from rlflow.resources.memory.phases import generate_memory, update_terms
 from rlflow.resources.memory.state import DEEPSPEED
 from rlflow.resources.models.lora import Lora, adapter_parameters, adapter_tensors
 from rlflow.resources.search.planner import Search
