@@ -13,7 +13,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from rlflow.errors import RecipeError, below, did_you_mean
 from rlflow.resources.layout import Resources
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.config import architecture_of_path
+from rlflow.resources.models.config import architecture_of_path, check_agreement
 from rlflow.resources.models.figures import check
 from rlflow.resources.models.lora import Lora
 from rlflow.resources.time.past_run import lengths_of_run
@@ -38,6 +38,8 @@ class Model(Section):
     characters: str | None = None
     architecture: Architecture | None = None
     """The figures that planning needs. A card of conf/model has them, and so has the ``config.json`` at ``path``."""
+    architecture_of: str | None = None
+    """The model on the hub that the figures of a card belong to. They must be those of the model at ``path``."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     trust_remote_code: bool = False
     """Run the Python files at ``path`` that its ``auto_map`` names, with the rights of the user."""
@@ -202,10 +204,14 @@ def _paths(mapping: Mapping[str, Any], key: str, above: str = "") -> Iterator[st
 
 
 def _with_architectures(recipe: Recipe) -> Recipe:
-    """Models at a path get the figures of their ``config.json``, where the recipe gives none and it is on this machine.
+    """Return the recipe with the figures of models at a path from their ``config.json``, where it gives none and the
+    file is on this machine. Figures that it gives must be the same. Raises RecipeError.
 
-    Not when a plan is read: it holds what was known when it was made.
+    This is not done when a plan is read: it holds what was known when it was made.
     """
+    for name, model in recipe.models.items():
+        if model.path is not None and model.architecture is not None:
+            check_agreement(model.architecture, model.architecture_of, model.path, f"models.{name}")
     found = {
         name: architecture_of_path(model.path, f"models.{name}.path")
         for name, model in recipe.models.items()

@@ -122,15 +122,16 @@ def plan_from(mapping: Mapping[str, Any]) -> Plan:
     return read
 
 
+_NOT_OF_THE_EXPERIMENT = {"architecture", "architecture_of", "trust_remote_code"}
+
+
 def _experiment(recipe: dict[str, Any]) -> dict[str, Any]:
     """What stays of a recipe, and of those that make its models, wherever it runs."""
     left_out = {"checkpoints", "expect", "models", "roles"}
     models = {
-        name: {
-            key: value
-            for key, value in model.items()
-            if key != "trust_remote_code" and (key != "architecture" or model["path"] is None)
-        }
+        # The figures of a model that has files of its own are no part of the experiment.
+        name: {key: value for key, value in model.items() if key not in _NOT_OF_THE_EXPERIMENT}
+        | ({} if model["path"] is not None else {"architecture": model["architecture"]})
         | {"recipe": _experiment(model["recipe"]) if model["recipe"] is not None else None}
         for name, model in recipe["models"].items()
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 from rlflow.compiler.lower import models_in_use, trained_role
 from rlflow.compiler.plan import Plan, compile_recipe
 from rlflow.recipe import Model
+from rlflow.resources.models.config import check_agreement
 from rlflow.runtime.base import Report
 from rlflow.runtime.checkpoint import write_whole
 
@@ -22,7 +23,7 @@ def cache_folder() -> Path:
 
 def resolve_models(plan: Plan, run: Callable[[Plan, str], Report]) -> dict[str, Model]:
     """The recipe's models in use, each with a path or random weights. Folders are absolute: workers are started
-    elsewhere.
+    elsewhere. Raises RecipeError for a folder whose model has other figures than the plan.
 
     ``run`` runs the plan of another recipe, for the model of that name. Raises KeyboardInterrupt when that was stopped.
     """
@@ -32,6 +33,8 @@ def resolve_models(plan: Plan, run: Callable[[Plan, str], Report]) -> dict[str, 
 
 def _resolve(plan: Plan, name: str, model: Model, run: Callable[[Plan, str], Report]) -> Model:
     if model.recipe is None:
+        if model.path is not None and model.architecture is not None:
+            check_agreement(model.architecture, model.architecture_of, model.path, f"models.{name}")
         folder = Path(model.path or "").expanduser()
         return replace(model, path=str(folder.resolve())) if model.path and folder.is_dir() else model
     base = compile_recipe(model.recipe, plan.cluster)

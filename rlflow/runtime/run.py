@@ -84,6 +84,7 @@ def _run(
     if resume and not last and not (directory / "base").is_dir():
         raise _no_checkpoint(directory)
     warnings = list(last.damaged) if last else []
+    _warn(observers, warnings)
     checkpoint.remove_unfinished(directory)
     behind = last.progress if last else checkpoint.Progress(plan.fingerprint, 0, {})
     rows, held_out = load_rows(plan.recipe.data, "split"), _held_out_rows(plan)
@@ -97,10 +98,8 @@ def _run(
 
     models = resolve_models(plan, run_base)
     data = _open_data(plan, models, rows, held_out)
+    _warn(observers, data.warnings)
     warnings += data.warnings
-    for warning in warnings:
-        for observer in observers:
-            observer.warned(warning)
     write_plan(plan, directory)
     began = time.perf_counter()
     with ExitStack() as open_parts:
@@ -150,6 +149,12 @@ def _run(
         for observer in observers:
             observer.ended(report)
     return report
+
+
+def _warn(observers: Sequence[Observer], warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        for observer in observers:
+            observer.warned(warning)
 
 
 def _no_checkpoint(directory: Path) -> RecipeError:

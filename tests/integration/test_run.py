@@ -1,6 +1,7 @@
 """Whole runs: what they write, that they repeat themselves, that they go on where they stopped."""
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -177,6 +178,27 @@ def test_a_folder_that_holds_a_run_is_not_used_again(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"resume: '.*' holds a run already"):
         go(plan_of("fake"), tmp_path)
     assert metrics(tmp_path) == before
+
+
+class Warnings(Observer):
+    """Keeps what it is warned of."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def warned(self, warning: str) -> None:
+        self.said.append(warning)
+
+
+def test_prompts_that_are_too_long_are_counted_where_a_person_sees_it(tmp_path: Path) -> None:
+    """All sums have six tokens, such as 12+34=."""
+    plan, seen = plan_of("fake", "data.max_prompt_tokens=5", "data.overlong=truncate_left", "steps=1"), Warnings()
+    report = run(plan, tmp_path, LocalRuntime(), [seen])
+    train, held_out = seen.said
+    said = "prompts of '{}' are longer than 5 tokens, and begin with the last 5"
+    assert re.fullmatch(rf"data\.overlong: (\d+) of \1 {said.format('train')}", train)
+    assert held_out == f"data.overlong: 10 of 10 {said.format('test')}"
+    assert json.loads((tmp_path / "report.json").read_text())["warnings"] == report.warnings == [train, held_out]
 
 
 def test_evaluation_takes_the_likeliest_tokens_of_held_out_prompts(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ _ALIASES = {
     "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_vl_text": "qwen3",
 }
+# Neither memory nor time depends on it.
+_NOT_PLANNED = {"rope_theta"}
 # Our names to those in files that call them otherwise.
 _OTHER_NAMES = {
     "intermediate_size": ("ffn_dim",),
@@ -83,6 +86,48 @@ def architecture_of_path(path: str, where: str) -> Architecture | None:
     if not isinstance(content, dict):
         raise RecipeError(where, f"'{file}' is not the configuration of a model")
     return architecture_from_config(content, where)
+
+
+def check_agreement(given: Architecture, card: str | None, path: str, where: str) -> None:
+    """Raise RecipeError where ``given`` is known not to describe the model at ``path``.
+
+    ``card`` is the model on the hub whose figures they are, or None where they are written by hand; ``where`` is the
+    place of the model in the recipe. A folder that is not on this machine may be on others: it agrees for now.
+    """
+    if path == card:
+        return
+    at, figures = f"{where}.path", f"{where}.architecture"
+    file = find_config(path)
+    if file is None:
+        if card is not None and not _is_folder(path):
+            another = f"{where.replace('models.', 'model@models.', 1)}=CARD (conf/model)"
+            raise RecipeError(
+                at,
+                f"'{path}' is not '{card}', whose figures {figures} has, and its own are not on this machine",
+                fix=f"{another}; `hf download {path} config.json` and {figures}=null; or, if the figures are the same, "
+                f"{where}.architecture_of={path}",
+            )
+        return
+    try:
+        theirs = architecture_of_path(path, at)
+    except RecipeError:
+        if card is not None:
+            raise
+        return  # the planner cannot read the file, which is what figures written by hand are for
+    names = [each.name for each in fields(Architecture) if each.name not in _NOT_PLANNED]
+    if differing := [name for name in names if getattr(theirs, name) != getattr(given, name)]:
+        first, more = differing[0], f" ({len(differing) - 1} more differ)" if len(differing) > 1 else ""
+        of = f", those of '{card}'," if card is not None else ""
+        raise RecipeError(
+            at,
+            f"'{file}' has {first} {getattr(theirs, first)}, and the figures in {figures}{of} have "
+            f"{getattr(given, first)}{more}",
+            fix=f"{figures}=null, which takes the figures of that file",
+        )
+
+
+def _is_folder(path: str) -> bool:
+    return path.startswith((".", "/", "~")) or Path(path).is_dir()
 
 
 def find_config(path: str) -> Path | None:
