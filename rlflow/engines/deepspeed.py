@@ -20,7 +20,7 @@ from rlflow.engines.causal_lm.adapters import (
 from rlflow.engines.causal_lm.finite import check_finite
 from rlflow.engines.causal_lm.heads import head_of, last_of_each, name_padding, outputs_of
 from rlflow.engines.causal_lm.micro_batches import in_order
-from rlflow.engines.causal_lm.pretrained import load_tokenizer
+from rlflow.engines.causal_lm.pretrained import load_tokenizer, save_model
 from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
 from rlflow.engines.causal_lm.tunable import Tunable
 from rlflow.engines.sharded.group import spread_of
@@ -171,8 +171,7 @@ class DeepSpeedEngine(Tunable):
             if self._head == "reward":
                 name_padding(self._module, self._tokenizer)
             check_finite(self._spec.role, whole.items(), f"to be exported in {self._spec.model.dtype} are")
-            self._module.save_pretrained(folder, state_dict=whole)
-            self._tokenizer.save_pretrained(folder)
+            save_model(self._module, self._tokenizer, folder, whole)
             if lora is not None:
                 copied = {copied_name(name): weight for name, weight in adapters.items()}
                 write_adapters(folder / "adapters", lora, copied, self._spec.model.path)

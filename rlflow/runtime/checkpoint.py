@@ -61,6 +61,8 @@ def write_whole(folder: Path, write: Callable[[Path], object]) -> None:
         with _storage_errors(folder):
             write(temporary)
         for path in [*temporary.rglob("*"), temporary]:
+            if path.is_file():  # safetensors makes files that only their owner may read
+                path.chmod(temporary.stat().st_mode & 0o666)
             _flush(path)
         if not folder.exists():
             temporary.rename(folder)

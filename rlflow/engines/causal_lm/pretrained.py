@@ -1,5 +1,6 @@
 """A model and its tokenizer, from a folder, from the hub, or new."""
 
+import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
@@ -13,7 +14,7 @@ from rlflow.recipe import Model
 from rlflow.resources.layout import Attention
 
 if TYPE_CHECKING:
-    from torch import dtype
+    from torch import Tensor, dtype
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 END_TOKEN = "<|end|>"
@@ -108,6 +109,19 @@ def load_model(
     if head == "reward":
         _says_all_rewards(built)
     return built.eval().to(device)
+
+
+def save_model(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    folder: Path,
+    weights: "dict[str, Tensor] | None" = None,
+) -> None:
+    """Write ``model`` and ``tokenizer`` as transformers does; ``weights`` replace those of the model."""
+    # transformers imports DeepSpeed here, where that is installed, and DeepSpeed warns on CPUs that it found no GPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if model.device.type == "cuda" else "cpu")
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
 
 
 @contextmanager
