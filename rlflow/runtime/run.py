@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.batch import Sequences
+from rlflow.compiler.continuation import experiment_of
 from rlflow.compiler.plan import Plan, write_plan
 from rlflow.compiler.reward_models import check_reward_folders
 from rlflow.compiler.rounds import after_rounds, in_rounds
@@ -80,13 +81,15 @@ def _run(
     for node in plan.graph.nodes:
         if isinstance(node.operation, Reward | Converse):
             node.operation.try_out()
-    last = checkpoint.last(directory, plan.fingerprint) if resume else None
+    experiment = experiment_of(plan.recipe)
+    last = checkpoint.last(directory, experiment) if resume else None
     if resume and not last and not (directory / "base").is_dir():
         raise _no_checkpoint(directory)
     warnings = list(last.damaged) if last else []
     _warn(observers, warnings)
     checkpoint.remove_unfinished(directory)
-    behind = last.progress if last else checkpoint.Progress(plan.fingerprint, 0, {})
+    behind = last.progress if last else checkpoint.Progress(experiment, 0, 0, {})
+    _check_steps(plan, behind.step)
     rows, held_out = load_rows(plan.recipe.data, "split"), _held_out_rows(plan)
 
     def run_base(base: Plan, name: str) -> Report:
@@ -97,7 +100,7 @@ def _run(
         return run(base, folder, on, observers, resume=bool(checkpoint.checkpoints(folder)), stop=stop)
 
     models = resolve_models(plan, run_base)
-    data = _open_data(plan, models, rows, held_out)
+    data = _open_data(plan, models, rows, held_out, behind)
     _warn(observers, data.warnings)
     warnings += data.warnings
     write_plan(plan, directory)
@@ -131,7 +134,8 @@ def _run(
                     observer.evaluated(step, evaluations[str(step)])
             stopped = stop()
             if step != saved and (stopped or step == steps or (step > 0 and step % options.every == 0)):
-                done = checkpoint.Progress(plan.fingerprint, step, evaluations)
+                taken = behind.rows + (step - behind.step) * plan.recipe.data.batch_size
+                done = checkpoint.Progress(experiment, step, taken, evaluations)
                 checkpoint.save(directory, done, kept, options.keep)
             if stopped or step == steps:
                 break
@@ -223,7 +227,9 @@ def _held_out_rows(plan: Plan) -> Rows:
     return load_rows(plan.recipe.data, "eval_split")[: options.num_prompts] if options else []
 
 
-def _open_data(plan: Plan, models: Mapping[str, Model], rows: Rows, held_out: Rows) -> DataSource:
+def _open_data(
+    plan: Plan, models: Mapping[str, Model], rows: Rows, held_out: Rows, behind: checkpoint.Progress
+) -> DataSource:
     recipe, graph = plan.recipe, plan.graph
     name = recipe.roles[graph.reading_role()].model
     tokenizer = load_tokenizer(name, models[name])
@@ -237,9 +243,16 @@ def _open_data(plan: Plan, models: Mapping[str, Model], rows: Rows, held_out: Ro
         with_pairs="pairs" in graph.sources,
         ahead=begun_ahead(graph, recipe.data.batch_size),
         steps=recipe.steps,
+        behind=(behind.step, behind.rows),
     )
     check_examples(plan, data)
     return data
+
+
+def _check_steps(plan: Plan, behind: int) -> None:
+    if plan.recipe.steps < behind:
+        fact = f"{plan.recipe.steps} is less than the {behind} steps that the run has behind it"
+        raise RecipeError("steps", fact, fix="steps=+100 trains for 100 more")
 
 
 def _is_due(plan: Plan, step: int) -> bool:
@@ -288,5 +301,6 @@ def _compared(plan: Plan, use: StoreUse) -> dict[str, dict[str, float]]:
 def _export(directory: Path, trained: Mapping[str, Any]) -> dict[str, str]:
     folders = {role: directory / "model" / role for role in trained}
     for role, folder in folders.items():
-        checkpoint.write_whole(folder, trained[role].export)
+        # A run that went on has another model than the one that it exported before.
+        checkpoint.write_whole(folder, trained[role].export, replaces=True)
     return {role: str(folder) for role, folder in folders.items()}
