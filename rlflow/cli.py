@@ -36,7 +36,7 @@ from rlflow.compose import (
 from rlflow.earlier_runs import cluster_of_run, find_run, steps_behind
 from rlflow.errors import EngineError, PlacementError, RecipeError, UserError, storage_error
 from rlflow.recipe import Tune
-from rlflow.report.console import WIDTH, output_console, show, show_error, show_warning
+from rlflow.report.console import WIDTH, displays, output_console, show, show_error, show_warning
 from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.stopping import stop_on_signals
 
@@ -219,21 +219,12 @@ def _config_dir() -> Path | None:
 
 def _run(plan: Plan, directory: Path, console: Console, *, resume: bool, tune: Tune) -> int:
     # Imported only now: a dry run needs no torch.
-    from rlflow.report.engines import EngineReport
-    from rlflow.report.failures import Failures
     from rlflow.report.metrics import MetricsWriter
-    from rlflow.report.progress import ProgressDisplay
     from rlflow.report.tuning import tuning_table
-    from rlflow.runtime.base import Observer
     from rlflow.runtime.choose import runtime_of
     from rlflow.runtime.run import run
 
-    observers: list[Observer] = [
-        MetricsWriter(),
-        ProgressDisplay(console),
-        Failures(console),
-        EngineReport(console),
-    ]
+    observers = [MetricsWriter(), *displays(console)]
     with stop_on_signals(lambda: console.print(STOPPING)) as stopping:
         report = run(plan, directory, runtime_of(plan), observers, resume=resume, stop=stopping.is_set, tune=tune)
     if tune:

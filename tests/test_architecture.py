@@ -128,5 +128,5 @@ def test_configuration_files_are_short() -> None:
 
 
 def test_public_names() -> None:
-    assert rlflow.__all__ == ["compile", "load", "run"]
+    assert rlflow.__all__ == ["Observer", "compile", "load", "run"]
     assert all(callable(getattr(rlflow, name)) for name in rlflow.__all__)

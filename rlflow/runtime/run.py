@@ -126,6 +126,7 @@ def _run(
             open_parts.callback(observer.close)
         steps, options = plan.recipe.steps, plan.recipe.checkpoints
         step, evaluations, saved = behind.step, dict(behind.evaluations), behind.step if last else None
+        metrics: Mapping[str, float] = {}
         _copy_weights(plan, engines, version=step)
         while True:
             if evaluation and _is_due(plan, step) and str(step) not in evaluations:
@@ -148,7 +149,8 @@ def _run(
                 observer.stepped(step, metrics)
         exported = _export(directory, trained) if step == steps else {}
         stored = _compared(plan, engines.store_use())
-        report = _report(plan, directory, step, time.perf_counter() - began, evaluations, stored, warnings, exported)
+        seconds = time.perf_counter() - began
+        report = _report(plan, directory, step, seconds, evaluations, stored, warnings, exported, metrics)
         (directory / "report.json").write_text(json.dumps(asdict(report), indent=1))
         for observer in observers:
             observer.ended(report)
@@ -269,6 +271,7 @@ def _report(
     stored: Mapping[str, Mapping[str, float]],
     warnings: Sequence[str],
     models: Mapping[str, str],
+    metrics: Mapping[str, float],
 ) -> Report:
     scores, finished = list(evaluations.values()), step == plan.recipe.steps
     return Report(
@@ -283,6 +286,7 @@ def _report(
         store=stored,
         warnings=warnings,
         models=models,
+        metrics=metrics,
     )
 
 
