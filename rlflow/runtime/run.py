@@ -20,10 +20,9 @@ from rlflow.errors import EngineError, RecipeError
 from rlflow.nodes.converse import Converse
 from rlflow.nodes.reward import Reward
 from rlflow.recipe import Model, Tune
-from rlflow.resources.layout import GIB
 from rlflow.runtime import checkpoint
 from rlflow.runtime.adaptation import adaptive
-from rlflow.runtime.base import Engines, Observer, Report, Runtime, StoreUse
+from rlflow.runtime.base import Engines, Observer, Report, Runtime
 from rlflow.runtime.choose import runtime_of
 from rlflow.runtime.data_plane.budget import edge
 from rlflow.runtime.evaluation import pair_evaluator
@@ -31,6 +30,7 @@ from rlflow.runtime.folder_lock import locked
 from rlflow.runtime.lengths import check_examples
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.models import resolve_models
+from rlflow.runtime.reports import compared, report_of
 from rlflow.runtime.rollout.conversing import conversing
 from rlflow.runtime.rollout.overcommit import begun_ahead, overcommitted
 from rlflow.runtime.rollout.rounds import Rounds
@@ -148,9 +148,9 @@ def _run(
             for observer in observers:
                 observer.stepped(step, metrics)
         exported = _export(directory, trained) if step == steps else {}
-        stored = _compared(plan, engines.store_use())
+        stored = compared(plan, engines.store_use())
         seconds = time.perf_counter() - began
-        report = _report(plan, directory, step, seconds, evaluations, stored, warnings, exported, metrics)
+        report = report_of(plan, directory, step, seconds, evaluations, stored, warnings, exported, metrics)
         (directory / "report.json").write_text(json.dumps(asdict(report), indent=1))
         for observer in observers:
             observer.ended(report)
@@ -260,46 +260,6 @@ def _check_steps(plan: Plan, behind: int) -> None:
 def _is_due(plan: Plan, step: int) -> bool:
     every = plan.recipe.evaluation.every if plan.recipe.evaluation else 1
     return step % every == 0 or step == plan.recipe.steps
-
-
-def _report(
-    plan: Plan,
-    directory: Path,
-    step: int,
-    seconds: float,
-    evaluations: Mapping[str, float],
-    stored: Mapping[str, Mapping[str, float]],
-    warnings: Sequence[str],
-    models: Mapping[str, str],
-    metrics: Mapping[str, float],
-) -> Report:
-    scores, finished = list(evaluations.values()), step == plan.recipe.steps
-    return Report(
-        name=plan.recipe.name,
-        fingerprint=plan.fingerprint,
-        status="finished" if finished else "stopped",
-        directory=str(directory),
-        steps=step,
-        seconds=seconds,
-        eval_before=scores[0] if scores else None,
-        eval_after=scores[-1] if scores and finished else None,
-        store=stored,
-        warnings=warnings,
-        models=models,
-        metrics=metrics,
-    )
-
-
-def _compared(plan: Plan, use: StoreUse) -> dict[str, dict[str, float]]:
-    """MiB, of what was both predicted and measured."""
-    predicted = plan.prediction.data
-    pairs = {name: (size, use.edges[name]) for name, size in predicted.edges.items() if name in use.edges}
-    pairs |= {
-        f"peak of {host}": (gib * GIB, use.peaks[host])
-        for host, gib in predicted.store_peak_gib.items()
-        if host in use.peaks
-    }
-    return {name: {"predicted": a / 2**20, "measured": b / 2**20} for name, (a, b) in pairs.items()}
 
 
 def _export(directory: Path, trained: Mapping[str, Any]) -> dict[str, str]:
