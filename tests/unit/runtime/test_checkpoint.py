@@ -168,9 +168,14 @@ def test_files_get_the_mode_of_the_user(tmp_path: Path) -> None:
 
 
 def test_a_model_replaces_the_one_before_and_a_cached_one_stays(tmp_path: Path) -> None:
-    for text, replaces in (("old", False), ("older", False), ("new", True)):
-        checkpoint.write_whole(
-            tmp_path / "a", lambda folder, text=text: (folder / "b").write_text(text), replaces=replaces
-        )
-        assert (tmp_path / "a" / "b").read_text() == ("new" if replaces else "old")
+    def written(text: str, *, replaces: bool) -> str:
+        def write(folder: Path) -> None:
+            (folder / "b").write_text(text)
+
+        checkpoint.write_whole(tmp_path / "a", write, replaces=replaces)
+        return (tmp_path / "a" / "b").read_text()
+
+    assert written("old", replaces=False) == "old"
+    assert written("older", replaces=False) == "old"
+    assert written("new", replaces=True) == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
