@@ -98,14 +98,15 @@ class DeepSpeedEngine(Tunable):
             group["lr"] = learning_rate
         self._module.train()
         with self.within_memory():
-            sums = self._gradients(minibatch, loss)
+            totals = self._gradients(minibatch, loss)
         self._module.eval()
+        measured = averaged_over_weights(self._summed(totals.sums))
+        totals.check(measured["loss"], self._said_by_all)
         norm = self._step()
         self._check_weights(f"after an update with learning rate {learning_rate:g} are")
-        measured = averaged_over_weights(self._summed(sums))
         return Metrics(values={**measured, "grad_norm": norm, "learning_rate": learning_rate})
 
-    def _gradients(self, minibatch: Minibatch, loss: TokenLoss) -> dict[str, float]:
+    def _gradients(self, minibatch: Minibatch, loss: TokenLoss) -> Totals:
         """Left at the weights. Returns sums over this rank's share."""
         totals = Totals(loss, self._device, self._spec.role)
         pieces, counting = rounds(minibatch, self._spec.layout.micro_batch_tokens)
@@ -116,7 +117,7 @@ class DeepSpeedEngine(Tunable):
             total = totals.add(part, outputs, more, share=float(at < counting))
             # DeepSpeed takes the mean of the ranks' gradients, and this loss is a sum over them.
             self._engine.backward(total * self._spec.world_size)
-        return totals.sums
+        return totals
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
         for name, weight in self._whole(trained(self._named(), self._spec.lora)):
@@ -247,6 +248,14 @@ class DeepSpeedEngine(Tunable):
     def _outputs(self, sequences: Sequences, temperature: float) -> "tuple[Tensor, dict[str, Tensor]]":
         """What the loss is a function of, and columns besides those of the minibatch."""
         return outputs_of(self._model, self._head, sequences, temperature, self._spread)
+
+    def _said_by_all(self, own: str | None) -> list[str | None]:
+        """Return what each rank says."""
+        import torch
+
+        said: list[str | None] = [None] * self._spec.world_size
+        torch.distributed.all_gather_object(said, own)
+        return said
 
     def _summed(self, sums: dict[str, float]) -> dict[str, float]:
         """Over all shares of the data."""

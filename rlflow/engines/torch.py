@@ -125,6 +125,7 @@ class TorchEngine(Tunable):
             with self._autocast():
                 outputs, more = self._outputs(part, loss.temperature)
             torch.autograd.backward(totals.add(part, outputs, more))
+        totals.check(totals.sums["loss"])
         return averaged_over_weights(totals.sums)
 
     def release_memory(self) -> None:
