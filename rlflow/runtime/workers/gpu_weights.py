@@ -3,9 +3,10 @@
 No line of it has run on a GPU so far.
 """
 
+import errno
+import socket
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from functools import cached_property
+from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,28 +17,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# A port that was free may be taken until vLLM listens there: so often others are tried.
+_ATTEMPTS = 3
+
+
 class Source:
     """An engine's weights in the form that vLLM's senders read."""
 
     def __init__(self, engine: Trains) -> None:
         self._engine = engine
+        self._metadata: list[Any] = []
 
     def __iter__(self) -> "Iterator[tuple[str, Tensor]]":
         return self._engine.weights()
 
     def metadata(self) -> list[Any]:
-        return self._metadata
-
-    @cached_property
-    def _metadata(self) -> list[Any]:
+        """Return name, type and shape of each weight, as vLLM wants them. They never change."""
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+        if not self._metadata:
+            self._metadata = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+        return self._metadata
 
     @property
     def largest_bytes(self) -> int:
         """The size of the largest tensor, as it is sent."""
-        sizes: list[int] = [prod(each.shape) * each.dtype.itemsize for each in self._metadata]
+        sizes: list[int] = [prod(each.shape) * each.dtype.itemsize for each in self.metadata()]
         return max(sizes)
 
 
@@ -54,6 +59,8 @@ class Receivers:
         return len(self._actors) * self._width
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Connect all engines to a sender. Engines that were connected to another one leave it first."""
+        self._call("shutdown_weight_transfer_engine", [{}] * len(self._actors))
         infos = [
             # Each engine's ranks follow those of the one before it.
             init_info | {"rank_offset": init_info["rank_offset"] + index * self._width}
@@ -80,12 +87,11 @@ class Receivers:
 
 
 def sender(engine: Trains, backend: WeightBackend, receivers: Receivers, *, rank: int, address: str) -> Any:
-    """vLLM's sender for this rank of a trainer; rank 0 sends, the others take part in gathering.
+    """Return vLLM's sender for this rank of a trainer; rank 0 sends, the others take part in gathering.
 
-    ``address`` is HOST:PORT where it and the receivers meet, for NCCL.
+    ``address`` is that of the host of rank 0, where it and the receivers meet, for NCCL.
     """
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
     source = Source(engine)
     if backend == "ipc":
@@ -94,12 +100,33 @@ def sender(engine: Trains, backend: WeightBackend, receivers: Receivers, *, rank
         size = max(IPCTrainerInitInfo.packed_buffer_size_bytes, source.largest_bytes)
         ipc = IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=size, rank=rank)
         return IPCTrainerWeightTransferEngine.trainer_init(ipc, client=receivers, source=source)
-    host, _, port = address.rpartition(":")
-    nccl = NCCLTrainerInitInfo(host, int(port), 1 + receivers.num_gpus, rank=rank)
-    return NCCLTrainerWeightTransferEngine.trainer_init(nccl, client=receivers, source=source)
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            with _free_port() as port:
+                return _nccl_sender(source, receivers, rank, address, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or attempt == _ATTEMPTS:
+                raise
+    raise AssertionError
 
 
 def send(sender: Any, backend: WeightBackend) -> None:
     """Send all weights once, from memory that the receivers can open."""
     with without_expandable_segments() if backend == "ipc" else nullcontext():
         sender.send_weights()
+
+
+def _nccl_sender(source: Source, receivers: Receivers, rank: int, address: str, port: int) -> Any:
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+    nccl = NCCLTrainerInitInfo(address, port, 1 + receivers.num_gpus, rank=rank)
+    return NCCLTrainerWeightTransferEngine.trainer_init(nccl, client=receivers, source=source)
+
+
+@contextmanager
+def _free_port() -> Iterator[int]:
+    """Give a free port that the system assigns to nobody else inside; a socket that sets SO_REUSEADDR may listen."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield held.getsockname()[1]
