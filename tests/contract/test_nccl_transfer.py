@@ -7,9 +7,10 @@ receivers. All ranks are threads of this process; the code between ``sender`` an
 import socket
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +22,7 @@ from rlflow.engines.serving.batching import Batcher
 from rlflow.engines.serving.vllm_worker import WorkerExtension
 from rlflow.engines.vllm import VllmEngine
 from rlflow.errors import EngineError
-from rlflow.runtime.workers import gpu_weights
-from rlflow.runtime.workers.gpu_weights import Receivers
+from rlflow.runtime.workers.gpu_weights import Receivers, Source, _nccl_sender
 from rlflow.runtime.workers.worker import EngineWorker
 from tests.contract.gpu_stand_ins import Actor, Gloo, at_once, results, without_gpus
 from tests.helpers import spec
@@ -102,29 +102,40 @@ def vllm_worker(rank: int) -> Any:
 
 
 class LlmEngine:
-    """In the place of vLLM's LLMEngine: calls all its workers at once, as its executor does."""
+    """In the place of vLLM's LLMEngine: calls all its workers at once, as its executor of several processes does.
+
+    A worker that fails ends the reading of answers, and leaves those of later ranks to the next call.
+    """
 
     def __init__(self) -> None:
         self.workers = [vllm_worker(rank) for rank in range(WIDTH)]
+        self.answers: list[SimpleQueue[Future[Any]]] = [SimpleQueue() for _ in self.workers]
         self._threads = ThreadPoolExecutor(WIDTH)
 
     def collective_rpc(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        return results([self._threads.submit(getattr(each, method), *args, **kwargs) for each in self.workers])
+        for worker, answers in zip(self.workers, self.answers, strict=True):
+            answers.put(self._threads.submit(getattr(worker, method), *args, **kwargs))
+        return [answers.get().result(60) for answers in self.answers]
 
     def reset_prefix_cache(self) -> bool:
         return True
 
 
-def rollout_engine(patch: pytest.MonkeyPatch) -> EngineWorker:
+class RolloutWorker(EngineWorker):
     """rlflow's process of a vLLM engine."""
+
+    inner: LlmEngine
+
+
+def rollout_engine(patch: pytest.MonkeyPatch) -> RolloutWorker:
     patch.setattr(VllmEngine, "__init__", lambda self, given: None)
     engine = VllmEngine(spec())
     engine._spec = replace(spec("rollout"), device="cuda:0")
     engine._weights_asleep = False
     inner = LlmEngine()
     engine._batcher = Batcher("rollout", lambda: inner)
-    worker = EngineWorker()
-    worker._engine, worker._alone, worker.inner = engine, None, inner  # type: ignore[attr-defined]
+    worker = RolloutWorker()
+    worker._engine, worker._alone, worker.inner = engine, None, inner
     return worker
 
 
@@ -154,9 +165,14 @@ class Setting:
             worker.forget_receivers()
 
     @property
+    def workers(self) -> list[Any]:
+        """vLLM's workers of all engines, by rank."""
+        return [worker for engine in self.engines for worker in engine.inner.workers]
+
+    @property
     def models(self) -> list[Model]:
-        """Of all receivers, by rank."""
-        return [each.model for engine in self.engines for each in engine.inner.workers]  # type: ignore[attr-defined]
+        """Their models."""
+        return [worker.model for worker in self.workers]
 
     def check(self, version: int) -> None:
         expected = given(version)
@@ -171,10 +187,9 @@ class Setting:
 
 @pytest.fixture
 def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
-    from vllm.distributed.weight_transfer import nccl_engine
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
-    small = partial(nccl_engine.NCCLTrainerInitInfo, packed_buffer_size_bytes=BUCKET)
-    monkeypatch.setattr(nccl_engine, "NCCLTrainerInitInfo", small)
+    monkeypatch.setitem(NCCLTrainerWeightTransferEngine.__init__.__kwdefaults__, "packed_buffer_size_bytes", BUCKET)
     monkeypatch.setattr("ray.get", results)
     with without_gpus(monkeypatch):
         yield Setting(monkeypatch)
@@ -186,10 +201,8 @@ def test_all_receivers_end_with_the_weights_of_rank_0(setting: Setting) -> None:
         setting.copy(version)
         setting.check(version)
     assert sorted((each.rank, each.world_size) for each in Gloo.made) == [(rank, 5) for rank in range(5)]
-    of_engine = [
-        [each.weight_transfer_engine.model_update_group.rank for each in e.inner.workers] for e in setting.engines
-    ]  # type: ignore[attr-defined]
-    assert of_engine == [[1, 2], [3, 4]]
+    groups = [each.weight_transfer_engine.model_update_group for each in setting.workers]
+    assert [each.rank for each in groups] == [1, 2, 3, 4], "engine by engine"
     sender, *receivers = sorted(Gloo.made, key=lambda each: each.rank)
     # A bucket ends with the tensor that makes it larger than BUCKET: the embedding, then all up to the head.
     sizes = {name: tensor.nbytes for name, tensor in given(1).items()}
@@ -214,46 +227,62 @@ def test_an_engine_that_is_replaced_meets_those_that_go_on(setting: Setting) -> 
 def test_a_failed_rank_leaves_no_answer_behind(setting: Setting) -> None:
     """What one rank raises is raised, and the next call gets answers of its own."""
     setting.copy(1)
-    worker = setting.engines[0].inner.workers[1]  # type: ignore[attr-defined]
-    worker.model.load_weights = lambda weights: 1 / 0
-    with pytest.raises(Exception, match="division by zero"):
+    inner = setting.engines[0].inner
+    worker = inner.workers[0]
+    load = worker.model.load_weights
+
+    def fail_at_the_end(weights: list[tuple[str, Tensor]]) -> None:
+        # Before, it would leave the other ranks waiting in the next broadcast.
+        load(weights)
+        if weights[-1][0] == "head":
+            raise ValueError("no such layer")
+
+    worker.model.load_weights = fail_at_the_end
+    with pytest.raises(Exception, match="no such layer"):
         setting.copy(2)
+    assert all(answers.empty() for answers in inner.answers)
     with pytest.raises(EngineError, match="its weights are not whole"):
         setting.engines[0]._engine._batcher.submit([SimpleNamespace()])[0].result(60)
 
 
-def test_a_port_that_is_taken_in_the_meantime(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process that listens at the chosen port costs an attempt; at all of them, it is an error."""
-    from vllm.distributed.utils import StatelessProcessGroup
+def test_the_port_is_open_before_anybody_is_told_of_it(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process that would take it finds it taken."""
+    tell = Receivers.init_weight_transfer_engine
 
-    thieves: list[socket.socket] = []
-    attempts: list[int] = []
-    stolen = 1
-    sender = gpu_weights._nccl_sender
+    def raced(receivers: Receivers, info: dict[str, Any]) -> None:
+        with pytest.raises(OSError, match="Address already in use"):
+            socket.create_server((info["master_address"], info["master_port"]))
+        tell(receivers, info)
 
-    def raced(engine: Any, receivers: Any, rank: int, address: str, port: int) -> Any:
-        if rank == 0:
-            attempts.append(port)
-            if len(attempts) <= stolen:
-                thieves.append(socket.create_server(("127.0.0.1", port)))
-        return sender(engine, receivers, rank, address, port)
-
-    create = StatelessProcessGroup.create
-    monkeypatch.setattr(gpu_weights, "_nccl_sender", raced)
-    # Receivers wait so long for whoever has the port.
-    monkeypatch.setattr(StatelessProcessGroup, "create", partial(create, store_timeout=2))
+    monkeypatch.setattr(Receivers, "init_weight_transfer_engine", raced)
     setting.copy(1)
     setting.check(1)
-    assert len(set(attempts)) == len(attempts) == 2
-    thieves[0].close()
 
 
-def test_the_chosen_port_is_given_to_nobody_else() -> None:
-    """A socket that asks for any port, or for this one, does not get it until vLLM has listened there."""
-    with gpu_weights._free_port() as port:
-        with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
-            other.bind(("127.0.0.1", port))
-        with socket.socket() as of_vllm:
-            of_vllm.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            of_vllm.bind(("127.0.0.1", port))
-            of_vllm.listen()
+def test_the_senders_are_those_of_vllm_itself(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """rlflow opens the port and vLLM's ``trainer_init`` does the rest: receivers are told the same by both."""
+    told: list[dict[str, Any]] = []
+
+    from torch._C._distributed_c10d import HashStore
+
+    class StopError(Exception):
+        pass
+
+    def tell(receivers: Receivers, info: dict[str, Any]) -> None:
+        told.append(info)
+        raise StopError
+
+    from vllm.distributed.utils import StatelessProcessGroup
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+    alone = SimpleNamespace(rank=0, world_size=1, store=HashStore())
+    monkeypatch.setattr(StatelessProcessGroup, "create", lambda *given, **named: alone)
+    monkeypatch.setattr(Receivers, "init_weight_transfer_engine", tell)
+    receivers = Receivers([None, None], WIDTH)
+    source = Source(setting.trainer[0]._engine)
+    made = NCCLTrainerInitInfo("127.0.0.1", 1, 5, packed_buffer_size_bytes=BUCKET, rank=0)
+    with pytest.raises(StopError):
+        NCCLTrainerWeightTransferEngine.trainer_init(made, client=receivers, source=source)
+    with pytest.raises(StopError):
+        _nccl_sender(source, receivers, 0, "127.0.0.1")
+    assert told[0] | {"master_port": told[1]["master_port"]} == told[1]

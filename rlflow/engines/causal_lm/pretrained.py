@@ -218,7 +218,7 @@ def _character_tokenizer(characters: str) -> "PreTrainedTokenizerBase":
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: index for index, token in enumerate([END_TOKEN, *dict.fromkeys(characters)])}
-    tokenizer = Tokenizer(WordLevel(vocabulary))
-    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_TOKEN, pad_token=END_TOKEN)
+    words = Tokenizer(WordLevel(vocabulary))
+    words.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    words.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token=END_TOKEN, pad_token=END_TOKEN)

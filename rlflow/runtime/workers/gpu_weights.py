@@ -3,10 +3,10 @@
 No line of it has run on a GPU so far.
 """
 
-import errno
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,6 @@ from rlflow.engines.base import Trains, WeightBackend
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-# A port that was free may be taken until vLLM listens there: so often others are tried.
-_ATTEMPTS = 3
 
 
 class Source:
@@ -100,14 +96,7 @@ def sender(engine: Trains, backend: WeightBackend, receivers: Receivers, *, rank
         size = max(IPCTrainerInitInfo.packed_buffer_size_bytes, source.largest_bytes)
         ipc = IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=size, rank=rank)
         return IPCTrainerWeightTransferEngine.trainer_init(ipc, client=receivers, source=source)
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            with _free_port() as port:
-                return _nccl_sender(source, receivers, rank, address, port)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or attempt == _ATTEMPTS:
-                raise
-    raise AssertionError
+    return _nccl_sender(source, receivers, rank, address)
 
 
 def send(sender: Any, backend: WeightBackend) -> None:
@@ -116,17 +105,38 @@ def send(sender: Any, backend: WeightBackend) -> None:
         sender.send_weights()
 
 
-def _nccl_sender(source: Source, receivers: Receivers, rank: int, address: str, port: int) -> Any:
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+def _nccl_sender(source: Source, receivers: Receivers, rank: int, address: str) -> Any:
+    """Connect a sender and all receivers, as the sender's ``trainer_init`` does.
 
-    nccl = NCCLTrainerInitInfo(address, port, 1 + receivers.num_gpus, rank=rank)
-    return NCCLTrainerWeightTransferEngine.trainer_init(nccl, client=receivers, source=source)
+    That takes the number of a port, which another process may take before vLLM listens there: receivers would then wait
+    for an answer from a stranger for ever. Here the port is open before anybody is told of it.
+    """
+    import torch
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.utils import StatelessProcessGroup
+    from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+    from vllm.utils.nccl import unpinned_nccl_env
 
-
-@contextmanager
-def _free_port() -> Iterator[int]:
-    """Give a free port that the system assigns to nobody else inside; a socket that sets SO_REUSEADDR may listen."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("", 0))
-        yield held.getsockname()[1]
+    engine = NCCLTrainerWeightTransferEngine(client=receivers, source=source, is_sender=rank == 0)
+    if rank > 0:
+        return engine
+    ranks = 1 + receivers.num_gpus
+    with socket.create_server((address, 0)) as listening, ThreadPoolExecutor(1) as thread:
+        port = listening.getsockname()[1]
+        info = NCCLWeightTransferInitInfo(
+            master_address=address,
+            master_port=port,
+            rank_offset=1,
+            world_size=ranks,
+            packed=engine.packed,
+            packed_buffer_size_bytes=engine.packed_buffer_size_bytes,
+            packed_num_buffers=engine.packed_num_buffers,
+        )
+        met = thread.submit(receivers.init_weight_transfer_engine, worker_init_payload(info))
+        group = StatelessProcessGroup.create(address, port, 0, ranks, listen_socket=listening)
+        with unpinned_nccl_env():
+            device = torch.accelerator.current_device_index()
+            engine.model_update_group = PyNcclCommunicator(group, device=device)
+        met.result()
+    return engine
