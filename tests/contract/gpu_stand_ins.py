@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo
+from torch._C import _distributed_c10d as c10d
 
 _PATIENCE = timedelta(seconds=60)
 
@@ -26,14 +26,14 @@ class Gloo:
         self.sent: list[int] = []
         """Bytes of each broadcast."""
         self.is_open = True
-        store = PrefixStore("gloo", group.store)
-        self._gloo = ProcessGroupGloo(store, self.rank, self.world_size, _PATIENCE)
+        store = c10d.PrefixStore("gloo", group.store)
+        self._gloo: Any = c10d.ProcessGroupGloo(store, self.rank, self.world_size, _PATIENCE)
         self._gloo.allreduce([torch.zeros(1)]).wait()
         Gloo.made.append(self)
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
         assert self.is_open
-        options = torch.distributed.BroadcastOptions()
+        options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = src, 0
         self.sent.append(tensor.nbytes)
         self._gloo.broadcast([tensor], options).wait()

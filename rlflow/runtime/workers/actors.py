@@ -110,10 +110,11 @@ class Actors:
         self.met = False
 
     def dead(self) -> list[int]:
-        """Return the ranks whose processes have ended. A process that does not answer counts as alive."""
+        """Return the ranks whose processes have died or been ended. A process that does not answer counts as alive."""
         answers = self.everywhere("ready")
         wait(answers, timeout=_LOOK_S)
-        return [rank for rank, answer in enumerate(answers) if answer.done() and answer.exception()]
+        died = [answer.done() and answer.exception() is not None for answer in answers]
+        return [rank for rank, actor in enumerate(self.actors) if died[rank] or actor in self._ended]
 
     @property
     def address(self) -> str:
