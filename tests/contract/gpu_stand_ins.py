@@ -1,7 +1,7 @@
 """What vLLM's GPU code needs of a GPU, replaced on the processor: streams, devices, and gloo in place of NCCL."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -27,7 +27,8 @@ class Gloo:
         """Bytes of each broadcast."""
         self.is_open = True
         store = c10d.PrefixStore("gloo", group.store)
-        self._gloo: Any = c10d.ProcessGroupGloo(store, self.rank, self.world_size, _PATIENCE)
+        gloo: Callable[..., Any] = c10d.ProcessGroupGloo
+        self._gloo = gloo(store, self.rank, self.world_size, _PATIENCE)
         self._gloo.allreduce([torch.zeros(1)]).wait()
         Gloo.made.append(self)
 
