@@ -61,6 +61,8 @@ def found(path: str) -> Any:
 
 def made_by_objects(kind: type, name: str) -> bool:
     """Whether objects of the class have an attribute that the class has not."""
+    if name.removesuffix("_id") in getattr(kind, "SPECIAL_TOKENS_ATTRIBUTES", ()):
+        return True
     for each in kind.__mro__[:-1]:
         if name in getattr(each, "__annotations__", {}):
             return True
