@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 def load_sharded(spec: EngineSpec, config: dict[str, Any], *, head: Head) -> "PreTrainedModel":
-    """Weights of a path are sharded as the model is built when ``config`` asks for ZeRO 3.
+    """Load the model of a role; weights of a path are sharded as it is built when ``config`` asks for ZeRO 3.
 
-    New ones are drawn whole in the memory of the host, so that they are the same however they are sharded.
+    Rank 0 reads these layer by layer. New ones are drawn whole in the memory of the host, so that they are the same
+    however they are sharded.
     """
     import torch
 
@@ -47,10 +48,13 @@ class _Zero3:
 def _as_transformers_shards(config: dict[str, Any]) -> Iterator[None]:
     from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
+    from rlflow.engines.sharded.layerwise import layer_by_layer
+
     # It keeps a weak reference.
     asked = _Zero3(config)
     set_hf_deepspeed_config(asked)
     try:
-        yield
+        with layer_by_layer():
+            yield
     finally:
         unset_hf_deepspeed_config()
