@@ -16,7 +16,7 @@ from rlflow.nodes.converse import Converse
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Recipe, Role
 from rlflow.resources.demand import Demand
-from rlflow.resources.memory.state import DEEPSPEED, LOGITS_AT_ONCE, Training
+from rlflow.resources.memory.state import DEEPSPEED_FP32_GRADIENTS, LOGITS_AT_ONCE, Training
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.scalar_head import with_scalar_head
 from rlflow.resources.time.lengths import Lengths, measured
@@ -38,7 +38,7 @@ _TEXT_BYTES = 4
 _MEAN_SHARE = 0.35
 _IN_FP32 = Training(weights=4, gradients=4, optimizer=8, keeps_gradients=False)
 # Engines other than these train with fp32 weights.
-_TRAINING = {"deepspeed": DEEPSPEED}
+_TRAINING = {"deepspeed": DEEPSPEED_FP32_GRADIENTS}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -215,6 +215,9 @@ class EngineSpec:
     weight_backend: WeightBackend | None = None
     """How weights come to it, where not through ``load_weights``."""
     attention: Attention | Auto = "auto"
+    deterministic: bool = False
+    timeout_minutes: float = 10.0
+    """Until an exchange between ranks of the role is given up."""
 
 
 class Engine(Protocol):

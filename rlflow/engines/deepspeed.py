@@ -19,11 +19,12 @@ from rlflow.engines.causal_lm.adapters import (
 )
 from rlflow.engines.causal_lm.finite import check_finite
 from rlflow.engines.causal_lm.heads import head_of, last_of_each, name_padding, outputs_of
+from rlflow.engines.causal_lm.kernels import set_determinism
 from rlflow.engines.causal_lm.micro_batches import in_order
-from rlflow.engines.causal_lm.pretrained import load_tokenizer, save_model
+from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
 from rlflow.engines.causal_lm.tunable import Tunable
-from rlflow.engines.sharded.group import spread_of
+from rlflow.engines.sharded.group import set_timeouts, spread_of, wait_for_files, while_files_move
 from rlflow.engines.sharded.loading import load_sharded
 from rlflow.engines.sharded.parked import Parked, state_of, weights_of
 from rlflow.engines.sharded.resharding import UNIVERSAL, clear, needs_resharding, reads_universal, resharded
@@ -59,6 +60,7 @@ class DeepSpeedEngine(Tunable):
         self._trains = "Trains" in spec.capabilities
         if self._trains:
             expand_segments(spec.device)
+        set_determinism(spec)
         join(spec)
         import torch
 
@@ -67,6 +69,8 @@ class DeepSpeedEngine(Tunable):
         self._stage = spec.layout.zero_stage or 0
         self._config = deepspeed_config(spec, trains=self._trains)
         self._module = load_sharded(spec, self._config, head=self._head)
+        # Ranks read at different speeds, and DeepSpeed's first exchange has torch's own time-out.
+        wait_for_files()
         add_adapters(self._module, spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         if spec.layout.gradient_checkpointing:
@@ -77,6 +81,7 @@ class DeepSpeedEngine(Tunable):
         self._weights_away, self._state_away = Parked(self._device), Parked(self._device)
         if self._trains:
             self._check_weights("as they were loaded are")
+        set_timeouts(spec)
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         return Logprobs(values=self._forward(sequences, temperature))
@@ -98,15 +103,14 @@ class DeepSpeedEngine(Tunable):
             group["lr"] = learning_rate
         self._module.train()
         with self.within_memory():
-            totals = self._gradients(minibatch, loss)
+            sums = self._gradients(minibatch, loss)
         self._module.eval()
-        measured = averaged_over_weights(self._summed(totals.sums))
-        totals.check(measured["loss"], self._said_by_all)
         norm = self._step()
         self._check_weights(f"after an update with learning rate {learning_rate:g} are")
+        measured = averaged_over_weights(self._summed(sums))
         return Metrics(values={**measured, "grad_norm": norm, "learning_rate": learning_rate})
 
-    def _gradients(self, minibatch: Minibatch, loss: TokenLoss) -> Totals:
+    def _gradients(self, minibatch: Minibatch, loss: TokenLoss) -> dict[str, float]:
         """Left at the weights. Returns sums over this rank's share."""
         totals = Totals(loss, self._device, self._spec.role)
         pieces, counting = rounds(minibatch, self._spec.layout.micro_batch_tokens)
@@ -117,7 +121,7 @@ class DeepSpeedEngine(Tunable):
             total = totals.add(part, outputs, more, share=float(at < counting))
             # DeepSpeed takes the mean of the ranks' gradients, and this loss is a sum over them.
             self._engine.backward(total * self._spec.world_size)
-        return totals
+        return totals.sums
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
         for name, weight in self._whole(trained(self._named(), self._spec.lora)):
@@ -125,7 +129,8 @@ class DeepSpeedEngine(Tunable):
 
     def save(self, folder: Path) -> None:
         frozen = self._spec.lora is not None
-        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=frozen)
+        with while_files_move(self._spec):
+            self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=frozen)
         if self._spec.rank == 0:
             (folder / _MADE_BY).write_text(json.dumps(self._shards))
 
@@ -143,7 +148,9 @@ class DeepSpeedEngine(Tunable):
 
     def _load(self, folder: Path, tag: str) -> None:
         try:
-            found, _ = self._engine.load_checkpoint(str(folder), tag=tag, load_module_strict=self._spec.lora is None)
+            with while_files_move(self._spec):
+                strict = self._spec.lora is None
+                found, _ = self._engine.load_checkpoint(str(folder), tag=tag, load_module_strict=strict)
         except Exception as error:  # whatever DeepSpeed stumbles over where files are missing
             raise EngineError(
                 f"role {self._spec.role}: '{folder}' cannot be restored ({first_line(error)})."
@@ -172,11 +179,12 @@ class DeepSpeedEngine(Tunable):
             if self._head == "reward":
                 name_padding(self._module, self._tokenizer)
             check_finite(self._spec.role, whole.items(), f"to be exported in {self._spec.model.dtype} are")
-            save_model(self._module, self._tokenizer, folder, whole)
+            self._module.save_pretrained(folder, state_dict=whole)
+            self._tokenizer.save_pretrained(folder)
             if lora is not None:
                 copied = {copied_name(name): weight for name, weight in adapters.items()}
                 write_adapters(folder / "adapters", lora, copied, self._spec.model.path)
-        torch.distributed.barrier()
+        wait_for_files()
 
     def release_memory(self) -> None:
         """Release what torch caches, and the weights that ZeRO 3 has left whole."""
@@ -248,14 +256,6 @@ class DeepSpeedEngine(Tunable):
     def _outputs(self, sequences: Sequences, temperature: float) -> "tuple[Tensor, dict[str, Tensor]]":
         """What the loss is a function of, and columns besides those of the minibatch."""
         return outputs_of(self._model, self._head, sequences, temperature, self._spread)
-
-    def _said_by_all(self, own: str | None) -> list[str | None]:
-        """Return what each rank says."""
-        import torch
-
-        said: list[str | None] = [None] * self._spec.world_size
-        torch.distributed.all_gather_object(said, own)
-        return said
 
     def _summed(self, sums: dict[str, float]) -> dict[str, float]:
         """Over all shares of the data."""

@@ -19,12 +19,12 @@ from rlflow.engines.causal_lm.adapters import (
 )
 from rlflow.engines.causal_lm.finite import check_finite
 from rlflow.engines.causal_lm.heads import head_of, last_of_each, name_padding, outputs_of
-from rlflow.engines.causal_lm.kernels import attention_of
+from rlflow.engines.causal_lm.kernels import attention_of, set_determinism
 from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
-from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, save_model
+from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
 from rlflow.engines.causal_lm.tunable import Tunable
-from rlflow.engines.sharded.group import meet, spread_of
+from rlflow.engines.sharded.group import meet, set_timeouts, spread_of, wait_for_files
 from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class TorchEngine(Tunable):
         trains = "Trains" in spec.capabilities
         if trains:
             expand_segments(spec.device)
+        set_determinism(spec)
         if not self._alone:
             meet(spec)
         self._model = load_model(
@@ -71,6 +72,8 @@ class TorchEngine(Tunable):
         if spec.layout.gradient_checkpointing:
             self._model.gradient_checkpointing_enable()
         self._spread = spread_of(spec, self._model)
+        if not self._alone:
+            set_timeouts(spec)
         options = spec.optimizer
         self._optimizer = torch.optim.AdamW(
             (weight for weight in self._model.parameters() if weight.requires_grad),
@@ -125,7 +128,6 @@ class TorchEngine(Tunable):
             with self._autocast():
                 outputs, more = self._outputs(part, loss.temperature)
             torch.autograd.backward(totals.add(part, outputs, more))
-        totals.check(totals.sums["loss"])
         return averaged_over_weights(totals.sums)
 
     def release_memory(self) -> None:
@@ -168,7 +170,8 @@ class TorchEngine(Tunable):
             # One after another, where adapters are added to them: two copies need not fit on a GPU.
             state = {name: tensor.to("cpu", dtype) for name, tensor in whole}
             check_finite(self._spec.role, state.items(), f"to be exported in {self._spec.model.dtype} are")
-            save_model(self._model, self._tokenizer, folder, state)
+            self._model.save_pretrained(folder, state_dict=state)
+            self._tokenizer.save_pretrained(folder)
             if lora is not None:
                 write_adapters(folder / "adapters", lora, dict(self.weights()), self._spec.model.path)
         self._wait()
@@ -192,10 +195,8 @@ class TorchEngine(Tunable):
 
     def _wait(self) -> None:
         """For the other ranks."""
-        import torch
-
         if not self._alone:
-            torch.distributed.barrier()
+            wait_for_files()
 
     def _forward(self, sequences: Sequences, temperature: float) -> Packed:
         import torch

@@ -5,9 +5,11 @@ from math import prod
 
 from rlflow.errors import PlacementError
 from rlflow.resources.layout import Resources
-from rlflow.resources.memory.state import DEEPSPEED, Training
+from rlflow.resources.memory.state import DEEPSPEED_FP32_GRADIENTS, Training
 from rlflow.resources.models.architecture import Architecture, heads_divide
 from rlflow.resources.models.lora import Lora
+
+_OPEN = Resources()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,7 @@ class Demand:
     """None for a model whose figures are not known."""
     weight_bytes: float = 2
     """A parameter, where the role does not train."""
-    training: Training = DEEPSPEED
+    training: Training = DEEPSPEED_FP32_GRADIENTS
     """Where it does."""
     follows_lora: Lora | None = None
     """The adapters that it takes over, beside the weights of its own."""
@@ -57,6 +59,9 @@ class Demand:
         if self.wants.zero_stage != "auto" and self.wants.zero_stage < needed:
             fact = f"{self.wants.zero_stage} keeps what offload={self.wants.offload} would move"
             raise self._error("zero_stage", fact, fix=str(needed))
+        if self.wants.zero_stage == 0 and self.trains and self.weight_bytes == 2:
+            fact = "0 adds gradients up in bfloat16, as the weights are, where small ones vanish beside large sums"
+            raise self._error("zero_stage", fact, fix="1")
         self._check_gpus()
 
     def _error(self, field: str, fact: str, *, fix: str) -> PlacementError:
@@ -78,9 +83,12 @@ class Demand:
             ("gpu_memory_utilization", serves and "tensor" in self.parallel),
             ("eager", serves and "tensor" in self.parallel),
             ("attention", not serves or "tensor" not in self.parallel),
+            ("deterministic", self.trains),
+            ("timeout_minutes", not serves),
         ):
-            if not has and getattr(self.wants, field) != "auto":
-                raise self._error(field, f"the role does not have it with engine '{self.engine}'", fix="auto")
+            if not has and getattr(self.wants, field) != (usual := getattr(_OPEN, field)):
+                fix = str(usual).lower()
+                raise self._error(field, f"the role does not have it with engine '{self.engine}'", fix=fix)
 
     def _check_kernels(self, on_gpus: bool) -> None:
         if self.wants.attention == "flash_attention_2" and not on_gpus:

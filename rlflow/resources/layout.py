@@ -37,6 +37,11 @@ class Resources(Section):
     installed and the GPU and the model's type have it."""
     eager: bool | Auto = "auto"
     """Of an engine that serves: without CUDA graphs, which it has on GPUs by itself."""
+    deterministic: bool = False
+    """Of a role that trains: on GPUs, operations that give the same bits every time, where torch and flash-attn have
+    them. Slower; a CPU needs nothing for it."""
+    timeout_minutes: Annotated[float, Gt(0)] = 10.0
+    """Of a role that trains or scores: how long its ranks wait for one another in an exchange before the run ends."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,7 +110,11 @@ def flash_rows(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest:
     """Has never run on a GPU."""
     from flash_attn import flash_attn_varlen_func
 
-    out = flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, softmax_scale=scale, causal=True)
+    # Its backward pass adds up in the order in which blocks end, unless it is told not to; torch's own asks torch.
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    out = flash_attn_varlen_func(
+        query, key, value, ends, ends, longest, longest, softmax_scale=scale, causal=True, deterministic=deterministic
+    )
     assert isinstance(out, Tensor)
     return out
 

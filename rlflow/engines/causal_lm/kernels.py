@@ -1,4 +1,6 @@
-"""Which kernel attention runs by."""
+"""Which kernel attention runs by, and whether sums have the same bits every time."""
+
+import os
 
 from rlflow.engines.base import EngineSpec
 from rlflow.errors import RecipeError
@@ -22,6 +24,21 @@ def has_flash_attn() -> bool:
     """In the version whose functions are called."""
     found = installed(FLASH)
     return found is not None and found[1].startswith("2.")
+
+
+def set_determinism(spec: EngineSpec) -> None:
+    """Have this process use deterministic operations where the role asks for them, flash attention's backward pass
+    included. torch raises an error for an operation that has none."""
+    if not spec.deterministic:
+        return
+    import torch
+
+    # cuBLAS reads it before its first product.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Only warning of the others would leave torch's own flash attention as it is.
+    torch.use_deterministic_algorithms(True)
+    # Filling all new memory is for finding reads of it, and slow.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def attention_of(spec: EngineSpec) -> Attention:

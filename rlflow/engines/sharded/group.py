@@ -1,5 +1,8 @@
-"""The processes of a role: how they meet, and how they share sequences."""
+"""The processes of a role: how they meet, how long they wait for one another, and how they share sequences."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from rlflow.engines.base import EngineSpec
@@ -7,9 +10,14 @@ from rlflow.errors import EngineError
 from rlflow.resources.models.architecture import heads_divide
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
 
     from rlflow.engines.causal_lm.scoring import Spread
+
+# As long as a terabyte takes at 50 MB/s, and somewhat more. If a rank dies meanwhile, the others notice at once.
+_FILES_LIMIT = timedelta(hours=6)
+_files_groups: "list[ProcessGroup]" = []
 
 
 def meet(spec: EngineSpec) -> None:
@@ -33,7 +41,50 @@ def meet(spec: EngineSpec) -> None:
         init_method=f"tcp://{spec.address}",
         rank=spec.rank,
         world_size=spec.world_size,
+        timeout=timedelta(minutes=spec.timeout_minutes),
     )
+    _files_groups[:] = [distributed.new_group(backend="gloo", timeout=_FILES_LIMIT)]
+
+
+def files_group() -> "ProcessGroup":
+    """Return the group by which ranks wait while one of them reads or writes files: gloo, with a time-out of hours.
+
+    NCCL ends a process that waits for longer than an exchange takes, and keeps its GPU busy until then.
+    """
+    return _files_groups[0]
+
+
+def wait_for_files() -> None:
+    """Wait until every rank of the role has come here."""
+    from torch import distributed
+
+    distributed.barrier(group=files_group())
+
+
+def set_timeouts(spec: EngineSpec) -> None:
+    """Give all groups of this process the role's time-out, also those of libraries, which have torch's own by default.
+
+    Every engine calls it when it is built.
+    """
+    _set_timeouts(timedelta(minutes=spec.timeout_minutes))
+
+
+@contextmanager
+def while_files_move(spec: EngineSpec) -> Iterator[None]:
+    """Let exchanges inside a library's reading or writing of files take as long as ``files_group`` would."""
+    _set_timeouts(_FILES_LIMIT)
+    try:
+        yield
+    finally:
+        set_timeouts(spec)
+
+
+def _set_timeouts(timeout: timedelta) -> None:
+    from torch.distributed import distributed_c10d
+
+    for group in distributed_c10d._world.pg_map:
+        if group not in _files_groups:
+            distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def spread_of(spec: EngineSpec, model: "PreTrainedModel") -> "Spread | None":

@@ -1,7 +1,6 @@
 """Checkpoints that another number of ranks goes on from."""
 
 import shutil
-import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -10,18 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.engines.base import EngineSpec
+from rlflow.engines.sharded.group import files_group, wait_for_files
 from rlflow.errors import EngineError, RecipeError, first_line
 
 # Of the folder that is made, beside DeepSpeed's own.
 UNIVERSAL = "universal"
 # A file that the converter writes beside it, which nobody reads.
 _LATEST = "latest_universal"
-# Files by which rank 0 tells the others why it could not be made, or nothing: none of them waits in an exchange, which
-# NCCL ends after ten minutes.
-_UNFINISHED, _OUTCOME = "universal.unfinished", "universal.outcome"
-# As long as a terabyte takes at 50 MB/s, and somewhat more. If rank 0 dies the others are ended before.
-_LIMIT_S = 6 * 3600
-_LOOK_S = 0.2
 # Stages whose files DeepSpeed's converter makes into each other's.
 _STAGES = ({0}, {1, 2}, {3})
 
@@ -49,21 +43,19 @@ def resharded(spec: EngineSpec, folder: Path, tag: str, shards: int) -> Iterator
 
     Called by all ranks together. Raises EngineError on all of them, with the same words, when it cannot be made.
     """
-    from torch.distributed import barrier
+    from torch.distributed import broadcast_object_list
 
-    if spec.rank == 0:
-        clear(folder)
-    barrier()
+    reason = ""
     try:
         if spec.rank == 0:
-            _tell(folder, _converted(folder / tag, folder / UNIVERSAL, shards))
-        reason = _told(spec, folder)
-        # Before it is removed all have read it.
-        barrier()
-        if reason:
-            raise EngineError(f"role {spec.role}: '{folder}' cannot be restored ({reason}).")
+            clear(folder)
+            reason = _converted(folder / tag, folder / UNIVERSAL, shards)
+        told = [reason]
+        broadcast_object_list(told, src=0, group=files_group())
+        if told[0]:
+            raise EngineError(f"role {spec.role}: '{folder}' cannot be restored ({told[0]}).")
         yield
-        barrier()
+        wait_for_files()
     finally:
         if spec.rank == 0:
             clear(folder)
@@ -72,29 +64,8 @@ def resharded(spec: EngineSpec, folder: Path, tag: str, shards: int) -> Iterator
 def clear(folder: Path) -> None:
     """Removes what ``resharded`` has left in a run that was killed."""
     shutil.rmtree(folder / UNIVERSAL, ignore_errors=True)
-    for name in (_LATEST, _UNFINISHED, _OUTCOME):
-        with suppress(OSError):  # also of a folder that can only be read
-            (folder / name).unlink()
-
-
-def _tell(folder: Path, reason: str) -> None:
-    if reason:
-        # Room for the file, where there was too little.
-        clear(folder)
-    unfinished = folder / _UNFINISHED
-    unfinished.write_text(reason)
-    unfinished.replace(folder / _OUTCOME)
-
-
-def _told(spec: EngineSpec, folder: Path) -> str:
-    """What rank 0 tells, once it does. Raises EngineError for one that does not."""
-    ends = time.monotonic() + _LIMIT_S
-    while time.monotonic() < ends:
-        try:
-            return (folder / _OUTCOME).read_text()
-        except FileNotFoundError:
-            time.sleep(_LOOK_S)
-    raise EngineError(f"role {spec.role}: rank 0 has not resharded '{folder}' within {_LIMIT_S / 3600:g} h.")
+    with suppress(OSError):  # also of a folder that can only be read
+        (folder / _LATEST).unlink()
 
 
 @contextmanager

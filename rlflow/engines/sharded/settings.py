@@ -8,6 +8,7 @@ from typing import Any
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.sharded.group import meet
 from rlflow.errors import RecipeError
+from rlflow.resources.memory.state import DEEPSPEED_FP32_GRADIENTS
 
 
 def join(spec: EngineSpec) -> None:
@@ -50,16 +51,20 @@ def deepspeed_config(spec: EngineSpec, *, trains: bool) -> dict[str, Any]:
             f"'{offload}' with ZeRO stage {stage} is not possible",
             fix=f"zero_stage {needed}" + (" or more" if needed < 3 else ""),
         )
-    zero: dict[str, Any] = {"stage": stage}
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": int(DEEPSPEED_FP32_GRADIENTS.bucket_elements)}
     if offload != "none" and trains:
         zero["offload_optimizer"] = {"device": "cpu"}
     if offload == "weights":
         zero["offload_param"] = {"device": "cpu"}
+    in_bf16 = spec.model.dtype == "bfloat16"
     in_fp32_without_zero = spec.model.dtype == "float32" and stage == 0
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "bf16": {"enabled": spec.model.dtype == "bfloat16"},
+        "bf16": {"enabled": in_bf16, "immediate_grad_update": True},
+        # Left to itself DeepSpeed does both in the type of the weights, where small gradients vanish beside large sums.
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
         # Plain optimizers are clipped by the engine, which learns the norm by it.
         "gradient_clipping": 0.0 if in_fp32_without_zero else spec.optimizer.max_grad_norm,
         "zero_optimization": zero,

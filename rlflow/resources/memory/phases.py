@@ -104,13 +104,15 @@ def _moments(model: Architecture, layout: Layout, training: Training, stage: Sta
         largest = 2 * max(stage.head, stage.ends - stage.head, 2 * stage.layer)
         live = 2 * min(whole, training.live_parameters or 0)
         at_loss = in_layers = at_ends = max(largest, live)
-        in_layers += trained * training.gradients * stage.layer
-        at_ends += trained * training.gradients * max(stage.head, stage.ends - stage.head)
+        in_layers += trained * training.weights * stage.layer
+        at_ends += trained * training.weights * max(stage.head, stage.ends - stage.head)
     else:
-        at_loss = in_layers = at_ends = trained * 2 * min(training.bucket_elements, whole) if zero else 0.0
+        at_loss = in_layers = at_ends = 0.0
         if zero == 0 and shared and training.bucket_elements:
             # DistributedDataParallel's buckets are a copy of the gradients.
             at_loss = in_layers = at_ends = trained * training.gradients * whole
+    reduced = trained * training.reduce_bytes[zero] * _reduced_at_once(training, stage, zero)
+    at_loss, in_layers, at_ends = (size + reduced for size in (at_loss, in_layers, at_ends))
     made = stage.ends / whole
     last_norm = per_rank * 8 * model.hidden_size if stage.head else 0.0
     yield Moment(0.0, {"activations": kept + last_norm, "logits": loss, "gathered": at_loss})
@@ -120,6 +122,14 @@ def _moments(model: Architecture, layout: Layout, training: Training, stage: Sta
     if full and layout.offload in (None, "none"):
         stepping = min(sharded_parameters(layout, stage) if zero else whole, training.step_parameters)
         yield Moment(1.0, {"activations": 0.0, "logits": 0.0, "gathered": training.step * stepping})
+
+
+def _reduced_at_once(training: Training, stage: Stage, zero: int) -> float:
+    """Return the most gradients that are reduced together: a bucket, or where they are widened the largest tensor."""
+    widened = training.reduce_bytes[zero] > training.weights
+    # The experts of a layer are two tensors, one of them with two thirds of it.
+    largest = max(stage.head, stage.ends - stage.head, stage.layer if stage.experts else 0.0) if widened else 0.0
+    return min(max(training.bucket_elements, largest), stage.dense + stage.experts)
 
 
 def _layer_bytes(model: Architecture, layout: Layout, training: Training, tokens: float) -> tuple[float, float]:
@@ -227,4 +237,8 @@ def host_terms(
     placed = state_terms(model, layout, training)
     whole = state_terms(model, replace(layout, offload="none"), training)
     away = {name: whole[name] if parks else whole[name] - placed[name] for name in whole}
+    if layout.offload in ("optimizer", "weights"):
+        # The optimizer has a copy in fp32 there, beside what gradients were added up in.
+        own = state_terms(model, replace(layout, offload="none"), replace(training, optimizer=4))
+        away["gradients"] += own["optimizer"]
     return away | (kept_buffers(layout, training) if parks else {}) | {"data": data_gib}

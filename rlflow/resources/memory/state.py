@@ -1,7 +1,7 @@
 """How a training library keeps weights, gradients and optimizer, and what of them a GPU holds."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from rlflow.resources.layout import GIB, Layout
@@ -42,20 +42,30 @@ class Training:
     live_parameters: float | None = None
     """That stage 3 holds whole at a time. None: FSDP's way, a layer and the next, embedding and head throughout."""
     bucket_elements: float = 0
-    """Of gradients on their way, in stages 1 and 2."""
+    """Gradients that are reduced together. A tensor that has more of them is reduced by itself."""
+    reduce_bytes: tuple[float, float, float, float] = (0, 2, 2, 0)
+    """By ZeRO stage, bytes of each of them at that time: its place in a bucket that is not kept, and its copies."""
     keeps_gradients: bool = True
     """Their buffers stay between steps."""
-    offloads_gradients: bool = True
-    """They go to the host with the optimizer."""
+    offloads_gradients_from: int = 1
+    """The first ZeRO stage in which they go to the host with the optimizer; 4: none."""
 
 
 LOGITS_AT_ONCE = 2**24
 """On a GPU, by the engines of rlflow: engines/causal_lm/head.py makes so many at a time."""
 DEEPSPEED = Training(step=4, step_parameters=_ADAM_SUB_GROUP, live_parameters=1e9, bucket_elements=5e8)
 """ds_config defaults: sub_group_size, stage3_max_live_parameters, reduce_bucket_size. A step widens its gradients."""
+DEEPSPEED_FP32_GRADIENTS = replace(
+    DEEPSPEED, gradients=4, bucket_elements=2e8, reduce_bytes=(0, 0, 8, 4), offloads_gradients_from=3
+)
+"""The engine ``deepspeed``: gradients are added up and reduced in fp32 (engines/sharded/settings.py).
+
+Stage 1 reduces them where they are. Stage 2 has them in bf16, as a copy of that and in fp32; stage 3 as a copy in fp32.
+With the optimizer on the host, stage 2 adds gradients up on the GPU all the same.
+"""
 FSDP2 = Training(weights=4, gradients=4, optimizer=8, keeps_gradients=False)
 """Sharded fp32 parameters, gathered as bf16; AdamW parameter by parameter (``foreach=False``)."""
-MEGATRON = Training(gradients=4, fused_layers=True, shards_norms=True, logits=8, offloads_gradients=False)
+MEGATRON = Training(gradients=4, fused_layers=True, shards_norms=True, logits=8, offloads_gradients_from=4)
 """Megatron's distributed optimizer, a ``zero_stage`` of 1 with fp32 main gradients: 6 + 12 / ranks bytes."""
 
 
@@ -130,7 +140,7 @@ def stage_state(model: Architecture, layout: Layout, training: Training, stage: 
     }
     if layout.offload in ("optimizer", "weights"):
         terms["optimizer"] = 0.0
-        terms["gradients"] *= 0 if training.offloads_gradients else 1
+        terms["gradients"] *= 0 if zero >= training.offloads_gradients_from else 1
     if layout.offload == "weights":
         terms["weights"] = 0.0
     return {name: size / GIB for name, size in terms.items()}
@@ -141,7 +151,7 @@ def kept_buffers(layout: Layout, training: Training) -> dict[str, float]:
     gradients on their way (runtime/zero/stage3.py, IPGBucketZ3)."""
     if layout.zero_stage != 3 or training.live_parameters is None:
         return {}
-    return {"buckets": training.weights * training.bucket_elements / GIB}
+    return {"buckets": training.gradients * training.bucket_elements / GIB}
 
 
 def sharded_parameters(layout: Layout, stage: Stage) -> float:

@@ -37,9 +37,15 @@ def _of_task(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens
     workers = layout.data_parallel_size
     if task.kind == "update":
         tokens, minibatches = task.tokens * task.epochs, task.minibatches
-        adapters = demand.training.lora is not None
         return training(
-            model, layout, speed, tokens=tokens, length=length, minibatches=minibatches, adapters=adapters
+            model,
+            layout,
+            speed,
+            tokens=tokens,
+            length=length,
+            minibatches=minibatches,
+            adapters=demand.training.lora is not None,
+            gradient_bytes=demand.training.gradients,
         ).seconds
     if task.kind == "score":
         return scoring(model, layout, speed, tokens=task.tokens, length=length).seconds

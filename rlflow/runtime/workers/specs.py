@@ -60,6 +60,8 @@ def spec_of(plan: Plan, role: str, model: Model, *, device: str, rank: int = 0, 
         max_num_seqs=num_sequences(plan, role),
         weight_backend=weight_backend(plan, role),
         attention=written.attention,
+        deterministic=written.deterministic,
+        timeout_minutes=written.timeout_minutes,
     )
 
 

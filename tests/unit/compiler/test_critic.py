@@ -62,7 +62,7 @@ def test_a_critic_has_no_logits_in_the_plan() -> None:
 
 
 def test_the_plan_has_the_memory_of_all_four() -> None:
-    """Sixteen bytes a parameter of what is trained, and the head of the critic is smaller by a vocabulary."""
+    """Eighteen bytes a parameter of what is trained, and the head of the critic is smaller by a vocabulary."""
     pins = [f"roles.{role}.zero_stage=3" for role in ("actor", "critic")]
     plan = rlflow.compile(rlflow.load(["recipe=ppo_7b", *pins]), "2x8")
     assert set(plan.roles) == set(plan.prediction.memory) == {"actor", "critic", "reference", "rollout"}
@@ -72,8 +72,8 @@ def test_the_plan_has_the_memory_of_all_four() -> None:
         role: gpus[role] * sum(terms[name] for name in ("weights", "gradients", "optimizer")) * 2**30
         for role, terms in update.items()
     }
-    assert state["actor"] == pytest.approx(16 * 7_615_616_512)
-    assert state["actor"] - state["critic"] == pytest.approx(16 * (152064 * 3584 - 3585))
+    assert state["actor"] == pytest.approx(18 * 7_615_616_512)
+    assert state["actor"] - state["critic"] == pytest.approx(18 * (152064 * 3584 - 3585))
     assert update["critic"]["logits"] < 0.01 < update["actor"]["logits"]
     assert plan.prediction.memory["reference"].phase == "score"
     assert plan.prediction.memory["rollout"].phase == "generate"

@@ -49,7 +49,7 @@ def one_row_after_another(
     return torch.cat(rows)
 
 
-def flash_attn_varlen_func(*given: Any, softmax_scale: float, causal: bool) -> Tensor:
+def flash_attn_varlen_func(*given: Any, softmax_scale: float, causal: bool, deterministic: bool) -> Tensor:
     """What flash-attn's does."""
     assert causal
     return one_row_after_another(*given, scale=softmax_scale, window_size=(-1, 0), enable_gqa=True)

@@ -95,7 +95,8 @@ def test_a_plan_counts_what_stays_and_what_is_sent() -> None:
     actor, rollout = (plan.prediction.memory[role] for role in ("actor", "rollout"))
     assert not plan.roles["actor"].layout.sleeps
     assert actor.phases["sync"]["buffer"] == pytest.approx(packed_gib(QWEN, 2))
-    assert actor.phases["resting"]["buckets"] == pytest.approx(1e9 / GIB)
+    # 2e8 gradients in float32.
+    assert actor.phases["resting"]["buckets"] == pytest.approx(8e8 / GIB)
     assert actor.phases["resting"]["nccl"] == pytest.approx(NCCL_COMMUNICATOR_GIB + 0.25)
     assert actor.phases["resting"]["context"] == CONTEXT_GIB
     assert rollout.host_gib["weights"] == 0, "a copy replaces them"

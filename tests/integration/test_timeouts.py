@@ -1,0 +1,75 @@
+"""How long ranks wait for one another: in exchanges as the recipe says, and for files as long as files take."""
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import distributed_c10d
+
+import rlflow
+from rlflow.compiler.lower import models_in_use
+from rlflow.engines.base import EngineSpec
+from rlflow.engines.sharded import group
+from rlflow.errors import PlacementError
+from rlflow.runtime.workers.specs import spec_of
+from tests.integration.engine_process import all_of, build, free_address, processes
+from tests.integration.test_deepspeed import actor
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+def timeouts(engines: list[Any], of: EngineSpec) -> list[timedelta]:
+    """Return those of all groups of the process, DeepSpeed's among them, without that for files. Runs in the child."""
+    groups = [each for each in distributed_c10d._world.pg_map if each is not group.files_group()]
+    return [each._get_backend(torch.device("cpu")).options._timeout for each in groups]
+
+
+def hold_the_others_up(engines: list[Any], of: EngineSpec) -> str:
+    """Make rank 0 wait in vain for longer than its time-out while the others wait for its files. Runs in the child."""
+    group.set_timeouts(replace(of, timeout_minutes=0.5 / 60))
+    error = ""
+    if of.rank == 0:
+        try:
+            torch.distributed.all_reduce(torch.ones(1))
+        except RuntimeError as raised:
+            error = str(raised)
+    group.wait_for_files()
+    return error
+
+
+def within_files(engines: list[Any], of: EngineSpec) -> tuple[list[timedelta], list[timedelta]]:
+    """Return the time-outs while a library moves files, and after it. Runs in the child."""
+    with group.while_files_move(of):
+        meanwhile = timeouts(engines, of)
+    return meanwhile, timeouts(engines, of)
+
+
+def test_exchanges_end_as_the_recipe_says_and_files_take_their_time() -> None:
+    address = free_address()
+    specs = [replace(actor(3), rank=rank, world_size=2, address=address, timeout_minutes=7) for rank in range(2)]
+    with processes(2) as two:
+        all_of(two, build, ["deepspeed"] * 2, specs)
+        for each in all_of(two, timeouts, specs):
+            # The one that the ranks met in, and DeepSpeed's own.
+            assert len(each) > 1
+            assert set(each) == {timedelta(minutes=7)}
+        for meanwhile, after in all_of(two, within_files, specs):
+            assert set(meanwhile) == {timedelta(hours=6)}
+            assert set(after) == {timedelta(minutes=7)}
+        first, second = all_of(two, hold_the_others_up, specs)
+    assert "imed out" in first or "imeout" in first
+    assert second == ""
+
+
+def test_the_field_of_the_recipe(tmp_path: Path) -> None:
+    recipe = rlflow.load(["recipe=grpo_7b", "roles.actor.timeout_minutes=45"])
+    plan = rlflow.compile(recipe, "2x8")
+    assert plan.fingerprint == rlflow.compile(rlflow.load(["recipe=grpo_7b"]), "2x8").fingerprint
+    model = models_in_use(recipe)[recipe.roles["actor"].model]
+    assert spec_of(plan, "actor", model, device="cpu").timeout_minutes == 45
+    assert spec_of(plan, "reference", model, device="cpu").timeout_minutes == 10
+    with pytest.raises(PlacementError, match=r"roles\.rollout\.timeout_minutes: the role does not have it with engine"):
+        rlflow.compile(rlflow.load(["recipe=grpo_7b", "roles.rollout.timeout_minutes=45"]), "2x8")

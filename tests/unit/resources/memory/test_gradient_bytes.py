@@ -1,0 +1,81 @@
+"""Memory of DeepSpeed's float32 gradients, by hand from the buffers that its source allocates."""
+
+from typing import Any
+
+import pytest
+
+from rlflow.errors import PlacementError
+from rlflow.resources.demand import Demand
+from rlflow.resources.layout import GIB, Layout, Resources
+from rlflow.resources.memory.phases import host_terms, update_terms
+from rlflow.resources.memory.state import DEEPSPEED_FP32_GRADIENTS as FP32
+from rlflow.resources.memory.state import kept_buffers, state_terms
+from tests.unit.resources.memory.test_phases import card
+
+SEVEN_B = card("qwen2_5_7b")
+EIGHTH = SEVEN_B.num_parameters / 8 / GIB
+# The embedding, and the head, of 152064 tokens and 3584 features: larger than a bucket of 2e8.
+LARGEST = 152064 * 3584
+
+
+def layout(stage: int, **options: Any) -> Layout:
+    options = {"offload": "none"} | options
+    return Layout(
+        micro_batch_tokens=4096, data_parallel_size=8, zero_stage=stage, gradient_checkpointing=True, **options
+    )
+
+
+@pytest.mark.parametrize(("stage", "share"), [(1, 8), (2, 1), (3, 1)])
+def test_gradients_have_four_bytes(stage: int, share: int) -> None:
+    """Stage 1 has them whole on every rank (bf16_optimizer.py, fp32_groups_gradients_flat)."""
+    assert state_terms(SEVEN_B, layout(stage), FP32)["gradients"] == pytest.approx(4 * share * EIGHTH)
+
+
+@pytest.mark.parametrize(("stage", "on_gpu"), [(2, 4), (3, 0)])
+def test_with_the_optimizer_on_the_host_stage_2_adds_them_up_on_the_gpu(stage: int, on_gpu: int) -> None:
+    """stage_1_and_2.py, _build_compact_grad_partition_buffer; stage3.py, grad_partitions_flat_buffer.
+
+    The host has them in fp32 for the optimizer either way, and in stage 3 as they are added up.
+    """
+    away = layout(stage, offload="optimizer")
+    assert state_terms(SEVEN_B, away, FP32)["gradients"] == pytest.approx(on_gpu * EIGHTH)
+    assert host_terms(SEVEN_B, away, FP32)["gradients"] == pytest.approx((4 + 4 - on_gpu) * EIGHTH)
+
+
+def test_a_tensor_larger_than_a_bucket_is_reduced_by_itself() -> None:
+    """Few tokens. Stage 2 has the embedding's gradient in bf16, as a copy that is sent, and in fp32; stage 3 in bf16
+    and as a copy in fp32, beside 1e9 live weights."""
+    two, three = (update_terms(SEVEN_B, layout(stage), FP32, 64)["gathered"] for stage in (2, 3))
+    assert two == pytest.approx((2 + 2 + 4) * LARGEST / GIB)
+    assert three == pytest.approx(((2 + 4) * LARGEST + 2e9) / GIB)
+
+
+def test_stage_3_keeps_a_bucket_in_fp32() -> None:
+    assert kept_buffers(layout(3), FP32) == {"buckets": pytest.approx(4 * 200_000_000 / GIB)}
+
+
+def test_stage_1_reduces_gradients_where_they_are() -> None:
+    assert update_terms(SEVEN_B, layout(1), FP32, 16384)["gathered"] == 0
+
+
+@pytest.mark.parametrize(("weight_bytes", "refused"), [(2, True), (4, False)])
+def test_bfloat16_is_not_trained_without_zero(weight_bytes: float, refused: bool) -> None:
+    demand = Demand(
+        role="actor",
+        engine="deepspeed",
+        parallel=frozenset({"data"}),
+        trains=True,
+        generates=False,
+        architecture=SEVEN_B,
+        weight_bytes=weight_bytes,
+        wants=Resources(zero_stage=0),
+    )
+    if not refused:
+        demand.check(8)
+        return
+    with pytest.raises(PlacementError) as raised:
+        demand.check(8)
+    assert str(raised.value) == (
+        "roles.actor.zero_stage: 0 adds gradients up in bfloat16, as the weights are, where small ones vanish beside "
+        "large sums.\n  Fix: roles.actor.zero_stage=1."
+    )
