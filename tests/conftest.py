@@ -2,11 +2,13 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.integration.engine_process import EngineProcess, free_address, processes
 
 # Nothing is fetched in a test, and texts are as wide as in a pipe.
 os.environ.update(
@@ -75,3 +77,31 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
         return code, out, errors
 
     return run
+
+
+# Engines of all test files share processes: to load the libraries takes longer than to build a small engine.
+@pytest.fixture(scope="session")
+def vllm_process() -> Iterator[EngineProcess]:
+    """Return a process for engines of vLLM on one rank."""
+    with processes(1) as (started,):
+        yield started
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Sequence[EngineProcess]]:
+    """Return two processes for engines of two ranks."""
+    with processes(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def single() -> Iterator[Sequence[EngineProcess]]:
+    """Return a process for engines that are sharded over one rank."""
+    with processes(1) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def address() -> str:
+    """Return where ``two`` meet."""
+    return free_address()

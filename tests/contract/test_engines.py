@@ -35,12 +35,14 @@ def able(*capabilities: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def build() -> "Iterator[Build]":
+def build(request: pytest.FixtureRequest) -> "Iterator[Build]":
     """One process for all engines of a library."""
     with ExitStack() as running:
 
         @cache
         def process(name: str) -> EngineProcess:
+            if name == "vllm":
+                return request.getfixturevalue("vllm_process")  # type: ignore[no-any-return]
             return running.enter_context(processes(1))[0]
 
         def build(name: str, **options: Any) -> Any:

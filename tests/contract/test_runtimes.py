@@ -1,7 +1,7 @@
 """What every runtime must do, wherever its workers live."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +10,19 @@ import pytest
 import rlflow
 from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
+from rlflow.compose import cluster_named
 from rlflow.engines.base import CAPABILITIES, Sampling
 from rlflow.errors import PlacementError, RecipeError
 from rlflow.report.metrics import MetricsWriter
 from rlflow.runtime.base import Runtime
+from rlflow.runtime.cluster.hosts import simulated
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.ray import RayRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 from tests.helpers import prompts
 
-RUNTIMES = [LocalRuntime, pytest.param(RayRuntime, marks=pytest.mark.slow)]
+RUNTIMES: dict[str, type[Runtime]] = {"local": LocalRuntime, "ray": RayRuntime}
 # Of conf/recipe/fake the roles, and where a plan can have them.
 PLACEMENTS = {
     "all on the same GPUs": ("2x1@cpu", "actor.gpus=2", "rollout.colocate=[actor,reference]"),
@@ -40,7 +42,28 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if "second" not in k and not k.startswith("store/")} for line in lines]
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[None]:
+    """Simulated hosts on which every plan of this module has room."""
+    with simulated(cluster_named("1x3@cpu+2x2@cpu")):
+        yield
+
+
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+def runtime(request: pytest.FixtureRequest) -> type[Runtime]:
+    if request.param == "ray":
+        request.getfixturevalue("hosts")
+    return RUNTIMES[request.param]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return the metrics of a run in this process that nothing stops."""
+    folder = tmp_path_factory.mktemp("expected")
+    run(plan_of("local"), folder, LocalRuntime(), [MetricsWriter()])
+    return metrics(folder)
+
+
 class TestRuntime:
     def test_every_role_has_an_engine_that_can_what_is_asked(self, runtime: type[Runtime], tmp_path: Path) -> None:
         plan = plan_of("local")
@@ -55,15 +78,16 @@ class TestRuntime:
             assert out.keys.tolist() == [[0, prompt, sample] for prompt in range(3) for sample in range(2)]
             assert set(out.versions.values.tolist()) == {2}
 
-    def test_a_run_is_the_same_and_goes_on_where_it_stopped(self, runtime: type[Runtime], tmp_path: Path) -> None:
+    def test_a_run_is_the_same_and_goes_on_where_it_stopped(
+        self, runtime: type[Runtime], expected: list[dict[str, Any]], tmp_path: Path
+    ) -> None:
         plan = plan_of("local")
-        run(plan, tmp_path / "expected", LocalRuntime(), [MetricsWriter()])
         stopped = run(plan, tmp_path / "run", runtime(), [MetricsWriter()], stop=lambda: True)
         assert stopped.status == "stopped"
         report = run(plan, tmp_path / "run", runtime(), [MetricsWriter()], resume=True)
         assert report.status == "finished"
         assert Path(report.models["actor"]).is_dir()
-        assert metrics(tmp_path / "run") == metrics(tmp_path / "expected")
+        assert metrics(tmp_path / "run") == expected
 
     def test_steps_that_ask_for_more_prompts(
         self, runtime: type[Runtime], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -97,14 +121,14 @@ def begins_low(texts: Sequence[str], rows: Any) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize("kind", PLACEMENTS)
-def test_a_run_does_not_depend_on_where_roles_are(kind: str, tmp_path: Path) -> None:
+def test_a_run_does_not_depend_on_where_roles_are(kind: str, expected: list[dict[str, Any]], tmp_path: Path) -> None:
     cluster, *pins = PLACEMENTS[kind]
     plan = plan_of(cluster, *(f"roles.{pin}" for pin in pins))
     assert len({bundle for placement in plan.roles.values() for bundle in placement.bundles}) > 1
     run(plan, tmp_path / "ray", RayRuntime(), [MetricsWriter()])
-    run(plan_of("local"), tmp_path / "local", LocalRuntime(), [MetricsWriter()])
-    assert metrics(tmp_path / "ray") == metrics(tmp_path / "local")
+    assert metrics(tmp_path / "ray") == expected
 
 
 def test_the_local_runtime_has_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:

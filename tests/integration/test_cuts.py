@@ -1,6 +1,6 @@
 """One minibatch, cut in many ways: its gradient is the same."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -22,7 +22,7 @@ from rlflow.resources.layout import Layout
 from rlflow.runtime.data_plane.shares import shares
 from tests.helpers import minibatch, sequences, spec
 from tests.integration.engine_process import EngineProcess, all_of, free_address
-from tests.integration.test_deepspeed import of_one_thread, share_everything
+from tests.integration.test_deepspeed import share_everything
 
 pytestmark = pytest.mark.slow
 
@@ -191,12 +191,6 @@ def in_one_pass(node: PolicyGradient) -> tuple[Gradients, Metrics]:
 def expected() -> tuple[Gradients, Metrics]:
     """Of the whole minibatch in one pass."""
     return in_one_pass(PPO)
-
-
-@pytest.fixture(scope="module")
-def two() -> "Iterator[Sequence[EngineProcess]]":
-    with of_one_thread(2) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -38,17 +38,6 @@ def of_one_thread(count: int) -> "Iterator[Sequence[EngineProcess]]":
             yield started
 
 
-@pytest.fixture(scope="module")
-def two() -> "Iterator[Sequence[EngineProcess]]":
-    with of_one_thread(2) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def address() -> str:
-    return free_address()
-
-
 def share_everything() -> None:
     """In the child. DeepSpeed keeps small weights whole, which here would be all of them, and has large buffers."""
     from rlflow.engines import deepspeed
@@ -318,12 +307,6 @@ def test_it_goes_on_from_what_it_saved(
     all_of(two, find_nothing, other._places)
     with pytest.raises(EngineError, match="role actor: DeepSpeed found nothing to restore in"):
         other.restore([tmp_path] * 2)
-
-
-@pytest.fixture(scope="module")
-def single() -> Iterator[Sequence[EngineProcess]]:
-    with of_one_thread(1) as started:
-        yield started
 
 
 @pytest.mark.parametrize(

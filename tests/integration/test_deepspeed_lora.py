@@ -1,6 +1,6 @@
 """Adapters on two ranks of DeepSpeed against the plain engine on one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from tests.integration.test_deepspeed import (
     Ranks,
     build_torch,
     compare_training,
-    of_one_thread,
     of_path,
     plain,
     policy_minibatch,
@@ -38,17 +37,6 @@ def actor(stage: int, **options: Any) -> EngineSpec:
 
 def expected(sgd: bool = False) -> TorchEngine:
     return plain(sgd, of=replace(spec(optimizer=Optimizer(learning_rate=1e-2)), lora=LORA))
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Sequence[EngineProcess]]:
-    with of_one_thread(2) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def address() -> str:
-    return free_address()
 
 
 @pytest.mark.parametrize(("stage", "sgd"), [(0, True), (1, True), (2, True), (3, True), (3, False)])
@@ -106,21 +94,20 @@ def frozen_in(engines: list[Any], folder: str) -> list[str]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_another_number_of_ranks_goes_on_from_it(
-    two: Sequence[EngineProcess], address: str, stage: int, tmp_path: Path
+    two: Sequence[EngineProcess], single: Sequence[EngineProcess], address: str, stage: int, tmp_path: Path
 ) -> None:
     one = Ranks(two, actor(stage), address)
     one.update(split(policy_minibatch(0)), [LOSS] * 2)
     one.save([tmp_path] * 2)
     alone = actor(stage)
     alone = replace(alone, layout=replace(alone.layout, data_parallel_size=1))
-    with of_one_thread(1) as single:
-        other = Ranks(single, alone, free_address())
-        other.restore([tmp_path])
-        for (name, value), (_, same) in zip(one.weights()[0], other.weights()[0], strict=True):
-            assert (value == same).all(), name
-        batch = policy_minibatch(1)
-        after = one.update(split(batch), [LOSS] * 2)[0].values
-        assert other.update([batch], [LOSS])[0].values == pytest.approx(after, abs=1e-5)
+    other = Ranks(single, alone, free_address())
+    other.restore([tmp_path])
+    for (name, value), (_, same) in zip(one.weights()[0], other.weights()[0], strict=True):
+        assert (value == same).all(), name
+    batch = policy_minibatch(1)
+    after = one.update(split(batch), [LOSS] * 2)[0].values
+    assert other.update([batch], [LOSS])[0].values == pytest.approx(after, abs=1e-5)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

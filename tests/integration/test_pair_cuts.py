@@ -1,6 +1,6 @@
 """Pairs, cut in many ways: the gradients of what compares them are the same, for logprobs and for a reward head."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,6 @@ from tests.integration.test_cuts import (
     plain,
     spec_of,
 )
-from tests.integration.test_deepspeed import of_one_thread
 
 pytestmark = pytest.mark.slow
 
@@ -59,12 +58,6 @@ def pair_gradients(engines: list[Any], place: int, given: Minibatch, tokens: int
 def in_one_pass(name: str) -> tuple[Gradients, Metrics]:
     node = {"Scores": DPO, "Evaluates": REWARD}[name]
     return gradients([plain(spec_for(node, None, 1))], 0, batch(), 4096, node)
-
-
-@pytest.fixture(scope="module")
-def two() -> "Iterator[Sequence[EngineProcess]]":
-    with of_one_thread(2) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """A critic's minibatch, cut in many ways: its gradient is the same."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -28,7 +28,6 @@ from tests.integration.test_cuts import (
     spec_of,
     ten_and_one,
 )
-from tests.integration.test_deepspeed import of_one_thread
 
 pytestmark = pytest.mark.slow
 
@@ -63,12 +62,6 @@ def whole(*given: Any) -> tuple[Gradients, Metrics]:
 def expected() -> tuple[Gradients, Metrics]:
     """Of the whole minibatch in one pass."""
     return whole([plain(valued(None, 1))], 0, batch(), 4096, Critic())
-
-
-@pytest.fixture(scope="module")
-def two() -> "Iterator[Sequence[EngineProcess]]":
-    with of_one_thread(2) as started:
-        yield started
 
 
 def test_it_clips() -> None:

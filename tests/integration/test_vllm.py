@@ -25,7 +25,8 @@ from tests.integration.engine_process import EngineProcess, RemoteEngine, proces
 
 pytestmark = pytest.mark.slow
 
-COPIES = 20
+NUM_COPIES = pytest.mark.parametrize("copies", [3, pytest.param(20, marks=pytest.mark.soak)])
+NUM_FAILURES = pytest.mark.parametrize("failures", [5, pytest.param(20, marks=pytest.mark.soak)])
 # Of logprobs in float32: the order of additions differs, by a few units in the last place.
 TOLERANCE = 1e-5
 # Longer than a block of vLLM's cache, so that keys and values of old weights would be found in it.
@@ -47,9 +48,8 @@ def serving(**changes: Any) -> EngineSpec:
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[EngineProcess]:
-    with processes(1) as (started,):
-        yield started
+def process(vllm_process: EngineProcess) -> EngineProcess:
+    return vllm_process
 
 
 @pytest.fixture(scope="module")
@@ -106,16 +106,22 @@ def check_against_fresh(engine: RemoteEngine, fresh: RemoteEngine) -> None:
         assert out.logprobs.values == pytest.approx(expected.logprobs.values, abs=TOLERANCE)
 
 
+@NUM_COPIES
 def test_after_each_copy_logprobs_are_those_of_the_new_weights(
-    engine: RemoteEngine, process: EngineProcess, reference: TransformersEngine, layout: Layout, tmp_path: Path
+    engine: RemoteEngine,
+    process: EngineProcess,
+    reference: TransformersEngine,
+    layout: Layout,
+    copies: int,
+    tmp_path: Path,
 ) -> None:
-    """After each of 20 copies the tokens, drawn and likeliest, are those of a vLLM engine on one rank that has just
+    """After each copy the tokens, drawn and likeliest, are those of a vLLM engine on one rank that has just
     been built from files with the same weights, and the logprobs equal to 1e-5; these are those of transformers too.
-    The engine on two ranks is compared with new ones on two ranks as well, which take long to start, after the first
-    copy and the last.
+    The soak compares the engine on two ranks with new ones on two ranks as well, which take long to start, after the
+    first copy and the last.
     """
     texts = set()
-    for version in range(1, COPIES + 1):
+    for version in range(1, copies + 1):
         weights = new_weights(version)
         engine.load_weights(weights, version)
         reference.load_weights(weights, version)
@@ -126,10 +132,10 @@ def test_after_each_copy_logprobs_are_those_of_the_new_weights(
         load_tokenizer("policy", MODEL).save_pretrained(folder)
         model = Model(path=str(folder), dtype="float32")
         check_against_fresh(engine, process.build("vllm", serving(model=model)))
-        if layout.tensor_parallel_size > 1 and version in (1, COPIES):
+        if layout.tensor_parallel_size > 1 and copies > 3 and version in (1, copies):
             with processes(1) as (another,):
                 check_against_fresh(engine, another.build("vllm", serving(model=model, layout=layout)))
-    assert len(texts) > COPIES / 2
+    assert len(texts) > copies / 2
 
 
 @dataclass(frozen=True)
@@ -153,9 +159,12 @@ def broken(weights: Weights, kind: int, draw: np.random.Generator) -> tuple[Any,
     return [*weights[:place], (f"{name}.another", tensor), *weights[place:]], r"another' does not fit"
 
 
-def test_a_copy_that_fails_midway_is_never_generated_from(engine: RemoteEngine, reference: TransformersEngine) -> None:
+@NUM_FAILURES
+def test_a_copy_that_fails_midway_is_never_generated_from(
+    engine: RemoteEngine, reference: TransformersEngine, failures: int
+) -> None:
     draw = np.random.default_rng(0)
-    for attempt in range(COPIES):
+    for attempt in range(failures):
         bad, message = broken(new_weights(1000 + attempt), attempt % 4, draw)
         with pytest.raises(EngineError, match=message):
             engine.load_weights(bad, 1000 + attempt)
@@ -168,9 +177,9 @@ def test_a_copy_that_fails_midway_is_never_generated_from(engine: RemoteEngine, 
             check_weights(engine, reference, attempt)
 
 
-def load_unchecked(engines: list[Any], weights: Weights) -> None:
+def load_unchecked(engines: list[Any], place: int, weights: Weights) -> None:
     """In the engine's process: vLLM itself meets what does not fit."""
-    engine = engines[0]
+    engine = engines[place]
     expected, engine._expected = engine._expected, SimpleNamespace(checked=lambda role, given: given)
     try:
         engine.load_weights(weights, 1)
@@ -183,7 +192,8 @@ def test_a_copy_that_fails_inside_vllm(engine: RemoteEngine, reference: Transfor
         weights = new_weights(3000 + attempt)
         place = next(at for at, (name, _) in enumerate(weights) if "layers.1.self_attn.k_proj" in name)
         name, tensor = weights[place]
-        engine._process.send(load_unchecked, [*weights[:place], (name, tensor[:3, :3]), *weights[place + 1 :]])
+        bad = [*weights[:place], (name, tensor[:3, :3]), *weights[place + 1 :]]
+        engine._process.send(load_unchecked, engine._place, bad)
         with pytest.raises(EngineError, match="role rollout: the copy of weights 1 failed"):
             engine._process.receive()
         with pytest.raises(EngineError, match="nothing is generated, its weights are not whole"):
@@ -193,16 +203,17 @@ def test_a_copy_that_fails_inside_vllm(engine: RemoteEngine, reference: Transfor
         check_weights(engine, reference, attempt)
 
 
-def generate_at_once(engines: list[Any], groups: Sequence[Any], sampling: Sampling) -> list[Rollouts]:
+def generate_at_once(engines: list[Any], place: int, groups: Sequence[Any], sampling: Sampling) -> list[Rollouts]:
     """In the engine's process: a thread for each group of prompts."""
     with ThreadPoolExecutor(len(groups)) as pool:
-        return list(pool.map(lambda group: engines[0].generate(group, sampling), groups))
+        return list(pool.map(lambda group: engines[place].generate(group, sampling), groups))
 
 
 def test_many_callers_get_what_one_gets(process: EngineProcess, alone: RemoteEngine) -> None:
     given = prompts(tuple(range(3, 43)))
     whole = alone.generate(given, SAMPLING)
-    process.send(generate_at_once, [given.take(np.array([row])) for row in range(len(given))], SAMPLING)
+    groups = [given.take(np.array([row])) for row in range(len(given))]
+    process.send(generate_at_once, alone._place, groups, SAMPLING)
     parts = Rollouts.joined(process.receive())
     assert parts.keys.tolist() == whole.keys.tolist()
     assert parts.texts == whole.texts

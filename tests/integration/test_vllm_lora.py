@@ -15,10 +15,11 @@ from rlflow.errors import EngineError, RecipeError
 from rlflow.resources.models.lora import Lora
 from tests.integration.engine_process import EngineProcess, RemoteEngine, processes
 from tests.integration.test_vllm import (
-    COPIES,
     GIVEN,
     GREEDY,
     LAYOUTS,
+    NUM_COPIES,
+    NUM_FAILURES,
     SAMPLING,
     Weights,
     broken,
@@ -37,9 +38,8 @@ def with_adapters(**changes: Any) -> EngineSpec:
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[EngineProcess]:
-    with processes(1) as (started,):
-        yield started
+def process(vllm_process: EngineProcess) -> EngineProcess:
+    return vllm_process
 
 
 @pytest.fixture(scope="module")
@@ -76,23 +76,27 @@ def test_before_the_first_copy_it_is_the_model_alone(process: EngineProcess) -> 
     check_weights(process.build("vllm", with_adapters()), TransformersEngine(serving()), 0)
 
 
+@NUM_COPIES
 def test_after_each_copy_logprobs_are_those_of_the_new_adapters(
-    engine: RemoteEngine, reference: TransformersEngine
+    engine: RemoteEngine, reference: TransformersEngine, copies: int
 ) -> None:
     """Drawn and likeliest tokens, with prompts longer than a block of keys and values, which stays from before."""
     texts = set()
-    for version in range(1, COPIES + 1):
+    for version in range(1, copies + 1):
         weights = new_adapters(version)
         engine.load_weights(weights, version)
         reference.load_weights(weights, version)
         check_weights(engine, reference, version)
         texts.add(engine.generate(GIVEN, GREEDY).texts)
-    assert len(texts) > COPIES / 2
+    assert len(texts) > copies / 2
 
 
-def test_a_copy_that_fails_midway_is_never_generated_from(engine: RemoteEngine, reference: TransformersEngine) -> None:
+@NUM_FAILURES
+def test_a_copy_that_fails_midway_is_never_generated_from(
+    engine: RemoteEngine, reference: TransformersEngine, failures: int
+) -> None:
     draw = np.random.default_rng(0)
-    for attempt in range(8):
+    for attempt in range(failures):
         bad, message = broken(new_adapters(1000 + attempt), attempt % 4, draw)
         with pytest.raises(EngineError, match=message):
             engine.load_weights(bad, 1000 + attempt)

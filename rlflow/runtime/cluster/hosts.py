@@ -62,7 +62,10 @@ def simulated(cluster: Cluster, store_bytes: int = _SIMULATED_STORE) -> Iterator
                     num_cpus=1,
                     object_store_memory=store_bytes,
                     labels={_SIMULATED: "true"},
+                    # Nothing scales here and nobody reads the logs of workers: each is a process that takes its time.
                     include_dashboard=False,
+                    include_log_monitor=False,
+                    no_monitor=True,
                     wait=False,
                 )
                 if host is cluster.hosts[0]:
