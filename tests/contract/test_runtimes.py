@@ -1,7 +1,7 @@
 """What every runtime must do, wherever its workers live."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,10 @@ import pytest
 import rlflow
 from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
-from rlflow.compose import cluster_named
 from rlflow.engines.base import CAPABILITIES, Sampling
 from rlflow.errors import PlacementError, RecipeError
 from rlflow.report.metrics import MetricsWriter
 from rlflow.runtime.base import Runtime
-from rlflow.runtime.cluster.hosts import simulated
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.ray import RayRuntime
 from rlflow.runtime.run import run
@@ -40,13 +38,6 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     """Times and stores aside."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if "second" not in k and not k.startswith("store/")} for line in lines]
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[None]:
-    """Simulated hosts on which every plan of this module has room."""
-    with simulated(cluster_named("1x3@cpu+2x2@cpu")):
-        yield
 
 
 @pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])

@@ -17,7 +17,6 @@ from rlflow.compiler.lower import models_in_use
 from rlflow.engines.base import EngineSpec, Sampling, WeightBackend
 from rlflow.engines.buckets import Bucket
 from rlflow.errors import EngineError
-from rlflow.runtime.cluster.hosts import simulated
 from rlflow.runtime.ray import RayRuntime
 from rlflow.runtime.roles import RayWorkers
 from rlflow.runtime.workers import copies
@@ -70,11 +69,9 @@ class Failing(EngineWorker):
                 raise EngineError(f"it {kind}")
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def workers_of_this_module(hosts: None) -> None:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    with simulated(rlflow.compile(rlflow.load(["recipe=fake"], CONFIG_DIR), "2x1@cpu").cluster):
-        yield
 
 
 @contextmanager
@@ -100,7 +97,6 @@ def versions(rollout: Any) -> set[int]:
     return set(rollout.generate(prompts((2, 2, 2, 2)), Sampling(max_tokens=2)).versions.values.tolist())
 
 
-@pytest.mark.usefixtures("hosts")
 def test_copies_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once and twice, the second time with new engines, they go through; three times are an error."""
     with engines(tmp_path, monkeypatch) as (started, fail):
@@ -118,7 +114,6 @@ def test_copies_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert versions(rollout) == {21}
 
 
-@pytest.mark.usefixtures("hosts")
 def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that does is replaced where the copy can be tried again; else it is named, and nobody waits for it."""
     silent = "a copy of weights has stood still for 3 s. No answer from "
@@ -152,7 +147,6 @@ def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             rollout.generate(prompts((2, 2)), Sampling(max_tokens=2))
 
 
-@pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize(("kind", "backend"), [("source_hangs", None), ("forgetting_hangs", "ipc")])
 def test_a_source_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, backend: str | None) -> None:
     """It is named, and no engines are started: they would have nothing to take over."""

@@ -123,6 +123,7 @@ def without_stores(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("hosts")
 def test_four_roles_on_four_hosts_and_back(tmp_path: Path) -> None:
     """With a coefficient that lives where tokens are read, and lies in checkpoints."""
     pins = [f"roles.{role}.colocate=[]" for role in ("actor", "critic", "reference", "rollout")]

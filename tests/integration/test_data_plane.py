@@ -21,7 +21,6 @@ from rlflow.compiler.rounds import after_rounds
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, PlacementError, RecipeError
-from rlflow.runtime.cluster.hosts import simulated
 from rlflow.runtime.data_plane.budget import Budget, StoreLimit
 from rlflow.runtime.data_plane.handover import Handover
 from rlflow.runtime.data_plane.kept import Keeper
@@ -50,10 +49,8 @@ def fails(texts: Any, rows: Any) -> list[float]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def hosts() -> Iterator[None]:
+def workers_of_this_module(hosts: None) -> None:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    with simulated(plan_of().cluster):
-        yield
 
 
 @pytest.fixture(scope="class")

@@ -12,13 +12,12 @@ from rlflow.compiler.lower import models_in_use
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.sharded.group import meet
 from rlflow.errors import EngineError
-from rlflow.runtime.cluster.hosts import simulated
 from rlflow.runtime.ray import RayRuntime
 from rlflow.runtime.workers.worker import EngineWorker
 from tests.conftest import CONFIG_DIR
 from tests.helpers import prompts
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.usefixtures("hosts")]
 
 
 class Meeting(EngineWorker):
@@ -50,7 +49,7 @@ def test_a_port_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Meeting, "folder", taken, raising=False)
     monkeypatch.setattr("rlflow.runtime.workers.actors.EngineWorker", Meeting)
     monkeypatch.setattr("rlflow.runtime.workers.actors._ATTEMPTS", 2)
-    with simulated(plan.cluster), RayRuntime().start(plan, models_in_use(plan.recipe), tmp_path) as engines:
+    with RayRuntime().start(plan, models_in_use(plan.recipe), tmp_path) as engines:
         rollout = engines["rollout"]
         (taken / "once").touch()
         rollout.workers.restart()

@@ -16,7 +16,7 @@ from rlflow.runtime.ray import RayRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("hosts")]
 
 
 def plan_of(name: str, role: str, cluster: str, engine: str, *pins: str) -> Plan:

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from rlflow.compiler.lower import models_in_use
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
 from rlflow.errors import EngineError
-from rlflow.runtime.cluster.hosts import simulated
 from rlflow.runtime.ray import RayRuntime
 from rlflow.runtime.roles import RayEngines
 from rlflow.runtime.step import run_graph
@@ -58,15 +56,12 @@ class Worker(EngineWorker):
         return super().call(method, *arguments, **named)
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def workers_of_this_module(hosts: None) -> None:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.cloudpickle.register_pickle_by_value(helpers)
-    with simulated(rlflow.compile(rlflow.load(["recipe=fake"], CONFIG_DIR), "2x1@cpu").cluster):
-        yield
 
 
-@pytest.mark.usefixtures("hosts")
 def test_rewards_of_parts_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What engines hand over before the end lies in stores; nothing of it is left there after."""
     plan = rlflow.compile(rlflow.load(["recipe=fake", "roles.rollout.gpus=2"], CONFIG_DIR), "2x1@cpu")
@@ -101,7 +96,6 @@ def test_rewards_of_parts_are_those_of_the_whole(tmp_path: Path, monkeypatch: py
         assert set(engines.handover.budget.used.values()) == {0}
 
 
-@pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize("fault", ["dies", "hangs", "stops"])
 def test_an_engine_that_fails_is_replaced(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others write what it was to write, and it writes again when it has the weights."""

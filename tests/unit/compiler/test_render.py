@@ -10,7 +10,7 @@ import rlflow
 from rlflow.compiler.render import render
 from tests.unit.compiler.test_plan import RECIPES
 
-CLUSTERS = ["local", "2x8", "7x8+1x7", "1x4+1x2@h200"]
+CLUSTERS = ["local", "2x8", pytest.param("7x8+1x7", marks=pytest.mark.slow), "1x4+1x2@h200"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

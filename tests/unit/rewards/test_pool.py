@@ -228,18 +228,18 @@ def test_a_function_that_is_there_for_nobody_else(monkeypatch: pytest.MonkeyPatc
         Pool({"made_here": Part(function="made_here:reward")})
 
 
-@pytest.mark.slow
-def test_no_call_is_lost_when_workers_die(pool: Pool) -> None:
-    found = outcomes(pool, ["good", "exit", "good", "another number"] * 200)
-    assert found[::2] == [1.5] * 400
-    assert found[1::4] == [Failure("died", "ended its process (exit code 0)")] * 200
-    assert found[3::4] == [2.5] * 200
+@pytest.mark.parametrize("deaths", [10, pytest.param(200, marks=pytest.mark.soak)])
+def test_no_call_is_lost_when_workers_die(deaths: int, pool: Pool) -> None:
+    found = outcomes(pool, ["good", "exit", "good", "another number"] * deaths)
+    assert found[::2] == [1.5] * 2 * deaths
+    assert found[1::4] == [Failure("died", "ended its process (exit code 0)")] * deaths
+    assert found[3::4] == [2.5] * deaths
 
 
-@pytest.mark.slow
-def test_the_pool_is_whole_after_a_thousand_hangs(pool: Pool) -> None:
-    assert outcomes(pool, ["hang"] * 1000, "brief") == [Failure("timeout", "took longer than 0.02 s")] * 1000
-    assert outcomes(pool, ["good"] * 1000) == [1.5] * 1000
+@pytest.mark.parametrize("hangs", [20, pytest.param(1000, marks=pytest.mark.soak)])
+def test_the_pool_is_whole_after_many_hangs(hangs: int, pool: Pool) -> None:
+    assert outcomes(pool, ["hang"] * hangs, "brief") == [Failure("timeout", "took longer than 0.02 s")] * hangs
+    assert outcomes(pool, ["good"] * hangs) == [1.5] * hangs
     assert sorted(children(pool.nursery.pid)) == sorted(worker.pid for worker in pool.workers)
     assert len(pool.workers) == 2
 

@@ -65,7 +65,7 @@ def test_every_number_once_and_sums_are_even(shape: str, n: int, count: int, see
 
 
 # The same cases each time: among so many a new one may be found that no division of its numbers meets.
-@pytest.mark.slow
+@pytest.mark.soak
 @settings(deadline=None, max_examples=10_000, derandomize=True)
 @given(**CASES)
 def test_ten_thousand_cases(shape: str, n: int, count: int, seed: int) -> None:
