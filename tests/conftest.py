@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -108,40 +107,11 @@ def address() -> str:
     return free_address()
 
 
-class SharedHosts:
-    """Simulated hosts of Ray that test files use one after another."""
-
-    def __init__(self) -> None:
-        self._running = ExitStack()
-        self._are_up = False
-
-    def start(self) -> None:
-        from rlflow.compose import cluster_named
-        from rlflow.runtime.cluster.hosts import simulated
-
-        if not self._are_up:
-            self._running.enter_context(simulated(cluster_named("1x3@cpu+3x2@cpu")))
-            self._are_up = True
-
-    def stop(self) -> None:
-        self._running.close()
-        self._are_up = False
-
-
-@pytest.fixture(scope="session")
-def shared_hosts() -> Iterator[SharedHosts]:
-    hosts = SharedHosts()
-    yield hosts
-    hosts.stop()
-
-
 @pytest.fixture(scope="module")
-def hosts(shared_hosts: SharedHosts) -> None:
-    """Start four hosts, where they are not there yet: the first has three GPUs, the others have two."""
-    shared_hosts.start()
+def hosts(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start simulated hosts for a whole test file, which says how many in ``HOSTS``; two of one GPU by default."""
+    from rlflow.compose import cluster_named
+    from rlflow.runtime.cluster.hosts import simulated
 
-
-@pytest.fixture(scope="module")
-def no_hosts(shared_hosts: SharedHosts) -> None:
-    """Stop the hosts of other test files, for a file that starts its own."""
-    shared_hosts.stop()
+    with simulated(cluster_named(getattr(request.module, "HOSTS", "2x1@cpu"))):
+        yield

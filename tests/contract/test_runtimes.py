@@ -20,6 +20,8 @@ from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 from tests.helpers import prompts
 
+# On which every plan of this file has room.
+HOSTS = "1x3@cpu+2x2@cpu"
 RUNTIMES: dict[str, type[Runtime]] = {"local": LocalRuntime, "ray": RayRuntime}
 # Of conf/recipe/fake the roles, and where a plan can have them.
 PLACEMENTS = {

@@ -26,6 +26,7 @@ from tests.integration.test_run import StopAfter, metrics
 from tests.integration.test_run import go as here
 
 pytestmark = pytest.mark.slow
+HOSTS = "4x1@cpu"
 
 SMALL = ("steps=6", "data.batch_size=6", "evaluation={every: 2, num_prompts: 10}", "checkpoints.every=2")
 FAKE = tuple(f"roles.{role}.engine=fake" for role in ("actor", "critic", "reference", "rollout"))

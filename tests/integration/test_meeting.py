@@ -18,6 +18,7 @@ from tests.conftest import CONFIG_DIR
 from tests.helpers import prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.usefixtures("hosts")]
+HOSTS = "2x2@cpu"
 
 
 class Meeting(EngineWorker):

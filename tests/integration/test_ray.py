@@ -24,7 +24,7 @@ from rlflow.runtime.cluster.hosts import holders, live_hosts, simulated
 from rlflow.runtime.ray import RayRuntime, bound
 from tests.conftest import CONFIG_DIR, ROOT, Typed
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("no_hosts")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 COMMAND = [sys.executable, "-m", "rlflow", "--config-dir", str(CONFIG_DIR), "recipe=fake"]
 MARK = "RLFLOW_TEST_MARK"
 
@@ -106,7 +106,7 @@ def check_every_gpu(plan: Plan) -> None:
 
 
 @pytest.fixture(scope="class")
-def own_hosts(no_hosts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """With a tool that tells of two GPUs."""
     tool = tmp_path_factory.mktemp("bin") / "nvidia-smi"
     tool.write_text("#!/bin/sh\nprintf 'GPU 0: NVIDIA A10G (UUID: GPU-a)\\nGPU 1: NVIDIA A10G (UUID: GPU-b)\\n'\n")
@@ -121,7 +121,7 @@ class TestHosts:
     """On the same hosts, which each test leaves as it found them."""
 
     @pytest.fixture(autouse=True)
-    def all_is_let_go(self, own_hosts: Any) -> Iterator[None]:
+    def all_is_let_go(self, hosts: Any) -> Iterator[None]:
         yield
         until_nothing_is_left()
 
