@@ -5,8 +5,10 @@
 
 import argparse
 import os
+import re
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from traceback import walk_tb
 
@@ -31,10 +33,11 @@ from rlflow.compose import (
     recipe_of,
     register_sources,
 )
+from rlflow.earlier_runs import cluster_of_run, find_run, steps_behind
 from rlflow.errors import EngineError, PlacementError, RecipeError, UserError, storage_error
 from rlflow.recipe import Tune
-from rlflow.report.console import WIDTH, output_console, show, show_error, show_warning
-from rlflow.resources.cluster import cluster_from
+from rlflow.report.console import WIDTH, displays, output_console, show, show_error, show_warning
+from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.stopping import stop_on_signals
 
 STOPPED = 130
@@ -124,16 +127,15 @@ def _overrides() -> tuple[str, ...]:
 def _plan_and_run(config: DictConfig, directory: Path, outcomes: list[Outcome]) -> int:
     console = output_console()
     door = front_door_of(config)
-    plan = _plan(config, door)
+    plan, resumed = _plan(config, door, directory.parent.parent)
     outcomes.append(Outcome(_overrides(), plan.prediction))
     show(render(plan, explain=door.explain, width=min(WIDTH, console.width)))
     if door.dry_run:
         _write_plan(plan, directory)
         console.print(f"\nplan: {directory / 'plan.json'}", soft_wrap=True)
         return 0
-    if plan.needs_gpus and door.plan is None and door.cluster.get("shape") == "auto":
+    if plan.needs_gpus and not resumed and door.plan is None and door.cluster.get("shape") == "auto":
         raise _for_gpus(plan)
-    resumed = _run_to_resume(door.resume, plan, directory)
     console.print()
     return _run(plan, resumed or directory, console, resume=resumed is not None, tune=door.tune)
 
@@ -163,27 +165,49 @@ def _for_gpus(plan: Plan) -> PlacementError:
     )
 
 
-def _plan(config: DictConfig, door: FrontDoor) -> Plan:
-    options = _keys()
+def _plan(config: DictConfig, door: FrontDoor, root: Path) -> tuple[Plan, Path | None]:
+    """Return the plan, and the folder of the run that it continues."""
     if door.plan is not None:
-        if others := sorted(options - {"plan", "dry_run", "resume", "explain", "tune"}):
+        if others := sorted(_keys() - {"plan", "dry_run", "resume", "explain", "tune"}):
             raise RecipeError(
                 "plan", f"a plan is whole, and '{others[0]}' would change it", fix=f"leave out {', '.join(others)}"
             )
-        return read_plan(Path(door.plan))
+        plan = read_plan(Path(door.plan))
+        return plan, find_run(door.resume, plan.recipe, root)
     config_dir = _config_dir()
+    more_steps = _take_more_steps(config)
     recipe = recipe_of(config, config_dir)
+    resumed = find_run(door.resume, recipe, root)
+    if resumed and more_steps:
+        recipe = replace(recipe, steps=steps_behind(resumed) + more_steps)
+    cluster = _cluster(door, resumed, config_dir)
+    return compile_recipe(recipe, cluster, calibration_of(door, cluster)), resumed
+
+
+def _take_more_steps(config: DictConfig) -> int:
+    """Return the N of ``steps=+N``, and leave a number in its place; 0 where ``steps`` is a number."""
+    steps = config.get("steps")
+    if not (isinstance(steps, str) and re.fullmatch(r"\+\d+", steps)):
+        return 0
+    if not config.get("resume"):
+        raise RecipeError(
+            "steps", f"'{steps}' adds to the steps of an earlier run", fix=f"resume=FOLDER, or steps={steps[1:]}"
+        )
+    config.steps = int(steps)
+    return int(steps)
+
+
+def _cluster(door: FrontDoor, resumed: Path | None, config_dir: Path | None) -> Cluster:
+    """Return the cluster that was typed, that of the run that is continued, or the one of this machine."""
     if door.cluster.get("shape") != "auto":
-        cluster = cluster_from(door.cluster)
-    elif others := sorted(door.cluster.keys() - {"shape"}):
+        return cluster_from(door.cluster)
+    if others := sorted(door.cluster.keys() - {"shape"}):
         raise RecipeError(
             f"cluster.{others[0]}", "cluster=auto takes the hosts as they are", fix="name the cluster, as cluster=local"
         )
-    elif "cluster" in options:
-        cluster = detect_cluster(config_dir)
-    else:
-        cluster = default_cluster(show_warning, config_dir)
-    return compile_recipe(recipe, cluster, calibration_of(door, cluster))
+    if "cluster" in _keys():
+        return detect_cluster(config_dir)
+    return (cluster_of_run(resumed) if resumed else None) or default_cluster(show_warning, config_dir)
 
 
 def _config_dir() -> Path | None:
@@ -193,47 +217,14 @@ def _config_dir() -> Path | None:
     return known
 
 
-def _run_to_resume(resume: bool | str, plan: Plan, directory: Path) -> Path | None:
-    """The folder of the run that ``resume`` asks for: a path, or the newest of this recipe beside ``directory``."""
-    if not resume:
-        return None
-    if resume is not True:
-        return Path(resume)
-    root = directory.parent.parent
-    candidates = [path for path in root.glob("*/*/plan.json") if _can_be_resumed(path, plan)]
-    if not candidates:
-        raise RecipeError(
-            "resume",
-            f"no run of this recipe with a checkpoint below '{root}' (fingerprint {plan.fingerprint})",
-            fix="resume=FOLDER, or leave out resume",
-        )
-    return max(candidates, key=lambda path: path.stat().st_mtime).parent
-
-
-def _can_be_resumed(path: Path, plan: Plan) -> bool:
-    with suppress(UserError):
-        same = read_plan(path).fingerprint == plan.fingerprint
-        return same and any(path.parent.glob("**/checkpoints/step-*"))
-    return False
-
-
 def _run(plan: Plan, directory: Path, console: Console, *, resume: bool, tune: Tune) -> int:
     # Imported only now: a dry run needs no torch.
-    from rlflow.report.engines import EngineReport
-    from rlflow.report.failures import Failures
     from rlflow.report.metrics import MetricsWriter
-    from rlflow.report.progress import ProgressDisplay
     from rlflow.report.tuning import tuning_table
-    from rlflow.runtime.base import Observer
     from rlflow.runtime.choose import runtime_of
     from rlflow.runtime.run import run
 
-    observers: list[Observer] = [
-        MetricsWriter(),
-        ProgressDisplay(console),
-        Failures(console),
-        EngineReport(console),
-    ]
+    observers = [MetricsWriter(), *displays(console)]
     with stop_on_signals(lambda: console.print(STOPPING)) as stopping:
         report = run(plan, directory, runtime_of(plan), observers, resume=resume, stop=stopping.is_set, tune=tune)
     if tune:

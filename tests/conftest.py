@@ -24,6 +24,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 ROOT = Path(__file__).parents[1]
 CONFIG_DIR = Path(__file__).parent / "conf"
+FAKE = ("--config-dir", str(CONFIG_DIR), "recipe=fake")
 
 Typed = Callable[..., tuple[int, str, str]]
 

@@ -41,9 +41,10 @@ MAY_IMPORT = {
     },
     "report": {"errors", "nodes", "compiler", "runtime"},
     "cluster_detection": {"errors", "resources", "compose", "runtime"},
+    "earlier_runs": {"errors", "resources", "recipe", "compiler", "runtime"},
     "cli": {
         "stopping",
-        *("arguments", "cluster_detection", "errors", "resources", "recipe", "compiler", "compose"),
+        *("arguments", "cluster_detection", "earlier_runs", "errors", "resources", "recipe", "compiler", "compose"),
         *("runtime", "report"),
     },
     "doctor": {
@@ -55,7 +56,7 @@ MAY_IMPORT = {
 }
 # The parts of resources in their order: each may import those before it.
 PARTS_OF_RESOURCES = ["models", "cluster", "layout", "placement", "memory", "time", "demand", "workload", "search"]
-MODEL_LIBRARIES = {"torch", "transformers", "peft", "vllm", "deepspeed", "datasets", "tokenizers"}
+MODEL_LIBRARIES = {"torch", "transformers", "peft", "vllm", "deepspeed", "datasets", "safetensors", "tokenizers"}
 # Imported by engines when they are built, never before.
 LAZY = {"engines/causal_lm/attention.py", "engines/causal_lm/head.py", "engines/sharded/ulysses.py"}
 
@@ -127,5 +128,5 @@ def test_configuration_files_are_short() -> None:
 
 
 def test_public_names() -> None:
-    assert rlflow.__all__ == ["compile", "load", "run"]
+    assert rlflow.__all__ == ["Observer", "compile", "load", "run"]
     assert all(callable(getattr(rlflow, name)) for name in rlflow.__all__)

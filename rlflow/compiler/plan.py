@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.compiler.cautions import cautions
+from rlflow.compiler.continuation import experiment_of
 from rlflow.compiler.graph import Graph, wire
 from rlflow.compiler.lower import Requirements, lower
 from rlflow.errors import RecipeError
 from rlflow.recipe import Recipe, recipe_from, to_yaml
 from rlflow.resources.cluster import Cluster, cluster_from
-from rlflow.resources.layout import Layout, Resources
+from rlflow.resources.layout import Layout
 from rlflow.resources.placement import Bundle, RolePlacement, Worker
 from rlflow.resources.search.infeasible import explain
 from rlflow.resources.search.planner import Search
@@ -44,9 +45,8 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Of the experiment, wherever it runs: the recipe without what it pins of the placement, its checkpoints, what
-        it expects, and the figures of models that have files of their own."""
-        canonical = json.dumps(_experiment(asdict(self.recipe)), sort_keys=True)
+        """Identify the experiment, wherever it runs."""
+        canonical = json.dumps(experiment_of(self.recipe), sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,34 +120,6 @@ def plan_from(mapping: Mapping[str, Any]) -> Plan:
     if not intact:
         raise RecipeError("plan", "was changed after planning", fix="plan anew")
     return read
-
-
-_NOT_OF_THE_EXPERIMENT = {"architecture", "architecture_of", "trust_remote_code"}
-
-
-def _experiment(recipe: dict[str, Any]) -> dict[str, Any]:
-    """What stays of a recipe, and of those that make its models, wherever it runs."""
-    left_out = {"checkpoints", "expect", "models", "roles"}
-    models = {
-        # The figures of a model that has files of its own are no part of the experiment.
-        name: {key: value for key, value in model.items() if key not in _NOT_OF_THE_EXPERIMENT}
-        | ({} if model["path"] is not None else {"architecture": model["architecture"]})
-        | {"recipe": _experiment(model["recipe"]) if model["recipe"] is not None else None}
-        for name, model in recipe["models"].items()
-    }
-    roles = {
-        # Without ``lora`` it is what it was before there was one.
-        name: {
-            key: value
-            for key, value in role.items()
-            if key not in Resources.__dataclass_fields__ and (key, value) != ("lora", None)
-        }
-        for name, role in recipe["roles"].items()
-    }
-    # With its default it is what it was before there was one.
-    data = {key: value for key, value in recipe["data"].items() if (key, value) != ("overlong", "error")}
-    kept = {key: value for key, value in recipe.items() if key not in left_out}
-    return kept | {"models": models, "roles": roles, "data": data}
 
 
 def _digest(mapping: Mapping[str, Any]) -> str:

@@ -41,13 +41,15 @@ class DataSource:
     """Of the whole run, where prompts are given ahead: none are given of which there is no step."""
     warnings: tuple[str, ...] = ()
     """How many prompts were too long, and what became of them."""
+    behind: tuple[int, int] = (0, 0)
+    """A step, and the rows taken before it: their number need not follow from a ``batch_size`` that was changed."""
 
     def prompts(self, step: int) -> Prompts:
         """``batch_size`` prompts for ``step``, counted from 0; with ``ahead`` more in the first and fewer in the
         last."""
         first, end = self._first(step), self._first(step + 1)
         if self.ahead:
-            end = min(end, self.steps * self.data.batch_size)
+            end = min(end, self._place(self.steps))
         return self._prompts_at(_keys(step, end - first), np.arange(first, end))
 
     def prompts_from(self, place: int, step: int, first: int, count: int) -> Prompts:
@@ -69,7 +71,7 @@ class DataSource:
     def examples(self, step: int) -> Examples:
         """``batch_size`` prompts with their responses for ``step``, counted from 0."""
         assert self.response_ids is not None
-        rows = self._rows_at(np.arange(step * self.data.batch_size, (step + 1) * self.data.batch_size))
+        rows = self._rows_at(np.arange(self._place(step), self._place(step + 1)))
         return Examples(
             keys=_keys(step, len(rows)),
             prompt_ids=self.prompt_ids.take(rows),
@@ -80,7 +82,7 @@ class DataSource:
         """``batch_size`` prompts with both of their responses for ``step``, counted from 0."""
         assert self.response_ids is not None
         assert self.rejected_ids is not None
-        rows = self._rows_at(np.arange(step * self.data.batch_size, (step + 1) * self.data.batch_size))
+        rows = self._rows_at(np.arange(self._place(step), self._place(step + 1)))
         columns = [ids.take(rows) for ids in (self.prompt_ids, self.response_ids, self.rejected_ids)]
         return pairs_of(_keys(step, len(rows)), *columns)
 
@@ -96,7 +98,12 @@ class DataSource:
 
     def _first(self, step: int) -> int:
         """The place of the step's first prompt among those of the run."""
-        return step * self.data.batch_size + (self.ahead if step else 0)
+        return self._place(step) + (self.ahead if step else 0)
+
+    def _place(self, step: int) -> int:
+        """Return the number of rows that the steps before ``step`` take, without those that are given ahead."""
+        known, rows = self.behind
+        return rows + (step - known) * self.data.batch_size
 
     def _prompts_at(self, keys: NDArray[np.int64], places: NDArray[np.int64]) -> Prompts:
         rows = self._rows_at(places)
@@ -135,6 +142,7 @@ def open_training_data(
     held_out: Rows = (),
     ahead: int = 0,
     steps: int = 0,
+    behind: tuple[int, int] = (0, 0),
 ) -> DataSource:
     """Encode all rows. Raises RecipeError."""
     names = ("chosen", "rejected") if with_pairs else ("response",) if with_responses else ()
@@ -152,6 +160,7 @@ def open_training_data(
         train.responses[1] if with_pairs else None,
         ahead=ahead,
         steps=steps,
+        behind=behind,
         warnings=(*train.warnings, *apart.warnings),
     )
 

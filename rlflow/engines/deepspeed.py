@@ -21,7 +21,7 @@ from rlflow.engines.causal_lm.finite import check_finite
 from rlflow.engines.causal_lm.heads import head_of, last_of_each, name_padding, outputs_of
 from rlflow.engines.causal_lm.kernels import set_determinism
 from rlflow.engines.causal_lm.micro_batches import in_order
-from rlflow.engines.causal_lm.pretrained import load_tokenizer
+from rlflow.engines.causal_lm.pretrained import load_tokenizer, save_model
 from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
 from rlflow.engines.causal_lm.tunable import Tunable
 from rlflow.engines.sharded.group import set_timeouts, spread_of, wait_for_files, while_files_move
@@ -103,14 +103,15 @@ class DeepSpeedEngine(Tunable):
             group["lr"] = learning_rate
         self._module.train()
         with self.within_memory():
-            sums = self._gradients(minibatch, loss)
+            totals = self._gradients(minibatch, loss)
         self._module.eval()
+        measured = averaged_over_weights(self._summed(totals.sums))
+        totals.check(measured["loss"], self._said_by_all)
         norm = self._step()
         self._check_weights(f"after an update with learning rate {learning_rate:g} are")
-        measured = averaged_over_weights(self._summed(sums))
         return Metrics(values={**measured, "grad_norm": norm, "learning_rate": learning_rate})
 
-    def _gradients(self, minibatch: Minibatch, loss: TokenLoss) -> dict[str, float]:
+    def _gradients(self, minibatch: Minibatch, loss: TokenLoss) -> Totals:
         """Left at the weights. Returns sums over this rank's share."""
         totals = Totals(loss, self._device, self._spec.role)
         pieces, counting = rounds(minibatch, self._spec.layout.micro_batch_tokens)
@@ -121,7 +122,7 @@ class DeepSpeedEngine(Tunable):
             total = totals.add(part, outputs, more, share=float(at < counting))
             # DeepSpeed takes the mean of the ranks' gradients, and this loss is a sum over them.
             self._engine.backward(total * self._spec.world_size)
-        return totals.sums
+        return totals
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
         for name, weight in self._whole(trained(self._named(), self._spec.lora)):
@@ -179,8 +180,7 @@ class DeepSpeedEngine(Tunable):
             if self._head == "reward":
                 name_padding(self._module, self._tokenizer)
             check_finite(self._spec.role, whole.items(), f"to be exported in {self._spec.model.dtype} are")
-            self._module.save_pretrained(folder, state_dict=whole)
-            self._tokenizer.save_pretrained(folder)
+            save_model(self._module, self._tokenizer, folder, whole)
             if lora is not None:
                 copied = {copied_name(name): weight for name, weight in adapters.items()}
                 write_adapters(folder / "adapters", lora, copied, self._spec.model.path)
@@ -256,6 +256,14 @@ class DeepSpeedEngine(Tunable):
     def _outputs(self, sequences: Sequences, temperature: float) -> "tuple[Tensor, dict[str, Tensor]]":
         """What the loss is a function of, and columns besides those of the minibatch."""
         return outputs_of(self._model, self._head, sequences, temperature, self._spread)
+
+    def _said_by_all(self, own: str | None) -> list[str | None]:
+        """Return what each rank says."""
+        import torch
+
+        said: list[str | None] = [None] * self._spec.world_size
+        torch.distributed.all_gather_object(said, own)
+        return said
 
     def _summed(self, sums: dict[str, float]) -> dict[str, float]:
         """Over all shares of the data."""

@@ -82,6 +82,7 @@ class FakeEngine:
         logprobs = torch.from_numpy(self._logprobs(minibatch.response_ids).values)
         totals = Totals(loss, logprobs.device, self._spec.role)
         totals.add(minibatch, logprobs, {})
+        totals.check(totals.sums["loss"])
         return Metrics(values={**averaged_over_weights(totals.sums), "loss": 1 / self._weight})
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":

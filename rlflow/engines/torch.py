@@ -21,7 +21,7 @@ from rlflow.engines.causal_lm.finite import check_finite
 from rlflow.engines.causal_lm.heads import head_of, last_of_each, name_padding, outputs_of
 from rlflow.engines.causal_lm.kernels import attention_of, set_determinism
 from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
-from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
+from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, save_model
 from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
 from rlflow.engines.causal_lm.tunable import Tunable
 from rlflow.engines.sharded.group import meet, set_timeouts, spread_of, wait_for_files
@@ -128,6 +128,7 @@ class TorchEngine(Tunable):
             with self._autocast():
                 outputs, more = self._outputs(part, loss.temperature)
             torch.autograd.backward(totals.add(part, outputs, more))
+        totals.check(totals.sums["loss"])
         return averaged_over_weights(totals.sums)
 
     def release_memory(self) -> None:
@@ -170,8 +171,7 @@ class TorchEngine(Tunable):
             # One after another, where adapters are added to them: two copies need not fit on a GPU.
             state = {name: tensor.to("cpu", dtype) for name, tensor in whole}
             check_finite(self._spec.role, state.items(), f"to be exported in {self._spec.model.dtype} are")
-            self._model.save_pretrained(folder, state_dict=state)
-            self._tokenizer.save_pretrained(folder)
+            save_model(self._model, self._tokenizer, folder, state)
             if lora is not None:
                 write_adapters(folder / "adapters", lora, dict(self.weights()), self._spec.model.path)
         self._wait()

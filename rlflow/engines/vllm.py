@@ -198,9 +198,9 @@ class VllmEngine(Sessions):
         return set()
 
     def _transfer(self, engine: Any, method: str, arguments: dict[str, Any]) -> None:
-        if method != "init_weight_transfer_engine":
+        if method not in ("init_weight_transfer_engine", "shutdown_weight_transfer_engine"):
             self._expect_weights()
-        engine.collective_rpc(method, kwargs=arguments)
+        _on_ranks(engine, method, **arguments)
 
     def _expect_weights(self) -> None:
         if self._weights_asleep:
@@ -247,9 +247,9 @@ def _cache_tokens(engine: Any) -> int:
     return int((cache.num_gpu_blocks - 1) * cache.block_size)
 
 
-def _on_ranks(engine: Any, method: str, *arguments: Any) -> list[Any]:
-    """What a method of WorkerExtension returns on each rank. Raises the first error of any."""
-    answers = engine.collective_rpc("attempt", args=(method, *arguments))
+def _on_ranks(engine: Any, method: str, *arguments: Any, **named: Any) -> list[Any]:
+    """Return what a method of vLLM's worker, or of WorkerExtension, returns on each rank. Raises the first error."""
+    answers = engine.collective_rpc("attempt", args=(method, *arguments), kwargs=named)
     for error, _ in answers:
         if error is not None:
             raise error

@@ -3,11 +3,15 @@
 import re
 import sys
 from textwrap import wrap
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
 from rlflow.errors import EngineError, UserError
+
+if TYPE_CHECKING:
+    from rlflow.runtime.base import Observer
 
 WIDTH = 100
 """The columns of everything that goes to a file or a pipe."""
@@ -16,6 +20,16 @@ WIDTH = 100
 def output_console() -> Console:
     """Return the console for standard output."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+
+
+def displays(console: Console) -> "list[Observer]":
+    """Return the observers that show a run: its progress, failed rewards, and engines that lag."""
+    # They know nodes and engines; a dry run needs neither.
+    from rlflow.report.engines import EngineReport
+    from rlflow.report.failures import Failures
+    from rlflow.report.progress import ProgressDisplay
+
+    return [ProgressDisplay(console), Failures(console), EngineReport(console)]
 
 
 def show(picture: RenderableType) -> None:

@@ -1,8 +1,9 @@
 """The seam to where workers live, to those who watch a run, and what a run ends in."""
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -107,3 +108,10 @@ class Report:
     """What a person should know about the run: prompts that were too long, checkpoints that were damaged."""
     models: Mapping[str, str]
     """The folder of each trained role's model, when finished."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the last step, as in ``metrics.jsonl``; empty where the run made none."""
+
+    def history(self) -> list[dict[str, float]]:
+        """Return the metrics of every step and evaluation, from ``metrics.jsonl``."""
+        lines = (Path(self.directory) / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]

@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
+from rlflow.compiler.continuation import Experiment, check_continuation
 from rlflow.errors import EngineError, RecipeError, StorageError, first_line
 
 _MANIFEST = "manifest.json"
@@ -28,9 +27,12 @@ _NAME = re.compile(r"step-(\d{6,})")
 class Progress:
     """What a run needs besides its engines to go on."""
 
-    fingerprint: str
+    experiment: Experiment
+    """What the run trained when the checkpoint was written."""
     step: int
     """Steps that are behind."""
+    rows: int
+    """Rows of the data that these steps have taken."""
     evaluations: Mapping[str, float]
     """By step, as JSON has its keys."""
 
@@ -49,10 +51,10 @@ class _DamageError(Exception):
     """A checkpoint is not as it was written."""
 
 
-def write_whole(folder: Path, write: Callable[[Path], object]) -> None:
-    """Calls ``write`` with a new folder, and gives that the name ``folder`` when all of it is on disk.
+def write_whole(folder: Path, write: Callable[[Path], object], *, replaces: bool = False) -> None:
+    """Call ``write`` with a new folder, and give that the name ``folder`` when all of it is on disk.
 
-    A folder that has come to stand there, from another process that does the same work, stays.
+    A folder that stands there by then, from another process that does the same work, stays unless this ``replaces`` it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
@@ -61,7 +63,11 @@ def write_whole(folder: Path, write: Callable[[Path], object]) -> None:
         with _storage_errors(folder):
             write(temporary)
         for path in [*temporary.rglob("*"), temporary]:
+            if path.is_file():  # safetensors makes files that only their owner may read
+                path.chmod(temporary.stat().st_mode & 0o666)
             _flush(path)
+        if replaces and folder.exists():
+            folder.rename(Path(name) / "before")
         if not folder.exists():
             temporary.rename(folder)
             _flush(folder.parent)
@@ -70,6 +76,9 @@ def write_whole(folder: Path, write: Callable[[Path], object]) -> None:
 @contextmanager
 def _storage_errors(folder: Path) -> Iterator[None]:
     """Raise StorageError for the errors that torch and safetensors have of their own for a full disk."""
+    # A dry run looks for checkpoints, and needs no library that trains.
+    from safetensors import SafetensorError
+
     try:
         yield
     except EngineError:
@@ -100,19 +109,19 @@ def save(run: Path, progress: Progress, engines: Mapping[str, Any], keep: int) -
 def checkpoints(run: Path) -> list[Path]:
     """Return the folders of the checkpoints, the oldest first. Files and folders with other names are ignored."""
     folders = (run / "checkpoints").glob("step-*")
-    return sorted((each for each in folders if _NAME.fullmatch(each.name) and each.is_dir()), key=_step)
+    return sorted((each for each in folders if _NAME.fullmatch(each.name) and each.is_dir()), key=checkpoint_step)
 
 
-def last(run: Path, fingerprint: str) -> Checkpoint | None:
+def last(run: Path, experiment: Experiment) -> Checkpoint | None:
     """Return the newest checkpoint that is as it was written; None where there is none at all.
 
     Newer ones that are damaged are moved aside, so that they do not stand where the run will write. Raises RecipeError
-    for another recipe's run, and where every checkpoint is damaged.
+    for a run that cannot go on as ``experiment``, and where every checkpoint is damaged.
     """
     damaged: dict[Path, str] = {}
     for folder in reversed(checkpoints(run)):
         try:
-            progress = _read(folder, run, fingerprint)
+            progress = _read(folder, run, experiment)
         except _DamageError as damage:
             damaged[folder] = str(damage)
         else:
@@ -136,7 +145,7 @@ def remove_unfinished(run: Path) -> None:
             shutil.rmtree(folder)
 
 
-def _read(folder: Path, run: Path, fingerprint: str) -> Progress:
+def _read(folder: Path, run: Path, experiment: Experiment) -> Progress:
     """Check a checkpoint against its manifest. Raises _DamageError, or RecipeError for a run of another recipe."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
@@ -148,14 +157,9 @@ def _read(folder: Path, run: Path, fingerprint: str) -> Progress:
         raise _DamageError(f"{_MANIFEST}: {error}") from None
     if not intact:
         raise _DamageError(f"{_MANIFEST} is not as it was written")
-    if progress.step != _step(folder):
+    if progress.step != checkpoint_step(folder):
         raise _DamageError(f"{_MANIFEST} is of step {progress.step}")
-    if progress.fingerprint != fingerprint:
-        raise RecipeError(
-            "resume",
-            f"'{run}' ran a recipe with the fingerprint {progress.fingerprint}, this one has {fingerprint}",
-            fix=f"the same recipe and overrides, or plan={run}/plan.json",
-        )
+    check_continuation(progress.experiment, experiment, run)
     for name, digest in files.items():
         if not (folder / name).is_file():
             raise _DamageError(f"{name} is missing")
@@ -168,7 +172,8 @@ def _folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:06d}"
 
 
-def _step(folder: Path) -> int:
+def checkpoint_step(folder: Path) -> int:
+    """Return the step of the checkpoint in ``folder``."""
     return int(folder.name.removeprefix("step-"))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.batch import Sequences
+from rlflow.compiler.continuation import experiment_of
 from rlflow.compiler.plan import Plan, write_plan
 from rlflow.compiler.reward_models import check_reward_folders
 from rlflow.compiler.rounds import after_rounds, in_rounds
@@ -19,10 +20,9 @@ from rlflow.errors import EngineError, RecipeError
 from rlflow.nodes.converse import Converse
 from rlflow.nodes.reward import Reward
 from rlflow.recipe import Model, Tune
-from rlflow.resources.layout import GIB
 from rlflow.runtime import checkpoint
 from rlflow.runtime.adaptation import adaptive
-from rlflow.runtime.base import Engines, Observer, Report, Runtime, StoreUse
+from rlflow.runtime.base import Engines, Observer, Report, Runtime
 from rlflow.runtime.choose import runtime_of
 from rlflow.runtime.data_plane.budget import edge
 from rlflow.runtime.evaluation import pair_evaluator
@@ -30,6 +30,7 @@ from rlflow.runtime.folder_lock import locked
 from rlflow.runtime.lengths import check_examples
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.models import resolve_models
+from rlflow.runtime.reports import compared, report_of
 from rlflow.runtime.rollout.conversing import conversing
 from rlflow.runtime.rollout.overcommit import begun_ahead, overcommitted
 from rlflow.runtime.rollout.rounds import Rounds
@@ -80,13 +81,15 @@ def _run(
     for node in plan.graph.nodes:
         if isinstance(node.operation, Reward | Converse):
             node.operation.try_out()
-    last = checkpoint.last(directory, plan.fingerprint) if resume else None
+    experiment = experiment_of(plan.recipe)
+    last = checkpoint.last(directory, experiment) if resume else None
     if resume and not last and not (directory / "base").is_dir():
         raise _no_checkpoint(directory)
     warnings = list(last.damaged) if last else []
     _warn(observers, warnings)
     checkpoint.remove_unfinished(directory)
-    behind = last.progress if last else checkpoint.Progress(plan.fingerprint, 0, {})
+    behind = last.progress if last else checkpoint.Progress(experiment, 0, 0, {})
+    _check_steps(plan, behind.step)
     rows, held_out = load_rows(plan.recipe.data, "split"), _held_out_rows(plan)
 
     def run_base(base: Plan, name: str) -> Report:
@@ -97,7 +100,7 @@ def _run(
         return run(base, folder, on, observers, resume=bool(checkpoint.checkpoints(folder)), stop=stop)
 
     models = resolve_models(plan, run_base)
-    data = _open_data(plan, models, rows, held_out)
+    data = _open_data(plan, models, rows, held_out, behind)
     _warn(observers, data.warnings)
     warnings += data.warnings
     write_plan(plan, directory)
@@ -123,6 +126,7 @@ def _run(
             open_parts.callback(observer.close)
         steps, options = plan.recipe.steps, plan.recipe.checkpoints
         step, evaluations, saved = behind.step, dict(behind.evaluations), behind.step if last else None
+        metrics: Mapping[str, float] = {}
         _copy_weights(plan, engines, version=step)
         while True:
             if evaluation and _is_due(plan, step) and str(step) not in evaluations:
@@ -131,7 +135,8 @@ def _run(
                     observer.evaluated(step, evaluations[str(step)])
             stopped = stop()
             if step != saved and (stopped or step == steps or (step > 0 and step % options.every == 0)):
-                done = checkpoint.Progress(plan.fingerprint, step, evaluations)
+                taken = behind.rows + (step - behind.step) * plan.recipe.data.batch_size
+                done = checkpoint.Progress(experiment, step, taken, evaluations)
                 checkpoint.save(directory, done, kept, options.keep)
             if stopped or step == steps:
                 break
@@ -143,8 +148,9 @@ def _run(
             for observer in observers:
                 observer.stepped(step, metrics)
         exported = _export(directory, trained) if step == steps else {}
-        stored = _compared(plan, engines.store_use())
-        report = _report(plan, directory, step, time.perf_counter() - began, evaluations, stored, warnings, exported)
+        stored = compared(plan, engines.store_use())
+        seconds = time.perf_counter() - began
+        report = report_of(plan, directory, step, seconds, evaluations, stored, warnings, exported, metrics)
         (directory / "report.json").write_text(json.dumps(asdict(report), indent=1))
         for observer in observers:
             observer.ended(report)
@@ -223,7 +229,9 @@ def _held_out_rows(plan: Plan) -> Rows:
     return load_rows(plan.recipe.data, "eval_split")[: options.num_prompts] if options else []
 
 
-def _open_data(plan: Plan, models: Mapping[str, Model], rows: Rows, held_out: Rows) -> DataSource:
+def _open_data(
+    plan: Plan, models: Mapping[str, Model], rows: Rows, held_out: Rows, behind: checkpoint.Progress
+) -> DataSource:
     recipe, graph = plan.recipe, plan.graph
     name = recipe.roles[graph.reading_role()].model
     tokenizer = load_tokenizer(name, models[name])
@@ -237,9 +245,16 @@ def _open_data(plan: Plan, models: Mapping[str, Model], rows: Rows, held_out: Ro
         with_pairs="pairs" in graph.sources,
         ahead=begun_ahead(graph, recipe.data.batch_size),
         steps=recipe.steps,
+        behind=(behind.step, behind.rows),
     )
     check_examples(plan, data)
     return data
+
+
+def _check_steps(plan: Plan, behind: int) -> None:
+    if plan.recipe.steps < behind:
+        fact = f"{plan.recipe.steps} is less than the {behind} steps that the run has behind it"
+        raise RecipeError("steps", fact, fix="steps=+100 trains for 100 more")
 
 
 def _is_due(plan: Plan, step: int) -> bool:
@@ -247,46 +262,9 @@ def _is_due(plan: Plan, step: int) -> bool:
     return step % every == 0 or step == plan.recipe.steps
 
 
-def _report(
-    plan: Plan,
-    directory: Path,
-    step: int,
-    seconds: float,
-    evaluations: Mapping[str, float],
-    stored: Mapping[str, Mapping[str, float]],
-    warnings: Sequence[str],
-    models: Mapping[str, str],
-) -> Report:
-    scores, finished = list(evaluations.values()), step == plan.recipe.steps
-    return Report(
-        name=plan.recipe.name,
-        fingerprint=plan.fingerprint,
-        status="finished" if finished else "stopped",
-        directory=str(directory),
-        steps=step,
-        seconds=seconds,
-        eval_before=scores[0] if scores else None,
-        eval_after=scores[-1] if scores and finished else None,
-        store=stored,
-        warnings=warnings,
-        models=models,
-    )
-
-
-def _compared(plan: Plan, use: StoreUse) -> dict[str, dict[str, float]]:
-    """MiB, of what was both predicted and measured."""
-    predicted = plan.prediction.data
-    pairs = {name: (size, use.edges[name]) for name, size in predicted.edges.items() if name in use.edges}
-    pairs |= {
-        f"peak of {host}": (gib * GIB, use.peaks[host])
-        for host, gib in predicted.store_peak_gib.items()
-        if host in use.peaks
-    }
-    return {name: {"predicted": a / 2**20, "measured": b / 2**20} for name, (a, b) in pairs.items()}
-
-
 def _export(directory: Path, trained: Mapping[str, Any]) -> dict[str, str]:
     folders = {role: directory / "model" / role for role in trained}
     for role, folder in folders.items():
-        checkpoint.write_whole(folder, trained[role].export)
+        # A run that went on has another model than the one that it exported before.
+        checkpoint.write_whole(folder, trained[role].export, replaces=True)
     return {role: str(folder) for role, folder in folders.items()}

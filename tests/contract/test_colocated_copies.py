@@ -79,7 +79,7 @@ def test_every_card_passes_through_the_sender(path: Path, dtype: torch.dtype, gp
     send(sender(engine, "ipc", receivers, rank=0, address="127.0.0.1:1"), "ipc")
     chunks = [told["update_info"] for method, told in receivers.told if method == "update_weights"]
     assert [name for chunk in chunks for name in chunk["names"]] == list(weights)
-    assert [method for method, _ in receivers.told[:2]] == ["init_weight_transfer_engine", "start_weight_update"]
+    assert [method for method, _ in receivers.told[1:3]] == ["init_weight_transfer_engine", "start_weight_update"]
     assert receivers.told[-1][0] == "finish_weight_update"
     (buffer,) = gpu.buffers
     assert max(sum(chunk["tensor_sizes"]) for chunk in chunks) <= buffer.nbytes

@@ -16,9 +16,7 @@ import pytest
 
 import rlflow
 from rlflow.cli import main
-from tests.conftest import CONFIG_DIR, ROOT, Typed
-
-FAKE = ("--config-dir", str(CONFIG_DIR), "recipe=fake")
+from tests.conftest import FAKE, ROOT, Typed
 
 
 def test_the_command_is_installed_with_the_package() -> None:

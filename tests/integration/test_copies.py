@@ -3,7 +3,7 @@
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -98,14 +98,19 @@ def versions(rollout: Any) -> set[int]:
 
 
 def test_copies_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once and twice, the second time with new engines, they go through; three times are an error."""
+    """Once and twice, the second time with a new engine, they go through; three times are an error."""
     with engines(tmp_path, monkeypatch) as (started, fail):
         rollout, source = started["rollout"], started["actor"].weights()
+        good, failing = rollout.workers.actors
         kinds = [(), ("fails",), ("fails", "fails"), ("dies",), ("source_fails",), ("source_fails", "fails"), ()]
         for version, failures in enumerate(kinds, start=1):
             fail(*failures)
             rollout.load_weights(source, version)
             assert versions(rollout) == {version}, failures
+            replaced = rollout.workers.actors[1] != failing
+            assert replaced == (failures in (("fails", "fails"), ("dies",))), failures
+            assert rollout.workers.actors[0] == good, "an engine that has not failed goes on"
+            failing = rollout.workers.actors[1]
         for kind in ("fails", "source_fails"):
             fail(kind, kind, kind)
             with pytest.raises(EngineError, match=f"it {kind}"):
@@ -121,10 +126,11 @@ def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         rollout, source = started["rollout"], started["actor"].weights()
         rollout.load_weights(source, 1)
 
-        def restart() -> None:
+        def restart(ranks: Sequence[int]) -> None:
             """New processes have libraries to load."""
             monkeypatch.setattr(copies, "LIMIT_S", 60.0)
-            RayWorkers.restart(rollout.workers)
+            assert ranks == [1], "the engine that hangs is replaced alone"
+            RayWorkers.restart(rollout.workers, ranks)
 
         monkeypatch.setattr(rollout.workers, "restart", restart)
         monkeypatch.setattr(copies, "LIMIT_S", 3.0)

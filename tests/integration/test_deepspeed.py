@@ -393,10 +393,21 @@ def test_bfloat16_has_masters_in_float32(two: Sequence[EngineProcess], address: 
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_gradient_that_is_not_finite_stops_the_run(two: Sequence[EngineProcess], address: str, stage: int) -> None:
+def test_a_loss_that_is_not_finite_stops_all_ranks(two: Sequence[EngineProcess], address: str, stage: int) -> None:
+    """One of them has it, and none waits for it."""
     batch = policy_minibatch(0)
     batch.columns["advantages"].values[0] = np.inf
-    with pytest.raises(EngineError, match="role actor: the gradient's norm is not finite"):
+    message = r"role actor: the loss is -?(inf|nan) at .* prompt 0 sample 0\); not finite there: advantages"
+    with pytest.raises(EngineError, match=message):
+        Ranks(two, actor(stage), address).update(split(batch), [LOSS] * 2)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_is_not_finite_stops_the_run(two: Sequence[EngineProcess], address: str, stage: int) -> None:
+    """Its square is too large, and the loss is not."""
+    batch = policy_minibatch(0)
+    batch.columns["advantages"].values[:] = 1e37
+    with pytest.raises(EngineError, match="role actor: grad_norm is not finite"):
         Ranks(two, actor(stage), address).update(split(batch), [LOSS] * 2)
 
 

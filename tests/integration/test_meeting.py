@@ -53,10 +53,10 @@ def test_a_port_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with RayRuntime().start(plan, models_in_use(plan.recipe), tmp_path) as engines:
         rollout = engines["rollout"]
         (taken / "once").touch()
-        rollout.workers.restart()
+        rollout.workers.restart([0])
         assert not list(taken.iterdir())
         assert len(rollout.generate(prompts((2, 2)), Sampling(max_tokens=2))) == 2
         for index in range(2):
             (taken / str(index)).touch()
         with pytest.raises(EngineError, match=r"role rollout: worker 0 .*(EADDRINUSE|ddress already in use)"):
-            rollout.workers.restart()
+            rollout.workers.restart([0])

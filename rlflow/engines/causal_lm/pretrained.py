@@ -1,5 +1,6 @@
 """A model and its tokenizer, from a folder, from the hub, or new."""
 
+import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
@@ -13,7 +14,7 @@ from rlflow.recipe import Model
 from rlflow.resources.layout import Attention
 
 if TYPE_CHECKING:
-    from torch import dtype
+    from torch import Tensor, dtype
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 END_TOKEN = "<|end|>"
@@ -110,6 +111,19 @@ def load_model(
     return built.eval().to(device)
 
 
+def save_model(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    folder: Path,
+    weights: "dict[str, Tensor] | None" = None,
+) -> None:
+    """Write ``model`` and ``tokenizer`` as transformers does; ``weights`` replace those of the model."""
+    # transformers imports DeepSpeed here, where that is installed, and DeepSpeed warns on CPUs that it found no GPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if model.device.type == "cuda" else "cpu")
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
+
+
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Without warnings of transformers."""
@@ -204,7 +218,7 @@ def _character_tokenizer(characters: str) -> "PreTrainedTokenizerBase":
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: index for index, token in enumerate([END_TOKEN, *dict.fromkeys(characters)])}
-    tokenizer = Tokenizer(WordLevel(vocabulary))
-    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_TOKEN, pad_token=END_TOKEN)
+    words = Tokenizer(WordLevel(vocabulary))
+    words.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    words.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token=END_TOKEN, pad_token=END_TOKEN)

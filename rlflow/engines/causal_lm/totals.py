@@ -1,7 +1,7 @@
 """What training minimises and measures, in sums over the passes of one optimizer step."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,8 @@ class Totals:
 
     def __init__(self, loss: TokenLoss, device: "torch.device", role: str) -> None:
         self._role = role
+        self._problem: str | None = None
+        """What was not finite in the first pass whose loss was not."""
         self._loss = loss
         self._device = device
         self.sums: defaultdict[str, float] = defaultdict(float)
@@ -32,7 +34,6 @@ class Totals:
         """What a pass over ``part`` adds to the loss, to be differentiated.
 
         ``outputs`` [T] are the model's, and ``more`` what it says besides; a ``share`` of 0: the pass counts nothing.
-        Raises EngineError for a loss that is not finite.
         """
         import torch
 
@@ -51,8 +52,9 @@ class Totals:
         losses, metrics = self._loss(outputs, columns)
         weights = weights * share
         total = (losses * weights).sum()
-        if not isfinite(value := float(total.detach())):
-            raise self._not_finite(value, losses, {"the model's outputs": outputs, **columns}, part.keys, rows)
+        value = float(total.detach())
+        if not isfinite(value) and self._problem is None:
+            self._problem = _not_finite(losses, {"the model's outputs": outputs, **columns}, part.keys, rows)
         self.sums["loss"] += value
         self.sums[_WEIGHT] += float(weights.sum())
         for name, values in metrics.items():
@@ -61,16 +63,14 @@ class Totals:
             self.sums[_weight_of(name)] += float(weights[known].sum())
         return total
 
-    def _not_finite(
-        self, value: float, losses: "Tensor", read: "Mapping[str, Tensor]", keys: NDArray[np.int64], rows: "Tensor"
-    ) -> EngineError:
-        """Return the error that names the samples, and which of what the loss has ``read`` is not finite either."""
-        bad = ~losses.detach().isfinite()
-        samples = keys[np.unique(rows[bad].cpu().numpy())]
-        causes = [name for name, column in read.items() if not column.detach()[bad].isfinite().all()]
-        why = f" Not finite there: {', '.join(causes)}." if causes else ""
-        where = f" at {int(bad.sum())} of {len(bad)} tokens ({named_samples(samples)})" if len(samples) else ""
-        return EngineError(f"role {self._role}: the loss is {value}{where}.{why}")
+    def check(self, loss: float, said_by: "Callable[[str | None], Iterable[str | None]]" = lambda own: [own]) -> None:
+        """Raise EngineError for a ``loss``, of all ranks together, that is not finite.
+
+        ``said_by`` gives from what this rank says of it what all ranks say: they raise the same error.
+        """
+        if not isfinite(loss):
+            where = next((each for each in said_by(self._problem) if each), "")
+            raise EngineError(f"role {self._role}: the loss is {loss}{where}.")
 
     def _rows(self, part: Minibatch) -> "Tensor":
         import torch
@@ -82,6 +82,16 @@ class Totals:
         import torch
 
         return torch.from_numpy(column.values).to(self._device)
+
+
+def _not_finite(losses: "Tensor", read: "Mapping[str, Tensor]", keys: NDArray[np.int64], rows: "Tensor") -> str | None:
+    """Return which samples have a loss that is not finite, and which of what the loss has ``read`` is not, either."""
+    bad = ~losses.detach().isfinite()
+    samples = keys[np.unique(rows[bad].cpu().numpy())]
+    causes = [name for name, column in read.items() if not column.detach()[bad].isfinite().all()]
+    why = f"; not finite there: {', '.join(causes)}" if causes else ""
+    where = f" at {int(bad.sum())} of {len(bad)} tokens of a pass ({named_samples(samples)})"
+    return f"{where}{why}" if len(samples) else None
 
 
 def averaged_over_weights(sums: Mapping[str, float]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from rlflow.engines.groups import NOTHING, Begun
-from rlflow.engines.serving.seconds import Recorder, Second
+from rlflow.engines.serving.seconds import Recorder, Second, core_of
 from rlflow.errors import EngineError, first_line
 
 Result = TypeVar("Result")
@@ -169,6 +169,8 @@ class Batcher:
             elif self._live and not self._next.at_once:
                 return
             else:
+                if not self._next.at_once:
+                    drain(engine)
                 self._run(engine, self._next)
             self._next = None
 
@@ -223,6 +225,17 @@ class Batcher:
                 waiting.add(self._inbox.get())
         for work in waiting:
             work.fail(self._failure)
+
+
+def drain(engine: Any) -> None:
+    """Step until nothing is on its way.
+
+    On GPUs vLLM schedules a step before it has read the last one, so all requests may be answered while a step for them
+    is still running. It must end before its memory is given up or its weights change.
+    """
+    core = core_of(engine)
+    while core is not None and core.has_work():
+        engine.step()
 
 
 def outputs_so_far(engine: Any, names: Collection[str]) -> list[Any]:

@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.causal_lm.adapters import add_adapters, copied_name, is_adapter, trained
-from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, loading_error
+from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, loading_error, save_model
 from rlflow.errors import EngineError
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ def model_files(spec: EngineSpec) -> Iterator[str]:
         return
     with TemporaryDirectory(prefix="rlflow-model-") as folder:
         dtype = getattr(torch, spec.model.dtype)
-        load_model(spec.model_name, spec.model, device="cpu", dtype=dtype, seed=spec.seed).save_pretrained(folder)
-        load_tokenizer(spec.model_name, spec.model).save_pretrained(folder)
+        model = load_model(spec.model_name, spec.model, device="cpu", dtype=dtype, seed=spec.seed)
+        save_model(model, load_tokenizer(spec.model_name, spec.model), Path(folder))
         yield folder
 
 

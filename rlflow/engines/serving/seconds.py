@@ -97,10 +97,14 @@ class Recorder:
         return time.perf_counter()
 
 
+def core_of(engine: Any) -> Any:
+    """Return vLLM's EngineCore; None for an engine that has none in this process."""
+    return getattr(getattr(engine, "engine_core", None), "engine_core", None)
+
+
 def scheduler_of(engine: Any) -> Any:
-    """vLLM's scheduler; None of an engine that has none in this process."""
-    core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
-    return getattr(core, "scheduler", None)
+    """Return vLLM's scheduler; None for an engine that has none in this process."""
+    return getattr(core_of(engine), "scheduler", None)
 
 
 class _Gpus:

@@ -34,13 +34,13 @@ class WorkerExtension:
 
         sampler.forward = forward
 
-    def attempt(self, method: str, *arguments: Any) -> tuple[Exception | None, Any]:
-        """The error that a method of this class raised, and what it returned.
+    def attempt(self, method: str, *arguments: Any, **named: Any) -> tuple[Exception | None, Any]:
+        """Return the error that a method of the worker raised, and what it returned.
 
         Where ranks raise or return an error, vLLM takes the first answer and leaves the others to the next call.
         """
         try:
-            return None, getattr(self, method)(*arguments)
+            return None, getattr(self, method)(*arguments, **named)
         except Exception as error:  # whatever it is, it is raised where the answers are
             alone = self.vllm_config.parallel_config.world_size == 1
             return (error if alone else RuntimeError(first_line(error))), None

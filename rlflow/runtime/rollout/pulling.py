@@ -6,7 +6,7 @@ written it hands over at the end, or in a few parts where somebody works on them
 at once; from engine to engine, this process holds references. The rows of an engine that fails go to the others.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Literal, Protocol
 
@@ -25,6 +25,14 @@ from rlflow.runtime.rollout.scheduling import Room, Scheduler
 # While rows wait, those that are done are told together: this part of what an engine writes at once.
 _SHARE = 32
 _Method = Literal["write", "put_off", "take"]
+
+
+class AllFailedError(EngineError):
+    """The failure of all engines before enough was written. All that they wrote is lost with them."""
+
+    def __init__(self, lost: Mapping[int, EngineError]) -> None:
+        super().__init__(str(next(iter(lost.values()))))
+        self.lost = lost
 
 
 class Engines(Protocol):
@@ -49,7 +57,7 @@ def pulled(
     the engines of ``ranks`` that failed, and why.
 
     ``before``: lengths of responses that came in the step before. The ``listener`` is told from this thread; what it is
-    told is the first time that it is there. Raises EngineError when all engines have failed.
+    told is the first time that it is there. Raises AllFailedError.
     """
     whole = Whole(prompts).part(np.arange(len(prompts)))
     lost: dict[int, EngineError] = {}
@@ -59,7 +67,7 @@ def pulled(
             return begun, lost
         alive = [rank for rank in ranks if rank not in lost]
         if not alive:
-            raise next(iter(lost.values()))
+            raise AllFailedError(lost)
         round_ = _Round(engines, whole, prompts, sampling, groups, enough, lost, listener)
         begun = groups.joined(round_.run(alive, before))
 

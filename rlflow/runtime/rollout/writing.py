@@ -1,6 +1,6 @@
 """What engines do over a run that take new samples while they write: which of them can, and what each did when."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,7 +15,10 @@ from rlflow.engines.groups import is_done
 from rlflow.errors import EngineError
 from rlflow.runtime.rollout import pulling
 from rlflow.runtime.rollout.listening import Listener
-from rlflow.runtime.rollout.pulling import pulled
+from rlflow.runtime.rollout.pulling import AllFailedError, pulled
+
+# So often in one generation all engines are started anew after all have failed.
+_REVIVALS = 2
 
 Line = dict[str, Any]
 """A second of an engine; a line of ``engines.jsonl``."""
@@ -24,16 +27,16 @@ Line = dict[str, Any]
 class Engines(pulling.Engines, Protocol):
     """They can be replaced."""
 
-    def restart(self, ranks: Sequence[int]) -> Sequence[int]:
-        """New engines in the places of these, and of others where that must be: those that are new. Raises
-        EngineError."""
+    def restart(self, ranks: Sequence[int]) -> None:
+        """Replace the engines of these ranks by new ones; the others go on. Raises EngineError."""
 
 
 class Writing:
-    """Of one role."""
+    """Generation by the engines of one role, of which some may fail."""
 
-    def __init__(self, role: str, engines: Engines) -> None:
-        self._role, self._engines = role, engines
+    def __init__(self, role: str, engines: Engines, renew: Callable[[], None]) -> None:
+        """``renew`` gives all engines the weights in force, and so calls ``renewed``."""
+        self._role, self._engines, self._renew = role, engines, renew
         self._out: set[int] = set()
         self._followed = False
         self._before: dict[Sampling, NDArray[np.float64]] = {}
@@ -51,34 +54,44 @@ class Writing:
             self._listener = None
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
-        """``group_size`` rollouts of each prompt, in the order of keys. Raises EngineError when all engines fail.
+        """``group_size`` rollouts of each prompt, in the order of keys. Raises EngineError.
 
-        One that fails is started anew, and writes again when it has the weights.
+        The samples of an engine that fails go to the others. It alone is started anew, and writes again when it has the
+        weights: those of the next copy, or at once those in force where no other engine is left.
         """
         return self.write_on(prompts, sampling, None, len(prompts))
 
     def write_on(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
         """As ``Continues`` has it; engines that fail as in ``generate``. Raises EngineError."""
-        ranks, before = self._ranks(), self._before.get(sampling)
-        rollouts, lost = pulled(self._engines, ranks, prompts, sampling, before, begun, enough, self._listener)
+        before, listener = self._before.get(sampling), self._listener
+        for revival in range(_REVIVALS + 1):
+            ranks = self._ranks()
+            try:
+                rollouts, lost = pulled(self._engines, ranks, prompts, sampling, before, begun, enough, listener)
+                break
+            except AllFailedError as failure:
+                if revival == _REVIVALS:
+                    raise
+                self._ended(ranks, failure.lost)
+                # It was in the keeping of engines that have failed since.
+                begun = None
         self._before[sampling] = rollouts.response_ids.lengths[is_done(rollouts, sampling)].astype(np.float64)
         self._ended(ranks, lost)
         return rollouts
 
     def _ranks(self) -> list[int]:
-        """The engines that have the weights."""
-        ranks = [rank for rank in range(len(self._engines)) if rank not in self._out]
-        if not ranks:
-            raise EngineError(f"role {self._role}: all engines have failed, and new ones have no weights yet.")
-        return ranks
+        """Return the engines that have the weights in force; where none has, all get them first."""
+        if len(self._out) == len(self._engines):
+            self._renew()
+        return [rank for rank in range(len(self._engines)) if rank not in self._out]
 
     def _ended(self, ranks: Sequence[int], lost: Mapping[int, EngineError]) -> None:
         self._note([rank for rank in ranks if rank not in lost])
         if lost:
             self._failures += [{"engine": rank, "failed": str(error)} for rank, error in lost.items()]
-            new = self._engines.restart(sorted(lost))
+            self._engines.restart(sorted(lost))
             # A new engine has the weights that training began with.
-            self._out |= set(new) if self._followed else set()
+            self._out |= set(lost) if self._followed else set()
 
     def renewed(self) -> None:
         """All engines have the same weights again."""

@@ -75,7 +75,7 @@ class Actors:
         for attempt in range(1, _ATTEMPTS + 1):
             # A host that has died since it was bound would leave them waiting for ever.
             self._wait_for([self.call(rank, "ready") for rank in ranks])
-            address = self.meeting_address()
+            address = f"{self.address}:{gathered([self.call(0, 'meeting_port')])[0]}"
             calls = [self.call(rank, "build", self._engine, self._spec(rank, address)) for rank in ranks]
             try:
                 self._wait_for(calls)
@@ -103,27 +103,23 @@ class Actors:
                 ray.kill(actor)
         self.actors = []
 
-    def restart(self, ranks: Sequence[int] | None = None) -> Sequence[int]:
-        """New engines in the places of these, by default all: those that are new. Raises EngineError.
-
-        All, too, where weights come from GPU to GPU: who has met there before cannot meet somebody else.
-        """
-        if ranks is None or self.weight_backend is not None:
-            self.stop()
-            self.start()
-            self.met = False
-            return range(len(self))
+    def restart(self, ranks: Sequence[int]) -> None:
+        """Replace the engines of these ranks by new ones in new processes; the others go on. Raises EngineError."""
         self._renew(ranks)
         self._build(ranks)
-        return ranks
+        self.met = False
 
-    def meeting_address(self) -> str:
-        """HOST:PORT on the host of rank 0."""
-        return self.address_of(gathered([self.call(0, "meeting_port")])[0])
+    def dead(self) -> list[int]:
+        """Return the ranks whose processes have died or been ended. A process that does not answer counts as alive."""
+        answers = self.everywhere("ready")
+        wait(answers, timeout=_LOOK_S)
+        died = [answer.done() and answer.exception() is not None for answer in answers]
+        return [rank for rank, actor in enumerate(self.actors) if died[rank] or actor in self._ended]
 
-    def address_of(self, port: int) -> str:
-        """HOST:PORT on the host of rank 0."""
-        return f"{self._placed.addresses[self._workers[0].bundles[0].host]}:{port}"
+    @property
+    def address(self) -> str:
+        """The address of rank 0's host."""
+        return self._placed.addresses[self._workers[0].bundles[0].host]
 
     def _wait_for(self, calls: "list[Future[Any]]") -> None:
         hosts = {bundle.host: self._placed.hosts[bundle.host] for worker in self._workers for bundle in worker.bundles}

@@ -21,35 +21,51 @@ Place = tuple[Actors, int]
 """A worker: its role and its rank."""
 
 
+class NotTakenError(EngineError):
+    """A copy of weights that some engines did not take over."""
+
+    def __init__(self, why: str, ranks: Sequence[int]) -> None:
+        super().__init__(why)
+        self.ranks = ranks
+
+
 def through_store(source: Actors, target: Actors, version: int) -> float:
-    """Through Ray's store: tried again when it fails, and the last time with new engines, or sooner where one had to be
-    ended. Raises EngineError, at once where one of ``source`` had to be ended.
+    """Copy weights through Ray's store, and again when that fails.
+
+    An engine whose process has ended is replaced at once; one that fails otherwise, before the last attempt. The others
+    go on. Raises EngineError, at once where one of ``source`` had to be ended.
 
     Returns the seconds that the slowest engine took to take them over, waiting aside.
     """
     for attempt in range(1, _ATTEMPTS):
         try:
             return _bucket_by_bucket(source, target, version)
-        except EngineError:
+        except EngineError as error:
             if source.any_ended:
                 raise
-            if target.any_ended or attempt == _ATTEMPTS - 1:
-                target.restart()
+            broken = target.dead()
+            if attempt == _ATTEMPTS - 1 and isinstance(error, NotTakenError):
+                broken = sorted({*broken, *error.ranks})
+            if broken:
+                target.restart(broken)
     return _bucket_by_bucket(source, target, version)
 
 
 def directly(source: Actors, target: Actors, backend: WeightBackend, version: int) -> float:
-    """From GPU to GPU, by vLLM's own ways. Returns the seconds that it took.
+    """Copy weights from GPU to GPU by vLLM's own ways, and return the seconds that it took.
 
-    It is not tried again: who failed has left the others waiting in an exchange. Raises EngineError.
+    Engines whose process has ended since the last copy are replaced first. A copy that fails is not tried again: the
+    failed process has left the others waiting in an exchange. Raises EngineError.
     """
     began = time.perf_counter()
+    if dead := target.dead():
+        target.restart(dead)
     if not target.met:
         _within(_called(source, source.everywhere("forget_receivers")))
         target.met = True
     receivers = Receivers(target.actors, target.num_gpus_each)
-    address = source.address_of(_within({source.call(0, "meeting_port"): (source, 0)})[0])
-    sending = _called(source, [source.call(r, "send_directly", backend, receivers, r, address) for r in _ranks(source)])
+    calls = [source.call(rank, "send_directly", backend, receivers, rank, source.address) for rank in _ranks(source)]
+    sending = _called(source, calls)
     _within(sending, receiving=target)
     _within(_called(target, target.everywhere("call", "transferred", version)))
     return time.perf_counter() - began
@@ -76,9 +92,11 @@ def _bucket_by_bucket(source: Actors, target: Actors, version: int) -> float:
     late = wait(takes, timeout=LIMIT_S).not_done
     if late:
         _end([(target, rank) for rank, take in enumerate(takes) if take in late])
-    first = next((take.exception() for take in takes if take.exception() and str(take.exception()) != ending), None)
-    if first is not None:
-        raise first
+    errors = {rank: take.exception() for rank, take in enumerate(takes)}
+    failed = {rank: error for rank, error in errors.items() if error is not None and str(error) != ending}
+    if failed:
+        first = next(iter(failed.values()))
+        raise NotTakenError(str(first), list(failed)) if isinstance(first, EngineError) else first
     own: list[float] = gathered(takes)
     return max(own)
 

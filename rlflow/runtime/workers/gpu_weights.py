@@ -3,9 +3,10 @@
 No line of it has run on a GPU so far.
 """
 
+import socket
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -21,23 +22,23 @@ class Source:
 
     def __init__(self, engine: Trains) -> None:
         self._engine = engine
+        self._metadata: list[Any] = []
 
     def __iter__(self) -> "Iterator[tuple[str, Tensor]]":
         return self._engine.weights()
 
     def metadata(self) -> list[Any]:
-        return self._metadata
-
-    @cached_property
-    def _metadata(self) -> list[Any]:
+        """Return name, type and shape of each weight, as vLLM wants them. They never change."""
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+        if not self._metadata:
+            self._metadata = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+        return self._metadata
 
     @property
     def largest_bytes(self) -> int:
         """The size of the largest tensor, as it is sent."""
-        sizes: list[int] = [prod(each.shape) * each.dtype.itemsize for each in self._metadata]
+        sizes: list[int] = [prod(each.shape) * each.dtype.itemsize for each in self.metadata()]
         return max(sizes)
 
 
@@ -54,6 +55,8 @@ class Receivers:
         return len(self._actors) * self._width
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Connect all engines to a sender. Engines that were connected to another one leave it first."""
+        self._call("shutdown_weight_transfer_engine", [{}] * len(self._actors))
         infos = [
             # Each engine's ranks follow those of the one before it.
             init_info | {"rank_offset": init_info["rank_offset"] + index * self._width}
@@ -80,12 +83,11 @@ class Receivers:
 
 
 def sender(engine: Trains, backend: WeightBackend, receivers: Receivers, *, rank: int, address: str) -> Any:
-    """vLLM's sender for this rank of a trainer; rank 0 sends, the others take part in gathering.
+    """Return vLLM's sender for this rank of a trainer; rank 0 sends, the others take part in gathering.
 
-    ``address`` is HOST:PORT where it and the receivers meet, for NCCL.
+    ``address`` is that of the host of rank 0, where it and the receivers meet, for NCCL.
     """
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
     source = Source(engine)
     if backend == "ipc":
@@ -94,12 +96,47 @@ def sender(engine: Trains, backend: WeightBackend, receivers: Receivers, *, rank
         size = max(IPCTrainerInitInfo.packed_buffer_size_bytes, source.largest_bytes)
         ipc = IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=size, rank=rank)
         return IPCTrainerWeightTransferEngine.trainer_init(ipc, client=receivers, source=source)
-    host, _, port = address.rpartition(":")
-    nccl = NCCLTrainerInitInfo(host, int(port), 1 + receivers.num_gpus, rank=rank)
-    return NCCLTrainerWeightTransferEngine.trainer_init(nccl, client=receivers, source=source)
+    return _nccl_sender(source, receivers, rank, address)
 
 
 def send(sender: Any, backend: WeightBackend) -> None:
     """Send all weights once, from memory that the receivers can open."""
     with without_expandable_segments() if backend == "ipc" else nullcontext():
         sender.send_weights()
+
+
+def _nccl_sender(source: Source, receivers: Receivers, rank: int, address: str) -> Any:
+    """Connect a sender and all receivers, as the sender's ``trainer_init`` does.
+
+    That takes the number of a port, which another process may take before vLLM listens there: receivers would then wait
+    for an answer from a stranger for ever. Here the port is open before anybody is told of it.
+    """
+    import torch
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.utils import StatelessProcessGroup
+    from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+    from vllm.utils.nccl import unpinned_nccl_env
+
+    engine = NCCLTrainerWeightTransferEngine(client=receivers, source=source, is_sender=rank == 0)
+    if rank > 0:
+        return engine
+    ranks = 1 + receivers.num_gpus
+    with socket.create_server((address, 0)) as listening, ThreadPoolExecutor(1) as thread:
+        port = listening.getsockname()[1]
+        info = NCCLWeightTransferInitInfo(
+            master_address=address,
+            master_port=port,
+            rank_offset=1,
+            world_size=ranks,
+            packed=engine.packed,
+            packed_buffer_size_bytes=engine.packed_buffer_size_bytes,
+            packed_num_buffers=engine.packed_num_buffers,
+        )
+        met = thread.submit(receivers.init_weight_transfer_engine, worker_init_payload(info))
+        group = StatelessProcessGroup.create(address, port, 0, ranks, listen_socket=listening)
+        with unpinned_nccl_env():
+            device = torch.accelerator.current_device_index()
+            engine.model_update_group = PyNcclCommunicator(group, device=device)
+        met.result()
+    return engine

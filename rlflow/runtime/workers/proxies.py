@@ -46,9 +46,8 @@ class Workers(Protocol):
         """Calls a method of the worker's engine; a Part arrives as these rows of the batch. Of a result that is not
         wanted nothing comes back. The future raises EngineError or a UserError."""
 
-    def restart(self, ranks: Sequence[int]) -> Sequence[int]:
-        """New engines in the places of these, and of others where that must be: those that are new. Raises
-        EngineError."""
+    def restart(self, ranks: Sequence[int]) -> None:
+        """Replace the engines of these ranks by new ones; the others go on. Raises EngineError."""
 
     def copy_weights(self, source: "Workers", version: int) -> object:
         """Hands the weights of ``source`` to all of these. Raises EngineError when any has not taken all of them."""
@@ -62,7 +61,9 @@ class RoleProxy:
     ) -> None:
         """``concurrent`` are engines that take more prompts while they write. By ``cost`` rows are divided among
         ranks."""
-        self.writing = Writing(role, workers) if concurrent else None
+        self.writing = Writing(role, workers, self._renew) if concurrent else None
+        self._copied: tuple[Workers, int] | None = None
+        """The workers whose weights these have, and their version."""
         self._role = role
         self.workers = workers
         self._width = layout.sequence_parallel_size
@@ -136,8 +137,17 @@ class RoleProxy:
         self._turns.take_over(self._role)
         self.workers.copy_weights(weights, version)
         self._turns.renewed(self._role)
+        self._copied = weights, version
         if self.writing is not None:
             self.writing.renewed()
+
+    def _renew(self) -> None:
+        """Copy the weights in force once more, to engines that are new, in the middle of a generation."""
+        assert self._copied is not None, "engines that follow nobody are never without weights"
+        weights, version = self._copied
+        self._turns.hand_on(self._turns.role_of(weights))
+        self.load_weights(weights, version)
+        self._turns.take(self._role)
 
     def set_micro_batch_tokens(self, tokens: int) -> None:
         """Of every worker, from its next call on."""

@@ -32,6 +32,10 @@ class Turns:
         self._expired = set(replaced)
         self._handing: str | None = None
 
+    def role_of(self, workers: Workers) -> str:
+        """Return the role that has these workers."""
+        return next(role for role, own in self._workers.items() if own is workers)
+
     def take(self, role: str) -> None:
         """Give the GPUs to a role that is about to work."""
         self._clear(role)

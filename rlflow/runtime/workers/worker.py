@@ -79,8 +79,10 @@ class EngineWorker(Keeper):
         return bucket, bucket is not None
 
     def forget_receivers(self) -> None:
-        """There are new ones."""
-        self._sender = None
+        """Leave the engines that weights went to: some of them are new."""
+        if self._sender is not None:
+            self._run(self._sender.shutdown)
+            self._sender = None
 
     def send_directly(self, backend: WeightBackend, receivers: Receivers, rank: int, address: str) -> None:
         """All weights from GPU to GPU; every rank of the role is asked at once."""

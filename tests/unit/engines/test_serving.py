@@ -227,8 +227,10 @@ class SleepingEngine(FakeEngine):
     def reset_prefix_cache(self) -> bool:
         return True
 
-    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
-        self.told.append(method)
+    def collective_rpc(self, method: str, args: tuple[str], kwargs: dict[str, Any]) -> list[Any]:
+        assert method == "attempt"
+        self.told.append(args[0])
+        return [(None, None)]
 
 
 class TestSleeps:

@@ -88,8 +88,8 @@ def test_a_loss_that_is_not_finite_names_its_samples_and_their_cause() -> None:
     engine = TorchEngine(spec())
     before = {name: value.clone() for name, value in engine.weights()}
     message = (
-        r"role actor: the loss is nan at 2 of 10 tokens \(step 0 prompt 0 sample 1, step 0 prompt 1 sample 0\)\. "
-        r"Not finite there: advantages\."
+        r"role actor: the loss is nan at 2 of 10 tokens of a pass "
+        r"\(step 0 prompt 0 sample 1, step 0 prompt 1 sample 0\); not finite there: advantages\."
     )
     with pytest.raises(EngineError, match=message):
         PolicyUpdate().run(engine, WRITTEN, TokenAdvantages(values=values, excluded=np.zeros(4, np.bool_)))
@@ -99,11 +99,11 @@ def test_a_loss_that_is_not_finite_names_its_samples_and_their_cause() -> None:
 def test_what_a_model_says_is_a_cause_too() -> None:
     advantages = RolloutAdvantages(values=Repeated(np.ones(4, np.float32), WRITTEN.response_ids.lengths))
     reference = Logprobs(values=WRITTEN.response_ids.like(np.full(10, np.nan, np.float32)))
-    with pytest.raises(EngineError, match=r"and 1 more\)\. Not finite there: reference\."):
+    with pytest.raises(EngineError, match=r"and 1 more\); not finite there: reference\."):
         PolicyUpdate(kl_coef=0.1).run(TorchEngine(spec()), WRITTEN, advantages, reference=reference)
     broken = TorchEngine(spec())
     next(iter(broken._model.parameters())).data.fill_(np.nan)
-    with pytest.raises(EngineError, match="Not finite there: the model's outputs"):
+    with pytest.raises(EngineError, match="not finite there: the model's outputs"):
         PolicyUpdate().run(broken, WRITTEN, advantages)
 
 

@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 from rlflow.errors import RecipeError
 from rlflow.runtime import checkpoint
 from rlflow.runtime.checkpoint import Progress
+
+EXPERIMENT = {"name": "f", "roles": {}, "graph": {}}
 
 
 class Engine:
@@ -27,17 +30,17 @@ class Engine:
 
 
 def save(run: Path, step: int, engine: Engine, keep: int = 2) -> None:
-    checkpoint.save(run, Progress("f", step, {"0": 0.5}), {"actor": engine}, keep)
+    checkpoint.save(run, Progress(EXPERIMENT, step, 4 * step, {"0": 0.5}), {"actor": engine}, keep)
 
 
 def test_the_last_one_is_read_and_old_ones_go(tmp_path: Path) -> None:
     for step in (9, 10, 11):
         save(tmp_path, step, Engine(step))
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-000010", "step-000011"]
-    last, engine = checkpoint.last(tmp_path, "f"), Engine()
+    last, engine = checkpoint.last(tmp_path, EXPERIMENT), Engine()
     assert last is not None
     checkpoint.restore(last, {"actor": engine})
-    assert (engine.number, last.progress) == (11, Progress("f", 11, {"0": 0.5}))
+    assert (engine.number, last.progress) == (11, Progress(EXPERIMENT, 11, 44, {"0": 0.5}))
 
 
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
@@ -45,7 +48,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         save(tmp_path, 2, Engine(2, fails=True))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
-    assert (last := checkpoint.last(tmp_path, "f")) is not None
+    assert (last := checkpoint.last(tmp_path, EXPERIMENT)) is not None
     assert last.progress.step == 1
 
 
@@ -84,7 +87,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage
     for step in (1, 2):
         save(tmp_path, step, Engine(step))
     damage(tmp_path / "checkpoints" / "step-000002")
-    last = checkpoint.last(tmp_path, "f")
+    last = checkpoint.last(tmp_path, EXPERIMENT)
     assert last is not None
     assert last.progress.step == 1
     (warning,) = last.damaged
@@ -92,7 +95,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage
     assert "the run goes on from step-000001, and damaged-step-000002 can be deleted" in warning
     # Where it stood, the run that goes on writes its own.
     save(tmp_path, 2, Engine(22))
-    last, engine = checkpoint.last(tmp_path, "f"), Engine()
+    last, engine = checkpoint.last(tmp_path, EXPERIMENT), Engine()
     assert last is not None
     checkpoint.restore(last, {"actor": engine})
     assert (engine.number, last.damaged) == (22, ())
@@ -105,7 +108,7 @@ def test_every_checkpoint_is_damaged(tmp_path: Path) -> None:
     with pytest.raises(
         RecipeError, match=r"every checkpoint of .* is damaged \(step-000002: actor/b .*; step-000001: "
     ):
-        checkpoint.last(tmp_path, "f")
+        checkpoint.last(tmp_path, EXPERIMENT)
     assert len(checkpoint.checkpoints(tmp_path)) == 2, "nothing is moved"
 
 
@@ -115,7 +118,7 @@ def test_other_names_beside_checkpoints_are_ignored(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / name).mkdir()
     (tmp_path / "checkpoints" / "step-000007").touch()
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-000003"]
-    assert (last := checkpoint.last(tmp_path, "f")) is not None
+    assert (last := checkpoint.last(tmp_path, EXPERIMENT)) is not None
     assert last.progress.step == 3
 
 
@@ -130,12 +133,12 @@ def test_what_a_killed_run_had_begun_to_write_goes(tmp_path: Path) -> None:
 
 def test_another_recipes_run(tmp_path: Path) -> None:
     save(tmp_path, 1, Engine(1))
-    with pytest.raises(RecipeError, match="ran a recipe with the fingerprint f, this one has g"):
-        checkpoint.last(tmp_path, "g")
+    with pytest.raises(RecipeError, match='was trained with name "f", this recipe has "g"'):
+        checkpoint.last(tmp_path, {**EXPERIMENT, "name": "g"})
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    assert checkpoint.last(tmp_path, "f") is None
+    assert checkpoint.last(tmp_path, EXPERIMENT) is None
 
 
 def test_the_first_of_two_that_write_the_same_stays(tmp_path: Path) -> None:
@@ -149,3 +152,30 @@ def test_the_first_of_two_that_write_the_same_stays(tmp_path: Path) -> None:
     checkpoint.write_whole(tmp_path / "model", write_late)
     assert (tmp_path / "model" / "a").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_files_get_the_mode_of_the_user(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        (folder / "weights").touch(0o600)  # as safetensors does
+
+    before = os.umask(0o027)
+    try:
+        checkpoint.write_whole(tmp_path / "model", write)
+    finally:
+        os.umask(before)
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "model", tmp_path / "model" / "weights")]
+    assert modes == [0o750, 0o640]
+
+
+def test_a_model_replaces_the_one_before_and_a_cached_one_stays(tmp_path: Path) -> None:
+    def written(text: str, *, replaces: bool) -> str:
+        def write(folder: Path) -> None:
+            (folder / "b").write_text(text)
+
+        checkpoint.write_whole(tmp_path / "a", write, replaces=replaces)
+        return (tmp_path / "a" / "b").read_text()
+
+    assert written("old", replaces=False) == "old"
+    assert written("older", replaces=False) == "old"
+    assert written("new", replaces=True) == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

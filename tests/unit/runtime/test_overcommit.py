@@ -57,7 +57,7 @@ def check(steps: list[Rollouts]) -> None:
 def go(
     workers: Threads, first: int = 0, operation: Overcommitted | None = None, end: int = STEPS
 ) -> tuple[list[Rollouts], Overcommitted]:
-    writing = Writing("rollout", workers)
+    writing = Writing("rollout", workers, lambda: writing.renewed())
     operation = operation or Overcommitted(GENERATE, BATCH, Data())
     out = []
     for step in range(first, end):
@@ -149,9 +149,35 @@ def test_saved_and_restored(tmp_path: Path) -> None:
                 assert getattr(one, name).offsets.tolist() == getattr(other, name).offsets.tolist()
 
 
-def test_when_all_engines_have_failed_it_is_an_error() -> None:
+def test_when_new_engines_fail_too_it_is_an_error() -> None:
     class Here(Dying):
-        at = 2
+        at = 1
 
     with pytest.raises(EngineError, match="it died"):
         go(Threads([Here(spec()) for _ in range(2)]))
+
+
+@pytest.mark.parametrize("at", [3, 8])
+def test_when_all_engines_have_failed_new_ones_write_all_of_it(at: int) -> None:
+    """Also what earlier steps had begun, which is lost with the engine that kept it."""
+
+    class Here(Dying):
+        left = 1
+
+        def _fail(self, when: str) -> None:
+            if Here.left:
+                try:
+                    super()._fail(when)
+                except EngineError:
+                    Here.left = 0
+                    raise
+
+    Here.at = at
+    dying = Here(spec())
+    workers = Threads([dying])
+    steps, _ = go(workers)
+    assert workers.engines[0] is not dying
+    keys = [out.keys[:, :2] for out in steps]
+    assert [len(each) for each in keys] == [BATCH * SAMPLING.group_size] * STEPS
+    given = {tuple(key) for each in keys for key in each.tolist()}
+    assert len(given) == BATCH * STEPS, "every prompt is trained on once"

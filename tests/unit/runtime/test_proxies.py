@@ -46,10 +46,9 @@ class Threads:
         call.add_done_callback(lambda done: nothing.set_result(None) if not done.exception() else None)
         return nothing
 
-    def restart(self, ranks: Sequence[int]) -> Sequence[int]:
+    def restart(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
             self.engines[rank] = type(self.engines[rank])(spec())
-        return ranks
 
     def copy_weights(self, source: Workers, version: int) -> None:
         assert isinstance(source, Threads)

@@ -1,7 +1,7 @@
 """Generation over engines that take new samples while they write: here threads of this process."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,6 +21,14 @@ from tests.unit.runtime.test_proxies import Threads
 
 SAMPLING = Sampling(max_tokens=4, group_size=3)
 GIVEN = prompts(tuple(range(2, 22)))
+
+
+def no_weights() -> None:
+    raise AssertionError("these engines follow nobody")
+
+
+def writing_of(workers: Threads, renew: Callable[[], None] = no_weights) -> Writing:
+    return Writing("rollout", workers, renew)
 
 
 def check(out: Rollouts) -> None:
@@ -55,12 +63,12 @@ class Held(WritingEngine):
 def test_no_sample_waits_behind_a_long_one() -> None:
     """An engine with all but one of its places taken for long goes on, and so do the others, or this hangs."""
     Held.left, Held.done = (len(GIVEN) - 1) * SAMPLING.group_size, threading.Event()
-    check(Writing("rollout", Threads([Held(spec()) for _ in range(2)])).generate(GIVEN, SAMPLING))
+    check(writing_of(Threads([Held(spec()) for _ in range(2)])).generate(GIVEN, SAMPLING))
 
 
 def test_samples_go_out_in_few_messages() -> None:
     workers = Threads([WritingEngine(spec(), (64, 10_000)) for _ in range(2)])
-    check(Writing("rollout", workers).generate(GIVEN, SAMPLING))
+    check(writing_of(workers).generate(GIVEN, SAMPLING))
     assert [method for _, method in workers.calls] == ["begin"] * 2 + ["write_rows"] * 2 + ["seconds"] * 2
     assert [sum(map(len, engine.given)) for engine in workers.engines] == [30, 30]
 
@@ -92,7 +100,7 @@ def test_the_samples_of_an_engine_that_fails_go_to_the_others(kind: type[Dying],
         at = 0 if room == 100 and kind is Dying else kind.at
 
     workers = Threads([WritingEngine(spec(), (room, 10_000)), Here(spec(), (room, 10_000))])
-    writing = Writing("rollout", workers)
+    writing = writing_of(workers)
     writing.renewed()
     check(writing.generate(GIVEN, SAMPLING))
     failed = not (room == 100 and kind is DyingAtTheEnd)
@@ -105,9 +113,45 @@ def test_the_samples_of_an_engine_that_fails_go_to_the_others(kind: type[Dying],
     assert workers.engines[1].given
 
 
-def test_when_all_have_failed_it_is_an_error() -> None:
+class Stillborn(Dying):
+    at = 0
+
+
+def test_when_new_engines_fail_too_it_is_an_error() -> None:
+    workers = Threads([Stillborn(spec()) for _ in range(2)])
     with pytest.raises(EngineError, match="it died"):
-        Writing("rollout", Threads([Dying(spec()) for _ in range(2)])).generate(GIVEN, SAMPLING)
+        writing_of(workers).generate(GIVEN, SAMPLING)
+    assert [method for _, method in workers.calls].count("write") <= 2 * 3, "it is given up after the second revival"
+
+
+class DyingOnce(Stillborn):
+    """The first engines of a test die, and those in their places do not."""
+
+    left = 0
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        DyingOnce.left -= 1
+        self.at = 0 if DyingOnce.left >= 0 else 99
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_when_all_have_failed_new_ones_get_the_weights_and_write_all_of_it(engines: int) -> None:
+    """Also the only engine of a role, whose failure would end the run."""
+    DyingOnce.left = engines
+    workers = Threads([DyingOnce(spec()) for _ in range(engines)])
+    dead = list(workers.engines)
+    copies: list[list[bool]] = []
+
+    def renew() -> None:
+        copies.append([engine in dead for engine in workers.engines])
+        writing.renewed()
+
+    writing = writing_of(workers, renew)
+    writing.renewed()
+    check(writing.generate(GIVEN, SAMPLING))
+    assert copies == [[False] * engines], "weights are copied once, to new engines"
+    assert sorted(line["engine"] for line in writing.taken_failures()) == list(range(engines))
 
 
 LONG = Sampling(max_tokens=MAX_TOKENS, group_size=3)
@@ -128,7 +172,7 @@ def gone_on(engines: Sequence[Stepwise]) -> list[tuple[int, tuple[int, ...]]]:
 def test_what_a_full_cache_puts_off_goes_on_in_any_engine() -> None:
     """The caches have room for three of the longest samples, and for many that have just begun."""
     workers = Threads([Stepwise(spec(), (16, 150)) for _ in range(2)])
-    check_long(Writing("rollout", workers).generate(GIVEN, LONG))
+    check_long(writing_of(workers).generate(GIVEN, LONG))
     begun_by = {
         tuple(key): rank for rank, each in enumerate(workers.engines) for key, written in each.begun if not written
     }
@@ -139,7 +183,7 @@ def test_every_generation_begins_anew() -> None:
     """What an engine has done before does not count as written."""
     workers = Threads([Stepwise(spec(), (16, 600))])
     for _ in range(2):
-        check_long(Writing("rollout", workers).generate(GIVEN, LONG))
+        check_long(writing_of(workers).generate(GIVEN, LONG))
     assert gone_on(workers.engines) == []
 
 
@@ -153,13 +197,13 @@ def test_what_is_put_off_is_not_lost_with_an_engine(when: str, at: int) -> None:
     Here.when, Here.at = when, at
     dying = Here(spec(), (16, 150))
     workers = Threads([Stepwise(spec(), (16, 150)), dying])
-    check_long(Writing("rollout", workers).generate(GIVEN, LONG))
+    check_long(writing_of(workers).generate(GIVEN, LONG))
     assert gone_on(workers.engines)
     assert workers.engines[1] is not dying
 
 
 def test_what_engines_did_is_told_once() -> None:
-    writing = Writing("rollout", Threads([WritingEngine(spec()) for _ in range(2)]))
+    writing = writing_of(Threads([WritingEngine(spec()) for _ in range(2)]))
     writing.generate(GIVEN, SAMPLING)
     lines = writing.taken_lines()
     assert [(line["role"], line["engine"], line["tokens"]) for line in lines] == [
@@ -180,6 +224,6 @@ def test_what_engines_did_is_told_once() -> None:
 
 
 def test_rows_arrive_in_the_order_of_keys() -> None:
-    out = Writing("rollout", Threads([WritingEngine(spec()) for _ in range(3)])).generate(GIVEN, SAMPLING)
+    out = writing_of(Threads([WritingEngine(spec()) for _ in range(3)])).generate(GIVEN, SAMPLING)
     order = np.lexsort((out.keys[:, 2], out.keys[:, 1]))
     assert order.tolist() == list(range(len(out)))

@@ -72,7 +72,6 @@ def test_the_ranks_of_each_receiver_follow_those_before_it(monkeypatch: pytest.M
     receivers.init_weight_transfer_engine({"rank_offset": 1, "world_size": 13})
     receivers.init_weight_transfer_engine({"packed": True})
     assert receivers.num_gpus == 12
-    assert [each["init_info"] for each in called[0][1]] == [
-        {"rank_offset": offset, "world_size": 13} for offset in (1, 5, 9)
-    ]
-    assert called[1][1] == [{"init_info": {"packed": True}}] * 3
+    assert [method for method, _ in called] == ["shutdown_weight_transfer_engine", "init_weight_transfer_engine"] * 2
+    infos = [{"init_info": {"rank_offset": offset, "world_size": 13}} for offset in (1, 5, 9)]
+    assert [arguments for _, arguments in called[1::2]] == [infos, [{"init_info": {"packed": True}}] * 3]

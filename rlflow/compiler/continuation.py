@@ -1,0 +1,104 @@
+"""The experiment of a run, and how far a run that goes on from a checkpoint may differ from it."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rlflow.errors import RecipeError
+from rlflow.recipe import Optimizer, Recipe
+from rlflow.resources.layout import Resources
+
+Experiment = Mapping[str, Any]
+
+# A step reads these anew, so they may change between two steps. The optimizer's state belongs to its other options.
+_MAY_CHANGE = re.compile(
+    r"steps|evaluation(\..*)?|data\.batch_size|roles\.\w+\.optimizer\.(learning_rate|schedule|warmup_steps)"
+)
+_ABSENT = object()
+_NOT_OF_THE_EXPERIMENT = {"architecture", "architecture_of", "trust_remote_code"}
+
+
+def experiment_of(recipe: Recipe) -> dict[str, Any]:
+    """Return what a recipe, and those that make its models, train wherever they run, as JSON has it.
+
+    That is the recipe without what it pins of the placement, its checkpoints, what it expects, and the figures of
+    models that have files of their own.
+    """
+    experiment: dict[str, Any] = json.loads(json.dumps(_experiment(asdict(recipe))))
+    return experiment
+
+
+def check_continuation(before: Experiment, now: Experiment, run: object) -> None:
+    """Raise RecipeError where a checkpoint of ``before``, in the folder ``run``, cannot go on as ``now``."""
+    found = _differences(_with_optimizers(before), _with_optimizers(now))
+    changed = {path: values for path, values in found if not _may_change(path, now)}
+    if not changed:
+        return
+    path, (old, new) = next(iter(changed.items()))
+    again = f"{path}={_shown(old)}, or resume={run} without recipe="
+    more = f", and {len(changed) - 1} more: {', '.join(list(changed)[1:])}" if len(changed) > 1 else ""
+    raise RecipeError(
+        "resume",
+        f"'{run}' was trained with {path} {_shown(old)}, this recipe has {_shown(new)}{more}",
+        known=("steps", "evaluation", "data.batch_size", "learning_rate, schedule and warmup_steps of an optimizer"),
+        fix=f"{again}, or a new run that starts from models.NAME.path={run}/model/ROLE",
+    )
+
+
+def is_same_but_longer(before: Experiment, now: Experiment) -> bool:
+    """Return whether the two differ in ``steps`` at most."""
+    return all(path == "steps" for path, _ in _differences(before, now))
+
+
+def _with_optimizers(experiment: Experiment) -> dict[str, Any]:
+    """Return ``experiment`` with the defaults in the place of optimizers that are not written."""
+    default = json.loads(json.dumps(asdict(Optimizer())))
+    roles = {name: role | {"optimizer": role["optimizer"] or default} for name, role in experiment["roles"].items()}
+    return {**experiment, "roles": roles}
+
+
+def _may_change(path: str, now: Experiment) -> bool:
+    if path == "data.batch_size" and any(node.get("overcommit") for node in now["graph"].values()):
+        return False  # unfinished rollouts remember their prompts by step
+    return _MAY_CHANGE.fullmatch(path) is not None
+
+
+def _differences(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield the paths of all values that differ, with both values."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in [*before, *(key for key in now if key not in before)]:
+            below = f"{path}.{key}" if path else key
+            yield from _differences(before.get(key, _ABSENT), now.get(key, _ABSENT), below)
+    elif before != now:
+        yield path, (before, now)
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is _ABSENT else json.dumps(value)
+
+
+def _experiment(recipe: dict[str, Any]) -> dict[str, Any]:
+    """What stays of a recipe, and of those that make its models, wherever it runs."""
+    left_out = {"checkpoints", "expect", "models", "roles"}
+    models = {
+        # The figures of a model that has files of its own are no part of the experiment.
+        name: {key: value for key, value in model.items() if key not in _NOT_OF_THE_EXPERIMENT}
+        | ({} if model["path"] is not None else {"architecture": model["architecture"]})
+        | {"recipe": _experiment(model["recipe"]) if model["recipe"] is not None else None}
+        for name, model in recipe["models"].items()
+    }
+    roles = {
+        # Without ``lora`` it is what it was before there was one.
+        name: {
+            key: value
+            for key, value in role.items()
+            if key not in Resources.__dataclass_fields__ and (key, value) != ("lora", None)
+        }
+        for name, role in recipe["roles"].items()
+    }
+    # With its default it is what it was before there was one.
+    data = {key: value for key, value in recipe["data"].items() if (key, value) != ("overlong", "error")}
+    kept = {key: value for key, value in recipe.items() if key not in left_out}
+    return kept | {"models": models, "roles": roles, "data": data}

@@ -1,0 +1,50 @@
+"""The earlier run that a command line continues, and its steps."""
+
+from contextlib import suppress
+from pathlib import Path
+
+from rlflow.compiler.continuation import experiment_of, is_same_but_longer
+from rlflow.compiler.plan import read_plan
+from rlflow.errors import RecipeError, UserError
+from rlflow.recipe import Recipe
+from rlflow.resources.cluster import Cluster
+
+
+def find_run(resume: bool | str, recipe: Recipe, root: Path) -> Path | None:
+    """Return the folder that ``resume`` asks for: a path, or the newest run of this recipe below ``root``.
+
+    None where nothing is continued. Raises RecipeError where there is no such run.
+    """
+    if not resume:
+        return None
+    if resume is not True:
+        return Path(resume).expanduser()
+    candidates = [path for path in root.glob("*/*/plan.json") if _is_run_of(recipe, path)]
+    if not candidates:
+        raise RecipeError(
+            "resume",
+            f"no run of this recipe with a checkpoint below '{root}'",
+            fix="resume=FOLDER, or leave out resume",
+        )
+    return max(candidates, key=lambda path: path.stat().st_mtime).parent
+
+
+def steps_behind(folder: Path) -> int:
+    """Return the steps of the newest checkpoint in ``folder``; 0 without one."""
+    from rlflow.runtime.checkpoint import checkpoint_step, checkpoints
+
+    return max(map(checkpoint_step, checkpoints(folder)), default=0)
+
+
+def cluster_of_run(folder: Path) -> Cluster | None:
+    """Return the cluster that the run in ``folder`` was planned for; None where it has no plan that can be read."""
+    with suppress(UserError):
+        return read_plan(folder / "plan.json").cluster
+    return None
+
+
+def _is_run_of(recipe: Recipe, path: Path) -> bool:
+    with suppress(UserError):
+        same = is_same_but_longer(experiment_of(read_plan(path).recipe), experiment_of(recipe))
+        return same and any(path.parent.glob("**/checkpoints/step-*"))
+    return False

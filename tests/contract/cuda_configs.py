@@ -1,0 +1,158 @@
+"""A process in which vLLM takes this machine for one with H100s: it reads the recipes' engine arguments, as on a GPU.
+
+``python -m tests.contract.cuda_configs RECIPE...`` prints a line of JSON for each role whose engine is vLLM. A process
+of its own, since vLLM's modules keep the platform that they find when they are imported.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+from unittest.mock import Mock
+
+import rlflow
+from rlflow.compiler.plan import Plan
+from rlflow.engines.base import EngineSpec
+from rlflow.engines.serving.model_files import Expected
+from rlflow.engines.serving.settings import check_model, engine_arguments, set_environment
+from rlflow.errors import PlacementError
+from rlflow.runtime.workers.specs import check_engines, spec_of
+
+GPUS = 8
+# Of each recipe: a host, two hosts, and two hosts with the engines apart from the trainer.
+VARIANTS = (("1x8", ""), ("2x8", ""), ("2x8", "roles.rollout.colocate=[]"))
+_COMPILED = ("vllm._C_stable_libtorch", "vllm.vllm_flash_attn")
+
+
+class _Compiled(ModuleType):
+    """A module that is compiled for GPUs, and not in the build for processors. What it has is never called here."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Mock()
+
+
+def become_a_gpu_machine() -> None:
+    """Give vLLM a platform of eight H100s. Comes before the first import of what asks for the platform."""
+    for name in _COMPILED:
+        sys.modules[name] = _Compiled(name)
+    from vllm import platforms
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+
+    class H100(CudaPlatformBase):  # type: ignore[misc]
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> Any:
+            return DeviceCapability(9, 0)
+
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return "NVIDIA H100 80GB HBM3"
+
+        @classmethod
+        def get_device_total_memory(cls, device_id: int = 0) -> int:
+            return 81559 * 2**20
+
+        @classmethod
+        def is_fully_connected(cls, physical_device_ids: list[int]) -> bool:
+            return True
+
+        @classmethod
+        def device_count(cls) -> int:
+            return GPUS
+
+        def is_cumem_allocator_available(self) -> bool:
+            return True
+
+    platforms._current_platform = H100()
+    from vllm.model_executor.models.registry import _LazyRegisteredModel
+
+    # What it finds of a model's class, it finds in a process of its own; to keep it takes kernels of a GPU.
+    _LazyRegisteredModel._save_modelinfo_to_cache = lambda *found: None
+
+
+def plans(recipe: str) -> Iterator[Plan]:
+    """Give the recipe's plan on each cluster that has room for it."""
+    for cluster, override in VARIANTS:
+        with suppress(PlacementError):
+            yield rlflow.compile(rlflow.load([f"recipe={recipe}", *filter(None, [override])]), cluster)
+
+
+def config_of(plan: Plan, role: str, plan_spec: EngineSpec, folder: str) -> Any:
+    """Write the model's ``config.json`` of the card's figures, and return vLLM's own configuration of its engine."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from vllm.engine.arg_utils import EngineArgs
+
+    from tests.unit.resources.models.test_architecture import config_fields
+
+    architecture = plan_spec.model.architecture
+    assert architecture is not None, f"the card of models.{plan_spec.model_name} has figures"
+    config = AutoConfig.for_model(**config_fields(architecture))
+    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.save_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
+    check_model(plan_spec, config)
+    arguments = engine_arguments(plan_spec, folder, config, Expected.of(config, plan_spec).adapted)
+    return EngineArgs(**arguments).create_engine_config()
+
+
+def told(plan: Plan, recipe: str, role: str) -> dict[str, Any]:
+    """What vLLM makes of a role, beside what is planned, or its error."""
+    spec = spec_of(plan, role, plan.recipe.models[plan.recipe.roles[role].model], device="cuda:0")
+    set_environment(spec)
+    line: dict[str, Any] = {"recipe": recipe, "cluster": plan.cluster.shape, "role": role}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            config = config_of(plan, role, spec, folder)
+        except Exception:  # whatever vLLM raises is what the test shows
+            return line | {"error": traceback.format_exc(limit=-3)}
+    layout = plan.roles[role].layout
+    return line | {
+        "planned": {
+            "ranks": [layout.tensor_parallel_size, layout.pipeline_parallel_size],
+            "sleeps": layout.sleeps,
+            "utilization": layout.gpu_memory_utilization,
+            "eager": layout.eager is True,
+            "backend": spec.weight_backend,
+            "tokens": spec.max_model_len,
+            "sequences": spec.max_num_seqs,
+            "lora": spec.lora is not None,
+            "dtype": f"torch.{spec.model.dtype}",
+        },
+        "found": {
+            "ranks": [config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size],
+            "sleeps": config.model_config.enable_sleep_mode,
+            "utilization": config.cache_config.gpu_memory_utilization,
+            "eager": config.model_config.enforce_eager,
+            "backend": config.weight_transfer_config and config.weight_transfer_config.backend,
+            "tokens": config.model_config.max_model_len,
+            "sequences": config.scheduler_config.max_num_seqs,
+            "lora": config.lora_config is not None,
+            "dtype": str(config.model_config.dtype),
+        },
+        "asynchronous": bool(config.scheduler_config.async_scheduling),
+        "device": config.device_config.device_type,
+    }
+
+
+def main() -> None:
+    """Print a line of JSON for each role whose engine is vLLM, of each recipe and cluster."""
+    become_a_gpu_machine()
+    for recipe in sys.argv[1:]:
+        for plan in plans(recipe):
+            check_engines(plan)
+            for role, written in plan.recipe.roles.items():
+                if written.engine == "vllm":
+                    print(json.dumps(told(plan, recipe, role)), flush=True)
+    # Libraries may leave threads that do not end.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

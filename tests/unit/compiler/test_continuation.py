@@ -1,0 +1,70 @@
+"""What may change when a run goes on from a checkpoint."""
+
+import re
+from typing import Any
+
+import pytest
+
+import rlflow
+from rlflow.compiler.continuation import check_continuation, experiment_of, is_same_but_longer
+from rlflow.errors import RecipeError
+
+
+def experiment(*overrides: str) -> dict[str, Any]:
+    return experiment_of(rlflow.load(overrides))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "steps=400",
+        "lr=1.0e-5",
+        "roles.actor.optimizer.schedule=constant",
+        "data.batch_size=64",
+        "evaluation.every=10",
+        "evaluation=null",
+        "checkpoints.every=3",
+        "roles.actor.micro_batch_tokens=512",
+    ],
+)
+def test_what_a_step_reads_anew_may_change(override: str) -> None:
+    check_continuation(experiment(), experiment(override), "runs/a")
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "values"),
+    [
+        ("n=4", "graph.rollouts.group_size", "8, this recipe has 4"),
+        ("seed=1", "seed", "0, this recipe has 1"),
+        (
+            "roles.actor.optimizer.betas=[0.9,0.95]",
+            "roles.actor.optimizer.betas",
+            "[0.9, 0.98], this recipe has [0.9, 0.",
+        ),
+        ("graph.rollouts.overcommit=0.5", "graph.rollouts.overcommit", "nothing, this recipe has 0.5"),
+        ("models.policy.recipe=sft_tiny", "models.policy.recipe.", ""),
+    ],
+)
+def test_what_may_not_is_named_with_both_values(override: str, path: str, values: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        check_continuation(experiment(), experiment(override), "runs/a")
+    message = str(raised.value)
+    assert re.match(rf"resume: 'runs/a' was trained with {re.escape(path)}\S* ?{re.escape(values)}", message), message
+    assert "Fix: " in message
+
+
+def test_unfinished_rollouts_hold_the_batch_size() -> None:
+    before, now = (experiment("graph.rollouts.overcommit=0.5", *more) for more in ((), ("data.batch_size=64",)))
+    with pytest.raises(RecipeError, match=r"trained with data\.batch_size 128, this recipe has 64"):
+        check_continuation(before, now, "runs/a")
+
+
+def test_an_optimizer_that_is_not_written_has_the_defaults() -> None:
+    before, now = experiment("~roles.actor.optimizer"), experiment("~roles.actor.optimizer", "lr=1.0e-3")
+    assert before["roles"]["actor"]["optimizer"] is None
+    check_continuation(before, now, "runs/a")
+
+
+def test_the_last_run_of_a_recipe_may_be_longer_and_no_other() -> None:
+    assert is_same_but_longer(experiment(), experiment("steps=400", "checkpoints.every=3"))
+    assert not is_same_but_longer(experiment(), experiment("lr=1.0e-5"))
