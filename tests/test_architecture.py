@@ -58,7 +58,12 @@ MAY_IMPORT = {
 PARTS_OF_RESOURCES = ["models", "cluster", "layout", "placement", "memory", "time", "demand", "workload", "search"]
 MODEL_LIBRARIES = {"torch", "transformers", "peft", "vllm", "deepspeed", "datasets", "safetensors", "tokenizers"}
 # Imported by engines when they are built, never before.
-LAZY = {"engines/causal_lm/attention.py", "engines/causal_lm/head.py", "engines/sharded/ulysses.py"}
+LAZY = {
+    "engines/causal_lm/attention.py",
+    "engines/causal_lm/head.py",
+    "engines/sharded/layerwise.py",
+    "engines/sharded/ulysses.py",
+}
 
 
 def room(path: Path) -> str:

@@ -92,7 +92,7 @@ def reference(batch: Minibatch) -> dict[str, torch.Tensor]:
         model.zero_grad()
         part = batch.take(np.array([row]))
         outputs, more = outputs_of(model, "vocabulary", part, LikelihoodLoss().temperature)
-        total = Totals(LikelihoodLoss(), torch.device("cpu")).add(part, outputs, more) * RANKS
+        total = Totals(LikelihoodLoss(), torch.device("cpu"), "actor").add(part, outputs, more) * RANKS
         torch.autograd.backward(total)
         for name, weight in model.named_parameters():
             assert weight.grad is not None
