@@ -1,5 +1,6 @@
 """A recipe file comes from anyone: nothing that it says may run a program or write outside the run's folder."""
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
+import rlflow
 from rlflow.cli import main
 from rlflow.compose import compose
 from rlflow.errors import FileError, RecipeError
@@ -105,6 +107,14 @@ WAYS: dict[str, tuple[dict[str, str], Sequence[str]]] = {
         {"recipe/a.yaml": f"{HEAD}models: {{policy: {{recipe: b}}}}", "recipe/b.yaml": f"{HEAD}hydra: {{verbose: 1}}"},
         ["recipe=a"],
     ),
+    "recipe given by its path": (
+        {"mine.yaml": f"{HEAD}hydra: {{callbacks: {CALLBACKS}}}"},
+        ["recipe=PARTS/mine.yaml"],
+    ),
+    "recipe of a run to resume": (
+        {"recipe.yaml": f"{HEAD}hydra: {{callbacks: {CALLBACKS}}}"},
+        ["resume=PARTS"],
+    ),
     "target": ({"recipe/a.yaml": f"{HEAD}models: {{policy: {{_target_: os.system, command: x}}}}"}, ["recipe=a"]),
     "target in a list": ({"recipe/a.yaml": f"{HEAD}data: {{options: {{x: [{{_target_: os.abort}}]}}}}"}, ["recipe=a"]),
 }
@@ -161,6 +171,19 @@ def test_no_file_names_a_function_for_hydra(target: str, tmp_path: Path) -> None
         "parts/recipe/a.yaml: 'graph.rewards._target_' would have Hydra call a function.\n"
         "  Fix: remove it; name your own code as package.module:name (docs/extending.md)."
     )
+
+
+def test_a_plan_does_not_configure_hydra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny"]), "local").to_dict()
+    callbacks = {"x": {"_target_": "tests.unit.hostile.Callback"}}
+    hostile = plan | {"hydra": {"callbacks": callbacks}, "recipe": plan["recipe"] | {"hydra": {"callbacks": callbacks}}}
+    (tmp_path / "plan.json").write_text(json.dumps(hostile))
+    monkeypatch.setattr(sys, "argv", ["rlflow", "plan=plan.json", "dry_run=true"])
+    assert main() == 2
+    assert EFFECTS == []
+    assert capsys.readouterr().err.startswith("RecipeError: hydra: unknown key")
 
 
 def test_the_command_line_may_set_hydras_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
