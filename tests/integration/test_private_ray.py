@@ -10,13 +10,11 @@ import pytest
 
 from rlflow.compose import cluster_named
 from rlflow.runtime.cluster.hosts import connected, quiet_ray
+from tests.listening import LOOPBACK, descendants, listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 TOKEN = "RAY_AUTH_TOKEN"
-# As the kernel writes them: 127.0.0.1, ::1 and ::ffff:127.0.0.1.
-LOOPBACK = {"0100007F", f"{0:024}01000000", f"{0:016}FFFF00000100007F"}
-LISTENS = "0A"
 
 
 @pytest.fixture(scope="module")
@@ -66,32 +64,3 @@ def test_nobody_joins_without_the_token(address: str, tmp_path: Path) -> None:
         assert process.returncode != 0, said
         assert "joined" not in said
         assert "AuthenticationError" in said, said
-
-
-def descendants(root: int) -> set[int]:
-    """Return the process ``root`` and all processes below it."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has ended
-            continue
-    found = {root}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
-
-
-def listening(processes: set[int]) -> list[tuple[str, str]]:
-    """Return the name of the process and the address, as the kernel writes it, of each socket that listens."""
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
-    sockets = {f"socket:[{fields[9]}]": fields[1] for fields in lines if fields[3] == LISTENS}
-    found = []
-    for pid in processes:
-        try:
-            open_files = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
-            name = Path(f"/proc/{pid}/comm").read_text().strip()
-        except OSError:  # it has ended
-            continue
-        found += [(name, sockets[file]) for file in open_files if file in sockets]
-    return found

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from rlflow.engines.base import EngineSpec
+from rlflow.engines.sharded.meeting import meeting_place
 from rlflow.errors import EngineError
 from rlflow.resources.models.architecture import heads_divide
 
@@ -38,7 +39,7 @@ def meet(spec: EngineSpec) -> None:
         torch.cuda.set_device(device)
     distributed.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://{spec.address}",
+        store=meeting_place(spec),
         rank=spec.rank,
         world_size=spec.world_size,
         timeout=timedelta(minutes=spec.timeout_minutes),
