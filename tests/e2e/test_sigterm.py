@@ -24,7 +24,7 @@ def test_sigterm_leaves_a_checkpoint(cluster: str, tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("step "):
+            if line.startswith("fake: "):
                 process.send_signal(signal.SIGTERM)
                 break
         rest = process.stdout.read()
