@@ -18,13 +18,13 @@ TOKEN = "RAY_AUTH_TOKEN"
 
 
 @pytest.fixture(scope="module")
-def others() -> set[int]:
-    """Processes of engines that other test files share."""
-    return descendants(os.getpid()) - {os.getpid()}
+def earlier() -> list[tuple[str, str]]:
+    """Sockets of other tests, and of engines that test files share."""
+    return listening(descendants(os.getpid()))
 
 
 @pytest.fixture(scope="module")
-def address(others: set[int]) -> Iterator[str]:
+def address(earlier: list[tuple[str, str]]) -> Iterator[str]:
     """The head of two simulated hosts, with a worker on each of them."""
     os.environ.pop(TOKEN, None)
     with connected(cluster_named("2x1@cpu")):
@@ -41,8 +41,8 @@ class _Worker:
         return os.environ[TOKEN]
 
 
-def test_every_process_listens_on_the_loopback_alone(address: str, others: set[int]) -> None:
-    found = listening(descendants(os.getpid()) - others)
+def test_every_process_listens_on_the_loopback_alone(address: str, earlier: list[tuple[str, str]]) -> None:
+    found = [each for each in listening(descendants(os.getpid())) if each not in earlier]
     assert len(found) > 10, "Ray's processes were not found"
     assert {f"{name}: {place}" for name, place in found if place.split(":")[0] not in LOOPBACK} == set()
 
