@@ -40,7 +40,7 @@ def _cards() -> Mapping[frozenset[str], Architecture]:
         card: Any = OmegaConf.to_container(OmegaConf.load(file))
         if card.get("architecture"):
             architecture = parse(Architecture, card["architecture"], str(file))
-            for name in (card.get("path") or "", *_ALIASES.get(file.stem, ())):
+            for name in (card.get("architecture_of") or card.get("path") or "", *_ALIASES.get(file.stem, ())):
                 cards[frozenset(_words(name))] = architecture
     return cards
 

@@ -54,10 +54,18 @@ class LateEngine:
         self.go_on = threading.Event()
         self.go_on.set()
         self.engine_core = SimpleNamespace(engine_core=self)
-        self.scheduler = None
+        self.scheduler = SimpleNamespace(
+            has_requests=lambda: bool(self.requests),
+            requests={},
+            get_request_counts=lambda: (0, 0),
+            kv_cache_manager=SimpleNamespace(usage=0.0),
+            _preempt_request=None,
+        )
 
-    def has_work(self) -> bool:
-        return bool(self.requests) or self.running is not None
+    @property
+    def batch_queue(self) -> list[list[str]]:
+        """Steps on their way, as vLLM's EngineCore keeps them."""
+        return [] if self.running is None else [self.running]
 
     def add_request(self, name: str, prompt: dict[str, list[int]], params: Any, lora_request: Any) -> None:
         assert not self.told or self.told[-1] != "sleep 1"

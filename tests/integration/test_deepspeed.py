@@ -402,13 +402,12 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(two: Sequence[EngineProcess],
         Ranks(two, actor(stage), address).update(split(batch), [LOSS] * 2)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_gradient_that_is_not_finite_stops_the_run(two: Sequence[EngineProcess], address: str, stage: int) -> None:
-    """Its square is too large, and the loss is not."""
+def test_a_gradient_that_is_not_finite_stops_the_run(two: Sequence[EngineProcess], address: str) -> None:
+    """Its square is too large, and the loss is not. ZeRO's stages square in float64."""
     batch = policy_minibatch(0)
     batch.columns["advantages"].values[:] = 1e37
     with pytest.raises(EngineError, match="role actor: grad_norm is not finite"):
-        Ranks(two, actor(stage), address).update(split(batch), [LOSS] * 2)
+        Ranks(two, actor(0), address).update(split(batch), [LOSS] * 2)
 
 
 def most_gathered(engines: list[Any], place: int) -> int:

@@ -20,7 +20,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     def listed(*names: str) -> None:
         tool = tmp_path / "bin" / "nvidia-smi"
         tool.parent.mkdir()
-        lines = "\n".join(f"echo {index}, GPU-{index}, {name}" for index, name in enumerate(names))
+        lines = "\n".join(f"echo 'GPU {index}: {name} (UUID: GPU-{index})'" for index, name in enumerate(names))
         tool.write_text(f"#!/bin/sh\n{lines}\n")
         tool.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")

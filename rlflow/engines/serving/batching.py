@@ -234,7 +234,7 @@ def drain(engine: Any) -> None:
     is still running. It must end before its memory is given up or its weights change.
     """
     core = core_of(engine)
-    while core is not None and core.has_work():
+    while core is not None and (core.scheduler.has_requests() or core.batch_queue):
         engine.step()
 
 

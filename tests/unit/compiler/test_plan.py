@@ -147,7 +147,8 @@ def test_kernels_that_are_not_there(recipe: str, cluster: str, override: str, me
 
 def test_graphs_on_gpus_and_none_on_processors() -> None:
     def planned(cluster: str, eager: str) -> tuple[Any, Any, Any, float]:
-        plan = rlflow.compile(rlflow.load(["recipe=grpo_7b", f"roles.rollout.eager={eager}"]), cluster)
+        pinned = [f"roles.rollout.{pin}" for pin in (f"eager={eager}", "gpu_memory_utilization=0.6")]
+        plan = rlflow.compile(rlflow.load(["recipe=grpo_7b", *pinned]), cluster)
         memory = plan.to_dict()["roles"]["rollout"]["memory_gib"]["phases"]
         graphs = [memory.get(phase, {}).get("graphs", 0.0) for phase in ("generate", "resting")]
         return plan.roles["rollout"].layout.eager, graphs, memory, plan.prediction.nodes["rollouts"].seconds
