@@ -26,13 +26,14 @@ def become(program_input: int, program_output: int, limits: Limits) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
+    # Before the limits: the parent may have more files open than the program may.
+    os.dup2(program_input, 0)
+    os.dup2(program_output, 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     for kind, limit in _limits(limits):
         resource.setrlimit(kind, (limit, limit))
     prctl(_NO_NEW_PRIVS, 1)
     refuse()
-    os.dup2(program_input, 0)
-    os.dup2(program_output, 1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     # Whatever else is open in this process is closed as the program starts.
     everything, from_standard = ctypes.c_uint(-1), ctypes.c_uint(3)
     checked(libc.syscall(ctypes.c_long(_CLOSE_RANGE), from_standard, everything, _AT_EXEC), "close_range")

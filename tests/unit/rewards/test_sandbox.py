@@ -35,6 +35,16 @@ def test_how_a_program_ended(program: str, ended: Ended) -> None:
 
 
 @needs_sandbox
+def test_the_caller_may_have_more_files_open_than_the_program_may() -> None:
+    opened = [os.memfd_create("another") for _ in range(2 * LIMITS.num_files)]
+    try:
+        assert run("print(1)", b"", LIMITS) == Ended("exited", 0, b"1\n")
+    finally:
+        for each in opened:
+            os.close(each)
+
+
+@needs_sandbox
 def test_one_that_is_late_or_large() -> None:
     assert run("print(1, flush=True)\nwhile True: pass", b"", Limits(timeout_s=0.3)) == Ended("timeout", None, b"1\n")
     several = "import os, time\nfor _ in range(4): os.fork()\nx = bytearray(40 << 20)\ntime.sleep(9)"
