@@ -115,7 +115,10 @@ def begins_low(texts: Sequence[str], rows: Any) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("hosts")
-@pytest.mark.parametrize("kind", PLACEMENTS)
+@pytest.mark.parametrize(
+    "kind",
+    ["uneven hosts", *(pytest.param(kind, marks=pytest.mark.soak) for kind in PLACEMENTS if kind != "uneven hosts")],
+)
 def test_a_run_does_not_depend_on_where_roles_are(kind: str, expected: list[dict[str, Any]], tmp_path: Path) -> None:
     cluster, *pins = PLACEMENTS[kind]
     plan = plan_of(cluster, *(f"roles.{pin}" for pin in pins))

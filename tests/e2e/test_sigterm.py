@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 ENDLESS = ("steps=100000", "checkpoints.every=100000", "evaluation=null", "hydra.run.dir=run")
 
 
-@pytest.mark.parametrize("cluster", ["local", "2x1@cpu"])
+@pytest.mark.parametrize("cluster", ["local", pytest.param("2x1@cpu", marks=pytest.mark.soak)])
 def test_sigterm_leaves_a_checkpoint(cluster: str, tmp_path: Path) -> None:
     words = ["--config-dir", str(CONFIG_DIR), "recipe=fake", f"cluster={cluster}", *ENDLESS]
     command = [sys.executable, "-m", "rlflow", *words]

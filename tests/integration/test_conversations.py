@@ -30,6 +30,7 @@ def metrics(plan: Plan, folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name.startswith(names)} for line in lines]
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("hosts")
 def test_hosts_say_what_one_process_says(tmp_path: Path) -> None:
     """Tokens of conversations stay in the stores of hosts, and the same is said."""

@@ -119,6 +119,7 @@ def test_copies_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert versions(rollout) == {21}
 
 
+@pytest.mark.soak
 def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that does is replaced where the copy can be tried again; else it is named, and nobody waits for it."""
     silent = "a copy of weights has stood still for 3 s. No answer from "
@@ -153,7 +154,9 @@ def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             rollout.generate(prompts((2, 2)), Sampling(max_tokens=2))
 
 
-@pytest.mark.parametrize(("kind", "backend"), [("source_hangs", None), ("forgetting_hangs", "ipc")])
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("source_hangs", None), pytest.param("forgetting_hangs", "ipc", marks=pytest.mark.soak)]
+)
 def test_a_source_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, backend: str | None) -> None:
     """It is named, and no engines are started: they would have nothing to take over."""
     with engines(tmp_path, monkeypatch) as (started, fail):

@@ -60,7 +60,7 @@ def coefficient(folder: Path, step: int) -> float:
     return float(json.loads(saved.read_text()))
 
 
-@pytest.mark.parametrize("options", [(), ADAPTIVE])
+@pytest.mark.parametrize("options", [pytest.param((), marks=pytest.mark.soak), ADAPTIVE])
 def test_stopped_after_any_step_and_resumed(options: tuple[str, ...], tmp_path: Path) -> None:
     plan = plan_of("checkpoints.keep=6", *options)
     whole = here(plan, tmp_path / "whole")
@@ -123,6 +123,7 @@ def without_stores(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if "store/" not in name} for line in metrics(folder)]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("hosts")
 def test_four_roles_on_four_hosts_and_back(tmp_path: Path) -> None:

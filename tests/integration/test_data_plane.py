@@ -147,6 +147,7 @@ def begins_low(texts: Any, rows: Any) -> list[float]:
     return [float(text[:1] < "3") for text in texts]
 
 
+@pytest.mark.soak
 def test_rounds_are_the_same_as_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(
         *("data.batch_size=8", "graph.rollouts.group_size=2", "+graph.sampling={node: dynamic_sampling}"),
@@ -227,6 +228,7 @@ def test_a_plan_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tm
     assert not entered
 
 
+@pytest.mark.soak
 def test_a_reward_that_fails_is_the_recipes(tmp_path: Path) -> None:
     """Its texts and rows come to it as they do in one process."""
     plan = plan_of(f"graph.rewards.function='{__name__}:fails'", "evaluation=null")

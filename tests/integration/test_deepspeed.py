@@ -196,6 +196,7 @@ def test_ranks_that_share_their_tokens_train_as_one_does(
     assert metrics == pytest.approx(expected.update(batch, LikelihoodLoss()).values, abs=1e-4)
 
 
+@pytest.mark.soak
 def test_two_shares_of_the_data_of_two_ranks_each() -> None:
     layout = Layout(micro_batch_tokens=16, zero_stage=3, data_parallel_size=2, sequence_parallel_size=2)
     with of_one_thread(4) as four:

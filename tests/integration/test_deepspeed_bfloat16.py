@@ -38,7 +38,10 @@ def of_bfloat16(stage: int, lora: Lora | None = None) -> EngineSpec:
     return replace(of, optimizer=Optimizer(learning_rate=1e-3))
 
 
-@pytest.mark.parametrize(("stage", "lora"), [(1, None), (1, Lora(rank=4, alpha=6)), (2, None)])
+@pytest.mark.parametrize(
+    ("stage", "lora"),
+    [(1, None), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((1, Lora(rank=4, alpha=6)), (2, None)))],
+)
 def test_it_goes_on_from_what_it_saved_and_sleeps(
     two: Sequence[EngineProcess], address: str, stage: int, lora: Lora | None, tmp_path: Path
 ) -> None:
@@ -54,7 +57,7 @@ def test_it_goes_on_from_what_it_saved_and_sleeps(
         assert (value == same).all(), name
 
 
-@pytest.mark.parametrize(("stages", "sizes"), [((1, 2), (2, 1)), ((2, 1), (1, 2))])
+@pytest.mark.parametrize(("stages", "sizes"), [((1, 2), (2, 1)), pytest.param((2, 1), (1, 2), marks=pytest.mark.soak)])
 def test_another_layout_goes_on_from_it(
     two: Sequence[EngineProcess],
     single: Sequence[EngineProcess],

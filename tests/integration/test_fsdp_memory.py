@@ -20,7 +20,12 @@ def test_the_committed_table() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "config", [Config("qwen2_5_0_5b", 8, 2048, True), Config("qwen2_5_1_5b", 4, 4096, False)], ids=str
+    "config",
+    [
+        Config("qwen2_5_0_5b", 8, 2048, True),
+        pytest.param(Config("qwen2_5_1_5b", 4, 4096, False), marks=pytest.mark.soak),
+    ],
+    ids=str,
 )
 def test_a_measurement(config: Config) -> None:
     assert predicted_gib(config) == pytest.approx(measure(config).peak.bytes / GIB, rel=0.05)

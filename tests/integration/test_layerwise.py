@@ -83,7 +83,9 @@ def load(engines: list[Any], of: EngineSpec) -> tuple[int, dict[str, torch.Tenso
     return live.most, whole
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["qwen3_moe", *(pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS if kind != "qwen3_moe")]
+)
 def test_every_rank_holds_its_share_and_a_layer(two: Sequence[EngineProcess], kind: str, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 

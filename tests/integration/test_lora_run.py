@@ -37,7 +37,7 @@ def run(folder: Path, *overrides: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("where", [[], CLUSTER], ids=["local", "cluster"])
+@pytest.mark.parametrize("where", [[], pytest.param(CLUSTER, marks=pytest.mark.soak)], ids=["local", "cluster"])
 def test_what_goes_on_from_a_checkpoint_ends_in_the_same_model(where: list[str], tmp_path: Path) -> None:
     run(tmp_path, *where)
     (folder,) = tmp_path.glob("outputs/*/*")

@@ -34,7 +34,7 @@ def last(folder: Path) -> dict[str, Any]:
     return {name: step[f"update/{name}"] for name in ("loss", "accuracy", "margin")} | {"held out": evaluated}
 
 
-@pytest.mark.parametrize(("name", "role"), [("dpo", "actor"), ("rm", "reward")])
+@pytest.mark.parametrize(("name", "role"), [("dpo", "actor"), pytest.param("rm", "reward", marks=pytest.mark.soak)])
 def test_where_it_runs_makes_no_difference(name: str, role: str, tmp_path: Path) -> None:
     pins = [f"roles.{role}.gpus=2", f"roles.{role}.zero_stage=1"]
     if name == "dpo":

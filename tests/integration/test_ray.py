@@ -251,7 +251,7 @@ except PlacementError as error:
             raise EngineError("the cause")
 
 
-@pytest.mark.parametrize("before", ["placement_group", "_ask"])
+@pytest.mark.parametrize("before", ["placement_group", pytest.param("_ask", marks=pytest.mark.soak)])
 def test_a_host_that_dies_while_waiting(before: str, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Ray itself takes half a minute to notice that a host has died, and only then is all that it had let go.
     monkeypatch.setenv("RAY_health_check_period_ms", "500")
@@ -350,6 +350,7 @@ class Thief:
         pass
 
 
+@pytest.mark.soak
 def test_ctrl_c_leaves_nothing(mark: str, tmp_path: Path) -> None:
     command = [*COMMAND, "cluster=2x1@cpu", "roles.rollout.colocate=[]"]
     options = ["steps=100000", f"hydra.run.dir={tmp_path}/run", "checkpoints.every=100000", "evaluation.every=100000"]

@@ -58,7 +58,7 @@ def reference() -> TransformersEngine:
     return TransformersEngine(with_adapters())
 
 
-@pytest.fixture(params=["alone", "pair"])
+@pytest.fixture(params=["alone", pytest.param("pair", marks=pytest.mark.soak)])
 def engine(request: pytest.FixtureRequest) -> RemoteEngine:
     """On one rank, and tensor-parallel on two."""
     return request.getfixturevalue(request.param)  # type: ignore[no-any-return]

@@ -95,7 +95,9 @@ def test_rewards_of_parts_are_those_of_the_whole(tmp_path: Path, monkeypatch: py
         assert set(engines.handover.budget.used.values()) == {0}
 
 
-@pytest.mark.parametrize("fault", ["dies", "hangs", "stops"])
+@pytest.mark.parametrize(
+    "fault", ["dies", *(pytest.param(fault, marks=pytest.mark.soak) for fault in ("hangs", "stops"))]
+)
 def test_an_engine_that_fails_is_replaced(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others write what it was to write, and it writes again when it has the weights."""
     pins = [f"roles.{role}.gpus=2" for role in ("actor", "rollout", "reference")]

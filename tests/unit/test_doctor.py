@@ -295,7 +295,7 @@ def test_the_exit_code(broken: bool, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert all(line == line.rstrip() for line in shown.splitlines())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_command(tmp_path: Path) -> None:
     """On this very machine, with the address of a cluster that does not answer."""
     with socket.socket() as taken:
