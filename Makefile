@@ -1,8 +1,8 @@
 # Needs Python 3.11 and pip, nothing else.
 PYTHON ?= python3
 BIN := .venv/bin
-# Two worker processes share the test files, in alphabetical order: the slow ones come before tests/unit.
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three processes share the test files, since many tests wait. In alphabetical order the slow ones come before tests/unit.
+PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test check soak lint
 

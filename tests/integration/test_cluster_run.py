@@ -29,7 +29,7 @@ NEW_MODEL = (
 @pytest.mark.parametrize(
     ("recipe", "roles", "steps", "overrides"),
     [
-        ("ppo_tiny_cluster", ["critic", *POLICY], 2, NEW_MODEL),
+        ("grpo_tiny_cluster", POLICY, 2, NEW_MODEL),
         pytest.param("grpo_tiny_cluster", POLICY, 8, (), marks=pytest.mark.soak),
         pytest.param("ppo_tiny_cluster", ["critic", *POLICY], 16, (), marks=pytest.mark.soak),
     ],

@@ -18,12 +18,12 @@ def test_the_committed_table() -> None:
         assert predicted_gib(config) == pytest.approx(row["peak_gib"], rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "config",
     [
         Config("qwen2_5_0_5b", 8, 2048, True),
-        pytest.param(Config("qwen2_5_1_5b", 4, 4096, False), marks=pytest.mark.soak),
+        Config("qwen2_5_1_5b", 4, 4096, False),
     ],
     ids=str,
 )

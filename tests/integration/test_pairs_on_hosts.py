@@ -16,7 +16,7 @@ from rlflow.runtime.ray import RayRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("hosts")]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600), pytest.mark.usefixtures("hosts")]
 
 
 def plan_of(name: str, role: str, cluster: str, engine: str, *pins: str) -> Plan:
@@ -34,7 +34,7 @@ def last(folder: Path) -> dict[str, Any]:
     return {name: step[f"update/{name}"] for name in ("loss", "accuracy", "margin")} | {"held out": evaluated}
 
 
-@pytest.mark.parametrize(("name", "role"), [("dpo", "actor"), pytest.param("rm", "reward", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("name", "role"), [("dpo", "actor"), ("rm", "reward")])
 def test_where_it_runs_makes_no_difference(name: str, role: str, tmp_path: Path) -> None:
     pins = [f"roles.{role}.gpus=2", f"roles.{role}.zero_stage=1"]
     if name == "dpo":

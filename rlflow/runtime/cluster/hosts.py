@@ -15,7 +15,7 @@ from typing import Any
 from rlflow.errors import EngineError, PlacementError, UserError, first_line
 from rlflow.resources.cluster import Cluster
 from rlflow.runtime.cluster.binding import LiveHost
-from rlflow.runtime.cluster.private_ray import private_ray
+from rlflow.runtime.cluster.private_ray import environment, private_ray
 
 # For what answers at once when it lives.
 _ANSWER_S = 2.0
@@ -53,7 +53,8 @@ def simulated(cluster: Cluster, store_bytes: int = _SIMULATED_STORE) -> Iterator
 
     before = find_bootstrap_address(None)
     processes = Processes()
-    with _own_signals() as keep_signals, private_ray():
+    # Ray would hold the hosts' numbers of GPUs against the real GPUs that this process may use.
+    with _own_signals() as keep_signals, private_ray(), environment({"CUDA_VISIBLE_DEVICES": None}):
         try:
             for host in cluster.hosts:
                 processes.add_node(

@@ -27,7 +27,7 @@ def private_ray() -> Iterator[None]:
     reaches_out = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False  # read when Ray is imported, which is long ago
     try:
-        with _environment({**_LOOPBACK, **token}):
+        with environment({**_LOOPBACK, **token}):
             _read_token()
             yield
     finally:
@@ -36,17 +36,22 @@ def private_ray() -> Iterator[None]:
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables, and restore them on exit; None unsets a variable."""
     before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    _set(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _read_token() -> None:
