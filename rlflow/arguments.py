@@ -1,4 +1,4 @@
-"""What a person types, translated into the words of Hydra."""
+"""Translates command-line arguments into overrides that Hydra understands."""
 
 import re
 from collections.abc import Sequence

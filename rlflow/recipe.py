@@ -105,7 +105,7 @@ class Data(Section):
     """Rows a step."""
     max_prompt_tokens: Count
     overlong: Literal["error", "drop", "truncate_left"] = "error"
-    """Of prompts with more tokens: end the run, leave their rows out, or keep their last tokens."""
+    """The treatment of prompts with more tokens: end the run, leave their rows out, or keep their last tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

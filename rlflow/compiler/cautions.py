@@ -1,4 +1,4 @@
-"""What a person should know about the options of a recipe's nodes before the run."""
+"""Warnings about the options of a recipe's nodes, shown before the run."""
 
 from collections.abc import Iterator
 

@@ -80,7 +80,7 @@ def _shown(value: Any) -> str:
 
 
 def _experiment(recipe: dict[str, Any]) -> dict[str, Any]:
-    """What stays of a recipe, and of those that make its models, wherever it runs."""
+    """Return the parts of a recipe, and of the recipes that make its models, that do not depend on where it runs."""
     left_out = {"checkpoints", "expect", "models", "roles"}
     models = {
         # The figures of a model that has files of its own are no part of the experiment.

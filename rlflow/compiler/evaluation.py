@@ -1,4 +1,4 @@
-"""What is measured on held-out rows: decided from what the graph reads, whatever classes its nodes have."""
+"""Chooses the measure on held-out rows from what the graph reads, whatever classes its nodes have."""
 
 from typing import TYPE_CHECKING
 

@@ -141,7 +141,7 @@ def _chat(data: Data, tokenizer: "PreTrainedTokenizerBase", prompt: Any) -> str:
 
 
 def _guarded(data: Data, encode: Callable[[], T]) -> T:
-    """What a tokenizer or a chat template refuses is the data's or the recipe's to mend."""
+    """Turn an error of a tokenizer or a chat template into a RecipeError."""
     try:
         return encode()
     except Exception as error:  # templates and tokenizers have no base of their own

@@ -19,7 +19,7 @@ from rlflow.nodes.kl import Estimator, token_kl
 # Added to a batch's variance, as in verl and OpenRLHF: where all rewards agree, rounding errors stay small.
 _EPSILON = 1e-8
 WHITENED = f"(x - mean of x) / sqrt(variance of x + {_EPSILON:g}) over all tokens"
-"""What ``whitened`` makes of x, for people."""
+"""The formula of ``whitened`` for people."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a node may know about the graph around it when it warns about its options."""
+    """The facts about the surrounding graph that a node may use when it warns about its options."""
 
     connected: frozenset[str]
     """The node's inputs that are connected."""

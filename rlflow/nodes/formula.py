@@ -14,7 +14,7 @@ class Formula:
     """A node's output as an expression of its inputs."""
 
     symbol: str
-    """What other formulas call the output."""
+    """The name of the output in other formulas."""
     expression: str
     where: Mapping[str, str] = field(default_factory=dict)
     """Expressions of further symbols in it."""

@@ -33,7 +33,7 @@ class Gpu(Section):
     link_gb_s: Annotated[float, Gt(0)] | None = None
     """To the other GPUs of its host, in one direction, GB/s."""
     nvls_channels: Annotated[int, Ge(0)] = 0
-    """Of NCCL for NVLink SHARP, which has buffers of its own; 0 where switches cannot add."""
+    """NCCL channels for NVLink SHARP, each with buffers of its own; 0 where switches cannot add."""
     network_gb_s: Annotated[float, Gt(0)] | None = None
     """To other hosts, in one direction, its usual share, GB/s."""
     source: str

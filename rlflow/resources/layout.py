@@ -38,10 +38,10 @@ class Resources(Section):
     eager: bool | Auto = "auto"
     """Of an engine that serves: without CUDA graphs, which it has on GPUs by itself."""
     deterministic: bool = False
-    """Of a role that trains: on GPUs, operations that give the same bits every time, where torch and flash-attn have
-    them. Slower; a CPU needs nothing for it."""
+    """A role that trains on GPUs uses operations that give the same bits every time, where torch and flash-attn have
+    them. It is slower; on CPUs it changes nothing."""
     timeout_minutes: Annotated[float, Gt(0)] = 10.0
-    """Of a role that trains or scores: how long its ranks wait for one another in an exchange before the run ends."""
+    """The ranks of a role that trains or scores wait so long for one another in an exchange before the run ends."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ class Totals:
     def __init__(self, loss: TokenLoss, device: "torch.device", role: str) -> None:
         self._role = role
         self._problem: str | None = None
-        """What was not finite in the first pass whose loss was not."""
+        """Describes the values that were not finite in the first pass without a finite loss."""
         self._loss = loss
         self._device = device
         self.sums: defaultdict[str, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""Where the ranks of a role find one another."""
+"""The address at which the ranks of a role find one another."""
 
 import socket
 from typing import TYPE_CHECKING

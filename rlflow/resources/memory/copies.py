@@ -1,4 +1,4 @@
-"""What GPUs hold while the weights of a trained role go to the engines that follow it, as named terms in GiB."""
+"""Memory of GPUs while the weights of a trained role go to the engines that follow it, as named terms in GiB."""
 
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.processes import NO_SHARP, Sharp, graphs_gib, process_terms
