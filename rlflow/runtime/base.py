@@ -105,11 +105,11 @@ class Report:
     store: Mapping[str, Mapping[str, float]]
     """MiB of each edge and, at a time, of each host: ``predicted`` and ``measured``. Empty for a run in one process."""
     warnings: Sequence[str]
-    """What a person should know about the run: prompts that were too long, checkpoints that were damaged."""
+    """Warnings about the run: prompts that were too long, checkpoints that were damaged."""
     models: Mapping[str, str]
     """The folder of each trained role's model, when finished."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the last step, as in ``metrics.jsonl``; empty where the run made none."""
+    """The metrics of the last step, as in ``metrics.jsonl``; empty where the run made no step."""
 
     def history(self) -> list[dict[str, float]]:
         """Return the metrics of every step and evaluation, from ``metrics.jsonl``."""

@@ -28,7 +28,7 @@ class Progress:
     """What a run needs besides its engines to go on."""
 
     experiment: Experiment
-    """What the run trained when the checkpoint was written."""
+    """The experiment that the run trained when the checkpoint was written."""
     step: int
     """Steps that are behind."""
     rows: int

@@ -11,7 +11,7 @@ from rlflow.doctor.checks.measurement import Measurement
 _STEPS = 3
 # Sampler and trainer compute the same logprobs in bfloat16 with different kernels.
 _SAMPLER_DIFFERENCE = 0.05
-# As wide as Qwen2.5-7B, with one layer: its embedding is a tensor of 1.09 GB.
+# The width of Qwen2.5-7B with a single layer: the embedding is a tensor of 1.09 GB.
 _WIDE = (
     "model_type: qwen2, hidden_size: 3584, intermediate_size: 18944, num_hidden_layers: 1, num_attention_heads: 28, "
     "num_key_value_heads: 4, head_dim: 128, vocab_size: 152064, max_position_embeddings: 4096"

@@ -1,5 +1,7 @@
 """Checks of vLLM: memory that sleep gives back, and the same responses after it wakes."""
 
+from typing import Any
+
 from rlflow.doctor.checks.free_memory import seen_from_another_process
 from rlflow.doctor.checks.measurement import Measurement
 from rlflow.doctor.checks.models import HALF_BILLION, prompts_of, spec_of
@@ -11,7 +13,7 @@ from rlflow.resources.memory.state import total
 from rlflow.resources.models.architecture import Architecture
 
 _UTILIZATION = 0.5
-# What a sleeping engine may keep beyond the plan, GiB.
+# A sleeping engine may keep so much beyond the plan, in GiB.
 _TOLERANCE_GIB = 1.0
 
 
@@ -23,14 +25,14 @@ def sleep(
     with seen_from_another_process(device) as free_gib:
         before = free_gib()
         spec = spec_of(architecture, layout, "Generates", device=device, max_model_len=16 + max_tokens)
-        engine = engine_class("vllm")(spec)
+        engine: Any = engine_class("vllm")(spec)
         given, sampling = prompts_of(prompts, 16), Sampling(max_tokens=max_tokens)
-        first = engine.generate(given, sampling)  # type: ignore[attr-defined]
+        first = engine.generate(given, sampling)
         awake = free_gib()
-        engine.sleep()  # type: ignore[attr-defined]
+        engine.sleep()
         asleep = free_gib()
-        engine.wake()  # type: ignore[attr-defined]
-        again = engine.generate(given, sampling)  # type: ignore[attr-defined]
+        engine.wake()
+        again = engine.generate(given, sampling)
         same = sum(one == other for one, other in zip(first.texts, again.texts, strict=True))
     measurements = [
         Measurement(

@@ -1,4 +1,4 @@
-"""What a process holds on its GPU besides tensors, and keeps while it gives the GPU to others."""
+"""Memory that a process holds on its GPU besides tensors, and keeps while it gives the GPU to others."""
 
 from dataclasses import dataclass
 
