@@ -20,8 +20,8 @@ import rlflow
 from benchmarks.reporting import Goal, finish
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Model, Recipe
-from rlflow.runtime.base import Observer
 from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.protocols import Observer
 from rlflow.runtime.run import run
 
 ALGORITHMS = (

@@ -46,19 +46,18 @@ from rlflow.batch import Batch, Packed, Sequences
 from rlflow.compiler.lower import models_in_use
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
-from rlflow.runtime.cluster.hosts import quiet_ray, simulated
-from rlflow.runtime.data_plane.budget import Budget
-from rlflow.runtime.data_plane.handover import Handover, Remote
-from rlflow.runtime.data_plane.kept import Keeper
-from rlflow.runtime.data_plane.limits import store_limits
-from rlflow.runtime.data_plane.parts import Whole
-from rlflow.runtime.data_plane.shares import shares
-from rlflow.runtime.data_plane.store import blocks_of
-from rlflow.runtime.ray import RayRuntime
-from rlflow.runtime.roles import RayEngines
+from rlflow.runtime.objects.budget import Budget, store_limits
+from rlflow.runtime.objects.dispatch import Whole
+from rlflow.runtime.objects.pending import Keeper
+from rlflow.runtime.objects.put import Handover, Remote
+from rlflow.runtime.objects.sharding import shares
+from rlflow.runtime.objects.store import blocks_of
+from rlflow.runtime.ray.actors import ALLOCATION, told
+from rlflow.runtime.ray.cluster.hosts import quiet_ray, simulated
+from rlflow.runtime.ray.engine_set import RayEngines
+from rlflow.runtime.ray.role_proxy import gathered
+from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import train_step
-from rlflow.runtime.workers.actors import ALLOCATION, told
-from rlflow.runtime.workers.proxies import gathered
 
 WORKERS, SAMPLES = 4, 4096
 MICRO_BATCH_TOKENS = 32768
@@ -251,7 +250,7 @@ def steps_of(prompts: int, group_size: int, steps: int = 5) -> Steps:
     rows = load_rows(data_options, "split")
     data = open_training_data(data_options, tokenizer, rows, recipe.seed, with_responses=False)
     with (
-        patch("rlflow.runtime.workers.actors.EngineWorker", WriterWorker),
+        patch("rlflow.runtime.ray.actors.EngineWorker", WriterWorker),
         TemporaryDirectory() as folder,
         RayRuntime().start(plan, models, Path(folder)) as engines,
     ):

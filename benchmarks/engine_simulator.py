@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.resources.time.decoding import Decoder
-from rlflow.runtime.rollout.scheduling import Room
+from rlflow.runtime.generation.scheduler import Room
 
 # Of a message to an engine and back.
 _MESSAGE_S = 0.005
@@ -25,7 +25,7 @@ _SHARE, _LATEST_S = 32, 1.0
 
 
 class Source(Protocol):
-    """Who gives the samples out. ``rlflow.runtime.rollout.scheduling.Scheduler`` is one."""
+    """Who gives the samples out. ``rlflow.runtime.generation.scheduler.Scheduler`` is one."""
 
     def begin(self) -> Mapping[int, list[int]]: ...
 

@@ -36,10 +36,10 @@ from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
-from rlflow.runtime.data_plane.parts import Whole
-from rlflow.runtime.ray import RayRuntime
-from rlflow.runtime.workers import specs
-from rlflow.runtime.workers.proxies import RoleProxy, gathered
+from rlflow.runtime.objects.dispatch import Whole
+from rlflow.runtime.ray import engine_specs as specs
+from rlflow.runtime.ray.role_proxy import RoleProxy, gathered
+from rlflow.runtime.ray.runtime import RayRuntime
 
 ENGINES, GROUP_SIZE, PROMPTS, PLACES = 2, 8, 24, 32
 MAX_TOKENS = 1536

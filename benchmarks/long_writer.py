@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Prompts, Repeated, Rollouts, Sequences
 from rlflow.engines.base import EngineSpec, Sampling, TokenLoss, sample_seed
 from rlflow.engines.fake import FakeEngine
-from rlflow.runtime.workers.worker import EngineWorker
+from rlflow.runtime.ray.worker import EngineWorker
 
 LONGEST, MEAN = 8192, 1800
 # A letter a token, as models have that know characters.

@@ -28,7 +28,7 @@ from benchmarks.reporting import Goal, finish
 from rlflow.batch import Minibatch, Packed, Repeated
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.registry import engine_class
-from rlflow.nodes.update import PolicyUpdate
+from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.recipe import Model
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.runtime.cluster.hosts import quiet_ray
+from rlflow.runtime.ray.cluster.hosts import quiet_ray
 
 MICRO_BATCH = 32
 _MASK = "attention_mask"

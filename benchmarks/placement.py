@@ -20,12 +20,11 @@ from rlflow.compiler.plan import Plan, plan
 from rlflow.compose import cluster_named
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster
-from rlflow.resources.layout import Resources
-from rlflow.resources.placement import Bundle
+from rlflow.resources.layout import Bundle, Resources
 from rlflow.resources.workload import WeightCopy, Workload
-from rlflow.runtime.cluster.binding import Placed
-from rlflow.runtime.cluster.hosts import live_hosts, quiet_ray, simulated
-from rlflow.runtime.ray import bound
+from rlflow.runtime.ray.cluster.binding import Placed
+from rlflow.runtime.ray.cluster.hosts import live_hosts, quiet_ray, simulated
+from rlflow.runtime.ray.runtime import bound
 
 SHAPES = ("2x8@cpu", "4x8@cpu", "1x7@cpu+1x8@cpu", "1x4@cpu+1x8@cpu+1x4@cpu")
 ROLES = {"actor": "actor", "critic": "actor", "judge": "reference", "reference": "reference", "rollout": "rollout"}

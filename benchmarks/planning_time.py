@@ -16,7 +16,7 @@ from rlflow.compiler.graph import wire
 from rlflow.compiler.lower import Requirements, lower
 from rlflow.compiler.plan import compile_recipe
 from rlflow.compose import cluster_named
-from rlflow.resources.search.planner import Search
+from rlflow.resources.planner.search import Search
 from rlflow.resources.workload import WeightCopy, Workload
 
 _REPEATS = 5

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.reporting import Goal, finish
-from rlflow.rewards.part import Part
-from rlflow.rewards.pool.calls import Call
+from rlflow.rewards.callables import Part
+from rlflow.rewards.pool.fork_client import Call
 from rlflow.rewards.pool.pool import Pool
 
 _REWARDS, _SECONDS, _REPEATS = 10_000, 0.001, 3

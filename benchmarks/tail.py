@@ -33,7 +33,7 @@ from rlflow.compose import cluster_named
 from rlflow.resources.time.decoding import decoder_of
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.speed import Efficiency, speed_of
-from rlflow.runtime.rollout.scheduling import Room, Scheduler
+from rlflow.runtime.generation.scheduler import Room, Scheduler
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.engine_simulator import Samples
-from rlflow.runtime.rollout.scheduling import Room
+from rlflow.runtime.generation.scheduler import Room
 
 Ints = NDArray[np.int64]
 

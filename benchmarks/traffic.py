@@ -9,7 +9,8 @@ from unittest.mock import patch
 import ray
 from ray.actor import ActorMethod
 
-from rlflow.runtime.workers import actors, hosting
+from rlflow.runtime.ray import actors
+from rlflow.runtime.ray import remote_objects as hosting
 
 
 @dataclass

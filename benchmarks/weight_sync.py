@@ -20,8 +20,8 @@ import rlflow
 from benchmarks.reporting import Goal, finish
 from rlflow.compiler.lower import models_in_use
 from rlflow.engines.causal_lm.pretrained import load_model
-from rlflow.runtime.ray import RayRuntime
-from rlflow.runtime.roles import RayWorkers
+from rlflow.runtime.ray.engine_set import RayWorkers
+from rlflow.runtime.ray.runtime import RayRuntime
 
 _REPEATS = 5
 _OVERRIDES = (

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rlflow.compiler.plan import Plan
     from rlflow.recipe import Recipe, Tune
     from rlflow.resources.cluster import Cluster
-    from rlflow.runtime.base import Observer, Report
+    from rlflow.runtime.protocols import Observer, Report
 
 __version__ = "0.1.0"
 __all__ = ["Observer", "compile", "load", "run"]
@@ -72,9 +72,9 @@ def run(
     """
     from datetime import datetime
 
-    from rlflow.report.console import displays, output_console
-    from rlflow.report.metrics import MetricsWriter
-    from rlflow.runtime.choose import runtime_of
+    from rlflow.report.progress import displays, output_console
+    from rlflow.report.records import MetricsWriter
+    from rlflow.runtime.prepare import runtime_of
     from rlflow.runtime.run import run as run_plan
 
     folder = Path(resume or directory or datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S"))
@@ -86,7 +86,7 @@ def run(
 def __getattr__(name: str) -> Any:
     # Imported when it is asked for: planning needs none of what a run does.
     if name == "Observer":
-        from rlflow.runtime.base import Observer
+        from rlflow.runtime.protocols import Observer
 
         return Observer
     raise AttributeError(f"module 'rlflow' has no attribute '{name}'")

@@ -1,16 +1,22 @@
 """Hydra's door: the command line, its exit codes, and no traceback for a mistake of the user's.
 
 0: done. 1: an engine failed. 2: a mistake in the recipe or on the command line. 130: stopped by Ctrl-C or SIGTERM.
+
+Stopping a run from outside: the first signal ends it after the step, with a checkpoint; the second at once.
 """
 
 import argparse
 import os
 import re
+import signal
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from traceback import walk_tb
+from types import FrameType
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -36,9 +42,8 @@ from rlflow.compose import (
 from rlflow.earlier_runs import cluster_of_run, find_run, steps_behind
 from rlflow.errors import EngineError, PlacementError, RecipeError, UserError, storage_error
 from rlflow.recipe import Tune
-from rlflow.report.console import WIDTH, displays, output_console, show, show_error, show_warning
+from rlflow.report.progress import WIDTH, displays, output_console, show, show_error, show_warning
 from rlflow.resources.cluster import Cluster, cluster_from
-from rlflow.stopping import stop_on_signals
 
 STOPPED = 130
 STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again stops at once"
@@ -219,9 +224,8 @@ def _config_dir() -> Path | None:
 
 def _run(plan: Plan, directory: Path, console: Console, *, resume: bool, tune: Tune) -> int:
     # Imported only now: a dry run needs no torch.
-    from rlflow.report.metrics import MetricsWriter
-    from rlflow.report.tuning import tuning_table
-    from rlflow.runtime.choose import runtime_of
+    from rlflow.report.records import MetricsWriter, tuning_table
+    from rlflow.runtime.prepare import runtime_of
     from rlflow.runtime.run import run
 
     observers = [MetricsWriter(), *displays(console)]
@@ -239,3 +243,29 @@ def _run(plan: Plan, directory: Path, console: Console, *, resume: bool, tune: T
 def _tell(error: UserError | EngineError) -> int:
     show_error(error)
     return 2 if isinstance(error, UserError) else 1
+
+
+# A terminal sends the first; Slurm, Kubernetes and `kill` send the second.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def stop_on_signals(announce: Callable[[], object]) -> Iterator[Event]:
+    """Give an event that the first SIGINT or SIGTERM sets, after a call of ``announce``.
+
+    The second one raises KeyboardInterrupt.
+    """
+    stopping = Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stopping.is_set():
+            raise KeyboardInterrupt
+        stopping.set()
+        announce()
+
+    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -6,8 +6,8 @@ from pathlib import Path
 from rlflow.compose import cluster_named, cluster_of_hosts
 from rlflow.errors import RecipeError
 from rlflow.resources.cluster import Cluster
-from rlflow.runtime.cluster.free_gpus import live_devices
-from rlflow.runtime.cluster.machine import gpus_of_this_machine
+from rlflow.runtime.ray.cluster.machine import gpus_of_this_machine
+from rlflow.runtime.ray.cluster.probes import live_devices
 
 
 def detect_cluster(config_dir: Path | None = None) -> Cluster:

@@ -112,7 +112,7 @@ def address() -> str:
 def hosts(request: pytest.FixtureRequest) -> Iterator[None]:
     """Start simulated hosts for a whole test file, which says how many in ``HOSTS``; two of one GPU by default."""
     from rlflow.compose import cluster_named
-    from rlflow.runtime.cluster.hosts import simulated
+    from rlflow.runtime.ray.cluster.hosts import simulated
 
     with simulated(cluster_named(getattr(request.module, "HOSTS", "2x1@cpu"))):
         yield

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Minibatch, Packed, Pairs, Prompts, Repeated, Rollouts, Sequences
-from rlflow.data.pairs import pairs_of
+from rlflow.data.encoding import pairs_of
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
-from rlflow.engines.groups import Begun
-from rlflow.engines.serving.seconds import Second
+from rlflow.engines.group_progress import Begun
+from rlflow.engines.serving.activity import Second
 from rlflow.engines.serving.sessions import Sessions
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Layout

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Prompts, Rollouts
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed
-from rlflow.engines.groups import NOTHING, Begun, continued
+from rlflow.engines.group_progress import NOTHING, Begun, continued
 from rlflow.engines.serving.sessions import Progress
 from rlflow.errors import EngineError
 from tests.helpers import WritingEngine

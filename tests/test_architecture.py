@@ -18,7 +18,6 @@ MAY_IMPORT = {
     "plugins": {"errors"},
     "extras": {"errors"},
     "schema": {"errors"},
-    "stopping": set(),
     "yaml_files": {"errors"},
     "recipe_files": {"errors", "yaml_files"},
     "host_memory": set(),
@@ -43,7 +42,6 @@ MAY_IMPORT = {
     "cluster_detection": {"errors", "resources", "compose", "runtime"},
     "earlier_runs": {"errors", "resources", "recipe", "compiler", "runtime"},
     "cli": {
-        "stopping",
         *("arguments", "cluster_detection", "earlier_runs", "errors", "resources", "recipe", "compiler", "compose"),
         *("runtime", "report"),
     },
@@ -55,12 +53,12 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 # The parts of resources in their order: each may import those before it.
-PARTS_OF_RESOURCES = ["models", "cluster", "layout", "placement", "memory", "time", "demand", "workload", "search"]
+PARTS_OF_RESOURCES = ["models", "cluster", "layout", "memory", "time", "demand", "workload", "planner"]
 MODEL_LIBRARIES = {"torch", "transformers", "peft", "vllm", "deepspeed", "datasets", "safetensors", "tokenizers"}
 # Imported by engines when they are built, never before.
 LAZY = {
     "engines/causal_lm/attention.py",
-    "engines/causal_lm/head.py",
+    "engines/causal_lm/output_layer.py",
     "engines/sharded/layerwise.py",
     "engines/sharded/ulysses.py",
 }
@@ -121,8 +119,8 @@ def test_only_what_reads_recipes_sees_omegaconf() -> None:
 
 def test_sizes() -> None:
     lengths = {path.relative_to(PACKAGE): len(path.read_text().splitlines()) for path in FILES}
-    assert median(lengths.values()) <= 100
-    large = {"engines", "runtime/ray.py"}
+    assert median(lengths.values()) <= 120
+    large = {"engines", "runtime/ray/runtime.py"}
     for path, length in lengths.items():
         assert length <= (400 if path.parts[0] in large or str(path) in large else 300), path
 

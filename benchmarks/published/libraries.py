@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from benchmarks.published.rows import Row
 from rlflow.resources.layout import Offload
 from rlflow.resources.memory.state import DEEPSPEED, FSDP2, MEGATRON, Training
-from rlflow.resources.models.lora import Lora
+from rlflow.resources.models.extensions import Lora
 
 HUGGING_FACE = Training(weights=2, gradients=2, optimizer=4, step=2, bucket_elements=25e6, keeps_gradients=False)
 """Trainer under DDP with a model loaded in bf16: gradients and Adam's moments have the weights' type, and AdamW's

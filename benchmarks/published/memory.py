@@ -9,9 +9,8 @@ from typing import Any
 
 from benchmarks.published.cases import Case, case_of
 from benchmarks.published.rows import Row
-from rlflow.resources.memory.copies import sync_terms
+from rlflow.resources.memory.overheads import CONTEXT_GIB, asleep_terms, sync_terms
 from rlflow.resources.memory.phases import generate_memory, update_terms, usable_gib
-from rlflow.resources.memory.processes import CONTEXT_GIB, asleep_terms
 from rlflow.resources.memory.state import Terms, Training, state_terms
 
 _MAX_BATCHED_TOKENS = 8192

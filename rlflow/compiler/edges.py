@@ -7,8 +7,7 @@ import numpy as np
 
 from rlflow.batch import Metrics, Packed, Pairs, Prompts, Repeated, Sequences
 from rlflow.compiler.graph import SOURCES, Graph
-from rlflow.nodes.converse import Converse
-from rlflow.nodes.generate import Generate
+from rlflow.nodes.generate import Converse, Generate
 from rlflow.resources.workload import Edge, Task
 
 # Token ids are int32, logprobs and values float32; so are numbers that stand for all tokens of a sample.

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from rlflow.compiler.graph import Graph, GraphNode
-from rlflow.nodes.formula import Formula
+from rlflow.nodes.base import Formula
 
 
 def loss_lines(graph: Graph) -> list[str]:

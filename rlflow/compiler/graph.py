@@ -16,7 +16,7 @@ from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, below, did_you_mean
 from rlflow.nodes.base import KINDS, Node
 from rlflow.nodes.generate import Generate
-from rlflow.nodes.policy_gradient import PolicyGradient
+from rlflow.nodes.policy_update import PolicyGradient
 from rlflow.plugins import load_object
 from rlflow.recipe import Recipe
 from rlflow.schema import parse

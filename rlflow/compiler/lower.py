@@ -4,21 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlflow.batch import Pairs
+from rlflow.compiler.checks import check_groups, check_reward_models, check_rounds, in_rounds
 from rlflow.compiler.edges import edges_of
 from rlflow.compiler.graph import Graph, GraphNode, wire
-from rlflow.compiler.groups import check_groups
-from rlflow.compiler.reward_models import check_reward_models
-from rlflow.compiler.rounds import check_rounds, in_rounds
 from rlflow.engines.base import capabilities_of
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import PlacementError, RecipeError
-from rlflow.nodes.converse import Converse
-from rlflow.nodes.generate import Generate
+from rlflow.nodes.generate import Converse, Generate
 from rlflow.recipe import Model, Recipe, Role
 from rlflow.resources.demand import Demand
 from rlflow.resources.memory.state import DEEPSPEED_FP32_GRADIENTS, LOGITS_AT_ONCE, Training
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.scalar_head import with_scalar_head
+from rlflow.resources.models.extensions import with_scalar_head
 from rlflow.resources.time.lengths import Lengths, measured
 from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
 

@@ -7,18 +7,17 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rlflow.compiler.cautions import cautions
+from rlflow.compiler.checks import cautions
 from rlflow.compiler.continuation import experiment_of
 from rlflow.compiler.graph import Graph, wire
 from rlflow.compiler.lower import Requirements, lower
 from rlflow.errors import RecipeError
 from rlflow.recipe import Recipe, recipe_from, to_yaml
 from rlflow.resources.cluster import Cluster, cluster_from
-from rlflow.resources.layout import Layout
-from rlflow.resources.placement import Bundle, RolePlacement, Worker
-from rlflow.resources.search.infeasible import explain
-from rlflow.resources.search.planner import Search
-from rlflow.resources.search.prediction import Prediction, predict
+from rlflow.resources.layout import Bundle, Layout, RolePlacement, Worker
+from rlflow.resources.planner.explain import explain
+from rlflow.resources.planner.prediction import Prediction, predict
+from rlflow.resources.planner.search import Search
 from rlflow.resources.time.speed import Calibration
 from rlflow.resources.workload import WeightCopy
 from rlflow.schema import parse

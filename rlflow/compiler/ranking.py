@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlflow.compiler.render import seconds
-from rlflow.resources.search.prediction import Prediction
+from rlflow.resources.planner.prediction import Prediction
 
 
 @dataclass(frozen=True)

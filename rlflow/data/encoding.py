@@ -1,18 +1,71 @@
-"""Rows as tokens: prompts within their limit, and responses with the end token."""
+"""Conversations as lists of messages: where the prompt ends, and what the response is.
+
+Rows as tokens: prompts within their limit, and responses with the end token.
+
+Prompts with a chosen and a rejected response.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rlflow.batch import Packed
-from rlflow.data.messages import is_conversation, response_text, with_instructions
+from rlflow.batch import Packed, Pairs
 from rlflow.errors import RecipeError, did_you_mean, first_line
 from rlflow.recipe import Data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+# Either name gives the model its instructions before the user's first turn.
+_INSTRUCTIONS = ("system", "developer")
+
+
+def is_conversation(value: Any) -> bool:
+    """Return whether a value is a list of messages with a role each."""
+    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and "role" in m for m in value)
+
+
+def split_answers(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the rows with prompts that end before the answer.
+
+    Rows for supervised training have a whole conversation in ``messages``, which is the prompt where there is no other.
+    A conversation that ends with the assistant's turn is the prompt up to that turn, and the turn is the row's
+    ``response`` unless it has one.
+    """
+    return [_split(row) for row in rows]
+
+
+def _split(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    conversation = row.get("prompt", row.get("messages"))
+    if not is_conversation(conversation):
+        return row
+    if conversation[-1]["role"] != "assistant":
+        return {**row, "prompt": conversation}
+    return {"response": conversation[-1:], **row, "prompt": conversation[:-1]}
+
+
+def with_instructions(conversation: Sequence[Mapping[str, Any]], system_prompt: str | None) -> list[Mapping[str, Any]]:
+    """Return the conversation with the system prompt before it, unless it has one of its own."""
+    if system_prompt is None or (conversation and conversation[0]["role"] in _INSTRUCTIONS):
+        return list(conversation)
+    return [{"role": "system", "content": system_prompt}, *conversation]
+
+
+def response_text(response: Any) -> str | None:
+    """Return a response's text, the last turn of a conversation that ends with the assistant's; None where it has none.
+
+    A number is a text as well.
+    """
+    if isinstance(response, list):
+        last = response[-1] if response and isinstance(response[-1], Mapping) else {}
+        response = last.get("content") if last.get("role", "assistant") == "assistant" else None
+        return response if isinstance(response, str) else None
+    return str(response) if isinstance(response, str | int | float) else None
+
 
 Rows = Sequence[Mapping[str, Any]]
 Split = Literal["split", "eval_split"]
@@ -150,3 +203,17 @@ def _guarded(data: Data, encode: Callable[[], T]) -> T:
             f"the tokenizer refuses a text of '{data.source}' ({first_line(error)})",
             fix="leave such rows out, or data.system_prompt=null for a template that knows no system",
         ) from None
+
+
+def pairs_of(keys: NDArray[np.int64], prompt_ids: Packed, chosen_ids: Packed, rejected_ids: Packed) -> Pairs:
+    """From a row of each a pair: ``keys`` [P, 3] are those of the prompts."""
+    both = np.repeat(np.arange(len(keys)), 2)
+    pair_keys = keys[both]
+    pair_keys[1::2, 2] = 1
+    # Chosen ones first, which are then taken in turn with the others.
+    turns = np.arange(2 * len(keys)).reshape(2, -1).T.ravel()
+    return Pairs(
+        keys=pair_keys,
+        prompt_ids=prompt_ids.take(both),
+        response_ids=Packed.joined([chosen_ids, rejected_ids]).take(turns),
+    )

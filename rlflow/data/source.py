@@ -9,9 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Examples, Packed, Pairs, Prompts, Repeated, Rollouts
-from rlflow.data.encoding import Rows, encode, no_column
-from rlflow.data.messages import split_answers
-from rlflow.data.pairs import pairs_of
+from rlflow.data.encoding import Rows, encode, no_column, pairs_of, split_answers
 from rlflow.errors import RecipeError, first_line
 from rlflow.plugins import load_object
 from rlflow.recipe import Data

@@ -17,8 +17,8 @@ from rlflow.doctor.finding import Finding
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import UserError
 from rlflow.extras import TRAINING, fits, install_line, installed, module_of, required, versions
-from rlflow.runtime.cluster.machine import Device, Machine, devices, links, machine
-from rlflow.runtime.cluster.probes import probe
+from rlflow.runtime.ray.cluster.machine import Device, Machine, devices, links, machine
+from rlflow.runtime.ray.cluster.probes import probe
 
 LIBRARIES = ("torch", "transformers", "ray", "deepspeed", "vllm", "peft", "math-verify")
 # Seconds that a library may take from a slow disk, and that a driver or a cluster may take to answer.

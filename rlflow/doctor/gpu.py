@@ -9,7 +9,7 @@ from typing import Any
 
 from rlflow.doctor.finding import Finding
 from rlflow.extras import installed
-from rlflow.runtime.cluster.machine import Device, ask, devices
+from rlflow.runtime.ray.cluster.machine import Device, ask, devices
 
 TOTAL_S = 590.0
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Logprobs, Metrics, Minibatch, Prompts, Rewards, Rollouts, Sequences, ValueEstimates
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Attention, Auto, Layout
-from rlflow.resources.models.lora import Lora
+from rlflow.resources.models.extensions import Lora
 
 if TYPE_CHECKING:
     from torch import Tensor

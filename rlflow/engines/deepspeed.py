@@ -17,18 +17,14 @@ from rlflow.engines.causal_lm.adapters import (
     without_adapters,
     write_adapters,
 )
-from rlflow.engines.causal_lm.finite import check_finite
-from rlflow.engines.causal_lm.heads import head_of, last_of_each, name_padding, outputs_of
 from rlflow.engines.causal_lm.kernels import set_determinism
-from rlflow.engines.causal_lm.micro_batches import in_order
-from rlflow.engines.causal_lm.pretrained import load_tokenizer, save_model
+from rlflow.engines.causal_lm.micro_batches import Tunable, in_order
+from rlflow.engines.causal_lm.output_heads import head_of, last_of_each, name_padding, outputs_of
+from rlflow.engines.causal_lm.pretrained import check_finite, load_tokenizer, save_model
 from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
-from rlflow.engines.causal_lm.tunable import Tunable
-from rlflow.engines.sharded.group import set_timeouts, spread_of, wait_for_files, while_files_move
-from rlflow.engines.sharded.loading import load_sharded
-from rlflow.engines.sharded.parked import Parked, state_of, weights_of
-from rlflow.engines.sharded.resharding import UNIVERSAL, clear, needs_resharding, reads_universal, resharded
-from rlflow.engines.sharded.rounds import rounds
+from rlflow.engines.sharded.cpu_offload import Parked, state_of, weights_of
+from rlflow.engines.sharded.loading import UNIVERSAL, clear, load_sharded, needs_resharding, reads_universal, resharded
+from rlflow.engines.sharded.process_group import rounds, set_timeouts, spread_of, wait_for_files, while_files_move
 from rlflow.engines.sharded.settings import deepspeed_config, join
 from rlflow.errors import EngineError, first_line
 

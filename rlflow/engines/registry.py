@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlflow.engines.base import Engine, capabilities_of
 
-_NOT_ENGINES = {"allocator", "base", "buckets", "groups", "registry"}
+_NOT_ENGINES = {"allocator", "base", "buckets", "group_progress", "registry"}
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,12 @@ from rlflow.engines.causal_lm.adapters import (
     without_adapters,
     write_adapters,
 )
-from rlflow.engines.causal_lm.finite import check_finite
-from rlflow.engines.causal_lm.heads import head_of, last_of_each, name_padding, outputs_of
 from rlflow.engines.causal_lm.kernels import attention_of, set_determinism
-from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
-from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, save_model
+from rlflow.engines.causal_lm.micro_batches import Tunable, in_order, micro_batches
+from rlflow.engines.causal_lm.output_heads import head_of, last_of_each, name_padding, outputs_of
+from rlflow.engines.causal_lm.pretrained import check_finite, load_model, load_tokenizer, save_model
 from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
-from rlflow.engines.causal_lm.tunable import Tunable
-from rlflow.engines.sharded.group import meet, set_timeouts, spread_of, wait_for_files
+from rlflow.engines.sharded.process_group import meet, set_timeouts, spread_of, wait_for_files
 from rlflow.errors import EngineError
 
 if TYPE_CHECKING:

@@ -13,11 +13,10 @@ from rlflow.engines.base import EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.adapters import add_adapters, copied_name, trained
 from rlflow.engines.causal_lm.decoding import decode
 from rlflow.engines.causal_lm.kernels import attention_of
-from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
+from rlflow.engines.causal_lm.micro_batches import Tunable, in_order, micro_batches
+from rlflow.engines.causal_lm.packing import token_scores
 from rlflow.engines.causal_lm.pretrained import end_ids, load_model, load_tokenizer
-from rlflow.engines.causal_lm.scoring import token_scores
-from rlflow.engines.causal_lm.tunable import Tunable
-from rlflow.engines.groups import Begun, Groups, continued
+from rlflow.engines.group_progress import Begun, Groups, continued
 from rlflow.errors import EngineError
 
 if TYPE_CHECKING:

@@ -11,14 +11,12 @@ from numpy.typing import NDArray
 from rlflow.batch import Packed, Prompts, Repeated, Rollouts
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.pretrained import end_ids, load_tokenizer
-from rlflow.engines.groups import NOTHING, Begun, continued
-from rlflow.engines.serving.adapter_files import adapter_files
+from rlflow.engines.group_progress import NOTHING, Begun, continued
+from rlflow.engines.serving.activity import Second
 from rlflow.engines.serving.batching import Batcher, Request, Written
-from rlflow.engines.serving.model_files import Expected, load_config, load_end_ids, model_files
-from rlflow.engines.serving.seconds import Second
+from rlflow.engines.serving.files import Expected, adapter_files, load_config, load_end_ids, model_files, shared_files
 from rlflow.engines.serving.sessions import Sessions
 from rlflow.engines.serving.settings import check_model, engine_arguments, set_environment
-from rlflow.engines.serving.shared_files import shared_files
 from rlflow.errors import EngineError, UserError, first_line
 
 if TYPE_CHECKING:

@@ -1,11 +1,19 @@
-"""What an environment is, and what it answers."""
+"""What an environment is, and what it answers.
+
+From the name of an environment to an object of it that has its options.
+"""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from rlflow.environments import classes
+from rlflow.errors import RecipeError
+from rlflow.plugins import load_object
 from rlflow.rewards.base import Row
-from rlflow.schema import Section
+from rlflow.rewards.callables import registered
+from rlflow.schema import Section, parse
 
 
 @dataclass(frozen=True)
@@ -37,3 +45,19 @@ class Environment(Section, ABC):
     @abstractmethod
     def step(self, text: str) -> Observation:
         """The answer to what the model has written in its turn, without special tokens."""
+
+
+def find_environment(name: str, options: Mapping[str, Any]) -> Environment:
+    """A file of rlflow.environments.classes, or ``package.module:Class``, before its first conversation.
+
+    Raises RecipeError at the paths ``environment`` and ``options``.
+    """
+    path = "environment"
+    kind = load_object(name, path) if ":" in name else registered(classes, name, path, "environment").ENVIRONMENT
+    if not (isinstance(kind, type) and issubclass(kind, Environment)):
+        raise RecipeError(
+            path, f"'{name}' is not an Environment", fix="derive it from rlflow.environments.base.Environment"
+        )
+    if missing := sorted(kind.__abstractmethods__):
+        raise RecipeError(path, f"'{name}' has no {' and '.join(missing)}", fix="see docs/environments.md")
+    return parse(kind, options, "options")

@@ -9,11 +9,9 @@ from functools import partial
 from numbers import Real
 from typing import Any, ClassVar
 
-from rlflow.environments.base import Environment, Observation
-from rlflow.environments.find import find_environment
+from rlflow.environments.base import Environment, Observation, find_environment
 from rlflow.errors import first_line
-from rlflow.rewards.base import Failure, Row
-from rlflow.rewards.found import Found
+from rlflow.rewards.base import Failure, Found, Row
 
 # Of what an environment says in one turn: more is a mistake, and would be a long time tokenised.
 _MOST_CHARACTERS = 2**20

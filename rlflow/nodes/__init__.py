@@ -1,33 +1,29 @@
 """What an algorithm does. Importing this package makes the kinds known that recipes may name."""
 
 from rlflow.nodes import (
-    advantage,
-    converse,
-    distillation,
-    dpo,
+    advantages,
     dynamic_sampling,
     gae,
     generate,
+    policy_update,
+    preference,
     reward,
     reward_model,
-    score,
-    shaping,
-    update,
+    reward_shaping,
+    scoring,
     value_update,
 )
 
 __all__ = [
-    "advantage",
-    "converse",
-    "distillation",
-    "dpo",
+    "advantages",
     "dynamic_sampling",
     "gae",
     "generate",
+    "policy_update",
+    "preference",
     "reward",
     "reward_model",
-    "score",
-    "shaping",
-    "update",
+    "reward_shaping",
+    "scoring",
     "value_update",
 ]

@@ -12,9 +12,8 @@ from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
 
 from rlflow.batch import GaeAdvantages, Logprobs, Packed, Rewards, Rollouts, ValueEstimates
-from rlflow.nodes.advantage import WHITENED, whitened
-from rlflow.nodes.base import Node
-from rlflow.nodes.formula import Formula, kl_expression, old_difference, times
+from rlflow.nodes.advantages import WHITENED, whitened
+from rlflow.nodes.base import Formula, Node, kl_expression, old_difference, times
 from rlflow.nodes.kl import Estimator, check_kl, token_kl
 from rlflow.packed import offsets_of
 

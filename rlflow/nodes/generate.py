@@ -1,4 +1,7 @@
-"""Writing responses."""
+"""Writing responses.
+
+Writing responses in turns with an environment.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -6,9 +9,12 @@ from typing import Annotated, Self
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from rlflow.batch import Prompts, Rollouts
+from rlflow.batch import Conversations, Prompts, Rollouts
 from rlflow.engines.base import Generates, Sampling
+from rlflow.errors import RecipeError
 from rlflow.nodes.base import Node, Setting
+from rlflow.nodes.environment_session import Exchange, TurnTaking
+from rlflow.rewards.pool.pool import Pool
 from rlflow.schema import Count
 
 
@@ -55,3 +61,36 @@ class Generate(Node, kind="generate", unit="sample"):
 
     def run(self, engine: Generates, prompts: Prompts) -> Rollouts:
         return engine.generate(prompts, self.sampling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converse(TurnTaking, Generate, kind="converse", unit="sample"):
+    """``group_size`` conversations about each prompt. The model writes a turn, the environment answers, and so on: one
+    response, of which the model's tokens alone are trained on.
+
+    All conversations take their turns together. One ends when the environment says so; where it would become longer
+    than ``max_tokens``, has ``max_turns``, or has a turn that is cut at ``turn_tokens``, it is cut.
+    """
+
+    def check(self, connected: frozenset[str]) -> None:
+        self.turns.find(self.environment)
+        if self.overcommit:
+            raise RecipeError("overcommit", "conversations are not broken off between two steps", fix="overcommit: 0")
+        if self.turn_tokens > self.max_tokens:
+            fact = f"{self.turn_tokens} is more than max_tokens, which is {self.max_tokens}"
+            raise RecipeError("turn_tokens", fact, fix="a part of max_tokens")
+        if self.frame.count("{}") != 1:
+            raise RecipeError("frame", f"{self.frame!r} needs one '{{}}'", fix="frame: '{}'")
+
+    def try_out(self) -> None:
+        """Raises EngineError when the environment cannot run on this host."""
+        Pool({self.environment: self.turns}).stop()
+
+    def run(self, engine: Generates, exchange: Exchange, prompts: Prompts) -> Conversations:  # type: ignore[override]
+        stop_ids = exchange.begin()
+        sampling = replace(self.sampling, max_tokens=self.turn_tokens, stop_ids=stop_ids)
+        asked: Prompts | None = prompts
+        while asked is not None:
+            asked = exchange.answered(engine.generate(asked, sampling))
+            sampling = replace(sampling, group_size=1)
+        return exchange.conversations()

@@ -1,4 +1,8 @@
-"""The KL divergence from the reference, estimated at one sampled token.
+"""The ratio of two probabilities, from the difference of their logarithms.
+
+Shapes: T response tokens of a micro-batch.
+
+The KL divergence from the reference, estimated at one sampled token.
 
 Source: http://joschu.net/blog/kl-approx.html. With d = log(policy / reference): k1 = d, unbiased; k2 = d^2 / 2, biased,
 but in a loss its gradient is that of the divergence; k3 = exp(-d) - 1 + d, unbiased and never negative (DeepSeekMath,
@@ -13,10 +17,19 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Rollouts
 from rlflow.errors import GraphError
-from rlflow.nodes.ratio import MAX_LOG_RATIO
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are bounded by it in both directions, as in verl, OpenRLHF and slime: exp(20) is 5e8, exp(89) infinite."""
+
+
+def ratio(difference: "Tensor") -> "Tensor":
+    """Return exp(difference) [T]. Beyond ``MAX_LOG_RATIO`` it stays as it is there, without a gradient."""
+    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
 
 Estimator = Literal["k1", "k2", "k3"]
 MAX_K3 = 10.0

@@ -10,11 +10,10 @@ import numpy as np
 
 from rlflow.batch import Conversations, Rewards, Rollouts, SummedRewards
 from rlflow.errors import EngineError, RecipeError, below
-from rlflow.nodes.base import Node
-from rlflow.nodes.formula import Formula, times
+from rlflow.nodes.base import Formula, Node, times
 from rlflow.rewards.base import LARGEST, Failure, Outcome
-from rlflow.rewards.part import Part
-from rlflow.rewards.pool.calls import Call
+from rlflow.rewards.callables import Part
+from rlflow.rewards.pool.fork_client import Call
 from rlflow.rewards.pool.pool import Pool
 
 

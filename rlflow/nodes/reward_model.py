@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from rlflow.batch import Metrics, Pairs, Rewards, Rollouts
 from rlflow.engines.base import Evaluates, TrainsReward
 from rlflow.errors import EngineError
-from rlflow.nodes.base import Node
-from rlflow.nodes.formula import Formula
+from rlflow.nodes.base import Formula, Node
+from rlflow.nodes.minibatches import Weighting, averaged, train
 from rlflow.nodes.preference import Preference, margins, preference_loss
-from rlflow.nodes.training import Weighting, averaged, train
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,9 +12,8 @@ from annotated_types import Ge, Gt
 
 from rlflow.batch import GaeAdvantages, Metrics, Rollouts, ValueEstimates
 from rlflow.engines.base import TrainsValues
-from rlflow.nodes.base import Node
-from rlflow.nodes.formula import Formula
-from rlflow.nodes.training import Weighting, averaged, train
+from rlflow.nodes.base import Formula, Node
+from rlflow.nodes.minibatches import Weighting, averaged, train
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from rlflow.compiler.plan import Plan
-from rlflow.report.lines import keep_until, read_lines
-from rlflow.runtime.base import Observer, Report
+from rlflow.report.records import keep_until, read_lines
+from rlflow.runtime.protocols import Observer, Report
 
 # An engine lags where others have had nothing to write for this share of its time.
 _SHARE = 0.05

@@ -7,7 +7,7 @@ from rlflow.errors import PlacementError
 from rlflow.resources.layout import Resources
 from rlflow.resources.memory.state import DEEPSPEED_FP32_GRADIENTS, Training
 from rlflow.resources.models.architecture import Architecture, heads_divide
-from rlflow.resources.models.lora import Lora
+from rlflow.resources.models.extensions import Lora
 
 _OPEN = Resources()
 

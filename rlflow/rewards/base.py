@@ -1,10 +1,13 @@
-"""What a reward function gives for a response: a number, or a failure with a reason."""
+"""What a reward function gives for a response: a number, or a failure with a reason.
+
+What a pool's workers call.
+"""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from rlflow.errors import first_line
 
@@ -77,3 +80,37 @@ def outcome(value: Any, text: str) -> Outcome:
     if not abs(number) <= LARGEST:
         return Failure("invalid", f"returned {number} for the response {text[:80]!r}")
     return number
+
+
+def nothing() -> None:
+    """Most functions need no preparation."""
+
+
+@dataclass(frozen=True)
+class Found:
+    call: Callable[[Sequence[str], Sequence[Any]], Iterable[Any]]
+    """A RewardFunction, or what takes steps of an environment."""
+    batch_size: int
+    """Responses of one call."""
+    limit_s: float
+    """A call that takes longer is ended from outside."""
+    keeps_time: bool = False
+    """It is told how long it may take. A call that is late for all that would be so again, a response at a time."""
+    prepare: Callable[[], None] = nothing
+    """Imports what takes long; called once, before workers are forked."""
+    check: Callable[[Any, str], Any] = outcome
+    """What becomes of the value that was given for a text."""
+
+
+class Findable(Protocol):
+    """What says how to find it: it travels to the processes that call it."""
+
+    what: ClassVar[str]
+    """For messages."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Of one call."""
+
+    def find(self, name: str) -> Found:
+        """Raises RecipeError."""

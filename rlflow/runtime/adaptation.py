@@ -9,9 +9,9 @@ from typing import Any
 from rlflow.compiler.graph import Graph
 from rlflow.nodes.gae import GaeAdvantage
 from rlflow.nodes.kl import adapted
-from rlflow.nodes.policy_gradient import PolicyGradient
-from rlflow.nodes.shaping import KlPenalty
-from rlflow.runtime.base import Engines
+from rlflow.nodes.policy_update import PolicyGradient
+from rlflow.nodes.reward_shaping import KlPenalty
+from rlflow.runtime.protocols import Engines
 
 _STATE = "kl_coef.json"
 _ADAPTING = (PolicyGradient, KlPenalty, GaeAdvantage)

@@ -7,8 +7,8 @@ from typing import Any
 from rlflow.compiler.evaluation import comparing
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.data.source import DataSource
-from rlflow.runtime.base import Engines
-from rlflow.runtime.data_plane.budget import edge
+from rlflow.runtime.objects.budget import edge
+from rlflow.runtime.protocols import Engines
 from rlflow.runtime.step import run_node
 
 

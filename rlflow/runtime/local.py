@@ -8,9 +8,9 @@ from pathlib import Path
 from rlflow.compiler.plan import Plan
 from rlflow.errors import PlacementError
 from rlflow.recipe import Model
-from rlflow.runtime.base import Engines
-from rlflow.runtime.cluster.machine import PCI_ORDER, gpus_of_this_machine
-from rlflow.runtime.workers.specs import build, check_engines, is_on_gpu, spec_of
+from rlflow.runtime.protocols import Engines
+from rlflow.runtime.ray.cluster.machine import PCI_ORDER, gpus_of_this_machine
+from rlflow.runtime.ray.engine_specs import build, check_engines, is_on_gpu, spec_of
 
 
 class LocalRuntime:

@@ -9,34 +9,30 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.batch import Sequences
+from rlflow.compiler.checks import after_rounds, check_reward_folders, in_rounds
 from rlflow.compiler.continuation import experiment_of
 from rlflow.compiler.plan import Plan, write_plan
-from rlflow.compiler.reward_models import check_reward_folders
-from rlflow.compiler.rounds import after_rounds, in_rounds
 from rlflow.data.encoding import Rows
 from rlflow.data.source import DataSource, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, RecipeError
-from rlflow.nodes.converse import Converse
+from rlflow.nodes.generate import Converse
 from rlflow.nodes.reward import Reward
 from rlflow.recipe import Model, Tune
 from rlflow.runtime import checkpoint
 from rlflow.runtime.adaptation import adaptive
-from rlflow.runtime.base import Engines, Observer, Report, Runtime
-from rlflow.runtime.choose import runtime_of
-from rlflow.runtime.data_plane.budget import edge
 from rlflow.runtime.evaluation import pair_evaluator
 from rlflow.runtime.folder_lock import locked
-from rlflow.runtime.lengths import check_examples
+from rlflow.runtime.generation.conversing import conversing
+from rlflow.runtime.generation.overcommit import begun_ahead, overcommitted
+from rlflow.runtime.generation.resampling import Rounds
 from rlflow.runtime.local import LocalRuntime
-from rlflow.runtime.models import resolve_models
-from rlflow.runtime.reports import compared, report_of
-from rlflow.runtime.rollout.conversing import conversing
-from rlflow.runtime.rollout.overcommit import begun_ahead, overcommitted
-from rlflow.runtime.rollout.rounds import Rounds
+from rlflow.runtime.objects.budget import edge
+from rlflow.runtime.preflight import check_examples, check_vocabularies
+from rlflow.runtime.prepare import resolve_models, runtime_of
+from rlflow.runtime.protocols import Engines, Observer, Report, Runtime, compared, report_of
 from rlflow.runtime.step import evaluator, reasons_of, run_graph, summary
-from rlflow.runtime.tuner import Tuner, with_places
-from rlflow.runtime.vocabulary import check_vocabularies
+from rlflow.runtime.tuning import Tuner, with_places
 
 
 def run(

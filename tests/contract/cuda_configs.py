@@ -18,10 +18,10 @@ from unittest.mock import Mock
 import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.serving.model_files import Expected
+from rlflow.engines.serving.files import Expected
 from rlflow.engines.serving.settings import check_model, engine_arguments, set_environment
 from rlflow.errors import PlacementError
-from rlflow.runtime.workers.specs import check_engines, spec_of
+from rlflow.runtime.ray.engine_specs import check_engines, spec_of
 
 GPUS = 8
 # Of each recipe: a host, two hosts, and two hosts with the engines apart from the trainer.

@@ -30,14 +30,14 @@ OBJECTS: Mapping[str, Mapping[str, str]] = {
         "built": _MODEL,
     },
     "data": {"tokenizer": _TOKENIZER, "self._tokenizer": _TOKENIZER},
-    "nodes/exchange.py": {"self._tokenizer": _TOKENIZER},
+    "nodes/environment_session.py": {"self._tokenizer": _TOKENIZER},
     "engines/vllm.py": {"engine": _LLM_ENGINE},
     "engines/serving/batching.py": {
         "engine": _LLM_ENGINE,
         "engine.output_processor": "vllm.v1.engine.output_processor.OutputProcessor",
         "state": "vllm.v1.engine.output_processor.RequestState",
     },
-    "engines/serving/seconds.py": {
+    "engines/serving/activity.py": {
         "scheduler": _SCHEDULER,
         "self._scheduler": _SCHEDULER,
         "by_number": f"{_PYNVML}.nvmlDeviceGetHandleByIndex",
@@ -51,7 +51,7 @@ OBJECTS: Mapping[str, Mapping[str, str]] = {
         "self.model_runner.sampler.topk_topp_sampler": _SAMPLER,
     },
     "engines/deepspeed.py": {"self._engine": _DEEPSPEED},
-    "engines/sharded/resharding.py": {"engine": _DEEPSPEED},
+    "engines/sharded/loading.py": {"engine": _DEEPSPEED},
 }
 """The library's class behind an expression, in a folder or a file of rlflow."""
 
@@ -60,7 +60,7 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
 }
 """The library's class that an expression is."""
 
-_CALL_WORKERS = ("engines/vllm.py", "runtime/workers/gpu_weights.py")
+_CALL_WORKERS = ("engines/vllm.py", "runtime/weights/gpu.py")
 """Files that call methods of vLLM's workers by name."""
 
 RETURNS: Mapping[str, str | None] = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlflow.engines.causal_lm.adapters import copied_name
-from rlflow.runtime.workers.gpu_weights import Receivers, send, sender
+from rlflow.runtime.weights.gpu import Receivers, send, sender
 from tests.unit.resources.models.test_architecture import CARDS, card, config_fields
 
 GIB = 2**30

@@ -12,10 +12,10 @@ import pytest
 
 from rlflow.batch import Minibatch
 from rlflow.engines.base import Sampling, Sleeps
-from rlflow.engines.groups import Groups, is_done
+from rlflow.engines.group_progress import Groups, is_done
 from rlflow.engines.registry import engine_class, engine_kind, engine_names
 from rlflow.errors import EngineError
-from rlflow.nodes.losses import LikelihoodLoss
+from rlflow.nodes.policy_loss import LikelihoodLoss
 from rlflow.nodes.value_update import ValueLoss
 from rlflow.recipe import Model, Optimizer
 from tests.helpers import minibatch, prompts, sequences, spec

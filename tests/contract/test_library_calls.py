@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import rlflow
-from rlflow.runtime.cluster.binding import Placed
-from rlflow.runtime.workers.actors import Actors
+from rlflow.runtime.ray.actors import Actors
+from rlflow.runtime.ray.cluster.binding import Placed
 from tests.conftest import ROOT
 from tests.contract.library_scan import LIBRARIES, Call, calls_of, files, references_of
 from tests.unit.runtime.test_binding import live

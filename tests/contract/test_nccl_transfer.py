@@ -22,8 +22,8 @@ from rlflow.engines.serving.batching import Batcher
 from rlflow.engines.serving.vllm_worker import WorkerExtension
 from rlflow.engines.vllm import VllmEngine
 from rlflow.errors import EngineError
-from rlflow.runtime.workers.gpu_weights import Receivers, Source, _nccl_sender
-from rlflow.runtime.workers.worker import EngineWorker
+from rlflow.runtime.ray.worker import EngineWorker
+from rlflow.runtime.weights.gpu import Receivers, Source, _nccl_sender
 from tests.contract.gpu_stand_ins import Actor, Gloo, at_once, results, without_gpus
 from tests.helpers import spec
 

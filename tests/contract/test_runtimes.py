@@ -12,10 +12,10 @@ from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import CAPABILITIES, Sampling
 from rlflow.errors import PlacementError, RecipeError
-from rlflow.report.metrics import MetricsWriter
-from rlflow.runtime.base import Runtime
+from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
-from rlflow.runtime.ray import RayRuntime
+from rlflow.runtime.protocols import Runtime
+from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 from tests.helpers import prompts
@@ -90,7 +90,7 @@ class TestRuntime:
         plan = plan_of("local", *more, "evaluation=null")
         run(plan, tmp_path / "expected", LocalRuntime(), [MetricsWriter()])
         read: list[Any] = []
-        monkeypatch.setattr("rlflow.runtime.data_plane.store.fetch", read.append)
+        monkeypatch.setattr("rlflow.runtime.objects.store.fetch", read.append)
         run(plan, tmp_path / "run", runtime(), [MetricsWriter()])
         assert read == []
         assert metrics(tmp_path / "run") == metrics(tmp_path / "expected")

@@ -11,7 +11,7 @@ import pytest
 
 import rlflow
 from rlflow.recipe import Evaluation
-from rlflow.report.metrics import MetricsWriter
+from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR, ROOT

@@ -9,8 +9,8 @@ import pytest
 import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.errors import EngineError, RecipeError
-from rlflow.report.metrics import MetricsWriter
-from rlflow.runtime.choose import runtime_of
+from rlflow.report.records import MetricsWriter
+from rlflow.runtime.prepare import runtime_of
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 

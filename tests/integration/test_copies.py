@@ -17,11 +17,11 @@ from rlflow.compiler.lower import models_in_use
 from rlflow.engines.base import EngineSpec, Sampling, WeightBackend
 from rlflow.engines.buckets import Bucket
 from rlflow.errors import EngineError
-from rlflow.runtime.ray import RayRuntime
-from rlflow.runtime.roles import RayWorkers
-from rlflow.runtime.workers import copies
-from rlflow.runtime.workers.gpu_weights import Receivers
-from rlflow.runtime.workers.worker import EngineWorker
+from rlflow.runtime.ray.engine_set import RayWorkers
+from rlflow.runtime.ray.runtime import RayRuntime
+from rlflow.runtime.ray.worker import EngineWorker
+from rlflow.runtime.weights import sync as copies
+from rlflow.runtime.weights.gpu import Receivers
 from tests.conftest import CONFIG_DIR
 from tests.helpers import prompts
 
@@ -82,7 +82,7 @@ def engines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Map
     waiting = folder / "failures"
     waiting.mkdir()
     monkeypatch.setattr(Failing, "folder", waiting, raising=False)
-    monkeypatch.setattr("rlflow.runtime.workers.actors.EngineWorker", Failing)
+    monkeypatch.setattr("rlflow.runtime.ray.actors.EngineWorker", Failing)
     with RayRuntime().start(plan, models_in_use(plan.recipe), folder) as started:
 
         def fail(*kinds: str) -> None:

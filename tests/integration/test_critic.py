@@ -15,10 +15,10 @@ from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.torch import TorchEngine
 from rlflow.recipe import Model
-from rlflow.report.metrics import MetricsWriter
-from rlflow.runtime.base import Report, Runtime
+from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
-from rlflow.runtime.ray import RayRuntime
+from rlflow.runtime.protocols import Report, Runtime
+from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run, train_step
 from tests.conftest import CONFIG_DIR
 from tests.helpers import spec

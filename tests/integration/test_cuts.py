@@ -12,14 +12,12 @@ from numpy.typing import NDArray
 from rlflow.batch import Metrics, Minibatch
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.torch import TorchEngine
-from rlflow.nodes.correction import Correction
-from rlflow.nodes.losses import LikelihoodLoss
-from rlflow.nodes.policy_gradient import PolicyGradient
-from rlflow.nodes.training import Weighting
-from rlflow.nodes.update import GspoUpdate, PolicyUpdate
+from rlflow.nodes.minibatches import Weighting
+from rlflow.nodes.policy_loss import Correction, LikelihoodLoss
+from rlflow.nodes.policy_update import GspoUpdate, PolicyGradient, PolicyUpdate
 from rlflow.recipe import Optimizer
 from rlflow.resources.layout import Layout
-from rlflow.runtime.data_plane.shares import shares
+from rlflow.runtime.objects.sharding import shares
 from tests.helpers import minibatch, sequences, spec
 from tests.integration.engine_process import EngineProcess, all_of, free_address
 from tests.integration.test_deepspeed import share_everything

@@ -15,23 +15,22 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import rlflow
 from benchmarks.traffic import counted
 from rlflow.batch import Logprobs, Packed, Sequences
+from rlflow.compiler.checks import after_rounds
 from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
-from rlflow.compiler.rounds import after_rounds
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, PlacementError, RecipeError
-from rlflow.runtime.data_plane.budget import Budget, StoreLimit
-from rlflow.runtime.data_plane.handover import Handover
-from rlflow.runtime.data_plane.kept import Keeper
-from rlflow.runtime.data_plane.limits import store_limits
-from rlflow.runtime.data_plane.parts import Whole
+from rlflow.runtime.generation.resampling import Rounds
 from rlflow.runtime.local import LocalRuntime
-from rlflow.runtime.ray import RayRuntime
-from rlflow.runtime.roles import RayEngines
-from rlflow.runtime.rollout.rounds import Rounds
+from rlflow.runtime.objects.budget import Budget, StoreLimit, store_limits
+from rlflow.runtime.objects.dispatch import Whole
+from rlflow.runtime.objects.pending import Keeper
+from rlflow.runtime.objects.put import Handover
+from rlflow.runtime.ray.actors import told
+from rlflow.runtime.ray.engine_set import RayEngines
+from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run, train_step
-from rlflow.runtime.workers.actors import told
 from tests.conftest import CONFIG_DIR
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -84,7 +83,7 @@ class TestSteps:
     def test_no_token_comes_to_the_controller(self, started: tuple[Plan, RayEngines, Any], monkeypatch: Any) -> None:
         plan, engines, data = started
         read: list[Any] = []
-        monkeypatch.setattr("rlflow.runtime.data_plane.store.fetch", read.append)
+        monkeypatch.setattr("rlflow.runtime.objects.store.fetch", read.append)
         train_step(plan, engines, data, 3)
         assert read == []
 
@@ -133,7 +132,7 @@ def test_nodes_that_read_tokens_go_where_they_are(tmp_path: Path, monkeypatch: p
     read: list[Any] = []
     with RayRuntime().start(plan, models, tmp_path) as engines, monkeypatch.context() as patched:
         assert isinstance(engines, RayEngines)
-        patched.setattr("rlflow.runtime.data_plane.store.fetch", read.append)
+        patched.setattr("rlflow.runtime.objects.store.fetch", read.append)
         metrics = train_step(plan, engines, engines.hosted(data), 0)
         assert set(engines.handover.budget.used.values()) == {0}
     assert read == []
@@ -163,7 +162,7 @@ def test_rounds_are_the_same_as_in_one_process(tmp_path: Path, monkeypatch: pyte
     read: list[Any] = []
     with RayRuntime().start(plan, models, tmp_path) as engines, monkeypatch.context() as patched:
         assert isinstance(engines, RayEngines)
-        patched.setattr("rlflow.runtime.data_plane.store.fetch", read.append)
+        patched.setattr("rlflow.runtime.objects.store.fetch", read.append)
         hosted = engines.hosted(data)
         rounds = Rounds(plan.graph, options.batch_size, hosted)
         found = [train_step(training, engines, hosted, step, rounds=rounds) for step in steps]
@@ -218,7 +217,7 @@ def created(host: str) -> int:
 
 
 def test_a_plan_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("rlflow.runtime.data_plane.limits._SHARE", 1e-7)
+    monkeypatch.setattr("rlflow.runtime.objects.budget._SHARE", 1e-7)
     plan, entered = plan_of(), False
     with (
         pytest.raises(PlacementError, match=r"graph\.rollouts\.max_tokens: a response of 4 tokens"),

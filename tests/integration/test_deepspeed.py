@@ -13,11 +13,11 @@ import pytest
 
 from rlflow.batch import Minibatch
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.sharded.resharding import UNIVERSAL
+from rlflow.engines.sharded.loading import UNIVERSAL
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import EngineError, RecipeError
-from rlflow.nodes.losses import LikelihoodLoss
-from rlflow.nodes.update import PolicyUpdate
+from rlflow.nodes.policy_loss import LikelihoodLoss
+from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Layout
 from tests.helpers import ARCHITECTURE, MODEL, minibatch, sequences, spec

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from rlflow.doctor.checks import colocated, serving, updates
-from rlflow.doctor.checks.measurement import Measurement
+from rlflow.doctor.finding import Measurement
 from rlflow.resources.models.architecture import Architecture
 from tests.integration.engine_process import EngineProcess, processes
 

@@ -10,10 +10,10 @@ import torch
 
 from rlflow.batch import Minibatch
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.causal_lm.heads import outputs_of
+from rlflow.engines.causal_lm.output_heads import outputs_of
 from rlflow.engines.causal_lm.pretrained import load_model
 from rlflow.engines.causal_lm.totals import Totals
-from rlflow.nodes.losses import LikelihoodLoss
+from rlflow.nodes.policy_loss import LikelihoodLoss
 from rlflow.recipe import Optimizer
 from rlflow.resources.layout import Layout
 from tests.helpers import MODEL, minibatch, sequences, spec

@@ -10,10 +10,10 @@ import ray
 import rlflow
 from rlflow.compiler.lower import models_in_use
 from rlflow.engines.base import EngineSpec, Sampling
-from rlflow.engines.sharded.group import meet
+from rlflow.engines.sharded.process_group import meet
 from rlflow.errors import EngineError
-from rlflow.runtime.ray import RayRuntime
-from rlflow.runtime.workers.worker import EngineWorker
+from rlflow.runtime.ray.runtime import RayRuntime
+from rlflow.runtime.ray.worker import EngineWorker
 from tests.conftest import CONFIG_DIR
 from tests.helpers import prompts
 
@@ -48,8 +48,8 @@ def test_a_port_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     taken = tmp_path / "taken"
     taken.mkdir()
     monkeypatch.setattr(Meeting, "folder", taken, raising=False)
-    monkeypatch.setattr("rlflow.runtime.workers.actors.EngineWorker", Meeting)
-    monkeypatch.setattr("rlflow.runtime.workers.actors._ATTEMPTS", 2)
+    monkeypatch.setattr("rlflow.runtime.ray.actors.EngineWorker", Meeting)
+    monkeypatch.setattr("rlflow.runtime.ray.actors._ATTEMPTS", 2)
     with RayRuntime().start(plan, models_in_use(plan.recipe), tmp_path) as engines:
         rollout = engines["rollout"]
         (taken / "once").touch()

@@ -12,9 +12,9 @@ import pytest
 
 from rlflow.batch import Metrics, Minibatch
 from rlflow.engines.torch import TorchEngine
-from rlflow.nodes.dpo import DpoLoss
+from rlflow.nodes.minibatches import Weighting
+from rlflow.nodes.preference import DpoLoss
 from rlflow.nodes.reward_model import RankingLoss
-from rlflow.nodes.training import Weighting
 from rlflow.recipe import Model
 from tests.helpers import minibatch, pairs
 from tests.integration.engine_process import EngineProcess, all_of, free_address

@@ -10,9 +10,9 @@ import pytest
 import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Evaluation
-from rlflow.report.metrics import MetricsWriter
+from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
-from rlflow.runtime.ray import RayRuntime
+from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 

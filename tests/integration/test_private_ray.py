@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.compose import cluster_named
-from rlflow.runtime.cluster.hosts import connected, quiet_ray
+from rlflow.runtime.ray.cluster.hosts import connected, quiet_ray
 from tests.listening import LOOPBACK, descendants, listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

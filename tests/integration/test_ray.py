@@ -19,9 +19,9 @@ from benchmarks.placement import random_plans, tried
 from rlflow.compiler.plan import Plan
 from rlflow.compose import cluster_named
 from rlflow.errors import EngineError, PlacementError
-from rlflow.runtime.cluster.binding import match_hosts, wanted_gpus
-from rlflow.runtime.cluster.hosts import holders, live_hosts, simulated
-from rlflow.runtime.ray import RayRuntime, bound
+from rlflow.runtime.ray.cluster.binding import match_hosts, wanted_gpus
+from rlflow.runtime.ray.cluster.hosts import holders, live_hosts, simulated
+from rlflow.runtime.ray.runtime import RayRuntime, bound
 from tests.conftest import CONFIG_DIR, ROOT, Typed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -167,7 +167,7 @@ class TestHosts:
         def as_if_free(plan: Plan, wanted: Any) -> Any:
             return match_hosts(plan.cluster.hosts, wanted_gpus(wanted), live_hosts())
 
-        monkeypatch.setattr("rlflow.runtime.ray._hosts_with_room", as_if_free)
+        monkeypatch.setattr("rlflow.runtime.ray.runtime._hosts_with_room", as_if_free)
         with taken("host-0"):
             assert "GPUs of 'host-0' and 1 are free (taken: 1 by actor 'thief'" in error_of(using("2x2@cpu"))
 
@@ -175,9 +175,9 @@ class TestHosts:
         program = """
 import json
 from rlflow.compose import cluster_named
-from rlflow.runtime.cluster.free_gpus import live_devices
-from rlflow.runtime.cluster.hosts import connected
-from rlflow.runtime.ray import bound
+from rlflow.runtime.ray.cluster.probes import live_devices
+from rlflow.runtime.ray.cluster.hosts import connected
+from rlflow.runtime.ray.runtime import bound
 from tests.integration.test_ray import using
 print(json.dumps(live_devices()))
 plan = using("2x2")
@@ -202,7 +202,7 @@ with connected(plan.cluster), bound(plan) as placed:
         ]
 
     def test_gpus_of_another_kind(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rlflow.runtime.cluster.hosts._SIMULATED", "no label that they have")
+        monkeypatch.setattr("rlflow.runtime.ray.cluster.hosts._SIMULATED", "no label that they have")
         assert "GPUs of the kind h200 (NVIDIA H200), and GPU 0 of 'host-0' is NVIDIA A10G" in error_of(
             using("1x2@h200")
         )
@@ -214,8 +214,8 @@ with connected(plan.cluster), bound(plan) as placed:
 
         program = """
 from rlflow.errors import PlacementError
-from rlflow.runtime.cluster import hosts
-from rlflow.runtime.cluster.free_gpus import live_devices
+from rlflow.runtime.ray.cluster import hosts
+from rlflow.runtime.ray.cluster.probes import live_devices
 hosts._SIMULATED = "no label that they have"
 try:
     live_devices()
@@ -265,7 +265,7 @@ def test_a_host_that_dies_while_waiting(before: str, mark: str, monkeypatch: pyt
                 process.process.kill()
             return function(*arguments, **options)
 
-        module = "ray.util" if before == "placement_group" else "rlflow.runtime.ray"
+        module = "ray.util" if before == "placement_group" else "rlflow.runtime.ray.runtime"
         function = getattr(sys.modules[module], before)
         monkeypatch.setattr(f"{module}.{before}", killing)
         assert "lost 'host-1'" in error_of(plan)
@@ -281,13 +281,13 @@ def test_errors_of_ray_itself(kind: Any, inside: bool, tmp_path: Path, monkeypat
 
     error = getattr(exceptions, kind)("no GCS") if isinstance(kind, str) else kind("no GCS")
     plan = using("1x2@cpu")
-    monkeypatch.setattr("rlflow.runtime.ray.connected", nullcontext)
+    monkeypatch.setattr("rlflow.runtime.ray.runtime.connected", nullcontext)
     if inside:
-        monkeypatch.setattr("rlflow.runtime.ray.bound", nullcontext)
-        monkeypatch.setattr("rlflow.runtime.ray.placement_record", lambda plan, placed: {})
-        monkeypatch.setattr("rlflow.runtime.roles.start_engines", lambda *given: nullcontext({}))
+        monkeypatch.setattr("rlflow.runtime.ray.runtime.bound", nullcontext)
+        monkeypatch.setattr("rlflow.runtime.ray.runtime.placement_record", lambda plan, placed: {})
+        monkeypatch.setattr("rlflow.runtime.ray.engine_set.start_engines", lambda *given: nullcontext({}))
     else:
-        monkeypatch.setattr("rlflow.runtime.ray.live_hosts", failing)
+        monkeypatch.setattr("rlflow.runtime.ray.runtime.live_hosts", failing)
     with (
         pytest.raises(EngineError, match=rf"^Ray failed: {type(error).__name__}: no GCS\.$"),
         RayRuntime().start(plan, {}, tmp_path),

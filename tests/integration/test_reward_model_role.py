@@ -9,7 +9,7 @@ import pytest
 import rlflow
 from rlflow.engines.torch import TorchEngine
 from rlflow.recipe import Model
-from rlflow.report.metrics import MetricsWriter
+from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR

@@ -19,12 +19,12 @@ from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.base import Sampling
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
-from rlflow.engines.groups import is_done
+from rlflow.engines.group_progress import is_done
 from rlflow.errors import EngineError, RecipeError
-from rlflow.report.metrics import MetricsWriter
-from rlflow.runtime.base import Observer, Report
+from rlflow.report.records import MetricsWriter
+from rlflow.runtime.generation.overcommit import Overcommitted
 from rlflow.runtime.local import LocalRuntime
-from rlflow.runtime.rollout.overcommit import Overcommitted
+from rlflow.runtime.protocols import Observer, Report
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 

@@ -12,9 +12,9 @@ from torch.distributed import distributed_c10d
 import rlflow
 from rlflow.compiler.lower import models_in_use
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.sharded import group
+from rlflow.engines.sharded import process_group as group
 from rlflow.errors import PlacementError
-from rlflow.runtime.workers.specs import spec_of
+from rlflow.runtime.ray.engine_specs import spec_of
 from tests.integration.engine_process import all_of, build, free_address, processes
 from tests.integration.test_deepspeed import actor
 

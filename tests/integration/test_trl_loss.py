@@ -10,9 +10,8 @@ import torch
 
 from rlflow.batch import Logprobs, Packed, Repeated, RolloutAdvantages, Rollouts
 from rlflow.engines.torch import TorchEngine
-from rlflow.nodes.correction import Correction
-from rlflow.nodes.policy_gradient import PolicyGradient
-from rlflow.nodes.update import CispoUpdate, GspoUpdate, PolicyUpdate, ReinforceUpdate
+from rlflow.nodes.policy_loss import Correction
+from rlflow.nodes.policy_update import CispoUpdate, GspoUpdate, PolicyGradient, PolicyUpdate, ReinforceUpdate
 from rlflow.recipe import Model, Optimizer
 from tests.helpers import rollouts, sequences, spec
 

@@ -9,7 +9,7 @@ import torch
 
 from rlflow.batch import Logprobs, Packed
 from rlflow.engines.torch import TorchEngine
-from rlflow.nodes.dpo import DpoUpdate
+from rlflow.nodes.preference import DpoUpdate
 from rlflow.nodes.reward_model import RewardModelUpdate
 from rlflow.recipe import Model, Optimizer
 from tests.helpers import pairs, spec

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.report.metrics import MetricsWriter
+from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.integration.test_run import metrics, plan_of

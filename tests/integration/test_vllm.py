@@ -15,7 +15,7 @@ import torch
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
-from rlflow.engines.groups import Groups, is_done
+from rlflow.engines.group_progress import Groups, is_done
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.recipe import Model

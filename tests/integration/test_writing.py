@@ -18,12 +18,12 @@ from rlflow.compiler.graph import Graph
 from rlflow.compiler.lower import models_in_use
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
-from rlflow.runtime.ray import RayRuntime
-from rlflow.runtime.roles import RayEngines
+from rlflow.runtime.generation.partial_results import Streaming
+from rlflow.runtime.ray.actors import Actors
+from rlflow.runtime.ray.engine_set import RayEngines
+from rlflow.runtime.ray.runtime import RayRuntime
+from rlflow.runtime.ray.worker import EngineWorker
 from rlflow.runtime.step import run_graph
-from rlflow.runtime.streaming import Streaming
-from rlflow.runtime.workers.actors import Actors
-from rlflow.runtime.workers.worker import EngineWorker
 from tests import helpers
 from tests.conftest import CONFIG_DIR
 from tests.helpers import WritingEngine, prompts, spec
@@ -65,7 +65,7 @@ def test_rewards_of_parts_are_those_of_the_whole(tmp_path: Path, monkeypatch: py
     """What engines hand over before the end lies in stores; nothing of it is left there after."""
     plan = rlflow.compile(rlflow.load(["recipe=fake", "roles.rollout.gpus=2"], CONFIG_DIR), "2x1@cpu")
     monkeypatch.setattr(Worker, "file", tmp_path / "none", raising=False)
-    monkeypatch.setattr("rlflow.runtime.workers.actors.EngineWorker", Worker)
+    monkeypatch.setattr("rlflow.runtime.ray.actors.EngineWorker", Worker)
     monkeypatch.setattr(Actors, "concurrent", property(lambda actors: actors._role == "rollout"))
     parts: list[int] = []
     add = Streaming.add
@@ -79,7 +79,7 @@ def test_rewards_of_parts_are_those_of_the_whole(tmp_path: Path, monkeypatch: py
     with RayRuntime().start(plan, models_in_use(plan.recipe), tmp_path) as engines:
         made = []
         for wait_s in (0.0, 3600.0):
-            monkeypatch.setattr("rlflow.runtime.rollout.listening._BEFORE_S", wait_s)
+            monkeypatch.setattr("rlflow.runtime.generation.partial_results._BEFORE_S", wait_s)
             outputs: dict[str, Any] = {}
             run_graph(Graph(nodes=nodes), engines, {"prompts": prompts((2, 3) * 8)}, outputs.__setitem__)
             rollouts = outputs["rollouts"]
@@ -103,10 +103,10 @@ def test_an_engine_that_fails_is_replaced(fault: str, tmp_path: Path, monkeypatc
     pins = [f"roles.{role}.gpus=2" for role in ("actor", "rollout", "reference")]
     plan = rlflow.compile(rlflow.load(["recipe=fake", *pins], CONFIG_DIR), "2x1@cpu")
     monkeypatch.setattr(Worker, "file", tmp_path / "dies", raising=False)
-    monkeypatch.setattr("rlflow.runtime.workers.actors.EngineWorker", Worker)
+    monkeypatch.setattr("rlflow.runtime.ray.actors.EngineWorker", Worker)
     monkeypatch.setattr(Actors, "concurrent", property(lambda actors: actors._role == "rollout"))
-    monkeypatch.setattr("rlflow.runtime.workers.watch.LOOK_S", 0.1)
-    monkeypatch.setattr("rlflow.runtime.workers.watch.SILENT_S", 3.0)
+    monkeypatch.setattr("rlflow.runtime.ray.watchdog.LOOK_S", 0.1)
+    monkeypatch.setattr("rlflow.runtime.ray.watchdog.SILENT_S", 3.0)
     given, sampling = prompts((2,) * 8), Sampling(max_tokens=3, group_size=2)
     expected = FakeEngine(spec()).generate(given, sampling).response_ids.values.tolist()
     with RayRuntime().start(plan, models_in_use(plan.recipe), tmp_path) as engines:

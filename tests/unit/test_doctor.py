@@ -16,8 +16,8 @@ import pytest
 from rlflow.doctor import __main__ as command
 from rlflow.doctor import environment as doctor
 from rlflow.doctor.finding import Finding
-from rlflow.runtime.cluster import machine, probes
-from rlflow.runtime.cluster.machine import Device, Machine
+from rlflow.runtime.ray.cluster import machine, probes
+from rlflow.runtime.ray.cluster.machine import Device, Machine
 
 # As nvidia-smi prints them for --format=csv,noheader,nounits: two of the eight GPUs of a host, one in use, one silent.
 LISTING = """\
@@ -312,6 +312,6 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_a_probe_prints_json_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "rlflow.runtime.cluster.probes", "importing", "json"]
+    command = [sys.executable, "-m", "rlflow.runtime.ray.cluster.probes", "importing", "json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout) == {"found": None, "problem": None}

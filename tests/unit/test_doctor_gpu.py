@@ -19,12 +19,12 @@ import rlflow
 from rlflow.doctor import __main__ as command
 from rlflow.doctor import gpu
 from rlflow.doctor.checks import colocated, numerics, transfers, updates
-from rlflow.doctor.checks.measurement import Measurement
-from rlflow.doctor.finding import Finding
+from rlflow.doctor.finding import Finding, Measurement
 from rlflow.doctor.gpu import CHECKS, Check, findings_of
-from rlflow.engines.causal_lm import attention, head
+from rlflow.engines.causal_lm import attention
+from rlflow.engines.causal_lm import output_layer as head
 from rlflow.resources.models.architecture import Architecture
-from rlflow.runtime.cluster.machine import Device, ask
+from rlflow.runtime.ray.cluster.machine import Device, ask
 from tests.unit.engines.test_attention import one_row_after_another
 
 H100 = Device(index=0, name="NVIDIA H100 80GB HBM3", memory_gib=79.6, used_gib=0.0, driver="580.1", processes=0)

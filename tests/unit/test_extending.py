@@ -14,8 +14,8 @@ from rlflow.batch import Logprobs, Repeated, Rewards, RolloutAdvantages
 from rlflow.compiler.formula import loss_lines
 from rlflow.compiler.graph import wire
 from rlflow.engines.torch import TorchEngine
-from rlflow.nodes.advantage import LeaveOneOutAdvantage
-from rlflow.nodes.update import PolicyUpdate
+from rlflow.nodes.advantages import LeaveOneOutAdvantage
+from rlflow.nodes.policy_update import PolicyUpdate
 from tests.conftest import ROOT
 from tests.helpers import pairs, rollouts, sequences, spec
 

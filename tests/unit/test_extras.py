@@ -9,9 +9,9 @@ import pytest
 import rlflow
 from rlflow import extras
 from rlflow.errors import RecipeError
-from rlflow.rewards.find import find_reward
+from rlflow.rewards.callables import find_reward
 from rlflow.runtime.local import LocalRuntime
-from rlflow.runtime.ray import RayRuntime
+from rlflow.runtime.ray.runtime import RayRuntime
 from tests.conftest import ROOT
 
 REQUIRES = [

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rlflow.doctor.checks.measurement import Measurement
+from rlflow.doctor.finding import Measurement
 
 _STEPS = 3
 # Sampler and trainer compute the same logprobs in bfloat16 with different kernels.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlflow.batch import Packed
-from rlflow.doctor.checks.measurement import Measurement
+from rlflow.doctor.finding import Measurement
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +90,7 @@ def output_layer(
     """Compare the chunked output layer with a plain float32 softmax, and its memory with that of all logits."""
     import torch
 
-    from rlflow.engines.causal_lm.head import scores_of
+    from rlflow.engines.causal_lm.output_layer import scores_of
 
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn((tokens, hidden_size), generator=generator).to(device, torch.bfloat16)

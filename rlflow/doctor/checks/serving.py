@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from rlflow.doctor.checks.free_memory import seen_from_another_process
-from rlflow.doctor.checks.measurement import Measurement
 from rlflow.doctor.checks.models import HALF_BILLION, prompts_of, spec_of
+from rlflow.doctor.checks.transfers import seen_from_another_process
+from rlflow.doctor.finding import Measurement
 from rlflow.engines.base import Sampling
 from rlflow.engines.registry import engine_class
 from rlflow.resources.layout import Layout
-from rlflow.resources.memory.processes import asleep_terms
+from rlflow.resources.memory.overheads import asleep_terms
 from rlflow.resources.memory.state import total
 from rlflow.resources.models.architecture import Architecture
 

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 
 from rlflow.compiler.lower import training_of
-from rlflow.doctor.checks.free_memory import GIB, seen_from_another_process
-from rlflow.doctor.checks.measurement import Measurement
 from rlflow.doctor.checks.models import HALF_BILLION, NegativeLogprob, minibatch_of, spec_of
+from rlflow.doctor.checks.transfers import GIB, seen_from_another_process
+from rlflow.doctor.finding import Measurement
 from rlflow.engines.registry import engine_class
 from rlflow.recipe import Role
 from rlflow.resources.layout import Layout
+from rlflow.resources.memory.overheads import CONTEXT_GIB
 from rlflow.resources.memory.phases import update_terms
-from rlflow.resources.memory.processes import CONTEXT_GIB
 from rlflow.resources.memory.state import total
 from rlflow.resources.models.architecture import Architecture
 

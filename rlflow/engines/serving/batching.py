@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from rlflow.engines.groups import NOTHING, Begun
-from rlflow.engines.serving.seconds import Recorder, Second, core_of
+from rlflow.engines.group_progress import NOTHING, Begun
+from rlflow.engines.serving.activity import Recorder, Second, core_of
 from rlflow.errors import EngineError, first_line
 
 Result = TypeVar("Result")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
-from rlflow.engines.groups import Begun, Groups
+from rlflow.engines.group_progress import Begun, Groups
 
 Ints = NDArray[np.int64]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlflow.engines.allocator import never_expand_segments
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.serving.adapter_files import max_lora_rank
+from rlflow.engines.serving.files import max_lora_rank
 from rlflow.errors import RecipeError
 from rlflow.resources.memory.phases import MAX_BATCHED_TOKENS
 

@@ -7,7 +7,7 @@ the result where the old one lies.
 from collections.abc import Sequence
 from typing import Any
 
-from rlflow.engines.serving.shared_files import SharedFile
+from rlflow.engines.serving.files import SharedFile
 from rlflow.errors import first_line
 
 

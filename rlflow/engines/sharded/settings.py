@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.sharded.group import meet
+from rlflow.engines.sharded.process_group import meet
 from rlflow.errors import RecipeError
 from rlflow.resources.memory.state import DEEPSPEED_FP32_GRADIENTS
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rlflow.resources.layout import GIB, Layout
-from rlflow.resources.memory.activations import layer_activations
-from rlflow.resources.memory.processes import NO_SHARP, Sharp, graphs_gib, process_terms
+from rlflow.resources.memory.overheads import NO_SHARP, Sharp, graphs_gib, process_terms
 from rlflow.resources.memory.state import (
     DEEPSPEED,
     Stage,
     Training,
     kept_buffers,
+    layer_activations,
     sharded_parameters,
     stage_state,
     stages,
@@ -22,7 +22,7 @@ from rlflow.resources.memory.state import (
     total,
 )
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.lora import Lora, adapter_parameters
+from rlflow.resources.models.extensions import Lora, adapter_parameters
 
 # What the driver keeps to itself: torch's reports of exhausted memory give cards of 79.6 and 80 GiB 79.1 to 79.3.
 DRIVER_GIB = 0.5

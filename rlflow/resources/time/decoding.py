@@ -7,8 +7,7 @@ from math import ceil, exp
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.lengths import Lengths
-from rlflow.resources.time.speed import Speed
-from rlflow.resources.time.work import work_of
+from rlflow.resources.time.speed import Speed, work_of
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.decoding import Generation as Generation
 from rlflow.resources.time.decoding import generation as generation
 from rlflow.resources.time.decoding import padded_generation as padded_generation
-from rlflow.resources.time.speed import Speed
-from rlflow.resources.time.work import work_of
+from rlflow.resources.time.speed import Speed, work_of
 
 # Parameters a second that the processors of a host update. Adam is bound by their memory: 28 bytes each at about
 # 200 GB/s (Ren et al. 2021, ZeRO-Offload, table 4: 10 billion in about a second).

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from annotated_types import Ge
 
 from rlflow.rewards.base import Failure, Outcome, Row
-from rlflow.rewards.sandbox.limits import Limits
+from rlflow.rewards.sandbox.root import Limits
 from rlflow.rewards.sandbox.run import Ended, SandboxError, run
 
 # Its backquotes, the language, and what else stands there: nothing, where a block ends.

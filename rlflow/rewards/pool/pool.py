@@ -10,10 +10,8 @@ from contextlib import suppress
 from typing import Any
 
 from rlflow.errors import EngineError
-from rlflow.rewards.base import Failure
-from rlflow.rewards.found import Findable
-from rlflow.rewards.pool.calls import Call, Worker
-from rlflow.rewards.pool.started import Nursery
+from rlflow.rewards.base import Failure, Findable
+from rlflow.rewards.pool.fork_client import Call, Nursery, Worker
 from rlflow.rewards.processes import processors
 
 # A worker is given so much work ahead that it need not wait for more.

@@ -7,10 +7,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from rlflow.errors import first_line
 from rlflow.rewards.processes import PDEATHSIG, checked, libc, prctl
-from rlflow.rewards.sandbox.confine import become
-from rlflow.rewards.sandbox.guard import watched
-from rlflow.rewards.sandbox.limits import Limits
-from rlflow.rewards.sandbox.root import build
+from rlflow.rewards.sandbox.confine import become, watched
+from rlflow.rewards.sandbox.root import Limits, build
 
 _NEW_USER = 0x10000000
 # Of mounts, cgroups, host name, IPC, processes, network.

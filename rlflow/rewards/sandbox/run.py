@@ -13,7 +13,7 @@ from rlflow.errors import first_line
 from rlflow.rewards.processes import children, kill
 from rlflow.rewards.sandbox.confine import NOBODY
 from rlflow.rewards.sandbox.enter import Pipes, enter
-from rlflow.rewards.sandbox.limits import MIB, Limits
+from rlflow.rewards.sandbox.root import MIB, Limits
 
 # The guard keeps the deadline; this is for one that cannot, as on a host with too much to do.
 _GRACE_S = 0.5

@@ -9,7 +9,7 @@ import pytest
 
 import rlflow
 from rlflow.batch import Prompts, Rollouts
-from rlflow.compiler.cautions import cautions
+from rlflow.compiler.checks import cautions
 from rlflow.compiler.graph import wire
 from rlflow.engines.base import Generates
 from rlflow.nodes.base import Node, Setting

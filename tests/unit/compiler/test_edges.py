@@ -16,8 +16,9 @@ from rlflow.engines.base import Sampling
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.recipe import Recipe
 from rlflow.resources.workload import Edge
-from rlflow.runtime.data_plane import kept, store
-from rlflow.runtime.data_plane.store import Block
+from rlflow.runtime.objects import pending as kept
+from rlflow.runtime.objects import store
+from rlflow.runtime.objects.store import Block
 from tests.helpers import prompts, spec
 
 LENGTHS = [

@@ -13,10 +13,8 @@ import rlflow
 from rlflow.compiler.formula import loss_lines
 from rlflow.compiler.graph import wire
 from rlflow.compiler.render import render
-from rlflow.nodes.base import Node
-from rlflow.nodes.formula import Formula
-from rlflow.nodes.policy_gradient import PolicyGradient
-from rlflow.nodes.update import CispoUpdate, GspoUpdate, PolicyUpdate, ReinforceUpdate
+from rlflow.nodes.base import Formula, Node
+from rlflow.nodes.policy_update import CispoUpdate, GspoUpdate, PolicyGradient, PolicyUpdate, ReinforceUpdate
 from tests.conftest import ROOT
 
 GROUP = "A = (r - mean of r in the group) / (std of r in the group + 0.0001)"

@@ -7,7 +7,7 @@ import rlflow
 from rlflow.batch import Advantages, Metrics, Rewards, RolloutAdvantages
 from rlflow.compiler.graph import wire
 from rlflow.errors import UserError
-from rlflow.nodes.advantage import GroupAdvantage
+from rlflow.nodes.advantages import GroupAdvantage
 from rlflow.nodes.base import KINDS, Node
 from rlflow.nodes.reward import Reward
 from tests.conftest import CONFIG_DIR

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import rlflow
+from rlflow.compiler.checks import check_reward_folders
 from rlflow.compiler.graph import wire
-from rlflow.compiler.reward_models import check_reward_folders
 from rlflow.errors import RecipeError
 from rlflow.recipe import Model, Recipe
 from rlflow.runtime.local import LocalRuntime

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlflow.data.dialogues import examples, guesses, products
-from rlflow.environments.find import find_environment
+from rlflow.environments.base import find_environment
 
 
 @pytest.mark.parametrize("rows", [products, guesses])

@@ -11,14 +11,13 @@ import torch
 from rlflow.batch import Packed, Sequences
 from rlflow.engines.base import Sampling
 from rlflow.engines.causal_lm.decoding import _sample, decode
-from rlflow.engines.causal_lm.packing import pack
+from rlflow.engines.causal_lm.packing import pack, token_scores
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
-from rlflow.engines.causal_lm.scoring import token_scores
 from rlflow.engines.torch import TorchEngine
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
-from rlflow.nodes.losses import LikelihoodLoss
-from rlflow.nodes.update import PolicyUpdate
+from rlflow.nodes.policy_loss import LikelihoodLoss
+from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Layout
 from tests.helpers import MODEL, minibatch, prompts, sequences, spec

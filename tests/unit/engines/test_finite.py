@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlflow.engines.causal_lm.finite import check_finite
+from rlflow.engines.causal_lm.pretrained import check_finite
 from rlflow.engines.deepspeed import _own
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import EngineError
-from rlflow.nodes.losses import LikelihoodLoss
+from rlflow.nodes.policy_loss import LikelihoodLoss
 from rlflow.recipe import Model, Optimizer
 from tests.helpers import minibatch, sequences, spec
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from rlflow.engines.causal_lm import head
-from rlflow.engines.causal_lm.head import scores_of, scoring_head
+from rlflow.engines.causal_lm import output_layer as head
+from rlflow.engines.causal_lm.output_layer import scores_of, scoring_head
 from rlflow.errors import EngineError
 
 T, H, V = 37, 16, 101

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlflow.engines.sharded.meeting import meeting_place
+from rlflow.engines.sharded.process_group import meeting_place
 from tests.helpers import spec
 from tests.listening import LOOPBACK, listening
 

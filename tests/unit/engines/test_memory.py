@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from rlflow.engines.causal_lm import head
-from rlflow.engines.causal_lm.head import scores_of
+from rlflow.engines.causal_lm import output_layer as head
+from rlflow.engines.causal_lm.output_layer import scores_of
 from rlflow.engines.torch import TorchEngine
-from rlflow.nodes.losses import LikelihoodLoss
+from rlflow.nodes.policy_loss import LikelihoodLoss
 from tests.helpers import minibatch, sequences, spec
 
 

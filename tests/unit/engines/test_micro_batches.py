@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlflow.batch import Sequences
 from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches, passes_needed
-from rlflow.engines.sharded.rounds import repeated
+from rlflow.engines.sharded.process_group import repeated
 from tests.helpers import sequences
 
 # For each prompt its length, and those of its responses.

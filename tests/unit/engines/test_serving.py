@@ -14,16 +14,15 @@ import pytest
 import torch
 
 from rlflow.engines.causal_lm.pretrained import load_model
-from rlflow.engines.groups import Begun
+from rlflow.engines.group_progress import Begun
+from rlflow.engines.serving.activity import Recorder
 from rlflow.engines.serving.batching import Batcher, Request, Written
-from rlflow.engines.serving.model_files import Expected, load_config, load_end_ids, model_files
-from rlflow.engines.serving.seconds import Recorder
+from rlflow.engines.serving.files import Expected, SharedFile, load_config, load_end_ids, model_files, shared_files
 from rlflow.engines.serving.settings import check_model, engine_arguments, set_environment
-from rlflow.engines.serving.shared_files import SharedFile, shared_files
 from rlflow.engines.vllm import VllmEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.resources.layout import Layout
-from rlflow.resources.models.lora import Lora
+from rlflow.resources.models.extensions import Lora
 from tests.helpers import ARCHITECTURE, CHARACTERS, MODEL, spec
 
 
@@ -290,7 +289,7 @@ class TestSleeps:
 
 class TestSharedFiles:
     def test_what_went_in_comes_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rlflow.engines.serving.shared_files._FILE_BYTES", 300)
+        monkeypatch.setattr("rlflow.engines.serving.files._FILE_BYTES", 300)
         given = [
             ("a", torch.arange(6.0).view(2, 3)),
             ("b", torch.arange(5).to(torch.bfloat16)),
@@ -313,7 +312,7 @@ class TestSharedFiles:
             assert torch.equal(tensor, same)
 
     def test_a_stream_that_breaks_off_leaves_no_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rlflow.engines.serving.shared_files._FILE_BYTES", 8)
+        monkeypatch.setattr("rlflow.engines.serving.files._FILE_BYTES", 8)
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             yield "a", torch.zeros(4)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow.engines.sharded.parked import Parked
+from rlflow.engines.sharded.cpu_offload import Parked
 from rlflow.engines.sharded.settings import deepspeed_config
 from rlflow.errors import RecipeError
 from rlflow.resources.layout import Layout
@@ -62,7 +62,7 @@ def test_an_offload_that_the_stage_does_not_have() -> None:
 class TestParked:
     @pytest.fixture(autouse=True)
     def small_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rlflow.engines.sharded.parked._CHUNK_BYTES", 64)
+        monkeypatch.setattr("rlflow.engines.sharded.cpu_offload._CHUNK_BYTES", 64)
 
     def test_views_of_what_was_given_up_are_what_they_were(self) -> None:
         whole = torch.arange(50.0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlflow import host_memory
-from rlflow.engines.causal_lm.tunable import Tunable
+from rlflow.engines.causal_lm.micro_batches import Tunable
 from rlflow.errors import EngineError
 from tests.helpers import spec
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from rlflow.environments.base import Environment, Observation
-from rlflow.environments.find import find_environment
+from rlflow.environments.base import Environment, Observation, find_environment
 from rlflow.errors import RecipeError
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.environments.find import find_environment
-from rlflow.nodes.converse import Converse
-from rlflow.nodes.generate import Generate
+from rlflow.environments.base import find_environment
+from rlflow.nodes.generate import Converse, Generate
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "environments.md").read_text()

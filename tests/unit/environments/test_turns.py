@@ -7,7 +7,7 @@ import pytest
 
 from rlflow.environments.turn import Answer, Turns
 from rlflow.rewards.base import Failure, Kind
-from rlflow.rewards.pool.calls import Call
+from rlflow.rewards.pool.fork_client import Call
 from rlflow.rewards.pool.pool import Pool
 from tests.unit.environments import misbehaving
 

@@ -13,13 +13,12 @@ from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.fake import FakeEngine
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
-from rlflow.nodes.converse import Converse
-from rlflow.nodes.distillation import TeacherAdvantage
-from rlflow.nodes.exchange import Exchange
-from rlflow.nodes.generate import Generate
+from rlflow.nodes.advantages import TeacherAdvantage
+from rlflow.nodes.environment_session import Exchange
+from rlflow.nodes.generate import Converse, Generate
 from rlflow.nodes.reward import Reward
 from rlflow.nodes.reward_model import RewardModel
-from rlflow.rewards.part import Part
+from rlflow.rewards.callables import Part
 from rlflow.runtime.step import mean_reward
 from tests.helpers import MODEL, keys, prompts, spec
 from tests.unit.environments import echo

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from rlflow.batch import Logprobs, Minibatch
-from rlflow.data.pairs import pairs_of
+from rlflow.data.encoding import pairs_of
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.causal_lm.micro_batches import micro_batches
 from rlflow.engines.causal_lm.totals import Totals
 from rlflow.engines.fake import FakeEngine
-from rlflow.nodes.dpo import DpoLoss, DpoUpdate
-from rlflow.nodes.training import Weighting
+from rlflow.nodes.minibatches import Weighting
+from rlflow.nodes.preference import DpoLoss, DpoUpdate
 from rlflow.packed import Packed
 from tests.helpers import keys, minibatch, pairs, spec
 

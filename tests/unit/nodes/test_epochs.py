@@ -19,10 +19,9 @@ from rlflow.batch import (
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.torch import TorchEngine
 from rlflow.nodes.gae import GaeAdvantage
-from rlflow.nodes.update import GspoUpdate, PolicyUpdate
+from rlflow.nodes.policy_update import GspoUpdate, PolicyUpdate
 from rlflow.nodes.value_update import ValueUpdate
-from rlflow.runtime.finite import check_advantages
-from rlflow.runtime.step import summary
+from rlflow.runtime.step import check_advantages, summary
 from tests.helpers import rollouts, sequences, spec
 
 WRITTEN = rollouts(sequences([2] * 8, [[3, 1], [2, 2], [1, 4], [2, 2], [1, 1], [3, 2], [2, 5], [1, 1]]))

@@ -10,11 +10,11 @@ from rlflow.batch import Logprobs, Repeated, Rewards, RolloutAdvantages, Rollout
 from rlflow.compiler.graph import GraphNode
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import EngineError, GraphError
-from rlflow.nodes.advantage import GreedyAdvantage, GroupAdvantage
+from rlflow.nodes.advantages import GreedyAdvantage, GroupAdvantage
 from rlflow.nodes.base import Node
-from rlflow.nodes.update import PolicyUpdate
+from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.recipe import Optimizer
-from rlflow.runtime.base import Engines
+from rlflow.runtime.protocols import Engines
 from rlflow.runtime.step import run_node
 from tests.helpers import rollouts, sequences, spec
 

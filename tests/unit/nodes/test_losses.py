@@ -13,11 +13,9 @@ from torch import Tensor
 from rlflow.batch import Minibatch
 from rlflow.engines.causal_lm.totals import Totals
 from rlflow.errors import RecipeError
-from rlflow.nodes.correction import Correction
-from rlflow.nodes.losses import LikelihoodLoss
-from rlflow.nodes.policy_gradient import PolicyGradient
-from rlflow.nodes.training import Weighting
-from rlflow.nodes.update import CispoUpdate, GspoUpdate, PolicyUpdate, ReinforceUpdate
+from rlflow.nodes.minibatches import Weighting
+from rlflow.nodes.policy_loss import Correction, LikelihoodLoss
+from rlflow.nodes.policy_update import CispoUpdate, GspoUpdate, PolicyGradient, PolicyUpdate, ReinforceUpdate
 from tests.helpers import minibatch, sequences
 
 LOSS = PolicyUpdate(clip_eps=0.2, kl_coef=0.5).loss(1.0)

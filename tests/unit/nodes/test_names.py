@@ -9,7 +9,7 @@ import rlflow
 from rlflow.compiler.graph import wire
 from rlflow.errors import RecipeError
 from rlflow.nodes.base import KINDS
-from rlflow.nodes.policy_gradient import PolicyGradient
+from rlflow.nodes.policy_update import PolicyGradient
 from tests.conftest import CONFIG_DIR, ROOT
 
 UPDATES = [

@@ -20,12 +20,11 @@ from rlflow.batch import (
     ValueEstimates,
 )
 from rlflow.engines.torch import TorchEngine
-from rlflow.nodes.advantage import BatchAdvantage, TokenAdvantage
-from rlflow.nodes.correction import Correction
+from rlflow.nodes.advantages import BatchAdvantage, TokenAdvantage
 from rlflow.nodes.gae import GaeAdvantage
-from rlflow.nodes.policy_gradient import PolicyGradient
-from rlflow.nodes.shaping import KlDivergence
-from rlflow.nodes.update import CispoUpdate, GspoUpdate, PolicyUpdate, ReinforceUpdate
+from rlflow.nodes.policy_loss import Correction
+from rlflow.nodes.policy_update import CispoUpdate, GspoUpdate, PolicyGradient, PolicyUpdate, ReinforceUpdate
+from rlflow.nodes.reward_shaping import KlDivergence
 from rlflow.runtime.step import summary
 from tests.helpers import rollouts, sequences, spec
 

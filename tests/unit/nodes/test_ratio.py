@@ -10,11 +10,9 @@ from torch import Tensor
 
 from rlflow.batch import Logprobs
 from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
-from rlflow.nodes.correction import Correction
-from rlflow.nodes.kl import token_kl
-from rlflow.nodes.policy_gradient import PolicyGradient
-from rlflow.nodes.ratio import ratio
-from rlflow.nodes.update import CispoUpdate, GspoUpdate, PolicyUpdate
+from rlflow.nodes.kl import ratio, token_kl
+from rlflow.nodes.policy_loss import Correction
+from rlflow.nodes.policy_update import CispoUpdate, GspoUpdate, PolicyGradient, PolicyUpdate
 from tests.helpers import minibatch, rollouts, sequences
 
 UPDATES = [PolicyUpdate(), GspoUpdate(), CispoUpdate()]

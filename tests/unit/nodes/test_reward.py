@@ -10,7 +10,7 @@ from rlflow.batch import Rewards, SummedRewards
 from rlflow.errors import EngineError, RecipeError, UserError
 from rlflow.nodes.reward import Reward
 from rlflow.rewards.base import Failure, Outcome
-from rlflow.rewards.part import Part
+from rlflow.rewards.callables import Part
 from rlflow.runtime.step import summary
 from tests.helpers import rollouts, sequences
 

@@ -13,8 +13,8 @@ from rlflow.engines.causal_lm.totals import Totals
 from rlflow.engines.fake import FakeEngine
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import EngineError, RecipeError
+from rlflow.nodes.minibatches import Weighting
 from rlflow.nodes.reward_model import RankingLoss, RewardModel, RewardModelUpdate
-from rlflow.nodes.training import Weighting
 from rlflow.recipe import Model, Optimizer
 from tests.helpers import pairs, rollouts, sequences, spec
 

@@ -5,7 +5,7 @@ import pytest
 
 from rlflow.batch import Divergences, Logprobs, Rewards
 from rlflow.errors import RecipeError
-from rlflow.nodes.shaping import KlDivergence, KlPenalty, OverlongPenalty
+from rlflow.nodes.reward_shaping import KlDivergence, KlPenalty, OverlongPenalty
 from tests.helpers import rollouts, sequences
 
 GIVEN = rollouts(sequences([2, 3], [[1, 3], [2]]))

@@ -18,8 +18,8 @@ from rlflow.batch import (
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import UserError
-from rlflow.nodes.correction import Correction
-from rlflow.nodes.update import CispoUpdate, GspoUpdate, PolicyUpdate, SftUpdate
+from rlflow.nodes.policy_loss import Correction
+from rlflow.nodes.policy_update import CispoUpdate, GspoUpdate, PolicyUpdate, SftUpdate
 from tests.helpers import rollouts, sequences, spec
 
 

@@ -8,8 +8,8 @@ import torch
 
 from rlflow.batch import GaeAdvantages, Minibatch, Packed, ValueEstimates
 from rlflow.engines.causal_lm.totals import Totals
-from rlflow.nodes.training import Weighting
-from rlflow.nodes.update import PolicyUpdate
+from rlflow.nodes.minibatches import Weighting
+from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.nodes.value_update import ValueLoss, ValueUpdate
 from tests.helpers import minibatch, rollouts, sequences
 from tests.unit.nodes.test_update import Recorder, columns

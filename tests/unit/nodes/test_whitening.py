@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlflow.batch import Logprobs, Rewards, ValueEstimates
-from rlflow.nodes.advantage import BatchAdvantage, GroupAdvantage, TokenAdvantage
+from rlflow.nodes.advantages import BatchAdvantage, GroupAdvantage, TokenAdvantage
 from rlflow.nodes.gae import GaeAdvantage
 from tests.helpers import rollouts, sequences
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rlflow.report.failures import Failures
+from rlflow.report.records import Failures
 
 
 def test_each_reason_is_said_once_and_all_are_written(tmp_path: Path) -> None:

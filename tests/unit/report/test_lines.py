@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rlflow.report.lines import keep_until, read_lines
+from rlflow.report.records import keep_until, read_lines
 
 GOOD = ['{"step": 1, "a": 2}', '{"step": 2}', '{"step": 3}']
 JUNK = [

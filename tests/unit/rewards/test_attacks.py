@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from rlflow.rewards.base import Outcome
-from rlflow.rewards.part import Part
-from rlflow.rewards.pool.calls import Call
+from rlflow.rewards.callables import Part
+from rlflow.rewards.pool.fork_client import Call
 from rlflow.rewards.pool.pool import Pool
 from rlflow.rewards.processes import children
 from tests.unit.rewards import ordinary

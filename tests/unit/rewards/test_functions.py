@@ -7,7 +7,7 @@ import pytest
 
 from rlflow.errors import RecipeError
 from rlflow.rewards.base import Failure, Outcome
-from rlflow.rewards.find import find_reward
+from rlflow.rewards.callables import find_reward
 from rlflow.rewards.functions import code, exact, math, number
 from tests.unit.rewards import annotated
 from tests.unit.rewards.sandboxes import needs_sandbox

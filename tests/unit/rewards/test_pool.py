@@ -15,13 +15,12 @@ from types import ModuleType
 import pytest
 
 from rlflow.errors import EngineError
-from rlflow.rewards import find
+from rlflow.rewards import callables as find
 from rlflow.rewards.base import Failure, Kind, Outcome
-from rlflow.rewards.part import Part
-from rlflow.rewards.pool.calls import Call, Worker
-from rlflow.rewards.pool.channel import Channel
+from rlflow.rewards.callables import Part
+from rlflow.rewards.pool.fork_client import Call, Worker
 from rlflow.rewards.pool.pool import Pool
-from rlflow.rewards.processes import children, descendants
+from rlflow.rewards.processes import Channel, children, descendants
 from tests.unit.rewards import misbehaving
 
 DEADLINE_S = 0.5
@@ -245,8 +244,8 @@ def test_the_pool_is_whole_after_many_hangs(hangs: int, pool: Pool) -> None:
 
 
 OWNER = """
-from rlflow.rewards.part import Part
-from rlflow.rewards.pool.calls import Call
+from rlflow.rewards.callables import Part
+from rlflow.rewards.pool.fork_client import Call
 from rlflow.rewards.pool.pool import Pool
 
 pool = Pool({"does": Part(function="MODULE:reward", timeout_s=100.0)}, num_workers=1)

@@ -11,8 +11,9 @@ import pytest
 from rlflow.rewards.base import Failure
 from rlflow.rewards.functions import code
 from rlflow.rewards.processes import CHILD_SUBREAPER, children, prctl
-from rlflow.rewards.sandbox import enter, root, syscalls
-from rlflow.rewards.sandbox.limits import Limits
+from rlflow.rewards.sandbox import confine as syscalls
+from rlflow.rewards.sandbox import enter, root
+from rlflow.rewards.sandbox.root import Limits
 from rlflow.rewards.sandbox.run import Ended, SandboxError, run
 from tests.unit.rewards.sandboxes import needs_sandbox
 

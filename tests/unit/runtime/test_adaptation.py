@@ -7,8 +7,8 @@ import pytest
 import rlflow
 from rlflow.batch import Divergences, Repeated, Rewards, RolloutAdvantages
 from rlflow.nodes.kl import adapted
-from rlflow.nodes.shaping import KlPenalty
-from rlflow.nodes.update import PolicyUpdate
+from rlflow.nodes.policy_update import PolicyUpdate
+from rlflow.nodes.reward_shaping import KlPenalty
 from rlflow.runtime.adaptation import AdaptiveKl
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run

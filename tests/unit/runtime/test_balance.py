@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import Generator
 
-from rlflow.runtime.data_plane.balance import Costs, balanced, exchanged, is_even, least_possible, sums
+from rlflow.runtime.objects.sharding import Costs, balanced, exchanged, is_even, least_possible, sums
 
 # Distributions of the lengths of ``n`` sequences.
 SHAPES: dict[str, Callable[[Generator, int], Costs]] = {

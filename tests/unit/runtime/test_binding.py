@@ -8,8 +8,8 @@ import rlflow
 from rlflow.compose import cluster_named
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Host
-from rlflow.resources.placement import Bundle
-from rlflow.runtime.cluster.binding import (
+from rlflow.resources.layout import Bundle
+from rlflow.runtime.ray.cluster.binding import (
     Bound,
     LiveHost,
     Placed,

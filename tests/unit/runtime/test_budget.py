@@ -9,12 +9,12 @@ import pytest
 
 from rlflow.batch import Logprobs, Packed, Rewards
 from rlflow.errors import EngineError
-from rlflow.runtime.data_plane import kept
-from rlflow.runtime.data_plane.budget import Budget, StoreLimit, current_edge, edge
-from rlflow.runtime.data_plane.handover import Handover
-from rlflow.runtime.data_plane.kept import Keeper
-from rlflow.runtime.data_plane.parts import opened
-from rlflow.runtime.data_plane.store import Block, blocks_of
+from rlflow.runtime.objects import pending as kept
+from rlflow.runtime.objects.budget import Budget, StoreLimit, current_edge, edge
+from rlflow.runtime.objects.dispatch import opened
+from rlflow.runtime.objects.pending import Keeper
+from rlflow.runtime.objects.put import Handover
+from rlflow.runtime.objects.store import Block, blocks_of
 
 MIB = 2**20
 

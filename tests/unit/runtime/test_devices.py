@@ -13,10 +13,10 @@ from rlflow.compose import cluster_of_hosts
 from rlflow.engines.base import EngineSpec
 from rlflow.errors import RecipeError
 from rlflow.runtime import local
-from rlflow.runtime.cluster import machine, probes
-from rlflow.runtime.cluster.binding import Placed
-from rlflow.runtime.cluster.machine import Device, listed_gpus
-from rlflow.runtime.workers.actors import Actors
+from rlflow.runtime.ray.actors import Actors
+from rlflow.runtime.ray.cluster import machine, probes
+from rlflow.runtime.ray.cluster.binding import Placed
+from rlflow.runtime.ray.cluster.machine import Device, listed_gpus
 from tests.unit.runtime.test_binding import live
 
 # As nvidia-smi -L prints a host with one GPU that MIG has cut and one that it has not.

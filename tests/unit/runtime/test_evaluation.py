@@ -13,8 +13,8 @@ from rlflow.engines.base import TokenLoss
 from rlflow.engines.fake import FakeEngine
 from rlflow.nodes.reward import Reward
 from rlflow.nodes.reward_model import RewardModel
-from rlflow.runtime.base import Engines
 from rlflow.runtime.evaluation import pair_evaluator
+from rlflow.runtime.protocols import Engines
 from rlflow.runtime.step import evaluator
 from tests.conftest import CONFIG_DIR
 from tests.helpers import pairs, spec

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from rlflow.batch import Logprobs
 from rlflow.errors import EngineError
-from rlflow.runtime.data_plane import excerpts, store
-from rlflow.runtime.data_plane.excerpts import Cutter, near
-from rlflow.runtime.data_plane.store import Places, Stored, block_of
+from rlflow.runtime.objects import slices as excerpts
+from rlflow.runtime.objects import store
+from rlflow.runtime.objects.slices import Cutter, near
+from rlflow.runtime.objects.store import Places, Stored, block_of
 
 LENGTHS = np.array([3, 0, 2, 4, 1])
 STARTS = np.cumsum(LENGTHS) - LENGTHS

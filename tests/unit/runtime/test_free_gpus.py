@@ -6,8 +6,8 @@ import pytest
 
 from rlflow.compose import cluster_of_hosts
 from rlflow.errors import RecipeError
-from rlflow.runtime.cluster import free_gpus
-from rlflow.runtime.cluster.free_gpus import free_devices, none_free
+from rlflow.runtime.ray.cluster import probes as free_gpus
+from rlflow.runtime.ray.cluster.probes import free_devices, none_free
 from tests.unit.runtime.test_binding import live
 
 LISTING = "GPU 0: X (UUID: GPU-1)\nGPU 1: Y (UUID: GPU-2)\n"
@@ -44,6 +44,6 @@ def test_none_free() -> None:
 
 def test_without_ray_those_that_this_process_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(free_gpus, "running_ray", lambda: None)
-    monkeypatch.setattr("rlflow.runtime.cluster.machine.gpu_listing", lambda: LISTING)
+    monkeypatch.setattr("rlflow.runtime.ray.cluster.machine.gpu_listing", lambda: LISTING)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert free_gpus.live_devices() == {"host-0": ["Y"]}

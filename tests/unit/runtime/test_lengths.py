@@ -7,10 +7,10 @@ import pytest
 
 import rlflow
 from rlflow.batch import Packed
-from rlflow.data.pairs import pairs_of
+from rlflow.data.encoding import pairs_of
 from rlflow.data.source import DataSource
 from rlflow.errors import RecipeError
-from rlflow.runtime.lengths import check_examples
+from rlflow.runtime.preflight import check_examples
 from tests.helpers import pairs, prompts
 
 LONG = ["models.policy.architecture.max_position_embeddings=100000"]

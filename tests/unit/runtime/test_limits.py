@@ -5,8 +5,7 @@ import pytest
 import rlflow
 from rlflow.errors import PlacementError
 from rlflow.resources.layout import GIB
-from rlflow.runtime.data_plane.budget import StoreLimit
-from rlflow.runtime.data_plane.limits import check_limits
+from rlflow.runtime.objects.budget import StoreLimit, check_limits
 from tests.conftest import CONFIG_DIR
 
 PLAN = rlflow.compile(rlflow.load(["recipe=fake"], CONFIG_DIR), "2x1@cpu")

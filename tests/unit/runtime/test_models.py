@@ -6,8 +6,8 @@ import pytest
 
 import rlflow
 from rlflow.compiler.plan import Plan
-from rlflow.runtime.base import Report
-from rlflow.runtime.models import resolve_models
+from rlflow.runtime.prepare import resolve_models
+from rlflow.runtime.protocols import Report
 from tests.conftest import CONFIG_DIR
 
 

@@ -18,9 +18,8 @@ from rlflow.compiler.graph import wire
 from rlflow.engines.base import TrainsLogprobs
 from rlflow.errors import GraphError
 from rlflow.nodes.base import Node
-from rlflow.nodes.dpo import DpoLoss
-from rlflow.nodes.preference import Preference
-from rlflow.nodes.training import Weighting, averaged, train
+from rlflow.nodes.minibatches import Weighting, averaged, train
+from rlflow.nodes.preference import DpoLoss, Preference
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR

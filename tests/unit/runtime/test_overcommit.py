@@ -10,8 +10,8 @@ from rlflow.batch import Prompts, Rollouts
 from rlflow.data.source import DataSource
 from rlflow.errors import EngineError
 from rlflow.nodes.generate import Generate
-from rlflow.runtime.rollout.overcommit import Overcommitted
-from rlflow.runtime.rollout.writing import Writing
+from rlflow.runtime.generation.engine_group import Writing
+from rlflow.runtime.generation.overcommit import Overcommitted
 from tests.helpers import prompts, spec
 from tests.stepwise import MAX_TOKENS, Dying, Stepwise, response
 from tests.unit.runtime.test_proxies import Threads

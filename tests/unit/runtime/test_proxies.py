@@ -14,12 +14,12 @@ from rlflow.batch import Metrics, Minibatch, Packed, Rewards, Sequences
 from rlflow.engines.base import Sampling, TokenLoss
 from rlflow.engines.fake import FakeEngine
 from rlflow.errors import EngineError
-from rlflow.nodes.losses import LikelihoodLoss
+from rlflow.nodes.policy_loss import LikelihoodLoss
 from rlflow.resources.layout import Layout
-from rlflow.runtime.data_plane.parts import Part
-from rlflow.runtime.workers.proxies import RoleProxy, Workers
-from rlflow.runtime.workers.turns import Turns
-from rlflow.runtime.workers.worker import EngineWorker
+from rlflow.runtime.objects.dispatch import Part
+from rlflow.runtime.ray.gpu_turns import Turns
+from rlflow.runtime.ray.role_proxy import RoleProxy, Workers
+from rlflow.runtime.ray.worker import EngineWorker
 from tests.helpers import WritingEngine, minibatch, prompts, sequences, spec
 
 LAYOUT = Layout(micro_batch_tokens=4096)

@@ -11,9 +11,9 @@ import pytest
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
 from rlflow.engines.fake import FakeEngine
-from rlflow.engines.groups import Begun
+from rlflow.engines.group_progress import Begun
 from rlflow.errors import EngineError
-from rlflow.runtime.rollout.writing import Writing, summary
+from rlflow.runtime.generation.engine_group import Writing, summary
 from tests.helpers import WritingEngine, prompts, spec
 from tests.stepwise import MAX_TOKENS, Stepwise, response
 from tests.stepwise import Dying as StepwiseDying

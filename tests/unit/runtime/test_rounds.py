@@ -10,18 +10,18 @@ import pytest
 
 import rlflow
 from rlflow.batch import Metrics, Minibatch
+from rlflow.compiler.checks import after_rounds, in_rounds
 from rlflow.compiler.graph import wire
 from rlflow.compiler.lower import lower, models_in_use
 from rlflow.compiler.plan import Plan
-from rlflow.compiler.rounds import after_rounds, in_rounds
 from rlflow.data.source import DataSource, load_rows, open_training_data
 from rlflow.engines.base import Sampling, TokenLoss
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.fake import FakeEngine
 from rlflow.errors import GraphError, RecipeError
-from rlflow.report.metrics import MetricsWriter
+from rlflow.report.records import MetricsWriter
+from rlflow.runtime.generation.resampling import Rounds
 from rlflow.runtime.local import LocalRuntime
-from rlflow.runtime.rollout.rounds import Rounds
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 from tests.helpers import spec

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from rlflow.runtime.rollout.expectation import Expectation
-from rlflow.runtime.rollout.scheduling import Room, Scheduler
+from rlflow.runtime.generation.length_model import Expectation
+from rlflow.runtime.generation.scheduler import Room, Scheduler
 
 Ints = NDArray[np.int64]
 GROUP = 4

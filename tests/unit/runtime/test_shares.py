@@ -7,8 +7,7 @@ import pytest
 
 from rlflow.batch import Packed, Sequences
 from rlflow.engines.causal_lm.micro_batches import prompts_of
-from rlflow.runtime.data_plane.balance import Index, sums
-from rlflow.runtime.data_plane.shares import Cost, cost_of, row_costs, shares
+from rlflow.runtime.objects.sharding import Cost, Index, cost_of, row_costs, shares, sums
 from tests.helpers import ARCHITECTURE, keys, sequences
 
 

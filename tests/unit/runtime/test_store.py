@@ -9,10 +9,11 @@ import pytest
 
 from rlflow.batch import Logprobs, Packed, Repeated, Rewards
 from rlflow.errors import EngineError
-from rlflow.runtime.data_plane import kept, store
-from rlflow.runtime.data_plane.kept import Kept
-from rlflow.runtime.data_plane.parts import SentPart, Whole, opened
-from rlflow.runtime.data_plane.store import Block, Stored
+from rlflow.runtime.objects import pending as kept
+from rlflow.runtime.objects import store
+from rlflow.runtime.objects.dispatch import SentPart, Whole, opened
+from rlflow.runtime.objects.pending import Kept
+from rlflow.runtime.objects.store import Block, Stored
 from tests.helpers import prompts, rollouts, sequences
 
 
@@ -179,8 +180,8 @@ class TestBadData:
 
 def test_a_part_of_a_batch(objects: dict[int, Any], written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Whole(written)
-    monkeypatch.setattr("rlflow.runtime.data_plane.parts.fetch", objects.__getitem__)
-    monkeypatch.setattr("rlflow.runtime.data_plane.parts.here", lambda: "h")
+    monkeypatch.setattr("rlflow.runtime.objects.dispatch.fetch", objects.__getitem__)
+    monkeypatch.setattr("rlflow.runtime.objects.dispatch.here", lambda: "h")
     objects[99] = pickle.loads(pickle.dumps(written))
     vars(whole)["reference"] = 99
     part = whole.part(np.array([4, 1]))

@@ -14,10 +14,10 @@ from rlflow.engines.base import Sampling
 from rlflow.errors import EngineError
 from rlflow.nodes.base import Node
 from rlflow.nodes.generate import Generate
-from rlflow.runtime.base import Engines
-from rlflow.runtime.rollout import listening
+from rlflow.runtime.generation import partial_results as listening
+from rlflow.runtime.protocols import Engines
+from rlflow.runtime.ray.role_proxy import RoleProxy
 from rlflow.runtime.step import run_graph
-from rlflow.runtime.workers.proxies import RoleProxy
 from tests.helpers import WritingEngine, prompts, spec
 from tests.stepwise import MAX_TOKENS, Dying, Stepwise
 from tests.unit.runtime.test_proxies import Threads, proxy

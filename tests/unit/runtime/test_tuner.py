@@ -11,9 +11,9 @@ from rich.console import Console
 import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.engines.registry import engine_class
-from rlflow.report.tuning import tuning_table
-from rlflow.runtime.tuner import Tuner, with_places
-from rlflow.runtime.workers.specs import num_sequences
+from rlflow.report.records import tuning_table
+from rlflow.runtime.ray.engine_specs import num_sequences
+from rlflow.runtime.tuning import Tuner, with_places
 from tests.unit.runtime.test_proxies import Threads, proxy
 
 

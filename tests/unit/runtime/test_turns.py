@@ -15,12 +15,12 @@ from rlflow.compiler.graph import Graph
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import SharesGpus, Sleeps
 from rlflow.engines.registry import engine_class
-from rlflow.resources.placement import Bundle
-from rlflow.runtime.roles import RayEngines, replaced_whole, sharing, sleeping
+from rlflow.resources.layout import Bundle
+from rlflow.runtime.ray.engine_set import RayEngines, replaced_whole, sharing, sleeping
+from rlflow.runtime.ray.gpu_turns import Turns
+from rlflow.runtime.ray.role_proxy import RoleProxy, Workers
 from rlflow.runtime.run import _copy_weights
 from rlflow.runtime.step import run_graph
-from rlflow.runtime.workers.proxies import RoleProxy, Workers
-from rlflow.runtime.workers.turns import Turns
 
 
 @dataclass

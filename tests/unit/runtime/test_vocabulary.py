@@ -9,8 +9,8 @@ import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.errors import RecipeError
 from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.preflight import check_vocabularies
 from rlflow.runtime.run import run
-from rlflow.runtime.vocabulary import check_vocabularies
 from tests.helpers import CHARACTERS, MODEL
 
 

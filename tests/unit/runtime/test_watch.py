@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.runtime.workers.watch import Watch
+from rlflow.runtime.ray.watchdog import Watch
 
 _LONG = 60
 
@@ -15,8 +15,8 @@ class Engines:
     """Of which rank 1 does a step whenever it is asked, and rank 0 none; calls are done when ``ended`` says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Callable[[], "Future[int]"] | None = None) -> None:
-        monkeypatch.setattr("rlflow.runtime.workers.watch.LOOK_S", 0.01)
-        monkeypatch.setattr("rlflow.runtime.workers.watch.SILENT_S", 0.3)
+        monkeypatch.setattr("rlflow.runtime.ray.watchdog.LOOK_S", 0.01)
+        monkeypatch.setattr("rlflow.runtime.ray.watchdog.SILENT_S", 0.3)
         self.asked = [0, 0]
         self.ended: Future[tuple[int, str]] = Future()
         self.worked: Future[None] = Future()

@@ -6,8 +6,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlflow.resources.layout import GIB, Layout
-from rlflow.resources.memory.activations import layer_activations
-from rlflow.resources.memory.copies import sync_terms
+from rlflow.resources.memory.overheads import (
+    CONTEXT_GIB,
+    NCCL_COMMUNICATOR_GIB,
+    NCCL_PEER_GIB,
+    asleep_terms,
+    process_terms,
+    sync_terms,
+)
 from rlflow.resources.memory.phases import (
     DRIVER_GIB,
     generate_memory,
@@ -16,16 +22,9 @@ from rlflow.resources.memory.phases import (
     update_terms,
     usable_gib,
 )
-from rlflow.resources.memory.processes import (
-    CONTEXT_GIB,
-    NCCL_COMMUNICATOR_GIB,
-    NCCL_PEER_GIB,
-    asleep_terms,
-    process_terms,
-)
-from rlflow.resources.memory.state import DEEPSPEED, FSDP2, MEGATRON, Training, stages, state_terms
+from rlflow.resources.memory.state import DEEPSPEED, FSDP2, MEGATRON, Training, layer_activations, stages, state_terms
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.lora import Lora, adapter_parameters
+from rlflow.resources.models.extensions import Lora, adapter_parameters
 from rlflow.schema import parse
 from tests.conftest import ROOT
 

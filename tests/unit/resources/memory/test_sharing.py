@@ -9,9 +9,16 @@ import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.resources.cluster import Gpu
 from rlflow.resources.layout import GIB
-from rlflow.resources.memory.copies import packed_gib, sync_terms
+from rlflow.resources.memory.overheads import (
+    CONTEXT_GIB,
+    NCCL_COMMUNICATOR_GIB,
+    Sharp,
+    asleep_terms,
+    packed_gib,
+    process_terms,
+    sync_terms,
+)
 from rlflow.resources.memory.phases import generate_memory, score_terms, update_terms
-from rlflow.resources.memory.processes import CONTEXT_GIB, NCCL_COMMUNICATOR_GIB, Sharp, asleep_terms, process_terms
 from rlflow.resources.memory.state import DEEPSPEED, FSDP2, kept_buffers
 from tests.unit.resources.memory.test_phases import QWEN, layout
 from tests.unit.resources.models.test_architecture import CARDS, card, weights

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 import rlflow
 from rlflow.errors import RecipeError
 from rlflow.recipe import Model
-from rlflow.runtime.models import resolve_models
+from rlflow.runtime.prepare import resolve_models
 from tests.conftest import CONFIG_DIR
 from tests.unit.resources.models.test_architecture import CARDS, named
 from tests.unit.resources.models.test_config import QWEN

@@ -6,7 +6,7 @@ import torch
 from rlflow.resources.layout import GIB
 from rlflow.resources.memory.phases import score_terms, update_terms
 from rlflow.resources.memory.state import DEEPSPEED, LOGITS_AT_ONCE, Training
-from rlflow.resources.models.scalar_head import with_scalar_head
+from rlflow.resources.models.extensions import with_scalar_head
 from tests.unit.resources.memory.test_phases import QWEN, card, layout
 from tests.unit.resources.models.test_architecture import config_fields
 

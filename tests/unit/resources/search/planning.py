@@ -5,10 +5,9 @@ from typing import Any
 
 from rlflow.resources.cluster import Cluster, Gpu, Host
 from rlflow.resources.demand import Demand
-from rlflow.resources.layout import Resources
+from rlflow.resources.layout import Resources, RolePlacement
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.placement import RolePlacement
-from rlflow.resources.search.planner import Placed, Search
+from rlflow.resources.planner.search import Placed, Search
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
 

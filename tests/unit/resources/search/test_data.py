@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from rlflow.resources.layout import GIB, Layout
-from rlflow.resources.placement import Bundle, RolePlacement, Worker
-from rlflow.resources.search.data import predict_data, reading_seconds
-from rlflow.resources.search.prediction import predict
+from rlflow.resources.layout import GIB, Bundle, Layout, RolePlacement, Worker
+from rlflow.resources.planner.data_placement import predict_data, reading_seconds
+from rlflow.resources.planner.prediction import predict
 from rlflow.resources.workload import Edge, Workload
 from tests.unit.resources.search.planning import SEVEN_B, cluster, demand, search, task
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.resources.cluster import Cluster, Gpu, Host
-from rlflow.resources.search import fill as module
-from rlflow.resources.search.fill import PoolRequest, fill
+from rlflow.resources.planner import placement_solver as module
+from rlflow.resources.planner.placement_solver import PoolRequest, fill
 
 Filled = dict[str, list[tuple[str, tuple[int, ...]]]]
 
@@ -238,7 +238,7 @@ def test_large_clusters_of_several_kinds_agree_with_themselves_in_any_order() ->
 def test_what_is_simple_needs_no_solver() -> None:
     code = (
         "import sys; from rlflow.resources.cluster import Cluster, Gpu, Host;"
-        "from rlflow.resources.search.fill import PoolRequest, fill;"
+        "from rlflow.resources.planner.placement_solver import PoolRequest, fill;"
         "some = lambda n: Cluster(gpus={}, hosts=tuple(Host(name=str(i), gpus=8, gpu='h') for i in range(n)));"
         "assert fill([PoolRequest('a', 4, None)], some(128)) and fill([PoolRequest('a', 4, 100)], some(128));"
         "assert fill([PoolRequest('a', 1, 8), PoolRequest('b', 4, None)], some(4));"

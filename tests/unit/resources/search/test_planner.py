@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster, Host
-from rlflow.resources.search.candidate import Candidate
-from rlflow.resources.search.planner import Search
+from rlflow.resources.planner.search import Search
+from rlflow.resources.planner.sharing import Candidate
 from tests.unit.resources.search.planning import H100, SEVEN_B, check, cluster, demand, place, search, workload
 
 
@@ -147,7 +147,7 @@ def test_pinned_values_are_kept() -> None:
     ],
 )
 def test_pins_that_cannot_be_met(wants: dict[str, Any], path: str, said: str) -> None:
-    from rlflow.resources.search.infeasible import explain
+    from rlflow.resources.planner.explain import explain
 
     found = search([demand("actor"), demand("rollout", **wants)], cluster(8, 8))
     try:
@@ -162,7 +162,7 @@ def test_pins_that_cannot_be_met(wants: dict[str, Any], path: str, said: str) ->
 
 def test_the_smallest_set_of_pins_that_clash() -> None:
     """7B with 16 B a parameter is 114 GiB: one GPU cannot hold it without offload, two can share it."""
-    from rlflow.resources.search.infeasible import explain
+    from rlflow.resources.planner.explain import explain
 
     demands = [demand("actor", SEVEN_B, gpus=1, offload="none", zero_stage=3), demand("rollout", SEVEN_B)]
     found = search(demands, cluster(8))

@@ -3,11 +3,9 @@
 import pytest
 
 from rlflow.errors import PlacementError
-from rlflow.resources.search.partitions import partitions
-from rlflow.resources.search.pool import Pool, Shortage
-from rlflow.resources.search.pools import PoolUse, use
-from rlflow.resources.search.site import site_of
-from rlflow.resources.search.sizes import sizes
+from rlflow.resources.planner.pool import Pool, Shortage, site_of
+from rlflow.resources.planner.pool_search import PoolUse, use
+from rlflow.resources.planner.sharing import partitions, sizes
 from tests.unit.resources.search.planning import SEVEN_B, cluster, demand, workload
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlflow.resources.search.candidate import describe
-from rlflow.resources.search.prediction import Prediction, predict
+from rlflow.resources.planner.prediction import Prediction, predict
+from rlflow.resources.planner.sharing import describe
 from tests.unit.resources.search.planning import SEVEN_B, cluster, demand, search
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlflow.resources.search.simulate import PARTS, simulate
+from rlflow.resources.planner.simulate import PARTS, simulate
 from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
 from tests.unit.resources.search.planning import task
 

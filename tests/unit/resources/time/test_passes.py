@@ -22,8 +22,7 @@ from rlflow.resources.time.passes import (
     training,
     transfer_seconds,
 )
-from rlflow.resources.time.speed import Efficiency, Speed, speed_of
-from rlflow.resources.time.work import work_of
+from rlflow.resources.time.speed import Efficiency, Speed, speed_of, work_of
 
 LLAMA = Architecture(
     model_type="llama",

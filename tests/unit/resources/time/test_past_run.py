@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import RecipeError
-from rlflow.resources.time.past_run import lengths_of_run
+from rlflow.resources.time.lengths import lengths_of_run
 
 
 def test_lengths_between_the_quantiles_of_a_step(tmp_path: Path) -> None:

@@ -1,0 +1,194 @@
+"""From rewards to advantages. Rollouts without a reward count in none, and have none.
+
+Shapes: B rollouts.
+
+Learning what a teacher would have written.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+from annotated_types import Ge, Gt
+from numpy.typing import NDArray
+
+from rlflow.batch import Logprobs, Packed, Repeated, Rewards, RolloutAdvantages, Rollouts, TokenAdvantages
+from rlflow.nodes.base import Formula, Node, kl_expression, old_difference, old_probability, times
+from rlflow.nodes.kl import Estimator, token_kl
+
+# Added to a batch's variance, as in verl and OpenRLHF: where all rewards agree, rounding errors stay small.
+_EPSILON = 1e-8
+WHITENED = f"(x - mean of x) / sqrt(variance of x + {_EPSILON:g}) over all tokens"
+"""The formula of ``whitened`` for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupAdvantage(Node, kind="group_advantage", unit="group"):
+    """Reward minus its group's mean, over the group's standard deviation. Excluded rollouts do not count in either.
+
+    Source: DeepSeekMath (arXiv 2402.03300), section 4.1.2; without the division Dr. GRPO (arXiv 2503.20783).
+    """
+
+    normalize: bool = True
+    """Divide by the group's standard deviation (of the sample, n - 1)."""
+    epsilon: Annotated[float, Gt(0)] = 1e-4
+    """Added to that standard deviation: a group whose rewards all agree has none. TRL's value; verl has 1e-6."""
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        reward = symbols["rewards"]
+        centred = f"{reward} - mean of {reward} in the group"
+        whole = f"({centred}) / (std of {reward} in the group + {self.epsilon:g})" if self.normalize else centred
+        return Formula(symbol="A", expression=whole)
+
+    def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
+        group, sizes = groups_of(rollouts, rewards)
+        centred = centred_in_groups(rewards, group, sizes)
+        if self.normalize:
+            variance = np.bincount(group, np.nan_to_num(centred) ** 2) / np.maximum(sizes - 1, 1)
+            centred = centred / (np.sqrt(variance) + self.epsilon)[group]
+        return for_all_tokens(centred, rollouts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaveOneOutAdvantage(Node, kind="leave_one_out_advantage", unit="group"):
+    """Reward minus the mean of the others in its group; nought where there are none.
+
+    Source: RLOO (arXiv 2402.14740). It is n / (n - 1) times the reward minus the group's mean.
+    """
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        reward = symbols["rewards"]
+        return Formula(symbol="A", expression=f"{reward} - mean of the other {reward} in the group")
+
+    def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
+        group, sizes = groups_of(rollouts, rewards)
+        others = np.maximum(sizes - 1, 1)
+        return for_all_tokens(centred_in_groups(rewards, group, sizes) * (sizes / others)[group], rollouts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GreedyAdvantage(Node, kind="greedy_advantage", unit="batch"):
+    """Reward minus that of the likeliest response to the same prompt.
+
+    Source: ReMax (arXiv 2310.10505). ``greedy`` are rollouts at temperature 0, in groups of one.
+    """
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        return Formula(symbol="A", expression=f"{symbols['rewards']} - {symbols['greedy_rewards']}")
+
+    def run(self, rollouts: Rollouts, rewards: Rewards, greedy: Rollouts, greedy_rewards: Rewards) -> RolloutAdvantages:
+        both = np.concatenate([greedy.keys[:, :2], rollouts.keys[:, :2]])
+        _, prompt = np.unique(both, axis=0, return_inverse=True)
+        baseline = np.empty(len(greedy))
+        baseline[prompt[: len(greedy)]] = greedy_rewards.values
+        return for_all_tokens(rewards.values - baseline[prompt[len(greedy) :]], rollouts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchAdvantage(Node, kind="batch_advantage", unit="batch"):
+    """Reward minus its group's mean, normalised over all tokens of the batch.
+
+    Source: REINFORCE++ with a baseline (arXiv 2501.03262).
+    """
+
+    unbiased: bool = False
+    """Divide the variance by n - 1 tokens (as verl) in place of n (as OpenRLHF)."""
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        reward = symbols["rewards"]
+        where = {"x": f"{reward} - mean of {reward} in the group"}
+        return Formula(symbol="A", expression=WHITENED, where=where)
+
+    def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
+        values = centred_in_groups(rewards, *groups_of(rollouts, rewards))
+        return for_all_tokens(whitened(values, rollouts.own_lengths, unbiased=self.unbiased), rollouts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenAdvantage(Node, kind="token_advantage", unit="batch", reads_tokens=True):
+    """Reward minus ``kl_coef`` times the KL divergence of this token and those after it, normalised over all tokens of
+    the batch.
+
+    Source: REINFORCE++ (arXiv 2501.03262).
+    """
+
+    kl_coef: Annotated[float, Ge(0)] = 0.0
+    kl_estimator: Estimator = "k1"
+    unbiased: bool = False
+    """Divide the variance by n - 1 tokens (as verl) in place of n (as OpenRLHF)."""
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        reward, where = symbols["rewards"], {"x": symbols["rewards"]}
+        if self.kl_coef:
+            kl = times(self.kl_coef, f"sum of {kl_expression(self.kl_estimator, 'd_old')} from the token on")
+            where = {"x": f"{reward} - {kl}", **old_difference(symbols)}
+        return Formula(symbol="A", expression=WHITENED, where=where)
+
+    def run(
+        self, rollouts: Rollouts, rewards: Rewards, reference: Logprobs, old_logprobs: Logprobs | None = None
+    ) -> TokenAdvantages:
+        lengths = rollouts.response_ids.lengths
+        kl = token_kl(self.kl_estimator, rollouts, reference, old_logprobs)
+        before = np.concatenate([[0.0], np.cumsum(kl.values)])
+        # Of each token and those after it in its row.
+        ahead = np.repeat(before[kl.offsets[1:]], lengths) - before[:-1]
+        values = np.repeat(rewards.values.astype(np.float64), lengths) - self.kl_coef * ahead
+        excluded, own = np.isnan(rewards.values), rollouts.own_tokens().values
+        given = whitened(values, own, unbiased=self.unbiased).astype(np.float32)
+        return TokenAdvantages(values=Packed(given, kl.offsets), excluded=excluded)
+
+
+def groups_of(rollouts: Rollouts, rewards: Rewards) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[B]: the number of each rollout's group, and for each group how many of its rollouts have a reward."""
+    _, group = np.unique(rollouts.keys[:, :2], axis=0, return_inverse=True)
+    return group, np.bincount(group, ~np.isnan(rewards.values)).astype(np.int64)
+
+
+def centred_in_groups(rewards: Rewards, group: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[B]: each reward minus the mean of its group."""
+    values = rewards.values.astype(np.float64)
+    return values - (np.bincount(group, np.nan_to_num(values)) / np.maximum(sizes, 1))[group]
+
+
+def whitened(
+    values: NDArray[np.float64], weights: NDArray[np.int64] | NDArray[np.bool_], *, unbiased: bool
+) -> NDArray[np.float64]:
+    """Return ``values`` minus their mean, over their standard deviation, each of them standing for ``weights`` tokens.
+
+    Those that are NaN stay so and do not count.
+    """
+    counts = np.where(np.isnan(values), 0, weights)
+    total = max(int(counts.sum()), 1)
+    mean = (np.nan_to_num(values) * counts).sum() / total
+    variance = (np.nan_to_num(values - mean) ** 2 * counts).sum() / max(total - unbiased, 1)
+    centred: NDArray[np.float64] = (values - mean) / np.sqrt(variance + _EPSILON)
+    return centred
+
+
+def for_all_tokens(values: NDArray[np.float64], rollouts: Rollouts) -> RolloutAdvantages:
+    """Of advantages [B]."""
+    return RolloutAdvantages(values=Repeated(values.astype(np.float32), rollouts.response_ids.lengths))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherAdvantage(Node, kind="teacher_advantage", unit="sample"):
+    """Of each token log(teacher / policy), the policy's logprob being that of ``old_logprobs`` where such a node is
+    there, else that of the engine that sampled it.
+
+    A token is not judged by what comes after it. So the policy gradient is, in the mean over what might be sampled,
+    that of the reverse KL divergence of the policy's next token from the teacher's, after what the policy has written.
+
+    Source: the single-step part of MiniLLM's gradient (arXiv 2306.08543, section 2.2), as in
+    https://thinkingmachines.ai/blog/on-policy-distillation; GKD (arXiv 2306.13649, section 3) on the policy's own
+    responses alone, with the reverse KL divergence, estimated at the sampled token.
+    """
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        where = {**old_probability(symbols), "p_teacher": f"p by {symbols['teacher']}"}
+        return Formula(symbol="A", expression="log(p_teacher / p_old)", where=where)
+
+    def run(self, rollouts: Rollouts, teacher: Logprobs, old_logprobs: Logprobs | None = None) -> TokenAdvantages:
+        kl = token_kl("k1", rollouts, teacher, old_logprobs)
+        values = Packed((-kl.values).astype(np.float32), kl.offsets)
+        return TokenAdvantages(values=values, excluded=rollouts.failed)

@@ -1,0 +1,125 @@
+"""Memory that a process holds on its GPU besides tensors, and keeps while it gives the GPU to others.
+
+Memory of GPUs while the weights of a trained role go to the engines that follow it, as named terms in GiB.
+"""
+
+from dataclasses import dataclass
+
+from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.memory.state import Training, kept_buffers, stages, state_terms
+from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.models.extensions import adapter_parameters
+
+# The CUDA context with the kernels of torch: 0.4 to 0.6 GiB on A100 and H100, as nvidia-smi shows for an idle process.
+CONTEXT_GIB = 0.55
+# A communicator of NCCL: its channels' buffers, 2 x 4 MiB for each of about 24 channels.
+NCCL_COMMUNICATOR_GIB = 0.2
+# All-to-all between the GPUs of experts has buffers for every peer: 4 channels, both ways, of about 5 MiB (4 MiB of
+# NCCL_BUFFSIZE, and those of the protocols for short messages). Over 10 GB with some hundred peers.
+NCCL_PEER_GIB = 0.04
+
+
+@dataclass(frozen=True)
+class Sharp:
+    """The NVLink SHARP of a kind of GPU, whose switches add numbers up, and the buffers of NCCL for it."""
+
+    channels: int = 0
+    """Blocks that NCCL uses for it on this kind of GPU; 0 where the switch cannot add."""
+    gpus: int = 0
+    """The largest number of GPUs in a host."""
+
+    def gib(self, size: int) -> float:
+        """Return what a communicator of ``size`` GPUs takes on each of them.
+
+        NCCL does not use it for two GPUs (vllm-project/vllm, issue 9699). Else each GPU holds a part for every GPU of
+        its host: two buffers a channel, of 8 slots (NCCL_STEPS) of 128 KiB (NCCL_NVLS_CHUNKSIZE) each (NCCL 2.27,
+        src/transport/nvls.cc, ncclNvlsBufferSetup; its log says nvlsTotalSize 268435456 for eight H100).
+        """
+        size = min(size, self.gpus)
+        return self.channels * 2 * size / 1024 if size > 2 else 0.0
+
+
+NO_SHARP = Sharp()
+
+
+def process_terms(layout: Layout, sharp: Sharp = NO_SHARP) -> dict[str, float]:
+    """Return the terms of a process: its CUDA context, and a communicator for every way in which the role is spread."""
+    ways = [
+        size
+        for size in (
+            layout.data_parallel_size,
+            layout.tensor_parallel_size,
+            layout.pipeline_parallel_size,
+            layout.sequence_parallel_size,
+        )
+        if size > 1
+    ]
+    peers = layout.expert_parallel_size if layout.expert_parallel_size > 1 else 0
+    nccl = NCCL_COMMUNICATOR_GIB * len(ways) + NCCL_PEER_GIB * peers
+    return {"nccl": nccl + sum(sharp.gib(size) for size in ways), "context": CONTEXT_GIB}
+
+
+def graphs_gib(model: Architecture | None) -> float:
+    """Return the size of CUDA graphs for all sizes of a batch: vLLM logs 0.4 to 1.2 GiB for models of 24 to 80
+    layers."""
+    return 0.4 + 0.01 * (model.num_hidden_layers if model else 32)
+
+
+def asleep_terms(
+    model: Architecture, largest_group: int = 1, sharp: Sharp = NO_SHARP, *, eager: bool = False
+) -> dict[str, float]:
+    """Return what vLLM's sleep mode leaves where it is: the context, CUDA graphs, and a communicator of
+    ``largest_group`` GPUs at most."""
+    return {
+        "context": CONTEXT_GIB,
+        "nccl": NCCL_COMMUNICATOR_GIB + sharp.gib(largest_group),
+        "graphs": 0.0 if eager else graphs_gib(model),
+    }
+
+
+# vLLM's for weights that are sent together, unless a single one is larger (weight_transfer/packed_tensor.py,
+# DEFAULT_PACKED_BUFFER_SIZE_BYTES).
+PACKED_GIB = 1.0
+
+
+def sync_terms(
+    model: Architecture,
+    layout: Layout,
+    training: Training,
+    engine: Layout | None = None,
+    *,
+    weight_bytes: float = 2,
+    packed_bytes: float | None = None,
+    sharp: Sharp = NO_SHARP,
+) -> dict[str, float]:
+    """Return the terms of a trained role while its weights go to an engine that follows it.
+
+    The weights are there, and in the engine's type its largest layer or an end of the model whole, or its adapters.
+    With ``engine``, that one is on the same GPUs: its weights and graphs are there, its KV cache comes back afterwards.
+    ``packed_bytes`` are those of a parameter in vLLM's buffer for CUDA IPC, where the weights go through it.
+    """
+    largest = max(max(stage.layer, stage.ends) for stage in stages(model, layout)) * layout.tensor_parallel_size
+    if training.lora is not None:
+        largest = adapter_parameters(model, training.lora)
+    terms = {"weights": state_terms(model, layout, training)["weights"], "gathered": weight_bytes * largest / GIB}
+    if engine is not None:
+        terms["engine"] = weight_bytes * max(stage.dense + stage.experts for stage in stages(model, engine)) / GIB
+        terms["graphs"] = 0.0 if engine.eager else graphs_gib(model)
+        terms |= {f"engine {name}": gib for name, gib in process_terms(engine, sharp).items()}
+        if packed_bytes is not None:
+            terms |= _packed_terms(model, engine, weight_bytes, packed_bytes)
+    return terms | kept_buffers(layout, training) | process_terms(layout, sharp)
+
+
+def packed_gib(model: Architecture, packed_bytes: float) -> float:
+    """Return the size of the buffer in which a role sends its weights to an engine on the same GPUs."""
+    return max(PACKED_GIB, packed_bytes * model.largest_tensor / GIB)
+
+
+def _packed_terms(model: Architecture, engine: Layout, weight_bytes: float, packed_bytes: float) -> dict[str, float]:
+    """Return the sender's buffer, and what vLLM makes of it: a copy of each of its tensors, copies of tensors whose
+    layer is not complete, and the engine's part of a layer that is (model_loader/reload/layerwise.py)."""
+    buffer = packed_gib(model, packed_bytes)
+    incomplete = packed_bytes * model.largest_module
+    complete = weight_bytes * model.largest_module / engine.tensor_parallel_size
+    return {"buffer": buffer, "engine buffer": buffer + (incomplete + complete) / GIB}

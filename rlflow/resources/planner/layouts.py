@@ -1,0 +1,258 @@
+"""How a role may use the GPUs of its pool: memory is checked first, then time is predicted."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import ceil, floor
+
+from rlflow.resources.demand import Demand
+from rlflow.resources.layout import Layout
+from rlflow.resources.memory.phases import EngineMemory, generate_memory, score_terms, update_terms
+from rlflow.resources.memory.state import Terms
+from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.planner.pool import (
+    CPU_MICRO_BATCH_TOKENS,
+    Choice,
+    Policy,
+    Pool,
+    Shortage,
+    Site,
+    resting_terms,
+    static_layout,
+)
+from rlflow.resources.planner.task_times import MAX_NUM_SEQS, task_seconds
+from rlflow.resources.workload import Task
+
+MAX_MICRO_BATCH_TOKENS = 65536
+_MAX_UTILIZATION = 0.9
+# A search asks for the same layouts again and again: with other roles beside them, and with other sizes of their pools.
+_update_terms = lru_cache(maxsize=2**14)(update_terms)
+
+
+def choose(demand: Demand, tasks: Sequence[Task], policy: Policy, pool: Pool, available: float) -> Choice | Shortage:
+    """The fastest way with ``available`` GiB a GPU, or what is lacking."""
+    generates = demand.generates and not demand.trains
+    options = list((_engines if generates else _models)(demand, tasks, policy, pool, available))
+    fitting = [option for option in options if isinstance(option, Choice)]
+    if fitting:
+        # Of equally fast ones the first: less tensor, less sequence parallelism.
+        return min(fitting, key=lambda choice: sum(choice.seconds.values()))
+    lacking = [option for option in options if isinstance(option, Shortage)]
+    no_way = Shortage(demand.role, float("inf"), f"its degrees do not go into {pool.gpus} GPUs")
+    return min(lacking, key=lambda shortage: shortage.gib, default=no_way)
+
+
+def _sequence_layouts(demand: Demand, policy: Policy, pool: Pool) -> Iterator[Layout | Shortage]:
+    """Sequence parallelism by powers of two that divide the heads and lie inside a host (Jacobs et al. 2023)."""
+    static = static_layout(demand, policy, pool)
+    pinned = demand.pinned("sequence_parallel_size")
+    most = min(pool.largest_group, pool.gpus)
+    sizes = [pinned] if pinned else [2**n for n in range(10) if 2**n <= most and demand.shares_heads(2**n)]
+    for size in sizes if demand.architecture else sizes[:1]:
+        groups = pool.groups(static.tensor_parallel_size * size) // static.pipeline_parallel_size
+        yield sized(demand, pool, replace(static, sequence_parallel_size=size), groups)
+
+
+def sized(demand: Demand, pool: Pool, layout: Layout, groups: int) -> Layout | Shortage:
+    """With as many copies as the role pins, or as ``groups`` allow. All GPUs are used that it pins."""
+    copies = demand.pinned("data_parallel_size") or groups
+    layout = replace(layout, data_parallel_size=max(1, copies))
+    if copies < 1 or copies > groups:
+        inside = layout.tensor_parallel_size * layout.sequence_parallel_size
+        group = f"groups of {inside} GPUs inside hosts" if inside > 1 else "GPUs"
+        count = max(1, copies) * layout.pipeline_parallel_size
+        what = f"{count} {group}, where its pool has {groups * layout.pipeline_parallel_size}"
+        return Shortage(demand.role, float("inf"), what)
+    pinned = demand.pinned("gpus")
+    if pinned is not None and "data" in demand.parallel and layout.num_gpus != pinned:
+        return Shortage(demand.role, float("inf"), f"{layout.num_gpus} of the {pinned} GPUs that it asks for are used")
+    return layout
+
+
+def _models(
+    demand: Demand, tasks: Sequence[Task], policy: Policy, pool: Pool, available: float
+) -> Iterator[Choice | Shortage]:
+    """Of a role that trains or scores: sequence parallelism, checkpointing where it trains, and the micro-batch."""
+    resting = resting_terms(demand, policy, pool)
+    longest = _longest_expected(tasks)
+    for layout in _sequence_layouts(demand, policy, pool):
+        if isinstance(layout, Shortage):
+            yield layout
+            continue
+        if layout.offload == "weights" and layout.zero_stage != 3:
+            yield Shortage(demand.role, float("inf"), "weights can be offloaded in ZeRO's stage 3 only")
+            continue
+        pinned = demand.wants.gradient_checkpointing
+        both = demand.trains and pinned == "auto" and pool.counts_memory
+        for saves in (False, True) if both else (pinned is True and demand.trains,):
+            tried = replace(layout, gradient_checkpointing=saves)
+            terms = _terms_of(demand, tried, pool)
+            sized = _micro_batch(demand, tasks, tried, terms, available)
+            if isinstance(sized, Shortage):
+                yield sized
+                continue
+            awake = terms(max(longest, sized.micro_batch_tokens))
+            state = sum(awake.get(term, 0.0) for term in ("weights", "gradients", "optimizer"))
+            seconds = task_seconds(demand, tasks, sized, pool.site.speed, kv_tokens=float("inf"), moved_gib=state)
+            yield Choice(sized, "update" if demand.trains else "score", awake, resting, seconds)
+
+
+def _terms_of(demand: Demand, layout: Layout, pool: Pool) -> Callable[[float], Terms]:
+    """From the tokens of a micro-batch to what a GPU holds at its peak."""
+    model = demand.architecture
+    if model is None or not pool.counts_memory:
+        return lambda tokens: {}
+    if demand.trains:
+        return lambda tokens: _update_terms(model, layout, demand.training, tokens, sharp=pool.site.sharp)
+    return lambda tokens: score_terms(
+        model, layout, tokens, weight_bytes=demand.weight_bytes, training=demand.training, sharp=pool.site.sharp
+    )
+
+
+def _micro_batch(
+    demand: Demand, tasks: Sequence[Task], layout: Layout, terms: Callable[[float], Terms], available: float
+) -> Layout | Shortage:
+    """As many tokens as fit, and no more than the role ever has at once; never less than the longest sequence.
+
+    Where memory is not counted, sequences that are not expected count nothing: each would be a micro-batch by itself.
+    """
+    pinned, expected = demand.wants.micro_batch_tokens, _longest_expected(tasks)
+    if available == float("inf"):
+        return replace(layout, micro_batch_tokens=max(expected, CPU_MICRO_BATCH_TOKENS) if pinned == "auto" else pinned)
+    longest = max((task.longest for task in tasks), default=1)
+    needed = longest if pinned == "auto" else max(expected, pinned)
+    least = sum(terms(needed).values())
+    if least > available:
+        empty = sum(terms(0).values())
+        what = (
+            f"{empty:.0f} GiB before the first token" if empty > available else f"{least:.0f} GiB for {needed} tokens"
+        )
+        return Shortage(demand.role, least - available, f"{what}, of {available:.0f} GiB")
+    if pinned != "auto":
+        return replace(layout, micro_batch_tokens=pinned)
+    ranks = max(1, layout.data_parallel_size)
+    useful = max((ceil(task.tokens * task.epochs / task.minibatches / ranks) for task in tasks), default=longest)
+    most = min(MAX_MICRO_BATCH_TOKENS, max(longest, useful))
+    return replace(layout, micro_batch_tokens=most_tokens(terms, longest, most, available))
+
+
+def _longest_expected(tasks: Sequence[Task]) -> int:
+    return max((task.longest for task in tasks if task.is_expected), default=1)
+
+
+def most_tokens(terms: Callable[[float], Terms], fits: int, most: int, available: float) -> int:
+    """Tokens that fit, where ``fits`` do: ``most``, or nearly as many as do, in whole thousands beyond ``fits``.
+
+    What is needed is a maximum of linear functions of the tokens, so it lies below a line between two of its points;
+    but where logits come in chunks, beyond the first of them.
+    """
+    low, needed_low = fits, sum(terms(fits).values())
+    high, needed_high = most, sum(terms(most).values())
+    if needed_high <= available:
+        return most
+    for _ in range(2):
+        low += floor((high - low) * (available - needed_low) / (needed_high - needed_low))
+        needed_low = sum(terms(low).values())
+    while low > fits and sum(terms(low).values()) > available:
+        low = (low + fits) // 2
+    return max(fits, low // 1024 * 1024)
+
+
+def _engines(
+    demand: Demand, tasks: Sequence[Task], policy: Policy, pool: Pool, available: float
+) -> Iterator[Choice | Shortage]:
+    """Of a role that generates: tensor parallelism, and pipeline stages where a host's GPUs have no room."""
+    pinned_stages = demand.pinned("pipeline_parallel_size")
+    sizes = _tensor_sizes(demand, pool)
+    fits = False
+    for size in sizes:
+        one = _engine(demand, tasks, policy, pool, available, size, pinned_stages or 1)
+        fits = fits or isinstance(one, Choice)
+        yield one
+    if not fits and pinned_stages is None:
+        yield from (_engine(demand, tasks, policy, pool, available, sizes[-1], stages) for stages in (2, 4, 8))
+
+
+def _tensor_sizes(demand: Demand, pool: Pool) -> list[int]:
+    """Pinned, or powers of two that divide the heads and go into a host."""
+    if (pinned := demand.pinned("tensor_parallel_size")) is not None:
+        return [pinned]
+    if demand.architecture is None:
+        return [1]
+    return [2**n for n in range(10) if 2**n <= pool.largest_group and demand.shares_heads(2**n)]
+
+
+def _engine(
+    demand: Demand, tasks: Sequence[Task], policy: Policy, pool: Pool, available: float, tensor: int, stages: int
+) -> Choice | Shortage:
+    tokens = demand.wants.micro_batch_tokens
+    serves = "tensor" in demand.parallel
+    eager = not pool.counts_memory if demand.wants.eager == "auto" else demand.wants.eager
+    layout = sized(
+        demand,
+        pool,
+        Layout(
+            tensor_parallel_size=tensor,
+            pipeline_parallel_size=stages,
+            micro_batch_tokens=CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens,
+            eager=eager if serves else None,
+            sleeps=pool.shared and serves and pool.counts_memory,
+        ),
+        pool.groups(tensor) // stages,
+    )
+    if isinstance(layout, Shortage):
+        return layout
+    resting = resting_terms(demand, policy, pool)
+    if demand.architecture is None or pool.site.memory_gib is None:
+        seconds = task_seconds(demand, tasks, layout, pool.site.speed, kv_tokens=float("inf"))
+        return Choice(layout, "generate", {}, resting, seconds)
+    served = _served(demand, tasks, layout, pool.site, demand.architecture, available)
+    if isinstance(served, Shortage):
+        return served
+    layout, memory = served
+    seconds = task_seconds(demand, tasks, layout, pool.site.speed, kv_tokens=memory.kv_tokens)
+    typical = max((task.typical_length for task in tasks), default=1.0)
+    each = max((task.samples / layout.data_parallel_size for task in tasks), default=1.0)
+    concurrency = min(each, MAX_NUM_SEQS, memory.kv_tokens / typical)
+    terms = memory.terms
+    if not serves:
+        # It makes room for what it writes, and for no more.
+        layout = replace(layout, gpu_memory_utilization=None)
+        longest = max((task.longest for task in tasks), default=1)
+        terms = terms | {"kv": terms["kv"] * min(1.0, min(each, MAX_NUM_SEQS) * longest / memory.kv_tokens)}
+    return Choice(layout, "generate", terms, resting, seconds, memory.kv_tokens, concurrency)
+
+
+def _served(
+    demand: Demand, tasks: Sequence[Task], layout: Layout, site: Site, model: Architecture, available: float
+) -> tuple[Layout, EngineMemory] | Shortage:
+    """With ``gpu_memory_utilization`` as pinned, or all that is left, in steps of 0.05."""
+    memory_gib = site.memory_gib
+    assert memory_gib is not None
+    wanted = demand.wants.gpu_memory_utilization
+    left = min(_MAX_UTILIZATION, floor(available / memory_gib * 20 + 1e-9) / 20)
+    share = left if wanted == "auto" else wanted
+    groups = f"tp {layout.tensor_parallel_size}"
+    if share <= 0:
+        return Shortage(demand.role, -available, "the others on its GPUs leave it nothing")
+    if share * memory_gib > available + 1e-9:
+        what = f"gpu_memory_utilization {share:g} is more than the {max(0.0, left):g} that is left"
+        return Shortage(demand.role, share * memory_gib - available, what)
+    layout = replace(layout, gpu_memory_utilization=share)
+    memory = generate_memory(
+        model,
+        layout,
+        memory_gib,
+        max_num_seqs=MAX_NUM_SEQS,
+        weight_bytes=demand.weight_bytes,
+        lora=demand.follows_lora,
+        sharp=site.sharp,
+    )
+    longest = max((task.longest for task in tasks), default=1)
+    if memory.kv_tokens < longest:
+        rest = sum(gib for term, gib in memory.terms.items() if term != "kv")
+        lacks = f"{rest:.0f} GiB a GPU before keys and values"
+        lacks = f"no room for keys and values of {longest} tokens" if rest < share * memory_gib else lacks
+        what = f"{groups}: {lacks}, of {share * memory_gib:.0f} GiB that are left for it"
+        return Shortage(demand.role, rest - share * memory_gib, what)
+    return layout, memory

@@ -1,0 +1,245 @@
+"""The GPUs that a pool may be made of, as far as its roles must know them.
+
+Roles that use the same GPUs: what they have in common, what each chooses, and what it keeps while others work.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from rlflow.errors import PlacementError
+from rlflow.resources.cluster import Cluster, Host
+from rlflow.resources.demand import Demand
+from rlflow.resources.layout import GIB, Layout, Offload
+from rlflow.resources.memory.overheads import Sharp, asleep_terms, process_terms, sync_terms
+from rlflow.resources.memory.phases import host_terms, score_terms, usable_gib
+from rlflow.resources.memory.state import Terms, Training, kept_buffers, state_terms
+from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.time.speed import Calibration, Efficiency, Speed, slowest, speed_of
+from rlflow.resources.workload import Workload
+
+# Of a GPU's memory a plan leaves so much for what no term knows.
+_MARGIN = 0.05
+# Host memory for each GPU where it is not given: hosts of 8 GPUs have 1 to 2 TiB.
+_HOST_GIB = 200.0
+
+
+@dataclass(frozen=True)
+class Site:
+    hosts: tuple[Host, ...]
+    memory_gib: float | None
+    """Of the smallest GPU. None: the host's own memory, which is not counted."""
+    speed: Speed
+    """Of the slowest in each respect."""
+    host_gib: float
+    """Of host memory for each GPU, where it is scarcest."""
+    sharp: Sharp
+    """The most that NCCL's buffers for NVLink SHARP take on any of the hosts."""
+
+    @property
+    def usable_gib(self) -> float:
+        """By a plan, of each GPU."""
+        return usable_gib(self.memory_gib) * (1 - _MARGIN) if self.memory_gib is not None else float("inf")
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(len(host.usable) for host in self.hosts)
+
+    @property
+    def largest_host(self) -> int:
+        return max(len(host.usable) for host in self.hosts)
+
+    def groups(self, size: int) -> int:
+        """So many groups of ``size`` GPUs, each inside a host, there are at most."""
+        return sum(len(host.usable) // size for host in self.hosts)
+
+
+def site_of(cluster: Cluster, label: str | None, calibration: Calibration) -> Site:
+    """The hosts with a label. Raises PlacementError when there are none, or figures are missing."""
+    labelled = cluster.hosts_with(label)
+    if not labelled:
+        names = sorted({name for host in cluster.hosts for name in (*host.labels, host.gpu)})
+        raise PlacementError("label", f"no host has the label '{label}'", known=names)
+    hosts = tuple(host for host in labelled if host.usable)
+    if not hosts:
+        raise PlacementError("label", f"the hosts with the label '{label}' are reserved, or have no free GPU")
+    kinds = {host.gpu for host in hosts}
+    speeds = [
+        speed_of(
+            cluster.gpus[kind],
+            max(host.gpus for host in hosts if host.gpu == kind),
+            calibration.get(kind, Efficiency()),
+        )
+        for kind in sorted(kinds)
+    ]
+    memories = [memory for kind in kinds if (memory := cluster.gpus[kind].memory_gib) is not None]
+    shares = [host.memory_gib / len(host.usable) if host.memory_gib else _HOST_GIB for host in hosts]
+    sharp = Sharp(max(cluster.gpus[kind].nvls_channels for kind in kinds), max(host.gpus for host in hosts))
+    return Site(hosts, min(memories, default=None), slowest(speeds), min(shares), sharp)
+
+
+# Of an engine on the processor, where memory is not counted.
+CPU_MICRO_BATCH_TOKENS = 2048
+
+
+# torch rounds every piece of memory that GPUs read directly up to a power of two (ATen/core/CachingHostAllocator.h), so
+# that vLLM's copies of weights take up to twice their size. Parked ones have pieces of such a size.
+PINNED = 2
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the roles of a pool have in common: what stays on its GPUs while others work."""
+
+    sleeps: bool = False
+    """Trained and scoring roles put their state into the host's memory."""
+    zero_stage: int = 3
+    """Of trained roles."""
+    offload: Offload = "none"
+    """Of trained roles; ``weights`` of scoring ones too."""
+    shards_scorers: bool = True
+    """Models that only score are sharded too, instead of being whole on every GPU."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Roles that use the same GPUs, one after another."""
+
+    demands: tuple[Demand, ...]
+    gpus: int
+    groups: Callable[[int], int]
+    """So many groups of a size, each inside a host, the pool's GPUs make."""
+    site: Site
+    largest_group: int
+
+    @property
+    def shared(self) -> bool:
+        return len(self.demands) > 1
+
+    @property
+    def counts_memory(self) -> bool:
+        return self.site.memory_gib is not None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One role's use of its pool."""
+
+    layout: Layout
+    phase: str
+    """In which it needs most: generate, score or update."""
+    awake: Terms
+    """GiB of each of its GPUs in that phase."""
+    resting: Terms
+    """While others on its GPUs work."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of each of its nodes."""
+    kv_tokens: float | None = None
+    """That one engine has room for."""
+    concurrency: float | None = None
+    """Sequences that one engine writes at once."""
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Nothing fits: what came nearest lacks so much."""
+
+    role: str
+    gib: float
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.role}: {self.what}"
+
+
+def static_layout(demand: Demand, policy: Policy, pool: Pool) -> Layout:
+    """A trained or scoring role's, without what depends on the memory that is left."""
+    wants = demand.wants
+    spread = "data" in demand.parallel
+    stage = policy.zero_stage if demand.trains else (3 if policy.shards_scorers else 0)
+    size = (demand.pinned("tensor_parallel_size") or 1) * (demand.pinned("pipeline_parallel_size") or 1)
+    sequence = demand.pinned("sequence_parallel_size") or 1
+    copies = demand.pinned("data_parallel_size") or max(1, pool.groups(size * sequence))
+    # Nothing but weights can be offloaded of a model that only scores.
+    offload: Offload = policy.offload if demand.trains or policy.offload == "weights" else "none"
+    return Layout(
+        tensor_parallel_size=demand.pinned("tensor_parallel_size") or 1,
+        pipeline_parallel_size=demand.pinned("pipeline_parallel_size") or 1,
+        data_parallel_size=copies,
+        sequence_parallel_size=sequence,
+        zero_stage=(stage if wants.zero_stage == "auto" else wants.zero_stage) if spread else None,
+        offload=(offload if wants.offload == "auto" else wants.offload) if spread else None,
+        micro_batch_tokens=CPU_MICRO_BATCH_TOKENS,
+        sleeps=policy.sleeps and pool.shared and spread and not demand.generates,
+    )
+
+
+def resting_terms(demand: Demand, policy: Policy, pool: Pool) -> Terms:
+    """Return what the role keeps on its GPUs while others work, after it has given back what torch caches."""
+    model, sharp = demand.architecture, pool.site.sharp
+    if not pool.shared or model is None or not pool.counts_memory:
+        return {}
+    serves = demand.generates and not demand.trains
+    if serves and "tensor" in demand.parallel:
+        width = demand.pinned("tensor_parallel_size") or pool.largest_group
+        return asleep_terms(model, width, sharp, eager=demand.wants.eager is True)
+    layout = static_layout(demand, policy, pool)
+    process = process_terms(layout, sharp)
+    if layout.sleeps:
+        return process
+    if demand.trains:
+        return process | resting_state(model, layout, demand.training)
+    if serves:
+        # An engine that cannot sleep.
+        return process | {"weights": model.num_parameters * demand.weight_bytes / GIB}
+    return process | {"weights": score_terms(model, layout, 0, weight_bytes=demand.weight_bytes)["weights"]}
+
+
+def resting_state(model: Architecture, layout: Layout, training: Training) -> dict[str, float]:
+    """Return the state of a trained role between its steps."""
+    state = dict(state_terms(model, layout, training))
+    if not training.keeps_gradients:
+        state["gradients"] = 0.0
+    return state | kept_buffers(layout, training)
+
+
+def host_memory(demand: Demand, choice: Choice, workload: Workload) -> Terms:
+    """Of host memory for each of the role's GPUs: what is offloaded, what sleeps there, and its part of the data: what
+    it makes, once with itself and once in the object store, and what it reads."""
+    model, layout = demand.architecture, choice.layout
+    if model is None or not choice.awake:
+        return {}
+    data = (2 * workload.bytes_made_by(demand.role) + workload.bytes_read_by(demand.role)) / layout.num_gpus / GIB
+    if demand.trains:
+        return host_terms(model, layout, demand.training, parks=layout.sleeps, data_gib=data)
+    if demand.generates:
+        # vLLM's sleep keeps the weights in the host's memory unless a copy replaces all of them.
+        replaced = demand.follows_lora is None and demand.role in {copy.target for copy in workload.copies}
+        kept = 0.0 if replaced or not layout.sleeps else PINNED * choice.awake["weights"]
+        return {"weights": kept, "data": data}
+    if not (layout.sleeps or layout.offload == "weights"):
+        return {"data": data}
+    stays = replace(layout, offload="none")
+    return {"weights": score_terms(model, stays, 0, weight_bytes=demand.weight_bytes)["weights"], "data": data}
+
+
+def sync_memory(
+    source: Demand, given: Choice, target: Demand, followed: Choice, sharp: Sharp, *, same_gpus: bool
+) -> Terms:
+    """Return the terms of the trained role ``source`` while its weights go to ``target``."""
+    model, layout, training = source.architecture, given.layout, source.training
+    if model is None or not given.awake:
+        return {}
+    # vLLM takes weights over by CUDA IPC, in the type in which they are trained.
+    packed = same_gpus and "tensor" in target.parallel and training.lora is None
+    terms = sync_terms(
+        model,
+        layout,
+        training,
+        followed.layout if same_gpus else None,
+        weight_bytes=target.weight_bytes,
+        packed_bytes=max(training.weights, source.weight_bytes) if packed else None,
+        sharp=sharp,
+    )
+    # What sleeps gets up with its weights alone.
+    stays = {} if layout.sleeps else {term: given.resting.get(term, 0.0) for term in ("gradients", "optimizer")}
+    return terms | stays

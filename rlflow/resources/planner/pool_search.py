@@ -1,0 +1,118 @@
+"""The best use of one pool by its roles."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from rlflow.resources.layout import Layout, Offload
+from rlflow.resources.planner.layouts import choose
+from rlflow.resources.planner.pool import (
+    Choice,
+    Policy,
+    Pool,
+    Shortage,
+    host_memory,
+    resting_terms,
+    static_layout,
+    sync_memory,
+)
+from rlflow.resources.workload import Workload
+
+_OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights")
+
+
+@dataclass(frozen=True)
+class PoolUse:
+    """What its roles do with a pool."""
+
+    choices: Mapping[str, Choice]
+
+    @property
+    def unit(self) -> int:
+        """The largest group that must lie inside one host."""
+        return max(max(c.layout.tensor_parallel_size, c.layout.sequence_parallel_size) for c in self.choices.values())
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return {node: seconds for choice in self.choices.values() for node, seconds in choice.seconds.items()}
+
+
+def use(pool: Pool, workload: Workload) -> PoolUse | Shortage:
+    """The fastest way in which all roles of a pool fit beside one another, or what the nearest lacks.
+
+    What the roles keep while others work is decided for the pool as a whole, each role's own degrees after that.
+    Offloading is tried only where nothing fits without.
+    """
+    lacking: list[Shortage] = []
+    known: _Known = {}
+    for offload in _OFFLOADS:
+        found = []
+        for policy in _policies(pool, offload):
+            one = _use_by(policy, pool, workload, known)
+            if isinstance(one, Shortage):
+                lacking.append(one)
+            else:
+                found.append(one)
+        if found:
+            return min(found, key=lambda use: sum(use.seconds.values()))
+        if not any(demand.trains and "data" in demand.parallel for demand in pool.demands):
+            break
+    return min(lacking, key=lambda shortage: shortage.gib)
+
+
+def _policies(pool: Pool, offload: Offload) -> Iterator[Policy]:
+    spread = any("data" in demand.parallel for demand in pool.demands)
+    sleeping = (False, True) if pool.shared and spread else (False,)
+    stages = (2, 3) if any(demand.trains for demand in pool.demands) and spread else (3,)
+    scorers = any(not demand.trains and not demand.generates for demand in pool.demands)
+    sharding = (False, True) if scorers and spread else (True,)
+    if offload == "weights":
+        stages = (3,)
+        # A whole model that is not on the GPU would be nowhere.
+        sharding = (True,)
+    for sleeps, stage, shards in product(sleeping, stages, sharding):
+        yield Policy(sleeps=sleeps, zero_stage=stage, offload=offload, shards_scorers=shards)
+
+
+_Known = dict[tuple[Layout, float, str], Choice | Shortage]
+
+
+def _use_by(policy: Policy, pool: Pool, workload: Workload, known: _Known) -> PoolUse | Shortage:
+    """``known``: what was chosen before for the same memory under another policy."""
+    resting = {demand.role: sum(resting_terms(demand, policy, pool).values()) for demand in pool.demands}
+    everyone = sum(resting.values())
+    choices = {}
+    for demand in pool.demands:
+        available = pool.site.usable_gib - (everyone - resting[demand.role])
+        key = (static_layout(demand, policy, pool), available, demand.role)
+        if key not in known:
+            known[key] = choose(demand, workload.of(demand.role), policy, pool, available)
+        chosen = known[key]
+        if isinstance(chosen, Shortage):
+            return chosen
+        choices[demand.role] = chosen
+    lacking = _host_shortage(pool, choices, workload) or _sync_shortage(pool, choices, workload)
+    return PoolUse(choices) if lacking is None else lacking
+
+
+def _host_shortage(pool: Pool, choices: Mapping[str, Choice], workload: Workload) -> Shortage | None:
+    parked = sum(sum(host_memory(d, choices[d.role], workload).values()) for d in pool.demands)
+    if parked <= pool.site.host_gib:
+        return None
+    what = f"{parked:.0f} GiB of host memory for each GPU, of {pool.site.host_gib:.0f}"
+    return Shortage(pool.demands[0].role, parked - pool.site.host_gib, what)
+
+
+def _sync_shortage(pool: Pool, choices: Mapping[str, Choice], workload: Workload) -> Shortage | None:
+    demands = {demand.role: demand for demand in pool.demands}
+    for copy in workload.copies:
+        if copy.source not in choices or copy.target not in choices:
+            continue
+        source, target = (demands[copy.source], choices[copy.source]), (demands[copy.target], choices[copy.target])
+        needed = sum(sync_memory(*source, *target, pool.site.sharp, same_gpus=True).values())
+        others = (choice for role, choice in choices.items() if role not in (copy.source, copy.target))
+        needed += sum(sum(choice.resting.values()) for choice in others)
+        if needed > pool.site.usable_gib:
+            what = f"{needed:.0f} GiB while its weights go to {copy.target}, of {pool.site.usable_gib:.0f} GiB"
+            return Shortage(copy.source, needed - pool.site.usable_gib, what)
+    return None

@@ -1,0 +1,267 @@
+"""What a plan is expected to need, and why it was chosen: plain figures for plan.json and for the picture."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, floor
+
+from rlflow.resources.memory.phases import score_terms, update_terms
+from rlflow.resources.memory.state import Terms
+from rlflow.resources.planner.data_placement import DataPrediction, predict_data
+from rlflow.resources.planner.explain import warnings_of
+from rlflow.resources.planner.layouts import most_tokens
+from rlflow.resources.planner.pool import Choice, host_memory, sync_memory
+from rlflow.resources.planner.search import Placed, Search
+from rlflow.resources.planner.sharing import Candidate, Rejected, describe
+from rlflow.resources.workload import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleMemory:
+    phase: str
+    """In which the role needs most: generate, score or update."""
+    phases: Mapping[str, Terms]
+    """GiB of each of its GPUs by what they are for: in that phase, in ``sync`` while weights are handed over, and
+    ``resting`` while other roles on its GPUs work."""
+    peak_gib: Mapping[str, Mapping[int, float]]
+    """Of each GPU of each host in that phase, with what the others keep there."""
+    host_gib: Terms
+    """Of host memory for each of its GPUs: what is offloaded or sleeps, and data in flight."""
+    sequences: int | None = None
+    """That one engine writes at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeTime:
+    start: float
+    seconds: float
+    critical: bool
+    """On the chain of nodes that the step's length follows from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolTime:
+    roles: tuple[str, ...]
+    gpus: int
+    idle_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    what: str
+    step_seconds: float | None
+    """None: it does not fit."""
+    loses: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    step_seconds: float
+    tokens_per_second_per_gpu: float
+    num_gpus: int
+    """In use."""
+    memory: Mapping[str, RoleMemory]
+    nodes: Mapping[str, NodeTime]
+    pools: tuple[PoolTime, ...]
+    headroom_gib: float | None
+    """Of the fullest GPU; None where memory is not counted."""
+    fullest: str
+    """Its host, number and phase."""
+    host_gib: Mapping[str, float]
+    """Of each host's memory, for what is offloaded or sleeps, and for data between roles."""
+    data: DataPrediction
+    reasons: tuple[str, ...]
+    limits: tuple[str, ...]
+    """What would first run out of memory, and at which response length."""
+    warnings: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+
+
+def predict(search: Search, placed: Placed) -> Prediction:
+    """All figures of the plan that a search has found."""
+    candidate = placed.candidate
+    schedule = candidate.schedule
+    path = schedule.critical_path
+    gpus = len({bundle for placement in placed.roles.values() for bundle in placement.bundles})
+    memory = {role: _memory(search, placed, role) for role in placed.roles}
+    nodes = {
+        span.node: NodeTime(start=span.start, seconds=span.seconds, critical=span.node in path)
+        for span in schedule.spans
+    }
+    headroom, fullest = _headroom(search, memory)
+    return Prediction(
+        step_seconds=schedule.step_seconds,
+        tokens_per_second_per_gpu=search.workload.generated_tokens / schedule.step_seconds / gpus
+        if schedule.step_seconds
+        else 0.0,
+        num_gpus=gpus,
+        memory=memory,
+        nodes=nodes,
+        pools=tuple(
+            PoolTime(roles=roles, gpus=count, idle_share=schedule.idle_share(index))
+            for index, (roles, count) in enumerate(zip(candidate.partition, candidate.gpus, strict=True))
+        ),
+        headroom_gib=headroom,
+        fullest=fullest,
+        host_gib=_on_hosts(placed, memory),
+        data=predict_data(search.workload, placed.roles, search.cluster.hosts[0].name),
+        reasons=_reasons(candidate),
+        limits=_limits(search, candidate),
+        warnings=warnings_of(search, placed),
+        alternatives=_alternatives(placed),
+    )
+
+
+def _memory(search: Search, placed: Placed, role: str) -> RoleMemory:
+    choice = placed.candidate.choices[role]
+    phases = {choice.phase: choice.awake, "resting": choice.resting}
+    phases |= _sync(search, placed.candidate, role)
+    peaks: dict[str, dict[int, float]] = {}
+    on_gpu = {other: set(placement.bundles) for other, placement in placed.roles.items() if other != role}
+    for bundle in placed.roles[role].bundles if choice.awake else ():
+        others = (other for other, bundles in on_gpu.items() if bundle in bundles)
+        beside = sum(sum(placed.candidate.choices[other].resting.values()) for other in others)
+        # The sync's terms have the engine's own already.
+        peak = max(sum(choice.awake.values()) + beside, sum(phases.get("sync", {}).values()))
+        peaks.setdefault(bundle.host, {})[bundle.gpu] = peak
+    return RoleMemory(
+        phase=choice.phase,
+        phases={phase: {term: gib for term, gib in terms.items() if gib} for phase, terms in phases.items() if terms},
+        peak_gib=peaks,
+        host_gib=host_memory(search.demands[role], choice, search.workload),
+        sequences=None if choice.concurrency is None else floor(choice.concurrency),
+    )
+
+
+def _sync(search: Search, candidate: Candidate, role: str) -> Mapping[str, Terms]:
+    """Of a role that others follow, while its weights are handed over: to the one for which it needs most."""
+    phases: list[Terms] = []
+    for copy in search.workload.copies:
+        if copy.source == role:
+            source, target = ((search.demands[of], candidate.choices[of]) for of in (copy.source, copy.target))
+            same = candidate.pool_of[copy.source] == candidate.pool_of[copy.target]
+            phases.append(sync_memory(*source, *target, search.site([role]).sharp, same_gpus=same))
+    return {"sync": max(phases, key=lambda terms: sum(terms.values()))} if phases else {}
+
+
+def _on_hosts(placed: Placed, memory: Mapping[str, RoleMemory]) -> Mapping[str, float]:
+    hosts: dict[str, float] = {}
+    for role, placement in placed.roles.items():
+        each = sum(memory[role].host_gib.values())
+        for bundle in placement.bundles if each else ():
+            hosts[bundle.host] = hosts.get(bundle.host, 0.0) + each
+    return hosts
+
+
+def _headroom(search: Search, memory: Mapping[str, RoleMemory]) -> tuple[float | None, str]:
+    sizes = {host.name: search.cluster.memory_gib(host) for host in search.cluster.hosts}
+    left = [
+        (size - gib, f"{host} gpu {gpu}, {of.phase}")
+        for of in memory.values()
+        for host, gpus in of.peak_gib.items()
+        for gpu, gib in gpus.items()
+        if (size := sizes[host]) is not None
+    ]
+    return min(left, key=lambda each: each[0], default=(None, ""))
+
+
+def _reasons(candidate: Candidate) -> tuple[str, ...]:
+    """What the step's length is made of, and how idle each pool is."""
+    schedule = candidate.schedule
+    step = schedule.step_seconds
+    if not step:
+        return ()
+    spans = {span.node: span for span in schedule.spans}
+    alone, before = {}, 0.0
+    for node in schedule.critical_path:
+        # Those that stream overlap the one before.
+        alone[node] = max(0.0, spans[node].end - max(before, spans[node].start))
+        before = spans[node].end
+    longest = sorted(alone, key=lambda node: -alone[node])
+    shares = [f"{node} {alone[node] / step:.0%}" for node in longest if alone[node] > 0.05 * step]
+    reasons = [f"the step is {', '.join(shares)}"]
+    if len(candidate.partition) > 1:
+        idle = [
+            f"{' + '.join(roles)} {schedule.idle_share(index):.0%}" for index, roles in enumerate(candidate.partition)
+        ]
+        reasons.append(f"idle: {', '.join(idle)}")
+    return tuple(reasons)
+
+
+def _limits(search: Search, candidate: Candidate) -> tuple[str, ...]:
+    """For every role the response length at which its layout no longer fits, the shortest first."""
+    found = []
+    for role, choice in candidate.choices.items():
+        tasks = search.workload.of(role)
+        prompt = min((int(task.prompts.longest) for task in tasks), default=0)
+        tokens = _most_tokens(search, candidate, role, choice, tasks)
+        model = search.demands[role].architecture
+        if tokens is not None and model is not None and tokens < model.max_position_embeddings:
+            what = "no room for one sequence's keys and values" if choice.phase == "generate" else "out of memory"
+            found.append((tokens - prompt, f"{what} in {choice.phase} ({role})"))
+    return tuple(f"beyond {tokens} response tokens: {what}" for tokens, what in sorted(found))
+
+
+def _most_tokens(search: Search, candidate: Candidate, role: str, choice: Choice, tasks: Sequence[Task]) -> int | None:
+    demand = search.demands[role]
+    model, memory = demand.architecture, search.site([role]).memory_gib
+    if model is None or memory is None or not tasks:
+        return None
+    if choice.kv_tokens is not None:
+        return ceil(choice.kv_tokens)
+    others = candidate.uses[candidate.pool_of[role]].choices
+    beside = sum(sum(other.resting.values()) for name, other in others.items() if name != role)
+    site = search.site([role])
+    available = site.usable_gib - beside
+
+    def terms(tokens: float) -> Terms:
+        if demand.trains:
+            return update_terms(model, choice.layout, demand.training, tokens, sharp=site.sharp)
+        return score_terms(
+            model,
+            choice.layout,
+            tokens,
+            weight_bytes=demand.weight_bytes,
+            training=demand.training,
+            sharp=site.sharp,
+        )
+
+    longest = max((task.longest for task in tasks if task.is_expected), default=choice.layout.micro_batch_tokens)
+    found = most_tokens(terms, longest, 64 * longest, available)
+    return found // max(task.together for task in tasks) if found < 64 * longest else None
+
+
+def _alternatives(placed: Placed) -> tuple[Alternative, ...]:
+    """The best of every other way to share, fastest first; then the ways that do not fit."""
+    chosen = placed.candidate
+    step = chosen.schedule.step_seconds
+    seen = set()
+    alternatives = []
+    for other in placed.alternatives:
+        smaller = other.used_gpus < chosen.used_gpus
+        if other.partition in seen or (other.partition == chosen.partition and not smaller):
+            continue
+        seen.add(other.partition)
+        slower = other.schedule.step_seconds / step - 1 if step else 0.0
+        idle = max(other.schedule.idle_share(index) for index in range(len(other.partition)))
+        loses = f"+{slower:.0%}" if slower >= 0.005 else f"{other.used_gpus} GPUs for {chosen.used_gpus}"
+        loses += f", idle {idle:.0%}" if len(other.partition) > 1 else ""
+        alternatives.append(
+            Alternative(
+                what=describe(other.partition, other.gpus), step_seconds=other.schedule.step_seconds, loses=loses
+            )
+        )
+    fitting = seen | {chosen.partition}
+    for rejected in _nearest(placed.rejected):
+        if rejected.partition not in fitting:
+            what = describe(rejected.partition, rejected.gpus)
+            alternatives.append(Alternative(what=what, step_seconds=None, loses=str(rejected.shortage)))
+    return tuple(alternatives)
+
+
+def _nearest(rejected: Sequence[Rejected]) -> list[Rejected]:
+    """Of every way to share the one that lacks least."""
+    nearest: dict[object, Rejected] = {}
+    for one in rejected:
+        if one.partition not in nearest or one.shortage.gib < nearest[one.partition].shortage.gib:
+            nearest[one.partition] = one
+    return list(nearest.values())

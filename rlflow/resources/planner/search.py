@@ -1,0 +1,286 @@
+"""The search: which roles share GPUs, how many GPUs each pool has, what each role does with them, and where they are.
+
+Ways to share and sizes of pools are listed, each pool's best use is found with memory checked first, the step is
+simulated, and the best are placed exactly. Of plans within a hundredth of the shortest step the one with fewer GPUs is
+taken, and then the one that crosses fewer hosts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from rlflow.errors import PlacementError
+from rlflow.resources.cluster import Cluster
+from rlflow.resources.demand import Demand
+from rlflow.resources.layout import Layout, RolePlacement, Share, workers
+from rlflow.resources.models.extensions import adapter_parameters, adapter_tensors
+from rlflow.resources.planner.data_placement import reading_seconds
+from rlflow.resources.planner.placement_solver import PoolRequest, fill
+from rlflow.resources.planner.pool import Pool, Shortage, Site, site_of
+from rlflow.resources.planner.pool_search import PoolUse, use
+from rlflow.resources.planner.sharing import Candidate, Partition, Rejected, describe, partitions, sizes, wanted_gpus
+from rlflow.resources.planner.simulate import simulate
+from rlflow.resources.time.passes import sync_seconds
+from rlflow.resources.time.speed import Calibration
+from rlflow.resources.workload import Workload
+
+# So many of the fastest are placed and simulated with the GPUs that they really get.
+_PLACED = 6
+# Where many are as fast, as for models so small that only a copy's latency counts, no more than these.
+_MOST_PLACED = 64
+# Step times that differ by less are the same.
+_SAME = 1.01
+# On the host, a sample: the reward `exact` takes 5 us and an advantage 1. How long one takes that runs programs or
+# asks a service is not known beforehand.
+_HOST_TASK_S = 5e-6
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The chosen candidate on its GPUs, and what else there was."""
+
+    candidate: Candidate
+    roles: Mapping[str, RolePlacement]
+    alternatives: tuple[Candidate, ...]
+    """Fastest first."""
+    rejected: tuple[Rejected, ...]
+
+
+class Search:
+    """One search; it remembers what it has found of a pool."""
+
+    def __init__(
+        self, demands: Sequence[Demand], workload: Workload, cluster: Cluster, calibration: Calibration
+    ) -> None:
+        self.demands = {demand.role: demand for demand in sorted(demands, key=lambda demand: demand.role)}
+        self.workload = workload
+        self.cluster = cluster
+        self.calibration = calibration
+        self.rejected: list[Rejected] = []
+        self._sites: dict[str | None, Site] = {}
+        self._uses: dict[tuple[tuple[str, ...], int], PoolUse | Shortage] = {}
+
+    def best(self) -> Placed | None:
+        """None when nothing fits; ``rejected`` then says why. Raises PlacementError for pins that cannot be met."""
+        self._check()
+        fitting = sorted(self.candidates(), key=_order)
+        found: list[tuple[int, Candidate, list[Share]]] = []
+        for index, candidate in enumerate(fitting):
+            quickest = min((_time(settled) for _, settled, _ in found), default=float("inf"))
+            if len(found) >= (_PLACED if _time(candidate) > quickest * _SAME else _MOST_PLACED):
+                break
+            placed = self._placed(candidate)
+            if placed is not None:
+                found.append((index, *placed))
+        if not found:
+            return None
+        quickest = min(_time(settled) for _, settled, _ in found)
+        near = [each for each in found if _time(each[1]) <= quickest * _SAME]
+        index, chosen, shares = min(near, key=lambda each: (each[1].used_gpus, sum(map(len, each[2])), each[0]))
+        others = (*fitting[:index], *fitting[index + 1 :])
+        return Placed(chosen, self._on_gpus(chosen, shares), others, tuple(self.rejected))
+
+    def fits(self) -> bool:
+        """Whether there is a plan at all, on a coarser grid of sizes."""
+        try:
+            self._check()
+            return any(self._placed(candidate) is not None for candidate in self.candidates(coarse=True))
+        except PlacementError:
+            return False
+
+    def _check(self) -> None:
+        for demand in self.demands.values():
+            site = self.site([demand.role])
+            demand.check(site.largest_host, on_gpus=site.memory_gib is not None)
+            if demand.architecture is None and site.memory_gib is not None:
+                raise PlacementError(
+                    f"roles.{demand.role}.model",
+                    "its architecture is not known, and without it neither memory nor time",
+                    fix="a card of conf/model, models.<name>.architecture, or a path to a folder with a config.json",
+                )
+
+    def candidates(self, *, coarse: bool = False) -> Iterator[Candidate]:
+        """All ways to share and all sizes on the grid that fit. What does not is added to ``rejected``."""
+        contradiction: PlacementError | None = None
+        sensible = 0
+        for partition in partitions(list(self.demands.values())):
+            # What is left over goes to the last pool: to one that trains, which can be of any size.
+            ordered = tuple(sorted(partition, key=lambda pool: (any(self.demands[r].trains for r in pool), pool)))
+            try:
+                wanted = [wanted_gpus([self.demands[role] for role in pool]) for pool in ordered]
+            except PlacementError as error:
+                contradiction = contradiction or error
+                continue
+            sensible += 1
+            for gpus in sizes(
+                wanted, [self.site(pool).num_gpus for pool in ordered], self._total(ordered), coarse=coarse
+            ):
+                uses = []
+                for roles, count in zip(ordered, gpus, strict=True):
+                    used = self.use(roles, count, whole=len(ordered) == 1)
+                    if isinstance(used, Shortage):
+                        self.rejected.append(Rejected(ordered, gpus, used))
+                        break
+                    uses.append(used)
+                else:
+                    yield self._candidate(ordered, gpus, uses)
+        if contradiction is not None and not sensible:
+            raise contradiction
+
+    def _total(self, partition: Partition) -> int:
+        """GPUs that any of the pools may use."""
+        hosts = {host.name: len(host.usable) for pool in partition for host in self.site(pool).hosts}
+        return sum(hosts.values())
+
+    def use(self, roles: tuple[str, ...], gpus: int, *, whole: bool = False) -> PoolUse | Shortage:
+        key = (roles, -gpus if whole else gpus)
+        if key not in self._uses:
+            site = self.site(roles)
+            if gpus > site.num_gpus:
+                self._uses[key] = Shortage(roles[0], float(gpus - site.num_gpus), f"{gpus} of {site.num_gpus} GPUs")
+            else:
+                whole = whole and gpus == site.num_gpus
+                groups = site.groups if whole else lambda size: gpus // size
+                self._uses[key] = use(self._pool(roles, gpus, groups), self.workload)
+        return self._uses[key]
+
+    def site(self, roles: Sequence[str]) -> Site:
+        label = self.demands[roles[0]].wants.label
+        if label not in self._sites:
+            try:
+                self._sites[label] = site_of(self.cluster, label, self.calibration)
+            except PlacementError as error:
+                error.path = f"roles.{roles[0]}.{error.path}" if error.path == "label" else error.path
+                raise
+        return self._sites[label]
+
+    def _pool(self, roles: Sequence[str], gpus: int, groups: Callable[[int], int]) -> Pool:
+        site = self.site(roles)
+        return Pool(
+            demands=tuple(self.demands[role] for role in roles),
+            gpus=gpus,
+            groups=groups,
+            site=site,
+            largest_group=min(gpus, site.largest_host),
+        )
+
+    def _candidate(self, partition: Partition, gpus: tuple[int, ...], uses: Sequence[PoolUse]) -> Candidate:
+        seconds = {node: value for used in uses for node, value in used.seconds.items()}
+        for task in self.workload.tasks:
+            site = self.site(partition[0] if task.role is None else [task.role])
+            needed = task.samples * _HOST_TASK_S if task.role is None else seconds[task.node]
+            seconds[task.node] = needed + reading_seconds(self.workload, task, site, partition, gpus)
+        pool_of = {role: index for index, pool in enumerate(partition) for role in pool}
+        layouts = {role: choice.layout for used in uses for role, choice in used.choices.items()}
+        for copy in self.workload.copies:
+            seconds[copy.node] = self._copy_seconds(copy.source, copy.target, pool_of, layouts)
+        return Candidate(partition, gpus, tuple(uses), simulate(self.workload, seconds, pool_of))
+
+    def _copy_seconds(
+        self, source: str, target: str, pool_of: Mapping[str, int], layouts: Mapping[str, Layout]
+    ) -> float:
+        model = self.demands[target].architecture
+        if model is None:
+            return 0.0
+        parameters, tensors, speed = model.num_parameters, model.num_tensors, self.site([target]).speed
+        if (lora := self.demands[source].training.lora) is not None:
+            parameters, tensors = adapter_parameters(model, lora), adapter_tensors(model, lora)
+        size = parameters * self.demands[target].weight_bytes
+        gpus = layouts[source].num_gpus, layouts[target].num_gpus
+        same = pool_of[source] == pool_of[target]
+        if same and gpus == (1, 1):
+            return 2 * size / speed.memory
+        return sync_seconds(size, *gpus, speed, same_gpus=same, tensors=tensors)
+
+    def _placed(self, candidate: Candidate) -> tuple[Candidate, list[Share]] | None:
+        """On its GPUs, with smaller groups where the hosts do not hold larger ones."""
+        narrower: Candidate | None = candidate
+        while narrower is not None:
+            shares = self._fill(narrower)
+            settled = self._settle(narrower, shares) if shares is not None else None
+            if shares is not None and settled is not None:
+                return settled, shares
+            narrower = self._narrowed(narrower)
+        what = f"hosts cannot hold {describe(candidate.partition, candidate.gpus)}"
+        self.rejected.append(
+            Rejected(candidate.partition, candidate.gpus, Shortage(candidate.partition[0][0], 0, what))
+        )
+        return None
+
+    def _narrowed(self, candidate: Candidate) -> Candidate | None:
+        """With smaller groups in the pool that has the largest, if that is possible."""
+        for index in sorted(range(len(candidate.uses)), key=lambda each: (-candidate.uses[each].unit, each)):
+            unit = candidate.uses[index].unit
+            if unit == 1:
+                break
+            roles, gpus = candidate.partition[index], candidate.gpus[index]
+            pool = replace(self._pool(roles, gpus, partial(_groups, [gpus])), largest_group=unit - 1)
+            used = use(pool, self.workload)
+            if isinstance(used, PoolUse) and used.unit < unit:
+                uses = (*candidate.uses[:index], used, *candidate.uses[index + 1 :])
+                return self._candidate(candidate.partition, candidate.gpus, uses)
+        return None
+
+    def _fill(self, candidate: Candidate) -> list[Share] | None:
+        """GPUs of each pool. The last takes what is left where all GPUs are meant to be used."""
+        total = self._total(candidate.partition)
+        requests = []
+        for index, (roles, gpus, used) in enumerate(
+            zip(candidate.partition, candidate.gpus, candidate.uses, strict=True)
+        ):
+            takes_rest = index == len(candidate.partition) - 1 and sum(candidate.gpus) == total
+            pinned = any(self.demands[role].pinned("gpus") for role in roles)
+            units = None if takes_rest and not pinned else gpus // used.unit
+            requests.append(PoolRequest(",".join(roles), used.unit, units, self.demands[roles[0]].wants.label))
+        shares = fill(requests, self.cluster)
+        if shares is not None and requests[-1].units is None:
+            shares[-1] = self._with_rest(shares, requests[-1].label)
+        return shares
+
+    def _with_rest(self, shares: list[Share], label: str | None) -> Share:
+        """The last pool's share with the GPUs that no group of its largest role could use: smaller ones may."""
+        taken = {(host, gpu) for share in shares[:-1] for host, gpus in share for gpu in gpus}
+        whole = []
+        mine = dict(shares[-1])
+        for host in self.cluster.hosts_with(label):
+            first = mine.get(host.name, ())
+            rest = tuple(gpu for gpu in host.usable if (host.name, gpu) not in taken and gpu not in first)
+            if first or rest:
+                whole.append((host.name, first + rest))
+        return whole
+
+    def _settle(self, candidate: Candidate, shares: list[Share]) -> Candidate | None:
+        """With the groups that the hosts really make, which are fewer on uneven ones."""
+        uses = []
+        for roles, share in zip(candidate.partition, shares, strict=True):
+            counts = [len(gpus) for _, gpus in share]
+            pool = self._pool(roles, sum(counts), partial(_groups, counts))
+            # Of a host that it shares with others, its own GPUs are those inside.
+            speed = replace(pool.site.speed, gpus_per_host=max(counts))
+            pool = replace(pool, largest_group=max(counts), site=replace(pool.site, speed=speed))
+            used = use(pool, self.workload)
+            if isinstance(used, Shortage):
+                return None
+            uses.append(used)
+        gpus = tuple(sum(len(gpus) for _, gpus in share) for share in shares)
+        return self._candidate(candidate.partition, gpus, uses)
+
+    def _on_gpus(self, candidate: Candidate, shares: list[Share]) -> Mapping[str, RolePlacement]:
+        placed = {}
+        for share, used in zip(shares, candidate.uses, strict=True):
+            for role, choice in used.choices.items():
+                placed[role] = RolePlacement(choice.layout, tuple(workers(choice.layout, share)))
+        return dict(sorted(placed.items()))
+
+
+def _groups(counts: Sequence[int], size: int) -> int:
+    """Of ``size`` GPUs, inside hosts with so many each."""
+    return sum(count // size for count in counts)
+
+
+def _time(candidate: Candidate) -> float:
+    return candidate.schedule.step_seconds
+
+
+def _order(candidate: Candidate) -> tuple[float, int, int, Partition, tuple[int, ...]]:
+    return (_time(candidate), candidate.used_gpus, len(candidate.partition), candidate.partition, candidate.gpus)

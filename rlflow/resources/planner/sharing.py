@@ -1,0 +1,226 @@
+"""Which roles may share GPUs.
+
+How many GPUs each pool may get.
+
+A way to share GPUs, with the sizes of its pools.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from rlflow.errors import PlacementError
+from rlflow.resources.demand import Demand
+from rlflow.resources.planner.pool import Choice, Shortage
+from rlflow.resources.planner.pool_search import PoolUse
+from rlflow.resources.planner.simulate import Schedule
+
+Partition = tuple[tuple[str, ...], ...]
+"""Roles by pool, sorted."""
+
+# Of auto roles, all ways to share are tried up to here; beyond, those that are used in the field.
+_ALL_PARTITIONS = 4
+
+
+def partitions(demands: Sequence[Demand]) -> list[Partition]:
+    """Ways to share GPUs that the recipe allows. Raises PlacementError where its ``colocate`` contradict each other."""
+    blocks = _blocks(demands)
+    alone = {demand.role for demand in demands if demand.wants.colocate == ()}
+    fixed = {demand.role for demand in demands if demand.wants.colocate != "auto"}
+    closed = [block for block in blocks if set(block) & fixed]
+    loose = [block for block in blocks if not set(block) & fixed]
+    # Others may join roles that name their company, but not one that wants its own GPUs.
+    hosts = [block for block in closed if not set(block) & alone]
+    sharing = [block for block in closed if set(block) & alone]
+    found = set()
+    ways = (
+        _all_ways([*hosts, *loose])
+        if len(hosts) + len(loose) <= _ALL_PARTITIONS
+        else _usual_ways([*hosts, *loose], demands)
+    )
+    for way in ways:
+        found.add(
+            tuple(
+                sorted(
+                    tuple(sorted(role for block in pool for role in block)) for pool in [*way, *[[b] for b in sharing]]
+                )
+            )
+        )
+    labels = {demand.role: demand.wants.label for demand in demands}
+    allowed = [way for way in found if all(len({labels[role] for role in pool}) == 1 for pool in way)]
+    if not allowed:
+        role = next(demand.role for demand in demands if demand.wants.label is not None)
+        raise PlacementError(
+            f"roles.{role}.label", "differs from that of a role it shares GPUs with", fix="one label for both"
+        )
+    return sorted(allowed, key=lambda way: (len(way), way))
+
+
+def _blocks(demands: Sequence[Demand]) -> list[tuple[str, ...]]:
+    """Roles that name one another stay together. Raises PlacementError where one of them wants GPUs of its own."""
+    alone = {demand.role for demand in demands if demand.wants.colocate == ()}
+    for demand in demands:
+        for other in () if demand.wants.colocate == "auto" else demand.wants.colocate:
+            if other in alone:
+                raise PlacementError(
+                    f"roles.{demand.role}.colocate",
+                    f"names {other}, which wants GPUs of its own (roles.{other}.colocate=[])",
+                    fix=f"roles.{other}.colocate=auto",
+                )
+    merged: list[set[str]] = []
+    for demand in demands:
+        company = {demand.role, *(() if demand.wants.colocate == "auto" else demand.wants.colocate)}
+        touching = [other for other in merged if other & company]
+        merged = [other for other in merged if not other & company]
+        merged.append(company.union(*touching))
+    return sorted(tuple(sorted(block)) for block in merged)
+
+
+def _all_ways(blocks: Sequence[tuple[str, ...]]) -> Iterator[list[list[tuple[str, ...]]]]:
+    if not blocks:
+        yield []
+        return
+    first, rest = blocks[0], blocks[1:]
+    for way in _all_ways(rest):
+        yield [[first], *way]
+        for index, pool in enumerate(way):
+            yield [*way[:index], [first, *pool], *way[index + 1 :]]
+
+
+def _usual_ways(blocks: Sequence[tuple[str, ...]], demands: Sequence[Demand]) -> Iterator[list[list[tuple[str, ...]]]]:
+    """All together; engines apart; engines, trained and scoring models each apart; engines with the scoring models;
+    every role by itself."""
+    by_role = {demand.role: demand for demand in demands}
+    trained = [b for b in blocks if any(by_role[role].trains for role in b)]
+    engines = [b for b in blocks if b not in trained and any(by_role[role].generates for role in b)]
+    scorers = [b for b in blocks if b not in trained and b not in engines]
+    candidates = (
+        [list(blocks)],
+        [engines, [*trained, *scorers]],
+        [engines, trained, scorers],
+        [[*engines, *scorers], trained],
+        [*([block] for block in engines), [*trained, *scorers]],
+        [*([block] for block in engines), *([block] for block in trained), scorers],
+        [[block] for block in blocks],
+    )
+    for way in candidates:
+        yield [pool for pool in way if pool]
+
+
+# Of open degrees.
+_GROUPS = [1, 2, 4, 8]
+# So many shares of a cluster are tried as sizes of pools.
+_SHARES = 16
+
+
+def wanted_gpus(demands: Sequence[Demand]) -> frozenset[int] | None:
+    """The sizes that a pool's roles pin; None: any. A role of fewer copies uses a part of it.
+
+    Raises PlacementError when they pin different numbers of GPUs.
+    """
+    pinned = {demand.role: gpus for demand in demands if (gpus := demand.pinned("gpus")) is not None}
+    if len(set(pinned.values())) > 1:
+        less, more = min(pinned, key=lambda role: pinned[role]), max(pinned, key=lambda role: pinned[role])
+        raise PlacementError(
+            f"roles.{more}.gpus",
+            f"{more} and {less} share GPUs, but ask for {pinned[more]} and {pinned[less]} of them",
+            fix=f"ask for the same number, or give {more} its own with colocate=[]",
+        )
+    if pinned:
+        return frozenset(pinned.values())
+    needed = [sizes for demand in demands if (sizes := _sizes_of(demand)) is not None]
+    if not needed:
+        return None
+    least = max(min(sizes) for sizes in needed)
+    return frozenset(size for sizes in needed for size in sizes if size >= least)
+
+
+def _sizes_of(demand: Demand) -> frozenset[int] | None:
+    """By its data-parallel size, where that is pinned."""
+    copies = demand.pinned("data_parallel_size")
+    if copies is None or "data" not in demand.parallel:
+        return None
+    stages = demand.pinned("pipeline_parallel_size") or 1
+    tensor, sequence = (
+        [pinned] if (pinned := demand.pinned(f"{way}_parallel_size")) else _GROUPS for way in ("tensor", "sequence")
+    )
+    return frozenset(copies * stages * one * other for one in tensor for other in sequence)
+
+
+def sizes(
+    wanted: Sequence[frozenset[int] | None], most: Sequence[int], total: int, *, coarse: bool = False
+) -> Iterator[tuple[int, ...]]:
+    """GPUs of each pool: one of those it pins (None: any), no more than its hosts have, all together ``total`` at most.
+
+    Pools that are open share what is left on a grid, or on a ``coarse`` one. One pool alone is also tried with a half
+    of it, a quarter, ...
+    """
+    if list(wanted) == [None]:
+        yield from ((most[0] >> halvings,) for halvings in range(1 if coarse else most[0].bit_length()))
+        return
+    grain = max(1, 2 ** ((total // _SHARES).bit_length() - 1)) if total > _SHARES else (1 if total <= 8 else 2)
+    if len(wanted) > 2 and total > 8:
+        grain = max(grain, 2 ** ((total // 8).bit_length() - 1))
+    if coarse:
+        grain = max(grain, 2 ** ((total // 4).bit_length() - 1))
+    free = [limit for limit, size in zip(most, wanted, strict=True) if size is None]
+    for pinned in product(*(sorted(size) for size in wanted if size is not None)):
+        left = total - sum(pinned)
+        if left < 0 or (free and left < len(free)):
+            continue
+        for shares in _shares(left, free, grain):
+            given, open_ = iter(pinned), iter(shares)
+            yield tuple(next(given) if size is not None else next(open_) for size in wanted)
+
+
+def _shares(left: int, most: Sequence[int], grain: int) -> Iterator[tuple[int, ...]]:
+    """For each pool a multiple of the grain or all that its hosts have; for the last what is left."""
+    if not most:
+        yield ()
+    elif len(most) == 1:
+        yield (min(left, most[0]),)
+    else:
+        highest = min(most[0], left - len(most) + 1)
+        firsts = list(range(grain, highest + 1, grain))
+        for first in [*firsts, *([highest] if highest == most[0] and highest % grain else [])]:
+            for others in _shares(left - first, most[1:], grain):
+                yield (first, *others)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to share, with the sizes of its pools, that fits."""
+
+    partition: Partition
+    gpus: tuple[int, ...]
+    """Of each pool."""
+    uses: tuple[PoolUse, ...]
+    schedule: Schedule
+
+    @property
+    def pool_of(self) -> dict[str, int]:
+        return {role: index for index, pool in enumerate(self.partition) for role in pool}
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        return {role: choice for use in self.uses for role, choice in use.choices.items()}
+
+    @property
+    def used_gpus(self) -> int:
+        return sum(max(choice.layout.num_gpus for choice in use.choices.values()) for use in self.uses)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A way to share, with sizes, that does not fit."""
+
+    partition: Partition
+    gpus: tuple[int, ...]
+    shortage: Shortage
+
+
+def describe(partition: Sequence[Sequence[str]], gpus: Sequence[int]) -> str:
+    """Pools with their GPUs, as ``rollout on 4, actor + reference on 12``."""
+    if len(partition) == 1:
+        return f"all on {gpus[0]}" if len(partition[0]) > 1 else f"{partition[0][0]} on {gpus[0]}"
+    return ", ".join(f"{' + '.join(roles)} on {count}" for roles, count in zip(partition, gpus, strict=True))

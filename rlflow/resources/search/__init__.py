@@ -1,1 +1,0 @@
-"""The search for a plan: ways to share GPUs, sizes, degrees, places, and why."""

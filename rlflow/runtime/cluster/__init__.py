@@ -1,1 +1,0 @@
-"""The hosts and GPUs that are there, and which of them each host of the plan is."""

@@ -1,1 +1,0 @@
-"""How a batch is divided over ranks, and moved between workers without passing through the controller."""

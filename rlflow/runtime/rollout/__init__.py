@@ -1,1 +1,0 @@
-"""Which engine writes which sample, and when."""
