@@ -1,4 +1,4 @@
-"""The README is true: its commands run, what it shows is what they print, its tree is the real one."""
+"""README.md and the pages beside it are true: their commands run and print what the pages show."""
 
 import re
 import shlex
@@ -10,16 +10,18 @@ import pytest
 from tests.conftest import ROOT, Typed
 
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.DOTALL)
+RECIPES_PAGE = (ROOT / "docs" / "recipes.md").read_text()
+PAGES = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
+BLOCKS = [block for page in PAGES for block in re.findall(r"```(\w*)\n(.*?)```", page, flags=re.DOTALL)]
 SHOWN = [block for language, block in BLOCKS if language == "console" and block.startswith("$ python -m rlflow")]
-# What a dry run prints is the same everywhere; a run also tells times.
+# A dry run prints the same everywhere; a run also prints times.
 CONSOLE = [block for block in SHOWN if "dry_run=true" in block.splitlines()[0]]
-RUNS = [block for block in SHOWN if block not in CONSOLE]
-DRY_RUNS = sorted(set(re.findall(r"`(python -m rlflow [^`]*dry_run=true)`", README)))
+RUNS = [block for block in SHOWN if block not in CONSOLE and len(block.splitlines()) > 1]
+DRY_RUNS = sorted({command for page in PAGES for command in re.findall(r"`(python -m rlflow [^`]*dry_run=true)`", page)})
 
 
 def run(command: str, typed: Typed) -> tuple[int, str]:
-    """Run what stands behind ``python -m rlflow``: its exit code, and its output with the errors behind it."""
+    """Run a ``python -m rlflow`` command; return its exit code, and its output followed by its errors."""
     python, _, module, *arguments = shlex.split(command)
     assert (python, module) == ("python", "rlflow")
     code, out, errors = typed(*arguments)
@@ -27,15 +29,26 @@ def run(command: str, typed: Typed) -> tuple[int, str]:
 
 
 def lines(text: str) -> list[str]:
-    """Without the spaces at their ends and the time in the run's folder."""
+    """Return the lines of ``text`` without trailing spaces and without the time in the run's folder."""
     return [re.sub(r"outputs/\S+/", "outputs/", line.rstrip()) for line in text.strip().splitlines()]
+
+
+def own_recipe(folder: Path) -> None:
+    """Write the README's example of an own recipe, with its data and its reward, into ``folder``."""
+    for language, name in (("json", "train.jsonl"), ("python", "my_rewards.py"), ("yaml", "my_recipe.yaml")):
+        (text,) = re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+        (folder / name).write_text(text)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", CONSOLE, ids=lambda block: block.splitlines()[0])
 def test_what_is_shown_is_what_is_printed(block: str, typed: Typed) -> None:
     command, shown = block.removeprefix("$ ").split("\n", 1)
-    assert lines(run(command, typed)[1]) == lines(shown)
+    printed = lines(run(command, typed)[1])
+    if "..." in shown.splitlines():
+        assert "\n".join(lines(shown.partition("...\n")[2])) in "\n".join(printed)
+    else:
+        assert printed == lines(shown)
 
 
 @pytest.mark.slow
@@ -54,24 +67,47 @@ def test_commands_run(command: str, typed: Typed) -> None:
     assert run(command, typed)[0] == 0
 
 
-def test_the_recipe_is_the_file() -> None:
-    (shown,) = [block for language, block in BLOCKS if language == "yaml"]
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["1x8", "1x1@a100_80gb"])
+def test_the_own_recipe_is_planned(cluster: str, typed: Typed, tmp_path: Path) -> None:
+    own_recipe(tmp_path)
+    assert run(f"python -m rlflow recipe=my_recipe.yaml cluster={cluster} dry_run=true", typed)[0] == 0
+
+
+def test_the_own_reward_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_recipe(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    from my_rewards import correct_and_short  # type: ignore[import-not-found]
+
+    rows = [{"answer": "42"}] * 3
+    assert correct_and_short(["so it is 42", "41", "x" * 500 + "42"], rows) == [1.0, 0.0, 0.5]
+
+
+def test_the_recipe_that_is_explained_is_the_file() -> None:
+    (shown,) = re.findall(r"```yaml\n(.*?)```", RECIPES_PAGE, flags=re.DOTALL)
     assert shown == (ROOT / "recipes" / "grpo_tiny.yaml").read_text()
 
 
+def tracked_files() -> list[Path]:
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
+    return [Path(line) for line in done.stdout.splitlines() if not line.startswith(".")]
+
+
 def test_the_tree_is_the_real_one() -> None:
-    (tree,) = [block for _, block in BLOCKS if "\nrlflow/" in block]
+    (tree,) = [block for _, block in BLOCKS if block.startswith("recipes/ ")]
     shown = {line.split()[0] for line in tree.splitlines() if line.strip()}
-    tracked = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True
-    ).stdout
-    paths = [Path(line) for line in tracked.splitlines() if not line.startswith(".")]
-    real = {f"{path.parts[0]}/" if len(path.parts) > 1 else path.name for path in paths}
-    real |= {
-        f"rlflow/{path.parts[1]}" + ("/" if len(path.parts) > 2 else "") for path in paths if path.parts[0] == "rlflow"
-    }
-    real -= {"rlflow/__init__.py", "rlflow/__main__.py"}
-    assert shown == real
+    assert shown == {f"{path.parts[0]}/" if len(path.parts) > 1 else path.name for path in tracked_files()}
+
+
+@pytest.mark.parametrize("page", sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target, _, heading in (link.partition("#") for link in re.findall(r"\]\(([^)\s:]*)\)", page.read_text())):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), flags=re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+            assert heading in slugs, f"{target}#{heading}"
 
 
 def test_the_commands_are_in_the_makefile() -> None:

@@ -1,4 +1,4 @@
-"""docs/python.md and the docstring of rlflow.run hold what they promise."""
+"""docs/getting-started.md and the docstring of rlflow.run keep their promises."""
 
 import os
 import re
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,12 @@ import rlflow
 from tests.conftest import ROOT
 
 
+CODE = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "getting-started.md").read_text(), flags=re.DOTALL)
+
+
 def example() -> str:
-    """The page's code, and after it the docstring's."""
-    (page,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), flags=re.DOTALL)
+    """Return the page's code, followed by the docstring's."""
+    _, page = CODE
     docstring = textwrap.dedent(str(rlflow.run.__doc__).partition("Example:\n")[2])
     return f"import os\nos.umask(0o027)\n{page}\n{docstring}"
 
@@ -39,3 +43,9 @@ def test_the_examples_run_and_say_nothing_that_is_not_theirs(tmp_path: Path) -> 
     assert len(weights) == 2
     assert {path.stat().st_mode & 0o777 for path in weights} == {0o640}, "those that the umask leaves"
     assert [line.split()[0] for line in done.stdout.splitlines() if "finished" in line] == ["beginner_tiny"] * 2
+
+
+def test_the_reward_counts_digits() -> None:
+    names: dict[str, Any] = {}
+    exec(CODE[0], names)
+    assert names["digits_right"](["12", "13", ""], [{"answer": "12"}] * 3) == [1.0, 0.5, 0.0]
