@@ -13,7 +13,6 @@ import pytest
 import rlflow
 from tests.conftest import ROOT
 
-
 CODE = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "getting-started.md").read_text(), flags=re.DOTALL)
 
 

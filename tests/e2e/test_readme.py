@@ -17,7 +17,7 @@ SHOWN = [block for language, block in BLOCKS if language == "console" and block.
 # A dry run prints the same everywhere; a run also prints times.
 CONSOLE = [block for block in SHOWN if "dry_run=true" in block.splitlines()[0]]
 RUNS = [block for block in SHOWN if block not in CONSOLE and len(block.splitlines()) > 1]
-DRY_RUNS = sorted({command for page in PAGES for command in re.findall(r"`(python -m rlflow [^`]*dry_run=true)`", page)})
+DRY_RUNS = sorted(set(re.findall(r"`(python -m rlflow [^`]*dry_run=true)`", "\n".join(PAGES))))
 
 
 def run(command: str, typed: Typed) -> tuple[int, str]:
