@@ -47,15 +47,14 @@ from rlflow.compiler.lower import models_in_use
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.runtime.objects.budget import Budget, store_limits
-from rlflow.runtime.objects.dispatch import Whole
-from rlflow.runtime.objects.pending import Keeper
-from rlflow.runtime.objects.put import Handover, Remote
-from rlflow.runtime.objects.sharding import shares
+from rlflow.runtime.objects.ray_api import import_ray, wait_all
+from rlflow.runtime.objects.results import ObjectProcess, RemoteCall, StoreCalls
+from rlflow.runtime.objects.sharding import divide_rows
+from rlflow.runtime.objects.slices import SharedBatch
 from rlflow.runtime.objects.store import blocks_of
 from rlflow.runtime.ray.actors import ALLOCATION, told
-from rlflow.runtime.ray.cluster.hosts import quiet_ray, simulated
+from rlflow.runtime.ray.cluster.hosts import simulated
 from rlflow.runtime.ray.engine_set import RayEngines
-from rlflow.runtime.ray.role_proxy import gathered
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import train_step
 
@@ -115,20 +114,20 @@ class Workers:
     """Four processes: as rlflow starts them, or as Ray does."""
 
     def __init__(self, lengths: NDArray[np.int64], variables: Mapping[str, str]) -> None:
-        remote = quiet_ray().remote(Keeper).options(num_cpus=0, runtime_env={"env_vars": dict(variables)})
+        remote = import_ray().remote(ObjectProcess).options(num_cpus=0, runtime_env={"env_vars": dict(variables)})
         self.actors = [remote.remote() for _ in range(WORKERS)]
-        holders = [quiet_ray().cloudpickle.dumps(Holder(rank, lengths)) for rank in range(WORKERS)]
-        quiet_ray().get([actor.hold.remote(holder) for actor, holder in zip(self.actors, holders, strict=True)])
-        self.handover = Handover(Budget(store_limits()))
+        holders = [import_ray().cloudpickle.dumps(Holder(rank, lengths)) for rank in range(WORKERS)]
+        import_ray().get([actor.load_object.remote(holder) for actor, holder in zip(self.actors, holders, strict=True)])
+        self.store_calls = StoreCalls(Budget(store_limits()))
 
     def call(self, rank: int, method: str, *arguments: Any, **named: Any) -> Any:
         return told(getattr(self.actors[rank], method).remote(*arguments, **named), f"worker {rank}")
 
-    def remotes(self) -> list[Remote]:
+    def remotes(self) -> list[RemoteCall]:
         return [partial(self.call, rank) for rank in range(WORKERS)]
 
     def made(self) -> Six:
-        return Six.joined(gathered([self.handover.call(remote, "make") for remote in self.remotes()]))
+        return Six.joined(wait_all([self.store_calls.call(remote, "make") for remote in self.remotes()]))
 
     def padding(self) -> int:
         """Values in the store that belong to no row."""
@@ -139,13 +138,13 @@ class Workers:
     def ours(self) -> int:
         remotes = self.remotes()
         batch = self.made()
-        whole = Whole(batch)
-        cut = shares(Sequences(keys=batch.keys, prompt_ids=batch.ids, response_ids=batch.ids), WORKERS)
+        whole = SharedBatch(batch)
+        cut = divide_rows(Sequences(keys=batch.keys, prompt_ids=batch.ids, response_ids=batch.ids), WORKERS)
         sums = [
-            self.handover.call(remote, "read_packed", whole.part(rows))
+            self.store_calls.call(remote, "read_packed", whole.slice(rows))
             for remote, rows in zip(remotes, cut, strict=True)
         ]
-        return int(np.bitwise_xor.reduce(gathered(sums)))
+        return int(np.bitwise_xor.reduce(wait_all(sums)))
 
 
 def settled() -> None:
@@ -160,7 +159,7 @@ def store_stats() -> Any:
     """Ray's, of the first host."""
     from ray._private.internal_api import node_stats
 
-    node = quiet_ray().nodes()[0]
+    node = import_ray().nodes()[0]
     stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
     return stats.store_stats
 
@@ -255,7 +254,7 @@ def steps_of(prompts: int, group_size: int, steps: int = 5) -> Steps:
         RayRuntime().start(plan, models, Path(folder)) as engines,
     ):
         assert isinstance(engines, RayEngines)
-        budget, hosted = engines.handover.budget, engines.hosted(data)
+        budget, hosted = engines.store_calls.budget, engines.hosted(data)
         took = []
         train_step(plan, engines, hosted, 0)
         with counted() as traffic:

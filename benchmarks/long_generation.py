@@ -36,9 +36,10 @@ from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
-from rlflow.runtime.objects.dispatch import Whole
+from rlflow.runtime.objects.ray_api import wait_all
+from rlflow.runtime.objects.slices import SharedBatch
 from rlflow.runtime.ray import engine_specs as specs
-from rlflow.runtime.ray.role_proxy import RoleProxy, gathered
+from rlflow.runtime.ray.role_proxy import RoleProxy
 from rlflow.runtime.ray.runtime import RayRuntime
 
 ENGINES, GROUP_SIZE, PROMPTS, PLACES = 2, 8, 24, 32
@@ -119,9 +120,9 @@ def run_in_loop(engine: RoleProxy, prompts: Prompts) -> tuple[Rollouts, float]:
 
 def run_pinned(engine: RoleProxy, prompts: Prompts) -> tuple[Rollouts, float]:
     began = time.perf_counter()
-    whole, halves = Whole(prompts), np.array_split(np.arange(len(prompts)), ENGINES)
-    calls = [engine.workers.submit(rank, "generate", whole.part(half), SAMPLING) for rank, half in enumerate(halves)]
-    return Rollouts.joined(gathered(calls)), time.perf_counter() - began
+    whole, halves = SharedBatch(prompts), np.array_split(np.arange(len(prompts)), ENGINES)
+    calls = [engine.workers.submit(rank, "generate", whole.slice(half), SAMPLING) for rank, half in enumerate(halves)]
+    return Rollouts.joined(wait_all(calls)), time.perf_counter() - began
 
 
 def even_halves(tokens: Ints) -> list[Ints]:

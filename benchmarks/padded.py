@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.runtime.ray.cluster.hosts import quiet_ray
+from rlflow.runtime.objects.ray_api import import_ray
 
 MICRO_BATCH = 32
 _MASK = "attention_mask"
@@ -40,14 +40,14 @@ class Padding:
         references = []
         for start in range(0, len(self._rows["ids"]), MICRO_BATCH):
             arrays = self._padded(slice(start, start + MICRO_BATCH))
-            references.append(quiet_ray().put(_tensors(arrays) if as_torch else arrays))
+            references.append(import_ray().put(_tensors(arrays) if as_torch else arrays))
         return references
 
     def read(self, references: Sequence[Any]) -> int:
         """A checksum over every value of the fields, and over the mask, of which nothing is returned."""
         total = 0
         for reference in references:
-            read = {name: checksum(np.asarray(array)) for name, array in quiet_ray().get(reference).items()}
+            read = {name: checksum(np.asarray(array)) for name, array in import_ray().get(reference).items()}
             read.pop(_MASK)
             total ^= int(np.bitwise_xor.reduce(list(read.values())))
         return total
@@ -70,13 +70,13 @@ class Controller:
 
     def by_reference(self, as_torch: bool) -> int:
         """Micro-batches go to the ranks in turn, straight from worker to worker."""
-        made = quiet_ray().get([actor.call.remote("put_micro_batches", as_torch) for actor in self._actors])
+        made = import_ray().get([actor.call.remote("put_micro_batches", as_torch) for actor in self._actors])
         references = [reference for part in made for reference in part]
         return self._read([references[rank :: len(self._actors)] for rank in range(len(self._actors))])
 
     def through_it(self, as_torch: bool) -> int:
         """All parts come here, are joined to one batch, and a rank's rows are sent."""
-        ray = quiet_ray()
+        ray = import_ray()
         parts = ray.get([actor.call.remote("part", as_torch) for actor in self._actors])
         join: Callable[[Any], Any] = import_module("torch").cat if as_torch else np.concatenate
         whole = {name: join([part[name] for part in parts]) for name in parts[0]}
@@ -93,7 +93,7 @@ class Controller:
     def _read(self, references: Sequence[Sequence[Any]]) -> int:
         """In a list Ray hands a reference on as it is."""
         sums = [actor.call.remote("read", own) for actor, own in zip(self._actors, references, strict=True)]
-        return int(np.bitwise_xor.reduce(quiet_ray().get(sums)))
+        return int(np.bitwise_xor.reduce(import_ray().get(sums)))
 
 
 def _tensors(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:

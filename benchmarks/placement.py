@@ -22,8 +22,9 @@ from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.layout import Bundle, Resources
 from rlflow.resources.workload import WeightCopy, Workload
+from rlflow.runtime.objects.ray_api import import_ray
 from rlflow.runtime.ray.cluster.binding import Placed
-from rlflow.runtime.ray.cluster.hosts import live_hosts, quiet_ray, simulated
+from rlflow.runtime.ray.cluster.hosts import live_hosts, simulated
 from rlflow.runtime.ray.runtime import bound
 
 SHAPES = ("2x8@cpu", "4x8@cpu", "1x7@cpu+1x8@cpu", "1x4@cpu+1x8@cpu+1x4@cpu")
@@ -124,7 +125,7 @@ def _until_all_are_free() -> None:
 
 def _places(placed: Placed) -> dict[Bundle, tuple[str, str]]:
     """The host of each bundle as Ray's table has it, and its GPU as a process in the bundle has told."""
-    quiet_ray()
+    import_ray()
     from ray.util import placement_group_table
 
     names = {host.node_id: host.name for host in live_hosts()}
@@ -135,7 +136,7 @@ def _places(placed: Placed) -> dict[Bundle, tuple[str, str]]:
 def _packed(gpus: int) -> list[str]:
     """The node of each bundle of a plain PACK group."""
     _until_all_are_free()
-    quiet_ray()
+    import_ray()
     from ray.util import placement_group, placement_group_table, remove_placement_group
 
     group = placement_group([{"GPU": 1}] * gpus, strategy="PACK")

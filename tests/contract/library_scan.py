@@ -203,7 +203,7 @@ def _known(node: ast.expr, names: Mapping[str, _Known]) -> _Known | None:
     if isinstance(node, ast.Attribute) and (known := _known(node.value, names)) is not None:
         return replace(known, path=f"{known.path}.{node.attr}")
     if isinstance(node, ast.Call):
-        if ast.unparse(node.func) == "quiet_ray":
+        if ast.unparse(node.func) == "import_ray":
             return _Known("ray")
         function = _known(node.func, names)
         returned = RETURNS.get(function.path) if function else None

@@ -18,7 +18,7 @@ from rlflow.runtime.ray.actors import Actors
 from rlflow.runtime.ray.cluster.binding import Placed
 from tests.conftest import ROOT
 from tests.contract.library_scan import LIBRARIES, Call, calls_of, files, references_of
-from tests.unit.runtime.test_binding import live
+from tests.unit.runtime.ray.test_binding import live
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -147,9 +147,9 @@ def test_vllm_reads_the_variables_that_are_set_for_it() -> None:
     [
         ("from vllm import LLM\nLLM('x', seed=1)", Call("vllm.LLM", 1, ("seed",))),
         ("import deepspeed\ndeepspeed.zero.Init(*a)", Call("deepspeed.zero.Init", open_ended=True)),
-        ("ray = quiet_ray()\nray.get(1)", Call("ray.get", 1)),
+        ("ray = import_ray()\nray.get(1)", Call("ray.get", 1)),
         (
-            "quiet_ray().get_runtime_context().get_job_id()",
+            "import_ray().get_runtime_context().get_job_id()",
             Call("ray.runtime_context.RuntimeContext.get_job_id", bound=True),
         ),
         ("from peft import X\nasked = X\nasked(1)", Call("peft.X", 1)),

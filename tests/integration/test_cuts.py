@@ -17,7 +17,7 @@ from rlflow.nodes.policy_loss import Correction, LikelihoodLoss
 from rlflow.nodes.policy_update import GspoUpdate, PolicyGradient, PolicyUpdate
 from rlflow.recipe import Optimizer
 from rlflow.resources.layout import Layout
-from rlflow.runtime.objects.sharding import shares
+from rlflow.runtime.objects.sharding import divide_rows
 from tests.helpers import minibatch, sequences, spec
 from tests.integration.engine_process import EngineProcess, all_of, free_address
 from tests.integration.test_deepspeed import share_everything
@@ -57,7 +57,7 @@ def batch(node: PolicyGradient = PPO) -> Minibatch:
 
 
 def evenly(given: Minibatch) -> list[Minibatch]:
-    return [given.take(rows) for rows in shares(given, 2)]
+    return [given.take(rows) for rows in divide_rows(given, 2)]
 
 
 def ten_and_one(given: Minibatch) -> list[Minibatch]:

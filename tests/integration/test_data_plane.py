@@ -24,9 +24,8 @@ from rlflow.errors import EngineError, PlacementError, RecipeError
 from rlflow.runtime.generation.resampling import Rounds
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.objects.budget import Budget, StoreLimit, store_limits
-from rlflow.runtime.objects.dispatch import Whole
-from rlflow.runtime.objects.pending import Keeper
-from rlflow.runtime.objects.put import Handover
+from rlflow.runtime.objects.results import ObjectProcess, StoreCalls
+from rlflow.runtime.objects.slices import SharedBatch
 from rlflow.runtime.ray.actors import told
 from rlflow.runtime.ray.engine_set import RayEngines
 from rlflow.runtime.ray.runtime import RayRuntime
@@ -75,7 +74,7 @@ class TestSteps:
     def test_nothing_is_left_in_the_stores_after_a_step(self, started: tuple[Plan, RayEngines, Any]) -> None:
         plan, engines, data = started
         metrics = train_step(plan, engines, data, 2)
-        assert set(engines.handover.budget.used.values()) == {0}
+        assert set(engines.store_calls.budget.used.values()) == {0}
         # The ids and logprobs of the rollouts are four bytes a token each, and their texts are there too.
         assert metrics["store/rollouts_bytes"] > 8 * metrics["rollouts/length_mean"] * PROMPTS * GROUP_SIZE
         assert metrics["store/reference_bytes"] == 4 * metrics["tokens"]
@@ -89,11 +88,13 @@ class TestSteps:
 
     def test_a_store_that_is_full(self, started: tuple[Plan, RayEngines, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         plan, engines, data = started
-        budget = engines.handover.budget
+        budget = engines.store_calls.budget
         with monkeypatch.context() as patched:
             small = {host: StoreLimit(limit.name, 10_000) for host, limit in budget.limits.items()}
             patched.setattr(budget, "limits", small)
-            with pytest.raises(EngineError, match=r"step 5: store of host-\d: rollouts asks for .* MiB of 0\.0 MiB"):
+            with pytest.raises(
+                EngineError, match=r"step 5: object store of host-\d: rollouts needs .* MiB of the 0\.0"
+            ):
                 train_step(plan, engines, data, 4)
         assert train_step(plan, engines, data, 4)["tokens"] > 0, "it goes on when there is room again"
 
@@ -103,7 +104,7 @@ class TestSteps:
         block = prompts.ids.blocks[0]
         block.count -= 1
         lost = Sequences(keys=prompts.keys, prompt_ids=prompts.ids, response_ids=prompts.ids)
-        with pytest.raises(EngineError, match=r"store: a block of \d+ values of int32 holds int32 of"):
+        with pytest.raises(EngineError, match=r"object store: expected a block of \d+ values of int32, got int32 of"):
             engines["reference"].logprobs(lost, 1.0)
 
 
@@ -134,7 +135,7 @@ def test_nodes_that_read_tokens_go_where_they_are(tmp_path: Path, monkeypatch: p
         assert isinstance(engines, RayEngines)
         patched.setattr("rlflow.runtime.objects.store.fetch", read.append)
         metrics = train_step(plan, engines, engines.hosted(data), 0)
-        assert set(engines.handover.budget.used.values()) == {0}
+        assert set(engines.store_calls.budget.used.values()) == {0}
     assert read == []
     assert metrics["store/advantages_bytes"] == 4 * metrics["tokens"]
     measured = {name: value for name, value in expected.items() if name.startswith(("kl/", "penalized/"))}
@@ -166,7 +167,7 @@ def test_rounds_are_the_same_as_in_one_process(tmp_path: Path, monkeypatch: pyte
         hosted = engines.hosted(data)
         rounds = Rounds(plan.graph, options.batch_size, hosted)
         found = [train_step(training, engines, hosted, step, rounds=rounds) for step in steps]
-        assert set(engines.handover.budget.used.values()) == {0}
+        assert set(engines.store_calls.budget.used.values()) == {0}
     assert read == []
     assert max(step["sampling/rounds"] for step in expected) > 1
     for ours, theirs in zip(found, expected, strict=True):
@@ -192,17 +193,17 @@ def test_between_hosts_goes_what_is_read_there() -> None:
     actors = []
     for host, _ in (nodes[0], nodes[1], nodes[1], nodes[1]):
         where = NodeAffinitySchedulingStrategy(host, soft=False)
-        actors.append(ray.remote(Keeper).options(num_cpus=0, scheduling_strategy=where).remote())
-    ray.get([actor.hold.remote(ray.cloudpickle.dumps(Columns())) for actor in actors])
+        actors.append(ray.remote(ObjectProcess).options(num_cpus=0, scheduling_strategy=where).remote())
+    ray.get([actor.load_object.remote(ray.cloudpickle.dumps(Columns())) for actor in actors])
 
     def remote(number: int) -> Any:
         return lambda method, *arguments: told(getattr(actors[number], method).remote(*arguments), "a worker")
 
-    with Handover(Budget(store_limits())).running() as handover:
-        whole = Whole(handover.call(remote(0), "make").result())
+    with StoreCalls(Budget(store_limits())).running() as store_calls:
+        whole = SharedBatch(store_calls.call(remote(0), "make").result())
         parts = [np.arange(0, 4096, 4), np.arange(1, 4096, 4), np.arange(1, 4096, 4)]
         before = created(nodes[1][0])
-        sums = [handover.call(remote(reader + 1), "read", whole.part(rows)) for reader, rows in enumerate(parts)]
+        sums = [store_calls.call(remote(reader + 1), "read", whole.slice(rows)) for reader, rows in enumerate(parts)]
         for rows, told_sum in zip(parts, sums, strict=True):
             assert told_sum.result() == pytest.approx(float((rows * 1024).sum()))
         read = 2 * 1024 * 4096

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlflow.compose import cluster_named
-from rlflow.runtime.ray.cluster.hosts import connected, quiet_ray
+from rlflow.runtime.objects.ray_api import import_ray
+from rlflow.runtime.ray.cluster.hosts import connected
 from tests.listening import LOOPBACK, descendants, listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -28,7 +29,7 @@ def address(earlier: list[tuple[str, str]]) -> Iterator[str]:
     """The head of two simulated hosts, with a worker on each of them."""
     os.environ.pop(TOKEN, None)
     with connected(cluster_named("2x1@cpu")):
-        ray = quiet_ray()
+        ray = import_ray()
         task = ray.remote(num_gpus=1, num_cpus=0, scheduling_strategy="SPREAD")(_Worker)
         workers = [task.remote() for _ in range(2)]
         assert all(ray.get([worker.token.remote() for worker in workers], timeout=60))

@@ -92,7 +92,7 @@ def test_rewards_of_parts_are_those_of_the_whole(tmp_path: Path, monkeypatch: py
         assert len(parts) > 4
         gc.collect()
         assert isinstance(engines, RayEngines)
-        assert set(engines.handover.budget.used.values()) == {0}
+        assert set(engines.store_calls.budget.used.values()) == {0}
 
 
 @pytest.mark.parametrize(

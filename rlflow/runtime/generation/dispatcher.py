@@ -20,7 +20,7 @@ from rlflow.errors import EngineError
 from rlflow.runtime.generation.partial_results import Listener, Listening
 from rlflow.runtime.generation.partial_rollouts import Begun
 from rlflow.runtime.generation.scheduler import Room, Scheduler
-from rlflow.runtime.objects.dispatch import Part, Whole
+from rlflow.runtime.objects.slices import BatchSlice, SharedBatch
 
 # While rows wait, those that are done are told together: this part of what an engine writes at once.
 _SHARE = 32
@@ -59,7 +59,7 @@ def pulled(
     ``before``: lengths of responses that came in the step before. The ``listener`` is told from this thread; what it is
     told is the first time that it is there. Raises AllFailedError.
     """
-    whole = Whole(prompts).part(np.arange(len(prompts)))
+    whole = SharedBatch(prompts).slice(np.arange(len(prompts)))
     lost: dict[int, EngineError] = {}
     while True:
         groups = Groups(prompts, sampling, begun)
@@ -78,7 +78,7 @@ class _Round:
     def __init__(
         self,
         engines: Engines,
-        whole: Part,
+        whole: BatchSlice,
         prompts: Prompts,
         sampling: Sampling,
         groups: Groups,
@@ -147,7 +147,7 @@ class _Round:
         if self._listening:
             enough = min(enough, self._listening.size)
         begun = self._begun.of(rows)
-        parts = [] if begun is None else [Whole(begun).part(np.arange(len(begun)))]
+        parts = [] if begun is None else [SharedBatch(begun).slice(np.arange(len(begun)))]
         self._call("write", rank, packed(rows), enough, *parts)
         self._used.add(rank)
 

@@ -1,6 +1,6 @@
-"""How much may lie in the store of each host: who wants to put something there waits until there is room.
+"""A budget for each host's object store: a worker that wants to put a result there waits until there is room.
 
-How much of the hosts' object stores batches may take, and whether that is enough for a plan.
+Also how much of a store batches may take, and whether that is enough for a plan.
 """
 
 import gc
@@ -18,15 +18,21 @@ from rlflow.compiler.plan import Plan
 from rlflow.errors import EngineError, PlacementError
 from rlflow.nodes.generate import Generate
 from rlflow.resources.layout import GIB
-from rlflow.runtime.ray.cluster.hosts import quiet_ray
+from rlflow.runtime.objects.ray_api import import_ray
 
-# The edge of the graph that is being made; what is put into the store meanwhile counts as its.
+# The part of a host's store that batches may take. The rest is for slices that readers on other hosts fetch, for what
+# readers here fetch from other hosts, for objects that Ray frees a second late, and for weights on their way.
+_SHARE = 0.5
+# Bytes of a token of a rollout: its id, its logprob and its text.
+_TOKEN_BYTES = 12
+
+# The edge of the graph that is being produced. What is put into a store meanwhile counts towards it.
 _EDGE: ContextVar[str] = ContextVar("edge", default="")
 
 
 @contextmanager
 def edge(name: str) -> Iterator[None]:
-    """What is asked of workers inside makes the edge ``name``; within another, that is written before it."""
+    """Count the results of calls inside towards the edge ``name``; within another edge, ``outer/name``."""
     outer = _EDGE.get()
     token = _EDGE.set(f"{outer}/{name}" if outer else name)
     try:
@@ -36,169 +42,34 @@ def edge(name: str) -> Iterator[None]:
 
 
 def current_edge() -> str:
-    """That of ``edge`` around."""
+    """Return the name of the enclosing edge."""
     return _EDGE.get() or "other"
 
 
 @dataclass(frozen=True)
 class StoreLimit:
-    """Of the store of one host."""
+    """The room for batches in the store of one host."""
 
     name: str
-    """The host's, for people."""
+    """The host's name, for messages."""
     nbytes: int
-    """What batches may take of it."""
-
-
-@dataclass
-class _Use:
-    used: int = 0
-    peak: int = 0
-    by_edge: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    host: str
-    edge: str
-    nbytes: int
-    granted: "Future[None]" = field(default_factory=Future)
-
-
-class Budget:
-    """Its methods may be called from any thread, ``release`` also while any other runs: it is called when objects go.
-
-    Room is given in the order in which it is asked for. Only calls that run can let go of something: when all of them
-    wait for room, none will come, and all that wait fail.
-    """
-
-    def __init__(self, limits: Mapping[str, StoreLimit]) -> None:
-        """``limits``: by the id of the host."""
-        self.limits = limits
-        self._use = {host: _Use() for host in limits}
-        self._sums: Counter[str] = Counter()
-        self._asked: list[_Asked] = []
-        self._running = 0
-        # Set down without the lock, which may be held by the very thread that a release interrupts.
-        self._events: deque[Callable[[], None]] = deque()
-        self._lock = threading.Lock()
-
-    def begin(self) -> None:
-        """A call runs, until ``end``."""
-        self._do(lambda: self._count(1))
-
-    def end(self) -> None:
-        self._do(lambda: self._count(-1))
-
-    def reserve(self, host: str, nbytes: int, edge: str) -> "Future[None]":
-        """Is done when there is room, with EngineError when there is none to come. ``release`` gives it back."""
-        asked = _Asked(host, edge, nbytes)
-        self._do(lambda: self._asked.append(asked))
-        return asked.granted
-
-    def release(self, host: str, nbytes: int, edge: str) -> None:
-        self._do(lambda: self._take(host, edge, -nbytes))
-
-    def hold(self, holder: Any, host: str, nbytes: int, edge: str) -> None:
-        """Releases so much of what is reserved when ``holder`` goes."""
-        finalize(holder, self.release, host, nbytes, edge).atexit = False
-
-    @property
-    def peaks(self) -> dict[str, int]:
-        """By host's name, the most bytes that batches had there at a time."""
-        return {limit.name: self._use[host].peak for host, limit in self.limits.items()}
-
-    @property
-    def used(self) -> dict[str, int]:
-        """By host's name, in bytes."""
-        return {limit.name: self._use[host].used for host, limit in self.limits.items()}
-
-    def taken_sums(self) -> dict[str, int]:
-        """By edge, the bytes that were put for it since this was last called."""
-        sums, self._sums = self._sums, Counter()
-        return dict(sums)
-
-    def _do(self, event: Callable[[], None]) -> None:
-        self._events.append(event)
-        # Whoever has the lock looks again after letting go of it: nothing that is set down is left lying.
-        while self._events and self._lock.acquire(blocking=False):
-            done: list[tuple[Future[None], EngineError | None]] = []
-            try:
-                while self._events:
-                    self._events.popleft()()
-                done = self._settle()
-            finally:
-                self._lock.release()
-            for granted, error in done:
-                granted.set_exception(error) if error else granted.set_result(None)
-
-    def _count(self, change: int) -> None:
-        self._running += change
-
-    def _take(self, host: str, edge: str, nbytes: int) -> None:
-        use = self._use[host]
-        use.used += nbytes
-        use.by_edge[edge] += nbytes
-        use.peak = max(use.peak, use.used)
-        if nbytes > 0:
-            self._sums[edge] += nbytes
-
-    def _settle(self) -> "list[tuple[Future[None], EngineError | None]]":
-        """Those whose waiting is over."""
-        done: list[tuple[Future[None], EngineError | None]] = []
-        full: set[str] = set()
-        for asked in list(self._asked):
-            fits = self._use[asked.host].used + asked.nbytes <= self.limits[asked.host].nbytes
-            if fits and asked.host not in full:
-                self._take(asked.host, asked.edge, asked.nbytes)
-                done.append((asked.granted, None))
-                self._asked.remove(asked)
-            elif asked.nbytes > self.limits[asked.host].nbytes:
-                done.append((asked.granted, self._full(asked)))
-                self._asked.remove(asked)
-            else:
-                full.add(asked.host)
-        if self._asked and len(self._asked) >= self._running:
-            gc.collect()  # what nobody can reach any more may still hold blocks
-            if self._events:
-                return done
-            done += [(asked.granted, self._full(asked)) for asked in self._asked]
-            self._asked.clear()
-        return done
-
-    def _full(self, asked: _Asked) -> EngineError:
-        limit, use = self.limits[asked.host], self._use[asked.host]
-        held = ", ".join(f"{edge} {_mib(size)}" for edge, size in use.by_edge.most_common() if size > 0)
-        return EngineError(
-            f"store of {limit.name}: {asked.edge} asks for {_mib(asked.nbytes)} of {_mib(limit.nbytes)} that batches"
-            f" may take there, and nothing that runs gives any back. Held: {held or 'nothing'}. Fix: a larger"
-            " --object-store-memory of Ray, or smaller data.batch_size, group_size or max_tokens."
-        )
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"
-
-
-# Of a host's store. The rest is for what is cut out for readers on other hosts, for what its own readers fetch from
-# there, of which Ray drops what nobody reads, for what it frees a second late, and for weights on their way.
-_SHARE = 0.5
-# Of a token of a rollout: its id, its logprob and its text.
-_TOKEN_BYTES = 12
+    """The bytes that batches may take."""
 
 
 def store_limits() -> Mapping[str, StoreLimit]:
-    """By the id of the Ray node."""
+    """Return the limit of each live host, by the id of its Ray node."""
     return {
         node["NodeID"]: StoreLimit(node["NodeName"], int(_SHARE * node["Resources"].get("object_store_memory", 0)))
-        for node in quiet_ray().nodes()
+        for node in import_ray().nodes()
         if node["Alive"]
     }
 
 
 def check_limits(plan: Plan, limits: Mapping[str, StoreLimit]) -> None:
-    """``limits`` by the names of the plan's hosts. Raises PlacementError for a step, or a single sample, that does not
-    fit."""
+    """Raise PlacementError for a step, or a single sample, that does not fit.
+
+    ``limits`` are by the names of the plan's hosts.
+    """
     fix = "give Ray more with --object-store-memory, or make {} smaller"
     least = min(limits.values(), key=lambda limit: limit.nbytes)
     for node in plan.graph.nodes:
@@ -215,7 +86,147 @@ def check_limits(plan: Plan, limits: Mapping[str, StoreLimit]) -> None:
         if host in limits and gib * GIB > limits[host].nbytes:
             raise PlacementError(
                 "data.batch_size",
-                f"{gib:.2f} GiB of a step's data are expected in the object store of {host} at once, and batches may"
+                f"a step is predicted to need {gib:.2f} GiB of the object store of {host} at once, and batches may"
                 f" take {limits[host].nbytes / GIB:.2f} GiB of it",
                 fix=fix.format("batch_size, group_size or max_tokens"),
             )
+
+
+@dataclass
+class _Usage:
+    """The bytes that batches have in the store of one host."""
+
+    used: int = 0
+    peak: int = 0
+    by_edge: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """A request for room in a host's store."""
+
+    host: str
+    edge: str
+    nbytes: int
+    granted: "Future[None]" = field(default_factory=Future)
+
+
+class Budget:
+    """The bytes that batches have and may have in each host's store.
+
+    Requests are granted in the order in which they come. Only running calls can lead to a release: when all of them
+    wait for room, none will ever come, and all waiting requests fail.
+
+    Methods may be called from any thread. ``release`` may even interrupt another method in its own thread, since the
+    garbage collector calls it.
+    """
+
+    def __init__(self, limits: Mapping[str, StoreLimit]) -> None:
+        """Start with empty stores. ``limits`` are by host id."""
+        self.limits = limits
+        self._usage = {host: _Usage() for host in limits}
+        self._edge_bytes: Counter[str] = Counter()
+        self._waiting: list[_Request] = []
+        self._running = 0
+        # Queued without the lock, which may be held by the very thread that a release interrupts.
+        self._events: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+
+    def begin_call(self) -> None:
+        """Note that a call runs, until ``end_call``."""
+        self._process(lambda: self._count(1))
+
+    def end_call(self) -> None:
+        self._process(lambda: self._count(-1))
+
+    def reserve(self, host: str, nbytes: int, edge: str) -> "Future[None]":
+        """Return a future that is done when there is room. It raises EngineError when there will be none."""
+        request = _Request(host, edge, nbytes)
+        self._process(lambda: self._waiting.append(request))
+        return request.granted
+
+    def release(self, host: str, nbytes: int, edge: str) -> None:
+        """Give reserved bytes back."""
+        self._process(lambda: self._add(host, edge, -nbytes))
+
+    def release_with(self, owner: Any, host: str, nbytes: int, edge: str) -> None:
+        """Give reserved bytes back when ``owner`` is garbage-collected."""
+        finalize(owner, self.release, host, nbytes, edge).atexit = False
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Return the most bytes that batches had at a time, by host name."""
+        return {limit.name: self._usage[host].peak for host, limit in self.limits.items()}
+
+    @property
+    def used(self) -> dict[str, int]:
+        """Return the bytes that batches have now, by host name."""
+        return {limit.name: self._usage[host].used for host, limit in self.limits.items()}
+
+    def drain_edge_bytes(self) -> dict[str, int]:
+        """Return the bytes that were put for each edge since the last call."""
+        by_edge, self._edge_bytes = self._edge_bytes, Counter()
+        return dict(by_edge)
+
+    def _process(self, event: Callable[[], None]) -> None:
+        """Queue an event and process all queued ones, unless another thread does so already."""
+        self._events.append(event)
+        # The thread that has the lock looks at the queue again after releasing it, so no event is left behind.
+        while self._events and self._lock.acquire(blocking=False):
+            decided: list[tuple[Future[None], EngineError | None]] = []
+            try:
+                while self._events:
+                    self._events.popleft()()
+                decided = self._decide()
+            finally:
+                self._lock.release()
+            for granted, error in decided:
+                granted.set_exception(error) if error else granted.set_result(None)
+
+    def _count(self, change: int) -> None:
+        self._running += change
+
+    def _add(self, host: str, edge: str, nbytes: int) -> None:
+        usage = self._usage[host]
+        usage.used += nbytes
+        usage.by_edge[edge] += nbytes
+        usage.peak = max(usage.peak, usage.used)
+        if nbytes > 0:
+            self._edge_bytes[edge] += nbytes
+
+    def _decide(self) -> "list[tuple[Future[None], EngineError | None]]":
+        """Return the requests that are now granted, or fail with an error."""
+        decided: list[tuple[Future[None], EngineError | None]] = []
+        full: set[str] = set()
+        for request in list(self._waiting):
+            limit = self.limits[request.host].nbytes
+            fits = self._usage[request.host].used + request.nbytes <= limit
+            if fits and request.host not in full:
+                self._add(request.host, request.edge, request.nbytes)
+                decided.append((request.granted, None))
+                self._waiting.remove(request)
+            elif request.nbytes > limit:
+                decided.append((request.granted, self._full(request)))
+                self._waiting.remove(request)
+            else:
+                full.add(request.host)
+        if self._waiting and len(self._waiting) >= self._running:
+            gc.collect()  # unreachable cycles may still refer to blocks
+            if self._events:
+                return decided
+            decided += [(request.granted, self._full(request)) for request in self._waiting]
+            self._waiting.clear()
+        return decided
+
+    def _full(self, request: _Request) -> EngineError:
+        limit, usage = self.limits[request.host], self._usage[request.host]
+        in_use = ", ".join(f"{edge} {_mib(size)}" for edge, size in usage.by_edge.most_common() if size > 0)
+        return EngineError(
+            f"object store of {limit.name}: {request.edge} needs {_mib(request.nbytes)} of the {_mib(limit.nbytes)} for"
+            f" batches, and no running call will free any. In use: {in_use or 'nothing'}. Fix: a larger"
+            " --object-store-memory of Ray, or smaller data.batch_size, group_size or max_tokens."
+        )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"

@@ -1,11 +1,13 @@
-"""Rows that are read on another host than they lie on: only they travel, and not the blocks that they lie in.
+"""Rows of a batch on their way to a worker. The batch travels once; each worker gets the numbers of its rows beside it.
 
-A process there, one a host, cuts them out. It ends with the first who asks, who starts it.
+When the rows lie on another host than their reader, only they are copied, not the blocks around them. One process on
+each host cuts them out; the first reader starts it, and it ends with that reader.
 """
 
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
@@ -13,131 +15,185 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Batch, Packed
-from rlflow.packed import Array, offsets_of
-from rlflow.runtime.objects.store import Block, Places, Stored, blocks_of
-from rlflow.runtime.ray.cluster.hosts import quiet_ray
+from rlflow.packed import Array, Compact, Rows, compact, expanded, offsets_of
+from rlflow.runtime.objects.ray_api import import_ray, this_host
+from rlflow.runtime.objects.store import Block, RowSpans, StoredColumn, blocks_of, fetch
 
-# Bytes that stay where they are, at least, for a cut to be worth its message.
-_WORTH = 1 << 20
-# For how long others may ask for the same.
+# Slicing must leave at least this many bytes where they are, to be worth its message.
+_MIN_SAVED_BYTES = 1 << 20
+# Seconds for which a slice stays available to others who ask for the same.
 _SHARED_S = 5.0
 
-Spans = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""[spans] each: starts and ends of what is read of a block, in order and apart from each other."""
+Intervals = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Starts and ends [intervals] of the values of a block that are read, in order and disjoint."""
 
-Of = TypeVar("Of", bound=Batch)
-
-
-class Cutter:
-    """On the host of the blocks."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._cuts: dict[tuple[str, bytes, bytes], Any] = {}
-
-    def cut(self, reference: list[Any], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[Any]:
-        """``reference``: one, to an array on this host. Gives one to what is cut out: the same to ranks that share
-        sequences, which ask at the same time, so that it travels once to each host."""
-        ray = quiet_ray()
-        # Not by the reference: a block that all others have released would stay in the store.
-        key = (reference[0].hex(), starts.tobytes(), ends.tobytes())
-        with self._lock:
-            if key not in self._cuts:
-                values = ray.get(reference[0])
-                spans = zip(starts.tolist(), ends.tolist(), strict=True)
-                self._cuts[key] = ray.put(np.concatenate([values[start:end] for start, end in spans]))
-                forget = threading.Timer(_SHARED_S, self._cuts.pop, [key, None])
-                forget.daemon = True
-                forget.start()
-            return [self._cuts[key]]
+BatchT = TypeVar("BatchT", bound=Batch)
 
 
-class Excerpt:
-    """Of a block."""
+@dataclass(frozen=True, eq=False)
+class SharedBatch:
+    """A batch of which several workers get slices."""
 
-    def __init__(self, block: Block, spans: Spans) -> None:
-        self._block = block
-        self._starts, ends = spans
-        self._ends = ends
-        self._offsets = offsets_of(ends - self._starts)
-        self._asked: Any = None
+    batch: Batch
 
-    def ask(self) -> None:
-        """For what ``piece`` waits for."""
-        # Ray raises ValueError for a name that it can neither find nor give.
-        with suppress(quiet_ray().exceptions.RayError, ValueError):
-            if self._asked is None:
-                self._asked = _cutter(self._block.host).cut.remote([self._block.reference], self._starts, self._ends)
-
-    def piece(self, start: int, end: int) -> Array:
-        """Raises EngineError for a block that is lost."""
-        values = self._values
-        if values is None:
-            return self._block.piece(start, end)
-        span = int(np.searchsorted(self._starts, start, "right")) - 1
-        place = int(self._offsets[span]) + start - int(self._starts[span])
-        return values[place : place + end - start]
+    def slice(self, rows: Rows) -> "BatchSlice":
+        return BatchSlice(self, rows)
 
     @cached_property
-    def _values(self) -> Array | None:
-        """None where they cannot be cut out: then the block is fetched."""
-        ray = quiet_ray()
-        self.ask()
-        if self._asked is None:
-            return None
-        try:
-            values: Array = ray.get(ray.get(self._asked)[0])
-        except ray.exceptions.RayError:
-            _cutter.cache_clear()
-            return None
-        return values if values.shape == (self._offsets[-1],) and values.dtype == self._block.dtype else None
+    def reference(self) -> Any:
+        """Put a copy of the batch into the store, once, and return the reference to it."""
+        return import_ray().put(self.batch)
 
 
-def near(batch: Of, host: str) -> Of:
-    """The same, to be read on ``host``."""
+@dataclass(frozen=True, eq=False)
+class BatchSlice:
+    """Some rows of a batch."""
+
+    shared: SharedBatch
+    rows: Rows
+
+    @property
+    def batch(self) -> Batch:
+        return self.shared.batch.take(self.rows)
+
+    def to_message(self) -> "SliceMessage":
+        """Return what is sent to a worker in place of the rows themselves."""
+        return SliceMessage([self.shared.reference], compact(self.rows.astype(np.int64)))
+
+
+@dataclass(frozen=True)
+class SliceMessage:
+    """A reference to a batch, and the rows of it that the receiver works on."""
+
+    reference: list[Any]
+    """One reference, in a list: Ray passes it on without fetching the object."""
+    rows: Compact
+
+
+def open_message(argument: Any) -> Any:
+    """Return the rows of a SliceMessage as a batch to be read on this host, and any other argument as it is."""
+    if not isinstance(argument, SliceMessage):
+        return argument
+    batch: Batch = fetch(argument.reference[0])
+    return localize(batch.take(expanded(argument.rows)), this_host())
+
+
+def localize(batch: BatchT, host: str) -> BatchT:
+    """Return the same batch for a reader on ``host``, which fetches only the rows in it from other hosts."""
     if all(block.host == host for block in blocks_of(batch)):
         return batch
-    known: dict[tuple[Places, int], Spans] = {}
+    known: dict[tuple[RowSpans, int], Intervals] = {}
 
-    def excerpts(column: Packed) -> Packed:
-        return _near(column, host, known) if isinstance(column, Stored) else column
+    def local(column: Packed) -> Packed:
+        return _localize_column(column, host, known) if isinstance(column, StoredColumn) else column
 
-    return batch.mapped(excerpts)
+    return batch.mapped(local)
 
 
-def _near(column: Stored, host: str, known: dict[tuple[Places, int], Spans]) -> Stored:
-    found: dict[int, Excerpt] = {}
+def _localize_column(column: StoredColumn, host: str, known: dict[tuple[RowSpans, int], Intervals]) -> StoredColumn:
+    readers: dict[int, BlockSlice] = {}
     for index, block in enumerate(column.blocks):
-        if block.host == host or block.nbytes < _WORTH:
+        if block.host == host or block.nbytes < _MIN_SAVED_BYTES:
             continue
-        key = (column.places, index)
+        key = (column.spans, index)
         if key not in known:
-            known[key] = _spans(column.places, index)
+            known[key] = _intervals(column.spans, index)
         starts, ends = known[key]
         read = int((ends - starts).sum())
-        if read > 0 and (block.count - read) * block.dtype.itemsize >= _WORTH and ends[-1] <= block.count:
-            found[index] = Excerpt(block, known[key])
-    return Stored(column.blocks, column.places, found)
+        saved_bytes = (block.count - read) * block.dtype.itemsize
+        if read > 0 and saved_bytes >= _MIN_SAVED_BYTES and ends[-1] <= block.count:
+            readers[index] = BlockSlice(block, known[key])
+    return StoredColumn(column.blocks, column.spans, readers)
 
 
-def _spans(places: Places, block: int) -> Spans:
-    rows = (places.block == block) & (places.length > 0)
-    order = np.argsort(places.start[rows], kind="stable")
-    starts, ends = places.start[rows][order], (places.start + places.length)[rows][order]
-    # A row may be there more than once.
+def _intervals(spans: RowSpans, block: int) -> Intervals:
+    """Return the intervals of a block that some row covers."""
+    rows = (spans.block == block) & (spans.length > 0)
+    order = np.argsort(spans.start[rows], kind="stable")
+    starts, ends = spans.start[rows][order], (spans.start + spans.length)[rows][order]
+    # A row may occur more than once.
     first = np.append(True, starts[1:] > np.maximum.accumulate(ends)[:-1])[: len(starts)]
     return starts[first], ends[np.append(first[1:], True)[: len(ends)]]
 
 
+class BlockSlice:
+    """The values of a block that are read here, cut out on the block's host."""
+
+    def __init__(self, block: Block, intervals: Intervals) -> None:
+        self._block = block
+        self._starts, ends = intervals
+        self._ends = ends
+        self._offsets = offsets_of(ends - self._starts)
+        self._pending: Any = None
+
+    def request(self) -> None:
+        """Request the values without waiting for them."""
+        # Ray raises ValueError for a named actor that it can neither find nor create.
+        with suppress(import_ray().exceptions.RayError, ValueError):
+            if self._pending is None:
+                slicer = _slicer_on(self._block.host)
+                self._pending = slicer.cut.remote([self._block.reference], self._starts, self._ends)
+
+    def read(self, start: int, end: int) -> Array:
+        """Return the block's values ``[start:end]``. Raises EngineError for a block that is lost."""
+        values = self._values
+        if values is None:
+            return self._block.read(start, end)
+        interval = int(np.searchsorted(self._starts, start, "right")) - 1
+        first = int(self._offsets[interval]) + start - int(self._starts[interval])
+        return values[first : first + end - start]
+
+    @cached_property
+    def _values(self) -> Array | None:
+        """Return the values of all intervals; None when they cannot be cut out, so that the whole block is fetched."""
+        ray = import_ray()
+        self.request()
+        if self._pending is None:
+            return None
+        try:
+            values: Array = ray.get(ray.get(self._pending)[0])
+        except ray.exceptions.RayError:
+            _slicer_on.cache_clear()
+            return None
+        return values if values.shape == (self._offsets[-1],) and values.dtype == self._block.dtype else None
+
+
+class Slicer:
+    """An actor on the host of the blocks that cuts values out of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slices: dict[tuple[str, bytes, bytes], Any] = {}
+
+    def cut(self, reference: list[Any], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[Any]:
+        """Return a reference to the intervals of an array on this host, which ``reference`` holds as its one item.
+
+        Ranks that share sequences ask for the same at the same time. They get the same reference, so that the values
+        travel once to each host.
+        """
+        ray = import_ray()
+        # Not by the reference itself: it would keep a block in the store that all others have released.
+        key = (reference[0].hex(), starts.tobytes(), ends.tobytes())
+        with self._lock:
+            if key not in self._slices:
+                values = ray.get(reference[0])
+                intervals = zip(starts.tolist(), ends.tolist(), strict=True)
+                self._slices[key] = ray.put(np.concatenate([values[start:end] for start, end in intervals]))
+                forget = threading.Timer(_SHARED_S, self._slices.pop, [key, None])
+                forget.daemon = True
+                forget.start()
+            return [self._slices[key]]
+
+
 @cache
-def _cutter(host: str) -> Any:
-    """That of a host."""
+def _slicer_on(host: str) -> Any:
+    """Return the Slicer of a host, started on first use."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     options: Mapping[str, Any] = {
-        "name": f"cutter-{host}",
+        "name": f"slicer-{host}",
         "get_if_exists": True,
         "num_cpus": 0,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(host, soft=False),
     }
-    return quiet_ray().remote(Cutter).options(**options).remote()
+    return import_ray().remote(Slicer).options(**options).remote()

@@ -1,10 +1,12 @@
 """Packed columns whose values lie in the hosts' object stores of Ray: one object for each producer and field.
 
-Who holds such a column holds references, places and lengths; values come to the process that reads them.
+A process that has such a column has references to blocks and the span of each row in them. Values are fetched into the
+process that reads them.
 Shapes: T values of all rows together.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import cached_property
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -12,27 +14,27 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from rlflow.batch import Batch, Packed
+from rlflow.batch import Batch, Packed, Records, Rollouts
 from rlflow.errors import EngineError, first_line
 from rlflow.packed import Array, Compact, Rows, compact, expanded, offsets_of
-from rlflow.runtime.ray.cluster.hosts import quiet_ray
+from rlflow.runtime.objects.ray_api import import_ray, this_host
 
-# Of this process, by reference: columns that come in different messages share what they have fetched, and a block is
-# counted once.
+# The blocks that this process knows, by reference. Columns that arrive in different messages share what they fetch, and
+# the budget counts each block once.
 _BLOCKS: "WeakValueDictionary[Any, Block]" = WeakValueDictionary()
 
 
 class Block:
-    """One array in the store. There is one Block for each in a process."""
+    """One array in an object store. A process has one Block for each."""
 
     def __init__(self, reference: Any, host: str, count: int, dtype: DTypeLike) -> None:
-        """``host``: the id of Ray's node that has it; ``count``: its values."""
+        """Describe the array of ``count`` values behind ``reference``, in the store of the Ray node ``host``."""
         self.reference = reference
         self.host = host
         self.count = count
         self.dtype = np.dtype(dtype)
-        self.held = False
-        """Whether the budget knows of it."""
+        self.is_budgeted = False
+        """The budget gets the block's bytes back when the block goes."""
 
     @property
     def nbytes(self) -> int:
@@ -40,137 +42,134 @@ class Block:
 
     @cached_property
     def values(self) -> Array:
-        """[count], mapped and not to be written to. Raises EngineError for what is lost or not as announced."""
+        """Return the values [count], mapped and read-only. Raises EngineError for an object that is lost or differs."""
         values = fetch(self.reference)
         if not isinstance(values, np.ndarray) or values.shape != (self.count,) or values.dtype != self.dtype:
             found = f"{values.dtype} of {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
-            raise EngineError(f"store: a block of {self.count} values of {self.dtype} holds {found}.")
+            raise EngineError(f"object store: expected a block of {self.count} values of {self.dtype}, got {found}.")
         return values
 
-    def piece(self, start: int, end: int) -> Array:
-        """Of its values, without a copy."""
+    def read(self, start: int, end: int) -> Array:
+        """Return the values ``[start:end]`` without a copy."""
         return self.values[start:end]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return block_of, (self.reference, self.host, self.count, self.dtype.str)
+        return block_for, (self.reference, self.host, self.count, self.dtype.str)
 
 
-def block_of(reference: Any, host: str, count: int, dtype: str) -> Block:
-    """The one Block of this process for ``reference``."""
-    made = Block(reference, host, count, dtype)
-    return _BLOCKS.setdefault(reference, made)
+def block_for(reference: Any, host: str, count: int, dtype: str) -> Block:
+    """Return this process's one Block for ``reference``."""
+    return _BLOCKS.setdefault(reference, Block(reference, host, count, dtype))
 
 
-def here() -> str:
-    """The id of the Ray node that this process is on."""
-    host: str = quiet_ray().get_runtime_context().get_node_id()
-    return host
+def put_array(values: Array) -> Block:
+    """Copy an array into the store of this host."""
+    return block_for(import_ray().put(values), this_host(), len(values), values.dtype.str)
 
 
 def fetch(reference: Any) -> Any:
-    """What lies in the store, mapped without a copy. Raises EngineError."""
-    ray = quiet_ray()
+    """Return an object of the store, mapped without a copy. Raises EngineError for one that is lost."""
+    ray = import_ray()
     try:
         return ray.get(reference)
     except ray.exceptions.RayError as error:
-        raise EngineError(f"store: a block is lost ({first_line(error)}).") from error
+        raise EngineError(f"object store: a block is lost ({first_line(error)}).") from error
 
 
-class Places:
-    """Where each row of a column lies. Columns that are cut alike share one."""
+class RowSpans:
+    """Where each row of a column lies. Columns with rows of the same lengths share one."""
 
     def __init__(self, block: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64]) -> None:
-        """[rows] each: which block, where in it, how many values."""
+        """Take for each row [rows] the index of its block, its start in the block, and its number of values."""
         self.block, self.start, self.length = block, start, length
-        # The last answers: the sister columns of a batch ask for the same, and get the same object.
-        self._taken: tuple[Rows, Places] | None = None
-        self._joined: tuple[tuple[Places, ...], list[list[int]], Places] | None = None
+        # The last results: the sister columns of a batch ask for the same, and must get the same object.
+        self._last_take: tuple[Rows, RowSpans] | None = None
+        self._last_join: tuple[tuple[RowSpans, ...], list[list[int]], RowSpans] | None = None
 
-    def take(self, rows: Rows) -> "Places":
-        if self._taken is None or self._taken[0] is not rows:
-            self._taken = (rows, Places(self.block[rows], self.start[rows], self.length[rows]))
-        return self._taken[1]
+    def take(self, rows: Rows) -> "RowSpans":
+        if self._last_take is None or self._last_take[0] is not rows:
+            self._last_take = (rows, RowSpans(self.block[rows], self.start[rows], self.length[rows]))
+        return self._last_take[1]
 
     @staticmethod
-    def joined(parts: "tuple[Places, ...]", numbers: list[list[int]]) -> "Places":
-        """``numbers``: for each part what its blocks are called in the whole."""
-        last = parts[0]._joined
+    def joined(parts: "tuple[RowSpans, ...]", numbers: list[list[int]]) -> "RowSpans":
+        """Concatenate ``parts``. ``numbers`` lists for each part the indices that its blocks have in the result."""
+        last = parts[0]._last_join
         if last is not None and last[1] == numbers and all(a is b for a, b in zip(last[0], parts, strict=False)):
             return last[2]
-        whole = Places(
+        result = RowSpans(
             np.concatenate([np.asarray(n, np.int64)[part.block] for n, part in zip(numbers, parts, strict=True)]),
             np.concatenate([part.start for part in parts]),
             np.concatenate([part.length for part in parts]),
         )
-        parts[0]._joined = (parts, numbers, whole)
-        return whole
+        parts[0]._last_join = (parts, numbers, result)
+        return result
 
     @cached_property
     def runs(self) -> list[tuple[int, int, int]]:
-        """Block, start and end of rows that follow each other there, which can be read in one go."""
+        """Return block, start and end of each run of adjacent rows, which can be read in one go."""
         if not len(self.block):
             return []
         ends = self.start + self.length
         new = np.flatnonzero((self.start[1:] != ends[:-1]) | (self.block[1:] != self.block[:-1])) + 1
         first, last = np.append(0, new), np.append(new - 1, len(ends) - 1)
-        whole = (self.block[first], self.start[first], ends[last])
-        return list(zip(*(each.tolist() for each in whole), strict=True))
+        runs = (self.block[first], self.start[first], ends[last])
+        return list(zip(*(each.tolist() for each in runs), strict=True))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Rows that follow each other in a block are 0 apart.
+        # Adjacent rows have gaps of 0, which take no room in a message.
         ends = np.concatenate([[0], (self.start + self.length)[:-1]])
-        return _places, (compact(self.block), compact(self.start - ends), compact(self.length))
+        return _unpickle_spans, (compact(self.block), compact(self.start - ends), compact(self.length))
 
 
-def _places(block: Compact, gap: Compact, length: Compact) -> Places:
+def _unpickle_spans(block: Compact, gap: Compact, length: Compact) -> RowSpans:
     lengths, gaps = expanded(length), expanded(gap)
     ends = np.cumsum(gaps + lengths)
-    return Places(expanded(block), ends - lengths, lengths)
+    return RowSpans(expanded(block), ends - lengths, lengths)
 
 
-class Pieces(Protocol):
-    """Has a part of a block's values."""
+class BlockReader(Protocol):
+    """A source of some of a block's values."""
 
-    def ask(self) -> None:
-        """For them, without waiting."""
+    def request(self) -> None:
+        """Request the values without waiting for them."""
 
-    def piece(self, start: int, end: int) -> Array:
-        """The block's ``[start:end]``."""
+    def read(self, start: int, end: int) -> Array:
+        """Return the block's values ``[start:end]``."""
 
 
-class Stored(Packed):
-    """Rows that lie in blocks of the store. Those that are read are copied into one array, once."""
+class StoredColumn(Packed):
+    """A column whose rows lie in blocks of the store. The rows that are read are copied into one array, once."""
 
-    def __init__(self, blocks: Sequence[Block], places: Places, excerpts: Mapping[int, Pieces] | None = None) -> None:
-        """``excerpts``: by the number of a block, what is read in its place in this process."""
+    def __init__(self, blocks: Sequence[Block], spans: RowSpans, readers: Mapping[int, BlockReader] | None = None):
+        """Take the blocks and the rows' spans in them; ``readers`` replace blocks, by index, in this process."""
         self.blocks = tuple(blocks)
-        self.places = places
-        self._excerpts = excerpts or {}
+        self.spans = spans
+        self._readers = readers or {}
 
     @classmethod
-    def of(cls, block: Block, lengths: NDArray[np.int64]) -> "Stored":
-        """The rows of one block, one after another."""
-        places = Places(np.zeros(len(lengths), np.int64), offsets_of(lengths)[:-1], lengths)
-        return cls([block], places)
+    def of(cls, block: Block, lengths: NDArray[np.int64]) -> "StoredColumn":
+        """Return a column of the adjacent rows of one block."""
+        return cls([block], RowSpans(np.zeros(len(lengths), np.int64), offsets_of(lengths)[:-1], lengths))
 
     @classmethod
     def _joined(cls, parts: Sequence[Any]) -> Packed:
         blocks = {block: None for part in parts for block in part.blocks}
         number = {block: index for index, block in enumerate(blocks)}
         numbers = [[number[block] for block in part.blocks] for part in parts]
-        return Stored(list(blocks), Places.joined(tuple(part.places for part in parts), numbers))
+        return StoredColumn(list(blocks), RowSpans.joined(tuple(part.spans for part in parts), numbers))
 
     @cached_property
     def values(self) -> Array:
-        return self._read(self.places)
+        return self._read(self.spans)
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
-        return offsets_of(self.places.length)
+        return offsets_of(self.spans.length)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        return self.places.length
+        return self.spans.length
 
     @property
     def dtype(self) -> "np.dtype[Any]":
@@ -180,33 +179,56 @@ class Stored(Packed):
         if "values" in vars(self):
             return super().__getitem__(row)
         one = slice(row, row + 1)
-        return self._read(Places(self.places.block[one], self.places.start[one], self.places.length[one]))
+        return self._read(RowSpans(self.spans.block[one], self.spans.start[one], self.spans.length[one]))
 
-    def take(self, rows: Rows) -> "Stored":
-        return Stored(self.blocks, self.places.take(rows), self._excerpts)
+    def take(self, rows: Rows) -> "StoredColumn":
+        return StoredColumn(self.blocks, self.spans.take(rows), self._readers)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Stored, (self.blocks, self.places)
+        return StoredColumn, (self.blocks, self.spans)
 
-    def _read(self, places: Places) -> Array:
-        for excerpt in self._excerpts.values():
-            excerpt.ask()
+    def _read(self, spans: RowSpans) -> Array:
+        for reader in self._readers.values():
+            reader.request()
         pieces = []
-        for block, start, end in places.runs:
+        for block, start, end in spans.runs:
             if end > self.blocks[block].count:
-                raise EngineError("store: rows reach beyond the end of their block.")
-            pieces.append(self._excerpts.get(block, self.blocks[block]).piece(start, end))
+                raise EngineError("object store: rows reach beyond the end of their block.")
+            pieces.append(self._readers.get(block, self.blocks[block]).read(start, end))
         return np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
 
 
 def blocks_of(batch: Batch) -> Sequence[Block]:
-    """All that its columns lie in."""
+    """Return all blocks that the columns of a batch lie in."""
     found: dict[Block, None] = {}
 
     def note(column: Packed) -> Packed:
-        if isinstance(column, Stored):
+        if isinstance(column, StoredColumn):
             found.update(dict.fromkeys(column.blocks))
         return column
 
     batch.mapped(note)
     return list(found)
+
+
+def check_even(batch: Batch) -> None:
+    """Raise EngineError when fields differ in rows, or the columns of response tokens in the lengths of their rows."""
+    name, count = type(batch).__name__, len(batch)
+    for field in fields(batch):  # type: ignore[arg-type]
+        value = getattr(batch, field.name)
+        if isinstance(value, np.ndarray | Packed | Records | tuple | list) and len(value) != count:
+            raise EngineError(f"{name}.{field.name}: expected {count} rows, got {len(value)}.")
+        if isinstance(value, Packed) and value.lengths.min(initial=0) < 0:
+            raise EngineError(f"{name}.{field.name}: a row has {value.lengths.min()} values.")
+    if isinstance(batch, Rollouts):
+        for column in ("logprobs", "versions"):
+            check_lengths(f"{name}.{column}", getattr(batch, column), batch.response_ids.lengths)
+
+
+def check_lengths(name: str, column: Packed, lengths: NDArray[np.int64]) -> None:
+    """Raise EngineError for a column whose rows do not have the given lengths."""
+    if len(column) != len(lengths):
+        raise EngineError(f"{name}: expected {len(lengths)} rows, got {len(column)}.")
+    if not np.array_equal(column.lengths, lengths):
+        row = int(np.flatnonzero(column.lengths != lengths)[0])
+        raise EngineError(f"{name}: row {row} has {lengths[row]} tokens and {column.lengths[row]} values.")

@@ -16,11 +16,11 @@ from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError, UserError, first_line
 from rlflow.recipe import Model
 from rlflow.resources.layout import Worker
+from rlflow.runtime.objects.ray_api import wait_all
 from rlflow.runtime.ray.cluster.binding import Placed
 from rlflow.runtime.ray.cluster.hosts import lost
 from rlflow.runtime.ray.cluster.machine import PCI_ORDER
 from rlflow.runtime.ray.engine_specs import is_on_gpu, spec_of, weight_backend
-from rlflow.runtime.ray.role_proxy import gathered
 from rlflow.runtime.ray.worker import EngineWorker
 
 # That go on in one worker at a time: weights come while others are offered.
@@ -75,7 +75,7 @@ class Actors:
         for attempt in range(1, _ATTEMPTS + 1):
             # A host that has died since it was bound would leave them waiting for ever.
             self._wait_for([self.call(rank, "ready") for rank in ranks])
-            address = f"{self.address}:{gathered([self.call(0, 'meeting_port')])[0]}"
+            address = f"{self.address}:{wait_all([self.call(0, 'meeting_port')])[0]}"
             calls = [self.call(rank, "build", self._engine, self._spec(rank, address)) for rank in ranks]
             try:
                 self._wait_for(calls)
@@ -87,7 +87,7 @@ class Actors:
                 if not taken:
                     raise
                 if attempt == _ATTEMPTS:
-                    gathered(taken)
+                    wait_all(taken)
             self._renew(ranks)
 
     def _renew(self, ranks: Sequence[int]) -> None:
@@ -128,7 +128,7 @@ class Actors:
                 break
             if gone := lost(hosts):
                 raise EngineError(f"role {self._role}: lost {', '.join(host.name for host in gone)}.")
-        gathered(calls)
+        wait_all(calls)
 
     def everywhere(self, method: str, *arguments: Any) -> "list[Future[Any]]":
         return [self.call(rank, method, *arguments) for rank in range(len(self))]

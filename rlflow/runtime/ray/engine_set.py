@@ -15,7 +15,8 @@ from rlflow.recipe import Model
 from rlflow.runtime.generation.engine_group import summary
 from rlflow.runtime.generation.partial_results import Listener
 from rlflow.runtime.objects.budget import Budget, check_limits, store_limits
-from rlflow.runtime.objects.put import Handover, Remote
+from rlflow.runtime.objects.ray_api import wait_all
+from rlflow.runtime.objects.results import RemoteCall, StoreCalls
 from rlflow.runtime.objects.sharding import Cost, cost_of
 from rlflow.runtime.protocols import Engines, Held, StoreUse
 from rlflow.runtime.ray.actors import Actors, aside
@@ -23,7 +24,7 @@ from rlflow.runtime.ray.cluster.binding import Placed
 from rlflow.runtime.ray.engine_specs import is_on_gpu
 from rlflow.runtime.ray.gpu_turns import Turns
 from rlflow.runtime.ray.remote_objects import Hosting
-from rlflow.runtime.ray.role_proxy import RoleProxy, Workers, gathered
+from rlflow.runtime.ray.role_proxy import RoleProxy, Workers
 from rlflow.runtime.ray.watchdog import Watch
 from rlflow.runtime.weights.sync import directly, through_store
 
@@ -31,17 +32,17 @@ from rlflow.runtime.weights.sync import directly, through_store
 class RayWorkers(Actors):
     """The workers of a role, as its proxy calls them."""
 
-    def __init__(self, plan: Plan, role: str, model: Model, placed: Placed, handover: Handover) -> None:
+    def __init__(self, plan: Plan, role: str, model: Model, placed: Placed, store_calls: StoreCalls) -> None:
         super().__init__(plan, role, model, placed)
-        self.handover = handover
+        self.store_calls = store_calls
         # Others have no steps to be counted. Those that train meet in exchanges, which have limits of their own.
         self._watch = Watch(lambda actor: aside(actor, "steps"), self.end) if self.concurrent else None
 
     def submit(self, rank: int, method: str, *arguments: Any, wanted: bool = True) -> "Future[Any]":
-        return self.handover.call(self.remote(rank), method, *arguments, wanted=wanted)
+        return self.store_calls.call(self.remote(rank), method, *arguments, wanted=wanted)
 
-    def remote(self, rank: int) -> Remote:
-        """For the handover: calls any method of the worker itself."""
+    def remote(self, rank: int) -> RemoteCall:
+        """For the store_calls: calls any method of the worker itself."""
         watch, call = self._watch, partial(self.call, rank)
         return call if watch is None else lambda *arguments: watch.over(self.actors[rank], call(*arguments))
 
@@ -59,7 +60,7 @@ class RayEngines(Engines):
     def __init__(
         self,
         engines: Mapping[str, RoleProxy],
-        handover: Handover,
+        store_calls: StoreCalls,
         hosting: Hosting,
         directory: Path,
         turns: Turns,
@@ -72,7 +73,7 @@ class RayEngines(Engines):
         self._replaced = replaced
         self._stored: Counter[str] = Counter()
         self._steps = 0
-        self.handover = handover
+        self.store_calls = store_calls
         self._hosting = hosting
 
     def measured(self, step: int) -> dict[str, float]:
@@ -89,7 +90,7 @@ class RayEngines(Engines):
             of_role = {**summary(lines), "engines/replaced": len(failures)}
             metrics |= {f"{role}/{name}": value for name, value in of_role.items()}
         # Not what an evaluation before it has put.
-        stored = {edge: size for edge, size in self.handover.budget.taken_sums().items() if "/" not in edge}
+        stored = {edge: size for edge, size in self.store_calls.budget.drain_edge_bytes().items() if "/" not in edge}
         self._stored.update(stored)
         self._steps += 1
         return metrics | {f"store/{edge}_bytes": size for edge, size in stored.items()}
@@ -97,7 +98,7 @@ class RayEngines(Engines):
     def store_use(self) -> StoreUse:
         return StoreUse(
             edges={edge: size / self._steps for edge, size in self._stored.items()},
-            peaks=self.handover.budget.peaks,
+            peaks=self.store_calls.budget.peaks,
         )
 
     def heard_by(self, listener: Listener, role: str) -> AbstractContextManager[None]:
@@ -117,15 +118,16 @@ def start_engines(plan: Plan, models: Mapping[str, Model], placed: Placed, direc
     """All engines of a plan, built at once, and stopped on exit. Raises EngineError and UserErrors."""
     limits = store_limits()
     check_limits(plan, {name: limits[host.node_id] for name, host in placed.hosts.items()})
-    handover = Handover(Budget(limits))
+    store_calls = StoreCalls(Budget(limits))
     workers = {
-        name: RayWorkers(plan, name, models[role.model], placed, handover) for name, role in plan.recipe.roles.items()
+        name: RayWorkers(plan, name, models[role.model], placed, store_calls)
+        for name, role in plan.recipe.roles.items()
     }
     beside, sleepers, replaced = sharing(plan), sleeping(plan), replaced_whole(plan)
     turns = Turns(workers, beside, sleepers, replaced)
     with ThreadPoolExecutor(len(workers)) as pool, ExitStack() as running:
-        running.enter_context(handover.running())
-        hosting = running.enter_context(Hosting(handover))
+        running.enter_context(store_calls.running())
+        hosting = running.enter_context(Hosting(store_calls))
         for started in workers.values():
             running.callback(started.stop)
         apart = [role for role in workers if sleepers.isdisjoint({role, *beside[role]})]
@@ -134,12 +136,12 @@ def start_engines(plan: Plan, models: Mapping[str, Model], placed: Placed, direc
             # One after another, those that write first: vLLM measures what is free, and nobody else may change it.
             workers[role].start()
             turns.rest(role)
-        gathered(starting)
+        wait_all(starting)
         engines = {
             role: RoleProxy(role, started, plan.roles[role].layout, started.concurrent, turns, _cost(plan, role))
             for role, started in workers.items()
         }
-        yield RayEngines(engines, handover, hosting, directory, turns, replaced)
+        yield RayEngines(engines, store_calls, hosting, directory, turns, replaced)
 
 
 def _cost(plan: Plan, role: str) -> Cost:

@@ -3,7 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
-from rlflow.runtime.ray.role_proxy import Workers, gathered
+from rlflow.runtime.objects.ray_api import wait_all
+from rlflow.runtime.ray.role_proxy import Workers
 
 
 class Turns:
@@ -89,4 +90,4 @@ class Turns:
 
     def _call(self, role: str, method: str, *arguments: object) -> None:
         workers = self._workers[role]
-        gathered([workers.submit(rank, method, *arguments) for rank in range(len(workers))])
+        wait_all([workers.submit(rank, method, *arguments) for rank in range(len(workers))])

@@ -4,7 +4,7 @@ The rule: split by data-parallel rank, call, join in the order of the rows.
 """
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,9 +27,10 @@ from rlflow.engines.base import Sampling, TokenLoss
 from rlflow.errors import EngineError
 from rlflow.resources.layout import Layout
 from rlflow.runtime.generation.engine_group import Writing
-from rlflow.runtime.objects.dispatch import Whole
-from rlflow.runtime.objects.pending import check_lengths
-from rlflow.runtime.objects.sharding import TOKENS, Cost, Index, shares
+from rlflow.runtime.objects.ray_api import wait_all
+from rlflow.runtime.objects.sharding import TOKENS, Cost, Index, divide_rows
+from rlflow.runtime.objects.slices import SharedBatch
+from rlflow.runtime.objects.store import check_lengths
 
 if TYPE_CHECKING:
     from rlflow.runtime.ray.gpu_turns import Turns
@@ -76,16 +77,16 @@ class RoleProxy:
             return self.writing.generate(prompts, sampling)
         # An engine that takes nothing more while it writes has its share from the beginning.
         parts = [part for part in np.array_split(np.arange(len(prompts)), len(self.workers)) if len(part)]
-        whole = Whole(prompts)
-        calls = [self.workers.submit(rank, "generate", whole.part(part), sampling) for rank, part in enumerate(parts)]
-        return Rollouts.joined(gathered(calls))
+        whole = SharedBatch(prompts)
+        calls = [self.workers.submit(rank, "generate", whole.slice(part), sampling) for rank, part in enumerate(parts)]
+        return Rollouts.joined(wait_all(calls))
 
     def write_on(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
         self._turns.take(self._role)
         if self.writing is not None:
             return self.writing.write_on(prompts, sampling, begun, enough)
         # The engines that can and take nothing more while they write have one worker.
-        written: Rollouts = gathered([self.workers.submit(0, "write_on", prompts, sampling, begun, enough)])[0]
+        written: Rollouts = wait_all([self.workers.submit(0, "write_on", prompts, sampling, begun, enough)])[0]
         return written
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
@@ -110,12 +111,12 @@ class RoleProxy:
     def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
         """The metrics are those of the whole minibatch, which every rank has."""
         self._turns.take(self._role)
-        whole, idle = Whole(minibatch), Whole(_without_weight(minibatch.take(_FIRST)))
+        whole, idle = SharedBatch(minibatch), SharedBatch(_without_weight(minibatch.take(_FIRST)))
         calls = []
-        for rank, rows in self._ranks(shares(minibatch, self._num_shares, self._cost)):
-            part = whole.part(rows) if len(rows) else idle.part(_FIRST)
+        for rank, rows in self._ranks(divide_rows(minibatch, self._num_shares, self._cost)):
+            part = whole.slice(rows) if len(rows) else idle.slice(_FIRST)
             calls.append(self.workers.submit(rank, "update", part, loss))
-        metrics: Metrics = gathered(calls)[0]
+        metrics: Metrics = wait_all(calls)[0]
         return metrics
 
     def save(self, folder: Path) -> None:
@@ -151,15 +152,15 @@ class RoleProxy:
 
     def set_micro_batch_tokens(self, tokens: int) -> None:
         """Of every worker, from its next call on."""
-        gathered([self.workers.submit(rank, "set_micro_batch_tokens", tokens) for rank in range(len(self.workers))])
+        wait_all([self.workers.submit(rank, "set_micro_batch_tokens", tokens) for rank in range(len(self.workers))])
 
     def set_max_num_seqs(self, number: int) -> None:
         """Likewise."""
-        gathered([self.workers.submit(rank, "set_max_num_seqs", number) for rank in range(len(self.workers))])
+        wait_all([self.workers.submit(rank, "set_max_num_seqs", number) for rank in range(len(self.workers))])
 
     def memory_share(self) -> float:
         """Of the worker that has the least left."""
-        shares = gathered([self.workers.submit(rank, "memory_share") for rank in range(len(self.workers))])
+        shares = wait_all([self.workers.submit(rank, "memory_share") for rank in range(len(self.workers))])
         return float(max(shares))
 
     @property
@@ -168,7 +169,7 @@ class RoleProxy:
 
     def _everywhere(self, method: str, folder: Path) -> None:
         self._turns.take(self._role)
-        gathered([self.workers.submit(rank, method, folder) for rank in range(len(self.workers))])
+        wait_all([self.workers.submit(rank, method, folder) for rank in range(len(self.workers))])
 
     def _ranks(self, parts: Sequence[Index]) -> Iterable[tuple[int, Index]]:
         """Each rank with its rows; the sequence-parallel ranks of a share have the same."""
@@ -191,30 +192,21 @@ class RoleProxy:
         Ranks without rows work on the first one: sharded models need all ranks for every pass.
         """
         self._turns.take(self._role)
-        parts, whole = shares(sequences, self._num_shares, self._cost), Whole(sent)
+        parts, whole = divide_rows(sequences, self._num_shares, self._cost), SharedBatch(sent)
         calls = [
             self.workers.submit(
                 rank,
                 method,
-                whole.part(rows if len(rows) else _FIRST),
+                whole.slice(rows if len(rows) else _FIRST),
                 *arguments,
                 # Each of the ranks that share a sequence has all of the result.
                 wanted=rank % self._width == 0 and len(rows) > 0,
             )
             for rank, rows in self._ranks(parts)
         ]
-        results = gathered(calls)[:: self._width]
+        results = wait_all(calls)[:: self._width]
         ranks = range(0, len(self.workers), self._width)
         return [each for each in zip(ranks, results, parts, strict=True) if len(each[2])]
-
-
-def gathered(calls: "Sequence[Future[Any]]") -> list[Any]:
-    """The results in the order of ``calls``. The first failure is raised at once; the other calls are left alone."""
-    done, _ = wait(calls, return_when=FIRST_EXCEPTION)
-    for call in done:
-        if (error := call.exception()) is not None:
-            raise error
-    return [call.result() for call in calls]
 
 
 def _without_weight(minibatch: Minibatch) -> Minibatch:

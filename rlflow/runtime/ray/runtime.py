@@ -14,6 +14,7 @@ from rlflow.errors import PlacementError, first_line
 from rlflow.extras import check_extra
 from rlflow.recipe import Model
 from rlflow.resources.layout import Bundle
+from rlflow.runtime.objects.ray_api import import_ray
 from rlflow.runtime.protocols import Engines
 from rlflow.runtime.ray.cluster.binding import (
     Bound,
@@ -28,7 +29,7 @@ from rlflow.runtime.ray.cluster.binding import (
     wanted_bundles,
     wanted_gpus,
 )
-from rlflow.runtime.ray.cluster.hosts import connected, holders, live_hosts, lost, quiet_ray, ray_errors
+from rlflow.runtime.ray.cluster.hosts import connected, holders, live_hosts, lost, ray_errors
 from rlflow.runtime.ray.cluster.machine import gpu_listing, gpus_from
 from rlflow.runtime.ray.engine_specs import check_engines
 
@@ -71,7 +72,7 @@ def bound(plan: Plan) -> Iterator[Placed]:
 
     Raises PlacementError: within 10 s for hosts that are missing, taken, or die in the meantime.
     """
-    quiet_ray()
+    import_ray()
     from ray.util import placement_group, remove_placement_group
 
     wanted = wanted_bundles(plan)
@@ -143,7 +144,7 @@ def _late(what: str, seconds: float, hosts: Iterable[LiveHost]) -> PlacementErro
 
 def _ask(group: Any, reserved: tuple[Bundle, ...], hosts: Mapping[str, LiveHost]) -> list[Bound]:
     """What each bundle of the group has got, told by a process inside it: a GPU of every host at a time."""
-    ray = quiet_ray()
+    ray = import_ray()
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -170,7 +171,7 @@ def _ask(group: Any, reserved: tuple[Bundle, ...], hosts: Mapping[str, LiveHost]
 
 
 def _are_there(answers: list[Any]) -> bool:
-    waiting = quiet_ray().wait(answers, num_returns=len(answers), timeout=_POLL_S)[1]
+    waiting = import_ray().wait(answers, num_returns=len(answers), timeout=_POLL_S)[1]
     return not waiting
 
 
@@ -181,7 +182,7 @@ def _never() -> bool:
 
 def _tell() -> tuple[str, str, str | None]:
     """In a bundle: the id of its node, and of its GPU, and what nvidia-smi calls that."""
-    context = quiet_ray().get_runtime_context()
+    context = import_ray().get_runtime_context()
     gpu_id = ",".join(context.get_accelerator_ids()["GPU"])
     return context.get_node_id(), gpu_id, next(iter(gpus_from(_listing(), gpu_id)), None)
 

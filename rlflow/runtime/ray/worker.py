@@ -12,7 +12,7 @@ from rlflow.engines.base import EngineSpec, WeightBackend
 from rlflow.engines.buckets import Bucket, buckets
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError
-from rlflow.runtime.objects.pending import Keeper
+from rlflow.runtime.objects.results import ObjectProcess
 from rlflow.runtime.ray.engine_specs import build
 from rlflow.runtime.weights.gpu import Receivers, send, sender
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class EngineWorker(Keeper):
+class EngineWorker(ObjectProcess):
     """Its methods are called from several threads at once: what an engine is asked waits in none of its callers' way.
 
     Libraries keep state by thread, so an engine that is not made for several is only ever called from one.

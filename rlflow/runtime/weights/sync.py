@@ -7,8 +7,8 @@ from typing import Any
 
 from rlflow.engines.base import WeightBackend
 from rlflow.errors import EngineError, UserError
+from rlflow.runtime.objects.ray_api import wait_all
 from rlflow.runtime.ray.actors import Actors, aside
-from rlflow.runtime.ray.role_proxy import gathered
 from rlflow.runtime.weights.gpu import Receivers
 
 _ATTEMPTS = 3
@@ -97,7 +97,7 @@ def _bucket_by_bucket(source: Actors, target: Actors, version: int) -> float:
     if failed:
         first = next(iter(failed.values()))
         raise NotTakenError(str(first), list(failed)) if isinstance(first, EngineError) else first
-    own: list[float] = gathered(takes)
+    own: list[float] = wait_all(takes)
     return max(own)
 
 
@@ -123,7 +123,7 @@ def _within(calls: "Mapping[Future[Any], Place]", receiving: Actors | None = Non
     done, late = wait(calls, timeout=LIMIT_S, return_when=FIRST_EXCEPTION)
     if late and not any(call.exception() for call in done):
         _end([calls[call] for call in calls if call in late] + (_at_work(receiving) if receiving else []))
-    return gathered(list(calls))
+    return wait_all(list(calls))
 
 
 def _at_work(actors: Actors) -> list[Place]:

@@ -16,8 +16,7 @@ from rlflow.engines.base import Sampling
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.recipe import Recipe
 from rlflow.resources.workload import Edge
-from rlflow.runtime.objects import pending as kept
-from rlflow.runtime.objects import store
+from rlflow.runtime.objects import results, store
 from rlflow.runtime.objects.store import Block
 from tests.helpers import prompts, spec
 
@@ -61,16 +60,16 @@ def test_as_many_bytes_as_an_engine_puts_into_the_store(monkeypatch: pytest.Monk
 
     def put(values: Any) -> Block:
         held[len(held)] = values
-        return store.block_of(len(held) - 1, "host", len(values), values.dtype.str)
+        return store.block_for(len(held) - 1, "host", len(values), values.dtype.str)
 
     monkeypatch.setattr(store, "fetch", held.__getitem__)
-    monkeypatch.setattr(kept, "put", put)
-    monkeypatch.setattr(kept, "here", lambda: "host")
+    monkeypatch.setattr(results, "put_array", put)
+    monkeypatch.setattr(results, "this_host", lambda: "host")
 
     def stored(of: Any) -> tuple[Any, int]:
-        keeping = kept.Kept()
-        size = keeping.add(0, of).nbytes
-        return keeping.put(0), size
+        held_results = results.HeldResults()
+        size = held_results.add(0, of).nbytes
+        return held_results.put(0), size
 
     sampling = Sampling(max_tokens=16, group_size=8)
     rows = tuple({"prompt": text, "answer": "115"} for text in ("1+2=", "45+70=", "125+300=") * 4)

@@ -14,7 +14,7 @@ from rlflow.engines.registry import engine_class
 from rlflow.report.records import tuning_table
 from rlflow.runtime.ray.engine_specs import num_sequences
 from rlflow.runtime.tuning import Tuner, with_places
-from tests.unit.runtime.test_proxies import Threads, proxy
+from tests.unit.runtime.ray.test_role_proxy import Threads, proxy
 
 
 class Stub:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rlflow.errors import EngineError, PlacementError, UserError, first_line
 from rlflow.resources.cluster import Cluster
+from rlflow.runtime.objects.ray_api import import_ray
 from rlflow.runtime.ray.cluster.binding import LiveHost
 from rlflow.runtime.ray.cluster.private_ray import environment, private_ray
 
@@ -29,7 +30,7 @@ _SIMULATED = "rlflow-simulated"
 def connected(cluster: Cluster) -> Iterator[None]:
     """Ray for ``cluster``: the one that this process is in already, simulated hosts where the cluster has no GPUs, one
     that runs, or else one of this machine. What it starts it stops. Raises PlacementError where none can be had."""
-    ray = quiet_ray()
+    ray = import_ray()
     if ray.is_initialized():
         yield
     elif all(cluster.memory_gib(host) is None for host in cluster.hosts):
@@ -47,7 +48,7 @@ def connected(cluster: Cluster) -> Iterator[None]:
 def simulated(cluster: Cluster, store_bytes: int = _SIMULATED_STORE) -> Iterator[Any]:
     """Hosts that are processes of this machine, with numbers in place of GPUs, and object stores of ``store_bytes``
     each. They listen on this machine alone. Gives Ray's own object for them."""
-    quiet_ray()
+    import_ray()
     from ray._private.services import find_bootstrap_address
     from ray.cluster_utils import Cluster as Processes
 
@@ -97,7 +98,7 @@ def _set_address(address: str | None) -> None:
 @contextmanager
 def joined(address: str) -> Iterator[None]:
     """Ray at ``address``, or a new one for ``local``."""
-    ray = quiet_ray()
+    ray = import_ray()
     options = {"include_dashboard": False} if address == "local" else {}
     with _own_signals() as keep_signals:
         try:
@@ -114,7 +115,7 @@ def joined(address: str) -> Iterator[None]:
 @contextmanager
 def ray_errors(*others: type[Exception]) -> Iterator[None]:
     """Raises EngineError for what Ray raises when it fails itself, and for errors of ``others``."""
-    quiet_ray()
+    import_ray()
     from ray.exceptions import RayError
 
     try:
@@ -123,21 +124,6 @@ def ray_errors(*others: type[Exception]) -> Iterator[None]:
         raise
     except (RayError, *others) as error:
         raise EngineError(f"Ray failed: {first_line(error)}.") from error
-
-
-def quiet_ray() -> Any:
-    """Ray, which keeps its words to its own files."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # What fails is told by whoever asked for it.
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # Of a Ray that is started here: engines are what the machine is there for.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    import ray
-
-    logger = logging.getLogger("ray")
-    if logger.level != logging.ERROR:  # setting it empties the caches of all loggers
-        logger.setLevel(logging.ERROR)
-    return ray
 
 
 def running_ray() -> str | None:
@@ -171,7 +157,7 @@ def running_ray() -> str | None:
 
 def live_hosts() -> list[LiveHost]:
     """All hosts that Ray knows, those that have died too."""
-    ray = quiet_ray()
+    ray = import_ray()
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
@@ -199,7 +185,7 @@ def lost(hosts: Mapping[str, LiveHost]) -> list[LiveHost]:
 
 def holders() -> dict[str, list[str]]:
     """By node id who has GPUs there, as far as Ray tells: actors, tasks and placement groups."""
-    quiet_ray()
+    import_ray()
     from ray._private.state import state
     from ray.core.generated.gcs_pb2 import ActorTableData, TaskEvents
     from ray.util import placement_group_table

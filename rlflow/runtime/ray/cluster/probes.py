@@ -15,8 +15,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from rlflow.errors import PlacementError, UserError, first_line
+from rlflow.runtime.objects.ray_api import import_ray
 from rlflow.runtime.ray.cluster.binding import LiveHost, in_order
-from rlflow.runtime.ray.cluster.hosts import holders, joined, live_hosts, quiet_ray, ray_errors, running_ray
+from rlflow.runtime.ray.cluster.hosts import holders, joined, live_hosts, ray_errors, running_ray
 from rlflow.runtime.ray.cluster.machine import PCI_ORDER, ask, gpus_of_this_machine
 
 _TOLD_S = 120.0
@@ -64,7 +65,7 @@ def none_free(hosts: Sequence[LiveHost], holders: Mapping[str, Sequence[str]]) -
 
 def _devices_of(hosts: Sequence[LiveHost]) -> dict[str, list[str]]:
     """By node id, of those with GPUs."""
-    ray = quiet_ray()
+    ray = import_ray()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     asked = [host.node_id for host in hosts if host.gpus and not host.simulated]
@@ -123,11 +124,11 @@ def ray_hosts() -> list[dict[str, Any]] | None:
 
     Raises PlacementError, or what Ray raises, for a cluster that cannot be joined.
     """
-    from rlflow.runtime.ray.cluster.hosts import live_hosts, quiet_ray, running_ray
+    from rlflow.runtime.ray.cluster.hosts import live_hosts, running_ray
 
     if (address := running_ray()) is None:
         return None
-    quiet_ray().init(address, log_to_driver=False, logging_level="ERROR")
+    import_ray().init(address, log_to_driver=False, logging_level="ERROR")
     return [{"name": host.name, "gpus": host.gpus, "free": host.free_gpus} for host in live_hosts() if host.alive]
 
 

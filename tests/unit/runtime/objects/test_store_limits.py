@@ -21,7 +21,7 @@ def test_a_store_that_is_large_enough() -> None:
 
 
 def test_a_step_that_does_not_fit() -> None:
-    with pytest.raises(PlacementError, match=r"data\.batch_size: 0\.00 GiB of a step's data are expected") as caught:
+    with pytest.raises(PlacementError, match=r"data\.batch_size: a step is predicted to need 0\.00 GiB") as caught:
         check_limits(PLAN, limits(max(PEAKS.values()) - 1))
     assert "--object-store-memory, or make batch_size, group_size or max_tokens smaller" in str(caught.value)
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from rlflow.batch import Logprobs
 from rlflow.errors import EngineError
-from rlflow.runtime.objects import slices as excerpts
-from rlflow.runtime.objects import store
-from rlflow.runtime.objects.slices import Cutter, near
-from rlflow.runtime.objects.store import Places, Stored, block_of
+from rlflow.runtime.objects import slices, store
+from rlflow.runtime.objects.slices import Slicer, localize
+from rlflow.runtime.objects.store import RowSpans, StoredColumn, block_for
 
 LENGTHS = np.array([3, 0, 2, 4, 1])
 STARTS = np.cumsum(LENGTHS) - LENGTHS
@@ -38,11 +37,11 @@ class Elsewhere:
         self.cut: list[Any] = []
         self.fails = False
         cutter = SimpleNamespace(cut=SimpleNamespace(remote=lambda *arguments: arguments))
-        self._cutter = Cutter()
-        monkeypatch.setattr(excerpts, "_cutter", cache(lambda host: cutter))
-        monkeypatch.setattr(excerpts, "_WORTH", 1)
+        self._cutter = Slicer()
+        monkeypatch.setattr(slices, "_slicer_on", cache(lambda host: cutter))
+        monkeypatch.setattr(slices, "_MIN_SAVED_BYTES", 1)
         monkeypatch.setattr(
-            excerpts, "quiet_ray", lambda: SimpleNamespace(get=self._get, put=self._put, exceptions=ray.exceptions)
+            slices, "import_ray", lambda: SimpleNamespace(get=self._get, put=self._put, exceptions=ray.exceptions)
         )
         monkeypatch.setattr(store, "_BLOCKS", type(store._BLOCKS)())
         monkeypatch.setattr(store, "fetch", self._fetch)
@@ -50,7 +49,7 @@ class Elsewhere:
     def block(self, host: str, first: int) -> Any:
         reference = Reference(f"{host} {first}")
         self.objects[reference] = np.arange(first, first + LENGTHS.sum(), dtype=np.int32)
-        return block_of(reference, host, int(LENGTHS.sum()), "<i4")
+        return block_for(reference, host, int(LENGTHS.sum()), "<i4")
 
     def _fetch(self, reference: Any) -> Any:
         self.fetched.append(reference)
@@ -74,11 +73,11 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
     return Elsewhere(monkeypatch)
 
 
-def column(elsewhere: Elsewhere, rows: list[int]) -> Stored:
+def column(elsewhere: Elsewhere, rows: list[int]) -> StoredColumn:
     """Rows 0 to 4 are here, 5 to 9 and 10 to 14 on other hosts."""
     blocks = [elsewhere.block(host, first) for host, first in (("here", 0), ("b", 100), ("c", 200))]
-    places = Places(np.repeat([0, 1, 2], 5), np.tile(STARTS, 3), np.tile(LENGTHS, 3))
-    return Stored(blocks, places).take(np.array(rows, np.int64))
+    spans = RowSpans(np.repeat([0, 1, 2], 5), np.tile(STARTS, 3), np.tile(LENGTHS, 3))
+    return StoredColumn(blocks, spans).take(np.array(rows, np.int64))
 
 
 def values_of(batch: Logprobs) -> list[int]:
@@ -88,7 +87,7 @@ def values_of(batch: Logprobs) -> list[int]:
 
 def test_only_what_is_read_comes(elsewhere: Elsewhere) -> None:
     whole = Logprobs(values=column(elsewhere, [0, 5, 8, 7, 13, 5]))
-    read = near(whole, "here")
+    read = localize(whole, "here")
     assert values_of(read) == [0, 1, 2, 100, 101, 102, 105, 106, 107, 108, 103, 104, 205, 206, 207, 208, 100, 101, 102]
     assert elsewhere.fetched == ["here 0"]
     assert [len(values) for values in elsewhere.cut] == [9, 4]
@@ -101,7 +100,7 @@ def test_any_rows_are_the_same(rows: list[int], draw: Any) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         elsewhere = Elsewhere(monkeypatch)
         plain = Logprobs(values=column(elsewhere, rows))
-        read = near(plain, "here")
+        read = localize(plain, "here")
         taken = draw.draw(st.lists(st.integers(0, len(rows) - 1), max_size=6)) if rows else []
         for picked in (np.arange(len(rows)), np.array(taken, np.int64)):
             assert values_of(read.take(picked)) == values_of(plain.take(picked))
@@ -109,19 +108,19 @@ def test_any_rows_are_the_same(rows: list[int], draw: Any) -> None:
 
 def test_ranks_that_share_sequences_share_what_is_cut_out(elsewhere: Elsewhere) -> None:
     whole = Logprobs(values=column(elsewhere, [5, 8]))
-    assert values_of(near(whole, "here")) == values_of(near(whole, "d"))
+    assert values_of(localize(whole, "here")) == values_of(localize(whole, "d"))
     assert len(elsewhere.cut) == 1
 
 
 def test_a_block_of_which_all_is_read_comes_whole(elsewhere: Elsewhere) -> None:
-    read = near(Logprobs(values=column(elsewhere, [9, 8, 7, 5])), "here")
+    read = localize(Logprobs(values=column(elsewhere, [9, 8, 7, 5])), "here")
     assert len(values_of(read)) == 10
     assert elsewhere.cut == []
     assert elsewhere.fetched == ["b 100"]
 
 
 def test_nothing_is_asked_for_that_is_not_read(elsewhere: Elsewhere) -> None:
-    read = near(Logprobs(values=column(elsewhere, [5, 10])), "here")
+    read = localize(Logprobs(values=column(elsewhere, [5, 10])), "here")
     assert read.values.lengths.tolist() == [3, 3]
     assert not elsewhere.cut
     assert not elsewhere.fetched
@@ -129,7 +128,7 @@ def test_nothing_is_asked_for_that_is_not_read(elsewhere: Elsewhere) -> None:
 
 def test_where_nobody_cuts_the_block_comes_whole(elsewhere: Elsewhere) -> None:
     elsewhere.fails = True
-    read = near(Logprobs(values=column(elsewhere, [5, 0])), "here")
+    read = localize(Logprobs(values=column(elsewhere, [5, 0])), "here")
     assert values_of(read) == [100, 101, 102, 0, 1, 2]
     assert elsewhere.fetched == ["b 100", "here 0"]
 
@@ -141,15 +140,15 @@ def test_where_nobody_who_cuts_can_be_started_the_block_comes_whole(
     def start(host: str) -> Any:
         raise error
 
-    monkeypatch.setattr(excerpts, "_cutter", start)
-    assert values_of(near(Logprobs(values=column(elsewhere, [5, 0])), "here")) == [100, 101, 102, 0, 1, 2]
+    monkeypatch.setattr(slices, "_slicer_on", start)
+    assert values_of(localize(Logprobs(values=column(elsewhere, [5, 0])), "here")) == [100, 101, 102, 0, 1, 2]
     assert elsewhere.fetched == ["b 100", "here 0"]
 
 
 def test_who_cuts_does_not_hold_the_block(elsewhere: Elsewhere) -> None:
     reference = Reference("b 100")
     elsewhere.objects["b 100"] = np.arange(10)
-    cutter, spans = Cutter(), (np.array([2]), np.array([4]))
+    cutter, spans = Slicer(), (np.array([2]), np.array([4]))
     assert cutter.cut([reference], *spans) == cutter.cut([Reference("b 100")], *spans)
     assert len(elsewhere.cut) == 1
     held = weakref.ref(reference)
@@ -158,7 +157,7 @@ def test_who_cuts_does_not_hold_the_block(elsewhere: Elsewhere) -> None:
 
 
 def test_rows_beyond_the_end(elsewhere: Elsewhere) -> None:
-    places = Places(np.array([0]), np.array([8]), np.array([5]))
-    read = near(Logprobs(values=Stored([elsewhere.block("b", 100)], places)), "here")
+    spans = RowSpans(np.array([0]), np.array([8]), np.array([5]))
+    read = localize(Logprobs(values=StoredColumn([elsewhere.block("b", 100)], spans)), "here")
     with pytest.raises(EngineError, match="reach beyond the end of their block"):
         values_of(read)

@@ -9,11 +9,10 @@ import pytest
 
 from rlflow.batch import Logprobs, Packed, Repeated, Rewards
 from rlflow.errors import EngineError
-from rlflow.runtime.objects import pending as kept
-from rlflow.runtime.objects import store
-from rlflow.runtime.objects.dispatch import SentPart, Whole, opened
-from rlflow.runtime.objects.pending import Kept
-from rlflow.runtime.objects.store import Block, Stored
+from rlflow.runtime.objects import results, store
+from rlflow.runtime.objects.results import HeldResults
+from rlflow.runtime.objects.slices import SharedBatch, SliceMessage, open_message
+from rlflow.runtime.objects.store import Block, StoredColumn
 from tests.helpers import prompts, rollouts, sequences
 
 
@@ -24,19 +23,20 @@ def objects(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
 
     def put(values: Any) -> Block:
         held[len(held)] = values
-        return store.block_of(len(held) - 1, "h", len(values), values.dtype.str)
+        return store.block_for(len(held) - 1, "h", len(values), values.dtype.str)
 
     monkeypatch.setattr(store, "_BLOCKS", type(store._BLOCKS)())
     monkeypatch.setattr(store, "fetch", held.__getitem__)
-    monkeypatch.setattr(kept, "put", put)
-    monkeypatch.setattr(kept, "here", lambda: "h")
+    monkeypatch.setattr(results, "put_array", put)
+    monkeypatch.setattr(store, "put_array", put)
+    monkeypatch.setattr(results, "this_host", lambda: "h")
     return held
 
 
 def stored(of: Any) -> Any:
-    keeping = Kept()
-    keeping.add(0, of)
-    return keeping.put(0)
+    held_results = HeldResults()
+    held_results.add(0, of)
+    return held_results.put(0)
 
 
 def rows_of(column: Packed) -> list[list[Any]]:
@@ -60,7 +60,7 @@ def test_an_object_a_field(objects: dict[int, Any], written: Any) -> None:
         assert rows_of(getattr(out, name)) == rows_of(getattr(written, name)), name
     assert list(out.texts) == list("abcdef")
     assert list(out.rows) == [{"answer": "1"}] * 6
-    assert Kept().add(0, out).result is out, "what is in the store already stays there"
+    assert HeldResults().add(0, out).value is out, "what is in the store already stays there"
 
 
 @pytest.mark.usefixtures("objects")
@@ -70,7 +70,7 @@ def test_rows_of_several_producers(written: Any, rows: list[int]) -> None:
     taken = whole.take(np.array(rows, np.int64))
     for name in ("prompt_ids", "response_ids", "logprobs", "versions"):
         column, expected = getattr(taken, name), getattr(written, name)
-        assert isinstance(column, Repeated if name == "versions" else Stored)
+        assert isinstance(column, Repeated if name == "versions" else StoredColumn)
         assert rows_of(column) == [expected[row].tolist() for row in rows]
         assert column.values.tolist() == [value for row in rows for value in expected[row]]
         assert column.values.dtype == expected.values.dtype
@@ -83,7 +83,7 @@ def test_rows_of_several_producers(written: Any, rows: list[int]) -> None:
 def test_columns_that_are_cut_alike_travel_once(written: Any) -> None:
     whole = type(written).joined([stored(written.take(np.array(part))) for part in ([0, 1], [2, 3, 4, 5])])
     for batch in (whole, whole.take(np.array([4, 2])), pickle.loads(pickle.dumps(whole))):
-        assert batch.logprobs.places is batch.response_ids.places
+        assert batch.logprobs.spans is batch.response_ids.spans
     again = pickle.loads(pickle.dumps(whole.take(np.array([5, 0]))))
     assert rows_of(again.logprobs) == [rows_of(written.logprobs)[row] for row in (5, 0)]
     assert again.logprobs.blocks[0] is whole.logprobs.blocks[0], "there is one of each block in a process"
@@ -109,38 +109,38 @@ def test_only_blocks_that_are_asked_for_are_fetched(objects: dict[int, Any], wri
 
 
 def test_results_of_many_calls_are_handed_over_as_one(objects: dict[int, Any], written: Any) -> None:
-    keeping = Kept()
-    sizes = [keeping.add(3, written.take(np.array([row]))).nbytes for row in (4, 0, 1)]
+    held_results = HeldResults()
+    sizes = [held_results.add(3, written.take(np.array([row]))).nbytes for row in (4, 0, 1)]
     assert objects == {}
-    out = keeping.put(3)
+    out = held_results.put(3)
     assert len(objects) == 5
     assert sum(sizes) == sum(values.nbytes for values in objects.values())
     assert rows_of(out.response_ids) == [rows_of(written.response_ids)[row] for row in (4, 0, 1)]
     with pytest.raises(KeyError):
-        keeping.put(3)
+        held_results.put(3)
 
 
 def test_columns_are_kept_as_they_are_declared(objects: dict[int, Any], written: Any) -> None:
     """Whatever an engine gives, what several of them have made can be joined without its values."""
-    keeping = Kept()
+    held_results = HeldResults()
     count = len(written.versions.values)
     changing = written.versions.like(np.arange(count, dtype=np.int32) // 3)
     same = Repeated(np.zeros(len(written), np.float32), written.response_ids.lengths)
-    sizes = [keeping.add(0, each).nbytes for each in (written, replace(written, versions=changing, logprobs=same))]
-    out = keeping.put(0)
+    sizes = [held_results.add(0, each).nbytes for each in (written, replace(written, versions=changing, logprobs=same))]
+    out = held_results.put(0)
     assert isinstance(out.versions, Repeated)
-    assert isinstance(out.logprobs, Stored)
+    assert isinstance(out.logprobs, StoredColumn)
     assert out.versions.values.tolist() == written.versions.values.tolist() + changing.values.tolist()
     assert rows_of(out.logprobs) == rows_of(written.logprobs) + rows_of(same)
     assert sum(sizes) == sum(values.nbytes for values in objects.values())
 
 
 def test_what_has_no_columns_is_given_back(objects: dict[int, Any]) -> None:
-    keeping = Kept()
+    held_results = HeldResults()
     rewards = Rewards(values=np.ones(2, np.float32))
     for result in (rewards, None, 0.5):
-        assert keeping.add(0, result).result is result
-    assert keeping.add(None, prompts()).nbytes == 0
+        assert held_results.add(0, result).value is result
+    assert held_results.add(None, prompts()).nbytes == 0
     assert objects == {}
 
 
@@ -153,44 +153,44 @@ class TestBadData:
             fresh = pickle.loads(pickle.dumps(out))
             for block in fresh.response_ids.blocks:
                 vars(block).pop("values", None)
-            with pytest.raises(EngineError, match=rf"store: a block of 16 values of int32 holds {said}"):
+            with pytest.raises(EngineError, match=rf"object store: expected a block of 16 values of int32, got {said}"):
                 _ = fresh.response_ids.values
 
     def test_rows_beyond_the_end(self, objects: dict[int, Any]) -> None:
-        column = Stored.of(kept.put(np.arange(4)), np.array([2, 3]))
+        column = StoredColumn.of(store.put_array(np.arange(4)), np.array([2, 3]))
         with pytest.raises(EngineError, match="reach beyond the end of their block"):
             _ = column.values
         assert objects
 
     def test_columns_that_do_not_fit_each_other(self, objects: dict[int, Any], written: Any) -> None:
         short = written.logprobs.take(np.array([0, 1, 2, 3, 4, 4]))
-        with pytest.raises(EngineError, match="logprobs has 5 values in row 5, where there are 1 tokens"):
-            Kept().add(0, replace(written, logprobs=short))
-        with pytest.raises(EngineError, match="versions has 2 rows, and there are 6"):
-            Kept().add(0, replace(written, versions=written.versions.take(np.array([0, 1]))))
+        with pytest.raises(EngineError, match="logprobs: row 5 has 1 tokens and 5 values"):
+            HeldResults().add(0, replace(written, logprobs=short))
+        with pytest.raises(EngineError, match="versions: expected 6 rows, got 2"):
+            HeldResults().add(0, replace(written, versions=written.versions.take(np.array([0, 1]))))
         for name in ("logprobs", "versions"):
             column = getattr(written, name)
             broken = Packed(column.values[:-1], column.offsets)
-            with pytest.raises(EngineError, match="a column has 15 values, and its rows 16"):
-                Kept().add(0, replace(written, **{name: broken}))
-        with pytest.raises(EngineError, match=r"texts has 1 rows"):
-            Kept().add(0, replace(written, texts=("a",)))
+            with pytest.raises(EngineError, match="a column has 15 values, and its rows need 16"):
+                HeldResults().add(0, replace(written, **{name: broken}))
+        with pytest.raises(EngineError, match=r"texts: expected 6 rows, got 1"):
+            HeldResults().add(0, replace(written, texts=("a",)))
         assert objects == {}
 
 
 def test_a_part_of_a_batch(objects: dict[int, Any], written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Whole(written)
-    monkeypatch.setattr("rlflow.runtime.objects.dispatch.fetch", objects.__getitem__)
-    monkeypatch.setattr("rlflow.runtime.objects.dispatch.here", lambda: "h")
+    whole = SharedBatch(written)
+    monkeypatch.setattr("rlflow.runtime.objects.slices.fetch", objects.__getitem__)
+    monkeypatch.setattr("rlflow.runtime.objects.slices.this_host", lambda: "h")
     objects[99] = pickle.loads(pickle.dumps(written))
     vars(whole)["reference"] = 99
-    part = whole.part(np.array([4, 1]))
-    sent = pickle.loads(pickle.dumps(part.sent()))
-    assert isinstance(sent, SentPart)
-    arrived: Any = opened(sent)
+    part = whole.slice(np.array([4, 1]))
+    sent = pickle.loads(pickle.dumps(part.to_message()))
+    assert isinstance(sent, SliceMessage)
+    arrived: Any = open_message(sent)
     expected: Any = part.batch
     assert rows_of(arrived.response_ids) == rows_of(expected.response_ids)
-    assert opened("text") == "text"
+    assert open_message("text") == "text"
 
 
 def test_scores_have_a_batch_of_their_own(objects: dict[int, Any], written: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from rlflow.batch import Packed, Sequences
 from rlflow.engines.causal_lm.micro_batches import prompts_of
-from rlflow.runtime.objects.sharding import Cost, Index, cost_of, row_costs, shares, sums
+from rlflow.runtime.objects.sharding import Cost, Index, cost_of, divide_rows, row_costs, set_sums
 from tests.helpers import ARCHITECTURE, keys, sequences
 
 
@@ -33,7 +33,7 @@ def owners_of(parts: list[Index]) -> Index:
 
 def over_mean(given: Sequences, parts: list[Index], cost: Cost) -> float:
     costs = row_costs(given, prompts_of(given), cost)
-    return float(sums(owners_of(parts), costs, len(parts)).max() * len(parts) / costs.sum() - 1)
+    return float(set_sums(owners_of(parts), costs, len(parts)).max() * len(parts) / costs.sum() - 1)
 
 
 def readings(given: Sequences, parts: list[Index]) -> int:
@@ -42,36 +42,36 @@ def readings(given: Sequences, parts: list[Index]) -> int:
 
 
 def test_every_row_once_in_the_order_of_the_batch() -> None:
-    parts = shares(sequences([3, 2, 4, 1, 5], [[1, 2], [9], [4, 4, 4], [1], [2]]), 3)
+    parts = divide_rows(sequences([3, 2, 4, 1, 5], [[1, 2], [9], [4, 4, 4], [1], [2]]), 3)
     assert sorted(np.concatenate(parts).tolist()) == list(range(8))
     assert all((np.diff(part) > 0).all() for part in parts)
 
 
 def test_the_rollouts_of_a_prompt_stay_together() -> None:
     """Tokens by prompt: 3 + 2 x 5 = 13, 3 + 2 x 1 = 5, 3 + 2 x 2 = 7; so 13 against 5 + 7."""
-    parts = shares(sequences([3, 3, 3], [[5, 5], [1, 1], [2, 2]]), 2)
+    parts = divide_rows(sequences([3, 3, 3], [[5, 5], [1, 1], [2, 2]]), 2)
     assert [part.tolist() for part in parts] == [[0, 1], [2, 3, 4, 5]]
 
 
 def test_they_do_wherever_they_stand_in_the_batch() -> None:
     given = batch(64, 8)
     mixed = given.take(np.random.default_rng(0).permutation(len(given)))
-    assert readings(mixed, shares(mixed, 2)) == 64
+    assert readings(mixed, divide_rows(mixed, 2)) == 64
 
 
 def test_fewer_prompts_than_shares_are_cut() -> None:
-    parts = shares(sequences([2], [[6, 1, 1, 1]]), 2)
+    parts = divide_rows(sequences([2], [[6, 1, 1, 1]]), 2)
     assert [part.tolist() for part in parts] == [[0], [1, 2, 3]]
 
 
 def test_fewer_rows_than_shares_leave_some_empty() -> None:
-    assert sorted(part.tolist() for part in shares(sequences([2], [[6]]), 3)) == [[], [], [0]]
+    assert sorted(part.tolist() for part in divide_rows(sequences([2], [[6]]), 3)) == [[], [], [0]]
 
 
 def test_pairs_of_tokens_cost_too() -> None:
     """Of 1 + 7 = 8 tokens against eight of 1 + 1 tokens: 64 pairs against 32, and 8 tokens against 16."""
     given = sequences([1] * 9, [[7], *[[1]] * 8])
-    tokens, pairs = shares(given, 2), shares(given, 2, Cost(token=0, pair=1))
+    tokens, pairs = divide_rows(given, 2), divide_rows(given, 2, Cost(token=0, pair=1))
     assert sorted(len(part) for part in tokens) == [3, 6]
     assert sorted(len(part) for part in pairs) == [1, 8]
 
@@ -106,7 +106,7 @@ def test_shares_are_even_and_few_prompts_are_divided(
     prompts: int, samples: int, count: int, most_readings: int
 ) -> None:
     given, cost = batch(prompts, samples), Cost(24576, 1)
-    parts = shares(given, count, cost)
+    parts = divide_rows(given, count, cost)
     assert over_mean(given, parts, cost) <= 0.001
     assert readings(given, parts) <= most_readings
 
@@ -115,16 +115,16 @@ def test_reading_prompts_again_may_cost_more_than_it_saves() -> None:
     """Two prompts of 1000 tokens with responses of 1 and 9 each: together 1010 tokens in each share; each row by
     itself, half of them in each share would be 2 x 1000 + 10."""
     given = sequences([1000, 1000], [[1, 9], [1, 12]])
-    assert readings(given, shares(given, 2)) == 2
+    assert readings(given, divide_rows(given, 2)) == 2
 
 
 def test_rows_that_are_compared_stay_on_one_rank() -> None:
     """Rows alone would be 9 and 1 + 9 and 1."""
     given = replace(sequences([1, 1], [[9, 1], [9, 1]]), together=2)
-    assert [part.tolist() for part in shares(given, 2)] == [[0, 1], [2, 3]]
+    assert [part.tolist() for part in divide_rows(given, 2)] == [[0, 1], [2, 3]]
     many = replace(batch(64, 2), together=2)
-    parts = shares(many, 8)
+    parts = divide_rows(many, 8)
     assert sorted(np.concatenate(parts).tolist()) == list(range(128))
     assert all((part[0::2] + 1 == part[1::2]).all() and not (part[0::2] % 2).any() for part in parts)
     # More ranks than pairs.
-    assert sorted(map(len, shares(given, 3))) == [0, 2, 2]
+    assert sorted(map(len, divide_rows(given, 3))) == [0, 2, 2]

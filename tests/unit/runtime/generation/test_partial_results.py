@@ -20,7 +20,7 @@ from rlflow.runtime.ray.role_proxy import RoleProxy
 from rlflow.runtime.step import run_graph
 from tests.helpers import WritingEngine, prompts, spec
 from tests.stepwise import MAX_TOKENS, Dying, Stepwise
-from tests.unit.runtime.test_proxies import Threads, proxy
+from tests.unit.runtime.ray.test_role_proxy import Threads, proxy
 
 GIVEN = prompts(tuple(range(2, 22)))
 

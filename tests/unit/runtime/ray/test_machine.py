@@ -17,7 +17,7 @@ from rlflow.runtime.ray.actors import Actors
 from rlflow.runtime.ray.cluster import machine, probes
 from rlflow.runtime.ray.cluster.binding import Placed
 from rlflow.runtime.ray.cluster.machine import Device, listed_gpus
-from tests.unit.runtime.test_binding import live
+from tests.unit.runtime.ray.test_binding import live
 
 # As nvidia-smi -L prints a host with one GPU that MIG has cut and one that it has not.
 LISTING = """\

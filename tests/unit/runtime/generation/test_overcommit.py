@@ -14,7 +14,7 @@ from rlflow.runtime.generation.engine_group import Writing
 from rlflow.runtime.generation.overcommit import Overcommitted
 from tests.helpers import prompts, spec
 from tests.stepwise import MAX_TOKENS, Dying, Stepwise, response
-from tests.unit.runtime.test_proxies import Threads
+from tests.unit.runtime.ray.test_role_proxy import Threads
 
 BATCH, AHEAD, STEPS = 6, 3, 6
 GENERATE = Generate(max_tokens=MAX_TOKENS, group_size=3, overcommit=0.5)

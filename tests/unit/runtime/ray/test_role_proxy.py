@@ -16,7 +16,7 @@ from rlflow.engines.fake import FakeEngine
 from rlflow.errors import EngineError
 from rlflow.nodes.policy_loss import LikelihoodLoss
 from rlflow.resources.layout import Layout
-from rlflow.runtime.objects.dispatch import Part
+from rlflow.runtime.objects.slices import BatchSlice
 from rlflow.runtime.ray.gpu_turns import Turns
 from rlflow.runtime.ray.role_proxy import RoleProxy, Workers
 from rlflow.runtime.ray.worker import EngineWorker
@@ -38,7 +38,7 @@ class Threads:
 
     def submit(self, rank: int, method: str, *arguments: Any, wanted: bool = True) -> "Future[Any]":
         self.calls.append((rank, method))
-        given = [argument.batch if isinstance(argument, Part) else argument for argument in arguments]
+        given = [argument.batch if isinstance(argument, BatchSlice) else argument for argument in arguments]
         call = self._pools[rank].submit(getattr(self.engines[rank], method), *given)
         if wanted:
             return call

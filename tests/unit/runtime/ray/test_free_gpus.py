@@ -8,7 +8,7 @@ from rlflow.compose import cluster_of_hosts
 from rlflow.errors import RecipeError
 from rlflow.runtime.ray.cluster import probes as free_gpus
 from rlflow.runtime.ray.cluster.probes import free_devices, none_free
-from tests.unit.runtime.test_binding import live
+from tests.unit.runtime.ray.test_binding import live
 
 LISTING = "GPU 0: X (UUID: GPU-1)\nGPU 1: Y (UUID: GPU-2)\n"
 

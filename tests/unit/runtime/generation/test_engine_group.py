@@ -17,7 +17,7 @@ from rlflow.runtime.generation.engine_group import Writing, summary
 from tests.helpers import WritingEngine, prompts, spec
 from tests.stepwise import MAX_TOKENS, Stepwise, response
 from tests.stepwise import Dying as StepwiseDying
-from tests.unit.runtime.test_proxies import Threads
+from tests.unit.runtime.ray.test_role_proxy import Threads
 
 SAMPLING = Sampling(max_tokens=4, group_size=3)
 GIVEN = prompts(tuple(range(2, 22)))

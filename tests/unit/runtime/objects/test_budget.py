@@ -9,11 +9,10 @@ import pytest
 
 from rlflow.batch import Logprobs, Packed, Rewards
 from rlflow.errors import EngineError
-from rlflow.runtime.objects import pending as kept
+from rlflow.runtime.objects import results
 from rlflow.runtime.objects.budget import Budget, StoreLimit, current_edge, edge
-from rlflow.runtime.objects.dispatch import opened
-from rlflow.runtime.objects.pending import Keeper
-from rlflow.runtime.objects.put import Handover
+from rlflow.runtime.objects.results import ObjectProcess, StoreCalls
+from rlflow.runtime.objects.slices import open_message
 from rlflow.runtime.objects.store import Block, blocks_of
 
 MIB = 2**20
@@ -25,7 +24,7 @@ class Holder:
 
 def budget(mib: float = 10) -> Budget:
     made = Budget({"a": StoreLimit("host-0", int(mib * MIB)), "b": StoreLimit("host-1", int(mib * MIB))})
-    made.begin()  # a call that goes on for ever
+    made.begin_call()  # a call that goes on for ever
     return made
 
 
@@ -33,7 +32,7 @@ class TestBudget:
     def test_room_is_given_in_the_order_in_which_it_is_asked_for(self) -> None:
         of = budget()
         for _ in range(3):
-            of.begin()
+            of.begin_call()
         asked = [of.reserve("a", size * MIB, "x") for size in (6, 6, 1)]
         other = of.reserve("b", 10 * MIB, "x")
         assert [call.done() for call in (*asked, other)] == [True, False, False, True]
@@ -46,28 +45,28 @@ class TestBudget:
         of = budget()
         of.reserve("a", 8 * MIB, "x")
         holder: Any = Holder()
-        of.hold(holder, "a", 8 * MIB, "x")
-        of.begin()
+        of.release_with(holder, "a", 8 * MIB, "x")
+        of.begin_call()
         waiting = of.reserve("a", 8 * MIB, "y")
         assert not waiting.done()
         holder.itself = holder  # only the collector can see that it has gone
         del holder
-        of.end()
+        of.end_call()
         assert waiting.result(timeout=0) is None
-        assert of.taken_sums() == {"x": 8 * MIB, "y": 8 * MIB}
-        assert of.taken_sums() == {}
+        assert of.drain_edge_bytes() == {"x": 8 * MIB, "y": 8 * MIB}
+        assert of.drain_edge_bytes() == {}
 
     def test_when_nothing_runs_that_could_give_back_it_is_an_error(self) -> None:
         of = budget()
         of.reserve("a", 7 * MIB, "rollouts")
         of.reserve("a", 1 * MIB, "prompts")
-        of.begin()
+        of.begin_call()
         waiting = of.reserve("a", 3 * MIB, "reference")
         assert not waiting.done()
-        of.end()
+        of.end_call()
         said = (
-            r"store of host-0: reference asks for 3\.0 MiB of 10\.0 MiB that batches may take there, and nothing that"
-            r" runs gives any back\. Held: rollouts 7\.0 MiB, prompts 1\.0 MiB\. Fix: a larger --object-store-memory"
+            r"object store of host-0: reference needs 3\.0 MiB of the 10\.0 MiB for batches, and no running call will"
+            r" free any\. In use: rollouts 7\.0 MiB, prompts 1\.0 MiB\. Fix: a larger --object-store-memory"
         )
         with pytest.raises(EngineError, match=said):
             waiting.result(timeout=0)
@@ -76,8 +75,8 @@ class TestBudget:
 
     def test_more_than_all_of_it_never_fits(self) -> None:
         of = budget()
-        of.begin()
-        with pytest.raises(EngineError, match=r"asks for 11\.0 MiB of 10\.0 MiB"):
+        of.begin_call()
+        with pytest.raises(EngineError, match=r"needs 11\.0 MiB of the 10\.0 MiB"):
             of.reserve("a", 11 * MIB, "x").result(timeout=0)
 
     def test_many_threads_lose_nothing(self) -> None:
@@ -85,11 +84,11 @@ class TestBudget:
         answers: list[Future[None]] = []
 
         def go(asked: "Future[None]") -> None:
-            of.hold(Holder(), "a", MIB // 4, "x")
-            of.end()
+            of.release_with(Holder(), "a", MIB // 4, "x")
+            of.end_call()
 
         def take(number: int) -> None:
-            of.begin()
+            of.begin_call()
             asked = of.reserve("a", MIB // 4, "x")
             answers.append(asked)
             asked.add_done_callback(go)
@@ -133,11 +132,11 @@ class Threads:
         objects: dict[int, Any] = {}
         self.pool = ThreadPoolExecutor(8)
         self.engine = Engine()
-        self.keeper = Keeper()
-        self.keeper._held = self.engine
-        self.handover = Handover(Budget({"a": StoreLimit("host-0", int(mib * MIB))}))
-        monkeypatch.setattr(kept, "here", lambda: "a")
-        monkeypatch.setattr(kept, "put", lambda values: self.put(objects, values))
+        self.keeper = ObjectProcess()
+        self.keeper._object = self.engine
+        self.store_calls = StoreCalls(Budget({"a": StoreLimit("host-0", int(mib * MIB))}))
+        monkeypatch.setattr(results, "this_host", lambda: "a")
+        monkeypatch.setattr(results, "put_array", lambda values: self.put(objects, values))
         self.refuse = False
 
     def put(self, objects: dict[int, Any], values: Any) -> Block:
@@ -147,17 +146,17 @@ class Threads:
         return Block(len(objects) - 1, "a", len(values), values.dtype.str)
 
     def remote(self, method: str, *arguments: Any, **named: Any) -> "Future[Any]":
-        return self.pool.submit(getattr(self.keeper, method), *map(opened, arguments), **named)
+        return self.pool.submit(getattr(self.keeper, method), *map(open_message, arguments), **named)
 
     def call(self, method: str, *arguments: Any, **options: Any) -> "Future[Any]":
-        return self.handover.call(self.remote, method, *arguments, **options)
+        return self.store_calls.call(self.remote, method, *arguments, **options)
 
 
 class TestHandover:
     @pytest.fixture
     def threads(self, monkeypatch: pytest.MonkeyPatch) -> Any:
         threads = Threads(monkeypatch, mib=10)
-        with threads.handover.running():
+        with threads.store_calls.running():
             yield threads
         threads.engine.go_on.set()
         threads.pool.shutdown()
@@ -166,18 +165,18 @@ class TestHandover:
         with edge("prompts"):
             made = threads.call("make", 4).result(timeout=20)
         assert [block.nbytes for block in blocks_of(made)] == [4 * MIB]
-        assert threads.handover.budget.used["host-0"] == 4 * MIB
-        assert threads.handover.budget.taken_sums() == {"prompts": 4 * MIB}
+        assert threads.store_calls.budget.used["host-0"] == 4 * MIB
+        assert threads.store_calls.budget.drain_edge_bytes() == {"prompts": 4 * MIB}
         part = made.take(np.array([0]))
         del made
-        assert threads.handover.budget.used["host-0"] == 4 * MIB
+        assert threads.store_calls.budget.used["host-0"] == 4 * MIB
         assert threads.call("judge", part, named={"add": 1}).result(timeout=20).values.tolist() == [MIB + 1]
         del part
-        assert threads.handover.budget.used["host-0"] == 0
+        assert threads.store_calls.budget.used["host-0"] == 0
 
     def test_a_result_that_is_not_wanted_takes_no_room(self, threads: Threads) -> None:
         assert threads.call("make", 40, wanted=False).result(timeout=20) is None
-        assert threads.handover.budget.peaks["host-0"] == 0
+        assert threads.store_calls.budget.peaks["host-0"] == 0
 
     def test_who_makes_more_waits_for_a_reader(self, threads: Threads) -> None:
         """The reader's call alone holds what is in the way."""
@@ -192,11 +191,11 @@ class TestHandover:
         reading.result(timeout=20)
         del reading
         assert len(more.result(timeout=20)) == 1
-        assert threads.handover.budget.peaks["host-0"] == 8 * MIB
+        assert threads.store_calls.budget.peaks["host-0"] == 8 * MIB
 
     def test_a_store_that_is_full_is_an_error_and_nothing_is_lost(self, threads: Threads) -> None:
         made = threads.call("make", 8).result(timeout=20)
-        with pytest.raises(EngineError, match=r"store of host-0: other asks for 8\.0 MiB"):
+        with pytest.raises(EngineError, match=r"object store of host-0: other needs 8\.0 MiB"):
             threads.call("make", 8).result(timeout=20)
         assert threads.call("judge", made).result(timeout=20).values.tolist() == [2 * MIB]
         del made
@@ -212,11 +211,11 @@ class TestHandover:
         assert len(threads.call("make", 8).result(timeout=20)) == 1
 
     def test_results_of_many_calls_are_put_as_one(self, threads: Threads) -> None:
-        ticket = threads.handover.ticket()
-        answers = [threads.handover.keep(threads.remote, ticket, "make", 1).result(timeout=20) for _ in range(3)]
-        assert threads.handover.budget.used["host-0"] == 0
+        ticket = threads.store_calls.new_ticket()
+        answers = [threads.store_calls.hold(threads.remote, ticket, "make", 1).result(timeout=20) for _ in range(3)]
+        assert threads.store_calls.budget.used["host-0"] == 0
         nbytes = sum(answer.nbytes for answer in answers)
-        made = threads.handover.put(threads.remote, ticket, "a", nbytes).result(timeout=20)
+        made = threads.store_calls.put(threads.remote, ticket, "a", nbytes).result(timeout=20)
         assert len(made) == 3
-        assert threads.handover.budget.used["host-0"] == nbytes
+        assert threads.store_calls.budget.used["host-0"] == nbytes
         assert len(made.values.blocks) == 1

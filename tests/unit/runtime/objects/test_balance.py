@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import Generator
 
-from rlflow.runtime.objects.sharding import Costs, balanced, exchanged, is_even, least_possible, sums
+from rlflow.runtime.objects.sharding import Costs, balance, improve, is_even, lower_bound, set_sums
 
 # Distributions of the lengths of ``n`` sequences.
 SHAPES: dict[str, Callable[[Generator, int], Costs]] = {
@@ -27,7 +27,7 @@ SHAPES: dict[str, Callable[[Generator, int], Costs]] = {
 }
 
 
-def lower_bound(costs: Costs, count: int) -> float:
+def expected_lower_bound(costs: Costs, count: int) -> float:
     """Of the largest sum: the mean; and of the largest numbers, j for each set and one more, one set has j + 1."""
     falling: list[float] = sorted(costs.tolist(), reverse=True)
     crowded = [sum(falling[j * count - j : j * count + 1]) for j in range((len(costs) - 1) // count + 1)]
@@ -41,13 +41,13 @@ def check(shape: str, n: int, count: int, seed: int) -> None:
     draw = np.random.default_rng(seed)
     lengths = SHAPES[shape](draw, n)
     costs = draw.choice([1.0, 24576.0]) * lengths + draw.choice([0.0, 1.0]) * lengths**2
-    owners = balanced(costs, count)
+    owners = balance(costs, count)
     assert owners.shape == (n,)
     assert 0 <= owners.min() <= owners.max() < count
     assert np.count_nonzero(np.bincount(owners)) == min(n, count)
     if n >= 32 * count:
         above = 5e-3 if shape == "giants" else 1e-3
-        assert sums(owners, costs, count).max() <= (1 + above) * (1 + 1e-12) * least_possible(costs, count)
+        assert set_sums(owners, costs, count).max() <= (1 + above) * (1 + 1e-12) * lower_bound(costs, count)
 
 
 CASES = {
@@ -76,7 +76,7 @@ def test_ten_thousand_cases(shape: str, n: int, count: int, seed: int) -> None:
 def test_the_lower_bound(shape: str) -> None:
     for n, count in ((1, 1), (5, 8), (100, 7), (96, 8), (97, 8)):
         costs = SHAPES[shape](np.random.default_rng(0), n)
-        assert least_possible(costs, count) == pytest.approx(lower_bound(costs, count))
+        assert lower_bound(costs, count) == pytest.approx(expected_lower_bound(costs, count))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -86,7 +86,7 @@ def test_few_numbers_against_all_ways_to_divide_them(count: int, seed: int) -> N
     costs = np.random.default_rng(seed).integers(1, 400, 8).astype(float)
     best = min(np.bincount(way, weights=costs).max() for way in product(range(count), repeat=8))
     assert lower_bound(costs, count) <= best
-    assert sums(balanced(costs, count), costs, count).max() <= (4 / 3 - 1 / (3 * count)) * best
+    assert set_sums(balance(costs, count), costs, count).max() <= (4 / 3 - 1 / (3 * count)) * best
 
 
 def test_few_numbers_are_mostly_divided_as_well_as_can_be() -> None:
@@ -94,7 +94,7 @@ def test_few_numbers_are_mostly_divided_as_well_as_can_be() -> None:
     for seed in range(60):
         costs = np.random.default_rng(seed).integers(1, 400, 8).astype(float)
         best = min(np.bincount(way, weights=costs).max() for way in product(range(2), repeat=8))
-        over.append(sums(balanced(costs, 2), costs, 2).max() / best - 1)
+        over.append(set_sums(balance(costs, 2), costs, 2).max() / best - 1)
     assert np.median(over) <= 0.001
     assert max(over) <= 0.05
 
@@ -111,12 +111,12 @@ def test_few_numbers_are_mostly_divided_as_well_as_can_be() -> None:
 )
 def test_known_answers(costs: list[float], count: int, expected: float) -> None:
     given = np.array(costs, float)
-    assert sums(balanced(given, count), given, count).max() == expected
+    assert set_sums(balance(given, count), given, count).max() == expected
 
 
 def test_counts_are_equal_where_that_is_even() -> None:
     costs = np.random.default_rng(0).lognormal(7, 0.8, 1000)
-    counts = np.bincount(balanced(costs, 7))
+    counts = np.bincount(balance(costs, 7))
     assert counts.max() - counts.min() <= 1
 
 
@@ -126,14 +126,14 @@ def test_two_lengths_alone_are_divided_within_a_few_percent() -> None:
     for _ in range(40):
         count, n = int(draw.integers(2, 129)), int(draw.integers(4096, 8193))
         costs = draw.choice(draw.integers(1, 32769, 2), n).astype(float)
-        assert sums(balanced(costs, count), costs, count).max() <= 1.02 * lower_bound(costs, count)
+        assert set_sums(balance(costs, count), costs, count).max() <= 1.02 * lower_bound(costs, count)
 
 
 def test_exchanges_make_even_what_is_not() -> None:
     costs = np.random.default_rng(0).lognormal(7, 0.8, 4096)
     begun = np.arange(4096) * 64 // 4096
     assert not is_even(begun, costs, 64)
-    done = exchanged(begun, costs, 64)
+    done = improve(begun, costs, 64)
     assert is_even(done, costs, 64)
     assert np.count_nonzero(done == begun) > 3500, "few numbers move"
 
@@ -144,6 +144,6 @@ def test_8192_over_128_in_milliseconds() -> None:
     seconds = []
     for _ in range(5):
         began = perf_counter()
-        balanced(costs, 128)
+        balance(costs, 128)
         seconds.append(perf_counter() - began)
     assert min(seconds) < 0.05
