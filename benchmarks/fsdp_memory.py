@@ -42,11 +42,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.published.libraries import FSDP2
 from benchmarks.reporting import Goal, finish
 from rlflow.compose import CONF
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.phases import update_terms
-from rlflow.resources.memory.state import FSDP2
 from rlflow.resources.models.architecture import Architecture
 from rlflow.schema import parse
 

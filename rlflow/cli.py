@@ -26,7 +26,8 @@ from rich.console import Console
 import rlflow
 from rlflow.arguments import help_text, hydra_arguments
 from rlflow.cluster_detection import default_cluster, detect_cluster
-from rlflow.compiler.plan import Plan, compile_recipe, long_time, read_plan, write_plan
+from rlflow.compiler import compile_recipe
+from rlflow.compiler.plan import Plan, long_time, read_plan, write_plan
 from rlflow.compiler.ranking import Outcome, ranking
 from rlflow.compiler.render import render
 from rlflow.compose import (

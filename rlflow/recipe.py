@@ -14,8 +14,8 @@ from rlflow.errors import RecipeError, below, did_you_mean
 from rlflow.resources.layout import Resources
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.config import architecture_of_path, check_agreement
-from rlflow.resources.models.extensions import Lora
 from rlflow.resources.models.figures import check
+from rlflow.resources.models.lora import Lora
 from rlflow.resources.time.lengths import lengths_of_run
 from rlflow.schema import Count, Section, parse
 

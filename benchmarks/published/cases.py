@@ -10,7 +10,7 @@ from benchmarks.published.rows import Row
 from benchmarks.published.texts import largest_micro_batch, lengths_of
 from rlflow.resources.cluster import Gpu
 from rlflow.resources.layout import Layout
-from rlflow.resources.memory.state import Training
+from rlflow.resources.memory.state import TrainingMemory
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.lengths import Lengths
 
@@ -26,7 +26,7 @@ class Case:
     gpus_per_host: int
     train: Layout
     """``micro_batch_tokens`` is the largest micro-batch of the run."""
-    training: Training
+    training: TrainingMemory
     habits: libraries.Library
     rollout: Layout | None
     """Of all generating engines together. None: the run does not generate, or the row does not say with what."""

@@ -5,10 +5,16 @@ from dataclasses import dataclass, replace
 
 from benchmarks.published.rows import Row
 from rlflow.resources.layout import Offload
-from rlflow.resources.memory.state import DEEPSPEED, FSDP2, MEGATRON, Training
-from rlflow.resources.models.extensions import Lora
+from rlflow.resources.memory.state import TrainingMemory
+from rlflow.resources.models.lora import Lora
 
-HUGGING_FACE = Training(weights=2, gradients=2, optimizer=4, step=2, bucket_elements=25e6, keeps_gradients=False)
+DEEPSPEED = TrainingMemory(step=4, step_parameters=1e9, live_parameters=1e9, bucket_elements=5e8)
+"""ds_config defaults: sub_group_size, stage3_max_live_parameters, reduce_bucket_size. A step widens its gradients."""
+FSDP2 = TrainingMemory(weights=4, gradients=4, optimizer=8, keeps_gradients=False)
+"""Sharded fp32 parameters, gathered as bf16; AdamW parameter by parameter (``foreach=False``)."""
+MEGATRON = TrainingMemory(gradients=4, fused_layers=True, shards_norms=True, logits=8, offloads_gradients_from=4)
+"""Megatron's distributed optimizer, a ``zero_stage`` of 1 with fp32 main gradients: 6 + 12 / ranks bytes."""
+HUGGING_FACE = TrainingMemory(weights=2, gradients=2, optimizer=4, step=2, bucket_elements=25e6, keeps_gradients=False)
 """Trainer under DDP with a model loaded in bf16: gradients and Adam's moments have the weights' type, and AdamW's
 ``foreach`` makes a denominator for all parameters at once. DDP's buckets are a copy of the gradients."""
 HUGGING_FACE_FP32 = replace(HUGGING_FACE, weights=4, gradients=4, optimizer=8, step=4)
@@ -23,7 +29,7 @@ log-softmax of each tensor-parallel rank's share in fp32, its exponential and gr
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    training: Training
+    training: TrainingMemory
     zero_stage: int
     offload: Offload
     gradient_checkpointing: bool
@@ -82,7 +88,7 @@ def _family(row: Row) -> str:
     return "megatron" if re.search(r"megatron|mcore|dist-opt", f"{backend} {sharding}") else "trainer"
 
 
-def _training(row: Row) -> tuple[Training, int, Offload]:
+def _training(row: Row) -> tuple[TrainingMemory, int, Offload]:
     """How the state is kept, the ZeRO stage that is like it, and what is on the host throughout."""
     family, sharding, system = _family(row), row.sharding.lower(), row.system.lower()
     stage = re.search(r"(?:zero|stage)[-_ ]?([0-3])", f"{sharding} {row.train_backend.lower()}")

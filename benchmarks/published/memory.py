@@ -11,7 +11,7 @@ from benchmarks.published.cases import Case, case_of
 from benchmarks.published.rows import Row
 from rlflow.resources.memory.overheads import CONTEXT_GIB, asleep_terms, sync_terms
 from rlflow.resources.memory.phases import generate_memory, update_terms, usable_gib
-from rlflow.resources.memory.state import Terms, Training, state_terms
+from rlflow.resources.memory.state import Terms, TrainingMemory, state_terms
 
 _MAX_BATCHED_TOKENS = 8192
 # Columns in which the rows of a bisection differ, the first that does being the one that was searched.
@@ -80,7 +80,7 @@ def predict(case: Case) -> Prediction:
 
 def _others(case: Case) -> dict[str, float]:
     """Models beside the policy on its GPUs, as large as it: frozen in bf16, or trained and at rest."""
-    frozen = Training(gradients=0, optimizer=0)
+    frozen = TrainingMemory(gradients=0, optimizer=0)
     layout = replace(case.train, offload="none")
     reference = case.habits.references * state_terms(case.model, layout, frozen)["weights"]
     critic = case.habits.critics * sum(state_terms(case.model, case.train, case.training).values())

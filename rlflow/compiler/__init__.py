@@ -1,1 +1,23 @@
-"""From a recipe to a plan, in pure functions: wire, lower, plan; and render, which draws it."""
+"""The compiler turns a recipe and a cluster into a plan, in pure functions between frozen dataclasses.
+
+    Recipe --wire--> Graph --lower--> Requirements --plan (x Cluster)--> Plan
+
+``render`` draws a plan for a person. Compiling imports neither torch nor ray.
+"""
+
+from rlflow.compiler.graph import wire
+from rlflow.compiler.lower import lower
+from rlflow.compiler.plan import Plan, plan
+from rlflow.recipe import Recipe
+from rlflow.resources.cluster import Cluster
+from rlflow.resources.time.speed import Calibration
+
+
+def compile_recipe(recipe: Recipe, cluster: Cluster, calibration: Calibration | None = None) -> Plan:
+    """Plan a recipe on a cluster; ``calibration`` replaces the efficiencies that times are predicted with.
+
+    Raises RecipeError, GraphError and PlacementError.
+    """
+    graph = wire(recipe)
+    requirements = lower(recipe, graph)
+    return plan(recipe, graph, requirements, cluster, calibration or {})

@@ -13,9 +13,8 @@ from rlflow.errors import PlacementError, RecipeError
 from rlflow.nodes.generate import Converse, Generate
 from rlflow.recipe import Model, Recipe, Role
 from rlflow.resources.demand import Demand
-from rlflow.resources.memory.state import DEEPSPEED_FP32_GRADIENTS, LOGITS_AT_ONCE, Training
-from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.extensions import with_scalar_head
+from rlflow.resources.memory.state import TrainingMemory
+from rlflow.resources.models.architecture import Architecture, with_scalar_head
 from rlflow.resources.time.lengths import Lengths, measured
 from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
 
@@ -33,9 +32,6 @@ _KINDS: Mapping[str, TaskKind] = {
 _TEXT_BYTES = 4
 # Of the longest that is allowed, the mean that is expected where nothing is known.
 _MEAN_SHARE = 0.35
-_IN_FP32 = Training(weights=4, gradients=4, optimizer=8, keeps_gradients=False)
-# Engines other than these train with fp32 weights.
-_TRAINING = {"deepspeed": DEEPSPEED_FP32_GRADIENTS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +78,9 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     return Requirements(demands=tuple(demands), workload=workload)
 
 
-def training_of(role: Role, model: Model) -> Training:
+def training_of(role: Role, model: Model) -> TrainingMemory:
     """Return how the role's engine keeps what it trains, for the memory model."""
-    training = replace(_TRAINING.get(role.engine, _IN_FP32), logits_at_once=LOGITS_AT_ONCE)
+    training = engine_kind(role.engine).training_memory
     # Weights that stand still are in the model's own type.
     return training if role.lora is None else replace(training, weights=_BYTES[model.dtype], lora=role.lora)
 

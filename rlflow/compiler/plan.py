@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from rlflow.compiler.checks import cautions
 from rlflow.compiler.continuation import experiment_of
 from rlflow.compiler.graph import Graph, wire
-from rlflow.compiler.lower import Requirements, lower
+from rlflow.compiler.lower import Requirements
 from rlflow.errors import RecipeError
 from rlflow.recipe import Recipe, recipe_from, to_yaml
 from rlflow.resources.cluster import Cluster, cluster_from
@@ -19,10 +20,10 @@ from rlflow.resources.planner.explain import explain
 from rlflow.resources.planner.prediction import Prediction, predict
 from rlflow.resources.planner.search import Search
 from rlflow.resources.time.speed import Calibration
-from rlflow.resources.workload import WeightCopy
+from rlflow.resources.workload import Workload
 from rlflow.schema import parse
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 # A step on CPUs that takes longer is one of a recipe for GPUs. Seconds.
 _LONG_STEP = 600.0
 
@@ -31,7 +32,7 @@ _LONG_STEP = 600.0
 class Plan:
     recipe: Recipe
     graph: Graph
-    copies: tuple[WeightCopy, ...]
+    workload: Workload
     cluster: Cluster
     roles: Mapping[str, RolePlacement]
     prediction: Prediction
@@ -56,6 +57,7 @@ class Plan:
             "schema_version": SCHEMA_VERSION,
             "fingerprint": self.fingerprint,
             "recipe": asdict(self.recipe),
+            "workload": asdict(self.workload),
             "gpus": {name: asdict(gpu) for name, gpu in self.cluster.gpus.items()},
             "hosts": [asdict(host) for host in self.cluster.hosts],
             "roles": {name: asdict(placed) | {"memory_gib": memory[name]} for name, placed in self.roles.items()},
@@ -74,7 +76,7 @@ def plan(recipe: Recipe, graph: Graph, requirements: Requirements, cluster: Clus
     made = Plan(
         recipe=recipe,
         graph=graph,
-        copies=requirements.workload.copies,
+        workload=requirements.workload,
         cluster=cluster,
         roles=placed.roles,
         prediction=replace(prediction, warnings=(*prediction.warnings, *cautions(recipe, graph))),
@@ -93,12 +95,6 @@ def long_time(seconds: float) -> str:
     return f"{seconds / size:.1f} {name}"
 
 
-def compile_recipe(recipe: Recipe, cluster: Cluster, calibration: Calibration | None = None) -> Plan:
-    """All stages from a recipe to its plan. ``calibration`` replaces the efficiencies that times are predicted with."""
-    graph = wire(recipe)
-    return plan(recipe, graph, lower(recipe, graph), cluster, calibration or {})
-
-
 def plan_from(mapping: Mapping[str, Any]) -> Plan:
     """From what ``to_dict`` gave. Raises RecipeError for a plan of another version, or one that was edited."""
     if (version := mapping.get("schema_version")) != SCHEMA_VERSION:
@@ -110,9 +106,9 @@ def plan_from(mapping: Mapping[str, Any]) -> Plan:
         graph = wire(recipe)
         roles = {name: _placement(entry) for name, entry in mapping["roles"].items()}
         cluster = cluster_from({"hosts": mapping["hosts"], "gpus": mapping["gpus"]})
-        copies = lower(recipe, graph).workload.copies
+        workload = parse(Workload, mapping["workload"], "plan.workload")
         prediction = _prediction(mapping)
-        read = Plan(recipe=recipe, graph=graph, copies=copies, cluster=cluster, roles=roles, prediction=prediction)
+        read = Plan(recipe=recipe, graph=graph, workload=workload, cluster=cluster, roles=roles, prediction=prediction)
         intact = mapping["digest"] == _digest(mapping)
     except (KeyError, TypeError, AttributeError) as error:
         raise RecipeError("plan", f"is not a whole plan ({error!r})", fix="plan anew") from None
@@ -140,10 +136,12 @@ def read_plan(path: Path) -> Plan:
 
 
 def write_plan(plan: Plan, directory: Path) -> None:
-    """``plan.json``, and ``recipe.yaml`` for a person."""
+    """Write ``plan.json``, and ``recipe.yaml`` for a person to read."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "recipe.yaml").write_text(to_yaml(plan.recipe))
-    (directory / "plan.json").write_text(json.dumps(plan.to_dict(), indent=1, sort_keys=True))
+    text = json.dumps(plan.to_dict(), indent=1, sort_keys=True)
+    # Lists of numbers, such as expected lengths, stay on one line.
+    (directory / "plan.json").write_text(re.sub(r"\[\n[^][{}\"]*\]", lambda found: " ".join(found[0].split()), text))
 
 
 def _prediction(mapping: Mapping[str, Any]) -> Prediction:

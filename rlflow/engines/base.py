@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from rlflow.batch import Logprobs, Metrics, Minibatch, Prompts, Rewards, Rollouts, Sequences, ValueEstimates
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Attention, Auto, Layout
-from rlflow.resources.models.extensions import Lora
+from rlflow.resources.memory.state import TrainingMemory
+from rlflow.resources.models.lora import Lora
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -220,6 +221,14 @@ class EngineSpec:
     """Until an exchange between ranks of the role is given up."""
 
 
+LOGITS_AT_ONCE = 2**24
+"""The most logits that exist at a time on a GPU: ``causal_lm/output_layer.py`` computes them in chunks."""
+FP32_TRAINING = TrainingMemory(
+    weights=4, gradients=4, optimizer=8, keeps_gradients=False, logits_at_once=LOGITS_AT_ONCE
+)
+"""AdamW on float32 weights, whose gradients are freed after every step."""
+
+
 class Engine(Protocol):
     """An engine of any library."""
 
@@ -229,6 +238,9 @@ class Engine(Protocol):
     """What it needs besides rlflow's own dependencies; it runs in a process of its own then."""
     concurrent: ClassVar[bool]
     """Its ``generate`` may be called from several threads at once, and works on all of it together."""
+    training_memory: ClassVar[TrainingMemory | None]
+    """How it keeps weights, gradients and optimizer of a model that it trains or scores with, for the planner. None for
+    an engine that only generates."""
 
     def __init__(self, spec: EngineSpec) -> None: ...
 

@@ -25,8 +25,9 @@ from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
 from rlflow.engines.sharded.cpu_offload import Parked, state_of, weights_of
 from rlflow.engines.sharded.loading import UNIVERSAL, clear, load_sharded, needs_resharding, reads_universal, resharded
 from rlflow.engines.sharded.process_group import rounds, set_timeouts, spread_of, wait_for_files, while_files_move
-from rlflow.engines.sharded.settings import deepspeed_config, join
+from rlflow.engines.sharded.settings import TRAINING_MEMORY, deepspeed_config, join
 from rlflow.errors import EngineError, first_line
+from rlflow.resources.memory.state import TrainingMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +51,7 @@ class DeepSpeedEngine(Tunable):
     parallel: ClassVar[frozenset[str]] = frozenset({"data", "sequence"})
     package: ClassVar[str | None] = "deepspeed"
     concurrent: ClassVar[bool] = False
+    training_memory: ClassVar[TrainingMemory | None] = TRAINING_MEMORY
 
     def __init__(self, spec: EngineSpec) -> None:
         self._head = head_of(spec)

@@ -20,9 +20,10 @@ from rlflow.batch import (
     Sequences,
     ValueEstimates,
 )
-from rlflow.engines.base import EngineSpec, Sampling, TokenLoss, sample_seed
+from rlflow.engines.base import FP32_TRAINING, EngineSpec, Sampling, TokenLoss, sample_seed
 from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
 from rlflow.errors import EngineError
+from rlflow.resources.memory.state import TrainingMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +37,7 @@ class FakeEngine:
     parallel: ClassVar[frozenset[str]] = frozenset({"data", "tensor", "pipeline", "sequence"})
     package: ClassVar[str | None] = None
     concurrent: ClassVar[bool] = False
+    training_memory: ClassVar[TrainingMemory | None] = FP32_TRAINING
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from rlflow.engines.base import Engine, capabilities_of
+from rlflow.resources.memory.state import TrainingMemory
 
 _NOT_ENGINES = {"allocator", "base", "buckets", "group_progress", "registry"}
 
@@ -20,6 +21,8 @@ class EngineKind:
     """The extra that brings what it needs."""
     concurrent: bool
     """Whether its ``generate`` may be called from several threads at once."""
+    training_memory: TrainingMemory
+    """How it keeps the state of a model that it trains, for the planner."""
 
     @property
     def can_go_on(self) -> bool:
@@ -39,7 +42,8 @@ def engine_names() -> list[str]:
 def engine_kind(name: str) -> EngineKind:
     """``name`` must be one of ``engine_names()``."""
     engine = engine_class(name)
-    return EngineKind(capabilities_of(engine), engine.parallel, engine.package, engine.concurrent)
+    memory = engine.training_memory or TrainingMemory()
+    return EngineKind(capabilities_of(engine), engine.parallel, engine.package, engine.concurrent, memory)
 
 
 def engine_class(name: str) -> type[Engine]:

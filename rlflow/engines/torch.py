@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequences, ValueEstimates
 from rlflow.engines.allocator import expand_segments
-from rlflow.engines.base import EngineSpec, TokenLoss
+from rlflow.engines.base import FP32_TRAINING, EngineSpec, TokenLoss
 from rlflow.engines.causal_lm.adapters import (
     add_adapters,
     copied_name,
@@ -24,6 +24,7 @@ from rlflow.engines.causal_lm.pretrained import check_finite, load_model, load_t
 from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
 from rlflow.engines.sharded.process_group import meet, set_timeouts, spread_of, wait_for_files
 from rlflow.errors import EngineError
+from rlflow.resources.memory.state import TrainingMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +43,7 @@ class TorchEngine(Tunable):
     parallel: ClassVar[frozenset[str]] = frozenset({"sequence"})
     package: ClassVar[str | None] = None
     concurrent: ClassVar[bool] = False
+    training_memory: ClassVar[TrainingMemory | None] = FP32_TRAINING
 
     def __init__(self, spec: EngineSpec) -> None:
         import torch

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Prompts, Repeated, Rollouts, Sequences
-from rlflow.engines.base import EngineSpec, Sampling, sample_seed
+from rlflow.engines.base import FP32_TRAINING, EngineSpec, Sampling, sample_seed
 from rlflow.engines.causal_lm.adapters import add_adapters, copied_name, trained
 from rlflow.engines.causal_lm.decoding import decode
 from rlflow.engines.causal_lm.kernels import attention_of
@@ -18,6 +18,7 @@ from rlflow.engines.causal_lm.packing import token_scores
 from rlflow.engines.causal_lm.pretrained import end_ids, load_model, load_tokenizer
 from rlflow.engines.group_progress import Begun, Groups, continued
 from rlflow.errors import EngineError
+from rlflow.resources.memory.state import TrainingMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +38,7 @@ class TransformersEngine(Tunable):
     parallel: ClassVar[frozenset[str]] = frozenset()
     package: ClassVar[str | None] = None
     concurrent: ClassVar[bool] = False
+    training_memory: ClassVar[TrainingMemory | None] = FP32_TRAINING
 
     def __init__(self, spec: EngineSpec) -> None:
         import torch

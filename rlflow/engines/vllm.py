@@ -18,6 +18,7 @@ from rlflow.engines.serving.files import Expected, adapter_files, load_config, l
 from rlflow.engines.serving.sessions import Sessions
 from rlflow.engines.serving.settings import check_model, engine_arguments, set_environment
 from rlflow.errors import EngineError, UserError, first_line
+from rlflow.resources.memory.state import TrainingMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +28,7 @@ class VllmEngine(Sessions):
     parallel: ClassVar[frozenset[str]] = frozenset({"data", "tensor", "pipeline"})
     package: ClassVar[str | None] = "vllm"
     concurrent: ClassVar[bool] = True
+    training_memory: ClassVar[TrainingMemory | None] = None
 
     def __init__(self, spec: EngineSpec) -> None:
         """Raises RecipeError for a model that vLLM cannot run here, EngineError when it does not start."""

@@ -5,9 +5,9 @@ from math import prod
 
 from rlflow.errors import PlacementError
 from rlflow.resources.layout import Resources
-from rlflow.resources.memory.state import DEEPSPEED_FP32_GRADIENTS, Training
+from rlflow.resources.memory.state import MIXED_PRECISION, TrainingMemory
 from rlflow.resources.models.architecture import Architecture, heads_divide
-from rlflow.resources.models.extensions import Lora
+from rlflow.resources.models.lora import Lora
 
 _OPEN = Resources()
 
@@ -26,8 +26,8 @@ class Demand:
     """None for a model whose figures are not known."""
     weight_bytes: float = 2
     """A parameter, where the role does not train."""
-    training: Training = DEEPSPEED_FP32_GRADIENTS
-    """Where it does."""
+    training: TrainingMemory = MIXED_PRECISION
+    """How the engine keeps the state of a model that it trains."""
     follows_lora: Lora | None = None
     """The adapters that it takes over, beside the weights of its own."""
     wants: Resources

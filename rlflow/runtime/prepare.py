@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from rlflow.compiler import compile_recipe
 from rlflow.compiler.lower import models_in_use, trained_role
-from rlflow.compiler.plan import Plan, compile_recipe
+from rlflow.compiler.plan import Plan
 from rlflow.engines.registry import engine_kind
 from rlflow.recipe import Model
 from rlflow.resources.models.config import check_agreement

@@ -215,7 +215,7 @@ def train_step(
 
 def _copy_weights(plan: Plan, engines: Mapping[str, Any], version: int) -> float:
     began = time.perf_counter()
-    for copy in plan.copies:
+    for copy in plan.workload.copies:
         engines[copy.target].load_weights(engines[copy.source].weights(), version)
     return time.perf_counter() - began
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from rlflow.compiler.checks import in_rounds
 from rlflow.compiler.graph import Graph
-from rlflow.compiler.lower import lower
 from rlflow.compiler.plan import Plan
 from rlflow.engines.registry import engine_class
 from rlflow.resources.workload import Workload
@@ -151,7 +150,7 @@ class _Knob:
 def with_places(plan: Plan) -> Plan:
     """With more places in engines that take new samples while they write, as far as a step has samples for them. None
     of these is used before it is tried."""
-    workload = lower(plan.recipe, plan.graph).workload
+    workload = plan.workload
     memory = dict(plan.prediction.memory)
     for role in memory:
         if _can(plan, role, "max_num_seqs"):
@@ -173,7 +172,7 @@ class Tuner(Observer):
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         self._file = directory / FILE
         self._plan = plan
-        workload = lower(plan.recipe, plan.graph).workload
+        workload = plan.workload
         self._knobs = list(_knobs(plan, workload, adaptive=self._adaptive))
         self._tokens = {knob.role: _tokens_metric(plan.graph, knob.role) for knob in self._knobs}
         self._predicted = {knob.role: _predicted(plan, workload, knob.role) for knob in self._knobs}

@@ -8,7 +8,7 @@ import pytest
 
 from rlflow.engines.base import EngineSpec
 from rlflow.recipe import Optimizer
-from rlflow.resources.models.extensions import Lora
+from rlflow.resources.models.lora import Lora
 from tests.helpers import MODEL
 from tests.integration.engine_process import EngineProcess, all_of, free_address
 from tests.integration.test_deepspeed import LOSS, Ranks, actor, of_one_thread, park, policy_minibatch, split

@@ -11,7 +11,7 @@ import pytest
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.torch import TorchEngine
 from rlflow.recipe import Optimizer
-from rlflow.resources.models.extensions import Lora
+from rlflow.resources.models.lora import Lora
 from tests.helpers import ARCHITECTURE, MODEL, spec
 from tests.integration.engine_process import EngineProcess, all_of, call, free_address
 from tests.integration.test_deepspeed import (

@@ -12,7 +12,7 @@ import torch
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
-from rlflow.resources.models.extensions import Lora
+from rlflow.resources.models.lora import Lora
 from tests.integration.engine_process import EngineProcess, RemoteEngine, processes
 from tests.integration.test_vllm import (
     GIVEN,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rlflow.engines.base import EngineSpec
 from rlflow.errors import RecipeError
-from rlflow.resources.models.extensions import Lora
+from rlflow.resources.models.lora import Lora
 
 if TYPE_CHECKING:
     from torch import Tensor

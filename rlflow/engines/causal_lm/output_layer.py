@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Linear
 
+from rlflow.engines.base import LOGITS_AT_ONCE
 from rlflow.errors import EngineError
-from rlflow.resources.memory.state import LOGITS_AT_ONCE
 
 # What the caches of a processor hold.
 _ON_CPU = 2**20

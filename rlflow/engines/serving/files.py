@@ -21,7 +21,7 @@ from rlflow.engines.causal_lm.adapters import add_adapters, copied_name, is_adap
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, loading_error, save_model
 from rlflow.errors import EngineError, RecipeError
 from rlflow.resources.memory.phases import LORA_RANKS
-from rlflow.resources.models.extensions import Lora
+from rlflow.resources.models.lora import Lora
 
 if TYPE_CHECKING:
     from torch import Tensor

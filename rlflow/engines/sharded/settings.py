@@ -5,10 +5,26 @@ import os
 import warnings
 from typing import Any
 
-from rlflow.engines.base import EngineSpec
+from rlflow.engines.base import LOGITS_AT_ONCE, EngineSpec
 from rlflow.engines.sharded.process_group import meet
 from rlflow.errors import RecipeError
-from rlflow.resources.memory.state import DEEPSPEED_FP32_GRADIENTS
+from rlflow.resources.memory.state import TrainingMemory
+
+TRAINING_MEMORY = TrainingMemory(
+    gradients=4,
+    step=4,
+    step_parameters=1e9,
+    live_parameters=1e9,
+    bucket_elements=2e8,
+    reduce_bytes=(0, 0, 8, 4),
+    offloads_gradients_from=3,
+    logits_at_once=LOGITS_AT_ONCE,
+)
+"""DeepSpeed's defaults (sub_group_size, stage3_max_live_parameters) with gradients summed and reduced in fp32.
+
+Stage 1 reduces gradients in place. Stage 2 holds them in bf16, as a bf16 copy and in fp32; stage 3 as an fp32 copy.
+With the optimizer on the host, stage 2 still sums gradients on the GPU.
+"""
 
 
 def join(spec: EngineSpec) -> None:
@@ -51,7 +67,7 @@ def deepspeed_config(spec: EngineSpec, *, trains: bool) -> dict[str, Any]:
             f"'{offload}' with ZeRO stage {stage} is not possible",
             fix=f"zero_stage {needed}" + (" or more" if needed < 3 else ""),
         )
-    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": int(DEEPSPEED_FP32_GRADIENTS.bucket_elements)}
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": int(TRAINING_MEMORY.bucket_elements)}
     if offload != "none" and trains:
         zero["offload_optimizer"] = {"device": "cpu"}
     if offload == "weights":

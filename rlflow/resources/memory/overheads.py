@@ -6,9 +6,9 @@ Memory of GPUs while the weights of a trained role go to the engines that follow
 from dataclasses import dataclass
 
 from rlflow.resources.layout import GIB, Layout
-from rlflow.resources.memory.state import Training, kept_buffers, stages, state_terms
+from rlflow.resources.memory.state import TrainingMemory, kept_buffers, stages, state_terms
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.extensions import adapter_parameters
+from rlflow.resources.models.lora import adapter_parameters
 
 # The CUDA context with the kernels of torch: 0.4 to 0.6 GiB on A100 and H100, as nvidia-smi shows for an idle process.
 CONTEXT_GIB = 0.55
@@ -85,7 +85,7 @@ PACKED_GIB = 1.0
 def sync_terms(
     model: Architecture,
     layout: Layout,
-    training: Training,
+    training: TrainingMemory,
     engine: Layout | None = None,
     *,
     weight_bytes: float = 2,

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.overheads import NO_SHARP, Sharp, graphs_gib, process_terms
 from rlflow.resources.memory.state import (
-    DEEPSPEED,
+    MIXED_PRECISION,
     Stage,
-    Training,
+    TrainingMemory,
     kept_buffers,
     layer_activations,
     sharded_parameters,
@@ -22,7 +22,7 @@ from rlflow.resources.memory.state import (
     total,
 )
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.extensions import Lora, adapter_parameters
+from rlflow.resources.models.lora import Lora, adapter_parameters
 
 # What the driver keeps to itself: torch's reports of exhausted memory give cards of 79.6 and 80 GiB 79.1 to 79.3.
 DRIVER_GIB = 0.5
@@ -43,7 +43,7 @@ def usable_gib(memory_gib: float) -> float:
 def update_terms(
     model: Architecture,
     layout: Layout,
-    training: Training,
+    training: TrainingMemory,
     tokens: float,
     *,
     accumulates: bool = True,
@@ -75,7 +75,9 @@ class Moment:
     terms: dict[str, float]
 
 
-def _moments(model: Architecture, layout: Layout, training: Training, stage: Stage, tokens: float) -> Iterator[Moment]:
+def _moments(
+    model: Architecture, layout: Layout, training: TrainingMemory, stage: Stage, tokens: float
+) -> Iterator[Moment]:
     """The loss; the backward pass of the last layer, of the first, of embedding and head; the optimizer's step."""
     per_rank = tokens / layout.sequence_parallel_size
     layer, saved = _layer_bytes(model, layout, training, per_rank)
@@ -124,7 +126,7 @@ def _moments(model: Architecture, layout: Layout, training: Training, stage: Sta
         yield Moment(1.0, {"activations": 0.0, "logits": 0.0, "gathered": training.step * stepping})
 
 
-def _reduced_at_once(training: Training, stage: Stage, zero: int) -> float:
+def _reduced_at_once(training: TrainingMemory, stage: Stage, zero: int) -> float:
     """Return the most gradients that are reduced together: a bucket, or where they are widened the largest tensor."""
     widened = training.reduce_bytes[zero] > training.weights
     # The experts of a layer are two tensors, one of them with two thirds of it.
@@ -132,7 +134,7 @@ def _reduced_at_once(training: Training, stage: Stage, zero: int) -> float:
     return min(max(training.bucket_elements, largest), stage.dense + stage.experts)
 
 
-def _layer_bytes(model: Architecture, layout: Layout, training: Training, tokens: float) -> tuple[float, float]:
+def _layer_bytes(model: Architecture, layout: Layout, training: TrainingMemory, tokens: float) -> tuple[float, float]:
     """Of a layer while its gradients are computed, and of what is kept for it until then, besides."""
     tensor = layout.tensor_parallel_size
     bytes_ = layer_activations(model, fused=training.fused_layers)
@@ -151,7 +153,7 @@ def score_terms(
     tokens: float,
     *,
     weight_bytes: float = 2,
-    training: Training = DEEPSPEED,
+    training: TrainingMemory = MIXED_PRECISION,
     sharp: Sharp = NO_SHARP,
 ) -> dict[str, float]:
     """Of a role whose model only runs forward: weights, a layer's activations, the logits and their log-softmax."""
@@ -227,7 +229,7 @@ def generate_memory(
 def host_terms(
     model: Architecture,
     layout: Layout,
-    training: Training,
+    training: TrainingMemory,
     *,
     parks: bool = False,
     data_gib: float = 0.0,

@@ -4,12 +4,12 @@ How a training library keeps weights, gradients and optimizer, and what of them 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.extensions import Lora, adapter_parameters
+from rlflow.resources.models.lora import Lora, adapter_parameters
 
 _NORMS_OF_HEADS = ("qwen3", "qwen3_moe", "gemma3_text")
 _FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")
@@ -56,11 +56,10 @@ Terms = Mapping[str, float]
 
 # Adapters in fp32, with gradients and both moments of Adam.
 _ADAPTER_BYTES = {"weights": 4.0, "gradients": 4.0, "optimizer": 8.0}
-_ADAM_SUB_GROUP = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingMemory:
     """How a training library keeps what it updates, in bytes a parameter, and what it needs to do so."""
 
     weights: float = 2
@@ -94,22 +93,8 @@ class Training:
     """The first ZeRO stage in which they go to the host with the optimizer; 4: none."""
 
 
-LOGITS_AT_ONCE = 2**24
-"""On a GPU, by the engines of rlflow: engines/causal_lm/head.py makes so many at a time."""
-DEEPSPEED = Training(step=4, step_parameters=_ADAM_SUB_GROUP, live_parameters=1e9, bucket_elements=5e8)
-"""ds_config defaults: sub_group_size, stage3_max_live_parameters, reduce_bucket_size. A step widens its gradients."""
-DEEPSPEED_FP32_GRADIENTS = replace(
-    DEEPSPEED, gradients=4, bucket_elements=2e8, reduce_bytes=(0, 0, 8, 4), offloads_gradients_from=3
-)
-"""The engine ``deepspeed``: gradients are added up and reduced in fp32 (engines/sharded/settings.py).
-
-Stage 1 reduces them where they are. Stage 2 has them in bf16, as a copy of that and in fp32; stage 3 as a copy in fp32.
-With the optimizer on the host, stage 2 adds gradients up on the GPU all the same.
-"""
-FSDP2 = Training(weights=4, gradients=4, optimizer=8, keeps_gradients=False)
-"""Sharded fp32 parameters, gathered as bf16; AdamW parameter by parameter (``foreach=False``)."""
-MEGATRON = Training(gradients=4, fused_layers=True, shards_norms=True, logits=8, offloads_gradients_from=4)
-"""Megatron's distributed optimizer, a ``zero_stage`` of 1 with fp32 main gradients: 6 + 12 / ranks bytes."""
+MIXED_PRECISION = TrainingMemory()
+"""Weights and gradients in bf16, the optimizer in fp32."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +139,7 @@ def stages(model: Architecture, layout: Layout) -> Iterator[Stage]:
         )
 
 
-def state_terms(model: Architecture, layout: Layout, training: Training) -> dict[str, float]:
+def state_terms(model: Architecture, layout: Layout, training: TrainingMemory) -> dict[str, float]:
     """Weights, gradients and optimizer of a trained role (Rajbhandari et al. 2020, figure 1).
 
     The states are sharded over data- and sequence-parallel ranks: gradients from stage 2 on, weights in stage 3.
@@ -162,7 +147,7 @@ def state_terms(model: Architecture, layout: Layout, training: Training) -> dict
     return max((stage_state(model, layout, training, stage) for stage in stages(model, layout)), key=total)
 
 
-def stage_state(model: Architecture, layout: Layout, training: Training, stage: Stage) -> dict[str, float]:
+def stage_state(model: Architecture, layout: Layout, training: TrainingMemory, stage: Stage) -> dict[str, float]:
     """``state_terms`` of one stage."""
     zero = layout.zero_stage or 0
     whole = stage.dense + stage.experts
@@ -189,7 +174,7 @@ def stage_state(model: Architecture, layout: Layout, training: Training, stage: 
     return {name: size / GIB for name, size in terms.items()}
 
 
-def kept_buffers(layout: Layout, training: Training) -> dict[str, float]:
+def kept_buffers(layout: Layout, training: TrainingMemory) -> dict[str, float]:
     """Return what a library keeps on the GPU from step to step besides the state: in DeepSpeed's stage 3 a bucket for
     gradients on their way (runtime/zero/stage3.py, IPGBucketZ3)."""
     if layout.zero_stage != 3 or training.live_parameters is None:

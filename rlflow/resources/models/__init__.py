@@ -1,1 +1,1 @@
-"""Figures of model architectures and of their parameters."""
+"""The sizes of a model: the figures of its ``config.json``, its parameters, and its LoRA adapters."""

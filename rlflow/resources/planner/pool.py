@@ -12,7 +12,7 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout, Offload
 from rlflow.resources.memory.overheads import Sharp, asleep_terms, process_terms, sync_terms
 from rlflow.resources.memory.phases import host_terms, score_terms, usable_gib
-from rlflow.resources.memory.state import Terms, Training, kept_buffers, state_terms
+from rlflow.resources.memory.state import Terms, TrainingMemory, kept_buffers, state_terms
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.speed import Calibration, Efficiency, Speed, slowest, speed_of
 from rlflow.resources.workload import Workload
@@ -194,7 +194,7 @@ def resting_terms(demand: Demand, policy: Policy, pool: Pool) -> Terms:
     return process | {"weights": score_terms(model, layout, 0, weight_bytes=demand.weight_bytes)["weights"]}
 
 
-def resting_state(model: Architecture, layout: Layout, training: Training) -> dict[str, float]:
+def resting_state(model: Architecture, layout: Layout, training: TrainingMemory) -> dict[str, float]:
     """Return the state of a trained role between its steps."""
     state = dict(state_terms(model, layout, training))
     if not training.keeps_gradients:

@@ -13,7 +13,7 @@ from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout, RolePlacement, Share, workers
-from rlflow.resources.models.extensions import adapter_parameters, adapter_tensors
+from rlflow.resources.models.lora import adapter_parameters, adapter_tensors
 from rlflow.resources.planner.data_placement import reading_seconds
 from rlflow.resources.planner.placement_solver import PoolRequest, fill
 from rlflow.resources.planner.pool import Pool, Shortage, Site, site_of

@@ -161,4 +161,4 @@ def sleeping(plan: Plan) -> set[str]:
 
 def replaced_whole(plan: Plan) -> set[str]:
     """Return the roles to which every step copies all weights. Copies of adapters leave the others as they are."""
-    return {copy.target for copy in plan.copies if plan.recipe.lora_of(copy.target) is None}
+    return {copy.target for copy in plan.workload.copies if plan.recipe.lora_of(copy.target) is None}

@@ -8,7 +8,7 @@ import rlflow
 from rlflow.compiler.graph import wire
 from rlflow.compiler.lower import lower
 from rlflow.errors import UserError
-from rlflow.resources.models.extensions import ScalarModel
+from rlflow.resources.models.architecture import ScalarModel
 
 SCORED = "graph.old={node: logprobs, role: critic}"
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import rlflow
-from rlflow.compiler.plan import compile_recipe, plan_from, read_plan
+from rlflow.compiler import compile_recipe
+from rlflow.compiler.plan import plan_from, read_plan
 from rlflow.compose import cluster_named
 from rlflow.errors import PlacementError, RecipeError
 from rlflow.recipe import recipe_from
@@ -108,6 +109,7 @@ def _without(plan: dict[str, Any], key: str) -> dict[str, Any]:
     [
         (lambda plan: plan | {"schema_version": 0}, "schema_version is 0"),
         (lambda plan: _without(plan, "roles"), "is not a whole plan"),
+        (lambda plan: _without(plan, "workload"), "is not a whole plan"),
         (lambda plan: plan | {"recipe": plan["recipe"] | {"seed": 7}}, "was changed after planning"),
         (lambda plan: plan | {"roles": _without(plan["roles"], "actor")}, "was changed after planning"),
         (lambda plan: plan | {"hosts": [plan["hosts"][0] | {"name": "other"}]}, "was changed after planning"),

@@ -17,7 +17,7 @@ from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.nodes.policy_loss import LikelihoodLoss
 from rlflow.recipe import Optimizer
-from rlflow.resources.models.extensions import Lora, adapter_parameters
+from rlflow.resources.models.lora import Lora, adapter_parameters
 from tests.helpers import ARCHITECTURE, MODEL, minibatch, sequences, spec
 
 LORA = Lora(rank=4, alpha=6)

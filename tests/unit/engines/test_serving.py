@@ -22,7 +22,7 @@ from rlflow.engines.serving.settings import check_model, engine_arguments, set_e
 from rlflow.engines.vllm import VllmEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.resources.layout import Layout
-from rlflow.resources.models.extensions import Lora
+from rlflow.resources.models.lora import Lora
 from tests.helpers import ARCHITECTURE, CHARACTERS, MODEL, spec
 
 

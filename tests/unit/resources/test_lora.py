@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 
 import rlflow
+from benchmarks.published.libraries import DEEPSPEED
 from rlflow.compiler.graph import wire
 from rlflow.compiler.lower import Requirements, lower
 from rlflow.errors import PlacementError, UserError
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.overheads import sync_terms
 from rlflow.resources.memory.phases import generate_memory, update_terms
-from rlflow.resources.memory.state import DEEPSPEED
-from rlflow.resources.models.extensions import Lora, adapter_parameters, adapter_tensors
+from rlflow.resources.models.lora import Lora, adapter_parameters, adapter_tensors
 from rlflow.resources.planner.search import Search
 from rlflow.resources.planner.task_times import task_seconds
-from tests.unit.resources.search.planning import SEVEN_B, cluster
+from tests.unit.resources.planner.planning import SEVEN_B, cluster
 
 ATTENTION = 2 * (3584 + 3584) + 2 * (3584 + 512)
 MLP = 3 * (3584 + 18944)

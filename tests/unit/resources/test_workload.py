@@ -6,7 +6,7 @@ from rlflow.resources.layout import Layout
 from rlflow.resources.planner.task_times import task_seconds
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.speed import Efficiency, speed_of
-from tests.unit.resources.search.planning import H100, SEVEN_B, demand, task
+from tests.unit.resources.planner.planning import H100, SEVEN_B, demand, task
 
 
 def test_turns_write_equal_parts_and_read_what_is_there() -> None:

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from rlflow.engines.sharded.settings import TRAINING_MEMORY as FP32
 from rlflow.errors import PlacementError
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout, Resources
 from rlflow.resources.memory.phases import host_terms, update_terms
-from rlflow.resources.memory.state import DEEPSPEED_FP32_GRADIENTS as FP32
 from rlflow.resources.memory.state import kept_buffers, state_terms
 from tests.unit.resources.memory.test_phases import card
 
@@ -61,6 +61,7 @@ def test_stage_1_reduces_gradients_where_they_are() -> None:
 @pytest.mark.parametrize(("weight_bytes", "refused"), [(2, True), (4, False)])
 def test_bfloat16_is_not_trained_without_zero(weight_bytes: float, refused: bool) -> None:
     demand = Demand(
+        training=FP32,
         role="actor",
         engine="deepspeed",
         parallel=frozenset({"data"}),

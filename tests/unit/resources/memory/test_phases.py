@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from benchmarks.published.libraries import DEEPSPEED, FSDP2, MEGATRON
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.overheads import (
     CONTEXT_GIB,
@@ -22,9 +23,9 @@ from rlflow.resources.memory.phases import (
     update_terms,
     usable_gib,
 )
-from rlflow.resources.memory.state import DEEPSPEED, FSDP2, MEGATRON, Training, layer_activations, stages, state_terms
+from rlflow.resources.memory.state import TrainingMemory, layer_activations, stages, state_terms
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.extensions import Lora, adapter_parameters
+from rlflow.resources.models.lora import Lora, adapter_parameters
 from rlflow.schema import parse
 from tests.conftest import ROOT
 
@@ -59,7 +60,7 @@ QWEN = card("qwen2_5_7b")
 MOE = card("qwen3_30b_a3b")
 
 
-def state_bytes(model: Architecture, training: Training, **degrees: Any) -> float:
+def state_bytes(model: Architecture, training: TrainingMemory, **degrees: Any) -> float:
     """A parameter of the model's."""
     return sum(state_terms(model, layout(**degrees), training).values()) * GIB / model.num_parameters
 

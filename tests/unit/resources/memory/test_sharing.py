@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import rlflow
+from benchmarks.published.libraries import DEEPSPEED, FSDP2
 from rlflow.compiler.plan import Plan
 from rlflow.resources.cluster import Gpu
 from rlflow.resources.layout import GIB
@@ -19,7 +20,7 @@ from rlflow.resources.memory.overheads import (
     sync_terms,
 )
 from rlflow.resources.memory.phases import generate_memory, score_terms, update_terms
-from rlflow.resources.memory.state import DEEPSPEED, FSDP2, kept_buffers
+from rlflow.resources.memory.state import kept_buffers
 from tests.unit.resources.memory.test_phases import QWEN, layout
 from tests.unit.resources.models.test_architecture import CARDS, card, weights
 

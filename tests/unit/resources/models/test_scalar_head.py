@@ -3,14 +3,16 @@
 import pytest
 import torch
 
+from benchmarks.published.libraries import DEEPSPEED
+from rlflow.engines.base import LOGITS_AT_ONCE
 from rlflow.resources.layout import GIB
 from rlflow.resources.memory.phases import score_terms, update_terms
-from rlflow.resources.memory.state import DEEPSPEED, LOGITS_AT_ONCE, Training
-from rlflow.resources.models.extensions import with_scalar_head
+from rlflow.resources.memory.state import TrainingMemory
+from rlflow.resources.models.architecture import with_scalar_head
 from tests.unit.resources.memory.test_phases import QWEN, card, layout
 from tests.unit.resources.models.test_architecture import config_fields
 
-WHOLE = Training(logits_at_once=float("inf"))
+WHOLE = TrainingMemory(logits_at_once=float("inf"))
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_1_5b", "qwen2_5_7b", "qwen3_8b", "llama3_1_8b", "qwen3_30b_a3b"])
@@ -40,5 +42,5 @@ def test_memory_without_logits() -> None:
     assert scored["logits"] == pytest.approx(10 * tokens / GIB)
     assert score_terms(QWEN, layout(), tokens, training=WHOLE)["logits"] == pytest.approx(10 * 152064 * tokens / GIB)
     # As many as are made at a time, which is more than there are values.
-    some = Training(logits_at_once=LOGITS_AT_ONCE)
+    some = TrainingMemory(logits_at_once=LOGITS_AT_ONCE)
     assert score_terms(critic, layout(), tokens, training=some)["logits"] == scored["logits"]

@@ -8,7 +8,7 @@ import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.errors import PlacementError
 from rlflow.resources.layout import Bundle, RolePlacement, Worker
-from rlflow.resources.models.extensions import Lora
+from rlflow.resources.models.lora import Lora
 from rlflow.runtime.ray.engine_specs import check_engines, spec_of, weight_backend
 from rlflow.runtime.weights.gpu import Receivers
 

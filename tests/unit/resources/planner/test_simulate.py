@@ -4,7 +4,7 @@ import pytest
 
 from rlflow.resources.planner.simulate import PARTS, simulate
 from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
-from tests.unit.resources.search.planning import task
+from tests.unit.resources.planner.planning import task
 
 
 def of(node: str, kind: TaskKind, *after: str, role: str | None = None) -> Task:

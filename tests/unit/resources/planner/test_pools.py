@@ -6,7 +6,7 @@ from rlflow.errors import PlacementError
 from rlflow.resources.planner.pool import Pool, Shortage, site_of
 from rlflow.resources.planner.pool_search import PoolUse, use
 from rlflow.resources.planner.sharing import partitions, sizes
-from tests.unit.resources.search.planning import SEVEN_B, cluster, demand, workload
+from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, workload
 
 
 def test_all_ways_to_share_of_few_roles() -> None:

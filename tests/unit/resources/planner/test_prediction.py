@@ -4,7 +4,7 @@ import pytest
 
 from rlflow.resources.planner.prediction import Prediction, predict
 from rlflow.resources.planner.sharing import describe
-from tests.unit.resources.search.planning import SEVEN_B, cluster, demand, search
+from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, search
 
 
 def predicted(longest: int = 4096, hosts: int = 1, samples: int = 1024) -> Prediction:

@@ -1,8 +1,10 @@
 """Demands, tasks and clusters for tests of planning."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from rlflow.engines.sharded.settings import TRAINING_MEMORY
 from rlflow.resources.cluster import Cluster, Gpu, Host
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Resources, RolePlacement
@@ -59,6 +61,7 @@ def demand(role: str, model: Architecture | None = SMALL, parallel: frozenset[st
         trains=role.startswith(("actor", "critic")),
         generates=role.startswith("rollout"),
         architecture=model,
+        training=replace(TRAINING_MEMORY, logits_at_once=float("inf")),
         wants=Resources(**wants),
     )
 

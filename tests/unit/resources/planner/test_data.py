@@ -8,7 +8,7 @@ from rlflow.resources.layout import GIB, Bundle, Layout, RolePlacement, Worker
 from rlflow.resources.planner.data_placement import predict_data, reading_seconds
 from rlflow.resources.planner.prediction import predict
 from rlflow.resources.workload import Edge, Workload
-from tests.unit.resources.search.planning import SEVEN_B, cluster, demand, search, task
+from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, search, task
 
 LAYOUT = Layout(micro_batch_tokens=1)
 

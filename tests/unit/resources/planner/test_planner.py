@@ -13,7 +13,7 @@ from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster, Host
 from rlflow.resources.planner.search import Search
 from rlflow.resources.planner.sharing import Candidate
-from tests.unit.resources.search.planning import H100, SEVEN_B, check, cluster, demand, place, search, workload
+from tests.unit.resources.planner.planning import H100, SEVEN_B, check, cluster, demand, place, search, workload
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""LoRA adapters and how many parameters they have.
+
+A linear layer with an adapter computes W x + alpha / rank B A x, and training changes A and B alone (Hu et al. 2021,
+arXiv 2106.09685, equation 3).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Gt, MinLen
+
+from rlflow.resources.models.architecture import Architecture
+from rlflow.schema import Count, Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora(Section):
+    """The LoRA options of a role, under peft's names."""
+
+    rank: Count = 16
+    alpha: Annotated[float, Gt(0)] = 32.0
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], MinLen(1)] = "all-linear"
+    """Names of layers in the model's class, such as ``q_proj``; ``all-linear``: all but the output layer."""
+
+    @property
+    def scaling(self) -> float:
+        """Return the LoRA scale, alpha / rank."""
+        return self.alpha / self.rank
+
+
+def adapter_parameters(model: Architecture, lora: Lora) -> int:
+    """Return rank x (inputs + outputs), summed over the layers that have an adapter (Hu et al. 2021, section 4.2)."""
+    return lora.rank * model.num_hidden_layers * sum(_target_widths(model, lora).values())
+
+
+def adapter_tensors(model: Architecture, lora: Lora) -> int:
+    """Return the number of tensors: A and B of each layer that has an adapter."""
+    return 2 * model.num_hidden_layers * len(_target_widths(model, lora))
+
+
+def _target_widths(model: Architecture, lora: Lora) -> Mapping[str, int]:
+    """Return inputs plus outputs of each targeted projection of a layer; names that it does not have are ignored."""
+    hidden, keys = model.hidden_size, model.key_value_width // 2
+    mlp = hidden + model.mlp_width
+    if model.num_experts:
+        shared = model.shared_expert_intermediate_size
+        mlp = model.num_experts * (hidden + model.expert_width) + (hidden + shared if shared else 0)
+    widths = {
+        "q_proj": hidden + model.query_width,
+        "k_proj": hidden + keys,
+        "v_proj": hidden + model.key_value_width - keys,
+        "o_proj": hidden + model.output_width,
+        "gate_proj": mlp,
+        "up_proj": mlp,
+        "down_proj": mlp,
+    }
+    targets = widths if lora.target_modules == "all-linear" else lora.target_modules
+    return {name: width for name, width in widths.items() if name in targets}
