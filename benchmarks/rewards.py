@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.reporting import Goal, finish
-from rlflow.rewards.callables import Part
-from rlflow.rewards.pool.fork_client import Call
-from rlflow.rewards.pool.pool import Pool
+from rlflow.rewards.callables import RewardTerm
+from rlflow.rewards.fork_client import Call
+from rlflow.rewards.pool import ProcessPool
 
 _REWARDS, _SECONDS, _REPEATS = 10_000, 0.001, 3
 
@@ -37,7 +37,7 @@ def bare(text: str) -> float:
     return one_millisecond([text], [{}])[0]
 
 
-def in_pool(pool: Pool, texts: Sequence[str]) -> float:
+def in_pool(pool: ProcessPool, texts: Sequence[str]) -> float:
     calls = [Call("work", [place], [text], [{"answer": text}]) for place, text in enumerate(texts)]
     began = time.perf_counter()
     outcomes = [outcome for _, given in pool.outcomes(calls) for outcome in given]
@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     texts = ["x" * 1000] * _REWARDS
-    pool = Pool({"work": Part(function="benchmarks.rewards:one_millisecond")})
+    pool = ProcessPool({"work": RewardTerm(function="benchmarks.rewards:one_millisecond")})
     seconds: dict[str, list[float]] = {"rlflow": [], "multiprocessing": []}
     with multiprocessing.get_context("spawn").Pool(pool.num_workers) as peer:
         # The first rewards wait for processes to start.

@@ -1,1 +1,1 @@
-"""What answers a model, turn by turn: environments, one file each, and their steps in processes of their own."""
+"""Environments that answer a model turn by turn. The built-in ones are in ``classes``, one file each."""

@@ -1,7 +1,4 @@
-"""What an environment is, and what it answers.
-
-From the name of an environment to an object of it that has its options.
-"""
+"""The interface of environments, and how a recipe's name and options become one."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -12,48 +9,50 @@ from rlflow.environments import classes
 from rlflow.errors import RecipeError
 from rlflow.plugins import load_object
 from rlflow.rewards.base import Row
-from rlflow.rewards.callables import registered
+from rlflow.rewards.callables import builtin_module
 from rlflow.schema import Section, parse
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment answers to a turn of the model."""
+    """An environment's answer to one turn of the model."""
 
     text: str = ""
-    """What the model reads before its next turn. That of the last answer nobody reads."""
+    """The text that the model reads before its next turn. The text of the last observation is not used."""
     done: bool = False
-    """The conversation is over."""
+    """The conversation has ended."""
     reward: float = 0.0
-    """For this turn: those of all turns are added up."""
+    """The reward of this turn. The rewards of all turns are added up."""
 
 
 @dataclass
 class Environment(Section, ABC):
-    """The other side of one conversation. A class of your own derives from this; its fields are its options.
+    """The other side of one conversation. Derive your own class from this; its fields are its options.
 
-    It is a new object for each conversation, and what it sets on itself is its state. Between two turns that is bytes,
-    by ``pickle``: each turn may be taken in another process, and again from where it began if that process is killed.
+    Each conversation has its own object, and attributes that the object sets are its state. Between two turns the
+    state is stored with ``pickle``, because each turn may run in another process. A turn whose process is killed is
+    repeated from the state before it.
     """
 
     batch_size: ClassVar[int] = 1
-    """Conversations of which one call takes a turn: more than one for turns of much less than a millisecond."""
+    """Conversations that one call advances by a turn. Use more than one if a turn takes much less than 1 ms."""
 
     def reset(self, row: Row) -> None:
-        """The beginning, ``row`` being that of the data set. What the model reads first is the row's prompt."""
+        """Begin a conversation about a row of the data set. The model starts from the row's prompt."""
 
     @abstractmethod
     def step(self, text: str) -> Observation:
-        """The answer to what the model has written in its turn, without special tokens."""
+        """Answer the text that the model generated in its turn, which has no special tokens."""
 
 
-def find_environment(name: str, options: Mapping[str, Any]) -> Environment:
-    """A file of rlflow.environments.classes, or ``package.module:Class``, before its first conversation.
+def load_environment(name: str, options: Mapping[str, Any]) -> Environment:
+    """Create an environment that has its options and is ready for ``reset``.
 
-    Raises RecipeError at the paths ``environment`` and ``options``.
+    ``name`` is a file of rlflow.environments.classes, or ``package.module:Class``. Raises RecipeError at the paths
+    ``environment`` and ``options``.
     """
     path = "environment"
-    kind = load_object(name, path) if ":" in name else registered(classes, name, path, "environment").ENVIRONMENT
+    kind = load_object(name, path) if ":" in name else builtin_module(classes, name, path, "environment").ENVIRONMENT
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise RecipeError(
             path, f"'{name}' is not an Environment", fix="derive it from rlflow.environments.base.Environment"

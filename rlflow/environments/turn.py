@@ -1,4 +1,4 @@
-"""Turns of conversations, taken in workers."""
+"""Turns of conversations, run in the workers of a process pool."""
 
 import copy
 import math
@@ -9,17 +9,17 @@ from functools import partial
 from numbers import Real
 from typing import Any, ClassVar
 
-from rlflow.environments.base import Environment, Observation, find_environment
+from rlflow.environments.base import Environment, Observation, load_environment
 from rlflow.errors import first_line
-from rlflow.rewards.base import Failure, Found, Row
+from rlflow.rewards.base import Failure, LoadedCallable, Row
 
-# Of what an environment says in one turn: more is a mistake, and would be a long time tokenised.
-_MOST_CHARACTERS = 2**20
+# The longest observation. A longer one is a mistake, and would take long to tokenize.
+_MAX_CHARACTERS = 2**20
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What became of one turn."""
+class TurnResult:
+    """An environment's observation, and its state after the turn."""
 
     text: str
     done: bool
@@ -29,30 +29,33 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Turns:
-    """What a pool is to call for an environment, with the text of a turn and, in place of a row of the data set, that
-    row and the state after the turn before, or None before the first."""
+class EnvironmentSpec:
+    """The name and options of an environment, from which a pool loads a function that runs its turns.
+
+    The pool calls it with the model's texts. The argument for each text is the conversation's row of the data set
+    with its state after the previous turn, or with None before the first.
+    """
 
     environment: str
     options: Mapping[str, Any]
     timeout_s: float
-    what: ClassVar[str] = "environment"
+    kind: ClassVar[str] = "environment"
 
-    def find(self, name: str) -> Found:
-        """Raises RecipeError at the paths ``environment`` and ``options``."""
-        environment = find_environment(self.environment, self.options)
-        call = partial(_turns, environment)
-        return Found(call, environment.batch_size, self.timeout_s, check=lambda answer, text: answer)
-
-
-def _turns(
-    environment: Environment, texts: Sequence[str], begun: Sequence[tuple[Row, bytes | None]]
-) -> list[Answer | Failure]:
-    return [_turn(environment, text, row, state) for text, (row, state) in zip(texts, begun, strict=True)]
+    def load(self, name: str) -> LoadedCallable:
+        """Load the function that runs turns. Raises RecipeError at the paths ``environment`` and ``options``."""
+        environment = load_environment(self.environment, self.options)
+        call = partial(_run_turns, environment)
+        return LoadedCallable(call, environment.batch_size, self.timeout_s, check=lambda result, text: result)
 
 
-def _turn(new: Environment, text: str, row: Row, state: bytes | None) -> Answer | Failure:
-    """Whatever the environment does: one that fails takes none with it that are in the same call."""
+def _run_turns(
+    environment: Environment, texts: Sequence[str], conversations: Sequence[tuple[Row, bytes | None]]
+) -> list[TurnResult | Failure]:
+    return [_run_turn(environment, text, row, state) for text, (row, state) in zip(texts, conversations, strict=True)]
+
+
+def _run_turn(new: Environment, text: str, row: Row, state: bytes | None) -> TurnResult | Failure:
+    """Run one turn; whatever the environment does, the other turns of the call are not affected."""
     try:
         if state is None:
             environment = copy.deepcopy(new)
@@ -60,25 +63,25 @@ def _turn(new: Environment, text: str, row: Row, state: bytes | None) -> Answer 
         else:
             environment = pickle.loads(state)
         observation = environment.step(text)
-    except BaseException as error:  # whatever the user's own class raises, sys.exit too
+    except BaseException as error:  # a user's class may raise anything, SystemExit included
         return Failure("raised", f"failed ({first_line(error)})")
-    if reason := _mistake(observation):
-        return Failure("invalid", f"answered {reason} to {text[:80]!r}")
+    if problem := _problem(observation):
+        return Failure("invalid", f"returned {problem} for {text[:80]!r}")
     try:
         state = pickle.dumps(environment)
     except Exception as error:  # pickle raises errors of many kinds
-        return Failure("invalid", f"cannot be kept between turns ({first_line(error)})")
-    # What is derived from a text or a number stays here: where this is read, its class is not known.
-    return Answer(str(observation.text), observation.done, float(observation.reward), state)
+        return Failure("invalid", f"cannot be stored between turns ({first_line(error)})")
+    # Subclasses of str and float are converted: the process that reads the result may not know them.
+    return TurnResult(str(observation.text), observation.done, float(observation.reward), state)
 
 
-def _mistake(observation: Any) -> str | None:
-    """What is wrong with what a step gave."""
+def _problem(observation: Any) -> str | None:
+    """Describe what is wrong with the value that ``step`` returned; None if it is valid."""
     if type(observation) is not Observation:
-        return f"{str(observation)[:80]!r}, which is no Observation,"
+        return f"{str(observation)[:80]!r}, which is not an Observation,"
     if not isinstance(observation.text, str) or not isinstance(observation.done, bool):
-        return f"{str(observation)[:160]}, whose text is to be a text and whose done is to be true or false,"
-    if len(observation.text) > _MOST_CHARACTERS:
+        return f"{str(observation)[:160]}, whose text must be a string and whose done must be true or false,"
+    if len(observation.text) > _MAX_CHARACTERS:
         return f"a text of {len(observation.text)} characters"
     reward = observation.reward
     if not isinstance(reward, Real) or not math.isfinite(reward):

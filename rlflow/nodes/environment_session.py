@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Conversations, Packed, Prompts, Repeated, Rollouts
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
-from rlflow.environments.turn import Answer, Turns
+from rlflow.environments.turn import EnvironmentSpec, TurnResult
 from rlflow.errors import EngineError, RecipeError, first_line
 from rlflow.recipe import Model
 from rlflow.rewards.base import Failure
-from rlflow.rewards.pool.fork_client import Call
-from rlflow.rewards.pool.pool import Pool
+from rlflow.rewards.fork_client import Call
+from rlflow.rewards.pool import ProcessPool
 from rlflow.schema import Count, Section
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ class TurnTaking(Section):
     """Where the environment fails the run ends, or the response is left out, as if it had not been written."""
 
     @property
-    def turns(self) -> Turns:
-        return Turns(self.environment, self.options, self.timeout_s)
+    def turns(self) -> EnvironmentSpec:
+        return EnvironmentSpec(self.environment, self.options, self.timeout_s)
 
 
 Ints = NDArray[np.int64]
@@ -225,19 +225,19 @@ class Exchange:
         return {name: value for name, value in vars(self).items() if name not in ("_pool", "_tokenizer")}
 
     @cached_property
-    def _pool(self) -> Pool:
+    def _pool(self) -> ProcessPool:
         """Of processes that live as long as this is used."""
-        return Pool({self._node.environment: self._node.turns})
+        return ProcessPool({self._node.environment: self._node.turns})
 
     @cached_property
     def _tokenizer(self) -> "PreTrainedTokenizerBase":
         return load_tokenizer(self._model_name, self._model)
 
-    def _answers(self, asking: Mapping[int, str]) -> Iterator[tuple[int, Answer | Failure]]:
+    def _answers(self, asking: Mapping[int, str]) -> Iterator[tuple[int, TurnResult | Failure]]:
         """To the turns of these conversations, in any order."""
         assert self._transcripts is not None
         rows, name = list(asking), self._node.environment
-        size = self._pool.found[name].batch_size
+        size = self._pool.callables[name].batch_size
         calls = []
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
@@ -245,7 +245,7 @@ class Exchange:
             calls.append(Call(name, part, [asking[row] for row in part], begun))
         with closing(self._pool.outcomes(calls)) as outcomes:
             for call, answers in outcomes:
-                yield from zip(call.places, answers, strict=True)
+                yield from zip(call.indices, answers, strict=True)
 
     def _failed(self, failure: Failure) -> str:
         """The reason. Raises RecipeError or EngineError where it ends the run."""

@@ -14,7 +14,7 @@ from rlflow.engines.base import Generates, Sampling
 from rlflow.errors import RecipeError
 from rlflow.nodes.base import Node, Setting
 from rlflow.nodes.environment_session import Exchange, TurnTaking
-from rlflow.rewards.pool.pool import Pool
+from rlflow.rewards.pool import ProcessPool
 from rlflow.schema import Count
 
 
@@ -73,7 +73,7 @@ class Converse(TurnTaking, Generate, kind="converse", unit="sample"):
     """
 
     def check(self, connected: frozenset[str]) -> None:
-        self.turns.find(self.environment)
+        self.turns.load(self.environment)
         if self.overcommit:
             raise RecipeError("overcommit", "conversations are not broken off between two steps", fix="overcommit: 0")
         if self.turn_tokens > self.max_tokens:
@@ -84,7 +84,7 @@ class Converse(TurnTaking, Generate, kind="converse", unit="sample"):
 
     def try_out(self) -> None:
         """Raises EngineError when the environment cannot run on this host."""
-        Pool({self.environment: self.turns}).stop()
+        ProcessPool({self.environment: self.turns}).stop()
 
     def run(self, engine: Generates, exchange: Exchange, prompts: Prompts) -> Conversations:  # type: ignore[override]
         stop_ids = exchange.begin()

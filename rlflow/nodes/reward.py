@@ -11,10 +11,10 @@ import numpy as np
 from rlflow.batch import Conversations, Rewards, Rollouts, SummedRewards
 from rlflow.errors import EngineError, RecipeError, below
 from rlflow.nodes.base import Formula, Node, times
-from rlflow.rewards.base import LARGEST, Failure, Outcome
-from rlflow.rewards.callables import Part
-from rlflow.rewards.pool.fork_client import Call
-from rlflow.rewards.pool.pool import Pool
+from rlflow.rewards.base import MAX_FLOAT32, Failure, Outcome
+from rlflow.rewards.callables import RewardTerm
+from rlflow.rewards.fork_client import Call
+from rlflow.rewards.pool import ProcessPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Reward(Node, kind="reward", unit="sample"):
 
     function: str | None = None
     """Of rlflow.rewards.functions, or ``package.module:function``; short for ``functions`` with it alone."""
-    functions: Mapping[str, Part] = field(default_factory=dict)
+    functions: Mapping[str, RewardTerm] = field(default_factory=dict)
 
     def check(self, connected: frozenset[str]) -> None:
         if (self.function is None) == (not self.functions):
@@ -33,7 +33,7 @@ class Reward(Node, kind="reward", unit="sample"):
             )
         for name, part in self.functions.items():
             with below(f"functions.{name}"):
-                part.find(name)
+                part.load(name)
                 if isinstance(part.on_failure, float) and not self._fits(part, part.on_failure):
                     fact = f"{part.on_failure:g} is too large for a sum in float32 with a weight of {part.weight:g}"
                     raise RecipeError("on_failure", fact, fix="a smaller number")
@@ -42,7 +42,7 @@ class Reward(Node, kind="reward", unit="sample"):
 
     def _check_short(self, function: str) -> None:
         try:
-            Part().find(function)
+            RewardTerm().load(function)
         except RecipeError as error:
             if not error.path.startswith("options"):
                 raise
@@ -51,7 +51,7 @@ class Reward(Node, kind="reward", unit="sample"):
 
     def try_out(self) -> None:
         """Raises EngineError when the functions cannot run on this host."""
-        Pool(self._parts).stop()
+        ProcessPool(self._parts).stop()
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         parts = (times(part.weight, name) for name, part in self._parts.items() if part.weight)
@@ -63,11 +63,11 @@ class Reward(Node, kind="reward", unit="sample"):
         judged = np.flatnonzero(~rollouts.failed).tolist()
         with closing(self._pool.outcomes(self._calls(rollouts, judged))) as outcomes:
             for call, results in outcomes:
-                for place, result in zip(call.places, results, strict=True):
-                    if failure := self._failure(call.part, result):
-                        reasons[place] = f"'{call.part}' {failure.reason}"
-                        result = self._instead(call.part, failure)
-                    given[call.part][place] = result
+                for place, result in zip(call.indices, results, strict=True):
+                    if failure := self._failure(call.name, result):
+                        reasons[place] = f"'{call.name}' {failure.reason}"
+                        result = self._instead(call.name, failure)
+                    given[call.name][place] = result
         values = np.zeros(len(rollouts), np.float64)
         for name, part in self._parts.items():
             values += part.weight * given[name].astype(np.float64) if part.weight else 0
@@ -78,17 +78,17 @@ class Reward(Node, kind="reward", unit="sample"):
         return {name: value for name, value in vars(self).items() if name != "_pool"}
 
     @cached_property
-    def _parts(self) -> Mapping[str, Part]:
-        return self.functions or {str(self.function): Part()}
+    def _parts(self) -> Mapping[str, RewardTerm]:
+        return self.functions or {str(self.function): RewardTerm()}
 
     @cached_property
-    def _pool(self) -> Pool:
+    def _pool(self) -> ProcessPool:
         """Of processes that live as long as this node is used."""
-        return Pool(self._parts)
+        return ProcessPool(self._parts)
 
     def _calls(self, rollouts: Rollouts, judged: Sequence[int]) -> Iterator[Call]:
         texts, rows = tuple(rollouts.texts), tuple(rollouts.rows)
-        for name, found in self._pool.found.items():
+        for name, found in self._pool.callables.items():
             for start in range(0, len(judged), found.batch_size):
                 places = judged[start : start + found.batch_size]
                 yield Call(name, places, [texts[place] for place in places], [rows[place] for place in places])
@@ -103,9 +103,9 @@ class Reward(Node, kind="reward", unit="sample"):
             "invalid", f"returned {result:g}, too large for a sum in float32 with a weight of {part.weight:g}"
         )
 
-    def _fits(self, part: Part, value: float) -> bool:
+    def _fits(self, part: RewardTerm, value: float) -> bool:
         """Return whether the sum of all parts is finite in float32 if no weighted value is larger than this one."""
-        return abs(value) <= LARGEST and abs(part.weight * value) <= LARGEST / len(self._parts)
+        return abs(value) <= MAX_FLOAT32 and abs(part.weight * value) <= MAX_FLOAT32 / len(self._parts)
 
     def _instead(self, name: str, failure: Failure) -> float:
         """What a response gets that has no reward. Raises RecipeError or EngineError where that ends the run."""

@@ -1,1 +1,1 @@
-"""From responses to numbers: functions, the processes that they run in, and a sandbox for programs."""
+"""Reward functions, the processes that run them, and a sandbox for programs that a model wrote."""

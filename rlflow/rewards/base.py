@@ -1,6 +1,6 @@
-"""What a reward function gives for a response: a number, or a failure with a reason.
+"""The interface of reward functions, and of everything else that a process pool can call.
 
-What a pool's workers call.
+A reward function returns a number for each response, or a ``Failure`` with a reason.
 """
 
 import math
@@ -12,42 +12,42 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 from rlflow.errors import first_line
 
 Kind = Literal["raised", "invalid", "unreadable", "timeout", "died", "unavailable"]
-"""The function raised; gave something that is no finite number, or not as many as responses; cannot use what the row
-has; took too long; ended its process; or does not reach what it needs."""
+"""Why there is no reward: the function raised an error; it did not return one finite number for each response; it
+cannot use a value of the row; it took too long; its process died; or it cannot reach a service that it needs."""
 
 Row = Mapping[str, Any]
-"""Of the data set: what a response is compared with."""
+"""A row of the data set, which a response is compared with."""
 
-
-_LONGEST_REASON = 300
+_MAX_REASON_LENGTH = 300
 
 
 @dataclass(frozen=True)
 class Failure:
-    """There is no reward for a response."""
+    """The reason why a response has no reward."""
 
     kind: Kind
     reason: str
-    """Follows the function's name: ``took longer than 10 s``. Cut where it is long: what others say has no bound."""
+    """Continues a sentence that starts with the function's name: ``took longer than 10 s``. Long reasons are cut,
+    because errors and services may return texts of any length."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", self.reason[:_LONGEST_REASON])
+        object.__setattr__(self, "reason", self.reason[:_MAX_REASON_LENGTH])
 
 
 Outcome = float | Failure
 
 RewardFunction = Callable[[Sequence[str], Sequence[Row]], Sequence[Outcome]]
-"""From the texts of some responses and their rows to as many outcomes. What it gives for one response does not depend
-on which others there are."""
+"""Maps the texts of some responses and their rows to as many outcomes. The outcome of a response must not depend on
+the other responses of the call."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-LARGEST = 3.4028234663852886e38
-"""The largest number of float32, which rewards become."""
+MAX_FLOAT32 = 3.4028234663852886e38
+"""The largest number of float32, the type that rewards are stored in."""
 
 
 def batched(size: int) -> Callable[[F], F]:
-    """Marks a function that is to be called with so many responses at once, and not with one."""
+    """Mark a function to be called with ``size`` responses at once instead of one."""
 
     def mark(function: F) -> F:
         function.batch_size = size  # type: ignore[attr-defined]
@@ -56,10 +56,10 @@ def batched(size: int) -> Callable[[F], F]:
     return mark
 
 
-def text_of(row: Row, column: str) -> str | Failure:
+def column_text(row: Row, column: str) -> str | Failure:
     """Return the row's value in ``column`` as text, or a Failure where it is missing, null or NaN.
 
-    ``str`` of such a value is a text as well, such as "None", and a comparison with it is always false.
+    ``str`` would turn such a value into a text such as "None", and every comparison with it would be false.
     """
     value = row.get(column)
     if value is None or (isinstance(value, Real) and math.isnan(value)):
@@ -67,50 +67,53 @@ def text_of(row: Row, column: str) -> str | Failure:
     return str(value)
 
 
-def outcome(value: Any, text: str) -> Outcome:
-    """Return what a function gave for the response ``text`` as a finite number, or a Failure where it is none."""
+def to_outcome(value: Any, text: str) -> Outcome:
+    """Convert the value that a function returned for the response ``text`` to a finite number or a Failure."""
     if isinstance(value, Failure):
         return value
     if isinstance(value, str | bytes | bytearray):
-        return Failure("invalid", f"returned the text {str(value)[:80]!r} in place of a number")
+        return Failure("invalid", f"returned the text {str(value)[:80]!r} instead of a number")
     try:
         number = float(value)
     except Exception as error:
         return Failure("invalid", f"failed ({first_line(error)})")
-    if not abs(number) <= LARGEST:
+    if not abs(number) <= MAX_FLOAT32:
         return Failure("invalid", f"returned {number} for the response {text[:80]!r}")
     return number
 
 
-def nothing() -> None:
-    """Most functions need no preparation."""
+def no_preparation() -> None:
+    """Do nothing, as most functions need no preparation."""
 
 
 @dataclass(frozen=True)
-class Found:
+class LoadedCallable:
+    """A function that the workers of a pool can call, with its batch size and time limit."""
+
     call: Callable[[Sequence[str], Sequence[Any]], Iterable[Any]]
-    """A RewardFunction, or what takes steps of an environment."""
+    """A RewardFunction, or a function that takes steps of an environment."""
     batch_size: int
-    """Responses of one call."""
+    """Responses in one call."""
     limit_s: float
-    """A call that takes longer is ended from outside."""
-    keeps_time: bool = False
-    """It is told how long it may take. A call that is late for all that would be so again, a response at a time."""
-    prepare: Callable[[], None] = nothing
-    """Imports what takes long; called once, before workers are forked."""
-    check: Callable[[Any, str], Any] = outcome
-    """What becomes of the value that was given for a text."""
+    """Seconds after which the pool kills the worker of a call."""
+    enforces_timeout: bool = False
+    """The function receives its timeout and keeps it itself. A batch that takes too long anyway fails as a whole:
+    calling it again with single responses would not help."""
+    prepare: Callable[[], None] = no_preparation
+    """Imports slow libraries; called once, before workers are forked."""
+    check: Callable[[Any, str], Any] = to_outcome
+    """Checks or converts the value that was returned for a text."""
 
 
-class Findable(Protocol):
-    """What says how to find it: it travels to the processes that call it."""
+class CallableSpec(Protocol):
+    """A picklable description of a callable. The fork server receives it and loads the callable itself."""
 
-    what: ClassVar[str]
-    """For messages."""
+    kind: ClassVar[str]
+    """The word for it in messages: "reward" or "environment"."""
 
     @property
     def timeout_s(self) -> float:
-        """Of one call."""
+        """Return the seconds that one call may take."""
 
-    def find(self, name: str) -> Found:
-        """Raises RecipeError."""
+    def load(self, name: str) -> LoadedCallable:
+        """Load the callable; ``name`` is the one that the recipe gives it. Raises RecipeError."""

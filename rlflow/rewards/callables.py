@@ -1,6 +1,6 @@
-"""From the name of a reward function to what can be called.
+"""Loads reward functions by name and checks their options.
 
-One reward of a node: which function, its weight in the sum, and what becomes of its failures.
+``RewardTerm`` is one entry of a reward node's ``functions``: a function, its weight, and how its failures are handled.
 """
 
 import inspect
@@ -18,99 +18,107 @@ from rlflow.errors import RecipeError, did_you_mean, first_line
 from rlflow.extras import check_extra
 from rlflow.plugins import load_object
 from rlflow.rewards import functions
-from rlflow.rewards.base import Found, nothing
+from rlflow.rewards.base import LoadedCallable, no_preparation
 from rlflow.schema import Section, parse
 
-# A function that takes it is told how long it may take; the node says it, not the options.
+# A function with this parameter receives its time limit. It comes from the recipe's term, not from the options.
 _TIMEOUT = "timeout_s"
-# It ends by itself then, and the kill comes after, on a host with too much to do as well.
+# Such a function ends by itself. The kill comes this much later, so that a busy host does not kill it too early.
 _GRACE_S = 0.9
 
 
-def find_reward(name: str, options: Mapping[str, Any], timeout_s: float) -> Found:
-    """A file of rlflow.rewards.functions, or ``package.module:function``, with its options.
+@dataclass(frozen=True, kw_only=True)
+class RewardTerm(Section):
+    """One term of a node's weighted sum of rewards."""
 
-    Raises RecipeError at the paths ``function`` and ``options``.
+    kind: ClassVar[str] = "reward"
+    function: str | None = None
+    """A file of rlflow.rewards.functions, or ``package.module:function``; by default the term's own name."""
+    weight: float = 1.0
+    """The term's factor in the sum. A term with weight 0 is only a metric."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The function's keyword-only parameters."""
+    timeout_s: Annotated[float, Gt(0)] = 10.0
+    """Seconds that one call may take."""
+    on_failure: Literal["stop", "exclude"] | float = "stop"
+    """``stop`` ends the run, ``exclude`` leaves the response out of training, and a number is used as the reward."""
+
+    def load(self, name: str) -> LoadedCallable:
+        """Load the function. Raises RecipeError with a path relative to this term."""
+        return load_reward(self.function or name, self.options, self.timeout_s)
+
+
+def load_reward(name: str, options: Mapping[str, Any], timeout_s: float) -> LoadedCallable:
+    """Load a reward function with its options.
+
+    ``name`` is a file of rlflow.rewards.functions, or ``package.module:function``. Raises RecipeError at the paths
+    ``function`` and ``options``.
     """
     module = None
     if ":" in name:
         function = load_object(name, "function")
     else:
-        module = registered(functions, name, "function", "reward")
+        module = builtin_module(functions, name, "function", "reward")
         if hasattr(module, "EXTRA"):
             check_extra(module.EXTRA, "function", f"reward '{name}'")
         function = module.reward
     if not callable(function):
         raise RecipeError("function", f"'{name}' is not a function", fix="write package.module:function")
     try:
-        wanted = _options(function)
-        given = vars(parse(_section(wanted), options, "options"))
+        parameters = _option_parameters(function)
+        arguments = vars(parse(_options_section(parameters), options, "options"))
     except RecipeError:
         raise
-    except Exception as error:  # whatever inspect, dataclasses and pydantic raise for the user's own annotations
+    except Exception as error:  # inspect, dataclasses and pydantic raise many errors for a user's annotations
         raise RecipeError(
             "function",
             f"the options of '{name}' cannot be read ({first_line(error)})",
             fix="annotate its keyword-only parameters with types that a recipe can hold",
         ) from None
     if check := getattr(module, "check", None):
-        check(**given)
-    prepare = getattr(module, "prepare", nothing)
-    prepare = partial(prepare, **{option: given[option] for option in _options(prepare)})
-    limit_s, keeps_time = timeout_s, _TIMEOUT in wanted
-    if keeps_time:
-        given[_TIMEOUT] = timeout_s
+        check(**arguments)
+    prepare = getattr(module, "prepare", no_preparation)
+    prepare = partial(prepare, **{option: arguments[option] for option in _option_parameters(prepare)})
+    limit_s, enforces_timeout = timeout_s, _TIMEOUT in parameters
+    if enforces_timeout:
+        arguments[_TIMEOUT] = timeout_s
         limit_s += _GRACE_S
-    return Found(partial(function, **given), getattr(function, "batch_size", 1), limit_s, keeps_time, prepare)
+    call = partial(function, **arguments)
+    return LoadedCallable(call, getattr(function, "batch_size", 1), limit_s, enforces_timeout, prepare)
 
 
-def registered(package: ModuleType, name: str, path: str, what: str) -> ModuleType:
-    """The file of that name in a package of them. Raises RecipeError at ``path`` where there is none."""
+def builtin_module(package: ModuleType, name: str, path: str, kind: str) -> ModuleType:
+    """Import the module ``name`` of ``package``. Raises RecipeError at ``path`` when it does not exist.
+
+    ``kind`` is the word for such modules in the error.
+    """
     known = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     if name not in known:
         raise RecipeError(
-            path, f"no {what} '{name}'", known=[*known, "package.module:name"], fix=did_you_mean(name, known)
+            path, f"no {kind} '{name}'", known=[*known, "package.module:name"], fix=did_you_mean(name, known)
         )
     return import_module(f"{package.__name__}.{name}")
 
 
-def _options(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def _option_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the keyword-only parameters of ``function``, which are its options in a recipe."""
     parameters = inspect.signature(function, eval_str=True).parameters.values()
     return {each.name: each for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
-def _section(wanted: Mapping[str, inspect.Parameter]) -> type[Section]:
-    """The options as a part of the recipe, so that they are checked as all of it is."""
+def _options_section(parameters: Mapping[str, inspect.Parameter]) -> type[Section]:
+    """Build a section of the recipe from parameters, so that options are checked like every other key."""
     fields: list[Any] = []
-    for option, parameter in wanted.items():
+    for option, parameter in parameters.items():
         if option == _TIMEOUT:
             continue
-        kind = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
-        is_needed = parameter.default is inspect.Parameter.empty
-        # Of a factory a default may be mutable.
-        default = partial(_given, parameter.default)
-        fields.append((option, kind) if is_needed else (option, kind, field(default_factory=default)))
+        annotation = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
+        is_required = parameter.default is inspect.Parameter.empty
+        # A default factory, because a dataclass refuses mutable defaults.
+        default = field(default_factory=partial(_identity, parameter.default))
+        fields.append((option, annotation) if is_required else (option, annotation, default))
     return make_dataclass("Options", fields, bases=(Section,), frozen=True, kw_only=True)
 
 
-def _given(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part(Section):
-    what: ClassVar[str] = "reward"
-    function: str | None = None
-    """A file of rlflow.rewards.functions, or ``package.module:function``; by default the part's own name."""
-    weight: float = 1.0
-    """In the sum of the node's parts. 0: a metric alone."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """The function's keyword-only parameters."""
-    timeout_s: Annotated[float, Gt(0)] = 10.0
-    """Of one call."""
-    on_failure: Literal["stop", "exclude"] | float = "stop"
-    """The run ends; or the response is left out, as if it had not been written; or it gets this number."""
-
-    def find(self, name: str) -> Found:
-        """Raises RecipeError, its path counted from the part."""
-        return find_reward(self.function or name, self.options, self.timeout_s)

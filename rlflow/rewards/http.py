@@ -1,4 +1,4 @@
-"""Asking a service, again where that may help."""
+"""Posts JSON to a service and retries where that may help."""
 
 import json
 import random
@@ -14,46 +14,50 @@ from pydantic import Field
 from rlflow.errors import first_line
 from rlflow.rewards.base import Failure
 
-_TRIES = 5
+_MAX_TRIES = 5
 _FIRST_WAIT_S = 0.25
-# Those after which the same question may be answered: too many, too early, too slow, or broken for the moment.
-_AGAIN = frozenset({408, 425, 429, *range(500, 600)} - {501, 505})
-_MOST_BYTES = 64 * 2**20
+# A later try may succeed after these: too many requests, too early, too slow, or a temporary server error.
+_RETRY_CODES = frozenset({408, 425, 429, *range(500, 600)} - {501, 505})
+_MAX_RESPONSE_BYTES = 64 * 2**20
 
 
 Url = Annotated[str, Field(pattern="^https?://")]
 
 
 def post(url: str, body: Mapping[str, Any], timeout_s: float, headers: Mapping[str, str] | None = None) -> Any:
-    """The JSON that the service answers, or a Failure. No try begins after ``timeout_s``, and the waits between them
-    are each twice as long as the one before. What is left of the time holds for each address of the service and each
-    read from it: one with several addresses, or that answers byte by byte, may take longer."""
+    """Return the JSON that the service answers, or a Failure.
+
+    No try starts after ``timeout_s``; the wait between two tries doubles each time. The remaining time is the timeout
+    of each connection and each read, so a service with several addresses, or one that answers byte by byte, may take
+    longer.
+    """
     content = json.dumps(body, default=str).encode()
     request = urllib.request.Request(url, content, {"Content-Type": "application/json", **(headers or {})})
-    end, wait_s = time.monotonic() + timeout_s, _FIRST_WAIT_S
-    for tried in range(1, _TRIES + 1):
+    deadline, wait_s = time.monotonic() + timeout_s, _FIRST_WAIT_S
+    for num_tries in range(1, _MAX_TRIES + 1):
         try:
-            with urllib.request.urlopen(request, timeout=max(0.001, end - time.monotonic())) as answer:
-                return _read(url, answer.read(_MOST_BYTES + 1))
+            with urllib.request.urlopen(request, timeout=max(0.001, deadline - time.monotonic())) as response:
+                return _parse_json(url, response.read(_MAX_RESPONSE_BYTES + 1))
         except urllib.error.HTTPError as error:
-            said = f"{error.code} {error.reason}"
-            is_final = error.code not in _AGAIN
+            problem = f"{error.code} {error.reason}"
+            is_final = error.code not in _RETRY_CODES
             error.close()
         except (OSError, HTTPException) as error:
-            said, is_final = first_line(getattr(error, "reason", None) or error), False
-        # Not all at once when the service is back.
+            problem, is_final = first_line(getattr(error, "reason", None) or error), False
+        # Random, so that clients do not all return at the same moment when the service is back.
         pause = wait_s * random.uniform(0.5, 1)
         wait_s *= 2
-        if is_final or tried == _TRIES or time.monotonic() + pause >= end:
+        if is_final or num_tries == _MAX_TRIES or time.monotonic() + pause >= deadline:
             break
         time.sleep(pause)
-    return Failure("unavailable", f"has no answer from {url} ({said}; {tried} {'try' if tried == 1 else 'tries'})")
+    tries = f"{num_tries} {'try' if num_tries == 1 else 'tries'}"
+    return Failure("unavailable", f"got no answer from {url} ({problem}; {tries})")
 
 
-def _read(url: str, content: bytes) -> Any:
-    if len(content) > _MOST_BYTES:
-        return Failure("invalid", f"got more than {_MOST_BYTES} bytes from {url}")
+def _parse_json(url: str, content: bytes) -> Any:
+    if len(content) > _MAX_RESPONSE_BYTES:
+        return Failure("invalid", f"got more than {_MAX_RESPONSE_BYTES} bytes from {url}")
     try:
         return json.loads(content)
     except ValueError:
-        return Failure("invalid", f"got no JSON from {url}, but {content[:80]!r}")
+        return Failure("invalid", f"expected JSON from {url}, got {content[:80]!r}")

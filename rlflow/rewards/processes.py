@@ -1,7 +1,4 @@
-"""What Linux offers to hold processes together.
-
-Pickled messages over a stream socket, each behind its length.
-"""
+"""Linux tools for groups of processes, and a channel for messages between them."""
 
 import ctypes
 import os
@@ -16,37 +13,40 @@ from typing import Any
 # Options of prctl.
 PDEATHSIG, CHILD_SUBREAPER = 1, 36
 
-_CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
+_CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def checked(result: int, what: str) -> None:
-    """Raises OSError for a call of libc that has failed."""
+def check_result(result: int, call: str) -> None:
+    """Raise OSError if the libc function ``call`` returned an error."""
     if result != 0:
         error = ctypes.get_errno()
-        raise OSError(error, f"{what}: {os.strerror(error)}")
+        raise OSError(error, f"{call}: {os.strerror(error)}")
 
 
 def prctl(option: int, value: int) -> None:
-    """Raises OSError."""
-    checked(libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
+    """Set an option of this process with prctl(2). Raises OSError."""
+    check_result(libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
 
 
 def die_with_parent(parent: int) -> None:
-    """This process is killed when its parent, of that process id, ends. Raises SystemExit if it has already."""
+    """Let the kernel kill this process when its parent, the process ``parent``, ends.
+
+    Raises SystemExit if the parent has ended already.
+    """
     prctl(PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise SystemExit(1)
 
 
 def become_subreaper() -> None:
-    """What descendants leave behind becomes a child of this process, and so can be found."""
+    """Adopt descendants whose parents end, so that they can be found and killed."""
     prctl(CHILD_SUBREAPER, 1)
 
 
 def children(pid: int) -> list[int]:
-    """Of all threads of a process; none of one that is not there."""
+    """Return the children of all threads of a process; none if the process does not exist."""
     with suppress(OSError):
         tasks = [task / "children" for task in Path(f"/proc/{pid}/task").iterdir()]
         return [int(child) for task in tasks for child in task.read_text().split()]
@@ -54,26 +54,26 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The nearest first."""
-    found = children(pid)
-    for child in found:
-        found += children(child)
-    return found
+    """Return the descendants of a process, parents before their children."""
+    pids = children(pid)
+    for child in pids:
+        pids += children(child)
+    return pids
 
 
 def kill(pid: int) -> None:
-    """If it is there."""
+    """Kill a process if it exists."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
-def processors() -> int:
-    """How many this process may use: those that it may run on, or the share of them that its container has."""
-    here = len(os.sched_getaffinity(0))
+def num_usable_cpus() -> int:
+    """Return how many CPUs this process may use: its affinity, or its container's share if that is smaller."""
+    num_cpus = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no file without a container, and "max" without a limit
-        quota, period = map(int, _CPU_SHARE.read_text().split())
-        return max(1, min(here, quota // period))
-    return here
+        quota, period = map(int, _CGROUP_CPU_MAX.read_text().split())
+        return max(1, min(num_cpus, quota // period))
+    return num_cpus
 
 
 _LENGTH = struct.Struct("<Q")
@@ -81,18 +81,24 @@ _CHUNK = 1 << 16
 
 
 class Channel:
-    """One end. Messages come from our own processes alone: what is unpickled is trusted."""
+    """One end of a stream socket that carries pickled messages, each after its length.
+
+    Both ends are processes of rlflow: what is unpickled is trusted.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
         self._received = bytearray()
 
     def send(self, message: bytes) -> None:
-        """Raises OSError when the other end has gone, or does not read within the socket's timeout."""
+        """Send a pickled message. Raises OSError when the other end is closed or does not read within the timeout."""
         self.socket.sendall(_LENGTH.pack(len(message)) + message)
 
-    def messages(self) -> list[Any] | None:
-        """Those that are whole, after waiting for bytes; None when the other end has gone. Raises TimeoutError."""
+    def receive(self) -> list[Any] | None:
+        """Wait for bytes and return the complete messages, perhaps none; None when the other end is closed.
+
+        Raises TimeoutError.
+        """
         try:
             new = self.socket.recv(_CHUNK)
         except ConnectionResetError:
@@ -100,11 +106,11 @@ class Channel:
         if not new:
             return None
         self._received += new
-        whole = []
+        complete = []
         while len(self._received) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
             if len(self._received) < end:
                 break
-            whole.append(pickle.loads(memoryview(self._received)[_LENGTH.size : end].tobytes()))
+            complete.append(pickle.loads(memoryview(self._received)[_LENGTH.size : end].tobytes()))
             del self._received[:end]
-        return whole
+        return complete

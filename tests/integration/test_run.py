@@ -271,7 +271,7 @@ def test_a_reward_that_cannot_run_here_is_told_before_the_run_begins(
     module = ModuleType("made_here")
     module.reward = raising  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "made_here", module)
-    with pytest.raises(EngineError, match=r"^reward 'made_here:reward' cannot be had in a process of its own"):
+    with pytest.raises(EngineError, match=r"^reward 'made_here:reward' cannot be loaded in the fork server"):
         go(plan_of("fake", "graph.rewards.function='made_here:reward'"), tmp_path)
     assert not (tmp_path / "plan.json").exists()
 

@@ -9,7 +9,7 @@ import pytest
 import rlflow
 from rlflow import extras
 from rlflow.errors import RecipeError
-from rlflow.rewards.callables import find_reward
+from rlflow.rewards.callables import load_reward
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.ray.runtime import RayRuntime
 from tests.conftest import ROOT
@@ -162,7 +162,7 @@ def test_vllm_for_the_processor_is_installed_in_one_way() -> None:
 
 def test_a_reward_may_need_a_library(packages: dict[str, str]) -> None:
     with pytest.raises(RecipeError) as caught:
-        find_reward("math", {}, 1.0)
+        load_reward("math", {}, 1.0)
     assert str(caught.value) == (
         "function: reward 'math' needs math-verify>=0.9,<0.10, which is not installed.\n"
         "  Fix: pip install 'rlflow[math-verify]'."

@@ -1,1 +1,1 @@
-"""The environments that a recipe may name, each a file."""
+"""The built-in environments: one file each, named as in a recipe, whose class is ``ENVIRONMENT``."""

@@ -1,4 +1,4 @@
-"""A tool: what the model writes as ``calc(12*7)`` is worked out, and a turn without a call ends the conversation."""
+"""A calculator tool: the model calls ``calc(12*7)`` and reads the result."""
 
 import ast
 import operator
@@ -14,44 +14,47 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-# Of an expression.
-_MOST_CHARACTERS = 200
+# The longest expression.
+_MAX_CHARACTERS = 200
 
 
 @dataclass
 class Calculator(Environment):
-    """It knows numbers, ``+ - * /`` and parentheses. Results that are not whole have six digits."""
+    """A calculator for numbers, ``+ - * /`` and parentheses. Results that are not whole numbers have six digits.
+
+    A turn without a call ends the conversation.
+    """
 
     batch_size = 64
 
     unknown: str = "?"
-    """The answer to what it cannot work out."""
+    """The answer to an expression that it cannot evaluate."""
 
     def step(self, text: str) -> Observation:
         _, called, rest = text.rpartition("calc(")
         expression, closed, _ = rest.rpartition(")")
-        return Observation(_result(expression) or self.unknown) if called and closed else Observation(done=True)
+        return Observation(_evaluate(expression) or self.unknown) if called and closed else Observation(done=True)
 
 
-def _result(expression: str) -> str | None:
-    """None of what is no expression, too long, too large, or divided by nought."""
-    if len(expression) > _MOST_CHARACTERS:
+def _evaluate(expression: str) -> str | None:
+    """Evaluate an expression; return None if it is invalid, too long, too large, or divides by zero."""
+    if len(expression) > _MAX_CHARACTERS:
         return None
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        value = _evaluate_tree(ast.parse(expression.strip(), mode="eval").body)
         return str(value) if value.denominator == 1 else f"{float(value):.6g}"
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         return None
 
 
-def _value(tree: ast.expr) -> Fraction:
-    """Raises ValueError for all that is not arithmetic."""
+def _evaluate_tree(tree: ast.expr) -> Fraction:
+    """Evaluate a syntax tree. Raises ValueError for everything except arithmetic."""
     if isinstance(tree, ast.Constant) and type(tree.value) in (int, float):
         return Fraction(str(tree.value))
     if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
-        return -_value(tree.operand)
+        return -_evaluate_tree(tree.operand)
     if isinstance(tree, ast.BinOp) and type(tree.op) in _OPERATORS:
-        return _OPERATORS[type(tree.op)](_value(tree.left), _value(tree.right))
+        return _OPERATORS[type(tree.op)](_evaluate_tree(tree.left), _evaluate_tree(tree.right))
     raise ValueError(type(tree).__name__)
 
 

@@ -1,4 +1,4 @@
-"""A game: the model guesses a number and is told whether the right one is higher or lower."""
+"""A guessing game: the model guesses a number and reads whether the right one is higher or lower."""
 
 import re
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass
 class Guessing(Environment):
-    """The row needs a ``number``. The reward is 1 for finding it. A turn without a number is answered by nothing."""
+    """A game about the row's ``number``, with a reward of 1 for finding it. Turns without a guess get no answer."""
 
     batch_size = 64
 

@@ -1,5 +1,6 @@
-"""One file a reward, with a function ``reward``; the file's name is its name. Keyword-only parameters are options.
+"""The built-in rewards: one file each, named as in a recipe, with a function ``reward``.
 
-``check``, where a file has one, is given them all and raises RecipeError for what does not go together; ``prepare``
-those that it takes, in the process that workers are forked from.
+Keyword-only parameters of ``reward`` are its options. A file may also have ``check``, which receives all options and
+raises RecipeError for invalid combinations, and ``prepare``, which runs once in the fork server and receives the
+options that it has parameters for.
 """

@@ -1,6 +1,6 @@
-"""1 where the program in the response passes all tests of its row, in the sandbox.
+"""1 if the program in the response passes all tests of its row; 0 otherwise. Programs run in the sandbox.
 
-Tests are compared out here: the program gets their input, and never what is expected of it.
+The results are compared outside the sandbox: the program receives the inputs and never sees the expected outputs.
 """
 
 import json
@@ -13,14 +13,14 @@ from annotated_types import Ge
 
 from rlflow.rewards.base import Failure, Outcome, Row
 from rlflow.rewards.sandbox.root import Limits
-from rlflow.rewards.sandbox.run import Ended, SandboxError, run
+from rlflow.rewards.sandbox.run import Exit, SandboxError, run
 
-# Its backquotes, the language, and what else stands there: nothing, where a block ends.
+# The groups are the backquotes, the language and the rest of the line, which is empty where a block ends.
 _FENCE = re.compile(r"^ {0,3}(`{3,})[ \t]*(\w*)([^\n`]*)$", re.MULTILINE)
 _LANGUAGES = frozenset({"python", "python3", "py"})
-_NOTHING = object()
-_MOST_CHARACTERS = 2**20
-# For a test of a function: its arguments come as JSON, its result goes as the last line.
+_NO_RESULT = object()
+_MAX_CHARACTERS = 2**20
+# Appended to test a function: its arguments come as JSON on standard input, its result is the last line of output.
 _CALL = """
 import json as _json, sys as _sys
 _result = {name}(*_json.load(_sys.stdin))
@@ -30,14 +30,14 @@ print(_json.dumps(_result))
 
 
 def prepare(*, memory_mib: int = Limits.memory_mib, num_processes: int = Limits.num_processes) -> None:
-    """Raises SandboxError on a host that does not allow it, or where Python does not start within the limits."""
+    """Check that the sandbox works here and that Python starts within the limits. Raises SandboxError."""
     try:
         ended = run("print(1)", b"", Limits(timeout_s=10.0, memory_mib=memory_mib, num_processes=num_processes))
     except SandboxError as error:
-        raise SandboxError(f"{error}; docs/rewards.md says what a host must allow") from error
-    if ended != Ended("exited", 0, b"1\n"):
-        fact = f"Python does not start in the sandbox ({ended.how}, code {ended.code})"
-        raise SandboxError(f"{fact}: memory_mib is {memory_mib}, num_processes {num_processes}")
+        raise SandboxError(f"{error}; see docs/rewards.md for what a host must allow") from error
+    if ended != Exit("exited", 0, b"1\n"):
+        fact = f"Python does not start in the sandbox ({ended.reason}, code {ended.code})"
+        raise SandboxError(f"{fact}: memory_mib is {memory_mib}, num_processes is {num_processes}")
 
 
 def reward(
@@ -48,33 +48,36 @@ def reward(
     memory_mib: Annotated[int, Ge(64)] = Limits.memory_mib,
     num_processes: Annotated[int, Ge(1)] = Limits.num_processes,
 ) -> list[Outcome]:
-    """The row needs ``tests``, a list or its JSON, of ``{"input": text, "output": text}`` for programs, or
-    ``{"call": name, "arguments": [...], "result": ...}`` for functions. The program is the response's last block that
-    is marked as Python, or else the last without a mark. ``timeout_s`` is for all tests together."""
+    """Run each response's program with the tests of its row.
+
+    The row's ``tests`` are a list, or its JSON, of ``{"input": text, "output": text}`` for programs or
+    ``{"call": name, "arguments": [...], "result": ...}`` for functions. The program is the response's last code block
+    that is marked as Python, or else the last one without a language. ``timeout_s`` applies to all tests together.
+    """
     limits = {"memory_mib": memory_mib, "num_processes": num_processes}
     return [
-        _graded(text, _tests(row), time.monotonic() + timeout_s, limits) for text, row in zip(texts, rows, strict=True)
+        _grade(text, _tests(row), time.monotonic() + timeout_s, limits) for text, row in zip(texts, rows, strict=True)
     ]
 
 
 def _tests(row: Row) -> list[Mapping[str, Any]]:
-    given = row.get("tests")
-    tests: list[Mapping[str, Any]] = json.loads(given) if isinstance(given, str) else list(given or ())
+    column = row.get("tests")
+    tests: list[Mapping[str, Any]] = json.loads(column) if isinstance(column, str) else list(column or ())
     if not tests:
         raise ValueError("the row has no tests")
     return tests
 
 
-def _graded(text: str, tests: Sequence[Mapping[str, Any]], until: float, limits: Mapping[str, int]) -> Outcome:
+def _grade(text: str, tests: Sequence[Mapping[str, Any]], deadline: float, limits: Mapping[str, int]) -> Outcome:
     program = _program(text)
     try:
-        return float(program is not None and all(_passes(program, test, until, limits) for test in tests))
+        return float(program is not None and all(_passes(program, test, deadline, limits) for test in tests))
     except SandboxError as error:
         return Failure("unavailable", f"has no sandbox ({error})")
 
 
 def _program(text: str) -> str | None:
-    """Of blocks that end; in one line after the other, since a response may be nothing but fences."""
+    """Return the last code block that is closed, in a single pass because a response may be full of fences."""
     last: dict[bool, str] = {}
     opened = None
     for fence in _FENCE.finditer(text):
@@ -88,36 +91,36 @@ def _program(text: str) -> str | None:
     return last.get(True, last.get(False))
 
 
-def _passes(program: str, test: Mapping[str, Any], until: float, limits: Mapping[str, int]) -> bool:
-    # A table gives all of its rows all keys.
+def _passes(program: str, test: Mapping[str, Any], deadline: float, limits: Mapping[str, int]) -> bool:
+    # A row that comes from a table has all keys, some of them null.
     is_function = test.get("call") is not None
     if is_function:
         program += _CALL.format(name=test["call"])
-        given, wanted = json.dumps(test["arguments"]), test["result"]
+        stdin, expected = json.dumps(test["arguments"]), test["result"]
     else:
-        given, wanted = test["input"], test["output"]
-    left = until - time.monotonic()
-    if left <= 0:
+        stdin, expected = test["input"], test["output"]
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
         return False
-    ended = run(program, given.encode(), Limits(timeout_s=left, **limits))
-    if ended.how != "exited" or ended.code != 0:
+    ended = run(program, stdin.encode(), Limits(timeout_s=remaining, **limits))
+    if ended.reason != "exited" or ended.code != 0:
         return False
     output = ended.output.decode(errors="replace")
-    return bool(_result(output) == wanted) if is_function else _same_lines(output, wanted)
+    return bool(_result(output) == expected) if is_function else _same_lines(output, expected)
 
 
-def _same_lines(output: str, wanted: str) -> bool:
-    """But for the spaces at their ends, and empty ones at the end."""
-    output, wanted = output.rstrip(), wanted.rstrip()
-    # Millions of lines take long to compare, and none to count.
-    return output.count("\n") == wanted.count("\n") and all(
-        line.rstrip() == other.rstrip() for line, other in zip(output.split("\n"), wanted.split("\n"), strict=True)
+def _same_lines(output: str, expected: str) -> bool:
+    """Return whether all lines are equal, ignoring spaces at their ends and empty lines at the end."""
+    output, expected = output.rstrip(), expected.rstrip()
+    # Counting millions of lines is fast; comparing them is not.
+    return output.count("\n") == expected.count("\n") and all(
+        line.rstrip() == other.rstrip() for line, other in zip(output.split("\n"), expected.split("\n"), strict=True)
     )
 
 
 def _result(output: str) -> Any:
-    """What the program says that its function returned: whatever that is, it is not taken amiss."""
+    """Return the function's result from the last line of output, whatever the program printed there."""
     try:
-        return json.loads(output.rstrip().rpartition("\n")[2][:_MOST_CHARACTERS])
+        return json.loads(output.rstrip().rpartition("\n")[2][:_MAX_CHARACTERS])
     except (ValueError, RecursionError):
-        return _NOTHING
+        return _NO_RESULT

@@ -1,4 +1,4 @@
-"""What the environment of a conversation has given over all its turns."""
+"""The sum of the rewards that the environment gave in all turns of a conversation."""
 
 from collections.abc import Sequence
 
@@ -7,5 +7,5 @@ from rlflow.rewards.base import Row, batched
 
 @batched(64)
 def reward(texts: Sequence[str], rows: Sequence[Row]) -> list[float]:
-    """For rollouts of a ``converse`` node, which puts it into their rows."""
+    """Return the rewards that a ``converse`` node stored in the rows of its rollouts."""
     return [row["environment_reward"] for row in rows]

@@ -1,4 +1,4 @@
-"""The score that a language model gives, asked over any endpoint that speaks the OpenAI protocol."""
+"""The score that a judge model gives, over any endpoint that speaks the OpenAI protocol."""
 
 import os
 import re
@@ -10,16 +10,16 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from rlflow.rewards.base import Failure, Outcome, Row, batched, text_of
+from rlflow.rewards.base import Failure, Outcome, Row, batched, column_text
 from rlflow.rewards.http import Url, post
 
-# Responses of a call are asked about all together.
-_AT_ONCE = 32
-# From here on a field in braces names a part of the column's value.
-_INSIDE = re.compile(r"[.\[]")
+# Responses of one call, which are judged concurrently.
+_CONCURRENCY = 32
+# Where a field in braces stops naming the column and starts naming a part of its value.
+_PART_OF_VALUE = re.compile(r"[.\[]")
 
 
-@batched(_AT_ONCE)
+@batched(_CONCURRENCY)
 def reward(
     texts: Sequence[str],
     rows: Sequence[Row],
@@ -33,44 +33,47 @@ def reward(
     temperature: Annotated[float, Ge(0)] = 0.0,
     api_key: str = "OPENAI_API_KEY",
 ) -> list[Outcome]:
-    """``url``: up to ``/v1``. ``prompt``: with ``{response}`` and, in braces, columns of the row. ``score``: its last
-    match in the judge's answer has the number as its first group, or is it where there are no groups. ``api_key``: the
-    environment variable that has it, where there is one."""
+    """Ask the judge about each response and return the scores in its answers.
+
+    ``url`` ends with ``/v1``. ``prompt`` names ``{response}`` and columns of the row in braces. The last match of
+    ``score`` in the judge's answer is used: its first group is the number, or the whole match if it has no groups.
+    ``api_key`` names the environment variable that holds the key; without it no key is sent.
+    """
     key = os.environ.get(api_key)
     columns = _columns(prompt)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
 
-    def judged(text: str, row: Row) -> Outcome:
+    def judge(text: str, row: Row) -> Outcome:
         if failure := next(
-            (value for value in map(partial(text_of, row), columns) if isinstance(value, Failure)), None
+            (value for value in map(partial(column_text, row), columns) if isinstance(value, Failure)), None
         ):
             return failure
         message = {"role": "user", "content": prompt.format(**{**row, "response": text})}
-        asked = {"model": model, "messages": [message], "max_tokens": max_tokens, "temperature": temperature}
-        return _score(post(f"{url}/chat/completions", asked, timeout_s, headers), score)
+        body = {"model": model, "messages": [message], "max_tokens": max_tokens, "temperature": temperature}
+        return _score(post(f"{url}/chat/completions", body, timeout_s, headers), score)
 
-    with ThreadPoolExecutor(_AT_ONCE) as threads:
-        return list(threads.map(judged, texts, rows))
+    with ThreadPoolExecutor(_CONCURRENCY) as threads:
+        return list(threads.map(judge, texts, rows))
 
 
 def _columns(prompt: str) -> list[str]:
     """Return the columns of a row that ``prompt`` names in braces."""
     names = (name for _, name, _, _ in Formatter().parse(prompt) if name)
-    return [column for column in (_INSIDE.split(name)[0] for name in names) if column != "response"]
+    return [column for column in (_PART_OF_VALUE.split(name)[0] for name in names) if column != "response"]
 
 
 def _score(answer: Any, pattern: re.Pattern[str]) -> Outcome:
     if isinstance(answer, Failure):
         return answer
     try:
-        said = str(answer["choices"][0]["message"]["content"])
+        content = str(answer["choices"][0]["message"]["content"])
     except (LookupError, TypeError):
-        return Failure("invalid", f"got no chat completion from the judge, but {str(answer)[:80]}")
-    *_, found = [None, *pattern.finditer(said)]
-    if found is None:
-        return Failure("invalid", f"found no score in what the judge said: {said[-80:]!r}")
-    score = found[1 if pattern.groups else 0]
+        return Failure("invalid", f"expected a chat completion from the judge, got {str(answer)[:80]}")
+    *_, match = [None, *pattern.finditer(content)]
+    if match is None:
+        return Failure("invalid", f"found no score in the judge's answer: {content[-80:]!r}")
+    score = match[1 if pattern.groups else 0]
     try:
         return float(score)
     except (TypeError, ValueError):
-        return Failure("invalid", f"found no number where the score is in what the judge said: {str(score)[:80]!r}")
+        return Failure("invalid", f"expected a number as the judge's score, got {str(score)[:80]!r}")

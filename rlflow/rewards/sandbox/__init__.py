@@ -1,7 +1,6 @@
-"""Programs that nobody trusts, run with what an ordinary user of Linux may do: namespaces and limits.
+"""Runs untrusted programs with the rights of an ordinary Linux user: namespaces, limits and a system call filter.
 
-``run`` forks a process that makes new namespaces (``enter``); the first in them, the *guard*, builds a file system
-of its own (``root``), starts the program in it with all limits (``confine``) and watches it (``guard``). What the guard
-says comes by a pipe that the program never holds; when the guard ends, the kernel kills all that is left in its
-namespace.
+``run`` forks a child that enters new namespaces. The first process in them, the *guard*, builds a file system of its
+own (``root``), starts the program with all limits (``confine``) and watches it. The guard reports through a pipe that
+the program never holds. When the guard ends, the kernel kills everything that is left in its namespaces.
 """

@@ -1,9 +1,7 @@
-"""System calls that a program in the sandbox is refused: by them it could have memory that no limit counts, reach other
-processes or what lies outside of its namespaces, or try old weaknesses of the kernel.
+"""Starts a program with fewer rights and with limits that it cannot raise, and watches it.
 
-From the guard's child to the program: with fewer rights, and limits that it cannot raise.
-
-Watching a program from inside its namespaces.
+A filter refuses system calls by which a program could get memory that no limit counts, reach other processes or
+anything outside its namespaces, or attack rarely used parts of the kernel.
 """
 
 import ctypes
@@ -20,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from rlflow.rewards.processes import checked, libc, prctl
+from rlflow.rewards.processes import check_result, libc, prctl
 from rlflow.rewards.sandbox.root import MIB, PROGRAM, TMP, Limits
 
-# For x86-64 and for aarch64.
+# Refused system calls, with their numbers on x86-64 and on aarch64.
 _REFUSED = {
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
@@ -48,19 +46,19 @@ _REFUSED = {
     "unshare": (272, 97),
     "setns": (308, 268),
 }
-# The limits of another process, which may be the guard.
+# Allowed for the process itself only: another process may be the guard.
 _PRLIMIT = (302, 261)
 _MMAP = (9, 222)
-# Memory that is shared and of no file is not seen in the processes that hold it.
+# Shared anonymous memory is not counted for the processes that map it.
 _SHARED_ANONYMOUS = 0x21
 _SOCKET = (41, 198)
-# Others, as those between a virtual machine and its host, know no namespaces: Unix, IPv4, IPv6, netlink.
+# Unix, IPv4, IPv6, netlink. Other families, such as those between a virtual machine and its host, ignore namespaces.
 _FAMILIES = (1, 2, 10, 16)
 # AUDIT_ARCH_X86_64 and AUDIT_ARCH_AARCH64.
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _X32 = 0x40000000
 
-# Of struct seccomp_data: where the number, the architecture and the lower halves of arguments are.
+# Offsets in struct seccomp_data: the number, the architecture, and the lower halves of two arguments.
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _FOURTH_ARGUMENT = 0, 4, 16, 40
 _LOAD, _AND, _EQUALS, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
@@ -68,74 +66,75 @@ _SET_SECCOMP, _FILTER = 22, 2
 
 
 _Instruction = tuple[int, int, int, int]
-"""Code, jump if true, jump if false, operand. Jumps count from the next instruction."""
+"""Code, jump if true, jump if false, operand. Jumps are relative to the next instruction."""
 
 
 class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
-def refuse() -> None:
-    """From now on, for this process and all that it starts; it has given up new privileges. Raises OSError."""
-    instructions = _instructions(platform.machine())
-    program = _Program(len(instructions), b"".join(struct.pack("<HBBI", *each) for each in instructions))
-    checked(libc.prctl(_SET_SECCOMP, _FILTER, ctypes.byref(program), 0, 0), "seccomp")
-
-
-def _instructions(machine: str) -> list[_Instruction]:
-    """Raises OSError."""
-    if machine not in _ARCHITECTURES:
-        raise OSError(f"the sandbox does not know the system calls of {machine}, but of {', '.join(_ARCHITECTURES)}")
-    column, architecture = _ARCHITECTURES[machine]
-    allow, deny = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)
-    lines = [
-        (_LOAD, 0, 0, _ARCHITECTURE),
-        (_EQUALS, 1, 0, architecture),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, _NUMBER),
-    ]
-    for code, number in [(_AT_LEAST, _X32), *((_EQUALS, numbers[column]) for numbers in _REFUSED.values())]:
-        lines += [(code, 0, 1, number), deny]
-    of_itself = [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUALS, 0, 1, 0), allow, deny]
-    flags = [(_LOAD, 0, 0, _FOURTH_ARGUMENT), (_AND, 0, 0, _SHARED_ANONYMOUS)]
-    unshared = [*flags, (_EQUALS, 0, 1, _SHARED_ANONYMOUS), deny, allow]
-    families = [line for family in _FAMILIES for line in ((_EQUALS, 0, 1, family), allow)]
-    known = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *families, deny]
-    for numbers, then in ((_PRLIMIT, of_itself), (_MMAP, unshared), (_SOCKET, known)):
-        lines += [(_EQUALS, 0, len(then), numbers[column]), *then]
-    return [*lines, allow]
-
-
 _NO_NEW_PRIVS = 38
 _CLOSE_RANGE, _AT_EXEC = 436, 4
-# Inside; whoever runs as root becomes it, since limits on processes do not hold for root.
+# The user of a program that root runs: the limit on processes does not apply to root.
 NOBODY = 65534
 
+_POLL_S = 0.02
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
-def become(program_input: int, program_output: int, limits: Limits) -> None:
-    """Runs the program in this process. Raises OSError when that cannot be."""
+
+def exec_program(program_input: int, program_output: int, limits: Limits) -> None:
+    """Replace this process by the program, confined to ``limits``. Raises OSError."""
     os.setsid()
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    # Before the limits: the parent may have more files open than the program may.
+    # This precedes the limits, because this process may have inherited more open files than they allow.
     os.dup2(program_input, 0)
     os.dup2(program_output, 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    for kind, limit in _limits(limits):
+    for kind, limit in _rlimits(limits):
         resource.setrlimit(kind, (limit, limit))
     prctl(_NO_NEW_PRIVS, 1)
-    refuse()
-    # Whatever else is open in this process is closed as the program starts.
-    everything, from_standard = ctypes.c_uint(-1), ctypes.c_uint(3)
-    checked(libc.syscall(ctypes.c_long(_CLOSE_RANGE), from_standard, everything, _AT_EXEC), "close_range")
+    install_filter()
+    # All other descriptors are closed when the program starts.
+    first, last = ctypes.c_uint(3), ctypes.c_uint(-1)
+    check_result(libc.syscall(ctypes.c_long(_CLOSE_RANGE), first, last, _AT_EXEC), "close_range")
     _reset_signals()
-    # A process that execs has no rights over its namespaces any more: its user is not root there.
+    # After exec the program has no rights over its namespaces: its user is not root there.
     os.execve(sys.executable, [sys.executable, "-I", PROGRAM], _environment())
 
 
-def _limits(limits: Limits) -> Sequence[tuple[int, int]]:
+def watch_program(
+    child: int, limits: Limits, deadline: float
+) -> tuple[Literal["exited", "timeout", "memory"], int | None]:
+    """Wait for the program; return how it ended and its exit code, or minus the number of its signal.
+
+    Called by process 1 of the namespace with all signals blocked; ``deadline`` is on the monotonic clock.
+    """
+    while (remaining := deadline - time.monotonic()) > 0:
+        signal.sigtimedwait([signal.SIGCHLD], min(remaining, _POLL_S))
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                return "exited", os.waitstatus_to_exitcode(ended[1])
+        if _used_memory() > limits.memory_mib * MIB:
+            return "memory", None
+    return "timeout", None
+
+
+def _used_memory() -> int:
+    """Return the bytes of all processes in the namespace except this one; shared pages count for each process."""
+    pages = 0
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and process.name != "1":
+            try:
+                pages += int((process / "statm").read_text().split()[1])
+            except (OSError, IndexError):
+                continue  # it has just ended
+    return pages * _PAGE_BYTES
+
+
+def _rlimits(limits: Limits) -> Sequence[tuple[int, int]]:
     return (
         (resource.RLIMIT_AS, limits.memory_mib * MIB),
         (resource.RLIMIT_CPU, math.ceil(limits.timeout_s) + 1),
@@ -159,30 +158,35 @@ def _reset_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-_LOOK_S = 0.02
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+def install_filter() -> None:
+    """Filter the system calls of this process and of all that it starts. Raises OSError.
+
+    The process must have set ``no_new_privs``.
+    """
+    instructions = _filter_instructions(platform.machine())
+    program = _Program(len(instructions), b"".join(struct.pack("<HBBI", *each) for each in instructions))
+    check_result(libc.prctl(_SET_SECCOMP, _FILTER, ctypes.byref(program), 0, 0), "seccomp")
 
 
-def watched(child: int, limits: Limits, deadline: float) -> tuple[Literal["exited", "timeout", "memory"], int | None]:
-    """How the program ends, and its exit code, or a signal's number below zero. Called by process 1 of the namespace,
-    with all signals blocked; ``deadline`` is on the monotonic clock."""
-    while (left := deadline - time.monotonic()) > 0:
-        signal.sigtimedwait([signal.SIGCHLD], min(left, _LOOK_S))
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == child:
-                return "exited", os.waitstatus_to_exitcode(ended[1])
-        if _memory() > limits.memory_mib * MIB:
-            return "memory", None
-    return "timeout", None
-
-
-def _memory() -> int:
-    """Bytes of all processes but this one; what they share counts for each."""
-    pages = 0
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and process.name != "1":
-            try:
-                pages += int((process / "statm").read_text().split()[1])
-            except (OSError, IndexError):
-                continue  # it has just ended
-    return pages * _PAGE
+def _filter_instructions(machine: str) -> list[_Instruction]:
+    """Return the filter for a kind of machine. Raises OSError when its system calls are not known."""
+    if machine not in _ARCHITECTURES:
+        raise OSError(f"the sandbox supports {' and '.join(_ARCHITECTURES)}, got {machine}")
+    column, architecture = _ARCHITECTURES[machine]
+    allow, deny = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)
+    lines = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_EQUALS, 1, 0, architecture),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER),
+    ]
+    for code, number in [(_AT_LEAST, _X32), *((_EQUALS, numbers[column]) for numbers in _REFUSED.values())]:
+        lines += [(code, 0, 1, number), deny]
+    own_process = [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUALS, 0, 1, 0), allow, deny]
+    flags = [(_LOAD, 0, 0, _FOURTH_ARGUMENT), (_AND, 0, 0, _SHARED_ANONYMOUS)]
+    not_shared = [*flags, (_EQUALS, 0, 1, _SHARED_ANONYMOUS), deny, allow]
+    families = [line for family in _FAMILIES for line in ((_EQUALS, 0, 1, family), allow)]
+    known_family = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *families, deny]
+    for numbers, then in ((_PRLIMIT, own_process), (_MMAP, not_shared), (_SOCKET, known_family)):
+        lines += [(_EQUALS, 0, len(then), numbers[column]), *then]
+    return [*lines, allow]

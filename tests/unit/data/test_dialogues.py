@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlflow.data.dialogues import examples, guesses, products
-from rlflow.environments.base import find_environment
+from rlflow.environments.base import load_environment
 
 
 @pytest.mark.parametrize("rows", [products, guesses])
@@ -34,7 +34,7 @@ def test_examples_show_what_the_environments_would_say() -> None:
             assert call or response == f"={left * right}"
             with_tool.append(bool(call))
             continue
-        game, said = find_environment("guessing", {}), re.findall(r"(\d)\.([<>]?)", response)
+        game, said = load_environment("guessing", {}), re.findall(r"(\d)\.([<>]?)", response)
         assert "".join(f"{guess}.{answer}" for guess, answer in said) == response
         assert 1 <= len(said) <= 3
         # The number is not told, and these answers are those to one of the seven.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlflow.environments.base import Environment, Observation, find_environment
+from rlflow.environments.base import Environment, Observation, load_environment
 from rlflow.errors import RecipeError
 
 
@@ -27,16 +27,16 @@ from rlflow.errors import RecipeError
     ],
 )
 def test_the_calculator_works_out_the_last_call(said: str, result: str) -> None:
-    assert find_environment("calculator", {}).step(said) == Observation(result)
+    assert load_environment("calculator", {}).step(said) == Observation(result)
 
 
 def test_without_a_call_the_conversation_is_over() -> None:
-    assert find_environment("calculator", {}).step("it is 84").done
-    assert find_environment("calculator", {"unknown": "error"}).step("calc(x)").text == "error"
+    assert load_environment("calculator", {}).step("it is 84").done
+    assert load_environment("calculator", {"unknown": "error"}).step("calc(x)").text == "error"
 
 
 def test_the_game_says_which_way() -> None:
-    game = find_environment("guessing", {"higher": "more", "lower": "less"})
+    game = load_environment("guessing", {"higher": "more", "lower": "less"})
     game.reset({"number": "17"})
     assert [game.step(text) for text in ("16?", "about 10 or 20", "I give up", "017")] == [
         Observation("more"),
@@ -80,5 +80,5 @@ class Unfinished(Environment):
 )
 def test_what_cannot_be_found(name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        find_environment(name, options)
+        load_environment(name, options)
     assert str(caught.value) == message

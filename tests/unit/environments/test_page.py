@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.environments.base import find_environment
+from rlflow.environments.base import load_environment
 from rlflow.nodes.generate import Converse, Generate
 from tests.conftest import ROOT
 
@@ -20,7 +20,7 @@ def test_the_shop_sells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_shop.py").write_text(SHOP)
     importlib.import_module("my_shop")
-    shop = find_environment("my_shop:Shop", {"price": 4})
+    shop = load_environment("my_shop:Shop", {"price": 4})
     shop.reset({"money": "9"})
     answers = [shop.step(text) for text in ("buy buy", "buy", "no more")]
     assert [(each.text, each.done, each.reward) for each in answers] == [

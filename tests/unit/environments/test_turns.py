@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from rlflow.environments.turn import Answer, Turns
+from rlflow.environments.turn import EnvironmentSpec, TurnResult
 from rlflow.rewards.base import Failure, Kind
-from rlflow.rewards.pool.fork_client import Call
-from rlflow.rewards.pool.pool import Pool
+from rlflow.rewards.fork_client import Call
+from rlflow.rewards.pool import ProcessPool
 from tests.unit.environments import misbehaving
 
 DEADLINE_S = 0.5
@@ -16,19 +16,23 @@ Begun = tuple[Mapping[str, Any], bytes | None]
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    turns = Turns(f"{misbehaving.__name__}:Misbehaving", {}, DEADLINE_S)
-    pool = Pool({"it": turns}, num_workers=2)
-    assert pool.found["it"].batch_size == 4
+def pool() -> Iterator[ProcessPool]:
+    turns = EnvironmentSpec(f"{misbehaving.__name__}:Misbehaving", {}, DEADLINE_S)
+    pool = ProcessPool({"it": turns}, num_workers=2)
+    assert pool.callables["it"].batch_size == 4
     yield pool
     pool.stop()
 
 
-def answers(pool: Pool, texts: Sequence[str], begun: Sequence[Begun] | None = None) -> list[Answer | Failure]:
+def answers(
+    pool: ProcessPool, texts: Sequence[str], begun: Sequence[Begun] | None = None
+) -> list[TurnResult | Failure]:
     """In one call."""
     call = Call("it", range(len(texts)), texts, begun or [({}, None)] * len(texts))
     found = {
-        place: answer for call, every in pool.outcomes([call]) for place, answer in zip(call.places, every, strict=True)
+        place: answer
+        for call, every in pool.outcomes([call])
+        for place, answer in zip(call.indices, every, strict=True)
     }
     return [found[place] for place in range(len(texts))]
 
@@ -39,43 +43,43 @@ def answers(pool: Pool, texts: Sequence[str], begun: Sequence[Begun] | None = No
         ("hang", "timeout", "took longer than 0.5 s"),
         ("raise", "raised", "failed (ZeroDivisionError: integer division or modulo by zero)"),
         ("exit", "raised", "failed (SystemExit: 3)"),
-        ("nothing", "invalid", "answered 'None', which is no Observation, to 'nothing'"),
-        ("a text", "invalid", "answered 'no', which is no Observation, to 'a text'"),
-        ("no text", "invalid", "answered Observation(text=7, done=False, reward=0.0), whose text is to be"),
-        ("perhaps", "invalid", "answered Observation(text='', done=2, reward=0.0), whose text is to be"),
-        ("NaN", "invalid", "answered a reward of nan to 'NaN'"),
-        ("endless", "invalid", "answered a text of 1048577 characters to 'endless'"),
-        ("keep a file", "invalid", "cannot be kept between turns (TypeError: cannot pickle '_io.TextIOWrapper'"),
+        ("nothing", "invalid", "returned 'None', which is not an Observation, for 'nothing'"),
+        ("a text", "invalid", "returned 'no', which is not an Observation, for 'a text'"),
+        ("no text", "invalid", "returned Observation(text=7, done=False, reward=0.0), whose text must be"),
+        ("perhaps", "invalid", "returned Observation(text='', done=2, reward=0.0), whose text must be"),
+        ("NaN", "invalid", "returned a reward of nan for 'NaN'"),
+        ("endless", "invalid", "returned a text of 1048577 characters for 'endless'"),
+        ("keep a file", "invalid", "cannot be stored between turns (TypeError: cannot pickle '_io.TextIOWrapper'"),
         ("unknown", "raised", "failed (KeyError: 'unknown')"),
     ],
 )
-def test_what_goes_wrong_is_a_failure_of_that_turn_alone(does: str, kind: Kind, reason: str, pool: Pool) -> None:
+def test_what_goes_wrong_is_a_failure_of_that_turn_alone(does: str, kind: Kind, reason: str, pool: ProcessPool) -> None:
     before, given, after = answers(pool, ["good", does, "good"])
-    assert isinstance(before, Answer)
-    assert isinstance(after, Answer)
+    assert isinstance(before, TurnResult)
+    assert isinstance(after, TurnResult)
     assert before.text == after.text == "1"
     assert isinstance(given, Failure)
     assert given.kind == kind
     assert given.reason.startswith(reason)
 
 
-def test_a_conversation_goes_on_from_its_state_in_any_worker(pool: Pool) -> None:
+def test_a_conversation_goes_on_from_its_state_in_any_worker(pool: ProcessPool) -> None:
     (first,) = answers(pool, ["good"])
-    assert isinstance(first, Answer)
+    assert isinstance(first, TurnResult)
     again = answers(pool, ["good", "end"], [({}, first.state)] * 2)
-    assert [(each.text, each.done, each.reward) for each in again if isinstance(each, Answer)] == [
+    assert [(each.text, each.done, each.reward) for each in again if isinstance(each, TurnResult)] == [
         ("2", False, 0.5),
         ("", True, 1.0),
     ]
 
 
-def test_a_beginning_may_fail(pool: Pool) -> None:
+def test_a_beginning_may_fail(pool: ProcessPool) -> None:
     good, bad = answers(pool, ["good", "good"], [({}, None), ({"number": "raise"}, None)])
-    assert isinstance(good, Answer)
+    assert isinstance(good, TurnResult)
     assert bad == Failure("raised", "failed (KeyError: 'number')")
 
 
-def test_what_is_derived_from_a_text_is_a_text(pool: Pool) -> None:
+def test_what_is_derived_from_a_text_is_a_text(pool: ProcessPool) -> None:
     (answer,) = answers(pool, ["its own kind"])
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, TurnResult)
     assert type(answer.text) is str

@@ -18,7 +18,7 @@ from rlflow.nodes.environment_session import Exchange
 from rlflow.nodes.generate import Converse, Generate
 from rlflow.nodes.reward import Reward
 from rlflow.nodes.reward_model import RewardModel
-from rlflow.rewards.callables import Part
+from rlflow.rewards.callables import RewardTerm
 from rlflow.runtime.step import mean_reward
 from tests.helpers import MODEL, keys, prompts, spec
 from tests.unit.environments import echo
@@ -172,8 +172,8 @@ def test_a_conversation_whose_environment_fails_has_no_reward() -> None:
     reason = f"'{ECHO}' failed (RuntimeError: unlucky)"
     assert out.reasons.tolist() == [reason, ""]
     for part, expected in (
-        (Part(function="environment"), 0.5),
-        (Part(function="length", options={"max_characters": 5}), 0.0),
+        (RewardTerm(function="environment"), 0.5),
+        (RewardTerm(function="length", options={"max_characters": 5}), 0.0),
     ):
         rewards = Reward(functions={"it": part}).run(out)
         assert isinstance(rewards, SummedRewards)

@@ -10,7 +10,7 @@ from rlflow.batch import Rewards, SummedRewards
 from rlflow.errors import EngineError, RecipeError, UserError
 from rlflow.nodes.reward import Reward
 from rlflow.rewards.base import Failure, Outcome
-from rlflow.rewards.callables import Part
+from rlflow.rewards.callables import RewardTerm
 from rlflow.runtime.step import summary
 from tests.helpers import rollouts, sequences
 
@@ -62,7 +62,7 @@ def named(function: Callable[..., Any]) -> str:
     return f"{__name__}:{function.__name__}"
 
 
-def run(**parts: Part) -> SummedRewards:
+def run(**parts: RewardTerm) -> SummedRewards:
     given = Reward(functions=parts).run(ROLLOUTS)
     assert isinstance(given, SummedRewards)
     return given
@@ -82,8 +82,8 @@ def test_a_function_of_the_users_own() -> None:
         (raising, "raising' failed (KeyError: 'solution')"),
         (too_few, "too_few' returned 0 values for 1 response"),
         (not_a_number, "not_a_number' returned nan for the response '2'"),
-        (not_numbers, "not_numbers' returned the text 'yes' in place of a number"),
-        (number_as_text, "number_as_text' returned the text '1.0' in place of a number"),
+        (not_numbers, "not_numbers' returned the text 'yes' instead of a number"),
+        (number_as_text, "number_as_text' returned the text '1.0' instead of a number"),
         (
             unreadable,
             "unreadable' found no 'answer' in the row (None).\n  Fix: mend the row or remove it from the data",
@@ -98,9 +98,9 @@ def test_a_reward_that_fails_is_never_a_number(function: Any, message: str) -> N
 
 def test_a_weighted_sum_and_what_each_part_gave() -> None:
     given = run(
-        good=Part(function=named(good), weight=0.5),
-        twice=Part(function=named(tenfold), weight=-1.0, options={"times": 2}),
-        watched=Part(function=named(tenfold), weight=0.0),
+        good=RewardTerm(function=named(good), weight=0.5),
+        twice=RewardTerm(function=named(tenfold), weight=-1.0, options={"times": 2}),
+        watched=RewardTerm(function=named(tenfold), weight=0.0),
     )
     assert given.values.tolist() == [0.5 - 2, 1 - 4]
     assert {name: values.tolist() for name, values in given.parts.items()} == {
@@ -119,7 +119,7 @@ def test_a_weighted_sum_and_what_each_part_gave() -> None:
 
 
 def test_what_fails_is_excluded() -> None:
-    given = run(good=Part(function=named(good)), out=Part(function=named(one_fails), on_failure="exclude"))
+    given = run(good=RewardTerm(function=named(good)), out=RewardTerm(function=named(one_fails), on_failure="exclude"))
     assert same(given.values, [6, np.nan])
     assert same(given.parts["out"], [5, np.nan])
     assert same(given.parts["good"], [1, 2])
@@ -128,7 +128,9 @@ def test_what_fails_is_excluded() -> None:
 
 
 def test_what_fails_has_a_value_of_its_own() -> None:
-    given = run(good=Part(function=named(good)), out=Part(function=named(one_fails), weight=2.0, on_failure=-1.0))
+    given = run(
+        good=RewardTerm(function=named(good)), out=RewardTerm(function=named(one_fails), weight=2.0, on_failure=-1.0)
+    )
     assert same(given.values, [1 + 10, 2 - 2])
     assert given.reasons.tolist() == ["", "'out' is out"]
 
@@ -137,7 +139,7 @@ def test_what_fails_has_a_value_of_its_own() -> None:
 def test_a_sum_that_float32_cannot_hold_is_a_failure(weights: tuple[float, float]) -> None:
     """2e38 is a number of float32, but neither 2e39 nor twice 2e38 is."""
     parts = {
-        name: Part(function=named(large), weight=weight, on_failure="exclude")
+        name: RewardTerm(function=named(large), weight=weight, on_failure="exclude")
         for name, weight in zip("ab", weights, strict=True)
     }
     given = run(**parts)
@@ -146,7 +148,10 @@ def test_a_sum_that_float32_cannot_hold_is_a_failure(weights: tuple[float, float
     assert "returned 2e+38, too large for a sum in float32 with a weight of" in given.reasons[1]
     assert summary("r", given)["r/mean"] == 0
     with pytest.raises(RecipeError, match=r"functions\.[ab]: .* returned 2e\+38, too large for a sum in float32"):
-        run(a=Part(function=named(large), weight=weights[0]), b=Part(function=named(large), weight=weights[1]))
+        run(
+            a=RewardTerm(function=named(large), weight=weights[0]),
+            b=RewardTerm(function=named(large), weight=weights[1]),
+        )
 
 
 def test_infinite_rewards_of_any_node_end_the_run() -> None:
@@ -156,7 +161,10 @@ def test_infinite_rewards_of_any_node_end_the_run() -> None:
 
 
 def test_what_is_only_watched_excludes_nothing() -> None:
-    given = run(good=Part(function=named(good)), out=Part(function=named(one_fails), weight=0.0, on_failure="exclude"))
+    given = run(
+        good=RewardTerm(function=named(good)),
+        out=RewardTerm(function=named(one_fails), weight=0.0, on_failure="exclude"),
+    )
     assert same(given.values, [1, 2])
     assert summary("r", given)["r/failed"] == 0.5
 
@@ -170,13 +178,13 @@ def test_what_is_only_watched_excludes_nothing() -> None:
 )
 def test_what_fails_ends_the_run(function: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind) as raised:
-        run(part=Part(function=named(function)))
+        run(part=RewardTerm(function=named(function)))
     assert str(raised.value).startswith(message.format(named(function)))
 
 
 def test_a_step_in_which_all_fail_ends_the_run() -> None:
     """And not a part of one."""
-    given = run(part=Part(function=named(raising), on_failure="exclude"))
+    given = run(part=RewardTerm(function=named(raising), on_failure="exclude"))
     with pytest.raises(EngineError, match=r"^rewards: none of 2 responses has one: 'part' failed \(KeyError: 'solu"):
         summary("rewards", given)
     made_of_these = Rewards(values=given.values)
@@ -185,7 +193,7 @@ def test_a_step_in_which_all_fail_ends_the_run() -> None:
 
 
 def test_a_node_that_has_run_goes_to_another_process() -> None:
-    node = Reward(functions={"good": Part(function=named(good))})
+    node = Reward(functions={"good": RewardTerm(function=named(good))})
     node.run(ROLLOUTS)
     assert pickle.loads(pickle.dumps(node)) == node
     assert pickle.loads(pickle.dumps(node)).run(ROLLOUTS).values.tolist() == [1, 2]
@@ -196,15 +204,15 @@ def test_a_node_that_has_run_goes_to_another_process() -> None:
     [
         (Reward(), "function: one of 'function' and 'functions' is needed, and neither is there"),
         (
-            Reward(function="exact", functions={"exact": Part()}),
+            Reward(function="exact", functions={"exact": RewardTerm()}),
             "function: one of 'function' and 'functions' is nee",
         ),
         (
-            Reward(functions={"exact": Part(weight=1e10, on_failure=-1e30)}),
+            Reward(functions={"exact": RewardTerm(weight=1e10, on_failure=-1e30)}),
             "functions.exact.on_failure: -1e+30 is too large for a sum in float32 with a weight of 1e+10",
         ),
-        (Reward(functions={"exat": Part()}), "functions.exat.function: no reward 'exat'"),
-        (Reward(functions={"form": Part(function="format")}), "functions.form.options.pattern: is missing"),
+        (Reward(functions={"exat": RewardTerm()}), "functions.exat.function: no reward 'exat'"),
+        (Reward(functions={"form": RewardTerm(function="format")}), "functions.form.options.pattern: is missing"),
     ],
 )
 def test_mistakes(node: Reward, message: str) -> None:
@@ -214,7 +222,7 @@ def test_mistakes(node: Reward, message: str) -> None:
 
 
 def test_rewards_keep_their_parts_where_rows_are_taken_and_joined() -> None:
-    given = run(good=Part(function=named(good)), out=Part(function=named(one_fails), on_failure="exclude"))
+    given = run(good=RewardTerm(function=named(good)), out=RewardTerm(function=named(one_fails), on_failure="exclude"))
     turned = SummedRewards.joined([given.take(np.array([1])), given.take(np.array([0]))])
     assert same(turned.values, [np.nan, 6])
     assert same(turned.parts["good"], [2, 1])
@@ -223,7 +231,7 @@ def test_rewards_keep_their_parts_where_rows_are_taken_and_joined() -> None:
 
 
 def test_rewards_travel_between_processes() -> None:
-    given = run(good=Part(function=named(good)), out=Part(function=named(one_fails), on_failure="exclude"))
+    given = run(good=RewardTerm(function=named(good)), out=RewardTerm(function=named(one_fails), on_failure="exclude"))
     sent = pickle.loads(pickle.dumps(given))
     assert same(sent.values, [6, np.nan])
     assert same(sent.parts["out"], [5, np.nan])

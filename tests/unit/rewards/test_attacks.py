@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from rlflow.rewards.base import Outcome
-from rlflow.rewards.callables import Part
-from rlflow.rewards.pool.fork_client import Call
-from rlflow.rewards.pool.pool import Pool
+from rlflow.rewards.callables import RewardTerm
+from rlflow.rewards.fork_client import Call
+from rlflow.rewards.pool import ProcessPool
 from rlflow.rewards.processes import children
 from tests.unit.rewards import ordinary
 from tests.unit.rewards.attacks import ATTACKS, Attack
@@ -30,16 +30,16 @@ pytestmark = [pytest.mark.slow, needs_sandbox]
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
+def pool() -> Iterator[ProcessPool]:
     """Of one worker, so that what a program does to it would be seen by the next."""
     os.environ["TOKEN"] = "secret"
-    pool = Pool({"code": Part(timeout_s=DEADLINE_S)}, num_workers=1)
+    pool = ProcessPool({"code": RewardTerm(timeout_s=DEADLINE_S)}, num_workers=1)
     yield pool
     pool.stop()
     del os.environ["TOKEN"]
 
 
-def outcome(pool: Pool, program: str, test: Mapping[str, Any]) -> Outcome:
+def outcome(pool: ProcessPool, program: str, test: Mapping[str, Any]) -> Outcome:
     call = Call("code", [0], [f"```python\n{program}\n```"], [{"tests": [test]}])
     before = [worker.pid for worker in pool.workers]
     began = time.monotonic()
@@ -53,7 +53,7 @@ def outcome(pool: Pool, program: str, test: Mapping[str, Any]) -> Outcome:
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
-def test_a_program(attack: Attack, pool: Pool, tmp_path: Path) -> None:
+def test_a_program(attack: Attack, pool: ProcessPool, tmp_path: Path) -> None:
     secret, left, home = tmp_path / "secret", tmp_path / "left", Path.home()
     secret.write_text("secret")
     called, written = {"call": "f", "arguments": [], "result": "secret"}, {"input": "", "output": "secret"}

@@ -7,7 +7,7 @@ import pytest
 
 from rlflow.errors import RecipeError
 from rlflow.rewards.base import Failure, Outcome
-from rlflow.rewards.callables import find_reward
+from rlflow.rewards.callables import load_reward
 from rlflow.rewards.functions import code, exact, math, number
 from tests.unit.rewards import annotated
 from tests.unit.rewards.sandboxes import needs_sandbox
@@ -74,15 +74,15 @@ def test_code_of_a_row_without_tests() -> None:
 
 
 def test_format() -> None:
-    found = find_reward("format", {"pattern": r"(?s)<think>.*</think>.+"}, 1.0)
+    found = load_reward("format", {"pattern": r"(?s)<think>.*</think>.+"}, 1.0)
     assert found.call(["<think>a\nb</think>3", "<think></think>", "3", "x<think></think>3"], [{}] * 4) == [1, 0, 0, 0]
 
 
 def test_length() -> None:
-    found = find_reward("length", {"max_characters": 10, "buffer": 4}, 1.0)
+    found = load_reward("length", {"max_characters": 10, "buffer": 4}, 1.0)
     lengths = (0, 6, 7, 9, 10, 11, 100)
     assert found.call(["x" * length for length in lengths], [{}] * 7) == [0, 0, -0.25, -0.75, -1, -1, -1]
-    assert find_reward("length", {"max_characters": 2}, 1.0).call(["xx", "xxx"], [{}] * 2) == [0, -1]
+    assert load_reward("length", {"max_characters": 2}, 1.0).call(["xx", "xxx"], [{}] * 2) == [0, -1]
 
 
 PROGRAM = "Like this:\n```python\nprint(sum(map(int, input().split())))\n```\nIt adds."
@@ -112,7 +112,7 @@ FUNCTION = "```\nfirst = 1\n```\n```py\ndef add(a, b):\n    return [a + b, None]
     ],
 )
 def test_code(text: str, tests: object, reward: float) -> None:
-    found = find_reward("code", {}, 5.0)
+    found = load_reward("code", {}, 5.0)
     assert found.call([text], [{"tests": tests}]) == [reward]
 
 
@@ -126,15 +126,15 @@ def test_what_is_long_is_judged_quickly() -> None:
 
 @needs_sandbox
 def test_the_time_is_for_all_tests_of_a_row() -> None:
-    found = find_reward("code", {}, 1.0)
+    found = load_reward("code", {}, 1.0)
     slow = "```python\nimport time\ntime.sleep(0.4)\n```"
     test = {"input": "", "output": ""}
     assert found.call([slow, slow], [{"tests": [test]}, {"tests": [test] * 3}]) == [1, 0]
 
 
 def test_annotations_may_be_texts_and_defaults_lists() -> None:
-    assert find_reward(f"{annotated.__name__}:good", {"factor": 3.0}, 1.0).call(["x"], [{}]) == [3.0]
-    assert find_reward(f"{annotated.__name__}:good", {"words": ["b", "c"]}, 1.0).call(["x"], [{}]) == [4.0]
+    assert load_reward(f"{annotated.__name__}:good", {"factor": 3.0}, 1.0).call(["x"], [{}]) == [3.0]
+    assert load_reward(f"{annotated.__name__}:good", {"words": ["b", "c"]}, 1.0).call(["x"], [{}]) == [4.0]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_annotations_may_be_texts_and_defaults_lists() -> None:
         ),
         ("code", {"timeout_s": 1}, "options.timeout_s: unknown key"),
         ("math:pi", {}, "function: 'math:pi' is not a function"),
-        ("length", {"max_characters": 4, "buffer": 5}, "options.buffer: 5 is more than max_characters, 4"),
+        ("length", {"max_characters": 4, "buffer": 5}, "options.buffer: expected at most max_characters, 4, got 5"),
         ("builtins:max", {}, "function: the options of 'builtins:max' cannot be read (ValueError: no signature found"),
         (f"{annotated.__name__}:of_a_thing", {}, "cannot be read (PydanticSchemaGenerationError: "),
         (f"{annotated.__name__}:of_nothing_known", {}, "cannot be read (NameError: name 'Unknown' is not defined)"),
@@ -179,5 +179,5 @@ def test_annotations_may_be_texts_and_defaults_lists() -> None:
 )
 def test_mistakes(name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(RecipeError) as raised:
-        find_reward(name, options, 1.0)
+        load_reward(name, options, 1.0)
     assert message in str(raised.value)

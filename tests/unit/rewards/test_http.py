@@ -46,21 +46,21 @@ def test_what_passes_is_asked_again() -> None:
 @pytest.mark.parametrize(
     ("answer", "kind", "reason", "tries"),
     [
-        (lambda *_: 500, "unavailable", r"has no answer from http://\S+ \(500 Internal Server Error; 5 tries\)", 5),
-        (lambda *_: 507, "unavailable", r"has no answer from http://\S+ \(507 Insufficient Storage; 5 tries\)", 5),
-        (lambda *_: 501, "unavailable", r"has no answer from http://\S+ \(501 Not Implemented; 1 try\)", 1),
-        (lambda *_: 404, "unavailable", r"has no answer from http://\S+ \(404 Not Found; 1 try\)", 1),
-        (late, "unavailable", r"has no answer from http://\S+ \(TimeoutError: timed out; 1 try\)", 1),
-        (lambda *_: b"<html>", "invalid", r"got no JSON from http://\S+, but b'<html>'", 1),
-        (lambda *_: b"", "invalid", r"got no JSON from http://\S+, but b''", 1),
+        (lambda *_: 500, "unavailable", r"got no answer from http://\S+ \(500 Internal Server Error; 5 tries\)", 5),
+        (lambda *_: 507, "unavailable", r"got no answer from http://\S+ \(507 Insufficient Storage; 5 tries\)", 5),
+        (lambda *_: 501, "unavailable", r"got no answer from http://\S+ \(501 Not Implemented; 1 try\)", 1),
+        (lambda *_: 404, "unavailable", r"got no answer from http://\S+ \(404 Not Found; 1 try\)", 1),
+        (late, "unavailable", r"got no answer from http://\S+ \(TimeoutError: timed out; 1 try\)", 1),
+        (lambda *_: b"<html>", "invalid", r"expected JSON from http://\S+, got b'<html>'", 1),
+        (lambda *_: b"", "invalid", r"expected JSON from http://\S+, got b''", 1),
         (
             lambda *_: [1, 2],
             "invalid",
-            r"got no 'rewards', one for each of 2 responses, from http://\S+, but \[1, 2\]",
+            r"expected 'rewards' for 2 responses from http://\S+, got \[1, 2\]",
             1,
         ),
-        (lambda *_: {"rewards": [1]}, "invalid", r"got no 'rewards', one for each of 2 responses, from", 1),
-        (lambda *_: {"rewards": "no"}, "invalid", r"got no 'rewards', one for each of 2 responses, from", 1),
+        (lambda *_: {"rewards": [1]}, "invalid", r"expected 'rewards' for 2 responses from", 1),
+        (lambda *_: {"rewards": "no"}, "invalid", r"expected 'rewards' for 2 responses from", 1),
     ],
 )
 def test_what_a_service_does_wrong(answer: Any, kind: Kind, reason: str, tries: int) -> None:
@@ -82,11 +82,11 @@ def test_what_is_said_of_one_response_is_of_it_alone() -> None:
     assert number == 1.0
     url = service.url
     assert failures == [
-        Failure("invalid", f"got None for a response from {url}"),
-        Failure("invalid", f"got True for a response from {url}"),
-        Failure("unavailable", f"was told by {url}: too long"),
-        Failure("invalid", f"got 1.0 for a response from {url}"),
-        Failure("invalid", f"got 1{'0' * 79} for a response from {url}"),
+        Failure("invalid", f"expected a number from {url}, got None"),
+        Failure("invalid", f"expected a number from {url}, got True"),
+        Failure("unavailable", f"got an error from {url}: too long"),
+        Failure("invalid", f"expected a number from {url}, got 1.0"),
+        Failure("invalid", f"expected a number from {url}, got 1{'0' * 79}"),
     ]
 
 
@@ -145,7 +145,7 @@ def test_a_score_that_is_no_number_is_of_one_response_alone(score: str) -> None:
         number, failure = judged(service, ["2", "3"], score=re.compile(score))
     assert number == 7.0
     assert failure.kind == "invalid"
-    assert failure.reason.startswith("found no number where the score is in what the judge said: ")
+    assert failure.reason.startswith("expected a number as the judge's score, got ")
 
 
 def test_no_key_is_sent_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,13 +158,13 @@ def test_no_key_is_sent_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (said("It is good."), "found no score in what the judge said: 'It is good.'"),
+        (said("It is good."), "found no score in the judge's answer: 'It is good.'"),
         (
             {"error": {"message": "no such model"}},
-            "got no chat completion from the judge, but {'error': {'message'",
+            "expected a chat completion from the judge, got {'error': {'message'",
         ),
-        ({"choices": []}, "got no chat completion from the judge, but {'choices': []}"),
-        ([], "got no chat completion from the judge, but []"),
+        ({"choices": []}, "expected a chat completion from the judge, got {'choices': []}"),
+        ([], "expected a chat completion from the judge, got []"),
     ],
 )
 def test_a_judge_that_says_no_score(answer: Any, reason: str) -> None:

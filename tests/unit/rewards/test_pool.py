@@ -15,11 +15,11 @@ from types import ModuleType
 import pytest
 
 from rlflow.errors import EngineError
-from rlflow.rewards import callables as find
+from rlflow.rewards import callables
 from rlflow.rewards.base import Failure, Kind, Outcome
-from rlflow.rewards.callables import Part
-from rlflow.rewards.pool.fork_client import Call, Worker
-from rlflow.rewards.pool.pool import Pool
+from rlflow.rewards.callables import RewardTerm
+from rlflow.rewards.fork_client import Call, ForkedWorker
+from rlflow.rewards.pool import ProcessPool
 from rlflow.rewards.processes import Channel, children, descendants
 from tests.unit.rewards import misbehaving
 
@@ -27,25 +27,25 @@ DEADLINE_S = 0.5
 MODULE = misbehaving.__name__
 
 
-def part(function: str = "reward", timeout_s: float = DEADLINE_S) -> Part:
-    return Part(function=f"{MODULE}:{function}", timeout_s=timeout_s)
+def part(function: str = "reward", timeout_s: float = DEADLINE_S) -> RewardTerm:
+    return RewardTerm(function=f"{MODULE}:{function}", timeout_s=timeout_s)
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool({"does": part(), "by_fours": part("by_fours"), "brief": part(timeout_s=0.02)}, num_workers=2)
+def pool() -> Iterator[ProcessPool]:
+    pool = ProcessPool({"does": part(), "by_fours": part("by_fours"), "brief": part(timeout_s=0.02)}, num_workers=2)
     yield pool
     pool.stop()
 
 
-def outcomes(pool: Pool, texts: list[str], name: str = "does", size: int = 1) -> list[Outcome]:
+def outcomes(pool: ProcessPool, texts: list[str], name: str = "does", size: int = 1) -> list[Outcome]:
     calls = [
         Call(name, range(start, start + len(chosen)), chosen, [{}] * len(chosen))
         for start in range(0, len(texts), size)
         if (chosen := texts[start : start + size])
     ]
     found = {
-        place: given for call, every in pool.outcomes(calls) for place, given in zip(call.places, every, strict=True)
+        place: given for call, every in pool.outcomes(calls) for place, given in zip(call.indices, every, strict=True)
     }
     assert len(found) == len(texts)
     return [found[place] for place in range(len(texts))]
@@ -72,14 +72,14 @@ def outcomes(pool: Pool, texts: list[str], name: str = "does", size: int = 1) ->
         ("NaN", "invalid", "returned nan for the response 'NaN'"),
         ("infinite", "invalid", "returned -inf for the response 'infinite'"),
         ("huge", "invalid", "returned 1e+39 for the response 'huge'"),
-        ("a text", "invalid", "returned the text 'no' in place of a number"),
-        ("number as text", "invalid", "returned the text '2.5' in place of a number"),
+        ("a text", "invalid", "returned the text 'no' instead of a number"),
+        ("number as text", "invalid", "returned the text '2.5' instead of a number"),
         ("too few", "invalid", "returned 0 values for 1 response"),
         ("too many", "invalid", "returned more than 1 values for 1 response"),
         ("endless", "invalid", "returned more than 1 values for 1 response"),
     ],
 )
-def test_what_goes_wrong_is_a_failure_with_a_reason(does: str, kind: Kind, reason: str, pool: Pool) -> None:
+def test_what_goes_wrong_is_a_failure_with_a_reason(does: str, kind: Kind, reason: str, pool: ProcessPool) -> None:
     began = time.monotonic()
     before, given, after = outcomes(pool, ["good", does, "good"])
     assert (before, after) == (1.5, 1.5)
@@ -91,17 +91,17 @@ def test_what_goes_wrong_is_a_failure_with_a_reason(does: str, kind: Kind, reaso
     workers = [worker.pid for worker in pool.workers]
     assert len(workers) == 2
     assert [below for worker in workers for below in descendants(worker)] == []
-    assert sorted(children(pool.nursery.pid)) == sorted(workers), "nothing is left of what was killed"
+    assert sorted(children(pool.fork_server.pid)) == sorted(workers), "nothing is left of what was killed"
 
 
-def test_of_a_batch_only_the_response_that_hangs_fails(pool: Pool) -> None:
+def test_of_a_batch_only_the_response_that_hangs_fails(pool: ProcessPool) -> None:
     found = outcomes(pool, ["a", "b", "hang", "d", "e"], "by_fours", 4)
     assert found == [1.0, 1.0, Failure("timeout", "took longer than 0.5 s"), 1.0, 1.0]
 
 
 def test_of_functions_that_are_told_their_time_no_call_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find, "_GRACE_S", 0.2)
-    pool = Pool({"told": part("told_its_time", 0.3)}, num_workers=1)
+    monkeypatch.setattr(callables, "_GRACE_S", 0.2)
+    pool = ProcessPool({"told": part("told_its_time", 0.3)}, num_workers=1)
     began = time.monotonic()
     assert outcomes(pool, ["a"] * 4, "told", 4) == [Failure("timeout", "took longer than 0.3 s")] * 4
     assert time.monotonic() - began < 1.5
@@ -115,12 +115,12 @@ def test_reasons_are_cut() -> None:
 def test_a_worker_that_reads_nothing_is_given_few_calls() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        worker = Worker(0, ours)
-        while worker.give(Call("does", [0], ["good"], [{}]), 5.0):
-            assert len(worker.begun) < 100
+        worker = ForkedWorker(0, ours)
+        while worker.submit(Call("does", [0], ["good"], [{}]), 5.0):
+            assert len(worker.pending) < 100
 
 
-def test_a_worker_that_does_not_read_its_first_call(pool: Pool) -> None:
+def test_a_worker_that_does_not_read_its_first_call(pool: ProcessPool) -> None:
     assert outcomes(pool, ["good"] * 9) == [1.5] * 9
     for worker in pool.workers:
         os.kill(worker.pid, signal.SIGSTOP)
@@ -133,18 +133,18 @@ def test_a_worker_that_does_not_read_its_first_call(pool: Pool) -> None:
     assert outcomes(pool, ["good"] * 9) == [1.5] * 9
 
 
-def test_large_texts_behind_one_that_hangs(pool: Pool) -> None:
+def test_large_texts_behind_one_that_hangs(pool: ProcessPool) -> None:
     """More than a socket holds: nobody waits for a worker to read."""
     calls = [
         Call("does", [place], [text], [{"blob": "x" * 10**6}]) for place, text in enumerate(["hang", *["good"] * 20])
     ]
     began = time.monotonic()
-    given = {call.places[0]: every[0] for call, every in pool.outcomes(calls)}
+    given = {call.indices[0]: every[0] for call, every in pool.outcomes(calls)}
     assert given == {0: Failure("timeout", "took longer than 0.5 s"), **dict.fromkeys(range(1, 21), 1.5)}
     assert time.monotonic() - began < DEADLINE_S + 1
 
 
-def test_who_wants_no_more_leaves_no_answers_behind(pool: Pool) -> None:
+def test_who_wants_no_more_leaves_no_answers_behind(pool: ProcessPool) -> None:
     calls = [Call("does", [0], [text], [{}]) for text in ["good", "NaN", "infinite"] * 10]
     found = pool.outcomes(calls)
     next(found)
@@ -153,23 +153,23 @@ def test_who_wants_no_more_leaves_no_answers_behind(pool: Pool) -> None:
 
 
 def test_a_pool_ends_with_its_object() -> None:
-    pool = Pool({"does": part()}, num_workers=2)
+    pool = ProcessPool({"does": part()}, num_workers=2)
     assert outcomes(pool, ["good", "good"]) == [1.5, 1.5]
-    processes = [pool.nursery.pid, *(worker.pid for worker in pool.workers)]
+    processes = [pool.fork_server.pid, *(worker.pid for worker in pool.workers)]
     del pool
     gc.collect()
     assert not any(Path(f"/proc/{process}").exists() for process in processes)
 
 
 def test_a_worker_that_cannot_go_on_says_why(capfd: pytest.CaptureFixture[str]) -> None:
-    pool = Pool({"does": part()}, num_workers=1)
-    pid, end = pool.nursery.fork()
+    pool = ProcessPool({"does": part()}, num_workers=1)
+    pid, end = pool.fork_server.fork()
     with end:
         Channel(end).send(pickle.dumps(("unknown", [""], [{}])))
         until = time.monotonic() + 10
         while state(pid) != "Z" and time.monotonic() < until:
             time.sleep(0.01)
-        assert pool.nursery.end(pid) == 1
+        assert pool.fork_server.end(pid) == 1
     assert "KeyError: 'unknown'" in capfd.readouterr().err
     pool.stop()
 
@@ -182,29 +182,29 @@ def state(pid: float) -> str | None:
         return None
 
 
-def test_a_nursery_that_has_died_is_told() -> None:
-    pool = Pool({"does": part()}, num_workers=1)
+def test_a_dead_fork_server_is_an_error() -> None:
+    pool = ProcessPool({"does": part()}, num_workers=1)
     assert outcomes(pool, ["good"]) == [1.5]
-    pool.nursery.stop()
-    with pytest.raises(EngineError, match="the process that rewards are forked from has died"):
+    pool.fork_server.stop()
+    with pytest.raises(EngineError, match="the fork server of reward functions has died"):
         outcomes(pool, ["good"])
     pool.stop()
 
 
-def test_a_late_answer_of_the_nursery_is_taken_for_no_other() -> None:
-    pool = Pool({"does": part()}, num_workers=1)
-    pool.nursery._socket.settimeout(0.1)
-    os.kill(pool.nursery.pid, signal.SIGSTOP)
-    with pytest.raises(EngineError, match="the process that rewards are forked from has died"):
-        pool.nursery.fork()
-    os.kill(pool.nursery.pid, signal.SIGCONT)
-    with pytest.raises(EngineError, match="the process that rewards are forked from has died"):
-        pool.nursery.fork()
+def test_a_late_answer_of_the_fork_server_is_not_taken_for_the_next() -> None:
+    pool = ProcessPool({"does": part()}, num_workers=1)
+    pool.fork_server._socket.settimeout(0.1)
+    os.kill(pool.fork_server.pid, signal.SIGSTOP)
+    with pytest.raises(EngineError, match="the fork server of reward functions has died"):
+        pool.fork_server.fork()
+    os.kill(pool.fork_server.pid, signal.SIGCONT)
+    with pytest.raises(EngineError, match="the fork server of reward functions has died"):
+        pool.fork_server.fork()
     pool.stop()
 
 
 def test_what_a_module_has_started_ends_with_the_pool_and_with_no_worker() -> None:
-    pool = Pool({"helped": Part(function="tests.unit.rewards.helped:reward")}, num_workers=1)
+    pool = ProcessPool({"helped": RewardTerm(function="tests.unit.rewards.helped:reward")}, num_workers=1)
     started_here = sys.modules["tests.unit.rewards.helped"].HELPER
     started_here.kill()
     started_here.wait()
@@ -221,14 +221,12 @@ def test_a_function_that_is_there_for_nobody_else(monkeypatch: pytest.MonkeyPatc
     module = ModuleType("made_here")
     module.reward = misbehaving.reward  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "made_here", module)
-    with pytest.raises(
-        EngineError, match=r"^reward 'made_here' cannot be had in a process of its own: function: 'made"
-    ):
-        Pool({"made_here": Part(function="made_here:reward")})
+    with pytest.raises(EngineError, match=r"^reward 'made_here' cannot be loaded in the fork server: function: 'made"):
+        ProcessPool({"made_here": RewardTerm(function="made_here:reward")})
 
 
 @pytest.mark.parametrize("deaths", [10, pytest.param(200, marks=pytest.mark.soak)])
-def test_no_call_is_lost_when_workers_die(deaths: int, pool: Pool) -> None:
+def test_no_call_is_lost_when_workers_die(deaths: int, pool: ProcessPool) -> None:
     found = outcomes(pool, ["good", "exit", "good", "another number"] * deaths)
     assert found[::2] == [1.5] * 2 * deaths
     assert found[1::4] == [Failure("died", "ended its process (exit code 0)")] * deaths
@@ -236,19 +234,19 @@ def test_no_call_is_lost_when_workers_die(deaths: int, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("hangs", [20, pytest.param(1000, marks=pytest.mark.soak)])
-def test_the_pool_is_whole_after_many_hangs(hangs: int, pool: Pool) -> None:
+def test_the_pool_is_whole_after_many_hangs(hangs: int, pool: ProcessPool) -> None:
     assert outcomes(pool, ["hang"] * hangs, "brief") == [Failure("timeout", "took longer than 0.02 s")] * hangs
     assert outcomes(pool, ["good"] * hangs) == [1.5] * hangs
-    assert sorted(children(pool.nursery.pid)) == sorted(worker.pid for worker in pool.workers)
+    assert sorted(children(pool.fork_server.pid)) == sorted(worker.pid for worker in pool.workers)
     assert len(pool.workers) == 2
 
 
 OWNER = """
-from rlflow.rewards.callables import Part
-from rlflow.rewards.pool.fork_client import Call
-from rlflow.rewards.pool.pool import Pool
+from rlflow.rewards.callables import RewardTerm
+from rlflow.rewards.fork_client import Call
+from rlflow.rewards.pool import ProcessPool
 
-pool = Pool({"does": Part(function="MODULE:reward", timeout_s=100.0)}, num_workers=1)
+pool = ProcessPool({"does": RewardTerm(function="MODULE:reward", timeout_s=100.0)}, num_workers=1)
 for call, (given,) in pool.outcomes([Call("does", [0], ["good"], [{}])]):
     print(given, flush=True)
 list(pool.outcomes([Call("does", [0], ["hang on"], [{}])]))
@@ -260,5 +258,5 @@ def test_all_of_it_ends_with_a_process_that_is_killed() -> None:
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"1.5\n"
         owner.kill()
-        # Nursery and worker have its standard output, which ends with the last of them.
+        # Fork server and worker have its standard output, which ends with the last of them.
         assert owner.communicate(timeout=10)[0] == b""

@@ -14,6 +14,6 @@ def test_processors(share: str | None, expected: int, tmp_path: Path, monkeypatc
     file = tmp_path / "cpu.max"
     if share is not None:
         file.write_text(share)
-    monkeypatch.setattr(processes, "_CPU_SHARE", file)
+    monkeypatch.setattr(processes, "_CGROUP_CPU_MAX", file)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert processes.processors() == expected
+    assert processes.num_usable_cpus() == expected

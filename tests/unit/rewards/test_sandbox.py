@@ -11,10 +11,10 @@ import pytest
 from rlflow.rewards.base import Failure
 from rlflow.rewards.functions import code
 from rlflow.rewards.processes import CHILD_SUBREAPER, children, prctl
-from rlflow.rewards.sandbox import confine as syscalls
-from rlflow.rewards.sandbox import enter, root
+from rlflow.rewards.sandbox import confine, root
+from rlflow.rewards.sandbox import run as run_module
 from rlflow.rewards.sandbox.root import Limits
-from rlflow.rewards.sandbox.run import Ended, SandboxError, run
+from rlflow.rewards.sandbox.run import Exit, SandboxError, run
 from tests.unit.rewards.sandboxes import needs_sandbox
 
 LIMITS = Limits(timeout_s=5.0)
@@ -25,13 +25,13 @@ TESTS = {"tests": [{"input": "", "output": "1"}]}
 @pytest.mark.parametrize(
     ("program", "ended"),
     [
-        ("print(input() + '!')", Ended("exited", 0, b"hello!\n")),
-        ("import sys; print(1); sys.exit(3)", Ended("exited", 3, b"1\n")),
-        ("import os; os.kill(os.getpid(), 9)", Ended("exited", -9, b"")),
-        ("raise ValueError", Ended("exited", 1, b"")),
+        ("print(input() + '!')", Exit("exited", 0, b"hello!\n")),
+        ("import sys; print(1); sys.exit(3)", Exit("exited", 3, b"1\n")),
+        ("import os; os.kill(os.getpid(), 9)", Exit("exited", -9, b"")),
+        ("raise ValueError", Exit("exited", 1, b"")),
     ],
 )
-def test_how_a_program_ended(program: str, ended: Ended) -> None:
+def test_how_a_program_ended(program: str, ended: Exit) -> None:
     assert run(program, b"hello\n", LIMITS) == ended
 
 
@@ -39,7 +39,7 @@ def test_how_a_program_ended(program: str, ended: Ended) -> None:
 def test_the_caller_may_have_more_files_open_than_the_program_may() -> None:
     opened = [os.memfd_create("another") for _ in range(2 * LIMITS.num_files)]
     try:
-        assert run("print(1)", b"", LIMITS) == Ended("exited", 0, b"1\n")
+        assert run("print(1)", b"", LIMITS) == Exit("exited", 0, b"1\n")
     finally:
         for each in opened:
             os.close(each)
@@ -47,9 +47,9 @@ def test_the_caller_may_have_more_files_open_than_the_program_may() -> None:
 
 @needs_sandbox
 def test_one_that_is_late_or_large() -> None:
-    assert run("print(1, flush=True)\nwhile True: pass", b"", Limits(timeout_s=0.3)) == Ended("timeout", None, b"1\n")
+    assert run("print(1, flush=True)\nwhile True: pass", b"", Limits(timeout_s=0.3)) == Exit("timeout", None, b"1\n")
     several = "import os, time\nfor _ in range(4): os.fork()\nx = bytearray(40 << 20)\ntime.sleep(9)"
-    assert run(several, b"", Limits(timeout_s=5.0, memory_mib=300)).how == "memory"
+    assert run(several, b"", Limits(timeout_s=5.0, memory_mib=300)).reason == "memory"
 
 
 @needs_sandbox
@@ -63,7 +63,7 @@ def test_a_host_without_namespaces_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         ctypes.set_errno(errno.EPERM)
         return -1
 
-    monkeypatch.setattr(enter, "libc", SimpleNamespace(unshare=refused))
+    monkeypatch.setattr(run_module, "libc", SimpleNamespace(unshare=refused))
     with pytest.raises(SandboxError, match=r"PermissionError: .* unshare user: Operation not permitted"):
         code.prepare()
     (given,) = code.reward(["```python\nprint(1)\n```"], [TESTS], timeout_s=1.0)
@@ -72,19 +72,19 @@ def test_a_host_without_namespaces_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_guard_that_is_killed_says_nothing_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(enter, "_guard", lambda *_: None)
-    with pytest.raises(SandboxError, match="the guard of the program ended without a word"):
+    monkeypatch.setattr(run_module, "_guard", lambda *_: None)
+    with pytest.raises(SandboxError, match="the guard of the program ended without a report"):
         run("print(1)", b"", LIMITS)
 
 
 @needs_sandbox
 def test_a_guard_that_is_late_says_that_the_program_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlflow.rewards.sandbox.run._GRACE_S", 0.2)
-    monkeypatch.setattr(enter, "watched", lambda *_: time.sleep(60))
+    monkeypatch.setattr(run_module, "watch_program", lambda *_: time.sleep(60))
     before = children(os.getpid())
     prctl(CHILD_SUBREAPER, 1)
     try:
-        assert run("print(1, flush=True)", b"", Limits(timeout_s=0.3)) == Ended("timeout", None, b"1\n")
+        assert run("print(1, flush=True)", b"", Limits(timeout_s=0.3)) == Exit("timeout", None, b"1\n")
         assert children(os.getpid()) == before, "nothing is left of it"
     finally:
         prctl(CHILD_SUBREAPER, 0)
@@ -93,7 +93,7 @@ def test_a_guard_that_is_late_says_that_the_program_is(monkeypatch: pytest.Monke
 @needs_sandbox
 def test_a_guard_that_does_not_start_says_nothing_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlflow.rewards.sandbox.run._GRACE_S", 0.1)
-    monkeypatch.setattr(enter, "build", lambda *_: time.sleep(60))
+    monkeypatch.setattr(run_module, "build_root", lambda *_: time.sleep(60))
     with pytest.raises(SandboxError, match="the guard of the program did not start in time"):
         run("print(1)", b"", Limits(timeout_s=0.1))
 
@@ -108,10 +108,10 @@ def test_a_sandbox_in_which_python_does_not_start_is_told() -> None:
 
 def test_a_home_that_would_be_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/usr/me")
-    with pytest.raises(OSError, match="the home folder '/usr/me' is inside one of Python or of the system"):
-        root.visible()
+    with pytest.raises(OSError, match="the home folder '/usr/me' is inside a folder of Python or of the system"):
+        root.visible_paths()
 
 
 def test_a_machine_whose_system_calls_are_not_known_is_refused() -> None:
-    with pytest.raises(OSError, match="does not know the system calls of riscv64, but of x86_64, aarch64"):
-        syscalls._instructions("riscv64")
+    with pytest.raises(OSError, match="the sandbox supports x86_64 and aarch64, got riscv64"):
+        confine._filter_instructions("riscv64")
