@@ -13,8 +13,8 @@ from rlflow.batch import Minibatch, Packed, Pairs, Prompts, Repeated, Rollouts, 
 from rlflow.data.encoding import pairs_of
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
-from rlflow.engines.group_progress import Begun
-from rlflow.engines.serving.activity import Second
+from rlflow.engines.group_progress import PartialResponse
+from rlflow.engines.serving.activity import EngineActivity
 from rlflow.engines.serving.sessions import Sessions
 from rlflow.recipe import Model, Optimizer
 from rlflow.resources.layout import Layout
@@ -126,20 +126,22 @@ class WritingEngine(Sessions, FakeEngine):
         self._steps = 0
 
     @property
-    def room(self) -> tuple[int, int]:
+    def capacity(self) -> tuple[int, int]:
         return self._room
 
     @property
-    def steps(self) -> int:
+    def decode_steps(self) -> int:
         return self._steps
 
-    def submit(self, samples: Prompts, sampling: Sampling, begun: Sequence[Begun] | None = None) -> "list[Future[Any]]":
+    def submit(
+        self, samples: Prompts, sampling: Sampling, begun: Sequence[PartialResponse] | None = None
+    ) -> "list[Future[Any]]":
         """Each is done at once."""
         self._steps += sampling.max_tokens
         self.given.append(samples.keys[:, 1].tolist())
         return [self.response(samples.take(np.array([row])), sampling) for row in range(len(samples))]
 
-    def break_off(self, answers: "Collection[Future[Any]]") -> None:
+    def abort(self, answers: "Collection[Future[Any]]") -> None:
         """Nothing is being written."""
 
     def response(self, sample: Prompts, sampling: Sampling) -> "Future[Any]":
@@ -151,5 +153,5 @@ class WritingEngine(Sessions, FakeEngine):
     def rollouts(self, samples: Prompts, responses: Sequence[Any], sampling: Sampling) -> Rollouts:
         return Rollouts.joined([response.rollouts for response in responses])
 
-    def seconds(self) -> list[Second]:
-        return [Second(0.0, 1.0, 10, 1, 0, 0.5, 0)]
+    def take_activity(self) -> list[EngineActivity]:
+        return [EngineActivity(0.0, 1.0, 10, 1, 0, 0.5, 0)]

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Prompts, Rollouts
 from rlflow.engines.base import EngineSpec, Sampling, sample_seed
-from rlflow.engines.group_progress import NOTHING, Begun, continued
-from rlflow.engines.serving.sessions import Progress
+from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse, prepend_partial
+from rlflow.engines.serving.sessions import SampleProgress
 from rlflow.errors import EngineError
 from tests.helpers import WritingEngine
 
@@ -37,9 +37,11 @@ class Stepwise(WritingEngine):
         self._lock = threading.Lock()
         self._enough = 1
 
-    def submit(self, samples: Prompts, sampling: Sampling, begun: Sequence[Begun] | None = None) -> "list[Future[Any]]":
+    def submit(
+        self, samples: Prompts, sampling: Sampling, begun: Sequence[PartialResponse] | None = None
+    ) -> "list[Future[Any]]":
         answers: list[Future[Any]] = []
-        for key, before in zip(samples.keys, begun or [NOTHING] * len(samples), strict=True):
+        for key, before in zip(samples.keys, begun or [NO_RESPONSE] * len(samples), strict=True):
             left = response(key)
             assert left[: len(before.ids)] == before.ids.tolist()
             del left[: len(before.ids)]
@@ -51,11 +53,11 @@ class Stepwise(WritingEngine):
         self._go_on()
         return answers
 
-    def write(self, rows: bytes, enough: int, begun: Rollouts | None = None) -> Progress:
+    def advance(self, rows: bytes, enough: int, begun: Rollouts | None = None) -> SampleProgress:
         self._enough = enough
         if not rows:
             self._go_on()
-        return super().write(rows, enough, begun)
+        return super().advance(rows, enough, begun)
 
     def _go_on(self) -> None:
         assert self._session is not None
@@ -74,7 +76,7 @@ class Stepwise(WritingEngine):
         for answer, written in finished:
             answer.set_result(written)
 
-    def break_off(self, answers: "Collection[Future[Any]]") -> None:
+    def abort(self, answers: "Collection[Future[Any]]") -> None:
         with self._lock:
             broken = [each for each in self._live if each[0] in answers]
             self._live = [each for each in self._live if each[0] not in answers]
@@ -85,7 +87,7 @@ class Stepwise(WritingEngine):
         ids = Packed.from_rows([each.ids for each in responses], np.int32)
         versions = Packed.from_rows([np.full(len(each.ids), each.version) for each in responses], np.int32)
         before = [each.begun for each in responses]
-        columns = continued(before, ids, ids.like(-versions.values.astype(np.float32)), versions)
+        columns = prepend_partial(before, ids, ids.like(-versions.values.astype(np.float32)), versions)
         return Rollouts(
             keys=samples.keys,
             prompt_ids=samples.ids,
@@ -104,7 +106,7 @@ class Dying(Stepwise):
     end."""
 
     at = 3
-    when = "write"
+    when = "advance"
 
     def _fail(self, when: str) -> None:
         if when == self.when:
@@ -112,18 +114,18 @@ class Dying(Stepwise):
             if self.at <= 0:
                 raise EngineError("it died")
 
-    def write(self, rows: bytes, enough: int, begun: Rollouts | None = None) -> Progress:
-        self._fail("write")
-        return super().write(rows, enough, begun)
+    def advance(self, rows: bytes, enough: int, begun: Rollouts | None = None) -> SampleProgress:
+        self._fail("advance")
+        return super().advance(rows, enough, begun)
 
-    def put_off(self, rows: bytes) -> Rollouts | None:
-        self._fail("put_off")
-        return super().put_off(rows)
+    def preempt(self, rows: bytes) -> Rollouts | None:
+        self._fail("preempt")
+        return super().preempt(rows)
 
-    def take(self, rows: bytes) -> Rollouts:
-        self._fail("take")
-        return super().take(rows)
+    def take_rollouts(self, rows: bytes) -> Rollouts:
+        self._fail("take_rollouts")
+        return super().take_rollouts(rows)
 
-    def finish(self) -> Rollouts | None:
-        self._fail("finish")
-        return super().finish()
+    def finish_session(self) -> Rollouts | None:
+        self._fail("finish_session")
+        return super().finish_session()

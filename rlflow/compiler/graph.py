@@ -236,11 +236,11 @@ def _check_overcommit(recipe: Recipe, graph: Graph) -> None:
         if reading != [node.name]:
             fact = f"prompts are begun before their step, and these nodes read those of a step: {', '.join(reading)}"
             raise GraphError(path, fact, fix=f"{path}=0")
-        if not engine_kind(recipe.roles[node.role].engine).can_go_on:
+        if not engine_kind(recipe.roles[node.role].engine).can_resume:
             raise RecipeError(
                 path,
                 f"engine '{recipe.roles[node.role].engine}' of role '{node.role}' writes all of a response at once",
-                known=[name for name in engine_names() if engine_kind(name).can_go_on],
+                known=[name for name in engine_names() if engine_kind(name).can_resume],
                 fix=f"one of those known, or {path}=0",
             )
 

@@ -1,7 +1,10 @@
-"""The capabilities: what a node may ask of the model in its role.
+"""The capabilities of engines, and everything that an engine is built from.
 
-A capability is a protocol. An engine is a class that meets some of them; nothing else declares what it can do.
-Tensors of losses have shape [T], the response tokens of a micro-batch.
+A capability is a protocol, and an engine has the capabilities whose methods its class defines. A node asks for one of
+them by the type of its ``engine`` parameter. The runtime uses the protocols that no node asks for: how an engine
+takes over weights, resumes rollouts, and shares a GPU with other roles.
+
+Shapes: T response tokens of a micro-batch.
 """
 
 import hashlib
@@ -25,150 +28,177 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
+    """The parameters by which responses are sampled."""
+
     max_tokens: int
     group_size: int = 1
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """The sampling temperature; 0 decodes greedily."""
     top_p: float = 1.0
     stop_ids: tuple[int, ...] = ()
-    """A response ends with any of these, as with the model's own end tokens."""
+    """Tokens that end a response, besides the model's own end tokens."""
 
     @property
     def scoring_temperature(self) -> float:
-        """That of the logprobs: 1 where the likeliest token is taken."""
+        """Return the temperature of the logprobs: 1 under greedy decoding."""
         return self.temperature or 1.0
 
 
 class TokenLoss(Protocol):
-    """What training minimises: a loss a response token, from the model's logprobs, or what its head says in place of
-    them, and the minibatch's columns."""
+    """A loss per response token, as a function of the model's outputs and the columns of a minibatch.
+
+    The outputs are logprobs, or what a value or reward head gives for each token.
+    """
 
     @property
     def temperature(self) -> float:
-        """The logits are divided by it."""
+        """Return the number by which the logits are divided."""
 
     def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]", /) -> "tuple[Tensor, Mapping[str, Tensor]]":
-        """The loss [T], and metrics [T], whose means have the weights of the loss; NaN where a token has no metric.
+        """Return the loss [T], and metrics [T], which are averaged with the weights of the loss.
 
-        Besides the minibatch's columns there is ``rows``, int64: the number of each token's response, all of whose
-        tokens that count are there, in a row; and from an engine that has logprobs ``entropy``: of the model, in nats.
-        Gradients flow through it as through ``logprobs``.
+        A metric is NaN for a token that has none. Besides the minibatch's columns there are ``rows``, int64: the number
+        of each token's response, whose tokens are neighbours; and from engines with logprobs ``entropy``: the
+        entropy of the model's distribution, in nats. Gradients flow through it as through ``logprobs``.
         """
 
 
 @runtime_checkable
 class Generates(Protocol):
+    """The capability to sample responses."""
+
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
-        """``group_size`` rollouts of each prompt, in the order of keys."""
+        """Return ``group_size`` rollouts of each prompt, in the order of keys."""
 
 
 @runtime_checkable
 class Scores(Protocol):
+    """The capability to compute logprobs."""
+
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
-        """Of every response token under this model."""
+        """Return the logprob of every response token under this model."""
 
 
 @runtime_checkable
 class ScoresBase(Protocol):
+    """The capability to compute logprobs of the model as it was before its adapters were trained."""
+
     def base_logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
-        """Of every response token under this model without its adapters: as it was before it was trained."""
+        """Return the logprob of every response token under this model without its adapters."""
 
 
 @runtime_checkable
 class Values(Protocol):
+    """The capability to estimate values."""
+
     def values(self, sequences: Sequences) -> ValueEstimates:
-        """The return expected before each response token."""
+        """Return the return that is expected before each response token."""
 
 
 @runtime_checkable
 class Evaluates(Protocol):
+    """The capability to score whole responses, as a reward model does."""
+
     def evaluate(self, sequences: Sequences) -> Rewards:
-        """A number for each response, whatever others there are."""
+        """Return one number for each response, independent of the other responses in the batch."""
 
 
 @runtime_checkable
 class Trains(Protocol):
+    """The capability to train a model, save it, and hand its weights to engines that follow it."""
+
     def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
-        """One optimizer step. The loss is the sum over tokens of their weight times their loss."""
+        """Take one optimizer step. The loss is the sum over tokens of their weight times their loss."""
 
     def save(self, folder: Path) -> None:
-        """All that training goes on from."""
+        """Write everything that a resumed training needs."""
 
     def restore(self, folder: Path) -> None:
-        """From what ``save`` wrote."""
+        """Load what ``save`` wrote."""
 
     def export(self, folder: Path) -> None:
-        """The model and its tokenizer, for ``from_pretrained``."""
+        """Write the model and its tokenizer in the form that ``from_pretrained`` reads."""
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
-        """Name and value of each weight that is trained, in turn: a tensor is good until the next is asked for.
+        """Yield the name and value of each trained weight; a tensor is valid until the next one is requested.
 
-        Every rank goes through all of it; the values are those of the whole weights on rank 0 and may be elsewhere.
+        Every rank iterates over all of them. Rank 0 gets the full values, other ranks may get anything.
         """
 
 
 class TrainsLogprobs(Trains, Scores, Protocol):
-    """Trains the model that it scores with."""
+    """Trains a language model, and scores with it."""
 
 
 class TrainsValues(Trains, Values, Protocol):
-    """Trains the model that it values with."""
+    """Trains a value model, and estimates values with it."""
 
 
 class TrainsReward(Trains, Evaluates, Protocol):
-    """Trains the model that it evaluates with."""
+    """Trains a reward model, and evaluates with it."""
 
 
 @runtime_checkable
 class Follows(Protocol):
-    """Not asked by nodes: an engine whose role ``follows`` a trained one."""
+    """An engine that can take over weights from a trained role; the runtime uses it for a role that ``follows`` one."""
 
     def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
-        """Takes the weights over and writes ``version`` on what it generates from now on.
+        """Replace the weights, and mark all tokens generated from now on with ``version``.
 
-        A tensor is good until the call returns. After a copy that failed the engine generates nothing until another has
-        gone through. Raises EngineError.
+        A tensor stays valid until the call returns. After a failed copy the engine refuses to generate until another
+        copy succeeds. Raises EngineError.
         """
 
 
 @runtime_checkable
 class Continues(Protocol):
-    """Not asked by nodes: an engine that need not write all of a response at once."""
+    """An engine that can stop in the middle of responses and resume them in a later call."""
 
-    def write_on(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
-        """``begun`` as far as it is, and what is written until so many prompts have all of their rollouts.
+    def continue_rollouts(
+        self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, num_groups: int
+    ) -> Rollouts:
+        """Resume the rollouts in ``partial`` and start others, until ``num_groups`` groups are complete.
 
-        Rows are in the order of keys, as those given must be. A row that is neither finished nor ``max_tokens`` long
-        was broken off, and of a sample that is not begun there is none. New tokens have the version of the weights
-        that wrote them.
+        Rows are in the order of keys, in ``partial`` too. A returned row that is neither finished nor ``max_tokens``
+        long was interrupted; a sample that was never started has no row. New tokens carry the version of the weights
+        that generated them.
         """
 
 
 @runtime_checkable
 class Sleeps(Protocol):
-    """Not asked by nodes: an engine that gives its GPU memory up while other roles on its GPUs work."""
+    """An engine that can release its GPU memory while other roles on its GPUs work."""
 
     def sleep(self, discard_weights: bool = False) -> None:
-        """Move weights and state to the host's memory and release what torch caches.
+        """Move weights and state to host memory, and release the memory that torch caches.
 
-        With ``discard_weights`` the weights of an engine that follows a trained role are lost: a copy replaces them
-        before it works again.
+        With ``discard_weights`` an engine that follows a trained role drops its weights: a copy replaces them before
+        it works again.
         """
 
     def wake(self, weights_only: bool = False) -> None:
-        """Bring weights and state back to where they were.
+        """Move weights and state back to the GPU. Does nothing for an engine that is awake.
 
-        With ``weights_only`` nothing but the weights is on the GPU afterwards, to take weights over or to hand them on:
-        before other work, a full wake must follow. Either may be asked for of an engine that is awake already.
+        With ``weights_only`` only the weights are on the GPU afterwards, which is enough to copy them from or to this
+        engine; any other work needs a full wake first.
         """
 
 
 @runtime_checkable
 class SharesGpus(Protocol):
-    """Not asked by nodes: an engine that stays awake while other roles on its GPUs work."""
+    """An engine that stays awake while other roles on its GPUs work."""
 
     def release_memory(self) -> None:
-        """Give back to the driver the GPU memory that torch caches, for other processes on the GPU."""
+        """Give the GPU memory that torch caches back to the driver, for other processes on the GPU."""
+
+
+@runtime_checkable
+class ChecksPackage(Protocol):
+    """An engine whose library can be broken although it imports."""
+
+    @staticmethod
+    def check_package() -> None:
+        """Raise the library's error if its installation does not work."""
 
 
 CAPABILITIES: dict[str, type] = {
@@ -176,49 +206,52 @@ CAPABILITIES: dict[str, type] = {
     for protocol in (Generates, Scores, ScoresBase, Values, Evaluates, Trains, Follows, Continues)
 }
 
-
 Head = Literal["vocabulary", "value", "reward"]
 HEADS: Mapping[str, Head] = {"Scores": "vocabulary", "Values": "value", "Evaluates": "reward"}
-"""What a model needs for a capability; it has one. For those that are not here, any."""
+"""The output head that a capability needs. A model has one head; other capabilities work with any."""
 
+WeightTransport = Literal["object_store", "ipc", "nccl"]
+"""A way for weights to reach a role that follows a trained one: in buckets through the hosts' object stores, or from
+GPU to GPU, between processes on the same GPU (CUDA IPC) or on different GPUs (NCCL)."""
 WeightBackend = Literal["ipc", "nccl"]
-"""From GPU to GPU: between processes on the same one, or from one to others."""
+"""A weight transport from GPU to GPU."""
+ALL_TRANSPORTS: frozenset[WeightTransport] = frozenset({"object_store", "ipc", "nccl"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """All that an engine is built from."""
+    """Everything that an engine is built from."""
 
     role: str
     model_name: str
-    """The model's name in the recipe, for messages."""
+    """The model's name in the recipe, for error messages."""
     model: Model
     capabilities: frozenset[str]
-    """Those that the graph asks of this role."""
+    """The capabilities that the graph asks of this role."""
     device: str
-    """As torch names it."""
+    """The device, in torch's notation."""
     seed: int
     steps: int
-    """In which the role is trained, for the learning rate's schedule."""
+    """The number of steps in which the role is trained, for the learning rate schedule."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     lora: Lora | None = None
-    """Adapters beside the model's weights: to be trained, or taken over from the role that this one follows."""
+    """Adapters beside the model's weights: trained here, or copied from the role that this one follows."""
     layout: Layout
     rank: int = 0
-    """Of this worker among those of its role; sequence-parallel ranks of one share of the data are neighbours."""
+    """The rank of this worker in its role. Ranks that share sequences (sequence parallelism) are neighbours."""
     world_size: int = 1
     address: str = "127.0.0.1:29500"
-    """HOST:PORT of rank 0, where the workers of the role meet."""
+    """HOST:PORT on which rank 0 listens for the role's other workers."""
     max_model_len: int | None = None
-    """Tokens of the longest prompt and response together; None where the role generates nothing."""
+    """The most tokens of a prompt and its response together; None for a role that generates nothing."""
     max_num_seqs: int = 256
-    """Responses that one worker writes at once."""
+    """The most responses that one worker generates at the same time."""
     weight_backend: WeightBackend | None = None
-    """How weights come to it, where not through ``load_weights``."""
+    """The GPU-to-GPU transport by which weights reach this worker; None if they come through ``load_weights``."""
     attention: Attention | Auto = "auto"
     deterministic: bool = False
     timeout_minutes: float = 10.0
-    """Until an exchange between ranks of the role is given up."""
+    """The time after which a collective between the role's ranks fails."""
 
 
 LOGITS_AT_ONCE = 2**24
@@ -230,27 +263,30 @@ FP32_TRAINING = TrainingMemory(
 
 
 class Engine(Protocol):
-    """An engine of any library."""
+    """What every engine's class declares; ``engines/registry.py`` reads it without importing the engine's library."""
 
     parallel: ClassVar[frozenset[str]]
-    """The ways in which it can be spread over GPUs: tensor, pipeline, data, sequence."""
+    """The ways to spread it over GPUs that it supports: tensor, pipeline, data, sequence."""
     package: ClassVar[str | None]
-    """What it needs besides rlflow's own dependencies; it runs in a process of its own then."""
+    """The extra that installs its library. An engine that has one runs in a process of its own."""
     concurrent: ClassVar[bool]
-    """Its ``generate`` may be called from several threads at once, and works on all of it together."""
+    """True if several threads may call ``generate`` at the same time, and their samples are batched together."""
     training_memory: ClassVar[TrainingMemory | None]
-    """How it keeps weights, gradients and optimizer of a model that it trains or scores with, for the planner. None for
-    an engine that only generates."""
+    """The bytes per parameter of a model that it trains or scores with, for the planner; None if it only generates."""
+    sends_weights_by: ClassVar[frozenset[WeightTransport]]
+    """The transports by which its trained weights can leave it; empty if it does not train."""
+    receives_weights_by: ClassVar[frozenset[WeightTransport]]
+    """The transports by which it can take over weights; empty if it cannot follow a trained role."""
 
     def __init__(self, spec: EngineSpec) -> None: ...
 
 
 def capabilities_of(engine: type[Any]) -> frozenset[str]:
-    """The names of the capabilities that a class meets, or a protocol asks."""
+    """Return the names of the capabilities that an engine's class has, or that a protocol asks for."""
     return frozenset(name for name, protocol in CAPABILITIES.items() if issubclass(engine, protocol))
 
 
 def sample_seed(seed: int, key: NDArray[np.int64]) -> int:
-    """Of one sample: a hash of the run's seed and the sample's key, the same wherever and whenever it is drawn."""
+    """Return a sample's seed: a hash of the run's seed and the sample's key, the same on every engine."""
     text = ",".join(str(int(part)) for part in (seed, *key))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,4 +1,4 @@
-"""Weights on their way between processes: in buckets of bounded size, so that no process holds all of them twice."""
+"""Weights packed into buckets of bounded size, so that they travel between processes without a second full copy."""
 
 import warnings
 from collections.abc import Generator, Iterable, Iterator
@@ -12,28 +12,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BUCKET_BYTES = 32 * 2**20
-# Of where a tensor begins in its bucket: a multiple of the size of every type.
+# Tensors start at multiples of this, which is a multiple of every dtype's size.
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
+    """The description of one tensor in a bucket."""
+
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """As torch names it."""
+    """The name of the dtype in torch: ``float32``."""
     start: int
-    """Its first byte in the bucket."""
+    """The offset of its first byte in the bucket."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    entries: tuple[Entry, ...]
+    """Several tensors in one array of bytes."""
+
+    entries: tuple[TensorEntry, ...]
     data: NDArray[np.uint8]
-    """Bytes of all tensors. One array, since Ray hands arrays from process to process without a copy."""
+    """The bytes of all tensors. A single array, because Ray passes arrays between processes without a copy."""
 
     def tensors(self) -> "Iterator[tuple[str, Tensor]]":
-        """Views of the bucket, which nobody may write to."""
+        """Yield the name of each tensor and a read-only view of its values."""
         import torch
 
         for entry in self.entries:
@@ -45,29 +49,30 @@ class Bucket:
             yield entry.name, flat.view(dtype).view(entry.shape)
 
 
-def buckets(
-    weights: "Iterable[tuple[str, Tensor]]", most: int = BUCKET_BYTES, *, keep: bool = True
+def build_buckets(
+    weights: "Iterable[tuple[str, Tensor]]", max_bytes: int = BUCKET_BYTES, *, copy_data: bool = True
 ) -> Generator[Bucket]:
-    """All ``weights`` in their order, ``most`` bytes at a time; a larger tensor has a bucket of its own.
+    """Yield all ``weights`` in order, in buckets of ``max_bytes``; a larger tensor gets a bucket of its own.
 
-    A bucket is good until the next is asked for: new memory costs more than what is written to it. Without ``keep`` the
-    same buckets come empty.
+    All buckets reuse the same memory, because allocating new memory costs more than filling it: a bucket is valid
+    until the next one is requested. With ``copy_data=False`` the buckets have the same entries but no bytes, for ranks
+    that only take part in gathering the weights.
     """
     import torch
 
-    entries: list[Entry] = []
-    data = np.empty(most if keep else 0, np.uint8)
+    entries: list[TensorEntry] = []
+    data = np.empty(max_bytes if copy_data else 0, np.uint8)
     size = 0
     for name, tensor in weights:
-        if entries and size + tensor.nbytes > most:
+        if entries and size + tensor.nbytes > max_bytes:
             yield Bucket(tuple(entries), data[:size])
             entries, size = [], 0
-        if keep:
+        if copy_data:
             content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
             if len(content) > len(data):
                 data = np.empty(len(content), np.uint8)
             data[size : size + len(content)] = content
-        entries.append(Entry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), size))
+        entries.append(TensorEntry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), size))
         size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     if entries:
         yield Bucket(tuple(entries), data[:size])

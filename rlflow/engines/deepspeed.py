@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequences, ValueEstimates
-from rlflow.engines.allocator import expand_segments
-from rlflow.engines.base import EngineSpec, TokenLoss
+from rlflow.engines.base import ALL_TRANSPORTS, EngineSpec, TokenLoss, WeightTransport
 from rlflow.engines.causal_lm.adapters import (
     add_adapters,
     copied_name,
@@ -18,10 +17,11 @@ from rlflow.engines.causal_lm.adapters import (
     write_adapters,
 )
 from rlflow.engines.causal_lm.kernels import set_determinism
-from rlflow.engines.causal_lm.micro_batches import Tunable, in_order
+from rlflow.engines.causal_lm.micro_batches import in_order
 from rlflow.engines.causal_lm.output_heads import head_of, last_of_each, name_padding, outputs_of
 from rlflow.engines.causal_lm.pretrained import check_finite, load_tokenizer, save_model
 from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
+from rlflow.engines.memory import TunableEngine, enable_expandable_segments
 from rlflow.engines.sharded.cpu_offload import Parked, state_of, weights_of
 from rlflow.engines.sharded.loading import UNIVERSAL, clear, load_sharded, needs_resharding, reads_universal, resharded
 from rlflow.engines.sharded.process_group import rounds, set_timeouts, spread_of, wait_for_files, while_files_move
@@ -40,7 +40,7 @@ _TAG = "deepspeed"
 _MADE_BY = "deepspeed.json"
 
 
-class DeepSpeedEngine(Tunable):
+class DeepSpeedEngine(TunableEngine):
     """Every method is called on all ranks together, each with its share of the rows.
 
     ZeRO shards the state over all ranks: the optimizer's (1), gradients too (2), weights too (3). bfloat16 weights have
@@ -52,12 +52,14 @@ class DeepSpeedEngine(Tunable):
     package: ClassVar[str | None] = "deepspeed"
     concurrent: ClassVar[bool] = False
     training_memory: ClassVar[TrainingMemory | None] = TRAINING_MEMORY
+    sends_weights_by: ClassVar[frozenset[WeightTransport]] = ALL_TRANSPORTS
+    receives_weights_by: ClassVar[frozenset[WeightTransport]] = frozenset()
 
     def __init__(self, spec: EngineSpec) -> None:
         self._head = head_of(spec)
         self._trains = "Trains" in spec.capabilities
         if self._trains:
-            expand_segments(spec.device)
+            enable_expandable_segments(spec.device)
         set_determinism(spec)
         join(spec)
         import torch

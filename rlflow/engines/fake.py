@@ -20,7 +20,7 @@ from rlflow.batch import (
     Sequences,
     ValueEstimates,
 )
-from rlflow.engines.base import FP32_TRAINING, EngineSpec, Sampling, TokenLoss, sample_seed
+from rlflow.engines.base import FP32_TRAINING, EngineSpec, Sampling, TokenLoss, WeightTransport, sample_seed
 from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
 from rlflow.errors import EngineError
 from rlflow.resources.memory.state import TrainingMemory
@@ -38,6 +38,8 @@ class FakeEngine:
     package: ClassVar[str | None] = None
     concurrent: ClassVar[bool] = False
     training_memory: ClassVar[TrainingMemory | None] = FP32_TRAINING
+    sends_weights_by: ClassVar[frozenset[WeightTransport]] = frozenset({"object_store"})
+    receives_weights_by: ClassVar[frozenset[WeightTransport]] = frozenset({"object_store"})
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec

@@ -1,6 +1,9 @@
-"""How far the groups of some prompts are written, where writing ends before all of them are whole.
+"""The progress of a partial rollout: which responses of which groups are done, and what the others consist of so far.
 
-Shapes: P prompts, G group, R = P x G samples; row ``prompt * G + sample``.
+A response is *finished* when it ended with an end token, and *done* when it is finished or has ``max_tokens`` tokens.
+A group is *complete* when all of its responses are done.
+
+Shapes: P prompts, G group size, R = P x G rollouts; rollout ``sample`` of ``prompt`` is row ``prompt * G + sample``.
 """
 
 from collections.abc import Sequence
@@ -16,90 +19,91 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Begun:
-    """What is written of a response so far, [T] each."""
+class PartialResponse:
+    """The tokens of a response that are generated so far, with one logprob and one policy version per token."""
 
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
 
 
-NOTHING = Begun(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
-
-
-def continued(
-    before: Sequence[Begun], ids: Packed, logprobs: Packed, versions: Packed
-) -> tuple[Packed, Packed, Repeated]:
-    """The columns of responses of which some were begun ``before``."""
-
-    def joined(name: str, column: Packed, dtype: DTypeLike) -> Packed:
-        rows = (np.concatenate([getattr(begun, name), column[row]]) for row, begun in enumerate(before))
-        return Packed.from_rows(rows, dtype)
-
-    of_tokens = joined("versions", versions, np.int32)
-    return joined("ids", ids, np.int32), joined("logprobs", logprobs, np.float32), Repeated.of(of_tokens)
+NO_RESPONSE = PartialResponse(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
 
 
 def is_done(rollouts: Rollouts, sampling: Sampling) -> NDArray[np.bool_]:
-    """For each whether it has ended, or is as long as allowed."""
+    """Return [B]: True for each response that is finished or as long as ``sampling`` allows."""
     done: NDArray[np.bool_] = rollouts.finished | (rollouts.response_ids.lengths >= sampling.max_tokens)
     return done
 
 
-class Groups:
-    """Prompts are in the order of their keys. Of a sample that is not begun there is no rollout."""
+def prepend_partial(
+    partial: Sequence[PartialResponse], ids: Packed, logprobs: Packed, versions: Packed
+) -> tuple[Packed, Packed, Repeated]:
+    """Put each row's partial response before its new tokens; return ids, logprobs and versions of the whole rows."""
 
-    def __init__(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None = None) -> None:
-        """``begun``: what is written of some samples so far, all of it or not, in the order of keys."""
-        self._size = sampling.group_size
-        self._prompts = _numbers(prompts.keys)
-        self.begun = begun
-        count = len(prompts) * self._size
-        self.done = np.zeros(count, np.bool_)
-        """[R]: those that have ended, or are as long as allowed."""
-        self.written = np.zeros(count, np.int64)
-        """[R]: tokens that were written of each when this was made."""
-        self.place = np.full(count, -1)
-        """[R]: of each in ``begun``, or -1."""
-        if begun is not None:
-            rows = self.rows_of(begun.keys)
-            self.written[rows] = begun.response_ids.lengths
-            self.place[rows] = np.arange(len(rows))
-            self.done[rows] = is_done(begun, sampling)
+    def prepend(name: str, column: Packed, dtype: DTypeLike) -> Packed:
+        rows = (np.concatenate([getattr(before, name), column[row]]) for row, before in enumerate(partial))
+        return Packed.from_rows(rows, dtype)
+
+    token_versions = prepend("versions", versions, np.int32)
+    return prepend("ids", ids, np.int32), prepend("logprobs", logprobs, np.float32), Repeated.of(token_versions)
+
+
+class GroupProgress:
+    """The state of all rollouts of some prompts, whose keys are ascending."""
+
+    def __init__(self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None = None) -> None:
+        """Start from ``partial``: rollouts generated so far, done or not, in the order of their keys."""
+        self._group_size = sampling.group_size
+        self._prompts = _prompt_numbers(prompts.keys)
+        self.partial = partial
+        num_rows = len(prompts) * self._group_size
+        self.done = np.zeros(num_rows, np.bool_)
+        """[R]: True for each response that is done; callers update it."""
+        self.initial_lengths = np.zeros(num_rows, np.int64)
+        """[R]: the number of response tokens in ``partial``."""
+        self.partial_rows = np.full(num_rows, -1)
+        """[R]: the row of each rollout in ``partial``, or -1."""
+        if partial is not None:
+            rows = self.rows_of(partial.keys)
+            self.initial_lengths[rows] = partial.response_ids.lengths
+            self.partial_rows[rows] = np.arange(len(rows))
+            self.done[rows] = is_done(partial, sampling)
+
+    @property
+    def complete(self) -> NDArray[np.bool_]:
+        """Return [P]: True for each prompt whose group is complete."""
+        return np.asarray(self.done.reshape(-1, self._group_size).all(1))
+
+    @property
+    def num_complete(self) -> int:
+        """Return the number of complete groups."""
+        return int(self.complete.sum())
 
     def rows_of(self, keys: Ints) -> Ints:
-        """The rows of samples, whose keys are [n, 3]."""
-        return np.searchsorted(self._prompts, _numbers(keys)) * self._size + keys[:, 2]
+        """Return the rows of the samples with these keys [n, 3]."""
+        return np.searchsorted(self._prompts, _prompt_numbers(keys)) * self._group_size + keys[:, 2]
 
-    def begun_of(self, rows: Ints) -> list[Begun]:
-        """Of a sample that is not begun, nothing."""
-        return [NOTHING if place < 0 else self._begun_at(place) for place in self.place[rows].tolist()]
+    def partial_responses(self, rows: Ints) -> list[PartialResponse]:
+        """Return the partial response of each row; ``NO_RESPONSE`` for a row that has none."""
+        return [NO_RESPONSE if row < 0 else self._partial_response(row) for row in self.partial_rows[rows].tolist()]
 
-    def _begun_at(self, place: int) -> Begun:
-        assert self.begun is not None
-        return Begun(self.begun.response_ids[place], self.begun.logprobs[place], self.begun.versions[place])
+    def _partial_response(self, row: int) -> PartialResponse:
+        assert self.partial is not None
+        return PartialResponse(self.partial.response_ids[row], self.partial.logprobs[row], self.partial.versions[row])
 
-    @property
-    def whole(self) -> NDArray[np.bool_]:
-        """[P]: whether all samples of a prompt are done."""
-        return np.asarray(self.done.reshape(-1, self._size).all(1))
-
-    @property
-    def num_whole(self) -> int:
-        return int(self.whole.sum())
-
-    def joined(self, parts: Sequence[Rollouts]) -> Rollouts | None:
-        """``begun``, in which ``parts`` stand in the places of the same samples; in the order of keys. None of none."""
+    def merge(self, parts: Sequence[Rollouts]) -> Rollouts | None:
+        """Return ``partial`` with its samples replaced by those in ``parts``, in the order of keys; None if empty."""
         new = np.concatenate([np.zeros(0, np.int64), *(self.rows_of(part.keys) for part in parts)])
-        kept = np.flatnonzero((self.place >= 0) & ~np.isin(np.arange(len(self.place)), new))
-        if len(kept):
-            assert self.begun is not None
-            parts = [self.begun.take(self.place[kept]), *parts]
+        unchanged = np.flatnonzero((self.partial_rows >= 0) & ~np.isin(np.arange(len(self.partial_rows)), new))
+        if len(unchanged):
+            assert self.partial is not None
+            parts = [self.partial.take(self.partial_rows[unchanged]), *parts]
         if not parts:
             return None
-        return Rollouts.joined(parts).take(np.argsort(np.concatenate([kept, new])))
+        return Rollouts.joined(parts).take(np.argsort(np.concatenate([unchanged, new])))
 
 
-def _numbers(keys: Ints) -> Ints:
-    """One for each prompt, in their order."""
+def _prompt_numbers(keys: Ints) -> Ints:
+    """Return one number per key, which identifies its step and prompt and sorts like them."""
     return (keys[:, 0] << 32) + keys[:, 1]

@@ -1,4 +1,4 @@
-"""From an engine's name to what it can do and to its class, importing no model library."""
+"""A registry of engines: finds an engine's class and capabilities by its name, without importing a model library."""
 
 import pkgutil
 from dataclasses import dataclass
@@ -6,47 +6,69 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from rlflow.engines.base import Engine, capabilities_of
+from rlflow.engines.base import ChecksPackage, Engine, WeightTransport, capabilities_of
 from rlflow.resources.memory.state import TrainingMemory
 
-_NOT_ENGINES = {"allocator", "base", "buckets", "group_progress", "registry"}
+_NOT_ENGINES = {"base", "buckets", "group_progress", "memory", "registry"}
 
 
 @dataclass(frozen=True)
 class EngineKind:
+    """What an engine declares about itself; ``Engine`` explains the fields."""
+
     capabilities: frozenset[str]
     parallel: frozenset[str]
-    """The ways in which it can be spread over GPUs: tensor, pipeline, data, sequence."""
     package: str | None
-    """The extra that brings what it needs."""
     concurrent: bool
-    """Whether its ``generate`` may be called from several threads at once."""
     training_memory: TrainingMemory
-    """How it keeps the state of a model that it trains, for the planner."""
+    sends_weights_by: frozenset[WeightTransport]
+    receives_weights_by: frozenset[WeightTransport]
 
     @property
-    def can_go_on(self) -> bool:
-        """Whether a generation can end before all is written, and what is there go on in another: by ``write_on``, or
-        where samples are given to the engine one by one, in a process of its own."""
+    def can_resume(self) -> bool:
+        """Return whether a generation can stop before all responses are done and resume in a later one.
+
+        An engine can do that by ``Continues``. An engine that runs in its own process and takes new samples while it
+        generates is interrupted by the runtime, sample by sample.
+        """
         return (self.concurrent and self.package is not None) or "Continues" in self.capabilities
 
 
 @cache
 def engine_names() -> list[str]:
-    """All names that a recipe may use: the modules of this folder."""
-    modules = {found.name for found in pkgutil.iter_modules([str(Path(__file__).parent)]) if not found.ispkg}
+    """Return all names that a recipe may use: the modules of this folder."""
+    modules = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if not module.ispkg}
     return sorted(modules - _NOT_ENGINES)
 
 
 @cache
 def engine_kind(name: str) -> EngineKind:
-    """``name`` must be one of ``engine_names()``."""
+    """Return the declarations of an engine; ``name`` must be one of ``engine_names()``."""
     engine = engine_class(name)
-    memory = engine.training_memory or TrainingMemory()
-    return EngineKind(capabilities_of(engine), engine.parallel, engine.package, engine.concurrent, memory)
+    return EngineKind(
+        capabilities=capabilities_of(engine),
+        parallel=engine.parallel,
+        package=engine.package,
+        concurrent=engine.concurrent,
+        training_memory=engine.training_memory or TrainingMemory(),
+        sends_weights_by=engine.sends_weights_by,
+        receives_weights_by=engine.receives_weights_by,
+    )
 
 
 def engine_class(name: str) -> type[Engine]:
-    """Importing it imports no model library; building one does."""
+    """Import an engine's class. Only building an engine imports its model library."""
     engine: type[Engine] = import_module(f"rlflow.engines.{name}").ENGINE
     return engine
+
+
+def import_package(package: str) -> None:
+    """Import a library, and run the check that the engine built on it has for its installation.
+
+    Raises whatever error the library raises.
+    """
+    import_module(package)
+    for name in engine_names():
+        engine = engine_class(name)
+        if engine.package == package and issubclass(engine, ChecksPackage):
+            engine.check_package()

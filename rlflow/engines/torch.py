@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequences, ValueEstimates
-from rlflow.engines.allocator import expand_segments
-from rlflow.engines.base import FP32_TRAINING, EngineSpec, TokenLoss
+from rlflow.engines.base import ALL_TRANSPORTS, FP32_TRAINING, EngineSpec, TokenLoss, WeightTransport
 from rlflow.engines.causal_lm.adapters import (
     add_adapters,
     copied_name,
@@ -18,10 +17,11 @@ from rlflow.engines.causal_lm.adapters import (
     write_adapters,
 )
 from rlflow.engines.causal_lm.kernels import attention_of, set_determinism
-from rlflow.engines.causal_lm.micro_batches import Tunable, in_order, micro_batches
+from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
 from rlflow.engines.causal_lm.output_heads import head_of, last_of_each, name_padding, outputs_of
 from rlflow.engines.causal_lm.pretrained import check_finite, load_model, load_tokenizer, save_model
 from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
+from rlflow.engines.memory import TunableEngine, enable_expandable_segments
 from rlflow.engines.sharded.process_group import meet, set_timeouts, spread_of, wait_for_files
 from rlflow.errors import EngineError
 from rlflow.resources.memory.state import TrainingMemory
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _STATE = "state.pt"
 
 
-class TorchEngine(Tunable):
+class TorchEngine(TunableEngine):
     """What is trained is in float32, with its moments; a bfloat16 model computes under autocast. What is not, in a role
     that only scores or under adapters, stays in the model's type.
 
@@ -44,6 +44,8 @@ class TorchEngine(Tunable):
     package: ClassVar[str | None] = None
     concurrent: ClassVar[bool] = False
     training_memory: ClassVar[TrainingMemory | None] = FP32_TRAINING
+    sends_weights_by: ClassVar[frozenset[WeightTransport]] = ALL_TRANSPORTS
+    receives_weights_by: ClassVar[frozenset[WeightTransport]] = frozenset()
 
     def __init__(self, spec: EngineSpec) -> None:
         import torch
@@ -53,7 +55,7 @@ class TorchEngine(Tunable):
         self._alone = spec.world_size == 1
         trains = "Trains" in spec.capabilities
         if trains:
-            expand_segments(spec.device)
+            enable_expandable_segments(spec.device)
         set_determinism(spec)
         if not self._alone:
             meet(spec)

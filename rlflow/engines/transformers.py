@@ -9,14 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Prompts, Repeated, Rollouts, Sequences
-from rlflow.engines.base import FP32_TRAINING, EngineSpec, Sampling, sample_seed
+from rlflow.engines.base import FP32_TRAINING, EngineSpec, Sampling, WeightTransport, sample_seed
 from rlflow.engines.causal_lm.adapters import add_adapters, copied_name, trained
 from rlflow.engines.causal_lm.decoding import decode
 from rlflow.engines.causal_lm.kernels import attention_of
-from rlflow.engines.causal_lm.micro_batches import Tunable, in_order, micro_batches
+from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
 from rlflow.engines.causal_lm.packing import token_scores
 from rlflow.engines.causal_lm.pretrained import end_ids, load_model, load_tokenizer
-from rlflow.engines.group_progress import Begun, Groups, continued
+from rlflow.engines.group_progress import GroupProgress, PartialResponse, prepend_partial
+from rlflow.engines.memory import TunableEngine
 from rlflow.errors import EngineError
 from rlflow.resources.memory.state import TrainingMemory
 
@@ -34,11 +35,13 @@ class _Turn:
     samples: int
 
 
-class TransformersEngine(Tunable):
+class TransformersEngine(TunableEngine):
     parallel: ClassVar[frozenset[str]] = frozenset()
     package: ClassVar[str | None] = None
     concurrent: ClassVar[bool] = False
     training_memory: ClassVar[TrainingMemory | None] = FP32_TRAINING
+    sends_weights_by: ClassVar[frozenset[WeightTransport]] = frozenset()
+    receives_weights_by: ClassVar[frozenset[WeightTransport]] = frozenset({"object_store"})
 
     def __init__(self, spec: EngineSpec) -> None:
         import torch
@@ -74,29 +77,29 @@ class TransformersEngine(Tunable):
             finished.append(decoded.finished)
         return self._rollouts(samples, sampling, ids, np.concatenate(logprobs), np.concatenate(finished))
 
-    def write_on(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
+    def continue_rollouts(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
         self._check_version()
-        groups = Groups(prompts, sampling, begun)
+        groups = GroupProgress(prompts, sampling, begun)
         rows = np.flatnonzero(~groups.done)
-        samples, before = prompts.repeat(sampling.group_size).take(rows), groups.begun_of(rows)
+        samples, before = prompts.repeat(sampling.group_size).take(rows), groups.partial_responses(rows)
         texts = [np.concatenate([samples.ids[row], each.ids]) for row, each in enumerate(before)]
         ids = Packed.from_rows(texts, np.int32)
         seeds = [sample_seed(self._spec.seed, key) for key in samples.keys]
         alone = replace(sampling, group_size=1)
         new = []
         for turn in self._turns(ids.lengths, 1):
-            if groups.num_whole >= enough:
+            if groups.num_complete >= enough:
                 break
             part = np.arange(turn.prompt, turn.prompt + turn.prompts)
             stop = partial(_ended, groups, rows[part], enough)
             part_seeds = seeds[turn.prompt : turn.prompt + turn.prompts]
-            written = groups.written[rows[part]]
+            written = groups.initial_lengths[rows[part]]
             decoded = decode(self._model, ids.take(part), alone, part_seeds, self._end_ids, written, stop)
             finished, scores = decoded.finished, np.concatenate(decoded.logprobs)
             new.append(
                 self._rollouts(samples.take(part), sampling, decoded.ids, scores, finished, before[turn.prompt :])
             )
-        joined = groups.joined(new)
+        joined = groups.merge(new)
         assert joined is not None, "nothing is asked for"
         return joined
 
@@ -107,14 +110,14 @@ class TransformersEngine(Tunable):
         ids: Sequence[NDArray[np.int32]],
         scores: NDArray[np.float32],
         finished: NDArray[np.bool_],
-        before: Sequence[Begun] = (),
+        before: Sequence[PartialResponse] = (),
     ) -> Rollouts:
         """``ids`` and their logprobs, ``scores``, are new; ``before`` are the beginnings of the responses, if any."""
         response_ids = Packed.from_rows(ids, np.int32)
         logprobs = response_ids.like(scores)
         versions = Repeated(np.full(len(response_ids), self._version, np.int32), response_ids.lengths)
         if before:
-            response_ids, logprobs, versions = continued(before[: len(samples)], response_ids, logprobs, versions)
+            response_ids, logprobs, versions = prepend_partial(before[: len(samples)], response_ids, logprobs, versions)
         written = [response_ids[row] for row in range(len(samples))]
         return Rollouts(
             keys=samples.keys,
@@ -171,10 +174,10 @@ class TransformersEngine(Tunable):
         self._version = version
 
 
-def _ended(groups: Groups, rows: NDArray[np.int64], enough: int, ended: NDArray[np.int64]) -> bool:
+def _ended(groups: GroupProgress, rows: NDArray[np.int64], enough: int, ended: NDArray[np.int64]) -> bool:
     """Notes which of ``rows`` are done; whether so many groups are whole."""
     groups.done[rows[ended]] = True
-    return groups.num_whole >= enough
+    return groups.num_complete >= enough
 
 
 ENGINE = TransformersEngine

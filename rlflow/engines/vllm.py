@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Prompts, Repeated, Rollouts
-from rlflow.engines.base import EngineSpec, Sampling, sample_seed
+from rlflow.engines.base import ALL_TRANSPORTS, EngineSpec, Sampling, WeightTransport, sample_seed
 from rlflow.engines.causal_lm.pretrained import end_ids, load_tokenizer
-from rlflow.engines.group_progress import NOTHING, Begun, continued
-from rlflow.engines.serving.activity import Second
+from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse, prepend_partial
+from rlflow.engines.serving.activity import EngineActivity
 from rlflow.engines.serving.batching import Batcher, Request, Written
 from rlflow.engines.serving.files import Expected, adapter_files, load_config, load_end_ids, model_files, shared_files
 from rlflow.engines.serving.sessions import Sessions
@@ -29,6 +29,18 @@ class VllmEngine(Sessions):
     package: ClassVar[str | None] = "vllm"
     concurrent: ClassVar[bool] = True
     training_memory: ClassVar[TrainingMemory | None] = None
+    sends_weights_by: ClassVar[frozenset[WeightTransport]] = frozenset()
+    receives_weights_by: ClassVar[frozenset[WeightTransport]] = ALL_TRANSPORTS
+
+    @staticmethod
+    def check_package() -> None:
+        """Raise ImportError if vLLM's compiled kernels do not load with the installed torch; vLLM itself only warns."""
+        import torch
+        from vllm.platforms import current_platform
+
+        current_platform.import_kernels()
+        if not hasattr(torch.ops._C, "rms_norm"):
+            raise ImportError(f"its compiled kernels do not load with torch {torch.__version__}")
 
     def __init__(self, spec: EngineSpec) -> None:
         """Raises RecipeError for a model that vLLM cannot run here, EngineError when it does not start."""
@@ -55,7 +67,7 @@ class VllmEngine(Sessions):
         self._cache_tokens = self._batcher.call(_cache_tokens)
 
     @property
-    def room(self) -> tuple[int, int]:
+    def capacity(self) -> tuple[int, int]:
         return self._places, self._cache_tokens
 
     def set_max_num_seqs(self, number: int) -> None:
@@ -63,11 +75,11 @@ class VllmEngine(Sessions):
         self._places = min(number, self._spec.max_num_seqs)
 
     @property
-    def steps(self) -> int:
-        return self._batcher.steps
+    def decode_steps(self) -> int:
+        return self._batcher.decode_steps
 
     def submit(
-        self, samples: Prompts, sampling: Sampling, begun: Sequence[Begun] | None = None
+        self, samples: Prompts, sampling: Sampling, begun: Sequence[PartialResponse] | None = None
     ) -> "list[Future[Written]]":
         longest = int(samples.ids.lengths.max(initial=0))
         if longest >= self._max_model_len:
@@ -78,12 +90,14 @@ class VllmEngine(Sessions):
         ids = samples.ids.take(np.arange(len(samples)))
         return self._batcher.submit(
             [
-                self._request(ids[row].tolist(), key, sampling, begun[row] if begun else NOTHING)
+                self._request(ids[row].tolist(), key, sampling, begun[row] if begun else NO_RESPONSE)
                 for row, key in enumerate(samples.keys)
             ]
         )
 
-    def _request(self, prompt_ids: list[int], key: NDArray[np.int64], sampling: Sampling, begun: Begun) -> Request:
+    def _request(
+        self, prompt_ids: list[int], key: NDArray[np.int64], sampling: Sampling, begun: PartialResponse
+    ) -> Request:
         if not len(begun.ids):
             return Request(prompt_ids, self._params(sampling, sample_seed(self._spec.seed, key)))
         # vLLM draws a request's numbers from their beginning again: those for the same key would be the same.
@@ -91,8 +105,8 @@ class VllmEngine(Sessions):
         left = replace(sampling, max_tokens=sampling.max_tokens - len(begun.ids))
         return Request([*prompt_ids, *begun.ids.tolist()], self._params(left, seed), begun)
 
-    def break_off(self, answers: "Collection[Future[Written]]") -> None:
-        self._batcher.break_off(answers)
+    def abort(self, answers: "Collection[Future[Written]]") -> None:
+        self._batcher.abort(answers)
 
     def rollouts(self, samples: Prompts, responses: Sequence[Written], sampling: Sampling) -> Rollouts:
         outputs = [response.output for response in responses]
@@ -101,7 +115,7 @@ class VllmEngine(Sessions):
         versions = Repeated(np.array([each.version for each in responses], np.int32), response_ids.lengths)
         before = [response.begun for response in responses]
         if any(len(begun.ids) for begun in before):
-            response_ids, logprobs, versions = continued(before, response_ids, logprobs, versions)
+            response_ids, logprobs, versions = prepend_partial(before, response_ids, logprobs, versions)
         ids = [response_ids[row].tolist() for row in range(len(response_ids))]
         texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
         return Rollouts(
@@ -116,9 +130,9 @@ class VllmEngine(Sessions):
             rows=samples.rows,
         )
 
-    def seconds(self) -> list[Second]:
+    def take_activity(self) -> list[EngineActivity]:
         """What vLLM did since this was last asked."""
-        return self._batcher.seconds()
+        return self._batcher.take_activity()
 
     def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
         """They are handed on in passing. They stay as they are until this returns: vLLM keeps some for a while.
@@ -128,10 +142,10 @@ class VllmEngine(Sessions):
         self._batcher.call(lambda engine: self._load(engine, weights, version))
 
     def transfer(self, method: str, arguments: dict[str, Any]) -> None:
-        """A step of vLLM's own way from GPU to GPU, on all ranks. ``transferred`` ends it."""
+        """A step of vLLM's own way from GPU to GPU, on all ranks. ``finish_transfer`` ends it."""
         self._batcher.call(lambda engine: self._transfer(engine, method, arguments))
 
-    def transferred(self, version: int) -> None:
+    def finish_transfer(self, version: int) -> None:
         """All weights have come by ``transfer``."""
         self._batcher.call(lambda engine: self._renew(engine, version))
 

@@ -12,7 +12,7 @@ import pytest
 
 from rlflow.batch import Minibatch
 from rlflow.engines.base import Sampling, Sleeps
-from rlflow.engines.group_progress import Groups, is_done
+from rlflow.engines.group_progress import GroupProgress, is_done
 from rlflow.engines.registry import engine_class, engine_kind, engine_names
 from rlflow.errors import EngineError
 from rlflow.nodes.policy_loss import LikelihoodLoss
@@ -111,10 +111,10 @@ class TestContinues:
     def test_what_is_broken_off_goes_on_as_if_it_had_not_been(self, build: Build, name: str) -> None:
         engine, given = build(name), prompts((3, 5, 2))
         whole = engine.generate(given, self.SAMPLING)
-        one = engine.write_on(given, self.SAMPLING, None, 1)
-        assert Groups(given, self.SAMPLING, one).num_whole in (1, 2)
+        one = engine.continue_rollouts(given, self.SAMPLING, None, 1)
+        assert GroupProgress(given, self.SAMPLING, one).num_complete in (1, 2)
         assert not is_done(one, self.SAMPLING).all()
-        out = engine.write_on(given, self.SAMPLING, one, 3)
+        out = engine.continue_rollouts(given, self.SAMPLING, one, 3)
         assert out.keys.tolist() == whole.keys.tolist()
         for column in ("prompt_ids", "response_ids", "versions"):
             assert getattr(out, column).values.tolist() == getattr(whole, column).values.tolist(), column
@@ -125,7 +125,7 @@ class TestContinues:
     def test_enough_is_there_already(self, build: Build, name: str) -> None:
         engine, given = build(name), prompts((3, 5, 2))
         whole = engine.generate(given, self.SAMPLING)
-        assert engine.write_on(given, self.SAMPLING, whole, 2).texts == whole.texts
+        assert engine.continue_rollouts(given, self.SAMPLING, whole, 2).texts == whole.texts
 
 
 @pytest.mark.parametrize("name", able("Scores"))

@@ -164,12 +164,12 @@ def test_a_step_on_its_way_ends_before_the_engine_sleeps_or_takes_weights(
             engine._batcher.submit(requests(2))[0].result(PATIENCE_S)
         engine.wake(True)
         engine.transfer("update_weights", {})
-        engine.transferred(version)
+        engine.finish_transfer(version)
         engine.wake()
     assert engine._batcher.submit(requests(2))[0].result(PATIENCE_S).version == 2
     # What is told of weights waits for what is being written, too.
     late = engine._batcher.submit(requests(30))
-    engine.transferred(3)
+    engine.finish_transfer(3)
     assert (late[0].result(PATIENCE_S).version, late[0].done()) == (2, True)
     assert inner.told[:5] == ["forget", "sleep 1", "wake", "update_weights", "forget"]
 
@@ -178,7 +178,7 @@ def test_requests_that_are_broken_off_answer_with_what_has_been_read(engine: Vll
     """Their tokens of the step on its way are nobody's; others go on, and the engine takes more."""
     inner.go_on.clear()
     first, other = engine._batcher.submit(requests(50, 4))
-    breaking = threading.Thread(target=engine._batcher.break_off, args=([first],), daemon=True)
+    breaking = threading.Thread(target=engine._batcher.abort, args=([first],), daemon=True)
     breaking.start()
     inner.go_on.set()
     breaking.join(PATIENCE_S)
@@ -193,21 +193,21 @@ def test_requests_that_are_broken_off_answer_with_what_has_been_read(engine: Vll
 def test_sessions_tell_each_row_once(engine: VllmEngine) -> None:
     """Rows that are put off and gone on with have all of their tokens, those of before among them."""
     given, sampling = prompts((2, 9, 3, 6)), Sampling(max_tokens=40, group_size=2)
-    engine.begin(given, sampling)
+    engine.begin_session(given, sampling)
     rows = np.arange(8, dtype=np.int32)
     told: list[int] = []
-    progress = engine.write(rows[:6].tobytes(), 2)
+    progress = engine.advance(rows[:6].tobytes(), 2)
     told += np.frombuffer(progress.rows, np.int32).tolist()
-    put_off = engine.put_off(rows[2:4].tobytes())
+    put_off = engine.preempt(rows[2:4].tobytes())
     waiting = [] if put_off is None else [row for row in (2, 3) if row not in told]
     again = np.array([*waiting, 6, 7], np.int32)
     while len(told) < 8:
-        progress = engine.write(again.tobytes(), 0)
+        progress = engine.advance(again.tobytes(), 0)
         again = again[:0]
         told += np.frombuffer(progress.rows, np.int32).tolist()
-        assert progress.steps >= max(np.frombuffer(progress.lengths, np.int32), default=0)
+        assert progress.decode_steps >= max(np.frombuffer(progress.lengths, np.int32), default=0)
     assert sorted(told) == list(range(8))
-    out = engine.finish()
+    out = engine.finish_session()
     assert out is not None
     lengths = np.repeat(given.ids.lengths, 2).tolist()
     assert [out.response_ids[row].tolist() for row in range(8)] == [response(length) for length in lengths]

@@ -157,7 +157,7 @@ class Setting:
             worker._engine.version = version
         at_once(*(partial(w.send_directly, "nccl", receivers, r, "127.0.0.1") for r, w in enumerate(self.trainer)))
         for engine in self.engines:
-            engine.call("transferred", version)
+            engine.call("finish_transfer", version)
 
     def replace_engine(self, index: int) -> None:
         self.engines[index] = rollout_engine(self._patch)

@@ -37,7 +37,7 @@ class Failing(EngineWorker):
         super().build(engine, spec)
         # Of vLLM's ways from GPU to GPU, for which there are no GPUs here.
         self._engine.transfer = lambda method, arguments: self._maybe("transfer_hangs")
-        self._engine.transferred = lambda version: setattr(self._engine, "_version", version)
+        self._engine.finish_transfer = lambda version: setattr(self._engine, "_version", version)
 
     def forget_receivers(self) -> None:
         self._maybe("forgetting_hangs")

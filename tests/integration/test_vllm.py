@@ -15,7 +15,7 @@ import torch
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
-from rlflow.engines.group_progress import Groups, is_done
+from rlflow.engines.group_progress import GroupProgress, is_done
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.recipe import Model
@@ -321,23 +321,25 @@ def broken_off(engines: Sequence[Any], place: int, given: Prompts, sampling: Sam
     """What is written after some of the engine's steps."""
     engine = engines[place]
     rows = np.arange(len(given) * sampling.group_size, dtype=np.int32).tobytes()
-    engine.begin(given, sampling)
-    begun = engine.steps
+    engine.begin_session(given, sampling)
+    begun = engine.decode_steps
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(engine.write, rows, 0)
-        while engine.steps < begun + 8:
+        while engine.decode_steps < begun + 8:
             wait([writing], timeout=0.002)
-        written: Rollouts | None = engine.put_off(rows)
+        written: Rollouts | None = engine.preempt(rows)
         writing.result(60)
-    return Groups(given, sampling).joined([part for part in (written, engine.finish()) if part is not None])
+    return GroupProgress(given, sampling).merge(
+        [part for part in (written, engine.finish_session()) if part is not None]
+    )
 
 
 def gone_on(engines: Sequence[Any], place: int, given: Prompts, sampling: Sampling, begun: Rollouts) -> Rollouts | None:
     """All of it."""
-    engine, groups = engines[place], Groups(given, sampling, begun)
-    engine.begin(given, sampling)
-    engine.write(np.flatnonzero(~groups.done).astype(np.int32).tobytes(), 0, begun)
-    return groups.joined([engine.finish()])
+    engine, groups = engines[place], GroupProgress(given, sampling, begun)
+    engine.begin_session(given, sampling)
+    engine.advance(np.flatnonzero(~groups.done).astype(np.int32).tobytes(), 0, begun)
+    return groups.merge([engine.finish_session()])
 
 
 def test_what_is_broken_off_goes_on_with_new_weights(engine: RemoteEngine, reference: TransformersEngine) -> None:

@@ -44,7 +44,7 @@ class Worker(EngineWorker):
             self._engine = WritingEngine(spec)
 
     def call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
-        if method == "write" and self._engine._spec.rank == 1 and self.file.exists():
+        if method == "advance" and self._engine._spec.rank == 1 and self.file.exists():
             fault = self.file.read_text()
             self.file.unlink()
             if fault == "stops":

@@ -83,12 +83,12 @@ class TestNumerics:
             return numerics.output_layer("cpu", tokens=24, hidden_size=16, vocabulary=300)
 
         assert all(each.passed for each in measured())
-        real = head.scores_of
+        real = head.score_targets
 
         def hotter(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float) -> Tensor:
             return real(hidden, weight, bias, targets, 1.1 * temperature)
 
-        monkeypatch.setattr(head, "scores_of", hotter)
+        monkeypatch.setattr(head, "score_targets", hotter)
         logprobs, *_ = measured()
         assert not logprobs.passed
 

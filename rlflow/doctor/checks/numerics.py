@@ -32,10 +32,10 @@ def attention(
 
     ``heads`` lists (query heads, key-value heads, head size).
     """
-    from rlflow.engines.causal_lm.attention import flash_rows, torch_rows
+    from rlflow.engines.causal_lm.attention import flash_varlen_attention, torch_varlen_attention
     from rlflow.engines.causal_lm.kernels import has_flash_attn
 
-    kernels = {"torch": torch_rows} | ({"flash-attn": flash_rows} if has_flash_attn() else {})
+    kernels = {"torch": torch_varlen_attention} | ({"flash-attn": flash_varlen_attention} if has_flash_attn() else {})
     return [
         measurement
         for name, kernel in kernels.items()
@@ -90,7 +90,7 @@ def output_layer(
     """Compare the chunked output layer with a plain float32 softmax, and its memory with that of all logits."""
     import torch
 
-    from rlflow.engines.causal_lm.output_layer import scores_of
+    from rlflow.engines.causal_lm.output_layer import score_targets
 
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn((tokens, hidden_size), generator=generator).to(device, torch.bfloat16)
@@ -103,7 +103,7 @@ def output_layer(
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    scores = scores_of(hidden, weight, None, targets, 1.0)
+    scores = score_targets(hidden, weight, None, targets, 1.0)
     gradients = torch.autograd.grad(scores[:, 0].sum() + 0.1 * scores[:, 1].sum(), inputs)
     peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
 

@@ -98,7 +98,9 @@ def has_flash(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def torch_rows(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
+def torch_varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float
+) -> Tensor:
     """Attend by torch's own kernel. Has never run on a GPU."""
     grouped: dict[str, Any] = {"enable_gqa": True} if _NAMES_GROUPS and query.shape[1] != key.shape[1] else {}
     out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scale, window_size=(-1, 0), **grouped)
@@ -106,7 +108,9 @@ def torch_rows(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest:
     return out
 
 
-def flash_rows(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
+def flash_varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float
+) -> Tensor:
     """Has never run on a GPU."""
     from flash_attn import flash_attn_varlen_func
 
@@ -204,5 +208,5 @@ def attention(
     return layout.attend(module.layer_idx, query, key, value, scaling, kernel), None
 
 
-AttentionInterface.register(NAME, partial(attention, kernel=torch_rows))
-AttentionInterface.register(FLASH_NAME, partial(attention, kernel=flash_rows))
+AttentionInterface.register(NAME, partial(attention, kernel=torch_varlen_attention))
+AttentionInterface.register(FLASH_NAME, partial(attention, kernel=flash_varlen_attention))

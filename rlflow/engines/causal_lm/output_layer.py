@@ -24,8 +24,8 @@ _ON_CPU = 2**20
 
 @contextmanager
 def scoring_head(model: Any, places: Tensor, targets: Tensor, temperature: float) -> Iterator[list[Tensor]]:
-    """Within it a pass of the model gives [1, T, 2] for its logits: what ``scores_of`` does, of ``targets`` [T] at the
-    inputs ``places`` [T] of the layer. Yields a list that holds it, once it is there.
+    """Within it a pass of the model gives [1, T, 2] for its logits: what ``score_targets`` does, of ``targets`` [T] at
+    the inputs ``places`` [T] of the layer. Yields a list that holds it, once it is there.
 
     The layer itself is called: where its weights are sharded, that is when they are gathered, and again for the
     gradient.
@@ -35,7 +35,7 @@ def scoring_head(model: Any, places: Tensor, targets: Tensor, temperature: float
         raise EngineError(f"an output layer of the kind {type(head).__name__} is not supported: it must be linear.")
 
     def forward(hidden: Tensor) -> Tensor:
-        scores = scores_of(hidden[0].index_select(0, places), head.weight, head.bias, targets, temperature)[None]
+        scores = score_targets(hidden[0].index_select(0, places), head.weight, head.bias, targets, temperature)[None]
         made.append(scores)
         return scores
 
@@ -50,7 +50,7 @@ def scoring_head(model: Any, places: Tensor, targets: Tensor, temperature: float
         own.update(before)
 
 
-def scores_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float) -> Tensor:
+def score_targets(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float) -> Tensor:
     """[T, 2], float32: logprobs of ``targets`` [T], and entropies.
 
     Of logits divided by ``temperature``, from ``hidden`` [T, H], ``weight`` [V, H] and ``bias`` [V].

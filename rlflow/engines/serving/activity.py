@@ -11,7 +11,7 @@ _EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
-class Second:
+class EngineActivity:
     """An interval of a second, or less before an engine has nothing more to do. Without work there is none."""
 
     at: float
@@ -38,7 +38,7 @@ class Recorder:
         """``engine`` is vLLM's LLMEngine, with its core in this process."""
         self._scheduler = scheduler_of(engine)
         self._gpus = _Gpus(engine)
-        self._done: list[Second] = []
+        self._done: list[EngineActivity] = []
         self._since = self._clock()
         self._finished = 0
         self._before = 0
@@ -65,7 +65,7 @@ class Recorder:
         live, running, waiting, cache = self._load()
         tokens = self._finished + live
         self._done.append(
-            Second(
+            EngineActivity(
                 at=time.time(),
                 seconds=now - self._since,
                 tokens=tokens - self._before,
@@ -78,7 +78,7 @@ class Recorder:
         )
         self._since, self._before, self._preempted = now, tokens, 0
 
-    def take(self) -> list[Second]:
+    def take(self) -> list[EngineActivity]:
         """All since it was last called."""
         done, self._done = self._done, []
         return done

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from rlflow.engines.group_progress import NOTHING, Begun
-from rlflow.engines.serving.activity import Recorder, Second, core_of
+from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
+from rlflow.engines.serving.activity import EngineActivity, Recorder, core_of
 from rlflow.errors import EngineError, first_line
 
 Result = TypeVar("Result")
@@ -22,7 +22,7 @@ class Request:
     prompt_ids: list[int]
     params: Any
     """vLLM's SamplingParams."""
-    begun: Begun = NOTHING
+    begun: PartialResponse = NO_RESPONSE
     """The end of ``prompt_ids``, where that is the beginning of the response."""
 
 
@@ -34,7 +34,7 @@ class Written:
     """vLLM's CompletionOutput."""
     version: int
     """Of the weights that wrote it."""
-    begun: Begun = NOTHING
+    begun: PartialResponse = NO_RESPONSE
     """What was written before the request."""
 
     @property
@@ -83,7 +83,7 @@ class Batcher:
     """vLLM's LoRARequest, with which each request is written; None: the model alone. Set by calls."""
     asleep: bool = False
     """Set by calls."""
-    steps: int = 0
+    decode_steps: int = 0
     """So many tokens has the engine written of a request that it had from the beginning."""
 
     def __init__(self, role: str, start: Callable[[], Any]) -> None:
@@ -112,16 +112,16 @@ class Batcher:
         result: Result = self._called(_Call(function))
         return result
 
-    def break_off(self, answers: "Collection[Future[Written]]") -> None:
+    def abort(self, answers: "Collection[Future[Written]]") -> None:
         """The requests of these answers end as far as they are. Returns when they have been answered."""
         wanted = set(answers)
-        self._called(_Call(lambda engine: self._break_off(engine, wanted), at_once=True))
+        self._called(_Call(lambda engine: self._abort(engine, wanted), at_once=True))
 
     def _called(self, call: _Call) -> Any:
         self._put(call)
         return call.done.result()
 
-    def seconds(self) -> list[Second]:
+    def take_activity(self) -> list[EngineActivity]:
         """What the engine did since this was last asked, while it had work."""
         return self._recorder.take() if self._recorder else []
 
@@ -143,7 +143,7 @@ class Batcher:
             while True:
                 self._admit(engine)
                 finished = [output for output in engine.step() if output.finished]
-                self.steps += 1
+                self.decode_steps += 1
                 recorder.stepped(finished, idle=len(finished) == len(self._live))
                 for output in finished:
                     self._finish(output)
@@ -200,7 +200,7 @@ class Batcher:
         except BaseException as error:
             call.fail(error)
 
-    def _break_off(self, engine: Any, wanted: "Set[Future[Written]]") -> None:
+    def _abort(self, engine: Any, wanted: "Set[Future[Written]]") -> None:
         names = {name for name, (group, index) in self._live.items() if group.answers[index] in wanted}
         outputs = outputs_so_far(engine, names)
         engine.abort_request(list(names))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.buckets import Bucket, Entry, buckets
+from rlflow.engines.buckets import Bucket, TensorEntry, build_buckets
 from rlflow.engines.causal_lm.adapters import add_adapters, copied_name, is_adapter, trained, write_adapters
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, loading_error, save_model
 from rlflow.errors import EngineError, RecipeError
@@ -41,7 +41,7 @@ class SharedFile:
     """A bucket that all ranks read at the same place."""
 
     path: str
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
 
     def tensors(self) -> "Iterator[tuple[str, Tensor]]":
         """Views of the file. Its memory is free when they and the file are gone."""
@@ -50,7 +50,7 @@ class SharedFile:
 
 def shared_files(weights: "Iterable[tuple[str, Tensor]]") -> Iterator[SharedFile]:
     """All ``weights`` in their order. A file is deleted when the next is asked for."""
-    for bucket in buckets(weights, _FILE_BYTES):
+    for bucket in build_buckets(weights, _FILE_BYTES):
         with tempfile.NamedTemporaryFile(prefix="rlflow-weights-", dir=memory_folder()) as file:
             bucket.data.tofile(file.name)
             yield SharedFile(file.name, bucket.entries)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
-from rlflow.engines.group_progress import Begun, Groups
+from rlflow.engines.group_progress import GroupProgress, PartialResponse
 
 Ints = NDArray[np.int64]
 
@@ -29,14 +29,14 @@ _NO_ROW = -1
 
 
 @dataclass(frozen=True)
-class Progress:
+class SampleProgress:
     """What an engine has done since it was last asked."""
 
     rows: bytes
     """That are done."""
     lengths: bytes
     """Tokens of their responses."""
-    steps: int
+    decode_steps: int
     """So many tokens it has written in this session of each sample that it had all the time."""
 
 
@@ -47,16 +47,18 @@ class Sessions(ABC):
 
     @property
     @abstractmethod
-    def room(self) -> tuple[int, int]:
+    def capacity(self) -> tuple[int, int]:
         """Samples that it writes at once, and tokens of prompts and responses that it has room for."""
 
     @property
     @abstractmethod
-    def steps(self) -> int:
-        """As in Progress, since it was built."""
+    def decode_steps(self) -> int:
+        """As in SampleProgress, since it was built."""
 
     @abstractmethod
-    def submit(self, samples: Prompts, sampling: Sampling, begun: Sequence[Begun] | None = None) -> "list[Future[Any]]":
+    def submit(
+        self, samples: Prompts, sampling: Sampling, begun: Sequence[PartialResponse] | None = None
+    ) -> "list[Future[Any]]":
         """A response to each sample, whatever the group's size. Raises EngineError.
 
         A response has a ``length``, and ``is_done`` unless it was broken off. ``begun``: for each sample what its
@@ -64,7 +66,7 @@ class Sessions(ABC):
         """
 
     @abstractmethod
-    def break_off(self, answers: "Collection[Future[Any]]") -> None:
+    def abort(self, answers: "Collection[Future[Any]]") -> None:
         """These responses end as far as they are. Returns when they are there."""
 
     @abstractmethod
@@ -76,38 +78,38 @@ class Sessions(ABC):
         samples = prompts.repeat(sampling.group_size)
         return self.rollouts(samples, [each.result() for each in self.submit(samples, sampling)], sampling)
 
-    def begin(self, prompts: Prompts, sampling: Sampling) -> tuple[int, int]:
-        """Samples of these prompts will be written. Those of the session before are forgotten. Returns ``room``."""
+    def begin_session(self, prompts: Prompts, sampling: Sampling) -> tuple[int, int]:
+        """Samples of these prompts will be written. Those of the session before are forgotten. Returns ``capacity``."""
         self._session = _Session(self, prompts, sampling)
-        return self.room
+        return self.capacity
 
-    def write(self, rows: bytes, enough: int, begun: Rollouts | None = None) -> Progress:
+    def advance(self, rows: bytes, enough: int, begun: Rollouts | None = None) -> SampleProgress:
         """Begins these rows, or goes on with what is ``begun`` of some. Returns when ``enough`` are done, or after a
         second, or when all are; with 0, when all are. Raises EngineError."""
         assert self._session is not None
-        return self._session.write(_rows(rows), enough, begun)
+        return self._session.advance(_rows(rows), enough, begun)
 
-    def put_off(self, rows: bytes) -> Rollouts | None:
+    def preempt(self, rows: bytes) -> Rollouts | None:
         """Those of these rows that are not done are written no further, and are as if they had never been begun here.
         What is written of them, ascending; None where nothing is. Raises EngineError."""
         assert self._session is not None
-        return self._session.put_off(_rows(rows))
+        return self._session.preempt(_rows(rows))
 
-    def take(self, rows: bytes) -> Rollouts:
+    def take_rollouts(self, rows: bytes) -> Rollouts:
         """Of these rows, which are told to be done, what is written, ascending: beforehand, for whoever works on it."""
         assert self._session is not None
-        return self._session.take(_rows(rows))
+        return self._session.take_rollouts(_rows(rows))
 
-    def finish(self) -> Rollouts | None:
+    def finish_session(self) -> Rollouts | None:
         """All rows that were written and not taken, ascending. None where there are none."""
         assert self._session is not None
         session, self._session = self._session, None
         return session.rollouts()
 
-    def write_rows(self, prompts: Prompts, sampling: Sampling, rows: bytes) -> Rollouts | None:
+    def generate_rows(self, prompts: Prompts, sampling: Sampling, rows: bytes) -> Rollouts | None:
         """All of these rows, ascending: a session in one call. Raises EngineError."""
         session = _Session(self, prompts, sampling)
-        session.write(_rows(rows), 0)
+        session.advance(_rows(rows), 0)
         return session.rollouts()
 
 
@@ -118,9 +120,9 @@ class _Session:
         self._writing: dict[int, Future[Any]] = {}
         self._ended: SimpleQueue[int] = SimpleQueue()
         self._responses: dict[int, Any] = {}
-        self._steps_before = engine.steps
+        self._steps_before = engine.decode_steps
 
-    def write(self, rows: Ints, enough: int, begun: Rollouts | None = None) -> Progress:
+    def advance(self, rows: Ints, enough: int, begun: Rollouts | None = None) -> SampleProgress:
         if len(rows):
             self._submit(rows, begun)
         told: list[int] = []
@@ -134,8 +136,8 @@ class _Session:
                 continue
             told += self._noted(row)
         lengths = [self._responses[row].length for row in told]
-        steps = self._engine.steps - self._steps_before
-        return Progress(np.array(told, np.int32).tobytes(), np.array(lengths, np.int32).tobytes(), steps)
+        steps = self._engine.decode_steps - self._steps_before
+        return SampleProgress(np.array(told, np.int32).tobytes(), np.array(lengths, np.int32).tobytes(), steps)
 
     def _noted(self, row: int) -> list[int]:
         """The row, if it is done. Raises what writing it raised."""
@@ -146,10 +148,10 @@ class _Session:
             self._responses[row] = self._writing.pop(row).result()
             return [row]
 
-    def put_off(self, rows: Ints) -> Rollouts | None:
+    def preempt(self, rows: Ints) -> Rollouts | None:
         with self._lock:
             answers = {row: self._writing[row] for row in sorted(rows.tolist()) if row in self._writing}
-        self._engine.break_off(list(answers.values()))
+        self._engine.abort(list(answers.values()))
         broken = {row: answer.result() for row, answer in answers.items() if not answer.result().is_done}
         with self._lock:
             for row in broken:
@@ -158,7 +160,7 @@ class _Session:
         self._ended.put(_NO_ROW)
         return self._rollouts(broken)
 
-    def take(self, rows: Ints) -> Rollouts:
+    def take_rollouts(self, rows: Ints) -> Rollouts:
         taken = self._rollouts({row: self._responses.pop(row) for row in sorted(rows.tolist())})
         assert taken is not None
         return taken
@@ -170,7 +172,7 @@ class _Session:
         return self._rollouts(dict(sorted(self._responses.items())))
 
     def _submit(self, rows: Ints, begun: Rollouts | None) -> None:
-        before = [] if begun is None else [Groups(self._prompts, self._sampling, begun).begun_of(rows)]
+        before = [] if begun is None else [GroupProgress(self._prompts, self._sampling, begun).partial_responses(rows)]
         futures = self._engine.submit(self._samples(rows), self._sampling, *before)
         with self._lock:
             self._writing |= dict(zip(rows.tolist(), futures, strict=True))

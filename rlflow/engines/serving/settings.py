@@ -4,8 +4,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from rlflow.engines.allocator import never_expand_segments
 from rlflow.engines.base import EngineSpec
+from rlflow.engines.memory import forbid_expandable_segments
 from rlflow.engines.serving.files import max_lora_rank
 from rlflow.errors import RecipeError
 from rlflow.resources.memory.phases import MAX_BATCHED_TOKENS
@@ -28,7 +28,7 @@ def set_environment(spec: EngineSpec) -> None:
         settings["TORCH_COMPILE_DISABLE"] = "1"
         settings["VLLM_CPU_OMP_THREADS_BIND"] = _cores(spec)
     os.environ.update(settings)
-    never_expand_segments()
+    forbid_expandable_segments()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 

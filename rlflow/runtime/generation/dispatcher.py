@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
-from rlflow.engines.group_progress import Groups
+from rlflow.engines.group_progress import GroupProgress
 from rlflow.errors import EngineError
 from rlflow.runtime.generation.partial_results import Listener, Listening
 from rlflow.runtime.generation.partial_rollouts import Begun
@@ -24,7 +24,7 @@ from rlflow.runtime.objects.slices import BatchSlice, SharedBatch
 
 # While rows wait, those that are done are told together: this part of what an engine writes at once.
 _SHARE = 32
-_Method = Literal["write", "put_off", "take"]
+_Method = Literal["advance", "preempt", "take_rollouts"]
 
 
 class AllFailedError(EngineError):
@@ -62,14 +62,14 @@ def pulled(
     whole = SharedBatch(prompts).slice(np.arange(len(prompts)))
     lost: dict[int, EngineError] = {}
     while True:
-        groups = Groups(prompts, sampling, begun)
-        if begun is not None and groups.num_whole >= enough:
+        groups = GroupProgress(prompts, sampling, begun)
+        if begun is not None and groups.num_complete >= enough:
             return begun, lost
         alive = [rank for rank in ranks if rank not in lost]
         if not alive:
             raise AllFailedError(lost)
         round_ = _Round(engines, whole, prompts, sampling, groups, enough, lost, listener)
-        begun = groups.joined(round_.run(alive, before))
+        begun = groups.merge(round_.run(alive, before))
 
 
 class _Round:
@@ -81,7 +81,7 @@ class _Round:
         whole: BatchSlice,
         prompts: Prompts,
         sampling: Sampling,
-        groups: Groups,
+        groups: GroupProgress,
         enough: int,
         lost: dict[int, EngineError],
         listener: Listener | None,
@@ -99,7 +99,7 @@ class _Round:
 
     def run(self, ranks: Collection[int], before: NDArray[np.float64] | None) -> list[Rollouts]:
         """What is new: rows that are done, and those that are not as far as they are."""
-        calls = {rank: self._engines.submit(rank, "begin", self._whole, self._sampling) for rank in ranks}
+        calls = {rank: self._engines.submit(rank, "begin_session", self._whole, self._sampling) for rank in ranks}
         rooms = {rank: Room(*room) for rank, room in self._results(calls).items()}
         self._scheduler = scheduler = Scheduler(
             self._prompt_lengths,
@@ -108,9 +108,9 @@ class _Round:
             rooms,
             rows=np.flatnonzero(~self._groups.done),
             before=before,
-            written=self._groups.written,
+            written=self._groups.initial_lengths,
         )
-        is_simple = self._groups.begun is None and self._enough == len(self._prompt_lengths)
+        is_simple = self._groups.partial is None and self._enough == len(self._prompt_lengths)
         if self._listener is not None:
             self._listening = Listening(self._listener, scheduler.waiting, len(rooms))
         elif scheduler.all_fit and is_simple:
@@ -120,7 +120,7 @@ class _Round:
             for call in wait(list(self._calls), return_when=FIRST_COMPLETED).done:
                 self._answered(call)
         used = [rank for rank in scheduler.ranks if rank in self._used]
-        calls = {rank: self._engines.submit(rank, "finish") for rank in used}
+        calls = {rank: self._engines.submit(rank, "finish_session") for rank in used}
         done = [written for written in self._results(calls).values() if written is not None]
         for written in done:
             # Some may have been done before their engine was told to put them off, and were never told of.
@@ -130,7 +130,7 @@ class _Round:
 
     def _written_at_once(self) -> list[Rollouts]:
         calls = {
-            rank: self._engines.submit(rank, "write_rows", self._whole, self._sampling, packed(rows))
+            rank: self._engines.submit(rank, "generate_rows", self._whole, self._sampling, packed(rows))
             for rank, rows in self._scheduler.begin().items()
         }
         return list(self._results(calls).values())
@@ -148,7 +148,7 @@ class _Round:
             enough = min(enough, self._listening.size)
         begun = self._begun.of(rows)
         parts = [] if begun is None else [SharedBatch(begun).slice(np.arange(len(begun)))]
-        self._call("write", rank, packed(rows), enough, *parts)
+        self._call("advance", rank, packed(rows), enough, *parts)
         self._used.add(rank)
 
     def _call(self, method: _Method, rank: int, *arguments: Any) -> None:
@@ -163,17 +163,17 @@ class _Round:
         except EngineError as error:
             self._fail(rank, error)
             return
-        if method == "write":
+        if method == "advance":
             self._progressed(rank, result)
-        elif method == "put_off":
+        elif method == "preempt":
             self._returned(rank, result)
         elif self._listening:
             self._listening.add(rank, result)
         if not self._stopping:
             self._begin()
-            if method == "write" and self._scheduler.running(rank) and ("write", rank) not in self._calls.values():
+            if method == "advance" and self._scheduler.running(rank) and ("advance", rank) not in self._calls.values():
                 self._write(rank, [])
-        elif method == "write":
+        elif method == "advance":
             # It may have begun them after it was told to put all off.
             self._put_off(rank, self._scheduler.stop(rank))
 
@@ -187,14 +187,14 @@ class _Round:
 
     def _progressed(self, rank: int, progress: Any) -> None:
         ended, lengths = (np.frombuffer(part, np.int32).tolist() for part in (progress.rows, progress.lengths))
-        self._scheduler.finished(rank, ended, lengths, progress.steps)
+        self._scheduler.finished(rank, ended, lengths, progress.decode_steps)
         self._begun.forget(ended)
         self._groups.done[ended] = True
         if self._stopping:
             return
         if self._listening and (rows := self._listening.due(rank, ended)):
-            self._call("take", rank, packed(rows))
-        if self._groups.num_whole >= self._enough and self._enough < len(self._prompt_lengths):
+            self._call("take_rollouts", rank, packed(rows))
+        if self._groups.num_complete >= self._enough and self._enough < len(self._prompt_lengths):
             self._stopping = True
             for each in self._scheduler.ranks:
                 self._put_off(each, self._scheduler.stop(each))
@@ -203,7 +203,7 @@ class _Round:
 
     def _put_off(self, rank: int, rows: Sequence[int]) -> None:
         if rows:
-            self._call("put_off", rank, packed(rows))
+            self._call("preempt", rank, packed(rows))
 
     def _lose(self, rank: int, error: EngineError) -> None:
         self._lost[rank] = error

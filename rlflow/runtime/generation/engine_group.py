@@ -59,9 +59,9 @@ class Writing:
         The samples of an engine that fails go to the others. It alone is started anew, and writes again when it has the
         weights: those of the next copy, or at once those in force where no other engine is left.
         """
-        return self.write_on(prompts, sampling, None, len(prompts))
+        return self.continue_rollouts(prompts, sampling, None, len(prompts))
 
-    def write_on(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
+    def continue_rollouts(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
         """As ``Continues`` has it; engines that fail as in ``generate``. Raises EngineError."""
         before, listener = self._before.get(sampling), self._listener
         for revival in range(_REVIVALS + 1):
@@ -109,7 +109,7 @@ class Writing:
         return failures
 
     def _note(self, ranks: Sequence[int]) -> None:
-        calls = {rank: self._engines.submit(rank, "seconds") for rank in ranks}
+        calls = {rank: self._engines.submit(rank, "take_activity") for rank in ranks}
         wait(calls.values())
         for rank, call in calls.items():
             # What has been written is there, whatever became of the engine since.

@@ -12,7 +12,7 @@ from rlflow.batch import Packed, Prompts, Repeated, Rollouts
 from rlflow.compiler.graph import Graph
 from rlflow.data.source import DataSource
 from rlflow.engines.base import Continues
-from rlflow.engines.group_progress import Groups
+from rlflow.engines.group_progress import GroupProgress
 from rlflow.nodes.generate import Generate
 from rlflow.packed import offsets_of
 
@@ -35,9 +35,9 @@ class Overcommitted:
         """The first groups that are whole, in the order of keys, of those begun before and of ``prompts``."""
         if self._prompts is not None:
             prompts = Prompts.joined([self._prompts, prompts])
-        written = engine.write_on(prompts, self._sampling, self._begun, self._enough)
-        groups = Groups(prompts, self._sampling, written)
-        given = np.flatnonzero(groups.whole)[: self._enough]
+        written = engine.continue_rollouts(prompts, self._sampling, self._begun, self._enough)
+        groups = GroupProgress(prompts, self._sampling, written)
+        given = np.flatnonzero(groups.complete)[: self._enough]
         assert len(given) == self._enough
         left = np.setdiff1d(np.arange(len(prompts)), given)
         is_given = np.isin(groups.rows_of(written.keys) // self._sampling.group_size, given)
@@ -63,7 +63,7 @@ class Overcommitted:
         self._begun = None
         if "keys" in arrays:
             assert self._prompts is not None
-            rows = Groups(self._prompts, self._sampling).rows_of(arrays["keys"])
+            rows = GroupProgress(self._prompts, self._sampling).rows_of(arrays["keys"])
             of_each = self._prompts.take(rows // self._sampling.group_size)
             offsets = offsets_of(arrays["lengths"])
             begun = Rollouts(

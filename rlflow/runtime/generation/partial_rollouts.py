@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Rollouts
-from rlflow.engines.group_progress import Groups
+from rlflow.engines.group_progress import GroupProgress
 
 
 class Begun:
     """Of rows ``prompt * group_size + sample``."""
 
-    def __init__(self, groups: Groups) -> None:
-        """``groups.begun``: what was begun before."""
+    def __init__(self, groups: GroupProgress) -> None:
+        """``groups.partial``: what was begun before."""
         self._groups = groups
         self._parts: dict[int, tuple[int, Rollouts, int]] = {}
         """The engine that handed a row over, what it handed over then, and the row's place in that."""
@@ -23,7 +23,7 @@ class Begun:
     @property
     def lengths(self) -> NDArray[np.int64]:
         """[R] tokens that are written of each."""
-        lengths = self._groups.written.copy()
+        lengths = self._groups.initial_lengths.copy()
         for row, (_, part, place) in self._parts.items():
             lengths[row] = part.response_ids.lengths[place]
         return lengths
@@ -54,7 +54,7 @@ class Begun:
     def of(self, rows: Sequence[int]) -> Rollouts | None:
         """What is written of those of the rows that are begun; None where none is."""
         found = [self._parts[row][1].take(np.array([self._parts[row][2]])) for row in rows if row in self._parts]
-        places = np.array([self._groups.place[row] for row in rows if row not in self._parts], np.int64)
-        if self._groups.begun is not None and (places >= 0).any():
-            found.append(self._groups.begun.take(places[places >= 0]))
+        places = np.array([self._groups.partial_rows[row] for row in rows if row not in self._parts], np.int64)
+        if self._groups.partial is not None and (places >= 0).any():
+            found.append(self._groups.partial.take(places[places >= 0]))
         return Rollouts.joined(found) if found else None

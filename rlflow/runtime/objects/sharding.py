@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Sequences
-from rlflow.engines.causal_lm.micro_batches import prompts_of
+from rlflow.engines.causal_lm.micro_batches import prompt_numbers
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.speed import work_of
 
@@ -56,7 +56,7 @@ def divide_rows(sequences: Sequences, count: int, cost: Cost = TOKENS) -> list[I
     No share is empty when there are enough rows. The rollouts of a prompt stay together unless dividing them gains more
     than reading the prompt again costs. Rows that must be ``together`` count as one row.
     """
-    prompts = prompts_of(sequences)
+    prompts = prompt_numbers(sequences)
     first = np.arange(0, len(sequences), sequences.together)
     costs = np.add.reduceat(row_costs(sequences, prompts, cost), first)
     prompts = prompts[first]

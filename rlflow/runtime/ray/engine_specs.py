@@ -71,15 +71,20 @@ def num_sequences(plan: Plan, role: str) -> int:
 
 
 def weight_backend(plan: Plan, role: str) -> WeightBackend | None:
-    """How weights come to ``role`` from GPU to GPU, by vLLM's own ways. None: through the memory of the hosts, as for
-    processors, other engines, adapters, and GPUs of which the two roles share only some."""
-    written = plan.recipe.roles[role]
-    if written.follows is None or written.engine != "vllm" or plan.recipe.lora_of(role) or not is_on_gpu(plan):
+    """Return how weights reach ``role`` from GPU to GPU; None if they go through the hosts' object stores.
+
+    They do for CPUs, for adapters, for engines without such a transport, and where the two roles share some of their
+    GPUs but not all.
+    """
+    follows = plan.recipe.roles[role].follows
+    if follows is None or plan.recipe.lora_of(role) or not is_on_gpu(plan):
         return None
-    own, of_leader = set(plan.roles[role].bundles), set(plan.roles[written.follows].bundles)
-    if own <= of_leader:
-        return "ipc"
-    return "nccl" if own.isdisjoint(of_leader) else None
+    sender, receiver = (engine_kind(plan.recipe.roles[name].engine) for name in (follows, role))
+    gpus, trainer_gpus = set(plan.roles[role].bundles), set(plan.roles[follows].bundles)
+    backend: WeightBackend = "ipc" if gpus <= trainer_gpus else "nccl"
+    if backend == "nccl" and not gpus.isdisjoint(trainer_gpus):
+        return None
+    return backend if backend in sender.sends_weights_by & receiver.receives_weights_by else None
 
 
 def is_on_gpu(plan: Plan) -> bool:

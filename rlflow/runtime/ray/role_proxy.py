@@ -81,12 +81,12 @@ class RoleProxy:
         calls = [self.workers.submit(rank, "generate", whole.slice(part), sampling) for rank, part in enumerate(parts)]
         return Rollouts.joined(wait_all(calls))
 
-    def write_on(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
+    def continue_rollouts(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
         self._turns.take(self._role)
         if self.writing is not None:
-            return self.writing.write_on(prompts, sampling, begun, enough)
+            return self.writing.continue_rollouts(prompts, sampling, begun, enough)
         # The engines that can and take nothing more while they write have one worker.
-        written: Rollouts = wait_all([self.workers.submit(0, "write_on", prompts, sampling, begun, enough)])[0]
+        written: Rollouts = wait_all([self.workers.submit(0, "continue_rollouts", prompts, sampling, begun, enough)])[0]
         return written
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec, WeightBackend
-from rlflow.engines.buckets import Bucket, buckets
+from rlflow.engines.buckets import Bucket, build_buckets
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError
 from rlflow.runtime.objects.results import ObjectProcess
@@ -30,7 +30,7 @@ class EngineWorker(ObjectProcess):
         super().__init__()
         self._engine: Any = None
         self._alone: ThreadPoolExecutor | None = ThreadPoolExecutor(1)
-        self._sending: Generator[Bucket] = buckets(())
+        self._sending: Generator[Bucket] = build_buckets(())
         self._sender: Any = None
         self._arriving: queue.Queue[Bucket | str | None] = queue.Queue(1)
         self._under_way: list[str] = []
@@ -40,7 +40,7 @@ class EngineWorker(ObjectProcess):
 
     def steps(self) -> int:
         """Of the engine so far, where it takes more prompts while it writes."""
-        steps: int = self._engine.steps
+        steps: int = self._engine.decode_steps
         return steps
 
     def under_way(self) -> list[str]:
@@ -71,7 +71,7 @@ class EngineWorker(ObjectProcess):
     def send_weights(self, keep: bool) -> None:
         """From the first bucket again. Without ``keep`` the weights are gone through, for ranks that only gather."""
         self._run(self._sending.close)
-        self._sending = buckets(self._engine.weights(), keep=keep)
+        self._sending = build_buckets(self._engine.weights(), copy_data=keep)
 
     def next_bucket(self) -> tuple[Bucket | None, bool]:
         """A bucket and True; at the end, None and False."""

@@ -10,8 +10,8 @@ from contextlib import nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from rlflow.engines.allocator import without_expandable_segments
 from rlflow.engines.base import Trains, WeightBackend
+from rlflow.engines.memory import without_expandable_segments
 
 if TYPE_CHECKING:
     from torch import Tensor

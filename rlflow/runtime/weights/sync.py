@@ -67,7 +67,7 @@ def directly(source: Actors, target: Actors, backend: WeightBackend, version: in
     calls = [source.call(rank, "send_directly", backend, receivers, rank, source.address) for rank in _ranks(source)]
     sending = _called(source, calls)
     _within(sending, receiving=target)
-    _within(_called(target, target.everywhere("call", "transferred", version)))
+    _within(_called(target, target.everywhere("call", "finish_transfer", version)))
     return time.perf_counter() - began
 
 

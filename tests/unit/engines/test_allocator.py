@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rlflow.engines.allocator import (
+from rlflow.engines.memory import (
     VARIABLES,
-    expand_segments,
-    never_expand_segments,
-    with_expandable_segments,
+    enable_expandable_segments,
+    forbid_expandable_segments,
+    set_expandable_segments,
     without_expandable_segments,
 )
 from rlflow.engines.serving.settings import set_environment
@@ -44,29 +44,29 @@ def set_in(environment: dict[str, str]) -> dict[str, str]:
     ],
 )
 def test_other_settings_stay(settings: str, enabled: bool, expected: str) -> None:
-    assert with_expandable_segments(settings, enabled) == expected
+    assert set_expandable_segments(settings, enabled) == expected
 
 
 @pytest.mark.parametrize("variable", VARIABLES)
 def test_trainers_have_them_unless_told_otherwise(environment: dict[str, str], variable: str) -> None:
-    expand_segments("cpu")
+    enable_expandable_segments("cpu")
     assert set_in(environment) == {}
-    expand_segments("cuda:0")
+    enable_expandable_segments("cuda:0")
     assert set_in(environment) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     del environment["PYTORCH_ALLOC_CONF"]
     environment[variable] = SPLIT
-    expand_segments("cuda:0")
+    enable_expandable_segments("cuda:0")
     assert set_in(environment) == {"PYTORCH_ALLOC_CONF": f"{SPLIT},expandable_segments:True"}
     del environment["PYTORCH_ALLOC_CONF"]
     for own in ("expandable_segments:False", f"{SPLIT},expandable_segments:True"):
         environment[variable] = own
-        expand_segments("cuda:0")
+        enable_expandable_segments("cuda:0")
         assert set_in(environment) == {variable: own}
 
 
 @pytest.mark.parametrize("variable", VARIABLES)
 def test_vllm_never_has_them(environment: dict[str, str], variable: str) -> None:
-    never_expand_segments()
+    forbid_expandable_segments()
     assert set_in(environment) == {}
     environment[variable] = f"expandable_segments:True,{SPLIT}"
     set_environment(spec("rollout"))

@@ -14,7 +14,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 from rlflow.engines.causal_lm import attention, kernels
-from rlflow.engines.causal_lm.attention import Kernel, PackedLayout, flash_rows, has_flash, torch_rows, unpadded
+from rlflow.engines.causal_lm.attention import (
+    Kernel,
+    PackedLayout,
+    flash_varlen_attention,
+    has_flash,
+    torch_varlen_attention,
+    unpadded,
+)
 from rlflow.engines.causal_lm.kernels import attention_of, check_attention
 from rlflow.engines.causal_lm.packing import Stream, pack
 from rlflow.engines.sharded.ulysses import shared
@@ -60,10 +67,12 @@ def rows_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """With a kernel for processors behind it."""
     monkeypatch.setattr(attention, "varlen_attn", one_row_after_another)
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
-    return flash_rows if request.param == "flash-attn" else torch_rows
+    return flash_varlen_attention if request.param == "flash-attn" else torch_varlen_attention
 
 
-def attended(stream: Stream, heads: int, key_heads: int, by: Kernel = torch_rows) -> tuple[Tensor, list[Tensor]]:
+def attended(
+    stream: Stream, heads: int, key_heads: int, by: Kernel = torch_varlen_attention
+) -> tuple[Tensor, list[Tensor]]:
     """And the gradients."""
     draw = torch.Generator().manual_seed(0)
     shapes = [(1, count, len(stream.ids), 8) for count in (heads, key_heads, key_heads)]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rlflow.engines.buckets import buckets
+from rlflow.engines.buckets import build_buckets
 
 WEIGHTS = {
     "embedding": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -18,7 +18,9 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("most", [1, 64, 130, 2**20])
 def test_they_arrive_as_they_left(most: int) -> None:
-    arrived = {name: tensor.clone() for bucket in buckets(WEIGHTS.items(), most) for name, tensor in bucket.tensors()}
+    arrived = {
+        name: tensor.clone() for bucket in build_buckets(WEIGHTS.items(), most) for name, tensor in bucket.tensors()
+    }
     assert list(arrived) == list(WEIGHTS)
     for name, tensor in WEIGHTS.items():
         assert arrived[name].dtype == tensor.dtype
@@ -27,8 +29,8 @@ def test_they_arrive_as_they_left(most: int) -> None:
 
 def test_a_bucket_is_bounded() -> None:
     """Aligned to 64 bytes: 48 -> 64, 6 -> 64, 4 -> 64, 24 -> 64, 16."""
-    assert [len(bucket.entries) for bucket in buckets(WEIGHTS.items(), 130)] == [2, 2, 1]
-    assert all(len(bucket.data) <= 130 for bucket in buckets(WEIGHTS.items(), 130))
+    assert [len(bucket.entries) for bucket in build_buckets(WEIGHTS.items(), 130)] == [2, 2, 1]
+    assert all(len(bucket.data) <= 130 for bucket in build_buckets(WEIGHTS.items(), 130))
 
 
 def test_a_tensor_need_not_outlive_the_next() -> None:
@@ -37,11 +39,11 @@ def test_a_tensor_need_not_outlive_the_next() -> None:
         for value in range(3):
             yield str(value), memory.fill_(value)
 
-    arrived = {name: tensor.tolist() for bucket in buckets(reused()) for name, tensor in bucket.tensors()}
+    arrived = {name: tensor.tolist() for bucket in build_buckets(reused()) for name, tensor in bucket.tensors()}
     assert arrived == {"0": [0, 0], "1": [1, 1], "2": [2, 2]}
 
 
 def test_who_only_gathers_has_the_same_buckets_empty() -> None:
-    full, empty = (list(buckets(WEIGHTS.items(), 130, keep=keep)) for keep in (True, False))
+    full, empty = (list(build_buckets(WEIGHTS.items(), 130, copy_data=copy)) for copy in (True, False))
     assert [bucket.entries for bucket in empty] == [bucket.entries for bucket in full]
     assert all(len(bucket.data) == 0 for bucket in empty)

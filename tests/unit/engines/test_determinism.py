@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rlflow
-from rlflow.engines.causal_lm.attention import flash_rows
+from rlflow.engines.causal_lm.attention import flash_varlen_attention
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import PlacementError
 from tests.helpers import spec
@@ -37,7 +37,7 @@ def test_flash_attention_is_told(monkeypatch: pytest.MonkeyPatch, deterministic:
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=varlen))
     TorchEngine(replace(spec(), deterministic=deterministic))
     rows = torch.zeros(3, 2, 8)
-    flash_rows(rows, rows, rows, torch.tensor([0, 3]), 3, 1.0)
+    flash_varlen_attention(rows, rows, rows, torch.tensor([0, 3]), 3, 1.0)
     assert told == [deterministic]
     assert torch.are_deterministic_algorithms_enabled() == deterministic
     assert not torch.is_deterministic_algorithms_warn_only_enabled()

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from rlflow.engines.causal_lm import output_layer as head
-from rlflow.engines.causal_lm.output_layer import scores_of, scoring_head
+from rlflow.engines.causal_lm.output_layer import score_targets, scoring_head
 from rlflow.errors import EngineError
 
 T, H, V = 37, 16, 101
@@ -47,7 +47,7 @@ def test_chunks_are_the_whole(
     monkeypatch.setattr(head, "_ON_CPU", at_once)
     given = inputs(bias=bias)
     exactly: Any = [None if x is None else x.detach().double().requires_grad_() for x in given]
-    ours = scores_of(*given, TARGETS, temperature)
+    ours = score_targets(*given, TARGETS, temperature)
     theirs = plain(exactly[0], exactly[1], exactly[2], TARGETS, temperature)
     assert torch.allclose(ours.double(), theirs, rtol=1e-6, atol=1e-6)
     for one, other in zip(
@@ -61,7 +61,7 @@ def test_large_logits_of_either_sign(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, _ = inputs(bias=False)
     for shift in (-300.0, 300.0):
         bias = torch.full((V,), shift)
-        ours, theirs = (function(hidden, weight, bias, TARGETS, 1.0) for function in (scores_of, plain))
+        ours, theirs = (function(hidden, weight, bias, TARGETS, 1.0) for function in (score_targets, plain))
         assert torch.allclose(ours, theirs, rtol=0, atol=3e-4)
         assert (ours[:, 0] <= 0).all()
 
@@ -74,7 +74,7 @@ def test_what_is_impossible_counts_nothing(monkeypatch: pytest.MonkeyPatch, at_o
     bias = torch.zeros(V)
     bias[:50] = -torch.inf
     targets = TARGETS.clamp(min=50)
-    ours = scores_of(hidden, weight, bias, targets, 0.7)
+    ours = score_targets(hidden, weight, bias, targets, 0.7)
     theirs = plain(hidden, weight[50:], bias[50:], targets - 50, 0.7)
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     for one, other in zip(gradients(ours, hidden, weight), gradients(theirs, hidden, weight), strict=True):
@@ -86,7 +86,7 @@ def test_bfloat16_rounds_logits_and_nothing_else(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(head, "_ON_CPU", 130)
     given = inputs(bias=True, dtype=torch.float32 if autocast else torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        ours, theirs = (function(*given, TARGETS, 0.9) for function in (scores_of, plain))
+        ours, theirs = (function(*given, TARGETS, 0.9) for function in (score_targets, plain))
     assert ours.dtype == torch.float32
     assert torch.allclose(ours, theirs, rtol=0, atol=2e-5)
     for one, other, of in zip(gradients(ours, *given), gradients(theirs, *given), given, strict=True):
@@ -98,7 +98,7 @@ def test_bfloat16_rounds_logits_and_nothing_else(monkeypatch: pytest.MonkeyPatch
 def test_no_tokens_have_gradients_of_nought() -> None:
     hidden, weight, bias = inputs(bias=True)
     assert bias is not None
-    values = scores_of(hidden[:0], weight, bias, TARGETS[:0], 1.0)
+    values = score_targets(hidden[:0], weight, bias, TARGETS[:0], 1.0)
     assert values.shape == (0, 2)
     for gradient in torch.autograd.grad(values.sum(), [weight, bias]):
         assert not gradient.any()

@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from rlflow.engines.causal_lm import output_layer as head
-from rlflow.engines.causal_lm.output_layer import scores_of
+from rlflow.engines.causal_lm.output_layer import score_targets
 from rlflow.engines.torch import TorchEngine
 from rlflow.nodes.policy_loss import LikelihoodLoss
 from tests.helpers import minibatch, sequences, spec
@@ -32,7 +32,7 @@ def test_logits_never_exist_together(monkeypatch: pytest.MonkeyPatch, dtype: tor
     weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)
     targets = torch.zeros(tokens, dtype=torch.int64)
     logits = tokens * vocabulary * 4
-    assert peak(lambda: torch.autograd.backward(scores_of(hidden, weight, None, targets, 1.0).sum())) < logits / 5
+    assert peak(lambda: torch.autograd.backward(score_targets(hidden, weight, None, targets, 1.0).sum())) < logits / 5
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1024])
@@ -44,7 +44,7 @@ def test_few_tokens_need_no_copy_of_the_output_layer(monkeypatch: pytest.MonkeyP
     targets = torch.zeros(tokens, dtype=torch.int64)
     own = (vocabulary + 4 * tokens) * width * 4  # gradients; of the hidden states as they are summed up too
     taken = peak(
-        lambda: torch.autograd.grad(scores_of(hidden, weight, None, targets, 1.0)[:, 0].sum(), [hidden, weight])
+        lambda: torch.autograd.grad(score_targets(hidden, weight, None, targets, 1.0)[:, 0].sum(), [hidden, weight])
     )
     assert taken < own + 6 * 2**16 * 4
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlflow.engines.causal_lm.pretrained import load_model
-from rlflow.engines.group_progress import Begun
+from rlflow.engines.group_progress import PartialResponse
 from rlflow.engines.serving.activity import Recorder
 from rlflow.engines.serving.batching import Batcher, Request, Written
 from rlflow.engines.serving.files import Expected, SharedFile, load_config, load_end_ids, model_files, shared_files
@@ -128,13 +128,13 @@ class TestBatcher:
             return [Output(name, [SimpleNamespace(token_ids=[1] * of.live[name])]) for name in names]
 
         monkeypatch.setattr("rlflow.engines.serving.batching.outputs_so_far", so_far)
-        batcher.break_off([])
+        batcher.abort([])
         engine.go_on.clear()
-        begun = Begun(np.zeros(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32))
+        begun = PartialResponse(np.zeros(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32))
         first = batcher.submit([Request([0] * 9, "", begun), Request([0] * 3, "")])
         wait_for(lambda: engine.steps == 1)
         later = batcher.submit(requests(7))
-        thread, results = started(batcher.break_off, [first[0], *later])
+        thread, results = started(batcher.abort, [first[0], *later])
         wait_for(lambda: waiting(batcher) == 2)
         engine.go_on.set()
         thread.join(60)
@@ -258,7 +258,7 @@ class TestSleeps:
         with pytest.raises(EngineError, match="role rollout: nothing is generated, it is asleep"):
             generate(engine._batcher, requests(1))
         engine.transfer("update_weights", {})
-        engine.transferred(3)
+        engine.finish_transfer(3)
         engine.wake()
         engine.wake()
         assert generate(engine._batcher, requests(1))[0].version == 3
@@ -281,7 +281,7 @@ class TestSleeps:
         engine.sleep(discard_weights=True)
         engine.wake(True)
         engine.transfer("update_weights", {})
-        engine.transferred(4)
+        engine.finish_transfer(4)
         engine.wake()
         assert generate(engine._batcher, requests(1))[0].version == 4
         assert inner.told == ["sleep 2", None, "sleep 2", ["weights"], "update_weights", None]

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from rlflow import host_memory
-from rlflow.engines.causal_lm.micro_batches import Tunable
+from rlflow.engines.memory import TunableEngine
 from rlflow.errors import EngineError
 from tests.helpers import spec
 
 GIB = 2**30
 
 
-class Engine(Tunable):
+class Engine(TunableEngine):
     def __init__(self) -> None:
         self._spec = spec(micro_batch_tokens=4096)
 
@@ -68,7 +68,7 @@ def test_where_memory_runs_out_it_is_said_what_asks_for_less() -> None:
     with pytest.raises(EngineError) as caught, Engine().within_memory():
         raise torch.OutOfMemoryError("out of memory")
     assert str(caught.value) == (
-        "role actor: its GPU has no memory for micro_batch_tokens 4096.\n"
+        "role actor: its GPU ran out of memory with micro_batch_tokens 4096.\n"
         "  Fix: roles.actor.micro_batch_tokens=2048, with resume=true from the last checkpoint."
     )
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlflow.engines.causal_lm.attention import PackedLayout, torch_rows
+from rlflow.engines.causal_lm.attention import PackedLayout, torch_varlen_attention
 from rlflow.engines.causal_lm.packing import pack
 from rlflow.engines.sharded.ulysses import UlyssesLayout, part_of, shared
 from tests.helpers import sequences
@@ -42,7 +42,7 @@ def test_shared_attention_is_whole_attention(size: int, heads: int, key_heads: i
     inputs = [torch.randn(1, count, tokens, 8, generator=draw) for count in (heads, key_heads, key_heads)]
     whole = [x[:, :, : len(stream.ids)].clone().requires_grad_() for x in inputs]
     query, key, value = whole
-    expected = PackedLayout(stream, CPU).attend(0, query, key, value, 0.3, torch_rows)
+    expected = PackedLayout(stream, CPU).attend(0, query, key, value, 0.3, torch_varlen_attention)
     torch.autograd.backward(expected.square().sum())
 
     theirs = [x.clone().requires_grad_() for x in inputs]
@@ -51,7 +51,7 @@ def test_shared_attention_is_whole_attention(size: int, heads: int, key_heads: i
     def attend(rank: int) -> Tensor:
         layout = UlyssesLayout(stream, CPU, size, lambda pieces: exchange.of(rank, pieces))
         query, key, value = (x[:, :, rank::size] for x in theirs)
-        return layout.attend(0, query, key, value, 0.3, torch_rows)
+        return layout.attend(0, query, key, value, 0.3, torch_varlen_attention)
 
     with ThreadPoolExecutor(size) as ranks:
         parts = list(ranks.map(attend, range(size)))

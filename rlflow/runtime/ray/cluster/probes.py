@@ -10,10 +10,10 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from rlflow.engines.registry import import_package
 from rlflow.errors import PlacementError, UserError, first_line
 from rlflow.runtime.objects.ray_api import import_ray
 from rlflow.runtime.ray.cluster.binding import LiveHost, in_order
@@ -93,15 +93,8 @@ def probe(name: str, argument: str = "", *, seconds: float) -> tuple[Any, str | 
 
 
 def importing(library: str) -> None:
-    """Raises whatever importing it raises; of vLLM its compiled part, too, which must match the torch that is here."""
-    import_module(library)
-    if library == "vllm":
-        import torch
-
-        # vLLM itself only warns when this fails.
-        import_module("vllm.platforms").current_platform.import_kernels()
-        if not hasattr(torch.ops._C, "rms_norm"):
-            raise ImportError(f"its compiled part does not load with torch {torch.__version__}")
+    """Import the library and check its installation. Raises whatever error it raises."""
+    import_package(library)
 
 
 def cuda() -> dict[str, Any]:

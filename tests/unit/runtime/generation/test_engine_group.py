@@ -11,7 +11,7 @@ import pytest
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
 from rlflow.engines.fake import FakeEngine
-from rlflow.engines.group_progress import Begun
+from rlflow.engines.group_progress import PartialResponse
 from rlflow.errors import EngineError
 from rlflow.runtime.generation.engine_group import Writing, summary
 from tests.helpers import WritingEngine, prompts, spec
@@ -69,7 +69,9 @@ def test_no_sample_waits_behind_a_long_one() -> None:
 def test_samples_go_out_in_few_messages() -> None:
     workers = Threads([WritingEngine(spec(), (64, 10_000)) for _ in range(2)])
     check(writing_of(workers).generate(GIVEN, SAMPLING))
-    assert [method for _, method in workers.calls] == ["begin"] * 2 + ["write_rows"] * 2 + ["seconds"] * 2
+    assert [method for _, method in workers.calls] == ["begin_session"] * 2 + ["generate_rows"] * 2 + [
+        "take_activity"
+    ] * 2
     assert [sum(map(len, engine.given)) for engine in workers.engines] == [30, 30]
 
 
@@ -78,15 +80,17 @@ class Dying(WritingEngine):
 
     at: int | None = 2
 
-    def submit(self, samples: Prompts, sampling: Sampling, begun: Sequence[Begun] | None = None) -> "list[Future[Any]]":
+    def submit(
+        self, samples: Prompts, sampling: Sampling, begun: Sequence[PartialResponse] | None = None
+    ) -> "list[Future[Any]]":
         if len(self.given) == self.at:
             raise EngineError("it died")
         return super().submit(samples, sampling, begun)
 
-    def finish(self) -> Rollouts | None:
+    def finish_session(self) -> Rollouts | None:
         if self.at is None:
             raise EngineError("it died at the end")
-        return super().finish()
+        return super().finish_session()
 
 
 class DyingAtTheEnd(Dying):
@@ -121,7 +125,7 @@ def test_when_new_engines_fail_too_it_is_an_error() -> None:
     workers = Threads([Stillborn(spec()) for _ in range(2)])
     with pytest.raises(EngineError, match="it died"):
         writing_of(workers).generate(GIVEN, SAMPLING)
-    assert [method for _, method in workers.calls].count("write") <= 2 * 3, "it is given up after the second revival"
+    assert [method for _, method in workers.calls].count("advance") <= 2 * 3, "it is given up after the second revival"
 
 
 class DyingOnce(Stillborn):
@@ -187,7 +191,7 @@ def test_every_generation_begins_anew() -> None:
     assert gone_on(workers.engines) == []
 
 
-@pytest.mark.parametrize(("when", "at"), [("put_off", 1), ("put_off", 2), ("write", 4), ("finish", 1)])
+@pytest.mark.parametrize(("when", "at"), [("preempt", 1), ("preempt", 2), ("advance", 4), ("finish_session", 1)])
 def test_what_is_put_off_is_not_lost_with_an_engine(when: str, at: int) -> None:
     """Others begin again what it had written and had not handed over, or had handed over and nobody had finished."""
 

@@ -79,7 +79,7 @@ def test_every_prompt_once_and_whole(engines: int, room: tuple[int, int]) -> Non
     assert any(len(set(out.versions[row].tolist())) > 1 for out in steps for row in range(len(out)))
     assert operation._prompts is None
     assert operation._begun is None
-    assert "write_rows" not in {method for _, method in workers.calls}
+    assert "generate_rows" not in {method for _, method in workers.calls}
 
 
 def test_what_is_begun_comes_first() -> None:
@@ -93,7 +93,9 @@ def test_what_is_begun_comes_first() -> None:
     assert steps == sorted(steps)
 
 
-@pytest.mark.parametrize(("when", "at"), [("write", 1), ("write", 4), ("put_off", 1), ("finish", 1), ("finish", 2)])
+@pytest.mark.parametrize(
+    ("when", "at"), [("advance", 1), ("advance", 4), ("preempt", 1), ("finish_session", 1), ("finish_session", 2)]
+)
 def test_what_an_engine_that_fails_had_written_is_written_again(when: str, at: int) -> None:
     class Here(Dying):
         pass
@@ -109,7 +111,7 @@ def test_what_an_engine_that_fails_had_written_is_written_again(when: str, at: i
 class Late(Stepwise):
     """All that it has is done just before it is to put it off, and told of no more."""
 
-    def put_off(self, rows: bytes) -> Rollouts | None:
+    def preempt(self, rows: bytes) -> Rollouts | None:
         with self._lock:
             live, self._live = self._live, []
         for answer, written in live:
@@ -117,10 +119,10 @@ class Late(Stepwise):
             written.length += len(written.left)
             written.left, written.is_done = [], True
             answer.set_result(written)
-        return super().put_off(rows)
+        return super().preempt(rows)
 
 
-def test_what_is_done_before_it_is_put_off_is_there_once() -> None:
+def test_what_is_done_before_it_is_preempted_is_there_once() -> None:
     """Also where an engine had put it off before, and handed over what was written then: that is so in some runs, by
     the turns of threads."""
     for _ in range(20):

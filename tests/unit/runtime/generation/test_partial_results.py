@@ -132,7 +132,7 @@ def test_parts_are_few_and_each_sample_is_scored_once() -> None:
     assert 4 < len(given) <= 2 * 8 + 1
 
 
-@pytest.mark.parametrize(("when", "at"), [("put_off", 3), ("write", 4), ("take", 2), ("finish", 1)])
+@pytest.mark.parametrize(("when", "at"), [("preempt", 3), ("advance", 4), ("take_rollouts", 2), ("finish_session", 1)])
 def test_what_is_lost_with_an_engine_is_scored_anew(when: str, at: int) -> None:
 
     class Here(Dying):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlflow.batch import Packed, Sequences
-from rlflow.engines.causal_lm.micro_batches import prompts_of
+from rlflow.engines.causal_lm.micro_batches import prompt_numbers
 from rlflow.runtime.objects.sharding import Cost, Index, cost_of, divide_rows, row_costs, set_sums
 from tests.helpers import ARCHITECTURE, keys, sequences
 
@@ -32,7 +32,7 @@ def owners_of(parts: list[Index]) -> Index:
 
 
 def over_mean(given: Sequences, parts: list[Index], cost: Cost) -> float:
-    costs = row_costs(given, prompts_of(given), cost)
+    costs = row_costs(given, prompt_numbers(given), cost)
     return float(set_sums(owners_of(parts), costs, len(parts)).max() * len(parts) / costs.sum() - 1)
 
 
@@ -79,7 +79,7 @@ def test_pairs_of_tokens_cost_too() -> None:
 def test_a_prompt_costs_once_where_its_rollouts_share_it() -> None:
     given = sequences([4, 6], [[2, 1], [3]])
     expected = [1 * (2 + 2) + 0.5 * 36, 1 * (2 + 1) + 0.5 * 25, 1 * (6 + 3) + 0.5 * 81]
-    assert row_costs(given, prompts_of(given), Cost(1, 0.5)).tolist() == expected
+    assert row_costs(given, prompt_numbers(given), Cost(1, 0.5)).tolist() == expected
 
 
 def test_the_cost_of_a_model_is_its_operations() -> None:

@@ -1,0 +1,156 @@
+"""The memory of an engine's process: the settings of torch's GPU allocator, the peak in use, and how to release it."""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from rlflow import host_memory
+from rlflow.engines.base import EngineSpec
+from rlflow.errors import EngineError
+
+# torch reads the first of these that is set. vLLM reads them in another order, so rlflow keeps only the last one.
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_OPTION = "expandable_segments"
+
+
+class TunableEngine:
+    """A base class for engines whose micro-batch size may change between calls.
+
+    A subclass reads ``_spec.layout.micro_batch_tokens`` on every call, and runs its passes inside ``within_memory``.
+    """
+
+    _spec: EngineSpec
+    _peak_other_bytes = 0
+    """The most memory that other processes held since the last call of ``memory_share``."""
+
+    def set_micro_batch_tokens(self, tokens: int) -> None:
+        """Change the size of micro-batches from the next call on; results change by rounding alone."""
+        self._spec = replace(self._spec, layout=replace(self._spec.layout, micro_batch_tokens=tokens))
+        # The peak of passes of another size says nothing about passes of this one.
+        TunableEngine.release_memory(self)
+        if self._spec.device != "cpu":
+            _reset_peak(self._spec.device)
+
+    def release_memory(self) -> None:
+        """Give the GPU memory that torch caches back to the driver, for other processes on the GPU."""
+        import torch
+
+        if torch.device(self._spec.device).type == "cuda":
+            # Reference cycles may still hold tensors.
+            gc.collect()
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+
+    def memory_share(self) -> float:
+        """Return the share of the device's memory that was in use at the peak since the last call; 0 if unknown.
+
+        That is this process's peak, plus what other processes held when its passes ended: roles that share the GPU
+        sleep meanwhile. On a CPU the device's memory is the host's.
+        """
+        try:
+            _, peak, total = _memory_bytes(self._spec.device)
+        except (OSError, KeyError):
+            return 0.0
+        share = min(1.0, (self._peak_other_bytes + peak) / total)
+        self._peak_other_bytes = 0
+        _reset_peak(self._spec.device)
+        return share
+
+    @contextmanager
+    def within_memory(self) -> Iterator[None]:
+        """Wrap the passes over a batch: record the memory in use, and turn running out of it into an EngineError."""
+        import torch
+
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            tokens = self._spec.layout.micro_batch_tokens
+            fact = f"role {self._spec.role}: its GPU ran out of memory with micro_batch_tokens {tokens}"
+            fix = f"roles.{self._spec.role}.micro_batch_tokens={max(1, tokens // 2)}"
+            raise EngineError(f"{fact}.\n  Fix: {fix}, with resume=true from the last checkpoint.") from error
+        with suppress(OSError, KeyError):
+            self._peak_other_bytes = max(self._peak_other_bytes, _memory_bytes(self._spec.device)[0])
+
+
+def _memory_bytes(device: str) -> tuple[int, int, int]:
+    """Return the bytes that other processes hold now, this process's peak, and the total of the device.
+
+    Raises OSError or KeyError where the system does not report them.
+    """
+    import torch
+
+    if torch.device(device).type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        own, peak = torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
+    else:
+        free, total = host_memory.free_bytes(), host_memory.total_bytes()
+        process = host_memory.figures("/proc/self/status")
+        own, peak = process["VmRSS"], process["VmHWM"]
+    return max(0, total - free - own), peak, total
+
+
+def _reset_peak(device: str) -> None:
+    import torch
+
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def enable_expandable_segments(device: str) -> None:
+    """Turn on expandable segments, which keep memory from fragmenting where micro-batches differ in size.
+
+    Does nothing on a CPU, or where the environment already sets the option. Call it before torch's first allocation
+    on a GPU.
+    """
+    settings = _environment_settings()
+    if device != "cpu" and _OPTION not in settings:
+        _write_environment(set_expandable_segments(settings, True))
+
+
+def forbid_expandable_segments() -> None:
+    """Turn expandable segments off for this process and its children, even if the environment asks for them.
+
+    vLLM's sleep mode has its own allocator, which does not work with them.
+    """
+    settings = _environment_settings()
+    if _OPTION in settings:
+        _write_environment(set_expandable_segments(settings, False))
+
+
+@contextmanager
+def without_expandable_segments() -> Iterator[None]:
+    """Allocate GPU memory in plain segments, which other processes can open by CUDA IPC."""
+    import torch
+
+    before: str = torch._C._accelerator_getAllocatorSettings()
+    if _OPTION not in before:
+        yield
+        return
+    # torch resets every option that new settings do not name, so the others are written again.
+    torch._C._accelerator_setAllocatorSettings(set_expandable_segments(before, False))
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+
+
+def set_expandable_segments(settings: str, enabled: bool) -> str:
+    """Return the allocator settings with expandable segments on or off, and all other options unchanged."""
+    others = [each for each in settings.split(",") if each and each.partition(":")[0].strip() != _OPTION]
+    return ",".join([*others, f"{_OPTION}:{enabled}"])
+
+
+def _environment_settings() -> str:
+    return next((value for name in VARIABLES if (value := os.environ.get(name))), "")
+
+
+def _write_environment(settings: str) -> None:
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+    os.environ[VARIABLES[-1]] = settings
