@@ -127,7 +127,7 @@ class Workers:
         return [partial(self.call, rank) for rank in range(WORKERS)]
 
     def made(self) -> Six:
-        return Six.joined(wait_all([self.store_calls.call(remote, "make") for remote in self.remotes()]))
+        return Six.concatenate(wait_all([self.store_calls.call(remote, "make") for remote in self.remotes()]))
 
     def padding(self) -> int:
         """Values in the store that belong to no row."""

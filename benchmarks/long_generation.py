@@ -122,7 +122,7 @@ def run_pinned(engine: RoleProxy, prompts: Prompts) -> tuple[Rollouts, float]:
     began = time.perf_counter()
     whole, halves = SharedBatch(prompts), np.array_split(np.arange(len(prompts)), ENGINES)
     calls = [engine.workers.submit(rank, "generate", whole.slice(half), SAMPLING) for rank, half in enumerate(halves)]
-    return Rollouts.joined(wait_all(calls)), time.perf_counter() - began
+    return Rollouts.concatenate(wait_all(calls)), time.perf_counter() - began
 
 
 def even_halves(tokens: Ints) -> list[Ints]:

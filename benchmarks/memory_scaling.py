@@ -119,7 +119,7 @@ def _alone(case: tuple[int, int, int]) -> Peaks:
     engine._optimizer.zero_grad()
     return Peaks(
         update=_peak(lambda: engine.update(batch, _LOSS)),
-        scoring=_peak(lambda: engine.logprobs(batch.bare(), 1.0)),
+        scoring=_peak(lambda: engine.logprobs(batch.as_sequences(), 1.0)),
     )
 
 

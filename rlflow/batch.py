@@ -1,9 +1,9 @@
-"""What travels on the edges of the graph.
+"""The batches that nodes of the graph pass to each other.
 
-Ragged data is packed, never padded: one array a field, with offsets. Every row has a key (step, prompt, sample)
-that it keeps for life; results stand in the order of keys, never of arrival.
+Fields with rows of different lengths are packed, never padded: one array with offsets. Every row has a key (step,
+prompt, sample) that never changes. Results are ordered by key, never by arrival.
 
-Shapes: P prompts, G group, B rollouts (P x G), T tokens (of all rows together).
+Shapes: P prompts, G group size, B rollouts (P x G), T tokens in all rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,24 +39,26 @@ __all__ = [
     "SummedRewards",
     "TokenAdvantages",
     "ValueEstimates",
-    "named_samples",
+    "describe_samples",
 ]
 
-# Samples that a message names.
-_NAMED = 3
+# The number of samples that a message lists.
+_MAX_LISTED = 3
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Prompts(Batch):
+    """Tokenized prompts of one step, with their rows of the data set."""
+
     keys: NDArray[np.int64]
     """[P, 3]: step, prompt, 0."""
     ids: Packed
     """P rows of int32 token ids."""
     rows: Sequence[Mapping[str, Any]]
-    """P rows of the data set: what a reward function compares with."""
+    """P rows of the data set, which reward functions compare responses with."""
 
     def repeat(self, group_size: int) -> "Prompts":
-        """[B]: each prompt ``group_size`` times, its keys counting the samples on from those that are there."""
+        """Return each prompt ``group_size`` times, [B]. Sample numbers in the keys count up from the prompt's own."""
         repeated = self.take(np.repeat(np.arange(len(self)), group_size))
         repeated.keys[:, 2] += np.tile(np.arange(group_size), len(self))
         return repeated
@@ -64,57 +66,58 @@ class Prompts(Batch):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sequences(Batch):
-    """Prompts with a response each: what a model scores and trains on."""
+    """Prompts with one response each, which a model scores or trains on."""
 
     keys: NDArray[np.int64]
     """[B, 3]: step, prompt, sample."""
     prompt_ids: Packed
     """B rows of int32 token ids."""
     response_ids: Packed
-    """B rows of int32 token ids, at least one each, with the end token where there is one."""
-    together: int = 1
-    """So many neighbouring rows are in one minibatch, on one rank and in one pass: a loss compares them."""
+    """B rows of int32 token ids, at least one in each, including the end token if the response has one."""
+    unit_size: int = 1
+    """Neighbouring rows that a loss compares, such as a pair. They stay in one minibatch, on one rank and in one
+    forward pass."""
 
-    def bare(self) -> "Sequences":
-        """Without what a subclass adds."""
+    def as_sequences(self) -> "Sequences":
+        """Return the rows without the fields that a subclass adds."""
         return Sequences(
-            keys=self.keys, prompt_ids=self.prompt_ids, response_ids=self.response_ids, together=self.together
+            keys=self.keys, prompt_ids=self.prompt_ids, response_ids=self.response_ids, unit_size=self.unit_size
         )
 
     def own_tokens(self) -> Repeated:
-        """B rows of bool: which response tokens are the model's own; no other is trained on. Here all of them are."""
+        """Return which response tokens the model generated, B rows of bool. Only these are trained on; here all."""
         return Repeated(np.ones(len(self), np.bool_), self.response_ids.lengths)
 
     @property
     def own_lengths(self) -> NDArray[np.int64]:
-        """[B]: how many of each response's tokens are the model's own."""
+        """Return how many tokens of each response the model generated, [B]."""
         return self.own_tokens().sums
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Examples(Sequences):
-    """Prompts with the response to be imitated."""
+    """Prompts with the response that the model should learn to give."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Pairs(Sequences):
-    """Prompts with two responses each, which are neighbours: the chosen one is sample 0, the rejected one 1."""
+    """Prompts with two neighbouring responses each: the chosen one is sample 0, the rejected one sample 1."""
 
-    together: int = 2
+    unit_size: int = 2
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rollouts(Sequences):
-    """Prompts with responses that a model wrote."""
+    """Prompts with responses that a model generated."""
 
     logprobs: Packed
-    """B rows of float32: of each response token, by the engine that sampled it, at its temperature."""
+    """B rows of float32: the logprob of each response token, from the engine that sampled it, at its temperature."""
     versions: Repeated
-    """B rows of int32: the policy version that wrote each response token, mostly one a row."""
+    """B rows of int32: the policy version that generated each response token, mostly one for a whole row."""
     finished: NDArray[np.bool_]
-    """[B]: False where the response was cut at the limit."""
+    """[B]: False where the response was cut at the token limit."""
     temperature: float
-    """What the logits were divided by; whoever scores or trains on these rollouts does the same."""
+    """The divisor of the logits. Scoring and training on these rollouts use the same."""
     texts: Sequence[str]
     """B responses as text, without special tokens."""
     rows: Sequence[Mapping[str, Any]]
@@ -122,24 +125,24 @@ class Rollouts(Sequences):
 
     @property
     def failed(self) -> NDArray[np.bool_]:
-        """[B]: of what was written there nothing can be said, and it is excluded. Here that is none."""
+        """Return which rollouts failed and are excluded from training, [B]; none unless a subclass says otherwise."""
         return np.zeros(len(self), np.bool_)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Conversations(Rollouts):
-    """Responses that a model and an environment wrote in turn. The environment's tokens have the logprob 0.
+    """Rollouts whose responses alternate between a model and an environment. The environment's tokens have logprob 0.
 
-    ``finished`` where the environment said so; ``texts`` are the model's last turns alone; ``rows`` hold what the
-    environment gave, over all turns, as ``environment_reward``.
+    ``finished`` is True where the environment ended the conversation. ``texts`` hold only the model's last turns.
+    ``rows`` hold the sum of the environment's rewards as ``environment_reward``.
     """
 
     own: Repeated
-    """B rows of bool: whether the model wrote the token."""
+    """B rows of bool: True for tokens that the model generated."""
     turns: NDArray[np.int64]
-    """[B]: of the model."""
+    """[B]: the number of turns that the model took."""
     reasons: NDArray[np.str_]
-    """[B], why the environment failed; empty where it did not."""
+    """[B]: why the environment failed; empty where it did not."""
 
     @property
     def failed(self) -> NDArray[np.bool_]:
@@ -151,110 +154,124 @@ class Conversations(Rollouts):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Minibatch(Sequences):
-    """What one optimizer step trains on."""
+    """The sequences of one optimizer step, with their weights in the loss."""
 
     step: int
-    """Of those in which its role is trained, counted from 0, and negative before them: the learning rate follows from
-    it."""
+    """The training step of the role, which determines the learning rate. It counts from 0 where the role's training
+    begins, and is negative before."""
     columns: Mapping[str, Packed]
-    """What the loss reads besides the model's own logprobs: B rows of float32 each, a value a response token."""
+    """Inputs of the loss besides the model's logprobs: B rows of float32 each, one value for each response token."""
     weights: Packed
-    """B rows of float32: what each response token counts in the loss. They are made of the whole minibatch, so that
-    the gradient does not depend on how it is cut. The loss does not see a token of weight 0."""
+    """B rows of float32: the weight of each response token in the loss. Weights are computed from the whole minibatch,
+    so that the gradient does not depend on micro-batches or ranks. Tokens with weight 0 are not part of the loss."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rewards(Batch):
+    """A reward for each rollout."""
+
     values: NDArray[np.float32]
-    """[B], NaN where there is none: such a rollout is excluded, as if it had not been written."""
+    """[B]: NaN where there is none; such a rollout is excluded from training."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Selection(Batch):
+    """The prompts whose rollouts are trained on."""
+
     chosen: NDArray[np.bool_]
-    """[P], in the order of keys: the prompts that are trained on."""
+    """[P], in the order of keys."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SummedRewards(Rewards):
-    """Weighted sums of parts."""
+    """Rewards that are weighted sums of several terms."""
 
     parts: Mapping[str, NDArray[np.float32]]
-    """[B] each, before its weight; NaN where it failed."""
+    """[B] for each term, before it is weighted; NaN where it failed."""
     reasons: NDArray[np.str_]
-    """[B], why a part failed, whatever came of it; empty where none did."""
+    """[B]: why a term failed, however the failure was handled; empty where none failed."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Divergences(Batch):
+    """The divergence of each rollout from a reference model."""
+
     values: NDArray[np.float32]
     """[B]: the KL divergence from a reference in nats, summed over each response."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Logprobs(Batch):
+    """A model's logprobs of response tokens."""
+
     values: Packed
-    """B rows of float32, a value a response token."""
+    """B rows of float32, one value for each response token."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ValueEstimates(Batch):
+    """A critic's estimates of the return."""
+
     values: Packed
-    """B rows of float32, a value a response token: the return expected before that token is written."""
+    """B rows of float32: the return expected before each response token is generated."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Advantages(Batch):
+    """Advantages: by how much each response token is better than expected."""
+
     values: Packed
-    """B rows of float32, a value a response token."""
+    """B rows of float32, one value for each response token."""
 
     @property
-    def known(self) -> NDArray[np.bool_]:
-        """[B]: False for a rollout that is excluded, which is not trained on."""
+    def is_included(self) -> NDArray[np.bool_]:
+        """Return which rollouts are trained on, [B]; the others are excluded."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RolloutAdvantages(Advantages):
-    """The same for every token of a rollout; NaN for one that is excluded."""
+    """Advantages that are equal for all tokens of a rollout; NaN for excluded rollouts."""
 
     values: Repeated
 
     @property
-    def known(self) -> NDArray[np.bool_]:
-        return np.isfinite(self.values.each)
+    def is_included(self) -> NDArray[np.bool_]:
+        return np.isfinite(self.values.run_values)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenAdvantages(Advantages):
-    """Of each token, which may be elsewhere."""
+    """Advantages that differ between the tokens of a rollout."""
 
     excluded: NDArray[np.bool_]
-    """[B]"""
+    """[B]: rollouts that are not trained on."""
 
     @property
-    def known(self) -> NDArray[np.bool_]:
+    def is_included(self) -> NDArray[np.bool_]:
         return ~self.excluded
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GaeAdvantages(TokenAdvantages):
-    """With what a critic is to learn, and how good it was."""
+    """Advantages from generalized advantage estimation, with the returns that the critic learns."""
 
     returns: Packed
-    """B rows of float32, a value a response token: what a critic should have expected before it. NaN where excluded."""
+    """B rows of float32: the critic's target before each response token; NaN for excluded rollouts."""
     explained_variance: float
-    """Of the returns of all tokens, by the critic's values: 1 - Var(return - value) / Var(return)."""
+    """The share of the returns' variance that the critic explains: 1 - Var(return - value) / Var(return)."""
     kl: float
-    """Nats a response in the mean, from the reference; 0 without one."""
+    """The mean KL divergence from the reference in nats per response; 0 without a reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
+    """Named numbers of one update."""
+
     values: Mapping[str, float]
 
 
-def named_samples(keys: NDArray[np.int64]) -> str:
-    """Return the first few of these samples, from their keys [B, 3], for a message."""
-    named = [f"step {step} prompt {prompt} sample {sample}" for step, prompt, sample in keys[:_NAMED].tolist()]
-    return ", ".join(named) + (f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else "")
+def describe_samples(keys: NDArray[np.int64]) -> str:
+    """List the first few samples with these keys, [B, 3], for a message."""
+    listed = [f"step {step} prompt {prompt} sample {sample}" for step, prompt, sample in keys[:_MAX_LISTED].tolist()]
+    return ", ".join(listed) + (f" and {len(keys) - _MAX_LISTED} more" if len(keys) > _MAX_LISTED else "")

@@ -1,6 +1,6 @@
-"""Rows of several fields: what all batches are.
+"""The base of all batches: several fields that have the same number of rows.
 
-Ragged data is packed, never padded: one array a field, with offsets.
+Fields with rows of different lengths are packed, never padded: one array with offsets.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,81 +10,81 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.packed import Packed, Records, compact, expanded
+from rlflow.packed import Packed, Records, compress, decompress
 
 Rows = NDArray[np.integer[Any]]
 
 
 class Batch:
-    """Rows of several fields, each of which has as many rows; numbers and None are of the whole batch.
+    """Several fields with the same number of rows. Fields that are numbers or None describe the whole batch.
 
     A field is an array [rows, ...], Packed, a mapping of either, or a sequence of texts or of rows of the data set.
-    What is declared as Repeated travels as such, and takes no room in a store.
+    A field declared as Repeated is sent in its short form and takes no space in an object store.
     """
 
     def __len__(self) -> int:
         return len(next(iter(vars(self).values())))
 
     def take(self, rows: Rows) -> Self:
-        """These rows, in this order."""
-        return self._each(lambda value: _taken(value, rows))
+        """Return these rows, in this order."""
+        return self._replace_fields(lambda value: _take(value, rows))
 
     @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """All parts, one after another; what is of the whole batch is that of the first."""
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        """Return all rows of the parts in order. Fields that describe the whole batch come from the first part."""
         if len(parts) == 1:
             return parts[0]
-        fields = {name: _joined([getattr(part, name) for part in parts]) for name in vars(parts[0])}
+        fields = {name: _concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0])}
         return cls(**fields)
 
-    def mapped(self, function: Callable[[Packed], Packed]) -> Self:
-        """With ``function`` applied to every packed field; texts and rows are packed for it."""
-        return self._each(lambda value: _mapped(value, function))
+    def map_packed(self, function: Callable[[Packed], Packed]) -> Self:
+        """Return the batch with ``function`` applied to every packed field. Texts and rows are packed first."""
+        return self._replace_fields(lambda value: _map_packed(value, function))
 
-    def _each(self, function: Callable[[Any], Any]) -> Self:
+    def _replace_fields(self, function: Callable[[Any], Any]) -> Self:
         changed: Self = replace(self, **{name: function(value) for name, value in vars(self).items()})  # type: ignore[type-var]
         return changed
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {
-            name: compact(value) if isinstance(value, np.ndarray) else value for name, value in vars(self).items()
+            name: compress(value) if isinstance(value, np.ndarray) else value for name, value in vars(self).items()
         }
-        return _restored, (type(self), fields)
+        return _restore, (type(self), fields)
 
 
-def _restored(kind: type[Batch], fields: Mapping[str, Any]) -> Batch:
-    return kind(**{name: expanded(value) for name, value in fields.items()})
+def _restore(kind: type[Batch], fields: Mapping[str, Any]) -> Batch:
+    return kind(**{name: decompress(value) for name, value in fields.items()})
 
 
-def _taken(value: Any, rows: Rows) -> Any:
+def _take(value: Any, rows: Rows) -> Any:
     if isinstance(value, np.ndarray):
         return value[rows]
     if isinstance(value, Packed | Records):
         return value.take(rows)
     if isinstance(value, Mapping):
-        return {name: _taken(column, rows) for name, column in value.items()}
+        return {name: _take(column, rows) for name, column in value.items()}
     return tuple(value[row] for row in rows) if isinstance(value, Sequence) else value
 
 
-def _joined(values: Sequence[Any]) -> Any:
+def _concatenate(values: Sequence[Any]) -> Any:
     first = values[0]
     if isinstance(first, np.ndarray):
         return np.concatenate(values)
     if isinstance(first, Packed):
-        return Packed.joined(values)
+        return Packed.concatenate(values)
     if isinstance(first, Mapping):
-        return {name: _joined([value[name] for value in values]) for name in first}
+        return {name: _concatenate([value[name] for value in values]) for name in first}
     if all(isinstance(value, Records) for value in values):
-        return Records.joined(values)
+        return Records.concatenate(values)
     return tuple(item for value in values for item in value) if isinstance(first, Sequence) else first
 
 
-def _mapped(value: Any, function: Callable[[Packed], Packed]) -> Any:
+def _map_packed(value: Any, function: Callable[[Packed], Packed]) -> Any:
     if isinstance(value, Packed):
         return function(value)
     if isinstance(value, Mapping):
-        return {name: _mapped(column, function) for name, column in value.items()}
+        return {name: _map_packed(column, function) for name, column in value.items()}
     if isinstance(value, Sequence):
-        records = value if isinstance(value, Records) else Records.of(value)
+        records = value if isinstance(value, Records) else Records.from_items(value)
         return Records(function(records.column))
     return value

@@ -151,7 +151,7 @@ class WritingEngine(Sessions, FakeEngine):
         return done
 
     def rollouts(self, samples: Prompts, responses: Sequence[Any], sampling: Sampling) -> Rollouts:
-        return Rollouts.joined([response.rollouts for response in responses])
+        return Rollouts.concatenate([response.rollouts for response in responses])
 
     def take_activity(self) -> list[EngineActivity]:
         return [EngineActivity(0.0, 1.0, 10, 1, 0, 0.5, 0)]

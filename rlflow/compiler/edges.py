@@ -59,7 +59,7 @@ def _source_bytes(kind: type, task: Task, text_bytes: float) -> float:
     rows = task.samples / task.group_size
     if issubclass(kind, Prompts):
         return rows * (task.prompts.mean * (_TOKEN_BYTES + text_bytes) + _EACH_ROW_BYTES)
-    responses = Pairs.together if issubclass(kind, Pairs) else 1
+    responses = Pairs.unit_size if issubclass(kind, Pairs) else 1
     return rows * responses * (task.prompts.mean + task.responses.mean) * _TOKEN_BYTES
 
 

@@ -125,7 +125,7 @@ def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:
     """A task over the step's rows: responses are written, or are those of the data."""
     expect, limit = recipe.expect, recipe.data.max_prompt_tokens
     prompts = _lengths(expect.prompt_tokens, limit, "expect.prompt_tokens")
-    together = Pairs.together if "pairs" in node.inputs.values() else 1
+    together = Pairs.unit_size if "pairs" in node.inputs.values() else 1
     if isinstance(node.operation, Generate):
         group_size, longest = node.operation.group_size, node.operation.max_tokens
     else:

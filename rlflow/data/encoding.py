@@ -215,5 +215,5 @@ def pairs_of(keys: NDArray[np.int64], prompt_ids: Packed, chosen_ids: Packed, re
     return Pairs(
         keys=pair_keys,
         prompt_ids=prompt_ids.take(both),
-        response_ids=Packed.joined([chosen_ids, rejected_ids]).take(turns),
+        response_ids=Packed.concatenate([chosen_ids, rejected_ids]).take(turns),
     )

@@ -62,7 +62,7 @@ class DataSource:
 
     def copied(self, rollouts: Rollouts) -> Rollouts:
         """The same, apart from whoever made them: where this lives in a process of its own, it has them from now on."""
-        return rollouts.mapped(
+        return rollouts.map_packed(
             lambda column: column if isinstance(column, Repeated) else Packed(column.values, column.offsets)
         )
 

@@ -46,7 +46,7 @@ def prepend_partial(
         return Packed.from_rows(rows, dtype)
 
     token_versions = prepend("versions", versions, np.int32)
-    return prepend("ids", ids, np.int32), prepend("logprobs", logprobs, np.float32), Repeated.of(token_versions)
+    return prepend("ids", ids, np.int32), prepend("logprobs", logprobs, np.float32), Repeated.from_packed(token_versions)
 
 
 class GroupProgress:
@@ -101,7 +101,7 @@ class GroupProgress:
             parts = [self.partial.take(self.partial_rows[unchanged]), *parts]
         if not parts:
             return None
-        return Rollouts.joined(parts).take(np.argsort(np.concatenate([unchanged, new])))
+        return Rollouts.concatenate(parts).take(np.argsort(np.concatenate([unchanged, new])))
 
 
 def _prompt_numbers(keys: Ints) -> Ints:

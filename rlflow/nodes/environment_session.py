@@ -155,7 +155,7 @@ class Transcripts:
             prompt_ids=first.prompt_ids,
             response_ids=column("ids", np.int32),
             logprobs=column("logprobs", np.float32),
-            versions=Repeated.of(column("versions", np.int32)),
+            versions=Repeated.from_packed(column("versions", np.int32)),
             finished=np.array([each.finished for each in every], np.bool_),
             temperature=first.temperature,
             texts=tuple(each.text for each in every),

@@ -72,7 +72,7 @@ def train(
     rate begins. Each epoch cuts other minibatches, the same ones for all nodes that train on these rows.
     """
     steps: list[Mapping[str, float]] = []
-    bare = sequences.bare()
+    bare = sequences.as_sequences()
     begun_in = sequences.keys[:, 0]
     own, lengths = sequences.own_tokens(), sequences.own_lengths
     counting = lengths > 0 if counting is None else counting & (lengths > 0)
@@ -87,7 +87,7 @@ def train(
             # Some of every step's samples were begun in it.
             step=int(begun_in.max()) - first_step,
             columns={name: column.take(rows) for name, column in columns.items()},
-            weights=own.take(rows).scaled(weighting.weights(lengths[rows], counting[rows]).each),
+            weights=own.take(rows).scale(weighting.weights(lengths[rows], counting[rows]).run_values),
         )
         steps.append(engine.update(minibatch, loss).values)
     return steps
@@ -99,14 +99,14 @@ def _cut(sequences: Sequences, num_minibatches: int, epoch: int) -> Iterator[NDA
     The first epoch takes prompts by their numbers within their steps: the data's own order is random already, and what
     was begun in earlier steps is spread over all minibatches. Later epochs shuffle the prompts, by draws that follow
     from step and epoch alone. The rows of a prompt stay neighbours, since they share its computation, and rows that
-    must be ``together`` are in one minibatch.
+    belong to one unit are in one minibatch.
     """
     begun_in, prompt, sample = sequences.keys.T
     places = prompt
     if epoch and len(sequences):
         _, groups = np.unique(sequences.keys[:, :2], axis=0, return_inverse=True)
         places = np.random.default_rng((int(begun_in.max()), epoch)).permutation(int(groups.max()) + 1)[groups]
-    order = np.lexsort((sample, begun_in, places)).reshape(-1, sequences.together)
+    order = np.lexsort((sample, begun_in, places)).reshape(-1, sequences.unit_size)
     for units in np.array_split(order, max(1, min(num_minibatches, len(order)))):
         yield units.ravel()
 

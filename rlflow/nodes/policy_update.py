@@ -181,8 +181,8 @@ class PolicyGradient(Section):
             columns |= {"old_logprobs": old_logprobs.values, "sampler_logprobs": rollouts.logprobs}
         if reference is not None:
             columns["reference"] = reference.values
-        if not advantages.known.all():
-            kept = np.flatnonzero(advantages.known)
+        if not advantages.is_included.all():
+            kept = np.flatnonzero(advantages.is_included)
             rollouts, columns = rollouts.take(kept), {name: column.take(kept) for name, column in columns.items()}
         steps = train(
             engine,

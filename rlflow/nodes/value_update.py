@@ -62,8 +62,8 @@ class ValueUpdate(Node, kind="value_update", unit="batch"):
     def run(
         self, engine: TrainsValues, rollouts: Rollouts, values: ValueEstimates, advantages: GaeAdvantages
     ) -> Metrics:
-        if not advantages.known.all():
-            kept = np.flatnonzero(advantages.known)
+        if not advantages.is_included.all():
+            kept = np.flatnonzero(advantages.is_included)
             rollouts, values, advantages = rollouts.take(kept), values.take(kept), advantages.take(kept)
         steps = train(
             engine,

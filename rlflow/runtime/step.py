@@ -24,7 +24,7 @@ from rlflow.batch import (
     RolloutAdvantages,
     Rollouts,
     SummedRewards,
-    named_samples,
+    describe_samples,
 )
 from rlflow.compiler.evaluation import judged
 from rlflow.compiler.graph import Graph, GraphNode
@@ -43,16 +43,18 @@ def check_advantages(node: str, output: Any, inputs: Mapping[str, Any]) -> None:
     same holds for a conversation that failed and for a response without tokens of the model's own.
     """
     rollouts = next((each for each in inputs.values() if isinstance(each, Rollouts)), None)
-    if not isinstance(output, Advantages) or rollouts is None or output.known.all():
+    if not isinstance(output, Advantages) or rollouts is None or output.is_included.all():
         return
     excluded = _prompts_without_reward(inputs)
-    missing = np.flatnonzero(~output.known)
-    infinite = set(np.flatnonzero(np.isinf(output.values.each))) if isinstance(output, RolloutAdvantages) else set()
+    missing = np.flatnonzero(~output.is_included)
+    infinite = (
+        set(np.flatnonzero(np.isinf(output.values.run_values))) if isinstance(output, RolloutAdvantages) else set()
+    )
     bad = [row for row in missing if row in infinite or tuple(rollouts.keys[row, :2]) not in excluded]
     if bad:
         raise EngineError(
             f"node {node}: the advantage is not finite for {len(bad)} of {len(rollouts)} samples that have a reward "
-            f"({named_samples(rollouts.keys[bad])}). A division by the others of a group of one, or by a standard "
+            f"({describe_samples(rollouts.keys[bad])}). A division by the others of a group of one, or by a standard "
             "deviation of zero, gives that."
         )
 

@@ -214,7 +214,7 @@ def test_many_callers_get_what_one_gets(process: EngineProcess, alone: RemoteEng
     whole = alone.generate(given, SAMPLING)
     groups = [given.take(np.array([row])) for row in range(len(given))]
     process.send(generate_at_once, alone._place, groups, SAMPLING)
-    parts = Rollouts.joined(process.receive())
+    parts = Rollouts.concatenate(process.receive())
     assert parts.keys.tolist() == whole.keys.tolist()
     assert parts.texts == whole.texts
     assert parts.response_ids.values.tolist() == whole.response_ids.values.tolist()

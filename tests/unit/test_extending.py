@@ -48,7 +48,9 @@ def test_an_algorithm_is_at_most_forty_lines() -> None:
 
 def test_the_node_is_rloos(written: Any) -> None:
     rewards = Rewards(values=np.random.default_rng(0).normal(size=len(GIVEN)).astype(np.float32))
-    ours, theirs = (node.run(GIVEN, rewards).values.each for node in (written[0].LeaveOneOut(), LeaveOneOutAdvantage()))
+    ours, theirs = (
+        node.run(GIVEN, rewards).values.run_values for node in (written[0].LeaveOneOut(), LeaveOneOutAdvantage())
+    )
     assert ours == pytest.approx(theirs, abs=1e-6)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlflow.batch import Batch, Minibatch, Prompts, Rollouts
-from rlflow.packed import Packed, Records, Repeated, compact, expanded
+from rlflow.packed import Packed, Records, Repeated, compress, decompress
 from tests.helpers import minibatch, prompts, rollouts, sequences
 
 LENGTHS = np.array([2, 0, 3])
@@ -41,8 +41,11 @@ class TestKinds:
 
     def test_parts_are_joined(self, kind: str) -> None:
         column = KINDS[kind]
-        assert rows_of(Packed.joined([column, column.take(np.array([2]))])) == [*rows_of(column), rows_of(column)[2]]
-        assert type(Packed.joined([column, column])) is type(column)
+        assert rows_of(Packed.concatenate([column, column.take(np.array([2]))])) == [
+            *rows_of(column),
+            rows_of(column)[2],
+        ]
+        assert type(Packed.concatenate([column, column])) is type(column)
 
     def test_it_is_the_same_in_another_process(self, kind: str) -> None:
         again = pickle.loads(pickle.dumps(KINDS[kind]))
@@ -52,29 +55,29 @@ class TestKinds:
 
 @pytest.mark.parametrize("rows", [[[7, 7], [], [9, 9, 8]], [[1], [1], [1, 1]], [[], []], [], [[1, 2], [2, 1]]])
 def test_what_is_repeated_is_held_once(rows: list[list[int]]) -> None:
-    column = Repeated.of(Packed.from_rows(rows, np.int32))
+    column = Repeated.from_packed(Packed.from_rows(rows, np.int32))
     assert rows_of(column) == rows
-    assert len(column.each) == sum(len(list(itertools.groupby(row))) for row in rows)
+    assert len(column.run_values) == sum(len(list(itertools.groupby(row))) for row in rows)
 
 
 def test_rows_of_one_value_and_of_several() -> None:
-    whole = Packed.joined([KINDS["repeated"], KINDS["spans"]])
+    whole = Packed.concatenate([KINDS["repeated"], KINDS["spans"]])
     assert isinstance(whole, Repeated)
     assert rows_of(whole) == rows_of(KINDS["repeated"]) + rows_of(KINDS["spans"])
 
 
 def test_kinds_are_joined_as_values() -> None:
-    whole = Packed.joined([KINDS["repeated"], Packed.from_rows([[1.5]], np.float32)])
+    whole = Packed.concatenate([KINDS["repeated"], Packed.from_rows([[1.5]], np.float32)])
     assert rows_of(whole) == [[7, 7], [], [9, 9, 9], [1.5]]
 
 
 @pytest.mark.parametrize("items", [("a", "", "déjà"), ({"answer": "1", "n": None}, {"answer": [2]}), ()])
 def test_records_are_what_was_given(items: Sequence[Any]) -> None:
-    records = Records.of(items)
+    records = Records.from_items(items)
     assert tuple(records) == items
     assert len(records) == len(items)
     assert tuple(records.take(np.arange(len(items))[::-1])) == items[::-1]
-    assert tuple(Records.joined([records, records])) == (*items, *items)
+    assert tuple(Records.concatenate([records, records])) == (*items, *items)
     assert records[:2] == list(items[:2])
     with pytest.raises(IndexError):
         records[len(items)]
@@ -92,7 +95,7 @@ def test_records_are_what_was_given(items: Sequence[Any]) -> None:
     ],
 )
 def test_compact_loses_nothing(values: Any) -> None:
-    again = expanded(compact(values))
+    again = decompress(compress(values))
     assert again.dtype == values.dtype
     assert again.tolist() == values.tolist()
     assert again.flags.writeable
@@ -100,7 +103,7 @@ def test_compact_loses_nothing(values: Any) -> None:
 
 def test_keys_of_a_step_take_next_to_no_bytes() -> None:
     keys = np.array([[3, prompt, sample] for prompt in range(512) for sample in range(32)], np.int64)
-    assert len(compact(keys).content) < len(keys) * 0.2
+    assert len(compress(keys).content) < len(keys) * 0.2
 
 
 def batches() -> dict[str, Batch]:
@@ -124,7 +127,11 @@ def told(value: Any) -> Any:
 def test_every_field_of_a_batch_is_taken_joined_and_sent(kind: str) -> None:
     whole = batches()[kind]
     pieces = [whole.take(np.array([row])) for row in range(len(whole))]
-    for again in (type(whole).joined(pieces), pickle.loads(pickle.dumps(whole)), whole.mapped(lambda column: column)):
+    for again in (
+        type(whole).concatenate(pieces),
+        pickle.loads(pickle.dumps(whole)),
+        whole.map_packed(lambda column: column),
+    ):
         assert type(again) is type(whole)
         assert {n: told(v) for n, v in vars(again).items()} == {n: told(v) for n, v in vars(whole).items()}
 
@@ -133,7 +140,7 @@ def test_a_subclass_is_taken_whole_and_can_be_stripped() -> None:
     of = batches()["minibatch"]
     assert isinstance(of, Minibatch)
     assert of.take(np.array([0])).columns["advantages"].lengths.tolist() == [4]
-    assert vars(of.bare()).keys() == {"keys", "prompt_ids", "response_ids", "together"}
+    assert vars(of.as_sequences()).keys() == {"keys", "prompt_ids", "response_ids", "unit_size"}
 
 
 def test_repeating_counts_on_from_the_samples_that_are_there() -> None:
@@ -147,4 +154,4 @@ def test_repeating_counts_on_from_the_samples_that_are_there() -> None:
 def test_rollouts_keep_one_temperature() -> None:
     whole = batches()["rollouts"]
     assert isinstance(whole, Rollouts)
-    assert Rollouts.joined([whole, whole]).temperature == 1.0
+    assert Rollouts.concatenate([whole, whole]).temperature == 1.0

@@ -1,7 +1,7 @@
 """Rows for each pass of a model, so that no pass has more tokens than memory was planned for.
 
 A row counts with all of its tokens. The rows of a prompt share it in a pass, but attention holds it for each of them.
-Rows that must be ``together`` are as one row here.
+Rows of one unit are as one row here.
 
 Shapes: B rows, U units, M micro-batches. A unit is rows of one prompt that go together.
 """
@@ -24,7 +24,7 @@ _PASS = 0.125
 
 
 def micro_batches(sequences: Sequences, max_tokens: int, count: int | None = None) -> list[Index]:
-    """Of at most ``max_tokens``, unless a single row is longer, or rows that must be ``together``; each in the order of
+    """Of at most ``max_tokens``, unless a single row is longer, or rows of one unit; each in the order of
     the batch, the largest first.
 
     There are ``count`` of them, at least ``passes_needed``, which is what None means; fewer only where rows are fewer.
@@ -73,7 +73,7 @@ class _Rows:
 
     @classmethod
     def of(cls, sequences: Sequences) -> "_Rows":
-        first = np.arange(0, len(sequences), sequences.together)
+        first = np.arange(0, len(sequences), sequences.unit_size)
         prompt, response = sequences.prompt_ids.lengths, sequences.response_ids.lengths
         responses, lengths = np.add.reduceat(response, first), np.add.reduceat(prompt + response, first)
         return cls(prompt_numbers(sequences)[first], prompt[first], responses, lengths)
@@ -140,5 +140,5 @@ def _pieces(way: Index) -> list[Index]:
 
 def _members(piece: Index, sequences: Sequences) -> Index:
     """The rows of the batch that are as one in ``piece``."""
-    rows = (piece[:, None] * sequences.together + np.arange(sequences.together)).ravel()
+    rows = (piece[:, None] * sequences.unit_size + np.arange(sequences.unit_size)).ravel()
     return rows[rows < len(sequences)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Minibatch, Packed, named_samples
+from rlflow.batch import Minibatch, Packed, describe_samples
 from rlflow.engines.base import TokenLoss
 from rlflow.errors import EngineError
 
@@ -90,7 +90,7 @@ def _not_finite(losses: "Tensor", read: "Mapping[str, Tensor]", keys: NDArray[np
     samples = keys[np.unique(rows[bad].cpu().numpy())]
     causes = [name for name, column in read.items() if not column.detach()[bad].isfinite().all()]
     why = f"; not finite there: {', '.join(causes)}" if causes else ""
-    where = f" at {int(bad.sum())} of {len(bad)} tokens of a pass ({named_samples(samples)})"
+    where = f" at {int(bad.sum())} of {len(bad)} tokens of a pass ({describe_samples(samples)})"
     return f"{where}{why}" if len(samples) else None
 
 

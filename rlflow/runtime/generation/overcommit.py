@@ -34,7 +34,7 @@ class Overcommitted:
     def run(self, engine: Continues, prompts: Prompts) -> Rollouts:
         """The first groups that are whole, in the order of keys, of those begun before and of ``prompts``."""
         if self._prompts is not None:
-            prompts = Prompts.joined([self._prompts, prompts])
+            prompts = Prompts.concatenate([self._prompts, prompts])
         written = engine.continue_rollouts(prompts, self._sampling, self._begun, self._enough)
         groups = GroupProgress(prompts, self._sampling, written)
         given = np.flatnonzero(groups.complete)[: self._enough]
@@ -71,7 +71,7 @@ class Overcommitted:
                 prompt_ids=of_each.ids,
                 response_ids=Packed(arrays["response_ids"], offsets),
                 logprobs=Packed(arrays["logprobs"], offsets),
-                versions=Repeated.of(Packed(arrays["versions"], offsets)),
+                versions=Repeated.from_packed(Packed(arrays["versions"], offsets)),
                 finished=arrays["finished"],
                 temperature=self._sampling.scoring_temperature,
                 texts=tuple(json.loads(arrays["texts"].tobytes())),

@@ -125,7 +125,7 @@ class Streaming:
             of_rest = {name: edge.take(left) for name, edge in edges.items() if name in node.inputs.values()}
             outputs.append(self._run(node, of_rest if outputs else edges))
             rows = np.concatenate([rows, left])
-        whole = type(outputs[0]).joined(outputs).take(np.argsort(rows)) if len(outputs) > 1 else outputs[0]
+        whole = type(outputs[0]).concatenate(outputs).take(np.argsort(rows)) if len(outputs) > 1 else outputs[0]
         return whole, seconds + time.perf_counter() - began
 
     def _on_part(

@@ -57,4 +57,4 @@ class Begun:
         places = np.array([self._groups.partial_rows[row] for row in rows if row not in self._parts], np.int64)
         if self._groups.partial is not None and (places >= 0).any():
             found.append(self._groups.partial.take(places[places >= 0]))
-        return Rollouts.joined(found) if found else None
+        return Rollouts.concatenate(found) if found else None

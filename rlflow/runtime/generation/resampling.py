@@ -58,7 +58,7 @@ class Rounds:
             seconds = {name: before + took[name] for name, before in seconds.items()}
             found += int(part[self._name].chosen.sum())
             rounds.append(part)
-        whole = {name: type(first).joined([each[name] for each in rounds]) for name, first in rounds[0].items()}
+        whole = {name: type(first).concatenate([each[name] for each in rounds]) for name, first in rounds[0].items()}
         for name, batch in whole.items():
             made(name, batch)
         chosen = np.flatnonzero(whole.pop(self._name).chosen)[: self._enough]

@@ -225,7 +225,7 @@ class HeldResults:
             return CallResult(result, 0, host)
         check_even(result)
         sizes: list[int] = []
-        batch = _as_declared(result).mapped(lambda column: _measured(column, sizes))
+        batch = _as_declared(result).map_packed(lambda column: _measured(column, sizes))
         if not sizes:
             return CallResult(result, 0, host)
         with self._lock:
@@ -237,7 +237,7 @@ class HeldResults:
         with self._lock:
             batches = self._batches.pop(ticket)
         known: list[RowSpans] = []
-        return type(batches[0]).joined(batches).mapped(lambda column: _stored(column, known))
+        return type(batches[0]).concatenate(batches).map_packed(lambda column: _stored(column, known))
 
     def drop(self, ticket: int) -> None:
         with self._lock:
@@ -252,7 +252,7 @@ def _as_declared(batch: Batch) -> Batch:
         if not isinstance(value, Packed) or isinstance(value, StoredColumn):
             continue
         if hints[name] is Repeated and not isinstance(value, Repeated):
-            changed[name] = Repeated.of(_plain(value))
+            changed[name] = Repeated.from_packed(_plain(value))
         elif hints[name] is not Repeated and isinstance(value, Repeated):
             changed[name] = _plain(value)
     return replace(batch, **changed) if changed else batch  # type: ignore[type-var]

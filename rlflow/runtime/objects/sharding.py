@@ -54,10 +54,10 @@ def divide_rows(sequences: Sequences, count: int, cost: Cost = TOKENS) -> list[I
     """Divide the rows into ``count`` shares, each in the order of the batch, so that the largest costs least.
 
     No share is empty when there are enough rows. The rollouts of a prompt stay together unless dividing them gains more
-    than reading the prompt again costs. Rows that must be ``together`` count as one row.
+    than reading the prompt again costs. Rows of one unit count as one row.
     """
     prompts = prompt_numbers(sequences)
-    first = np.arange(0, len(sequences), sequences.together)
+    first = np.arange(0, len(sequences), sequences.unit_size)
     costs = np.add.reduceat(row_costs(sequences, prompts, cost), first)
     prompts = prompts[first]
     prompt_costs = cost.token * sequences.prompt_ids.lengths[first].astype(np.float64)
@@ -68,7 +68,7 @@ def divide_rows(sequences: Sequences, count: int, cost: Cost = TOKENS) -> list[I
             least, best = largest, owners
         if least <= (1 + TOLERANCE) * lower_bound(costs, count):
             break
-    best = np.repeat(best, sequences.together)[: len(sequences)]
+    best = np.repeat(best, sequences.unit_size)[: len(sequences)]
     return [np.flatnonzero(best == share) for share in range(count)]
 
 

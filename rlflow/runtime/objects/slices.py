@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Batch, Packed
-from rlflow.packed import Array, Compact, Rows, compact, expanded, offsets_of
+from rlflow.packed import Array, CompressedArray, Rows, compress, decompress, offsets_of
 from rlflow.runtime.objects.ray_api import import_ray, this_host
 from rlflow.runtime.objects.store import Block, RowSpans, StoredColumn, blocks_of, fetch
 
@@ -58,7 +58,7 @@ class BatchSlice:
 
     def to_message(self) -> "SliceMessage":
         """Return what is sent to a worker in place of the rows themselves."""
-        return SliceMessage([self.shared.reference], compact(self.rows.astype(np.int64)))
+        return SliceMessage([self.shared.reference], compress(self.rows.astype(np.int64)))
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class SliceMessage:
 
     reference: list[Any]
     """One reference, in a list: Ray passes it on without fetching the object."""
-    rows: Compact
+    rows: CompressedArray
 
 
 def open_message(argument: Any) -> Any:
@@ -75,7 +75,7 @@ def open_message(argument: Any) -> Any:
     if not isinstance(argument, SliceMessage):
         return argument
     batch: Batch = fetch(argument.reference[0])
-    return localize(batch.take(expanded(argument.rows)), this_host())
+    return localize(batch.take(decompress(argument.rows)), this_host())
 
 
 def localize(batch: BatchT, host: str) -> BatchT:
@@ -87,7 +87,7 @@ def localize(batch: BatchT, host: str) -> BatchT:
     def local(column: Packed) -> Packed:
         return _localize_column(column, host, known) if isinstance(column, StoredColumn) else column
 
-    return batch.mapped(local)
+    return batch.map_packed(local)
 
 
 def _localize_column(column: StoredColumn, host: str, known: dict[tuple[RowSpans, int], Intervals]) -> StoredColumn:

@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from rlflow.batch import Batch, Packed, Records, Rollouts
 from rlflow.errors import EngineError, first_line
-from rlflow.packed import Array, Compact, Rows, compact, expanded, offsets_of
+from rlflow.packed import Array, CompressedArray, Rows, compress, decompress, offsets_of
 from rlflow.runtime.objects.ray_api import import_ray, this_host
 
 # The blocks that this process knows, by reference. Columns that arrive in different messages share what they fetch, and
@@ -119,13 +119,13 @@ class RowSpans:
     def __reduce__(self) -> tuple[Any, ...]:
         # Adjacent rows have gaps of 0, which take no room in a message.
         ends = np.concatenate([[0], (self.start + self.length)[:-1]])
-        return _unpickle_spans, (compact(self.block), compact(self.start - ends), compact(self.length))
+        return _unpickle_spans, (compress(self.block), compress(self.start - ends), compress(self.length))
 
 
-def _unpickle_spans(block: Compact, gap: Compact, length: Compact) -> RowSpans:
-    lengths, gaps = expanded(length), expanded(gap)
+def _unpickle_spans(block: CompressedArray, gap: CompressedArray, length: CompressedArray) -> RowSpans:
+    lengths, gaps = decompress(length), decompress(gap)
     ends = np.cumsum(gaps + lengths)
-    return RowSpans(expanded(block), ends - lengths, lengths)
+    return RowSpans(decompress(block), ends - lengths, lengths)
 
 
 class BlockReader(Protocol):
@@ -153,7 +153,7 @@ class StoredColumn(Packed):
         return cls([block], RowSpans(np.zeros(len(lengths), np.int64), offsets_of(lengths)[:-1], lengths))
 
     @classmethod
-    def _joined(cls, parts: Sequence[Any]) -> Packed:
+    def _concatenate(cls, parts: Sequence[Any]) -> Packed:
         blocks = {block: None for part in parts for block in part.blocks}
         number = {block: index for index, block in enumerate(blocks)}
         numbers = [[number[block] for block in part.blocks] for part in parts]
@@ -207,7 +207,7 @@ def blocks_of(batch: Batch) -> Sequence[Block]:
             found.update(dict.fromkeys(column.blocks))
         return column
 
-    batch.mapped(note)
+    batch.map_packed(note)
     return list(found)
 
 

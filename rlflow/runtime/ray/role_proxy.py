@@ -79,7 +79,7 @@ class RoleProxy:
         parts = [part for part in np.array_split(np.arange(len(prompts)), len(self.workers)) if len(part)]
         whole = SharedBatch(prompts)
         calls = [self.workers.submit(rank, "generate", whole.slice(part), sampling) for rank, part in enumerate(parts)]
-        return Rollouts.joined(wait_all(calls))
+        return Rollouts.concatenate(wait_all(calls))
 
     def continue_rollouts(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
         self._turns.take(self._role)
@@ -100,7 +100,7 @@ class RoleProxy:
 
     def evaluate(self, sequences: Sequences) -> Rewards:
         values = np.empty(len(sequences), np.float32)
-        for rank, result, rows in self._of_shares(sequences, sequences.bare(), "evaluate"):
+        for rank, result, rows in self._of_shares(sequences, sequences.as_sequences(), "evaluate"):
             if len(result.values) != len(rows):
                 raise EngineError(
                     f"role {self._role}: worker {rank} has evaluated {len(result.values)} of {len(rows)} responses."
@@ -177,12 +177,12 @@ class RoleProxy:
 
     def _split(self, sequences: Sequences, method: str, *arguments: Any) -> Packed:
         columns, of_rows = [], []
-        for rank, result, rows in self._of_shares(sequences, sequences.bare(), method, *arguments):
+        for rank, result, rows in self._of_shares(sequences, sequences.as_sequences(), method, *arguments):
             what = f"role {self._role}: {method} of worker {rank}"
             check_lengths(what, result.values, sequences.response_ids.lengths[rows])
             columns.append(result.values)
             of_rows.append(rows)
-        return Packed.joined(columns).take(np.argsort(np.concatenate(of_rows)))
+        return Packed.concatenate(columns).take(np.argsort(np.concatenate(of_rows)))
 
     def _of_shares(
         self, sequences: Sequences, sent: Sequences, method: str, *arguments: Any

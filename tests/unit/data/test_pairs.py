@@ -23,7 +23,7 @@ def opened(path: Path, rows: list[dict[str, Any]] = ROWS, **fields: Any) -> Data
 def test_both_responses_of_a_prompt_are_neighbours(tmp_path: Path) -> None:
     source = opened(tmp_path)
     pairs = source.pairs(5)
-    assert pairs.together == 2
+    assert pairs.unit_size == 2
     assert pairs.keys.tolist() == [[5, prompt, sample] for prompt in range(3) for sample in range(2)]
     texts = [TOKENIZER.decode(pairs.prompt_ids[row]) for row in range(6)]
     assert texts[0::2] == texts[1::2] == [row["prompt"] for row in source.prompts(5).rows]

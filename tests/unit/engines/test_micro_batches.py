@@ -79,7 +79,7 @@ def test_every_row_once_within_the_limit(groups: list[tuple[int, list[int]]], li
 )
 def test_rows_that_are_compared_stay_in_one_pass(limit: int, pieces: list[list[int]]) -> None:
     """Pairs of 4 + 3, 3 + 4 and 8 + 6 tokens, as if each were one row."""
-    given = replace(sequences([2, 1, 3], [[2, 1], [2, 3], [5, 3]]), together=2)
+    given = replace(sequences([2, 1, 3], [[2, 1], [2, 3], [5, 3]]), unit_size=2)
     assert lists(micro_batches(given, limit)) == pieces
     # Not more of them than there are pairs.
     assert len(micro_batches(given, limit, 5)) == 3

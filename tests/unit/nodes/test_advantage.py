@@ -195,8 +195,8 @@ def test_without_a_reward_it_is_as_if_it_had_not_been_written(node: Any) -> None
     expected = run({name: batch.take(kept) for name, batch in of_rollouts.items()})
     without = np.where(missing, np.nan, RANDOM.values).astype(np.float32)
     ours = run({**of_rollouts, "rewards": Rewards(values=without)})
-    assert (ours.known == ~missing).all()
-    assert expected.known.all()
+    assert (ours.is_included == ~missing).all()
+    assert expected.is_included.all()
     assert ours.take(kept).values.values == pytest.approx(expected.values.values, abs=1e-6)
 
 
@@ -211,4 +211,4 @@ def test_the_others_of_a_group_by_hand() -> None:
 def test_where_the_greedy_response_has_no_reward_its_prompt_is_excluded() -> None:
     greedy = rollouts(sequences([2] * len(SIZES), [[3]] * len(SIZES)))
     rewards = Rewards(values=np.array([0, np.nan, 0, 0, 0], np.float32))
-    assert (GreedyAdvantage().run(RAGGED, RANDOM, greedy, rewards).known == (RAGGED.keys[:, 1] != 1)).all()
+    assert (GreedyAdvantage().run(RAGGED, RANDOM, greedy, rewards).is_included == (RAGGED.keys[:, 1] != 1)).all()

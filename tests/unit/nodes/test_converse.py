@@ -192,7 +192,7 @@ def test_of_a_conversation_whose_environment_fails_no_model_says_anything() -> N
     judged = RewardModel().run(FakeEngine(spec()), out)
     assert np.isnan(judged.values).tolist() == [True, False]
     taught = TeacherAdvantage().run(out, Logprobs(values=out.logprobs))
-    assert taught.known.tolist() == [False, True]
+    assert taught.is_included.tolist() == [False, True]
 
 
 def test_a_failure_may_end_the_run() -> None:

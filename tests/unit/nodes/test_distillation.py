@@ -23,7 +23,7 @@ GIVEN = type(RAGGED)(**{**vars(RAGGED), "logprobs": SAMPLED})
 def test_each_token_by_itself(old: Packed | None) -> None:
     known = None if old is None else Logprobs(values=old)
     advantages = TeacherAdvantage().run(GIVEN, Logprobs(values=TEACHER), old_logprobs=known)
-    assert advantages.known.all()
+    assert advantages.is_included.all()
     for row in range(len(GIVEN)):
         policy = (SAMPLED if old is None else old)[row]
         expected = [float(theirs) - float(ours) for theirs, ours in zip(TEACHER[row], policy, strict=True)]

@@ -54,7 +54,7 @@ def test_against_a_plain_loop(limit: int, label_smoothing: float) -> None:
     logprobs = torch.tensor(own, requires_grad=True)
     column = given.response_ids.like(reference)
     batch = Minibatch(
-        **vars(given.bare()),
+        **vars(given.as_sequences()),
         step=0,
         columns={"reference": column},
         weights=Weighting(aggregation="sequence").weights(given.response_ids.lengths, np.ones(14, np.bool_)),
@@ -91,7 +91,7 @@ def test_pairs_stay_whole_in_minibatches() -> None:
         [[0, 0], [0, 1], [1, 0], [1, 1], [2, 0], [2, 1]],
         [[3, 0], [3, 1], [4, 0], [4, 1]],
     ]
-    assert all(part.together == 2 for part in seen)
+    assert all(part.unit_size == 2 for part in seen)
     assert {"accuracy", "margin", "loss"} <= metrics.keys()
 
 

@@ -127,7 +127,7 @@ def test_generalized_advantages_of_such_a_response() -> None:
     }
     ours = node.run(**inputs)
     theirs = node.run(**{name: batch.take(kept) for name, batch in inputs.items()})
-    assert ours.known.tolist() == [True, False, True, False]
+    assert ours.is_included.tolist() == [True, False, True, False]
     check_advantages("advantages", ours, inputs)
     own = given.own_tokens().values
     assert ours.values.values[own] == pytest.approx(theirs.values.values[theirs.values.values != 0], abs=1e-6)

@@ -67,9 +67,9 @@ def test_an_infinite_advantage_is_named_where_others_of_its_prompt_are_excluded(
 
 
 def test_a_rollout_without_a_reward_has_no_advantage_on_purpose() -> None:
-    assert run(GroupAdvantage(), [1, np.nan, 0, 1]).known.tolist() == [True, False, True, True]
+    assert run(GroupAdvantage(), [1, np.nan, 0, 1]).is_included.tolist() == [True, False, True, True]
     # The rest of its group may go with it.
-    assert run(LeaveOneOut(), [1, 0, 1, np.nan]).known.tolist() == [True, True, True, False]
+    assert run(LeaveOneOut(), [1, 0, 1, np.nan]).is_included.tolist() == [True, True, True, False]
 
 
 def test_nor_has_a_prompt_whose_greedy_response_has_no_reward() -> None:
@@ -79,7 +79,7 @@ def test_nor_has_a_prompt_whose_greedy_response_has_no_reward() -> None:
         [1, 0, 1, 1],
         greedy=greedy,
         greedy_rewards=Rewards(values=np.array([np.nan, 1], np.float32)),
-    ).known
+    ).is_included
     assert known.tolist() == [False, False, False, True]
 
 

@@ -90,8 +90,8 @@ def test_a_plain_loop_gives_the_same(node: GaeAdvantage, excluded: list[int]) ->
     rewards[excluded] = np.nan
     ours = node.run(GIVEN, Rewards(values=rewards), VALUES, REFERENCE, OWN)
     assert np.flatnonzero(ours.excluded).tolist() == excluded
-    assert (ours.known == ~ours.excluded).all()
-    known = np.flatnonzero(ours.known).tolist()
+    assert (ours.is_included == ~ours.excluded).all()
+    known = np.flatnonzero(ours.is_included).tolist()
     advantages, returns, kl = plain(node, known)
     flat, all_returns = (list(chain.from_iterable(rows)) for rows in (advantages, returns))
     middle, deviation = (mean(flat), sqrt(variance(flat)) + 1e-8) if node.normalize else (0.0, 1.0)

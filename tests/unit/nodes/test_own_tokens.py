@@ -63,7 +63,7 @@ def test_own_tokens_are_told_by_row() -> None:
     assert [GIVEN.own_tokens()[row].tolist() for row in range(4)] == [own.tolist() for own in OWN]
     assert GIVEN.own_lengths.tolist() == [3, 4, 6, 3]
     assert GIVEN.take(np.array([2, 0])).own_lengths.tolist() == [6, 3]
-    assert Conversations.joined([GIVEN, GIVEN]).own_lengths.tolist() == [3, 4, 6, 3] * 2
+    assert Conversations.concatenate([GIVEN, GIVEN]).own_lengths.tolist() == [3, 4, 6, 3] * 2
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_advantages_are_normalised_over_the_models_tokens() -> None:
     mean = np.average(centred, weights=weights)
     deviation = np.sqrt(np.average((centred - mean) ** 2, weights=weights))
     given = BatchAdvantage().run(GIVEN, rewards).values
-    assert given.each == pytest.approx((centred - mean) / deviation, rel=1e-5)
+    assert given.run_values == pytest.approx((centred - mean) / deviation, rel=1e-5)
 
 
 def test_lengths_are_the_models() -> None:

@@ -223,7 +223,7 @@ def test_mistakes(node: Reward, message: str) -> None:
 
 def test_rewards_keep_their_parts_where_rows_are_taken_and_joined() -> None:
     given = run(good=RewardTerm(function=named(good)), out=RewardTerm(function=named(one_fails), on_failure="exclude"))
-    turned = SummedRewards.joined([given.take(np.array([1])), given.take(np.array([0]))])
+    turned = SummedRewards.concatenate([given.take(np.array([1])), given.take(np.array([0]))])
     assert same(turned.values, [np.nan, 6])
     assert same(turned.parts["good"], [2, 1])
     assert turned.reasons.tolist() == ["'out' is out", ""]

@@ -24,7 +24,7 @@ def test_against_a_plain_loop() -> None:
     said = draw.normal(0, 1, len(given.response_ids.values))
     outputs = torch.tensor(said, requires_grad=True)
     batch = Minibatch(
-        **vars(given.bare()),
+        **vars(given.as_sequences()),
         step=0,
         columns={},
         weights=Weighting(aggregation="sequence").weights(given.response_ids.lengths, np.ones(14, np.bool_)),

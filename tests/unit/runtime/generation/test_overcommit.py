@@ -32,7 +32,7 @@ class Data(DataSource):
         """Gives what ``of_step`` gives."""
 
     def prompts_of(self, keys: NDArray[np.int64]) -> Prompts:
-        return Prompts.joined([of_step(step).take(np.array([prompt])) for step, prompt, _ in keys.tolist()])
+        return Prompts.concatenate([of_step(step).take(np.array([prompt])) for step, prompt, _ in keys.tolist()])
 
 
 def check(steps: list[Rollouts]) -> None:

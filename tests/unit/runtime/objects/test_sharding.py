@@ -120,9 +120,9 @@ def test_reading_prompts_again_may_cost_more_than_it_saves() -> None:
 
 def test_rows_that_are_compared_stay_on_one_rank() -> None:
     """Rows alone would be 9 and 1 + 9 and 1."""
-    given = replace(sequences([1, 1], [[9, 1], [9, 1]]), together=2)
+    given = replace(sequences([1, 1], [[9, 1], [9, 1]]), unit_size=2)
     assert [part.tolist() for part in divide_rows(given, 2)] == [[0, 1], [2, 3]]
-    many = replace(batch(64, 2), together=2)
+    many = replace(batch(64, 2), unit_size=2)
     parts = divide_rows(many, 8)
     assert sorted(np.concatenate(parts).tolist()) == list(range(128))
     assert all((part[0::2] + 1 == part[1::2]).all() and not (part[0::2] % 2).any() for part in parts)

@@ -66,7 +66,7 @@ def test_an_object_a_field(objects: dict[int, Any], written: Any) -> None:
 @pytest.mark.usefixtures("objects")
 @pytest.mark.parametrize("rows", [[3, 0, 5], [1, 1, 2], [2, 3, 4], []])
 def test_rows_of_several_producers(written: Any, rows: list[int]) -> None:
-    whole = type(written).joined([stored(written.take(np.array(part))) for part in ([0, 1], [2], [3, 4, 5])])
+    whole = type(written).concatenate([stored(written.take(np.array(part))) for part in ([0, 1], [2], [3, 4, 5])])
     taken = whole.take(np.array(rows, np.int64))
     for name in ("prompt_ids", "response_ids", "logprobs", "versions"):
         column, expected = getattr(taken, name), getattr(written, name)
@@ -81,7 +81,7 @@ def test_rows_of_several_producers(written: Any, rows: list[int]) -> None:
 
 @pytest.mark.usefixtures("objects")
 def test_columns_that_are_cut_alike_travel_once(written: Any) -> None:
-    whole = type(written).joined([stored(written.take(np.array(part))) for part in ([0, 1], [2, 3, 4, 5])])
+    whole = type(written).concatenate([stored(written.take(np.array(part))) for part in ([0, 1], [2, 3, 4, 5])])
     for batch in (whole, whole.take(np.array([4, 2])), pickle.loads(pickle.dumps(whole))):
         assert batch.logprobs.spans is batch.response_ids.spans
     again = pickle.loads(pickle.dumps(whole.take(np.array([5, 0]))))
@@ -95,13 +95,13 @@ def test_a_thousand_rollouts_in_a_message(objects: dict[int, Any]) -> None:
     lengths = draw.integers(1, 100, (250, 4))
     parts = np.array_split(np.arange(1000), 4)
     whole = rollouts(sequences(list(draw.integers(1, 40, 250)), [list(group) for group in lengths]))
-    joined = type(whole).joined([stored(whole.take(part)) for part in parts])
+    joined = type(whole).concatenate([stored(whole.take(part)) for part in parts])
     assert len(pickle.dumps(joined)) < 10_000
     assert len(objects) == 20
 
 
 def test_only_blocks_that_are_asked_for_are_fetched(objects: dict[int, Any], written: Any) -> None:
-    whole = type(written).joined([stored(written.take(np.array(part))) for part in ([0, 1], [2, 3, 4, 5])])
+    whole = type(written).concatenate([stored(written.take(np.array(part))) for part in ([0, 1], [2, 3, 4, 5])])
     objects.clear()
     assert whole.take(np.array([0, 4])).response_ids.lengths.tolist() == [4, 5]
     with pytest.raises(KeyError):

@@ -206,5 +206,5 @@ class TestWorker:
 
 def test_packed_rows_join() -> None:
     parts = [Packed.from_rows([[1, 2], [3]], np.int32), Packed.from_rows([[], [4]], np.int32)]
-    joined = Packed.joined(parts)
+    joined = Packed.concatenate(parts)
     assert [row.tolist() for row in map(joined.__getitem__, range(4))] == [[1, 2], [3], [], [4]]
