@@ -46,7 +46,11 @@ def prepend_partial(
         return Packed.from_rows(rows, dtype)
 
     token_versions = prepend("versions", versions, np.int32)
-    return prepend("ids", ids, np.int32), prepend("logprobs", logprobs, np.float32), Repeated.from_packed(token_versions)
+    return (
+        prepend("ids", ids, np.int32),
+        prepend("logprobs", logprobs, np.float32),
+        Repeated.from_packed(token_versions),
+    )
 
 
 class GroupProgress:
