@@ -8,7 +8,9 @@ import pytest
 
 from tests.conftest import ROOT
 
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/getting-started.md", "docs/recipes.md")]
+LONG = {"architecture.md", "clusters.md", "planner.md"}
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [page for page in PAGES if page.name not in LONG]
 WORDS_IN_A_PARAGRAPH = 90
 LINES_OF_README = 250
 

@@ -61,8 +61,8 @@ def test_corrections_of_the_page_are_read() -> None:
 
 
 def test_the_page_has_the_defaults() -> None:
-    """Of the table that compares them with verl's and TRL's."""
-    (table,) = re.findall(r"\| \| here \| verl.*?\n\n", PAGE, flags=re.DOTALL)
+    """The table that compares rlflow's defaults with verl's and TRL's."""
+    (table,) = re.findall(r"\| what \| rlflow \| verl.*?\n\n", PAGE, flags=re.DOTALL)
     here = {row.split("|")[1].strip(): row.split("|")[2].strip() for row in table.strip().splitlines()[2:]}
 
     def default(kind: str, option: str) -> object:
@@ -76,4 +76,4 @@ def test_the_page_has_the_defaults() -> None:
     assert default("cispo_update", "clip_eps") is None
     assert default("policy_update", "dual_clip") is None
     assert default("batch_advantage", "unbiased") is False
-    assert here["tokens and responses in GRPO's loss"] == f"{default('policy_update', 'aggregation')}s"
+    assert here["weighting in GRPO's loss"] == f"{default('policy_update', 'aggregation')}s"
