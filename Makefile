@@ -1,7 +1,7 @@
 # Needs Python 3.11 and pip, nothing else.
 PYTHON ?= python3
 BIN := .venv/bin
-# Three processes share the test files, since many tests wait. In alphabetical order the slow ones come before tests/unit.
+# Three processes share the test files, since many tests wait. The slow ones come first (see tests/conftest.py).
 PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test check soak lint

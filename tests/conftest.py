@@ -1,9 +1,13 @@
 """Options and fixtures of all tests."""
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -84,7 +88,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
 @pytest.fixture(scope="session")
 def vllm_process() -> Iterator[EngineProcess]:
     """Return a process for engines of vLLM on one rank."""
-    with processes(1) as (started,):
+    with processes(1, "vllm") as (started,):
         yield started
 
 
@@ -108,11 +112,79 @@ def address() -> str:
     return free_address()
 
 
+@dataclass
+class _Running:
+    """The simulated hosts that run now, and what stops them."""
+
+    hosts: str | None = None
+    stack: ExitStack = field(default_factory=ExitStack)
+
+
+_RUNNING = _Running()
+
+
 @pytest.fixture(scope="module")
-def hosts(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Start simulated hosts for a whole test file, which says how many in ``HOSTS``; two of one GPU by default."""
+def hosts(request: pytest.FixtureRequest) -> None:
+    """Start simulated hosts for a test file, which says how many in ``HOSTS``; two of one GPU by default.
+
+    A file that follows and wants the same ones goes on with them.
+    """
     from rlflow.compose import cluster_named
     from rlflow.runtime.ray.cluster.hosts import simulated
 
-    with simulated(cluster_named(getattr(request.module, "HOSTS", "2x1@cpu"))):
-        yield
+    wanted = _hosts_of(request.module)
+    if _RUNNING.hosts != wanted:
+        _RUNNING.stack.enter_context(simulated(cluster_named(wanted)))
+        _RUNNING.hosts = wanted
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Function, nextitem: pytest.Function | None) -> Iterator[None]:
+    """Stop simulated hosts when the next file wants others or none."""
+    try:
+        return (yield)
+    finally:
+        if _RUNNING.hosts is not None and not _goes_on_with_hosts(item, nextitem):
+            _RUNNING.hosts = None
+            _RUNNING.stack.close()
+
+
+def _goes_on_with_hosts(item: pytest.Function, nextitem: pytest.Function | None) -> bool:
+    if nextitem is None or nextitem.module is item.module:
+        return nextitem is not None
+    has_its_own = hasattr(nextitem.module, "hosts")
+    return "hosts" in nextitem.fixturenames and not has_its_own and _hosts_of(nextitem.module) == _RUNNING.hosts
+
+
+def _hosts_of(module: Any) -> str:
+    return getattr(module, "HOSTS", "2x1@cpu")
+
+
+# Test files that share what takes long to start run in one process, one after another. They are known by these words.
+SHARED = {"hosts: None": "hosts", "vllm_process": "vLLM", "integration.engine_process": "DeepSpeed"}
+
+
+@functools.cache
+def _group(file: str) -> str:
+    """Return the name of the group that a test file is in: its own where it shares nothing."""
+    text = (ROOT / file).read_text()
+    return next((group for word, group in SHARED.items() if word in text), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let each process of ``pytest -n`` take a whole group at a time."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Groups(LoadFileScheduling):  # type: ignore[misc, unused-ignore]
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(super()._split_scope(nodeid))
+
+    return Groups(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the groups that share something first: they take longest."""
+    order = list(SHARED.values())
+    groups = {item: _group(item.nodeid.split("::")[0]) for item in items}
+    items.sort(key=lambda item: order.index(groups[item]) if groups[item] in order else len(order))

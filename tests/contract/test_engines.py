@@ -43,7 +43,7 @@ def build(request: pytest.FixtureRequest) -> "Iterator[Build]":
         def process(name: str) -> EngineProcess:
             if name == "vllm":
                 return request.getfixturevalue("vllm_process")  # type: ignore[no-any-return]
-            return running.enter_context(processes(1))[0]
+            return running.enter_context(processes(1, name))[0]
 
         def build(name: str, **options: Any) -> Any:
             if engine_kind(name).package is None:

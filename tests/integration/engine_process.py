@@ -1,27 +1,56 @@
-"""Engines in processes of their own: libraries bind threads, warn, and keep what cannot be had twice in one process."""
+"""Engines in processes of their own: libraries bind threads, warn, and keep what cannot be had twice in one process.
 
+To import vLLM or DeepSpeed takes seconds, so each is imported once, by a template from which processes are forked.
+"""
+
+import json
 import multiprocessing
+import os
+import signal
 import socket
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest.mock import patch
 
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.registry import engine_class
+from rlflow.engines.serving.settings import set_environment
+from tests.helpers import spec
 
 _SECONDS = 200
+# What engines of a library import when they are built.
+_MODULES = {
+    "deepspeed": [
+        "deepspeed",
+        "deepspeed.runtime.superoffload.superoffload_stage3",
+        "functorch.compile",
+        "peft",
+        "rlflow.engines.deepspeed",
+        "transformers.models.qwen3.modeling_qwen3",
+    ],
+    "vllm": [
+        "compressed_tensors.compressors",
+        "vllm.v1.engine.llm_engine",
+        "vllm.v1.worker.cpu_worker",
+        "rlflow.engines.vllm",
+        "rlflow.engines.serving.vllm_worker",
+        "vllm.model_executor.models.qwen3",
+        "vllm.model_executor.model_loader.reload.layerwise",
+    ],
+}
 
 
 class EngineProcess:
     """Answers one call after another. ``send`` and ``receive`` apart let several processes work at once."""
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,))
-        self._process.start()
-        theirs.close()
+    def __init__(self, library: str) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._pid = _template(library).fork(theirs)
 
     def send(self, function: Callable[..., Any], *arguments: Any) -> None:
         """``function`` is one of a module, and gets the list of the process's engines before ``arguments``."""
@@ -38,13 +67,15 @@ class EngineProcess:
         assert self._pipe.poll(_SECONDS), f"no answer in {_SECONDS} s"
         return self._pipe.recv()
 
-    def build(self, engine: str, spec: EngineSpec) -> "RemoteEngine":
-        self.send(build, engine, spec)
+    def build(self, engine: str, of: EngineSpec) -> "RemoteEngine":
+        self.send(build, engine, of)
         return RemoteEngine(self, self.receive())
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.join()
+        os.kill(self._pid, signal.SIGKILL)
+        with suppress(EOFError, ConnectionResetError):  # the process has ended
+            while True:
+                self._pipe.recv_bytes()
         self._pipe.close()
 
 
@@ -63,8 +94,9 @@ class RemoteEngine:
 
 
 @contextmanager
-def processes(count: int) -> "Iterator[Sequence[EngineProcess]]":
-    started = [EngineProcess() for _ in range(count)]
+def processes(count: int, library: str = "deepspeed") -> "Iterator[Sequence[EngineProcess]]":
+    """Processes that have imported what engines of ``library`` need."""
+    started = [EngineProcess(library) for _ in range(count)]
     try:
         yield started
     finally:
@@ -90,15 +122,66 @@ def free_address() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def build(engines: list[Any], engine: str, spec: EngineSpec) -> int:
+def build(engines: list[Any], engine: str, of: EngineSpec) -> int:
     """The engine's place among those of the process."""
-    engines.append(engine_class(engine)(spec))
+    engines.append(engine_class(engine)(of))
     return len(engines) - 1
 
 
 def call(engines: list[Any], place: int, method: str, *arguments: Any) -> Any:
     result = getattr(engines[place], method)(*arguments)
     return [(name, tensor.detach().clone()) for name, tensor in result] if method == "weights" else result
+
+
+class _Template:
+    """A process that has imported a library, and is copied on request. It ends with this process."""
+
+    def __init__(self, library: str) -> None:
+        self._socket, theirs = socket.socketpair()
+        # Several threads of each process would wait for one another on a machine of two cores.
+        with theirs, patch.dict(os.environ, OMP_NUM_THREADS="1"):
+            spawn = multiprocessing.get_context("spawn")
+            spawn.Process(target=_fork, args=(theirs, library), daemon=True).start()
+        self._socket.settimeout(_SECONDS)
+
+    def fork(self, pipe: Connection) -> int:
+        """Hand ``pipe`` to a new process, which has this one's environment, and return its number."""
+        with pipe:
+            socket.send_fds(self._socket, [json.dumps(dict(os.environ)).encode()], [pipe.fileno()])
+        return int(self._socket.recv(16))
+
+
+@cache
+def _template(library: str) -> _Template:
+    return _Template(library)
+
+
+def _fork(control: socket.socket, library: str) -> None:
+    multiprocessing.current_process().daemon = False  # engines may start processes
+    # As the engines do before they import the libraries, which read it then.
+    if library == "vllm":
+        set_environment(spec())
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    for module in _MODULES[library]:
+        import_module(module)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that have ended
+    while True:
+        environment, (end, *_), _, _ = socket.recv_fds(control, 1 << 18, 1)
+        if not environment:
+            return
+        if pid := os.fork():
+            os.close(end)
+            control.sendall(str(pid).encode())
+            continue
+        try:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.environ.update(json.loads(environment))
+            _serve(Connection(end))
+        except BaseException:  # whatever it is, the process must not go on as a copy of its parent
+            traceback.print_exc()
+        finally:
+            os._exit(0)
 
 
 def _serve(pipe: Connection) -> None:

@@ -1,8 +1,7 @@
 """Two ranks of DeepSpeed, and of the plain engine, against the plain engine on one."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,15 +26,6 @@ pytestmark = pytest.mark.slow
 
 GIVEN = sequences([3, 6, 2], [[4, 9, 1], [2, 7], [5]])
 STEPS = 5
-
-
-@contextmanager
-def of_one_thread(count: int) -> "Iterator[Sequence[EngineProcess]]":
-    """Processes of several threads each would wait for one another on a machine of two cores."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        with processes(count) as started:
-            yield started
 
 
 def share_everything() -> None:
@@ -199,7 +189,7 @@ def test_ranks_that_share_their_tokens_train_as_one_does(
 @pytest.mark.soak
 def test_two_shares_of_the_data_of_two_ranks_each() -> None:
     layout = Layout(micro_batch_tokens=16, zero_stage=3, data_parallel_size=2, sequence_parallel_size=2)
-    with of_one_thread(4) as four:
+    with processes(4) as four:
         ours = Ranks(four, replace(actor(3), layout=layout), free_address(), sgd=True)
         compare_training(ours, plain(sgd=True), True, lambda batch: [part for part in split(batch) for _ in range(2)])
 

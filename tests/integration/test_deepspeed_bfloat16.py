@@ -10,15 +10,15 @@ from rlflow.engines.base import EngineSpec
 from rlflow.recipe import Optimizer
 from rlflow.resources.models.lora import Lora
 from tests.helpers import MODEL
-from tests.integration.engine_process import EngineProcess, all_of, free_address
-from tests.integration.test_deepspeed import LOSS, Ranks, actor, of_one_thread, park, policy_minibatch, split
+from tests.integration.engine_process import EngineProcess, all_of, free_address, processes
+from tests.integration.test_deepspeed import LOSS, Ranks, actor, park, policy_minibatch, split
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def two() -> "Iterator[Sequence[EngineProcess]]":
-    with of_one_thread(2) as started:
+    with processes(2) as started:
         yield started
 
 
@@ -29,7 +29,7 @@ def address() -> str:
 
 @pytest.fixture(scope="module")
 def single() -> Iterator[Sequence[EngineProcess]]:
-    with of_one_thread(1) as started:
+    with processes(1) as started:
         yield started
 
 

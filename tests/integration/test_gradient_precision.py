@@ -30,10 +30,8 @@ BFLOAT16 = replace(MODEL, dtype="bfloat16")
 
 @pytest.fixture(scope="module")
 def two() -> "Iterator[Sequence[EngineProcess]]":
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        with processes(RANKS) as started:
-            yield started
+    with processes(RANKS) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")

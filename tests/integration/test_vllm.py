@@ -59,7 +59,7 @@ def alone(process: EngineProcess) -> RemoteEngine:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RemoteEngine]:
-    with processes(1) as (started,):
+    with processes(1, "vllm") as (started,):
         yield started.build("vllm", serving(layout=LAYOUTS["pair"]))
 
 
@@ -133,7 +133,7 @@ def test_after_each_copy_logprobs_are_those_of_the_new_weights(
         model = Model(path=str(folder), dtype="float32")
         check_against_fresh(engine, process.build("vllm", serving(model=model)))
         if layout.tensor_parallel_size > 1 and copies > 3 and version in (1, copies):
-            with processes(1) as (another,):
+            with processes(1, "vllm") as (another,):
                 check_against_fresh(engine, another.build("vllm", serving(model=model, layout=layout)))
     assert len(texts) > copies / 2
 

@@ -49,7 +49,7 @@ def alone(process: EngineProcess) -> RemoteEngine:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RemoteEngine]:
-    with processes(1) as (started,):
+    with processes(1, "vllm") as (started,):
         yield started.build("vllm", with_adapters(layout=LAYOUTS["pair"]))
 
 

@@ -14,6 +14,8 @@ def import_ray() -> Any:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Applies to a Ray that is started here: the machine is there for the engines, so they keep their priority.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Ray would start a worker for every CPU ahead of time, and engines have workers of their own.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     import ray
 
     logger = logging.getLogger("ray")
