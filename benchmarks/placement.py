@@ -14,9 +14,9 @@ from pathlib import Path
 
 import rlflow
 from benchmarks.reporting import Goal, finish
-from rlflow.compiler.graph import wire
 from rlflow.compiler.lower import Requirements, lower
 from rlflow.compiler.plan import Plan, plan
+from rlflow.compiler.wire import wire
 from rlflow.compose import cluster_named
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster
@@ -76,7 +76,7 @@ def _asking(given: Requirements, roles: Sequence[str], cluster: Cluster, draw: r
         nodes[role] = replace(nodes[role], after=reads)
     order = sorted(roles, key=lambda role: len(nodes[role].after))
     return Requirements(
-        demands=tuple(replace(demands[ROLES[role]], role=role, wants=_wants(cluster, draw)) for role in roles),
+        demands=tuple(replace(demands[ROLES[role]], role=role, pins=_wants(cluster, draw)) for role in roles),
         workload=Workload(
             tasks=tuple(nodes[role] for role in order), copies=(WeightCopy(source="actor", target="rollout"),)
         ),

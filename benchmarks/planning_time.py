@@ -13,8 +13,8 @@ from statistics import median
 import rlflow
 from benchmarks.reporting import Goal, finish
 from rlflow.compiler import compile_recipe
-from rlflow.compiler.graph import wire
 from rlflow.compiler.lower import Requirements, lower
+from rlflow.compiler.wire import wire
 from rlflow.compose import cluster_named
 from rlflow.resources.planner.search import Search
 from rlflow.resources.workload import WeightCopy, Workload

@@ -32,7 +32,7 @@ from benchmarks.tail_sources import Oracle, fifo, static
 from rlflow.compose import cluster_named
 from rlflow.resources.time.decoding import decoder_of
 from rlflow.resources.time.lengths import Lengths
-from rlflow.resources.time.speed import Efficiency, speed_of
+from rlflow.resources.time.speed import Efficiency, gpu_speed
 from rlflow.runtime.generation.scheduler import Room, Scheduler
 
 
@@ -85,7 +85,7 @@ def engine_of(site: Site) -> tuple[Speed, Room]:
     gpu = next(iter(cluster.gpus.values()))
     assert model is not None
     assert gpu.memory_gib is not None
-    speed = speed_of(gpu, 8, Efficiency())
+    speed = gpu_speed(gpu, 8, Efficiency())
     decoder = decoder_of(model, site.gpus_each, 1, speed, 2)
     free = 0.85 * gpu.memory_gib * 2**30 * site.gpus_each - 2 * model.num_parameters
     tokens = int(free / (2 * model.kv_values_per_token))
@@ -98,7 +98,7 @@ def samples_of(run: Run, prompts: int, alike: float, seed: int) -> Samples:
     scores = alike**0.5 * of_prompt + (1 - alike) ** 0.5 * draw.standard_normal(len(of_prompt))
     normal = NormalDist()
     places = np.array([normal.cdf(score) for score in scores])
-    lengths = np.array(Lengths.about(run.mean, run.limit).values)
+    lengths = np.array(Lengths.log_normal(run.mean, run.limit).values)
     return Samples(
         prompts=np.full(len(scores), run.prompt),
         lengths=np.ceil(lengths[(places * len(lengths)).astype(np.int64)]).astype(np.int64),

@@ -27,7 +27,7 @@ import rlflow
 from rlflow.arguments import help_text, hydra_arguments
 from rlflow.cluster_detection import default_cluster, detect_cluster
 from rlflow.compiler import compile_recipe
-from rlflow.compiler.plan import Plan, long_time, read_plan, write_plan
+from rlflow.compiler.plan import Plan, format_duration, read_plan, write_plan
 from rlflow.compiler.ranking import Outcome, ranking
 from rlflow.compiler.render import render
 from rlflow.compose import (
@@ -163,7 +163,7 @@ def _keys() -> set[str]:
 
 
 def _for_gpus(plan: Plan) -> PlacementError:
-    time = long_time(plan.prediction.step_seconds)
+    time = format_duration(plan.prediction.step_seconds)
     return PlacementError(
         "cluster",
         f"{plan.recipe.name} is for GPUs, and none was found on this machine: on its CPU a step would take {time}",

@@ -16,7 +16,7 @@ from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.config import architecture_of_path, check_agreement
 from rlflow.resources.models.figures import check
 from rlflow.resources.models.lora import Lora
-from rlflow.resources.time.lengths import lengths_of_run
+from rlflow.resources.time.lengths import past_lengths
 from rlflow.schema import Count, Section, parse
 
 Size = Annotated[float, Ge(0)]
@@ -175,7 +175,7 @@ def load(config: DictConfig, recipe_named: Callable[[str], Mapping[str, Any]]) -
                 model["recipe"] = recipe_named(model["recipe"])
     expect = mapping.get("expect")
     if isinstance(expect, dict) and isinstance(folder := expect.get("response_tokens"), str) and folder != "auto":
-        expect["response_tokens"] = list(lengths_of_run(folder, "expect.response_tokens"))
+        expect["response_tokens"] = list(past_lengths(folder, "expect.response_tokens"))
     return _with_architectures(recipe_from(mapping))
 
 

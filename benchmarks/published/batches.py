@@ -87,11 +87,11 @@ def _responses(row: Row, samples: float, prompt: float, limit: float) -> Lengths
     """
     if row.tokens_per_s_per_gpu and row.step_time_s and row.n_gpus:
         mean = row.tokens_per_s_per_gpu * row.step_time_s * row.n_gpus / samples
-        return Lengths.about(max(1.0, mean - prompt), limit)
+        return Lengths.log_normal(max(1.0, mean - prompt), limit)
     name = row.model.lower()
     reasons = _REASONS.search(name) and not (_ANSWERS.search(name) and "distill" not in name)
     mean = _REASONED if reasons else _ANSWERED
-    return Lengths((*(min(limit, value) for value in Lengths.about(mean, 8 * mean).values[:-1]), limit))
+    return Lengths((*(min(limit, value) for value in Lengths.log_normal(mean, 8 * mean).values[:-1]), limit))
 
 
 def _minibatches(row: Row, samples: float) -> int:

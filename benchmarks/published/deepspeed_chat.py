@@ -12,7 +12,7 @@ from rlflow.resources.memory.state import state_terms
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.passes import gather_seconds, padded_generation, scoring, sync_seconds, training
-from rlflow.resources.time.speed import Efficiency, speed_of
+from rlflow.resources.time.speed import Efficiency, gpu_speed
 
 # step3_rlhf_finetuning/BenckmarkSetting.md: 264,292 samples of 256 + 256 tokens, at most 1024 a step, else as many as
 # memory allows. The README's 131.9k queries are half of that; its 135 million tokens are not.
@@ -35,7 +35,7 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
     ZeRO-3, they are gathered for every token (benchmark/README.md).
     """
     assert case.gpu is not None
-    speed = speed_of(case.gpu, case.gpus_per_host, efficiency or Efficiency())
+    speed = gpu_speed(case.gpu, case.gpus_per_host, efficiency or Efficiency())
     model, gpus, epoch = case.model, case.train.num_gpus, not is_compared(case.row)
     length = float(_EPOCH_LENGTH if epoch else COMPARED_LENGTH)
     fixed = Lengths((length,))

@@ -21,7 +21,7 @@ from rlflow.resources.time.passes import (
     sync_seconds,
     training,
 )
-from rlflow.resources.time.speed import Efficiency, Speed, speed_of
+from rlflow.resources.time.speed import Efficiency, Speed, gpu_speed
 
 # Of a GPU's memory, for weights, gradients and optimizer; the rest is for activations and logits.
 _STATE_SHARE = 0.85
@@ -69,7 +69,7 @@ def unfit(case: Case) -> str | None:
 
 def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
     assert case.gpu is not None
-    speed = speed_of(case.gpu, case.gpus_per_host, efficiency or Efficiency())
+    speed = gpu_speed(case.gpu, case.gpus_per_host, efficiency or Efficiency())
     batch = batch_of(case)
     assert batch is not None
     train = _layout(case, batch)

@@ -46,7 +46,7 @@ def lengths_of(row: Row) -> tuple[Lengths, Lengths, set[str]]:
     if response is None:
         guessed.add("mean_response_len")
         response = _ANSWER_SHARE * response_limit
-    return _texts(prompt, prompt_limit), Lengths.about(response, response_limit), guessed
+    return _texts(prompt, prompt_limit), Lengths.log_normal(response, response_limit), guessed
 
 
 def _texts(mean: float, limit: float) -> Lengths:

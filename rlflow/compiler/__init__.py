@@ -5,9 +5,9 @@
 ``render`` draws a plan for a person. Compiling imports neither torch nor ray.
 """
 
-from rlflow.compiler.graph import wire
 from rlflow.compiler.lower import lower
 from rlflow.compiler.plan import Plan, plan
+from rlflow.compiler.wire import wire
 from rlflow.recipe import Recipe
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.time.speed import Calibration

@@ -1,4 +1,4 @@
-"""How many bytes travel on the edges of the graph: from the types that its nodes give, and the lengths of a step."""
+"""The bytes on the edges of the graph, from the output types of its nodes and the expected lengths of a step."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin, get_type_hints
@@ -10,20 +10,20 @@ from rlflow.compiler.graph import SOURCES, Graph
 from rlflow.nodes.generate import Converse, Generate
 from rlflow.resources.workload import Edge, Task
 
-# Token ids are int32, logprobs and values float32; so are numbers that stand for all tokens of a sample.
+# Token ids are int32; logprobs and values are float32, and so are numbers repeated for all tokens of a sample.
 _TOKEN_BYTES = 4
-# Besides the text itself, of each that is pickled, and of each row of a data set, for the names of its fields.
-_EACH_TEXT_BYTES, _EACH_ROW_BYTES = 15, 64
-# Of a number whose type says no size.
+# Pickling adds so much to each text, and to each row of a data set for the names of its fields.
+_TEXT_OVERHEAD_BYTES, _ROW_OVERHEAD_BYTES = 15, 64
+# The size of a number whose type does not tell it.
 _NUMBER_BYTES = 8
-# What a node hands on as it was given: it is in the store once, with the edge that it came from.
-_HANDED_ON = ("prompt_ids", "rows")
+# Columns that a node passes on unchanged: they are stored once, with the edge that they come from.
+_PASSED_ON = ("prompt_ids", "rows")
 
 
-def edges_of(graph: Graph, tasks: tuple[Task, ...], text_bytes: float) -> tuple[Edge, ...]:
-    """The data's edges first, then those of the nodes in their order. Metrics count nothing, nor do keys.
+def graph_edges(graph: Graph, tasks: tuple[Task, ...], text_bytes: float) -> tuple[Edge, ...]:
+    """Return the edges of the data, then those of the nodes in their order. Metrics and keys count as no bytes.
 
-    ``text_bytes`` are those of a token as text.
+    ``text_bytes`` is the expected size of a token as text.
     """
     by_node = {task.node: task for task in tasks}
     edges = []
@@ -36,17 +36,17 @@ def edges_of(graph: Graph, tasks: tuple[Task, ...], text_bytes: float) -> tuple[
             readers = tuple(dict.fromkeys(_readers(graph, node.name)))
             ragged, numbers = _output_bytes(output, by_node[node.name], text_bytes)
             if isinstance(node.operation, Generate):
-                # What is left of a step is there beside what is given, until the next one.
+                # The partial rollouts of one step stay in the store until the next.
                 ragged *= 1 + node.operation.overcommit
             if isinstance(node.operation, Converse):
-                # The last turn, and all that was said before it, are there beside the prompts of the next.
+                # The last turn and the whole conversation so far are stored beside the prompts of the next turn.
                 ragged *= 2
             edges.append(Edge(name=node.name, role=node.role, bytes=ragged + numbers, stored=ragged, readers=readers))
     return tuple(edges)
 
 
 def _readers(graph: Graph, name: str) -> Iterator[str]:
-    """The nodes that read an edge, and those that read what hands it on."""
+    """Yield the nodes that read an edge, and the nodes that read what its readers pass on."""
     for node in graph.nodes:
         if name in node.inputs.values():
             yield node.name
@@ -55,20 +55,20 @@ def _readers(graph: Graph, name: str) -> Iterator[str]:
 
 
 def _source_bytes(kind: type, task: Task, text_bytes: float) -> float:
-    """Of the step's rows, each once. Its text is taken for as long as the prompt's."""
+    """Return the bytes of the step's rows, each counted once. The text of a row is assumed as long as its prompt."""
     rows = task.samples / task.group_size
     if issubclass(kind, Prompts):
-        return rows * (task.prompts.mean * (_TOKEN_BYTES + text_bytes) + _EACH_ROW_BYTES)
+        return rows * (task.prompts.mean * (_TOKEN_BYTES + text_bytes) + _ROW_OVERHEAD_BYTES)
     responses = Pairs.unit_size if issubclass(kind, Pairs) else 1
     return rows * responses * (task.prompts.mean + task.responses.mean) * _TOKEN_BYTES
 
 
 def _output_bytes(kind: type, task: Task, text_bytes: float) -> tuple[float, float]:
-    """Of what a node makes: a value a token, and texts; and numbers, one a sample."""
+    """Return the bytes of a node's values for each token and texts, and of its numbers for each sample."""
     each_token = each_text = each_number = 0.0
     hints: Mapping[str, Any] = get_type_hints(kind)
     for name, hint in hints.items():
-        if name in _HANDED_ON or name == "keys":
+        if name in _PASSED_ON or name == "keys":
             continue
         if hint is Packed:
             each_token += _TOKEN_BYTES
@@ -76,14 +76,14 @@ def _output_bytes(kind: type, task: Task, text_bytes: float) -> tuple[float, flo
             each_number += _TOKEN_BYTES
         elif get_args(hint)[:1] == (str,):
             each_token += text_bytes
-            each_text += _EACH_TEXT_BYTES
+            each_text += _TEXT_OVERHEAD_BYTES
         elif np.ndarray in (hint, get_origin(hint)):
             each_number += _number_bytes(hint)
     return task.samples * (task.responses.mean * each_token + each_text), task.samples * each_number
 
 
 def _number_bytes(array: Any) -> int:
-    """Of ``NDArray[np.float32]`` 4; of a plain ``np.ndarray``, or one of an abstract type, what most have."""
+    """Return the item size of an array type: 4 for ``NDArray[np.float32]``, 8 where the type does not tell it."""
     try:
         size: int = get_args(get_args(array)[1])[0]().itemsize
     except (IndexError, TypeError):

@@ -1,4 +1,4 @@
-"""plan: what runs where. A Plan holds all that a run needs and can be written and read back."""
+"""plan: find where every role runs. A Plan holds everything that a run needs, and can be written and read back."""
 
 import hashlib
 import json
@@ -8,15 +8,16 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rlflow.compiler.checks import cautions
+from rlflow.compiler.checks import graph_warnings
 from rlflow.compiler.continuation import experiment_of
-from rlflow.compiler.graph import Graph, wire
+from rlflow.compiler.graph import Graph
 from rlflow.compiler.lower import Requirements
+from rlflow.compiler.wire import wire
 from rlflow.errors import RecipeError
 from rlflow.recipe import Recipe, recipe_from, to_yaml
 from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.resources.layout import Bundle, Layout, RolePlacement, Worker
-from rlflow.resources.planner.explain import explain
+from rlflow.resources.planner.explain import placement_error
 from rlflow.resources.planner.prediction import Prediction, predict
 from rlflow.resources.planner.search import Search
 from rlflow.resources.time.speed import Calibration
@@ -24,12 +25,14 @@ from rlflow.resources.workload import Workload
 from rlflow.schema import parse
 
 SCHEMA_VERSION = 6
-# A step on CPUs that takes longer is one of a recipe for GPUs. Seconds.
+# Seconds. If a step on CPUs takes longer, the recipe is meant for GPUs.
 _LONG_STEP = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
+    """A recipe on a cluster: the placement of every role, the workload of a step, and the predictions."""
+
     recipe: Recipe
     graph: Graph
     workload: Workload
@@ -45,12 +48,12 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Identify the experiment, wherever it runs."""
+        """Return a hash that identifies the experiment, not its placement."""
         canonical = json.dumps(experiment_of(self.recipe), sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """As ``plan.json`` holds it; ``plan_from`` reads it back."""
+        """Return the content of ``plan.json``; ``plan_from`` reads it back."""
         predicted = asdict(self.prediction)
         memory = predicted.pop("memory")
         content = {
@@ -67,64 +70,58 @@ class Plan:
 
 
 def plan(recipe: Recipe, graph: Graph, requirements: Requirements, cluster: Cluster, calibration: Calibration) -> Plan:
-    """Raises PlacementError."""
+    """Search for the fastest placement and predict it. Raises PlacementError where nothing fits."""
     search = Search(requirements.demands, requirements.workload, cluster, calibration)
-    placed = search.best()
-    if placed is None:
-        raise explain(search)
-    prediction = predict(search, placed)
-    made = Plan(
+    result = search.best()
+    if result is None:
+        raise placement_error(search)
+    prediction = predict(search, result)
+    found = Plan(
         recipe=recipe,
         graph=graph,
         workload=requirements.workload,
         cluster=cluster,
-        roles=placed.roles,
-        prediction=replace(prediction, warnings=(*prediction.warnings, *cautions(recipe, graph))),
+        roles=result.roles,
+        prediction=replace(prediction, warnings=(*prediction.warnings, *graph_warnings(recipe, graph))),
     )
-    if not made.needs_gpus:
-        return made
-    time = long_time(made.prediction.step_seconds)
+    if not found.needs_gpus:
+        return found
+    time = format_duration(found.prediction.step_seconds)
     line = f"a step takes {time} on CPUs: this recipe is for GPUs (cluster=2x8, cluster=auto)"
-    return replace(made, prediction=replace(made.prediction, warnings=(line, *made.prediction.warnings)))
+    return replace(found, prediction=replace(found.prediction, warnings=(line, *found.prediction.warnings)))
 
 
-def long_time(seconds: float) -> str:
-    """Return ``seconds`` in the largest unit of which they are at least one: "4.1 days"."""
+def format_duration(seconds: float) -> str:
+    """Return seconds in the largest unit that gives at least one: "4.1 days"."""
     units = ((365 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "minutes"))
     size, name = next((unit for unit in units if seconds >= unit[0]), (1, "seconds"))
     return f"{seconds / size:.1f} {name}"
 
 
 def plan_from(mapping: Mapping[str, Any]) -> Plan:
-    """From what ``to_dict`` gave. Raises RecipeError for a plan of another version, or one that was edited."""
+    """Read a plan from the content of ``plan.json``. Raises RecipeError for another version or an edited plan."""
     if (version := mapping.get("schema_version")) != SCHEMA_VERSION:
         raise RecipeError(
-            "plan", f"schema_version is {version}, this version of rlflow reads {SCHEMA_VERSION}", fix="plan anew"
+            "plan", f"schema_version is {version}, this version of rlflow reads {SCHEMA_VERSION}", fix="plan again"
         )
     try:
         recipe = recipe_from(mapping["recipe"])
         graph = wire(recipe)
-        roles = {name: _placement(entry) for name, entry in mapping["roles"].items()}
+        roles = {name: _role_placement(entry) for name, entry in mapping["roles"].items()}
         cluster = cluster_from({"hosts": mapping["hosts"], "gpus": mapping["gpus"]})
         workload = parse(Workload, mapping["workload"], "plan.workload")
         prediction = _prediction(mapping)
-        read = Plan(recipe=recipe, graph=graph, workload=workload, cluster=cluster, roles=roles, prediction=prediction)
+        plan = Plan(recipe=recipe, graph=graph, workload=workload, cluster=cluster, roles=roles, prediction=prediction)
         intact = mapping["digest"] == _digest(mapping)
     except (KeyError, TypeError, AttributeError) as error:
-        raise RecipeError("plan", f"is not a whole plan ({error!r})", fix="plan anew") from None
+        raise RecipeError("plan", f"is not a complete plan ({error!r})", fix="plan again") from None
     if not intact:
-        raise RecipeError("plan", "was changed after planning", fix="plan anew")
-    return read
-
-
-def _digest(mapping: Mapping[str, Any]) -> str:
-    """Of all that a plan says, as JSON has it."""
-    content = json.loads(json.dumps({key: value for key, value in mapping.items() if key != "digest"}))
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        raise RecipeError("plan", "was changed after planning", fix="plan again")
+    return plan
 
 
 def read_plan(path: Path) -> Plan:
-    """Raises RecipeError for a file that is no plan."""
+    """Read a plan from a file. Raises RecipeError for a file that is not a plan."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -150,6 +147,12 @@ def _prediction(mapping: Mapping[str, Any]) -> Prediction:
     return parse(Prediction, given | {"memory": memory}, "plan")
 
 
-def _placement(entry: Mapping[str, Any]) -> RolePlacement:
+def _role_placement(entry: Mapping[str, Any]) -> RolePlacement:
     workers = tuple(Worker(tuple(Bundle(**bundle) for bundle in worker["bundles"])) for worker in entry["workers"])
     return RolePlacement(Layout(**entry["layout"]), workers)
+
+
+def _digest(mapping: Mapping[str, Any]) -> str:
+    """Return a hash of the plan's content as JSON."""
+    content = json.loads(json.dumps({key: value for key, value in mapping.items() if key != "digest"}))
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -148,7 +148,7 @@ def _roles(plan: Plan, colours: Mapping[str, str], width: int) -> Table:
         table.add_row(
             Text(role, colours[role]),
             written.engine.ljust(engines)
-            + layout_words(placement.layout)
+            + describe_layout(placement.layout)
             + _adapters(written)
             + _pinned_attention(written),
         )
@@ -184,7 +184,7 @@ def _bar(used: float, size: float) -> str:
     return f"|{'#' * filled}{'-' * (10 - filled)}| {used:.0f} of {size:.0f}"
 
 
-def layout_words(layout: Layout) -> str:
+def describe_layout(layout: Layout) -> str:
     """What differs from one GPU with everything on it."""
     degrees = (
         ("dp", layout.data_parallel_size),

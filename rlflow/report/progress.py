@@ -110,7 +110,7 @@ class ProgressDisplay(Observer):
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         self._steps = plan.recipe.steps
         self._names = _names(plan)
-        self._evaluated = f"held-out {plan.graph.evaluated}"
+        self._evaluated = f"held-out {plan.graph.evaluation_metric}"
         self._seconds: list[float] = []
         since = f", from step {step}" if step else ""
         self._console.print(f"[bold]{plan.recipe.name}[/]: {self._steps} steps{since}, in {directory}", soft_wrap=True)

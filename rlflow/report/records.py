@@ -93,7 +93,7 @@ class MetricsWriter(Observer):
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._evaluated = f"evaluation/{plan.graph.evaluated}"
+        self._evaluated = f"evaluation/{plan.graph.evaluation_metric}"
         path = directory / "metrics.jsonl"
         keep_until(path, step)
         self._file = path.open("a")

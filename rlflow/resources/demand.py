@@ -30,12 +30,12 @@ class Demand:
     """How the engine keeps the state of a model that it trains."""
     follows_lora: Lora | None = None
     """The adapters that it takes over, beside the weights of its own."""
-    wants: Resources
+    pins: Resources
 
     def pinned(self, name: str) -> int | None:
         """A degree, or a number of GPUs, that the recipe gives; 1 where the engine has no other."""
         way = name.partition("_parallel_size")[0]
-        value = getattr(self.wants, name)
+        value = getattr(self.pins, name)
         if value == "auto":
             return 1 if name != "gpus" and way not in self.parallel else None
         return int(value)
@@ -55,11 +55,11 @@ class Demand:
         layers = self.architecture.num_hidden_layers if self.architecture else stages
         if stages > layers:
             raise self._error("pipeline_parallel_size", f"{stages} stages for {layers} layers", fix=str(layers))
-        needed = {"optimizer": 1, "weights": 3}.get(str(self.wants.offload), 0)
-        if self.wants.zero_stage != "auto" and self.wants.zero_stage < needed:
-            fact = f"{self.wants.zero_stage} keeps what offload={self.wants.offload} would move"
+        needed = {"optimizer": 1, "weights": 3}.get(str(self.pins.offload), 0)
+        if self.pins.zero_stage != "auto" and self.pins.zero_stage < needed:
+            fact = f"{self.pins.zero_stage} keeps what offload={self.pins.offload} would move"
             raise self._error("zero_stage", fact, fix=str(needed))
-        if self.wants.zero_stage == 0 and self.trains and self.weight_bytes == 2:
+        if self.pins.zero_stage == 0 and self.trains and self.weight_bytes == 2:
             fact = "0 adds gradients up in bfloat16, as the weights are, where small ones vanish beside large sums"
             raise self._error("zero_stage", fact, fix="1")
         self._check_gpus()
@@ -70,7 +70,7 @@ class Demand:
     def _check_applies(self) -> None:
         """That the engine has what is pinned."""
         for way in ("tensor", "pipeline", "data", "sequence"):
-            degree = getattr(self.wants, f"{way}_parallel_size")
+            degree = getattr(self.pins, f"{way}_parallel_size")
             if degree not in ("auto", 1) and way not in self.parallel:
                 fact = f"{degree} is asked for, and engine '{self.engine}' cannot be {way}-parallel"
                 raise self._error(f"{way}_parallel_size", fact, fix="1")
@@ -86,19 +86,19 @@ class Demand:
             ("deterministic", self.trains),
             ("timeout_minutes", not serves),
         ):
-            if not has and getattr(self.wants, field) != (usual := getattr(_OPEN, field)):
+            if not has and getattr(self.pins, field) != (usual := getattr(_OPEN, field)):
                 fix = str(usual).lower()
                 raise self._error(field, f"the role does not have it with engine '{self.engine}'", fix=fix)
 
     def _check_kernels(self, on_gpus: bool) -> None:
-        if self.wants.attention == "flash_attention_2" and not on_gpus:
+        if self.pins.attention == "flash_attention_2" and not on_gpus:
             raise self._error(
                 "attention", "'flash_attention_2' runs on GPUs only, and these are processors", fix="auto"
             )
-        if self.wants.attention == "flash_attention_2" and self.weight_bytes != 2:
+        if self.pins.attention == "flash_attention_2" and self.weight_bytes != 2:
             raise self._error("attention", "'flash_attention_2' has no kernel for a float32 model", fix="auto")
 
-        if self.wants.eager is False and not on_gpus:
+        if self.pins.eager is False and not on_gpus:
             raise self._error("eager", "CUDA graphs are asked for, and these are processors", fix="auto")
 
     def _check_group(self, way: str, largest_host: int) -> None:

@@ -27,7 +27,7 @@ class Task:
     responses: Lengths
     longest: int
     """Tokens of the longest sequence that the recipe allows; of all that go together, where several do."""
-    together: int = 1
+    unit_size: int = 1
     """Sequences that one pass must have, since they are compared."""
     is_expected: bool = True
     """Whether such a sequence is: else nothing but the model's positions bounds those of the data."""

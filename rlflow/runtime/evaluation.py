@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlflow.compiler.evaluation import comparing
-from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.compiler.graph import Graph, GraphNode, accuracy_node
 from rlflow.data.source import DataSource
 from rlflow.runtime.objects.budget import edge
 from rlflow.runtime.protocols import Engines
@@ -32,6 +31,6 @@ class PairEvaluator:
 
 def pair_evaluator(graph: Graph) -> PairEvaluator | None:
     """Return the evaluation of a graph that reads pairs; None for one that generates its responses."""
-    if graph.evaluated == "reward" or (update := comparing(graph)) is None:
+    if graph.evaluation_metric == "reward" or (update := accuracy_node(graph)) is None:
         return None
     return PairEvaluator(graph.nodes[: graph.nodes.index(update)], update)

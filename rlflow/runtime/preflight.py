@@ -6,7 +6,7 @@ Whether the examples and pairs of a data set are as short as the plan takes them
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.compiler.lower import architecture_of, trained_model
+from rlflow.compiler.lower import model_architecture, trained_model
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import DataSource
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
@@ -24,7 +24,7 @@ def check_vocabularies(plan: Plan) -> None:
     No model that a recipe makes need be there. Raises RecipeError for one with another number for a token, or none.
     """
     recipe, graph = plan.recipe, plan.graph
-    ours = recipe.roles[graph.reading_role()].model
+    ours = recipe.roles[graph.tokenizer_role()].model
     others = {
         role.model: name
         for name, role in recipe.roles.items()
@@ -86,7 +86,7 @@ def _check(plan: Plan, data: DataSource, source: str, split: str, sequences: Len
         if node.role is None or source not in node.inputs.values():
             continue
         written, at = plan.recipe.roles[node.role], f"roles.{node.role}.micro_batch_tokens"
-        model = architecture_of(plan.recipe.models[written.model])
+        model = model_architecture(plan.recipe.models[written.model])
         limits = []
         if model is not None:
             positions = model.max_position_embeddings

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.batch import Sequences
-from rlflow.compiler.checks import after_rounds, check_reward_folders, in_rounds
+from rlflow.compiler.checks import check_reward_folders
 from rlflow.compiler.continuation import experiment_of
+from rlflow.compiler.graph import resampled_nodes, without_resampled
 from rlflow.compiler.plan import Plan, write_plan
 from rlflow.data.encoding import Rows
 from rlflow.data.source import DataSource, load_rows, open_training_data
@@ -109,8 +110,8 @@ def _run(
         evaluation = (pair_evaluator(plan.graph) or evaluator(plan.graph, graph)) if held_out else None
         graph, overcommits = overcommitted(graph, plan.recipe.data.batch_size, data)
         graph, adaptations = adaptive(graph, engines)
-        rounds = Rounds(graph, plan.recipe.data.batch_size, data) if in_rounds(graph) else None
-        training, kept = replace(plan, graph=after_rounds(graph)), {**trained, **overcommits, **adaptations}
+        rounds = Rounds(graph, plan.recipe.data.batch_size, data) if resampled_nodes(graph) else None
+        training, kept = replace(plan, graph=without_resampled(graph)), {**trained, **overcommits, **adaptations}
         if rounds:
             kept[rounds.path] = rounds
         if last:
@@ -229,7 +230,7 @@ def _open_data(
     plan: Plan, models: Mapping[str, Model], rows: Rows, held_out: Rows, behind: checkpoint.Progress
 ) -> DataSource:
     recipe, graph = plan.recipe, plan.graph
-    name = recipe.roles[graph.reading_role()].model
+    name = recipe.roles[graph.tokenizer_role()].model
     tokenizer = load_tokenizer(name, models[name])
     data = open_training_data(
         recipe.data,

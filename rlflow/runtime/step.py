@@ -26,8 +26,7 @@ from rlflow.batch import (
     SummedRewards,
     describe_samples,
 )
-from rlflow.compiler.evaluation import judged
-from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.compiler.graph import Graph, GraphNode, evaluation_nodes
 from rlflow.data.source import DataSource
 from rlflow.errors import EngineError, UserError, below
 from rlflow.resources.time.lengths import QUANTILES
@@ -96,7 +95,7 @@ def run_graph(
             else:
                 began = time.perf_counter()
                 with ExitStack() as heard:
-                    if following := graph.followers(node):
+                    if following := graph.streaming_consumers(node):
                         stream = Streaming(node, following, partial(_run_on, engines))
                         streams |= dict.fromkeys((each.name for each in following), running.enter_context(stream))
                         heard.enter_context(engines.heard_by(stream, str(node.role)))
@@ -153,7 +152,7 @@ class Evaluator:
 
 def evaluator(planned: Graph, graph: Graph) -> Evaluator:
     """Return the evaluation of a graph that generates its responses, ``planned`` as ``graph`` runs."""
-    figure = judged(planned)
+    figure = evaluation_nodes(planned)
     assert figure is not None  # compiling has seen to it
     generate, reward = (next(node for node in graph.nodes if node.name == each.name) for each in figure)
     operation: Any = generate.operation

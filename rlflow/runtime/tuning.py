@@ -12,8 +12,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from rlflow.compiler.checks import in_rounds
-from rlflow.compiler.graph import Graph
+from rlflow.compiler.graph import Graph, resampled_nodes
 from rlflow.compiler.plan import Plan
 from rlflow.engines.registry import engine_class
 from rlflow.resources.workload import Workload
@@ -245,7 +244,7 @@ def _knobs(plan: Plan, workload: Workload, *, adaptive: bool) -> Iterator[_Knob]
 def _tokens_metric(graph: Graph, role: str) -> str:
     """The metric that counts the response tokens a role works on in a step: all of them, or those that rounds have
     chosen."""
-    names = [node.name for node in in_rounds(graph)]
+    names = [node.name for node in resampled_nodes(graph)]
     chosen = any(node.role == role and node.name not in names for node in graph.nodes)
     return f"{names[-1]}/tokens" if names and chosen else "tokens"
 

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import rlflow
 from benchmarks.traffic import counted
 from rlflow.batch import Logprobs, Packed, Sequences
-from rlflow.compiler.checks import after_rounds
+from rlflow.compiler.graph import without_resampled
 from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
@@ -156,7 +156,7 @@ def test_rounds_are_the_same_as_in_one_process(tmp_path: Path, monkeypatch: pyte
     models, options = models_in_use(plan.recipe), plan.recipe.data
     tokenizer = load_tokenizer("policy", models["policy"])
     data = open_training_data(options, tokenizer, load_rows(options, "split"), 0, with_responses=False)
-    training, steps = replace(plan, graph=after_rounds(plan.graph)), range(3)
+    training, steps = replace(plan, graph=without_resampled(plan.graph)), range(3)
     with LocalRuntime().start(plan, models, tmp_path) as engines:
         rounds = Rounds(plan.graph, options.batch_size, data)
         expected = [train_step(training, engines, data, step, rounds=rounds) for step in steps]

@@ -12,7 +12,7 @@ import pytest
 import rlflow
 from rlflow.batch import Logprobs, Repeated, Rewards, RolloutAdvantages
 from rlflow.compiler.formula import loss_lines
-from rlflow.compiler.graph import wire
+from rlflow.compiler.wire import wire
 from rlflow.engines.torch import TorchEngine
 from rlflow.nodes.advantages import LeaveOneOutAdvantage
 from rlflow.nodes.policy_update import PolicyUpdate
@@ -77,7 +77,7 @@ def test_the_preference_loss_is_ipos(written: Any) -> None:
     assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
     assert metrics["grad_norm"] > 0
     graph = wire(rlflow.load(["recipe=dpo_tiny", "graph.update.node='extension_2:IpoUpdate'"]))
-    assert graph.evaluated == "accuracy"
+    assert graph.evaluation_metric == "accuracy"
     assert loss_lines(graph)[0].endswith("pairs of [IpoLoss(m)]")
 
 

@@ -9,7 +9,7 @@ from rlflow.engines.base import Sampling
 from rlflow.engines.registry import engine_class
 from rlflow.resources.layout import Layout
 from rlflow.resources.memory.overheads import asleep_terms
-from rlflow.resources.memory.state import total
+from rlflow.resources.memory.state import total_gib
 from rlflow.resources.models.architecture import Architecture
 
 _UTILIZATION = 0.5
@@ -45,6 +45,6 @@ def sleep(
     ]
     if device.startswith("cuda"):
         name = f"vllm asleep, {asleep - awake:.2f} GiB freed: memory kept, seen from another process"
-        kept = total(asleep_terms(architecture))
+        kept = total_gib(asleep_terms(architecture))
         measurements.append(Measurement.at_most(name, before - asleep, kept + _TOLERANCE_GIB, " GiB"))
     return measurements

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rlflow.compiler.lower import training_of
+from rlflow.compiler.lower import training_memory
 from rlflow.doctor.checks.models import HALF_BILLION, NegativeLogprob, minibatch_of, spec_of
 from rlflow.doctor.checks.transfers import GIB, seen_from_another_process
 from rlflow.doctor.finding import Measurement
@@ -14,7 +14,7 @@ from rlflow.recipe import Role
 from rlflow.resources.layout import Layout
 from rlflow.resources.memory.overheads import CONTEXT_GIB
 from rlflow.resources.memory.phases import update_terms
-from rlflow.resources.memory.state import total
+from rlflow.resources.memory.state import total_gib
 from rlflow.resources.models.architecture import Architecture
 
 # Random weights give every token of the vocabulary nearly the same probability.
@@ -63,7 +63,7 @@ def update(
         ]
         if device.startswith("cuda"):
             role = Role(model="policy", engine=engine)
-            measurements.append(_peak(what, device, architecture, layout, training_of(role, spec.model)))
+            measurements.append(_peak(what, device, architecture, layout, training_memory(role, spec.model)))
         if engine == "deepspeed":
             measurements += _sleep(what, device, trainer, minibatch, before, free_gib)
     return measurements
@@ -73,7 +73,7 @@ def _peak(what: str, device: str, architecture: Architecture, layout: Layout, tr
     import torch
 
     measured = torch.cuda.max_memory_reserved(device) / GIB + CONTEXT_GIB
-    planned = total(update_terms(architecture, layout, training, layout.micro_batch_tokens, accumulates=False))
+    planned = total_gib(update_terms(architecture, layout, training, layout.micro_batch_tokens, accumulates=False))
     return Measurement(
         f"update by {what}: peak memory",
         f"{measured:.2f} GiB",

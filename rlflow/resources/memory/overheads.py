@@ -6,7 +6,7 @@ Memory of GPUs while the weights of a trained role go to the engines that follow
 from dataclasses import dataclass
 
 from rlflow.resources.layout import GIB, Layout
-from rlflow.resources.memory.state import TrainingMemory, kept_buffers, stages, state_terms
+from rlflow.resources.memory.state import TrainingMemory, persistent_buffers, pipeline_stages, state_terms
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.lora import adapter_parameters
 
@@ -98,17 +98,21 @@ def sync_terms(
     With ``engine``, that one is on the same GPUs: its weights and graphs are there, its KV cache comes back afterwards.
     ``packed_bytes`` are those of a parameter in vLLM's buffer for CUDA IPC, where the weights go through it.
     """
-    largest = max(max(stage.layer, stage.ends) for stage in stages(model, layout)) * layout.tensor_parallel_size
+    largest = (
+        max(max(stage.layer, stage.ends) for stage in pipeline_stages(model, layout)) * layout.tensor_parallel_size
+    )
     if training.lora is not None:
         largest = adapter_parameters(model, training.lora)
     terms = {"weights": state_terms(model, layout, training)["weights"], "gathered": weight_bytes * largest / GIB}
     if engine is not None:
-        terms["engine"] = weight_bytes * max(stage.dense + stage.experts for stage in stages(model, engine)) / GIB
+        terms["engine"] = (
+            weight_bytes * max(stage.dense + stage.experts for stage in pipeline_stages(model, engine)) / GIB
+        )
         terms["graphs"] = 0.0 if engine.eager else graphs_gib(model)
         terms |= {f"engine {name}": gib for name, gib in process_terms(engine, sharp).items()}
         if packed_bytes is not None:
             terms |= _packed_terms(model, engine, weight_bytes, packed_bytes)
-    return terms | kept_buffers(layout, training) | process_terms(layout, sharp)
+    return terms | persistent_buffers(layout, training) | process_terms(layout, sharp)
 
 
 def packed_gib(model: Architecture, packed_bytes: float) -> float:

@@ -13,13 +13,13 @@ from rlflow.resources.memory.state import (
     MIXED_PRECISION,
     Stage,
     TrainingMemory,
-    kept_buffers,
     layer_activations,
+    persistent_buffers,
+    pipeline_stages,
     sharded_parameters,
     stage_state,
-    stages,
     state_terms,
-    total,
+    total_gib,
 )
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.lora import Lora, adapter_parameters
@@ -55,15 +55,15 @@ def update_terms(
     ``accumulates``: gradients of earlier micro-batches are there from the start.
     """
     candidates = []
-    for stage in stages(model, layout):
+    for stage in pipeline_stages(model, layout):
         state = stage_state(model, layout, training, stage)
         for moment in _moments(model, layout, training, stage, tokens):
             gradients = state["gradients"] * (1 if accumulates else moment.gradients)
             moving = {name: size / GIB for name, size in moment.terms.items()}
             moving["fragmentation"] = fragmentation * sum(moving.values())
-            kept = kept_buffers(layout, training) | process_terms(layout, sharp)
+            kept = persistent_buffers(layout, training) | process_terms(layout, sharp)
             candidates.append(state | {"gradients": gradients} | moving | kept)
-    return max(candidates, key=total)
+    return max(candidates, key=total_gib)
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def score_terms(
     sharp: Sharp = NO_SHARP,
 ) -> dict[str, float]:
     """Of a role whose model only runs forward: weights, a layer's activations, the logits and their log-softmax."""
-    stage = max(stages(model, layout), key=lambda stage: stage.dense + stage.experts + stage.head)
+    stage = max(pipeline_stages(model, layout), key=lambda stage: stage.dense + stage.experts + stage.head)
     zero, whole = layout.zero_stage or 0, stage.dense + stage.experts
     per_rank = tokens / layout.sequence_parallel_size / layout.tensor_parallel_size
     # No gradients of the logits.
@@ -204,7 +204,7 @@ def generate_memory(
     """
     budget = (layout.gpu_memory_utilization or 0.9) * memory_gib
     width = layout.tensor_parallel_size
-    weights = max(stage.dense + stage.experts for stage in stages(model, layout))
+    weights = max(stage.dense + stage.experts for stage in pipeline_stages(model, layout))
     peak = max_batched_tokens * (4 * model.hidden_size + (4 * model.mlp_width + 4 * model.query_width) / width)
     peak += max_num_seqs * model.vocab_size * 10
     terms = {
@@ -231,16 +231,16 @@ def host_terms(
     layout: Layout,
     training: TrainingMemory,
     *,
-    parks: bool = False,
+    offloads: bool = False,
     data_gib: float = 0.0,
 ) -> dict[str, float]:
     """Of the host's memory, for one GPU of a trained role: what is offloaded or parked there while others use the GPU,
     and its part of the data between roles."""
     placed = state_terms(model, layout, training)
     whole = state_terms(model, replace(layout, offload="none"), training)
-    away = {name: whole[name] if parks else whole[name] - placed[name] for name in whole}
+    away = {name: whole[name] if offloads else whole[name] - placed[name] for name in whole}
     if layout.offload in ("optimizer", "weights"):
         # The optimizer has a copy in fp32 there, beside what gradients were added up in.
         own = state_terms(model, replace(layout, offload="none"), replace(training, optimizer=4))
         away["gradients"] += own["optimizer"]
-    return away | (kept_buffers(layout, training) if parks else {}) | {"data": data_gib}
+    return away | (persistent_buffers(layout, training) if offloads else {}) | {"data": data_gib}

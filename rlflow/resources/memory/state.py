@@ -114,7 +114,7 @@ class Stage:
     """The largest layer's."""
 
 
-def stages(model: Architecture, layout: Layout) -> Iterator[Stage]:
+def pipeline_stages(model: Architecture, layout: Layout) -> Iterator[Stage]:
     """The first and the last, one of which is the fullest; the only one without pipeline parallelism."""
     tensor, experts = layout.tensor_parallel_size, layout.expert_parallel_size
     count = layout.pipeline_parallel_size
@@ -144,7 +144,7 @@ def state_terms(model: Architecture, layout: Layout, training: TrainingMemory) -
 
     The states are sharded over data- and sequence-parallel ranks: gradients from stage 2 on, weights in stage 3.
     """
-    return max((stage_state(model, layout, training, stage) for stage in stages(model, layout)), key=total)
+    return max((stage_state(model, layout, training, stage) for stage in pipeline_stages(model, layout)), key=total_gib)
 
 
 def stage_state(model: Architecture, layout: Layout, training: TrainingMemory, stage: Stage) -> dict[str, float]:
@@ -174,7 +174,7 @@ def stage_state(model: Architecture, layout: Layout, training: TrainingMemory, s
     return {name: size / GIB for name, size in terms.items()}
 
 
-def kept_buffers(layout: Layout, training: TrainingMemory) -> dict[str, float]:
+def persistent_buffers(layout: Layout, training: TrainingMemory) -> dict[str, float]:
     """Return what a library keeps on the GPU from step to step besides the state: in DeepSpeed's stage 3 a bucket for
     gradients on their way (runtime/zero/stage3.py, IPGBucketZ3)."""
     if layout.zero_stage != 3 or training.live_parameters is None:
@@ -192,6 +192,6 @@ def sharded_parameters(layout: Layout, stage: Stage) -> float:
     )
 
 
-def total(terms: Terms) -> float:
+def total_gib(terms: Terms) -> float:
     """GiB of all terms."""
     return sum(terms.values())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from rlflow.resources.layout import GIB, RolePlacement
-from rlflow.resources.planner.pool import Site
+from rlflow.resources.planner.pool import HostSet
 from rlflow.resources.planner.sharing import Partition
 from rlflow.resources.time.passes import transfer_seconds
 from rlflow.resources.workload import Edge, Task, Workload
@@ -54,13 +54,15 @@ def _shares(edge: Edge, roles: Mapping[str, RolePlacement], controller: str) -> 
     return shares
 
 
-def reading_seconds(workload: Workload, task: Task, site: Site, partition: Partition, gpus: tuple[int, ...]) -> float:
+def reading_seconds(
+    workload: Workload, task: Task, host_set: HostSet, partition: Partition, gpus: tuple[int, ...]
+) -> float:
     """Of a task, to get what it reads from the stores where it lies; nothing where all of it is one process."""
     if sum(gpus) == 1:
         return 0.0
     pool_of = {role: index for index, pool in enumerate(partition) for role in pool}
-    hosts = [ceil(count / site.largest_host) for count in gpus]
-    together = sum(gpus) <= site.largest_host
+    hosts = [ceil(count / host_set.largest_host) for count in gpus]
+    together = sum(gpus) <= host_set.largest_host
 
     def hosts_of(role: str | None) -> int:
         return 1 if role is None else hosts[pool_of[role]]
@@ -70,7 +72,7 @@ def reading_seconds(workload: Workload, task: Task, site: Site, partition: Parti
             edge.bytes,
             hosts_of(edge.role),
             hosts_of(task.role),
-            site.speed,
+            host_set.speed,
             crosses=not together,
             same_hosts=pool_of.get(edge.role or "") == pool_of.get(task.role or ""),
         )

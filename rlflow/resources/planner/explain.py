@@ -10,7 +10,7 @@ from rlflow.errors import PlacementError
 from rlflow.resources.cluster import MOST_GPUS, Cluster
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Resources
-from rlflow.resources.planner.search import Placed, Search
+from rlflow.resources.planner.search import Search, SearchResult
 from rlflow.resources.workload import Workload
 
 _OPEN = Resources()
@@ -33,15 +33,15 @@ def _override(role: str, field: str, value: object) -> str:
     return f"roles.{role}.{field}={text}"
 
 
-def explain(search: Search) -> PlacementError:
+def placement_error(search: Search) -> PlacementError:
     """For a search that has found nothing. Solves again with one constraint less at a time."""
     nearest = min((rejected.shortage for rejected in search.rejected), key=lambda s: s.gib, default=None)
     demands = list(search.demands.values())
     pins = [
-        _Pin(demand.role, field.name, getattr(demand.wants, field.name))
+        _Pin(demand.role, field.name, getattr(demand.pins, field.name))
         for demand in demands
         for field in fields(Resources)
-        if getattr(demand.wants, field.name) != getattr(_OPEN, field.name)
+        if getattr(demand.pins, field.name) != getattr(_OPEN, field.name)
     ]
     clash = _clash(search, demands, pins)
     fixes = list(_relaxed(search, demands, clash))
@@ -75,8 +75,8 @@ def _without(demands: Sequence[Demand], pins: Sequence[_Pin]) -> list[Demand]:
     relaxed = []
     for demand in demands:
         opened = {pin.field: getattr(_OPEN, pin.field) for pin in pins if pin.role == demand.role}
-        wants = Resources(**{f.name: getattr(demand.wants, f.name) for f in fields(Resources)} | opened)
-        relaxed.append(replace(demand, wants=wants))
+        wants = Resources(**{f.name: getattr(demand.pins, f.name) for f in fields(Resources)} | opened)
+        relaxed.append(replace(demand, pins=wants))
     return relaxed
 
 
@@ -117,7 +117,7 @@ def _relaxed(search: Search, demands: Sequence[Demand], clash: Sequence[_Pin]) -
 def _smaller_work(search: Search, demands: Sequence[Demand]) -> Iterator[str]:
     """The longest responses that would fit, by halving the difference."""
     longest = max(task.longest for task in search.workload.tasks)
-    together = max(task.together for task in search.workload.tasks)
+    together = max(task.unit_size for task in search.workload.tasks)
     prompt = max(int(task.prompts.longest) for task in search.workload.tasks)
     least = together * (prompt + 1)
     if not _fits(search, demands, _shortened(search.workload, least)):
@@ -136,7 +136,7 @@ def _shortened(workload: Workload, longest: int) -> Workload:
 def _more_hosts(search: Search, demands: Sequence[Demand]) -> Iterator[str]:
     """The fewest more hosts, like the largest, that would do."""
     cluster = search.cluster
-    like = max(search.site([demands[0].role]).hosts, key=lambda host: host.gpus)
+    like = max(search.host_set([demands[0].role]).hosts, key=lambda host: host.gpus)
 
     def would_do(count: int) -> bool:
         extra = tuple(replace(like, name=f"{like.name}-more-{n}", free=None) for n in range(count))
@@ -156,7 +156,7 @@ def _more_hosts(search: Search, demands: Sequence[Demand]) -> Iterator[str]:
 _MUCH_IDLE = 0.7
 
 
-def warnings_of(search: Search, placed: Placed) -> tuple[str, ...]:
+def plan_warnings(search: Search, placed: SearchResult) -> tuple[str, ...]:
     """One line each."""
     lines: list[str] = []
     for role in placed.candidate.choices:
@@ -166,7 +166,7 @@ def warnings_of(search: Search, placed: Placed) -> tuple[str, ...]:
     return (*dict.fromkeys(lines), *_of_cluster(search, placed))
 
 
-def _of_role(search: Search, placed: Placed, role: str) -> Iterator[str]:
+def _of_role(search: Search, placed: SearchResult, role: str) -> Iterator[str]:
     choice, workers = placed.candidate.choices[role], placed.roles[role].workers
     copies = choice.layout.data_parallel_size
     if any(len({bundle.host for bundle in worker.bundles}) > 1 for worker in workers):
@@ -180,7 +180,7 @@ def _of_role(search: Search, placed: Placed, role: str) -> Iterator[str]:
             yield f"{role}: keys and values have room for {share} of the batch at once; the rest waits its turn"
 
 
-def _of_pool(search: Search, placed: Placed, index: int) -> Iterator[str]:
+def _of_pool(search: Search, placed: SearchResult, index: int) -> Iterator[str]:
     candidate = placed.candidate
     roles = candidate.partition[index]
     idle = candidate.schedule.idle_share(index)
@@ -196,7 +196,7 @@ def _of_pool(search: Search, placed: Placed, index: int) -> Iterator[str]:
             yield f"{role}: {_gpus(without)} of its pool make no further group inside a host"
 
 
-def _of_cluster(search: Search, placed: Placed) -> Iterator[str]:
+def _of_cluster(search: Search, placed: SearchResult) -> Iterator[str]:
     hosts = [host for host in search.cluster.hosts if host.usable]
     for kind in sorted({host.gpu for host in hosts}):
         if "bfloat16" not in (search.cluster.gpus[kind].peak_tflops or {"bfloat16": 1}):

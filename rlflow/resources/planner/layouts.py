@@ -12,13 +12,13 @@ from rlflow.resources.memory.state import Terms
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.planner.pool import (
     CPU_MICRO_BATCH_TOKENS,
-    Choice,
-    Policy,
+    HostSet,
     Pool,
+    PoolPolicy,
+    RoleChoice,
     Shortage,
-    Site,
-    resting_terms,
-    static_layout,
+    base_layout,
+    idle_terms,
 )
 from rlflow.resources.planner.task_times import MAX_NUM_SEQS, task_seconds
 from rlflow.resources.workload import Task
@@ -29,11 +29,13 @@ _MAX_UTILIZATION = 0.9
 _update_terms = lru_cache(maxsize=2**14)(update_terms)
 
 
-def choose(demand: Demand, tasks: Sequence[Task], policy: Policy, pool: Pool, available: float) -> Choice | Shortage:
+def best_layout(
+    demand: Demand, tasks: Sequence[Task], policy: PoolPolicy, pool: Pool, available: float
+) -> RoleChoice | Shortage:
     """The fastest way with ``available`` GiB a GPU, or what is lacking."""
     generates = demand.generates and not demand.trains
     options = list((_engines if generates else _models)(demand, tasks, policy, pool, available))
-    fitting = [option for option in options if isinstance(option, Choice)]
+    fitting = [option for option in options if isinstance(option, RoleChoice)]
     if fitting:
         # Of equally fast ones the first: less tensor, less sequence parallelism.
         return min(fitting, key=lambda choice: sum(choice.seconds.values()))
@@ -42,18 +44,18 @@ def choose(demand: Demand, tasks: Sequence[Task], policy: Policy, pool: Pool, av
     return min(lacking, key=lambda shortage: shortage.gib, default=no_way)
 
 
-def _sequence_layouts(demand: Demand, policy: Policy, pool: Pool) -> Iterator[Layout | Shortage]:
+def _sequence_layouts(demand: Demand, policy: PoolPolicy, pool: Pool) -> Iterator[Layout | Shortage]:
     """Sequence parallelism by powers of two that divide the heads and lie inside a host (Jacobs et al. 2023)."""
-    static = static_layout(demand, policy, pool)
+    static = base_layout(demand, policy, pool)
     pinned = demand.pinned("sequence_parallel_size")
     most = min(pool.largest_group, pool.gpus)
     sizes = [pinned] if pinned else [2**n for n in range(10) if 2**n <= most and demand.shares_heads(2**n)]
     for size in sizes if demand.architecture else sizes[:1]:
         groups = pool.groups(static.tensor_parallel_size * size) // static.pipeline_parallel_size
-        yield sized(demand, pool, replace(static, sequence_parallel_size=size), groups)
+        yield with_data_parallel_size(demand, pool, replace(static, sequence_parallel_size=size), groups)
 
 
-def sized(demand: Demand, pool: Pool, layout: Layout, groups: int) -> Layout | Shortage:
+def with_data_parallel_size(demand: Demand, pool: Pool, layout: Layout, groups: int) -> Layout | Shortage:
     """With as many copies as the role pins, or as ``groups`` allow. All GPUs are used that it pins."""
     copies = demand.pinned("data_parallel_size") or groups
     layout = replace(layout, data_parallel_size=max(1, copies))
@@ -70,10 +72,10 @@ def sized(demand: Demand, pool: Pool, layout: Layout, groups: int) -> Layout | S
 
 
 def _models(
-    demand: Demand, tasks: Sequence[Task], policy: Policy, pool: Pool, available: float
-) -> Iterator[Choice | Shortage]:
+    demand: Demand, tasks: Sequence[Task], policy: PoolPolicy, pool: Pool, available: float
+) -> Iterator[RoleChoice | Shortage]:
     """Of a role that trains or scores: sequence parallelism, checkpointing where it trains, and the micro-batch."""
-    resting = resting_terms(demand, policy, pool)
+    idle = idle_terms(demand, policy, pool)
     longest = _longest_expected(tasks)
     for layout in _sequence_layouts(demand, policy, pool):
         if isinstance(layout, Shortage):
@@ -82,7 +84,7 @@ def _models(
         if layout.offload == "weights" and layout.zero_stage != 3:
             yield Shortage(demand.role, float("inf"), "weights can be offloaded in ZeRO's stage 3 only")
             continue
-        pinned = demand.wants.gradient_checkpointing
+        pinned = demand.pins.gradient_checkpointing
         both = demand.trains and pinned == "auto" and pool.counts_memory
         for saves in (False, True) if both else (pinned is True and demand.trains,):
             tried = replace(layout, gradient_checkpointing=saves)
@@ -93,8 +95,8 @@ def _models(
                 continue
             awake = terms(max(longest, sized.micro_batch_tokens))
             state = sum(awake.get(term, 0.0) for term in ("weights", "gradients", "optimizer"))
-            seconds = task_seconds(demand, tasks, sized, pool.site.speed, kv_tokens=float("inf"), moved_gib=state)
-            yield Choice(sized, "update" if demand.trains else "score", awake, resting, seconds)
+            seconds = task_seconds(demand, tasks, sized, pool.host_set.speed, kv_tokens=float("inf"), moved_gib=state)
+            yield RoleChoice(sized, "update" if demand.trains else "score", awake, idle, seconds)
 
 
 def _terms_of(demand: Demand, layout: Layout, pool: Pool) -> Callable[[float], Terms]:
@@ -103,9 +105,9 @@ def _terms_of(demand: Demand, layout: Layout, pool: Pool) -> Callable[[float], T
     if model is None or not pool.counts_memory:
         return lambda tokens: {}
     if demand.trains:
-        return lambda tokens: _update_terms(model, layout, demand.training, tokens, sharp=pool.site.sharp)
+        return lambda tokens: _update_terms(model, layout, demand.training, tokens, sharp=pool.host_set.sharp)
     return lambda tokens: score_terms(
-        model, layout, tokens, weight_bytes=demand.weight_bytes, training=demand.training, sharp=pool.site.sharp
+        model, layout, tokens, weight_bytes=demand.weight_bytes, training=demand.training, sharp=pool.host_set.sharp
     )
 
 
@@ -116,7 +118,7 @@ def _micro_batch(
 
     Where memory is not counted, sequences that are not expected count nothing: each would be a micro-batch by itself.
     """
-    pinned, expected = demand.wants.micro_batch_tokens, _longest_expected(tasks)
+    pinned, expected = demand.pins.micro_batch_tokens, _longest_expected(tasks)
     if available == float("inf"):
         return replace(layout, micro_batch_tokens=max(expected, CPU_MICRO_BATCH_TOKENS) if pinned == "auto" else pinned)
     longest = max((task.longest for task in tasks), default=1)
@@ -133,14 +135,14 @@ def _micro_batch(
     ranks = max(1, layout.data_parallel_size)
     useful = max((ceil(task.tokens * task.epochs / task.minibatches / ranks) for task in tasks), default=longest)
     most = min(MAX_MICRO_BATCH_TOKENS, max(longest, useful))
-    return replace(layout, micro_batch_tokens=most_tokens(terms, longest, most, available))
+    return replace(layout, micro_batch_tokens=largest_micro_batch(terms, longest, most, available))
 
 
 def _longest_expected(tasks: Sequence[Task]) -> int:
     return max((task.longest for task in tasks if task.is_expected), default=1)
 
 
-def most_tokens(terms: Callable[[float], Terms], fits: int, most: int, available: float) -> int:
+def largest_micro_batch(terms: Callable[[float], Terms], fits: int, most: int, available: float) -> int:
     """Tokens that fit, where ``fits`` do: ``most``, or nearly as many as do, in whole thousands beyond ``fits``.
 
     What is needed is a maximum of linear functions of the tokens, so it lies below a line between two of its points;
@@ -159,15 +161,15 @@ def most_tokens(terms: Callable[[float], Terms], fits: int, most: int, available
 
 
 def _engines(
-    demand: Demand, tasks: Sequence[Task], policy: Policy, pool: Pool, available: float
-) -> Iterator[Choice | Shortage]:
+    demand: Demand, tasks: Sequence[Task], policy: PoolPolicy, pool: Pool, available: float
+) -> Iterator[RoleChoice | Shortage]:
     """Of a role that generates: tensor parallelism, and pipeline stages where a host's GPUs have no room."""
     pinned_stages = demand.pinned("pipeline_parallel_size")
     sizes = _tensor_sizes(demand, pool)
     fits = False
     for size in sizes:
         one = _engine(demand, tasks, policy, pool, available, size, pinned_stages or 1)
-        fits = fits or isinstance(one, Choice)
+        fits = fits or isinstance(one, RoleChoice)
         yield one
     if not fits and pinned_stages is None:
         yield from (_engine(demand, tasks, policy, pool, available, sizes[-1], stages) for stages in (2, 4, 8))
@@ -183,12 +185,12 @@ def _tensor_sizes(demand: Demand, pool: Pool) -> list[int]:
 
 
 def _engine(
-    demand: Demand, tasks: Sequence[Task], policy: Policy, pool: Pool, available: float, tensor: int, stages: int
-) -> Choice | Shortage:
-    tokens = demand.wants.micro_batch_tokens
+    demand: Demand, tasks: Sequence[Task], policy: PoolPolicy, pool: Pool, available: float, tensor: int, stages: int
+) -> RoleChoice | Shortage:
+    tokens = demand.pins.micro_batch_tokens
     serves = "tensor" in demand.parallel
-    eager = not pool.counts_memory if demand.wants.eager == "auto" else demand.wants.eager
-    layout = sized(
+    eager = not pool.counts_memory if demand.pins.eager == "auto" else demand.pins.eager
+    layout = with_data_parallel_size(
         demand,
         pool,
         Layout(
@@ -202,15 +204,15 @@ def _engine(
     )
     if isinstance(layout, Shortage):
         return layout
-    resting = resting_terms(demand, policy, pool)
-    if demand.architecture is None or pool.site.memory_gib is None:
-        seconds = task_seconds(demand, tasks, layout, pool.site.speed, kv_tokens=float("inf"))
-        return Choice(layout, "generate", {}, resting, seconds)
-    served = _served(demand, tasks, layout, pool.site, demand.architecture, available)
+    idle = idle_terms(demand, policy, pool)
+    if demand.architecture is None or pool.host_set.memory_gib is None:
+        seconds = task_seconds(demand, tasks, layout, pool.host_set.speed, kv_tokens=float("inf"))
+        return RoleChoice(layout, "generate", {}, idle, seconds)
+    served = _served(demand, tasks, layout, pool.host_set, demand.architecture, available)
     if isinstance(served, Shortage):
         return served
     layout, memory = served
-    seconds = task_seconds(demand, tasks, layout, pool.site.speed, kv_tokens=memory.kv_tokens)
+    seconds = task_seconds(demand, tasks, layout, pool.host_set.speed, kv_tokens=memory.kv_tokens)
     typical = max((task.typical_length for task in tasks), default=1.0)
     each = max((task.samples / layout.data_parallel_size for task in tasks), default=1.0)
     concurrency = min(each, MAX_NUM_SEQS, memory.kv_tokens / typical)
@@ -220,16 +222,16 @@ def _engine(
         layout = replace(layout, gpu_memory_utilization=None)
         longest = max((task.longest for task in tasks), default=1)
         terms = terms | {"kv": terms["kv"] * min(1.0, min(each, MAX_NUM_SEQS) * longest / memory.kv_tokens)}
-    return Choice(layout, "generate", terms, resting, seconds, memory.kv_tokens, concurrency)
+    return RoleChoice(layout, "generate", terms, idle, seconds, memory.kv_tokens, concurrency)
 
 
 def _served(
-    demand: Demand, tasks: Sequence[Task], layout: Layout, site: Site, model: Architecture, available: float
+    demand: Demand, tasks: Sequence[Task], layout: Layout, host_set: HostSet, model: Architecture, available: float
 ) -> tuple[Layout, EngineMemory] | Shortage:
     """With ``gpu_memory_utilization`` as pinned, or all that is left, in steps of 0.05."""
-    memory_gib = site.memory_gib
+    memory_gib = host_set.memory_gib
     assert memory_gib is not None
-    wanted = demand.wants.gpu_memory_utilization
+    wanted = demand.pins.gpu_memory_utilization
     left = min(_MAX_UTILIZATION, floor(available / memory_gib * 20 + 1e-9) / 20)
     share = left if wanted == "auto" else wanted
     groups = f"tp {layout.tensor_parallel_size}"
@@ -246,7 +248,7 @@ def _served(
         max_num_seqs=MAX_NUM_SEQS,
         weight_bytes=demand.weight_bytes,
         lora=demand.follows_lora,
-        sharp=site.sharp,
+        sharp=host_set.sharp,
     )
     longest = max((task.longest for task in tasks), default=1)
     if memory.kv_tokens < longest:

@@ -59,7 +59,7 @@ class _Room:
         return self.gpus // pools[index].unit if self.allowed[index] else 0
 
 
-def fill(pools: Sequence[PoolRequest], cluster: Cluster) -> list[list[tuple[str, tuple[int, ...]]]] | None:
+def place_pools(pools: Sequence[PoolRequest], cluster: Cluster) -> list[list[tuple[str, tuple[int, ...]]]] | None:
     """For each pool, in the order of hosts, (host, GPU ids) of the hosts that it uses; the ids unit after unit.
 
     At most one pool may leave its units open. None when there is no way. The same pools in another order get the same

@@ -12,9 +12,9 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout, Offload
 from rlflow.resources.memory.overheads import Sharp, asleep_terms, process_terms, sync_terms
 from rlflow.resources.memory.phases import host_terms, score_terms, usable_gib
-from rlflow.resources.memory.state import Terms, TrainingMemory, kept_buffers, state_terms
+from rlflow.resources.memory.state import Terms, TrainingMemory, persistent_buffers, state_terms
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.time.speed import Calibration, Efficiency, Speed, slowest, speed_of
+from rlflow.resources.time.speed import Calibration, Efficiency, Speed, gpu_speed, slowest
 from rlflow.resources.workload import Workload
 
 # Of a GPU's memory a plan leaves so much for what no term knows.
@@ -24,7 +24,7 @@ _HOST_GIB = 200.0
 
 
 @dataclass(frozen=True)
-class Site:
+class HostSet:
     hosts: tuple[Host, ...]
     memory_gib: float | None
     """Of the smallest GPU. None: the host's own memory, which is not counted."""
@@ -53,7 +53,7 @@ class Site:
         return sum(len(host.usable) // size for host in self.hosts)
 
 
-def site_of(cluster: Cluster, label: str | None, calibration: Calibration) -> Site:
+def select_hosts(cluster: Cluster, label: str | None, calibration: Calibration) -> HostSet:
     """The hosts with a label. Raises PlacementError when there are none, or figures are missing."""
     labelled = cluster.hosts_with(label)
     if not labelled:
@@ -64,7 +64,7 @@ def site_of(cluster: Cluster, label: str | None, calibration: Calibration) -> Si
         raise PlacementError("label", f"the hosts with the label '{label}' are reserved, or have no free GPU")
     kinds = {host.gpu for host in hosts}
     speeds = [
-        speed_of(
+        gpu_speed(
             cluster.gpus[kind],
             max(host.gpus for host in hosts if host.gpu == kind),
             calibration.get(kind, Efficiency()),
@@ -74,7 +74,7 @@ def site_of(cluster: Cluster, label: str | None, calibration: Calibration) -> Si
     memories = [memory for kind in kinds if (memory := cluster.gpus[kind].memory_gib) is not None]
     shares = [host.memory_gib / len(host.usable) if host.memory_gib else _HOST_GIB for host in hosts]
     sharp = Sharp(max(cluster.gpus[kind].nvls_channels for kind in kinds), max(host.gpus for host in hosts))
-    return Site(hosts, min(memories, default=None), slowest(speeds), min(shares), sharp)
+    return HostSet(hosts, min(memories, default=None), slowest(speeds), min(shares), sharp)
 
 
 # Of an engine on the processor, where memory is not counted.
@@ -87,7 +87,7 @@ PINNED = 2
 
 
 @dataclass(frozen=True)
-class Policy:
+class PoolPolicy:
     """What the roles of a pool have in common: what stays on its GPUs while others work."""
 
     sleeps: bool = False
@@ -108,7 +108,7 @@ class Pool:
     gpus: int
     groups: Callable[[int], int]
     """So many groups of a size, each inside a host, the pool's GPUs make."""
-    site: Site
+    host_set: HostSet
     largest_group: int
 
     @property
@@ -117,11 +117,11 @@ class Pool:
 
     @property
     def counts_memory(self) -> bool:
-        return self.site.memory_gib is not None
+        return self.host_set.memory_gib is not None
 
 
 @dataclass(frozen=True)
-class Choice:
+class RoleChoice:
     """One role's use of its pool."""
 
     layout: Layout
@@ -129,7 +129,7 @@ class Choice:
     """In which it needs most: generate, score or update."""
     awake: Terms
     """GiB of each of its GPUs in that phase."""
-    resting: Terms
+    idle: Terms
     """While others on its GPUs work."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Of each of its nodes."""
@@ -151,9 +151,9 @@ class Shortage:
         return f"{self.role}: {self.what}"
 
 
-def static_layout(demand: Demand, policy: Policy, pool: Pool) -> Layout:
+def base_layout(demand: Demand, policy: PoolPolicy, pool: Pool) -> Layout:
     """A trained or scoring role's, without what depends on the memory that is left."""
-    wants = demand.wants
+    wants = demand.pins
     spread = "data" in demand.parallel
     stage = policy.zero_stage if demand.trains else (3 if policy.shards_scorers else 0)
     size = (demand.pinned("tensor_parallel_size") or 1) * (demand.pinned("pipeline_parallel_size") or 1)
@@ -173,36 +173,36 @@ def static_layout(demand: Demand, policy: Policy, pool: Pool) -> Layout:
     )
 
 
-def resting_terms(demand: Demand, policy: Policy, pool: Pool) -> Terms:
+def idle_terms(demand: Demand, policy: PoolPolicy, pool: Pool) -> Terms:
     """Return what the role keeps on its GPUs while others work, after it has given back what torch caches."""
-    model, sharp = demand.architecture, pool.site.sharp
+    model, sharp = demand.architecture, pool.host_set.sharp
     if not pool.shared or model is None or not pool.counts_memory:
         return {}
     serves = demand.generates and not demand.trains
     if serves and "tensor" in demand.parallel:
         width = demand.pinned("tensor_parallel_size") or pool.largest_group
-        return asleep_terms(model, width, sharp, eager=demand.wants.eager is True)
-    layout = static_layout(demand, policy, pool)
+        return asleep_terms(model, width, sharp, eager=demand.pins.eager is True)
+    layout = base_layout(demand, policy, pool)
     process = process_terms(layout, sharp)
     if layout.sleeps:
         return process
     if demand.trains:
-        return process | resting_state(model, layout, demand.training)
+        return process | idle_state(model, layout, demand.training)
     if serves:
         # An engine that cannot sleep.
         return process | {"weights": model.num_parameters * demand.weight_bytes / GIB}
     return process | {"weights": score_terms(model, layout, 0, weight_bytes=demand.weight_bytes)["weights"]}
 
 
-def resting_state(model: Architecture, layout: Layout, training: TrainingMemory) -> dict[str, float]:
+def idle_state(model: Architecture, layout: Layout, training: TrainingMemory) -> dict[str, float]:
     """Return the state of a trained role between its steps."""
     state = dict(state_terms(model, layout, training))
     if not training.keeps_gradients:
         state["gradients"] = 0.0
-    return state | kept_buffers(layout, training)
+    return state | persistent_buffers(layout, training)
 
 
-def host_memory(demand: Demand, choice: Choice, workload: Workload) -> Terms:
+def host_memory(demand: Demand, choice: RoleChoice, workload: Workload) -> Terms:
     """Of host memory for each of the role's GPUs: what is offloaded, what sleeps there, and its part of the data: what
     it makes, once with itself and once in the object store, and what it reads."""
     model, layout = demand.architecture, choice.layout
@@ -210,7 +210,7 @@ def host_memory(demand: Demand, choice: Choice, workload: Workload) -> Terms:
         return {}
     data = (2 * workload.bytes_made_by(demand.role) + workload.bytes_read_by(demand.role)) / layout.num_gpus / GIB
     if demand.trains:
-        return host_terms(model, layout, demand.training, parks=layout.sleeps, data_gib=data)
+        return host_terms(model, layout, demand.training, offloads=layout.sleeps, data_gib=data)
     if demand.generates:
         # vLLM's sleep keeps the weights in the host's memory unless a copy replaces all of them.
         replaced = demand.follows_lora is None and demand.role in {copy.target for copy in workload.copies}
@@ -223,7 +223,7 @@ def host_memory(demand: Demand, choice: Choice, workload: Workload) -> Terms:
 
 
 def sync_memory(
-    source: Demand, given: Choice, target: Demand, followed: Choice, sharp: Sharp, *, same_gpus: bool
+    source: Demand, given: RoleChoice, target: Demand, followed: RoleChoice, sharp: Sharp, *, same_gpus: bool
 ) -> Terms:
     """Return the terms of the trained role ``source`` while its weights go to ``target``."""
     model, layout, training = source.architecture, given.layout, source.training
@@ -241,5 +241,5 @@ def sync_memory(
         sharp=sharp,
     )
     # What sleeps gets up with its weights alone.
-    stays = {} if layout.sleeps else {term: given.resting.get(term, 0.0) for term in ("gradients", "optimizer")}
+    stays = {} if layout.sleeps else {term: given.idle.get(term, 0.0) for term in ("gradients", "optimizer")}
     return terms | stays

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from itertools import product
 
 from rlflow.resources.layout import Layout, Offload
-from rlflow.resources.planner.layouts import choose
+from rlflow.resources.planner.layouts import best_layout
 from rlflow.resources.planner.pool import (
-    Choice,
-    Policy,
     Pool,
+    PoolPolicy,
+    RoleChoice,
     Shortage,
+    base_layout,
     host_memory,
-    resting_terms,
-    static_layout,
+    idle_terms,
     sync_memory,
 )
 from rlflow.resources.workload import Workload
@@ -25,7 +25,7 @@ _OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights")
 class PoolUse:
     """What its roles do with a pool."""
 
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, RoleChoice]
 
     @property
     def unit(self) -> int:
@@ -37,7 +37,7 @@ class PoolUse:
         return {node: seconds for choice in self.choices.values() for node, seconds in choice.seconds.items()}
 
 
-def use(pool: Pool, workload: Workload) -> PoolUse | Shortage:
+def best_use(pool: Pool, workload: Workload) -> PoolUse | Shortage:
     """The fastest way in which all roles of a pool fit beside one another, or what the nearest lacks.
 
     What the roles keep while others work is decided for the pool as a whole, each role's own degrees after that.
@@ -60,7 +60,7 @@ def use(pool: Pool, workload: Workload) -> PoolUse | Shortage:
     return min(lacking, key=lambda shortage: shortage.gib)
 
 
-def _policies(pool: Pool, offload: Offload) -> Iterator[Policy]:
+def _policies(pool: Pool, offload: Offload) -> Iterator[PoolPolicy]:
     spread = any("data" in demand.parallel for demand in pool.demands)
     sleeping = (False, True) if pool.shared and spread else (False,)
     stages = (2, 3) if any(demand.trains for demand in pool.demands) and spread else (3,)
@@ -71,22 +71,22 @@ def _policies(pool: Pool, offload: Offload) -> Iterator[Policy]:
         # A whole model that is not on the GPU would be nowhere.
         sharding = (True,)
     for sleeps, stage, shards in product(sleeping, stages, sharding):
-        yield Policy(sleeps=sleeps, zero_stage=stage, offload=offload, shards_scorers=shards)
+        yield PoolPolicy(sleeps=sleeps, zero_stage=stage, offload=offload, shards_scorers=shards)
 
 
-_Known = dict[tuple[Layout, float, str], Choice | Shortage]
+_Known = dict[tuple[Layout, float, str], RoleChoice | Shortage]
 
 
-def _use_by(policy: Policy, pool: Pool, workload: Workload, known: _Known) -> PoolUse | Shortage:
+def _use_by(policy: PoolPolicy, pool: Pool, workload: Workload, known: _Known) -> PoolUse | Shortage:
     """``known``: what was chosen before for the same memory under another policy."""
-    resting = {demand.role: sum(resting_terms(demand, policy, pool).values()) for demand in pool.demands}
-    everyone = sum(resting.values())
+    idle = {demand.role: sum(idle_terms(demand, policy, pool).values()) for demand in pool.demands}
+    everyone = sum(idle.values())
     choices = {}
     for demand in pool.demands:
-        available = pool.site.usable_gib - (everyone - resting[demand.role])
-        key = (static_layout(demand, policy, pool), available, demand.role)
+        available = pool.host_set.usable_gib - (everyone - idle[demand.role])
+        key = (base_layout(demand, policy, pool), available, demand.role)
         if key not in known:
-            known[key] = choose(demand, workload.of(demand.role), policy, pool, available)
+            known[key] = best_layout(demand, workload.of(demand.role), policy, pool, available)
         chosen = known[key]
         if isinstance(chosen, Shortage):
             return chosen
@@ -95,24 +95,24 @@ def _use_by(policy: Policy, pool: Pool, workload: Workload, known: _Known) -> Po
     return PoolUse(choices) if lacking is None else lacking
 
 
-def _host_shortage(pool: Pool, choices: Mapping[str, Choice], workload: Workload) -> Shortage | None:
+def _host_shortage(pool: Pool, choices: Mapping[str, RoleChoice], workload: Workload) -> Shortage | None:
     parked = sum(sum(host_memory(d, choices[d.role], workload).values()) for d in pool.demands)
-    if parked <= pool.site.host_gib:
+    if parked <= pool.host_set.host_gib:
         return None
-    what = f"{parked:.0f} GiB of host memory for each GPU, of {pool.site.host_gib:.0f}"
-    return Shortage(pool.demands[0].role, parked - pool.site.host_gib, what)
+    what = f"{parked:.0f} GiB of host memory for each GPU, of {pool.host_set.host_gib:.0f}"
+    return Shortage(pool.demands[0].role, parked - pool.host_set.host_gib, what)
 
 
-def _sync_shortage(pool: Pool, choices: Mapping[str, Choice], workload: Workload) -> Shortage | None:
+def _sync_shortage(pool: Pool, choices: Mapping[str, RoleChoice], workload: Workload) -> Shortage | None:
     demands = {demand.role: demand for demand in pool.demands}
     for copy in workload.copies:
         if copy.source not in choices or copy.target not in choices:
             continue
         source, target = (demands[copy.source], choices[copy.source]), (demands[copy.target], choices[copy.target])
-        needed = sum(sync_memory(*source, *target, pool.site.sharp, same_gpus=True).values())
+        needed = sum(sync_memory(*source, *target, pool.host_set.sharp, same_gpus=True).values())
         others = (choice for role, choice in choices.items() if role not in (copy.source, copy.target))
-        needed += sum(sum(choice.resting.values()) for choice in others)
-        if needed > pool.site.usable_gib:
-            what = f"{needed:.0f} GiB while its weights go to {copy.target}, of {pool.site.usable_gib:.0f} GiB"
-            return Shortage(copy.source, needed - pool.site.usable_gib, what)
+        needed += sum(sum(choice.idle.values()) for choice in others)
+        if needed > pool.host_set.usable_gib:
+            what = f"{needed:.0f} GiB while its weights go to {copy.target}, of {pool.host_set.usable_gib:.0f} GiB"
+            return Shortage(copy.source, needed - pool.host_set.usable_gib, what)
     return None

@@ -7,11 +7,11 @@ from math import ceil, floor
 from rlflow.resources.memory.phases import score_terms, update_terms
 from rlflow.resources.memory.state import Terms
 from rlflow.resources.planner.data_placement import DataPrediction, predict_data
-from rlflow.resources.planner.explain import warnings_of
-from rlflow.resources.planner.layouts import most_tokens
-from rlflow.resources.planner.pool import Choice, host_memory, sync_memory
-from rlflow.resources.planner.search import Placed, Search
-from rlflow.resources.planner.sharing import Candidate, Rejected, describe
+from rlflow.resources.planner.explain import plan_warnings
+from rlflow.resources.planner.layouts import largest_micro_batch
+from rlflow.resources.planner.pool import RoleChoice, host_memory, sync_memory
+from rlflow.resources.planner.search import Search, SearchResult
+from rlflow.resources.planner.sharing import Candidate, RejectedCandidate, describe_pools
 from rlflow.resources.workload import Task
 
 
@@ -21,7 +21,7 @@ class RoleMemory:
     """In which the role needs most: generate, score or update."""
     phases: Mapping[str, Terms]
     """GiB of each of its GPUs by what they are for: in that phase, in ``sync`` while weights are handed over, and
-    ``resting`` while other roles on its GPUs work."""
+    ``idle`` while other roles on its GPUs work."""
     peak_gib: Mapping[str, Mapping[int, float]]
     """Of each GPU of each host in that phase, with what the others keep there."""
     host_gib: Terms
@@ -76,7 +76,7 @@ class Prediction:
     alternatives: tuple[Alternative, ...]
 
 
-def predict(search: Search, placed: Placed) -> Prediction:
+def predict(search: Search, placed: SearchResult) -> Prediction:
     """All figures of the plan that a search has found."""
     candidate = placed.candidate
     schedule = candidate.schedule
@@ -106,20 +106,20 @@ def predict(search: Search, placed: Placed) -> Prediction:
         data=predict_data(search.workload, placed.roles, search.cluster.hosts[0].name),
         reasons=_reasons(candidate),
         limits=_limits(search, candidate),
-        warnings=warnings_of(search, placed),
+        warnings=plan_warnings(search, placed),
         alternatives=_alternatives(placed),
     )
 
 
-def _memory(search: Search, placed: Placed, role: str) -> RoleMemory:
+def _memory(search: Search, placed: SearchResult, role: str) -> RoleMemory:
     choice = placed.candidate.choices[role]
-    phases = {choice.phase: choice.awake, "resting": choice.resting}
+    phases = {choice.phase: choice.awake, "resting": choice.idle}
     phases |= _sync(search, placed.candidate, role)
     peaks: dict[str, dict[int, float]] = {}
     on_gpu = {other: set(placement.bundles) for other, placement in placed.roles.items() if other != role}
     for bundle in placed.roles[role].bundles if choice.awake else ():
         others = (other for other, bundles in on_gpu.items() if bundle in bundles)
-        beside = sum(sum(placed.candidate.choices[other].resting.values()) for other in others)
+        beside = sum(sum(placed.candidate.choices[other].idle.values()) for other in others)
         # The sync's terms have the engine's own already.
         peak = max(sum(choice.awake.values()) + beside, sum(phases.get("sync", {}).values()))
         peaks.setdefault(bundle.host, {})[bundle.gpu] = peak
@@ -139,11 +139,11 @@ def _sync(search: Search, candidate: Candidate, role: str) -> Mapping[str, Terms
         if copy.source == role:
             source, target = ((search.demands[of], candidate.choices[of]) for of in (copy.source, copy.target))
             same = candidate.pool_of[copy.source] == candidate.pool_of[copy.target]
-            phases.append(sync_memory(*source, *target, search.site([role]).sharp, same_gpus=same))
+            phases.append(sync_memory(*source, *target, search.host_set([role]).sharp, same_gpus=same))
     return {"sync": max(phases, key=lambda terms: sum(terms.values()))} if phases else {}
 
 
-def _on_hosts(placed: Placed, memory: Mapping[str, RoleMemory]) -> Mapping[str, float]:
+def _on_hosts(placed: SearchResult, memory: Mapping[str, RoleMemory]) -> Mapping[str, float]:
     hosts: dict[str, float] = {}
     for role, placement in placed.roles.items():
         each = sum(memory[role].host_gib.values())
@@ -201,36 +201,38 @@ def _limits(search: Search, candidate: Candidate) -> tuple[str, ...]:
     return tuple(f"beyond {tokens} response tokens: {what}" for tokens, what in sorted(found))
 
 
-def _most_tokens(search: Search, candidate: Candidate, role: str, choice: Choice, tasks: Sequence[Task]) -> int | None:
+def _most_tokens(
+    search: Search, candidate: Candidate, role: str, choice: RoleChoice, tasks: Sequence[Task]
+) -> int | None:
     demand = search.demands[role]
-    model, memory = demand.architecture, search.site([role]).memory_gib
+    model, memory = demand.architecture, search.host_set([role]).memory_gib
     if model is None or memory is None or not tasks:
         return None
     if choice.kv_tokens is not None:
         return ceil(choice.kv_tokens)
     others = candidate.uses[candidate.pool_of[role]].choices
-    beside = sum(sum(other.resting.values()) for name, other in others.items() if name != role)
-    site = search.site([role])
-    available = site.usable_gib - beside
+    beside = sum(sum(other.idle.values()) for name, other in others.items() if name != role)
+    host_set = search.host_set([role])
+    available = host_set.usable_gib - beside
 
     def terms(tokens: float) -> Terms:
         if demand.trains:
-            return update_terms(model, choice.layout, demand.training, tokens, sharp=site.sharp)
+            return update_terms(model, choice.layout, demand.training, tokens, sharp=host_set.sharp)
         return score_terms(
             model,
             choice.layout,
             tokens,
             weight_bytes=demand.weight_bytes,
             training=demand.training,
-            sharp=site.sharp,
+            sharp=host_set.sharp,
         )
 
     longest = max((task.longest for task in tasks if task.is_expected), default=choice.layout.micro_batch_tokens)
-    found = most_tokens(terms, longest, 64 * longest, available)
-    return found // max(task.together for task in tasks) if found < 64 * longest else None
+    found = largest_micro_batch(terms, longest, 64 * longest, available)
+    return found // max(task.unit_size for task in tasks) if found < 64 * longest else None
 
 
-def _alternatives(placed: Placed) -> tuple[Alternative, ...]:
+def _alternatives(placed: SearchResult) -> tuple[Alternative, ...]:
     """The best of every other way to share, fastest first; then the ways that do not fit."""
     chosen = placed.candidate
     step = chosen.schedule.step_seconds
@@ -247,20 +249,20 @@ def _alternatives(placed: Placed) -> tuple[Alternative, ...]:
         loses += f", idle {idle:.0%}" if len(other.partition) > 1 else ""
         alternatives.append(
             Alternative(
-                what=describe(other.partition, other.gpus), step_seconds=other.schedule.step_seconds, loses=loses
+                what=describe_pools(other.partition, other.gpus), step_seconds=other.schedule.step_seconds, loses=loses
             )
         )
     fitting = seen | {chosen.partition}
     for rejected in _nearest(placed.rejected):
         if rejected.partition not in fitting:
-            what = describe(rejected.partition, rejected.gpus)
+            what = describe_pools(rejected.partition, rejected.gpus)
             alternatives.append(Alternative(what=what, step_seconds=None, loses=str(rejected.shortage)))
     return tuple(alternatives)
 
 
-def _nearest(rejected: Sequence[Rejected]) -> list[Rejected]:
+def _nearest(rejected: Sequence[RejectedCandidate]) -> list[RejectedCandidate]:
     """Of every way to share the one that lacks least."""
-    nearest: dict[object, Rejected] = {}
+    nearest: dict[object, RejectedCandidate] = {}
     for one in rejected:
         if one.partition not in nearest or one.shortage.gib < nearest[one.partition].shortage.gib:
             nearest[one.partition] = one

@@ -15,10 +15,18 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout, RolePlacement, Share, workers
 from rlflow.resources.models.lora import adapter_parameters, adapter_tensors
 from rlflow.resources.planner.data_placement import reading_seconds
-from rlflow.resources.planner.placement_solver import PoolRequest, fill
-from rlflow.resources.planner.pool import Pool, Shortage, Site, site_of
-from rlflow.resources.planner.pool_search import PoolUse, use
-from rlflow.resources.planner.sharing import Candidate, Partition, Rejected, describe, partitions, sizes, wanted_gpus
+from rlflow.resources.planner.placement_solver import PoolRequest, place_pools
+from rlflow.resources.planner.pool import HostSet, Pool, Shortage, select_hosts
+from rlflow.resources.planner.pool_search import PoolUse, best_use
+from rlflow.resources.planner.sharing import (
+    Candidate,
+    Partition,
+    RejectedCandidate,
+    describe_pools,
+    pinned_pool_sizes,
+    pool_sizes,
+    sharing_partitions,
+)
 from rlflow.resources.planner.simulate import simulate
 from rlflow.resources.time.passes import sync_seconds
 from rlflow.resources.time.speed import Calibration
@@ -36,14 +44,14 @@ _HOST_TASK_S = 5e-6
 
 
 @dataclass(frozen=True)
-class Placed:
+class SearchResult:
     """The chosen candidate on its GPUs, and what else there was."""
 
     candidate: Candidate
     roles: Mapping[str, RolePlacement]
     alternatives: tuple[Candidate, ...]
     """Fastest first."""
-    rejected: tuple[Rejected, ...]
+    rejected: tuple[RejectedCandidate, ...]
 
 
 class Search:
@@ -56,11 +64,11 @@ class Search:
         self.workload = workload
         self.cluster = cluster
         self.calibration = calibration
-        self.rejected: list[Rejected] = []
-        self._sites: dict[str | None, Site] = {}
+        self.rejected: list[RejectedCandidate] = []
+        self._host_sets: dict[str | None, HostSet] = {}
         self._uses: dict[tuple[tuple[str, ...], int], PoolUse | Shortage] = {}
 
-    def best(self) -> Placed | None:
+    def best(self) -> SearchResult | None:
         """None when nothing fits; ``rejected`` then says why. Raises PlacementError for pins that cannot be met."""
         self._check()
         fitting = sorted(self.candidates(), key=_order)
@@ -78,7 +86,7 @@ class Search:
         near = [each for each in found if _time(each[1]) <= quickest * _SAME]
         index, chosen, shares = min(near, key=lambda each: (each[1].used_gpus, sum(map(len, each[2])), each[0]))
         others = (*fitting[:index], *fitting[index + 1 :])
-        return Placed(chosen, self._on_gpus(chosen, shares), others, tuple(self.rejected))
+        return SearchResult(chosen, self._on_gpus(chosen, shares), others, tuple(self.rejected))
 
     def fits(self) -> bool:
         """Whether there is a plan at all, on a coarser grid of sizes."""
@@ -90,9 +98,9 @@ class Search:
 
     def _check(self) -> None:
         for demand in self.demands.values():
-            site = self.site([demand.role])
-            demand.check(site.largest_host, on_gpus=site.memory_gib is not None)
-            if demand.architecture is None and site.memory_gib is not None:
+            host_set = self.host_set([demand.role])
+            demand.check(host_set.largest_host, on_gpus=host_set.memory_gib is not None)
+            if demand.architecture is None and host_set.memory_gib is not None:
                 raise PlacementError(
                     f"roles.{demand.role}.model",
                     "its architecture is not known, and without it neither memory nor time",
@@ -103,23 +111,23 @@ class Search:
         """All ways to share and all sizes on the grid that fit. What does not is added to ``rejected``."""
         contradiction: PlacementError | None = None
         sensible = 0
-        for partition in partitions(list(self.demands.values())):
+        for partition in sharing_partitions(list(self.demands.values())):
             # What is left over goes to the last pool: to one that trains, which can be of any size.
             ordered = tuple(sorted(partition, key=lambda pool: (any(self.demands[r].trains for r in pool), pool)))
             try:
-                wanted = [wanted_gpus([self.demands[role] for role in pool]) for pool in ordered]
+                wanted = [pinned_pool_sizes([self.demands[role] for role in pool]) for pool in ordered]
             except PlacementError as error:
                 contradiction = contradiction or error
                 continue
             sensible += 1
-            for gpus in sizes(
-                wanted, [self.site(pool).num_gpus for pool in ordered], self._total(ordered), coarse=coarse
+            for gpus in pool_sizes(
+                wanted, [self.host_set(pool).num_gpus for pool in ordered], self._total(ordered), coarse=coarse
             ):
                 uses = []
                 for roles, count in zip(ordered, gpus, strict=True):
-                    used = self.use(roles, count, whole=len(ordered) == 1)
+                    used = self.pool_use(roles, count, whole=len(ordered) == 1)
                     if isinstance(used, Shortage):
-                        self.rejected.append(Rejected(ordered, gpus, used))
+                        self.rejected.append(RejectedCandidate(ordered, gpus, used))
                         break
                     uses.append(used)
                 else:
@@ -129,47 +137,49 @@ class Search:
 
     def _total(self, partition: Partition) -> int:
         """GPUs that any of the pools may use."""
-        hosts = {host.name: len(host.usable) for pool in partition for host in self.site(pool).hosts}
+        hosts = {host.name: len(host.usable) for pool in partition for host in self.host_set(pool).hosts}
         return sum(hosts.values())
 
-    def use(self, roles: tuple[str, ...], gpus: int, *, whole: bool = False) -> PoolUse | Shortage:
+    def pool_use(self, roles: tuple[str, ...], gpus: int, *, whole: bool = False) -> PoolUse | Shortage:
         key = (roles, -gpus if whole else gpus)
         if key not in self._uses:
-            site = self.site(roles)
-            if gpus > site.num_gpus:
-                self._uses[key] = Shortage(roles[0], float(gpus - site.num_gpus), f"{gpus} of {site.num_gpus} GPUs")
+            host_set = self.host_set(roles)
+            if gpus > host_set.num_gpus:
+                self._uses[key] = Shortage(
+                    roles[0], float(gpus - host_set.num_gpus), f"{gpus} of {host_set.num_gpus} GPUs"
+                )
             else:
-                whole = whole and gpus == site.num_gpus
-                groups = site.groups if whole else lambda size: gpus // size
-                self._uses[key] = use(self._pool(roles, gpus, groups), self.workload)
+                whole = whole and gpus == host_set.num_gpus
+                groups = host_set.groups if whole else lambda size: gpus // size
+                self._uses[key] = best_use(self._pool(roles, gpus, groups), self.workload)
         return self._uses[key]
 
-    def site(self, roles: Sequence[str]) -> Site:
-        label = self.demands[roles[0]].wants.label
-        if label not in self._sites:
+    def host_set(self, roles: Sequence[str]) -> HostSet:
+        label = self.demands[roles[0]].pins.label
+        if label not in self._host_sets:
             try:
-                self._sites[label] = site_of(self.cluster, label, self.calibration)
+                self._host_sets[label] = select_hosts(self.cluster, label, self.calibration)
             except PlacementError as error:
                 error.path = f"roles.{roles[0]}.{error.path}" if error.path == "label" else error.path
                 raise
-        return self._sites[label]
+        return self._host_sets[label]
 
     def _pool(self, roles: Sequence[str], gpus: int, groups: Callable[[int], int]) -> Pool:
-        site = self.site(roles)
+        host_set = self.host_set(roles)
         return Pool(
             demands=tuple(self.demands[role] for role in roles),
             gpus=gpus,
             groups=groups,
-            site=site,
-            largest_group=min(gpus, site.largest_host),
+            host_set=host_set,
+            largest_group=min(gpus, host_set.largest_host),
         )
 
     def _candidate(self, partition: Partition, gpus: tuple[int, ...], uses: Sequence[PoolUse]) -> Candidate:
         seconds = {node: value for used in uses for node, value in used.seconds.items()}
         for task in self.workload.tasks:
-            site = self.site(partition[0] if task.role is None else [task.role])
+            host_set = self.host_set(partition[0] if task.role is None else [task.role])
             needed = task.samples * _HOST_TASK_S if task.role is None else seconds[task.node]
-            seconds[task.node] = needed + reading_seconds(self.workload, task, site, partition, gpus)
+            seconds[task.node] = needed + reading_seconds(self.workload, task, host_set, partition, gpus)
         pool_of = {role: index for index, pool in enumerate(partition) for role in pool}
         layouts = {role: choice.layout for used in uses for role, choice in used.choices.items()}
         for copy in self.workload.copies:
@@ -182,7 +192,7 @@ class Search:
         model = self.demands[target].architecture
         if model is None:
             return 0.0
-        parameters, tensors, speed = model.num_parameters, model.num_tensors, self.site([target]).speed
+        parameters, tensors, speed = model.num_parameters, model.num_tensors, self.host_set([target]).speed
         if (lora := self.demands[source].training.lora) is not None:
             parameters, tensors = adapter_parameters(model, lora), adapter_tensors(model, lora)
         size = parameters * self.demands[target].weight_bytes
@@ -201,9 +211,9 @@ class Search:
             if shares is not None and settled is not None:
                 return settled, shares
             narrower = self._narrowed(narrower)
-        what = f"hosts cannot hold {describe(candidate.partition, candidate.gpus)}"
+        what = f"hosts cannot hold {describe_pools(candidate.partition, candidate.gpus)}"
         self.rejected.append(
-            Rejected(candidate.partition, candidate.gpus, Shortage(candidate.partition[0][0], 0, what))
+            RejectedCandidate(candidate.partition, candidate.gpus, Shortage(candidate.partition[0][0], 0, what))
         )
         return None
 
@@ -215,7 +225,7 @@ class Search:
                 break
             roles, gpus = candidate.partition[index], candidate.gpus[index]
             pool = replace(self._pool(roles, gpus, partial(_groups, [gpus])), largest_group=unit - 1)
-            used = use(pool, self.workload)
+            used = best_use(pool, self.workload)
             if isinstance(used, PoolUse) and used.unit < unit:
                 uses = (*candidate.uses[:index], used, *candidate.uses[index + 1 :])
                 return self._candidate(candidate.partition, candidate.gpus, uses)
@@ -231,8 +241,8 @@ class Search:
             takes_rest = index == len(candidate.partition) - 1 and sum(candidate.gpus) == total
             pinned = any(self.demands[role].pinned("gpus") for role in roles)
             units = None if takes_rest and not pinned else gpus // used.unit
-            requests.append(PoolRequest(",".join(roles), used.unit, units, self.demands[roles[0]].wants.label))
-        shares = fill(requests, self.cluster)
+            requests.append(PoolRequest(",".join(roles), used.unit, units, self.demands[roles[0]].pins.label))
+        shares = place_pools(requests, self.cluster)
         if shares is not None and requests[-1].units is None:
             shares[-1] = self._with_rest(shares, requests[-1].label)
         return shares
@@ -256,9 +266,9 @@ class Search:
             counts = [len(gpus) for _, gpus in share]
             pool = self._pool(roles, sum(counts), partial(_groups, counts))
             # Of a host that it shares with others, its own GPUs are those inside.
-            speed = replace(pool.site.speed, gpus_per_host=max(counts))
-            pool = replace(pool, largest_group=max(counts), site=replace(pool.site, speed=speed))
-            used = use(pool, self.workload)
+            speed = replace(pool.host_set.speed, gpus_per_host=max(counts))
+            pool = replace(pool, largest_group=max(counts), host_set=replace(pool.host_set, speed=speed))
+            used = best_use(pool, self.workload)
             if isinstance(used, Shortage):
                 return None
             uses.append(used)

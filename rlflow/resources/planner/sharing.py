@@ -11,7 +11,7 @@ from itertools import product
 
 from rlflow.errors import PlacementError
 from rlflow.resources.demand import Demand
-from rlflow.resources.planner.pool import Choice, Shortage
+from rlflow.resources.planner.pool import RoleChoice, Shortage
 from rlflow.resources.planner.pool_search import PoolUse
 from rlflow.resources.planner.simulate import Schedule
 
@@ -22,11 +22,11 @@ Partition = tuple[tuple[str, ...], ...]
 _ALL_PARTITIONS = 4
 
 
-def partitions(demands: Sequence[Demand]) -> list[Partition]:
+def sharing_partitions(demands: Sequence[Demand]) -> list[Partition]:
     """Ways to share GPUs that the recipe allows. Raises PlacementError where its ``colocate`` contradict each other."""
     blocks = _blocks(demands)
-    alone = {demand.role for demand in demands if demand.wants.colocate == ()}
-    fixed = {demand.role for demand in demands if demand.wants.colocate != "auto"}
+    alone = {demand.role for demand in demands if demand.pins.colocate == ()}
+    fixed = {demand.role for demand in demands if demand.pins.colocate != "auto"}
     closed = [block for block in blocks if set(block) & fixed]
     loose = [block for block in blocks if not set(block) & fixed]
     # Others may join roles that name their company, but not one that wants its own GPUs.
@@ -46,10 +46,10 @@ def partitions(demands: Sequence[Demand]) -> list[Partition]:
                 )
             )
         )
-    labels = {demand.role: demand.wants.label for demand in demands}
+    labels = {demand.role: demand.pins.label for demand in demands}
     allowed = [way for way in found if all(len({labels[role] for role in pool}) == 1 for pool in way)]
     if not allowed:
-        role = next(demand.role for demand in demands if demand.wants.label is not None)
+        role = next(demand.role for demand in demands if demand.pins.label is not None)
         raise PlacementError(
             f"roles.{role}.label", "differs from that of a role it shares GPUs with", fix="one label for both"
         )
@@ -58,9 +58,9 @@ def partitions(demands: Sequence[Demand]) -> list[Partition]:
 
 def _blocks(demands: Sequence[Demand]) -> list[tuple[str, ...]]:
     """Roles that name one another stay together. Raises PlacementError where one of them wants GPUs of its own."""
-    alone = {demand.role for demand in demands if demand.wants.colocate == ()}
+    alone = {demand.role for demand in demands if demand.pins.colocate == ()}
     for demand in demands:
-        for other in () if demand.wants.colocate == "auto" else demand.wants.colocate:
+        for other in () if demand.pins.colocate == "auto" else demand.pins.colocate:
             if other in alone:
                 raise PlacementError(
                     f"roles.{demand.role}.colocate",
@@ -69,7 +69,7 @@ def _blocks(demands: Sequence[Demand]) -> list[tuple[str, ...]]:
                 )
     merged: list[set[str]] = []
     for demand in demands:
-        company = {demand.role, *(() if demand.wants.colocate == "auto" else demand.wants.colocate)}
+        company = {demand.role, *(() if demand.pins.colocate == "auto" else demand.pins.colocate)}
         touching = [other for other in merged if other & company]
         merged = [other for other in merged if not other & company]
         merged.append(company.union(*touching))
@@ -113,7 +113,7 @@ _GROUPS = [1, 2, 4, 8]
 _SHARES = 16
 
 
-def wanted_gpus(demands: Sequence[Demand]) -> frozenset[int] | None:
+def pinned_pool_sizes(demands: Sequence[Demand]) -> frozenset[int] | None:
     """The sizes that a pool's roles pin; None: any. A role of fewer copies uses a part of it.
 
     Raises PlacementError when they pin different numbers of GPUs.
@@ -147,7 +147,7 @@ def _sizes_of(demand: Demand) -> frozenset[int] | None:
     return frozenset(copies * stages * one * other for one in tensor for other in sequence)
 
 
-def sizes(
+def pool_sizes(
     wanted: Sequence[frozenset[int] | None], most: Sequence[int], total: int, *, coarse: bool = False
 ) -> Iterator[tuple[int, ...]]:
     """GPUs of each pool: one of those it pins (None: any), no more than its hosts have, all together ``total`` at most.
@@ -202,7 +202,7 @@ class Candidate:
         return {role: index for index, pool in enumerate(self.partition) for role in pool}
 
     @property
-    def choices(self) -> dict[str, Choice]:
+    def choices(self) -> dict[str, RoleChoice]:
         return {role: choice for use in self.uses for role, choice in use.choices.items()}
 
     @property
@@ -211,7 +211,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Rejected:
+class RejectedCandidate:
     """A way to share, with sizes, that does not fit."""
 
     partition: Partition
@@ -219,7 +219,7 @@ class Rejected:
     shortage: Shortage
 
 
-def describe(partition: Sequence[Sequence[str]], gpus: Sequence[int]) -> str:
+def describe_pools(partition: Sequence[Sequence[str]], gpus: Sequence[int]) -> str:
     """Pools with their GPUs, as ``rollout on 4, actor + reference on 12``."""
     if len(partition) == 1:
         return f"all on {gpus[0]}" if len(partition[0]) > 1 else f"{partition[0][0]} on {gpus[0]}"

@@ -7,7 +7,7 @@ from math import ceil, exp
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.lengths import Lengths
-from rlflow.resources.time.speed import Speed, work_of
+from rlflow.resources.time.speed import Speed, forward_work
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ def _tail(
     """From when none waits: ``last`` sequences that begin together, and so far as it is ``mixed``, ``full`` of all
     ages."""
     seconds = 0.0
-    width = responses.longest / len(responses.alive)
+    width = responses.longest / len(responses.survival)
     at = width / 2
-    for fresh, later in zip(responses.alive, responses.alive_later, strict=True):
+    for fresh, later in zip(responses.survival, responses.residual_survival, strict=True):
         active = (1 - mixed) * last * fresh + mixed * full * later
         context = prompt + min(responses.longest, at + mixed * responses.residual)
         if active >= 4:
@@ -156,7 +156,7 @@ class Decoder:
         model, gpus = self.forward
         message = 4 * model.num_hidden_layers * 2 * model.hidden_size * (self.width - 1) / self.width
         moved = tokens * message / speed.ring(self.width)
-        return work_of(model).seconds(speed, tokens, length, fused=True) / gpus + moved
+        return forward_work(model).seconds(speed, tokens, length, fused=True) / gpus + moved
 
 
 @lru_cache(maxsize=1024)
@@ -167,7 +167,7 @@ def decoder_of(
 
     The stages work on different sequences: every sequence passes all weights, and the other times are shared.
     """
-    efficiency, work = speed.efficiency, work_of(model)
+    efficiency, work = speed.efficiency, forward_work(model)
     layers = model.num_hidden_layers
     # Each GPU has its share of the heads; with fewer key-value heads than GPUs they are copied, as latents always are.
     copies = 1 if model.kv_lora_rank else min(model.num_key_value_heads, width)

@@ -53,12 +53,12 @@ class Lengths:
         return max(0.0, self.mean_square / self.mean**2 - 1)
 
     @cached_property
-    def alive(self) -> tuple[float, ...]:
+    def survival(self) -> tuple[float, ...]:
         """The share that is longer than so many tokens, its mean over each of equal intervals up to the longest."""
         return self._means(lambda tokens: sum(min(value, tokens) for value in self.values) / len(self.values))
 
     @cached_property
-    def alive_later(self) -> tuple[float, ...]:
+    def residual_survival(self) -> tuple[float, ...]:
         """Likewise of what sequences that are met at a random moment have still to come (renewal theory)."""
         # The share whose rest is longer than x is the mean of max(0, value - x) over the mean.
         scale = 2 * self.mean * len(self.values)
@@ -71,7 +71,7 @@ class Lengths:
         return self.values[min(len(self.values) - 1, int(len(self.values) * count / (count + 1)))]
 
     @classmethod
-    def about(cls, mean: float, limit: float) -> "Lengths":
+    def log_normal(cls, mean: float, limit: float) -> "Lengths":
         """Log-normal lengths, cut at ``limit`` as generation cuts them; their mean, after the cut, is ``mean``.
 
         A mean near the limit is met by a distribution of which much is cut. One of 256 goes to the limit: of thousands
@@ -104,7 +104,7 @@ def _factors() -> tuple[float, ...]:
     return tuple(exp(_SPREAD * normal.inv_cdf((index + 0.5) / _POINTS)) for index in range(_POINTS))
 
 
-def measured(values: Sequence[float], limit: float, path: str) -> Lengths:
+def lengths_from(values: Sequence[float], limit: float, path: str) -> Lengths:
     """From lengths that were seen or are expected. Raises RecipeError for none, or one beyond ``limit``."""
     if not values:
         raise RecipeError(path, "has no lengths", fix="give at least one number of tokens, or auto")
@@ -121,7 +121,7 @@ _STEPS = 20
 _PERCENTILES = np.arange(5, 100, 10)
 
 
-def lengths_of_run(folder: str, path: str) -> tuple[float, ...]:
+def past_lengths(folder: str, path: str) -> tuple[float, ...]:
     """Equally likely lengths, from the last steps of the run in ``folder``, which the recipe names at ``path``.
 
     Raises RecipeError for a folder without such a run.

@@ -8,7 +8,7 @@ from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.decoding import Generation as Generation
 from rlflow.resources.time.decoding import generation as generation
 from rlflow.resources.time.decoding import padded_generation as padded_generation
-from rlflow.resources.time.speed import Speed, work_of
+from rlflow.resources.time.speed import Speed, forward_work
 
 # Parameters a second that the processors of a host update. Adam is bound by their memory: 28 bytes each at about
 # 200 GB/s (Ren et al. 2021, ZeRO-Offload, table 4: 10 billion in about a second).
@@ -139,7 +139,7 @@ def _passes(
     share = tokens / layout.data_parallel_size / efficiency.balance
     micro_batches = max(minibatches, ceil(share / layout.micro_batch_tokens))
     here = share / micro_batches / sequence
-    arithmetic = (forward + backward) * work_of(model).seconds(speed, here, length, fused=fused, flash=flash)
+    arithmetic = (forward + backward) * forward_work(model).seconds(speed, here, length, fused=fused, flash=flash)
     compute = arithmetic / (width * stages) + here * model.num_outputs * logit_bytes / width / speed.memory
     launch = efficiency.train_layer_s * (0.5 if fused else 1.0)
     launch += efficiency.expert_layer_s * model.num_sparse_layers / model.num_hidden_layers

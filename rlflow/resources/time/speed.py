@@ -107,7 +107,7 @@ class Speed:
         return self.efficiency.message_s * (3 if slower else 1)
 
 
-def speed_of(gpu: Gpu, gpus_per_host: int, efficiency: Efficiency, dtype: str = "bfloat16") -> Speed:
+def gpu_speed(gpu: Gpu, gpus_per_host: int, efficiency: Efficiency, dtype: str = "bfloat16") -> Speed:
     """Raises PlacementError for a kind without the figures that times are predicted from."""
     peaks = gpu.peak_tflops or {}
     peak = peaks.get(dtype) or peaks.get("float16") or peaks.get("float32")
@@ -186,7 +186,7 @@ class Work:
 
 
 @lru_cache(maxsize=256)
-def work_of(model: Architecture) -> Work:
+def forward_work(model: Architecture) -> Work:
     """2 operations a parameter and token, and 2 for each value of a query, and of its output, and key that it attends
     to (Kaplan et al. 2020, table 1). Embeddings are looked up, not multiplied, except as a tied head.
     """

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Batch, Sequences
-from rlflow.compiler.checks import in_rounds
-from rlflow.compiler.graph import Graph
+from rlflow.compiler.graph import Graph, resampled_nodes
 from rlflow.data.source import DataSource
 from rlflow.nodes.dynamic_sampling import DynamicSampling
 from rlflow.runtime.objects.budget import edge
@@ -28,7 +27,7 @@ class Rounds:
 
     def __init__(self, graph: Graph, enough: int, data: DataSource) -> None:
         """``enough``: prompts that a step trains on."""
-        self._nodes = in_rounds(graph)
+        self._nodes = resampled_nodes(graph)
         self._name = self._nodes[-1].name
         operation: Any = self._nodes[-1].operation
         assert isinstance(operation, DynamicSampling)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Sequences
 from rlflow.engines.causal_lm.micro_batches import prompt_numbers
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.time.speed import work_of
+from rlflow.resources.time.speed import forward_work
 
 Index = NDArray[np.int64]
 Costs = NDArray[np.float64]
@@ -46,7 +46,7 @@ def cost_of(model: Architecture | None) -> Cost:
     """
     if model is None:
         return TOKENS
-    work = work_of(model)
+    work = forward_work(model)
     return Cost(token=work.dense_flops + work.expert_flops, pair=work.key_flops / 2)
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from rlflow.compiler.lower import architecture_played
+from rlflow.compiler.lower import role_architecture
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Model
 from rlflow.runtime.generation.engine_group import summary
@@ -145,7 +145,7 @@ def start_engines(plan: Plan, models: Mapping[str, Model], placed: Placed, direc
 
 
 def _cost(plan: Plan, role: str) -> Cost:
-    return cost_of(architecture_played(plan.recipe, plan.graph, role))
+    return cost_of(role_architecture(plan.recipe, plan.graph, role))
 
 
 def sharing(plan: Plan) -> dict[str, list[str]]:

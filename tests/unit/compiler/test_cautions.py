@@ -9,8 +9,8 @@ import pytest
 
 import rlflow
 from rlflow.batch import Prompts, Rollouts
-from rlflow.compiler.checks import cautions
-from rlflow.compiler.graph import wire
+from rlflow.compiler.checks import graph_warnings
+from rlflow.compiler.wire import wire
 from rlflow.engines.base import Generates
 from rlflow.nodes.base import Node, Setting
 from tests.conftest import ROOT
@@ -21,7 +21,7 @@ NODE = "+graph.old_logprobs={node: logprobs, role: actor}"
 
 def warned(recipe: str, *overrides: str) -> list[str]:
     loaded = rlflow.load([f"recipe={recipe}", *overrides])
-    return list(cautions(loaded, wire(loaded)))
+    return list(graph_warnings(loaded, wire(loaded)))
 
 
 @pytest.mark.parametrize(
@@ -108,4 +108,4 @@ def test_a_node_of_ones_own_warns_too() -> None:
     loaded: Any = rlflow.load(["recipe=grpo_tiny", "+graph.more={node: careful_generate, role: rollout}"])
     loaded.graph["more_rewards"] = {"node": "reward", "function": "exact", "rollouts": "more"}
     loaded.graph["advantages"]["rewards"] = "more_rewards"
-    assert list(cautions(loaded, wire(loaded))) == ["graph.more.engine: is transformers in float32"]
+    assert list(graph_warnings(loaded, wire(loaded))) == ["graph.more.engine: is transformers in float32"]

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 import rlflow
-from rlflow.compiler.graph import wire
 from rlflow.compiler.lower import lower
+from rlflow.compiler.wire import wire
 from rlflow.errors import UserError
 from rlflow.resources.models.architecture import ScalarModel
 
@@ -32,18 +32,18 @@ def test_the_critic_learns_in_the_minibatches_of_the_policy() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["graph.value_update.role=actor"], "graph.value_update.role: 'actor' has a vocabulary head, for graph.update"),
-        (["graph.update.role=critic"], "graph.update.role: 'critic' has a value head, for graph.values, and no"),
+        (["graph.value_update.role=actor"], "graph.value_update.role: graph.update needs 'actor' to have a vocabulary"),
+        (["graph.update.role=critic"], "graph.update.role: graph.values needs 'critic' to have a value head, and"),
         (
             [SCORED, "graph.update.old_logprobs=old"],
-            "graph.values.role: 'critic' has a vocabulary head, for graph.old, and no value head",
+            "graph.values.role: graph.old needs 'critic' to have a vocabulary head, and this node needs a value head",
         ),
         (
             ["graph.update.critic_warmup=120"],
-            "graph.update.critic_warmup: 120 leaves none of the 120 steps to train 'actor' in",
+            "graph.update.critic_warmup: 120 warm-up steps leave none of the 120 steps to train 'actor'",
         ),
         (["~graph.values"], "graph.advantages.values: no node 'values', which 'gae_advantage' reads"),
-        (["graph.values.role=rollout"], "graph.values.role: 'rollout' has a vocabulary head, for graph.rollouts"),
+        (["graph.values.role=rollout"], "graph.values.role: graph.rollouts needs 'rollout' to have a vocabulary"),
         (["~graph.reference"], "graph.advantages.kl_coef: 0.001 asks for the reference's logprobs"),
         (["graph.value_update.advantages=plain", "graph.plain={node: group_advantage}"], "graph.value_update.advant"),
     ],

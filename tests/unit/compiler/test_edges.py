@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 import rlflow
 from rlflow.batch import Batch
 from rlflow.compiler.edges import _output_bytes
-from rlflow.compiler.graph import wire
 from rlflow.compiler.lower import lower
+from rlflow.compiler.wire import wire
 from rlflow.engines.base import Sampling
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.recipe import Recipe

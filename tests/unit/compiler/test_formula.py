@@ -11,8 +11,8 @@ from rich.console import Console
 
 import rlflow
 from rlflow.compiler.formula import loss_lines
-from rlflow.compiler.graph import wire
 from rlflow.compiler.render import render
+from rlflow.compiler.wire import wire
 from rlflow.nodes.base import Formula, Node
 from rlflow.nodes.policy_update import CispoUpdate, GspoUpdate, PolicyGradient, PolicyUpdate, ReinforceUpdate
 from tests.conftest import ROOT

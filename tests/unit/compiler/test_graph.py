@@ -5,7 +5,7 @@ import pytest
 
 import rlflow
 from rlflow.batch import Advantages, Metrics, Rewards, RolloutAdvantages
-from rlflow.compiler.graph import wire
+from rlflow.compiler.wire import wire
 from rlflow.errors import UserError
 from rlflow.nodes.advantages import GroupAdvantage
 from rlflow.nodes.base import KINDS, Node
@@ -53,7 +53,7 @@ def test_the_baseline_of_remax_is_judged_as_the_responses_are(overrides: list[st
 
 def test_a_reward_for_evaluation_alone() -> None:
     assert {node.name for node in wire(rlflow.load(["recipe=distill_tiny"])).nodes} >= {"rewards", "advantages"}
-    with pytest.raises(UserError, match=r"^graph\.rewards: nobody reads its Rewards"):
+    with pytest.raises(UserError, match=r"^graph\.rewards: no node reads its Rewards"):
         wire(rlflow.load(["recipe=distill_tiny", "evaluation=null"]))
 
 
@@ -74,19 +74,22 @@ def test_no_option_has_the_name_of_an_input() -> None:
         ("graph.update.clip=1", "graph.update.clip: unknown key"),
         ("graph.update.clip_eps=-1", "graph.update.clip_eps: -1 is not valid"),
         ("graph.rollouts.role=rolout", "graph.rollouts.role: no role 'rolout'"),
-        ("graph.rollouts.role=null", "graph.rollouts.role: is missing: 'generate' asks a role's engine for Generates"),
-        ("graph.rewards.role=actor", "graph.rewards.role: 'reward' asks nothing of a model, but has the role 'actor'"),
+        (
+            "graph.rollouts.role=null",
+            "graph.rollouts.role: is missing: 'generate' needs a role whose",
+        ),
+        ("graph.rewards.role=actor", "graph.rewards.role: 'reward' uses no model, but has the role 'actor'"),
         ("graph.update.rollouts=rolouts", "graph.update.rollouts: no node 'rolouts', which 'policy_update' reads"),
         ("graph.rollouts.overcommit=1", "graph.rollouts.overcommit: 1 is not valid"),
         ("graph.rollouts.overcommit=0.3", "graph.rollouts.overcommit: 0.3 of 3 prompts (data.batch_size) is less than"),
-        ("graph.rollouts.overcommit=0.5", "graph.rollouts.overcommit: engine 'fake' of role 'rollout' writes all of a"),
+        ("graph.rollouts.overcommit=0.5", "graph.rollouts.overcommit: engine 'fake' of role 'rollout' cannot resume"),
         ("~graph.advantages", "graph.update.advantages: no node 'advantages', which 'policy_update' reads"),
         (
             "graph.update.advantages=rewards",
             "graph.update.advantages: 'rewards' gives Rewards, 'policy_update' reads Adv",
         ),
-        ("graph.more={node: group_advantage}", "graph.more: nobody reads its RolloutAdvantages"),
-        ("graph.prompts={node: reward, function: exact}", "graph.prompts: 'prompts' is what the data gives"),
+        ("graph.more={node: group_advantage}", "graph.more: no node reads its RolloutAdvantages"),
+        ("graph.prompts={node: reward, function: exact}", "graph.prompts: 'prompts' is an edge of the data"),
         ("graph.rewards.function=exat", "graph.rewards.function: no reward 'exat'"),
         ("graph.rewards.function=nope:f", "graph.rewards.function: 'nope:f': the module 'nope' cannot be imported"),
         ("graph.rewards.function=math:nope", "graph.rewards.function: 'math:nope': 'math' has no 'nope'"),
@@ -97,7 +100,7 @@ def test_no_option_has_the_name_of_an_input() -> None:
         ("roles.actor.colocate=[rolout]", "roles.actor.colocate: no role 'rolout'"),
         (
             "roles.actor.engine=transformers",
-            "roles.actor.engine: 'transformers' cannot do what graph.update asks, Trains",
+            "roles.actor.engine: 'transformers' cannot do what graph.update needs, Trains",
         ),
         ("roles.extra={model: policy, engine: fake}", "roles.extra: no node uses this role"),
         ("roles.rollout.follows=reference", "roles.rollout.follows: 'reference' is never trained"),
@@ -124,12 +127,12 @@ class Turn(Node, kind="turn", unit="batch"):
 
 
 def test_a_circle_is_drawn() -> None:
-    with pytest.raises(UserError, match=r"goes in a circle: (advantages -> turned|turned -> advantages)"):
+    with pytest.raises(UserError, match=r"is part of a cycle: (advantages -> turned|turned -> advantages)"):
         wired(f"graph.turned={{node: '{__name__}:Turn'}}", "graph.advantages.rewards=turned")
 
 
 def test_follows_needs_the_same_model() -> None:
-    with pytest.raises(UserError, match=r"roles.rollout.follows: its model is 'other', 'actor' has 'policy'"):
+    with pytest.raises(UserError, match="'rollout' has the model 'other', 'actor' has 'policy'"):
         wired("models.other={path: x}", "roles.rollout.model=other")
 
 
@@ -154,7 +157,7 @@ def test_prompts_of_a_step_are_read_once_where_they_are_begun_before_it() -> Non
     with pytest.raises(UserError, match=r"overcommit=0\.0157, or 0"):
         wired("roles.rollout.engine=vllm", "data.batch_size=64", "graph.rollouts.overcommit=0.01")
     assert wired("roles.rollout.engine=vllm", "data.batch_size=64", "graph.rollouts.overcommit=0.0157")
-    with pytest.raises(UserError, match="these nodes read those of a step: more, rollouts"):
+    with pytest.raises(UserError, match="these nodes read a step's prompts: more, rollouts"):
         wired("roles.rollout.engine=vllm", "graph.rollouts.overcommit=0.34", more, judged, given, "~graph.rewards")
 
 

@@ -21,8 +21,8 @@ from rlflow.errors import GraphError
             "+graph.sampling={node: dynamic_sampling}",
             "graph.rollouts.group_size: is 1, and graph.sampling compares the responses to a prompt with each other",
         ),
-        ("remax_tiny", "graph.greedy.group_size=4", "graph.greedy.group_size: is 4, and graph.advantages takes the"),
-        ("remax_tiny", "graph.greedy.temperature=1", "graph.greedy.temperature: is 1.0, and graph.advantages takes"),
+        ("remax_tiny", "graph.greedy.group_size=4", "graph.greedy.group_size: is 4, but graph.advantages uses"),
+        ("remax_tiny", "graph.greedy.temperature=1", "graph.greedy.temperature: is 1.0, but graph.advantages uses"),
     ],
 )
 def test_what_is_refused(recipe: str, override: str, message: str) -> None:

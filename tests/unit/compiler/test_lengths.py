@@ -17,8 +17,10 @@ def refused(*overrides: str, cluster: str = "1x8") -> str:
 @pytest.mark.parametrize("role", ["actor", "reference"])
 def test_than_a_micro_batch(role: str) -> None:
     told = refused("graph.rollouts.max_tokens=4096", f"roles.{role}.micro_batch_tokens=4000")
-    assert told.startswith(f"roles.{role}.micro_batch_tokens: 4000 tokens have no room for the longest sequence: 4608")
-    assert "512 of its prompt (data.max_prompt_tokens) and 4096 of its response" in told
+    assert told.startswith(
+        f"roles.{role}.micro_batch_tokens: 4000 tokens have no room for the longest sequence, which has 4608"
+    )
+    assert "512 in its prompt (data.max_prompt_tokens) and 4096 in its response" in told
     assert f"Fix: roles.{role}.micro_batch_tokens=4608" in told
     told = refused("graph.rollouts.max_tokens=4096", f"roles.{role}.micro_batch_tokens=4000", cluster="local")
     assert "no room for the longest sequence" in told

@@ -3,8 +3,8 @@
 import pytest
 
 import rlflow
-from rlflow.compiler.graph import wire
 from rlflow.compiler.lower import lower
+from rlflow.compiler.wire import wire
 from rlflow.errors import UserError
 from rlflow.recipe import Recipe
 
@@ -20,7 +20,7 @@ def test_what_a_reward_model_is_asked() -> None:
     assert graph.trained_roles() == ["reward"]
     assert graph.capabilities("reward") == {"Trains", "Evaluates"}
     assert graph.sources == {"pairs"}
-    assert (graph.evaluated, wire(loaded("grpo_tiny")).evaluated) == ("accuracy", "reward")
+    assert (graph.evaluation_metric, wire(loaded("grpo_tiny")).evaluation_metric) == ("accuracy", "reward")
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("dpo_7b", ["score", "update"]), ("rm_7b", ["update"])])
@@ -30,7 +30,7 @@ def test_the_work_of_a_step(name: str, kinds: list[str]) -> None:
     workload = lower(recipe, wire(recipe)).workload
     assert [task.kind for task in workload.tasks] == kinds
     for task in workload.tasks:
-        assert (task.samples, task.group_size, task.together, task.longest) == (128, 2, 2, 2 * (512 + 400))
+        assert (task.samples, task.group_size, task.unit_size, task.longest) == (128, 2, 2, 2 * (512 + 400))
     edges = {edge.name: edge.bytes for edge in workload.edges}
     assert edges["pairs"] == pytest.approx(128 * (100 + 400) * 4, rel=0.01)
 
@@ -41,16 +41,16 @@ def test_the_work_of_a_step(name: str, kinds: list[str]) -> None:
         (
             "dpo_7b",
             "roles.actor.micro_batch_tokens=1000",
-            "roles.actor.micro_batch_tokens: 1000 tokens have no room for the longest pair: 1824, twice 512 of its "
-            "prompt (data.max_prompt_tokens) and twice 400 of its response.\n"
+            "roles.actor.micro_batch_tokens: 1000 tokens have no room for the longest pair, which has 1824: "
+            "twice 512 in its prompt (data.max_prompt_tokens) and twice 400 in its response.\n"
             "  Fix: roles.actor.micro_batch_tokens=1824, or shorter sequences.",
         ),
         (
             "rm_7b",
             "roles.reward.engine=transformers",
-            "roles.reward.engine: 'transformers' cannot do what graph.update asks, Evaluates and Trains; "
+            "roles.reward.engine: 'transformers' cannot do what graph.update needs, Evaluates and Trains; "
             "it can Continues, Follows, Generates, Scores.\n"
-            "  Known: deepspeed, fake, torch.\n  Fix: one of those known.",
+            "  Known: deepspeed, fake, torch.\n  Fix: one of the known engines.",
         ),
         (
             "dpo_7b",
@@ -61,7 +61,7 @@ def test_the_work_of_a_step(name: str, kinds: list[str]) -> None:
         (
             "sft_tiny",
             "evaluation={every: 1, num_prompts: 1}",
-            "evaluation: needs a node that generates, and one that reads its responses alone and gives Rewards.\n"
+            "evaluation: needs a node that generates, and a node that gives Rewards and reads its responses alone.\n"
             "  Fix: add rewards: {node: reward}, or evaluation=null.",
         ),
     ],

@@ -108,8 +108,8 @@ def _without(plan: dict[str, Any], key: str) -> dict[str, Any]:
     ("edit", "message"),
     [
         (lambda plan: plan | {"schema_version": 0}, "schema_version is 0"),
-        (lambda plan: _without(plan, "roles"), "is not a whole plan"),
-        (lambda plan: _without(plan, "workload"), "is not a whole plan"),
+        (lambda plan: _without(plan, "roles"), "is not a complete plan"),
+        (lambda plan: _without(plan, "workload"), "is not a complete plan"),
         (lambda plan: plan | {"recipe": plan["recipe"] | {"seed": 7}}, "was changed after planning"),
         (lambda plan: plan | {"roles": _without(plan["roles"], "actor")}, "was changed after planning"),
         (lambda plan: plan | {"hosts": [plan["hosts"][0] | {"name": "other"}]}, "was changed after planning"),

@@ -8,7 +8,7 @@ import pytest
 
 import rlflow
 from rlflow.compiler.checks import check_reward_folders
-from rlflow.compiler.graph import wire
+from rlflow.compiler.wire import wire
 from rlflow.errors import RecipeError
 from rlflow.recipe import Model, Recipe
 from rlflow.runtime.local import LocalRuntime
@@ -33,14 +33,14 @@ def folder(path: Path, kind: str) -> Model:
 def test_a_recipe_that_makes_none() -> None:
     with pytest.raises(RecipeError) as raised:
         rlflow.compile(judged_by(Model(recipe=rlflow.load(["recipe=sft_tiny"]))), "local")
-    fact = "models.judge.recipe: 'sft_tiny' makes no reward model: none of its nodes trains one"
+    fact = "models.judge.recipe: 'sft_tiny' does not train a reward model"
     assert str(raised.value) == f"{fact}.\n  Fix: {FIX}."
 
 
 def test_random_weights() -> None:
     with pytest.raises(RecipeError) as raised:
         rlflow.compile(judged_by(MODEL), "local")
-    assert str(raised.value) == f"models.judge.random_weights: a reward model has learned its head.\n  Fix: {FIX}."
+    assert str(raised.value) == f"models.judge.random_weights: a reward model needs a trained head.\n  Fix: {FIX}."
 
 
 def test_a_folder_with_a_language_model(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_folder_with_a_language_model(tmp_path: Path) -> None:
     plan = rlflow.compile(recipe, "local")
     with pytest.raises(RecipeError) as raised:
         check_reward_folders(plan.recipe, plan.graph)
-    fact = f"models.judge.path: '{tmp_path}/model' is no reward model: its config.json says Qwen3ForCausalLM"
+    fact = f"models.judge.path: '{tmp_path}/model' is not a reward model: its config.json names Qwen3ForCausalLM"
     assert str(raised.value) == f"{fact}.\n  Fix: {FIX}."
 
 

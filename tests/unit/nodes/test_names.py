@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 import rlflow
-from rlflow.compiler.graph import wire
+from rlflow.compiler.wire import wire
 from rlflow.errors import RecipeError
 from rlflow.nodes.base import KINDS
 from rlflow.nodes.policy_update import PolicyGradient

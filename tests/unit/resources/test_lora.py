@@ -6,8 +6,8 @@ import pytest
 
 import rlflow
 from benchmarks.published.libraries import DEEPSPEED
-from rlflow.compiler.graph import wire
 from rlflow.compiler.lower import Requirements, lower
+from rlflow.compiler.wire import wire
 from rlflow.errors import PlacementError, UserError
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.overheads import sync_terms
@@ -84,7 +84,7 @@ def test_the_backward_pass_makes_no_gradients_of_weights() -> None:
         requirements = required(*overrides)
         demand = next(demand for demand in requirements.demands if demand.role == "actor")
         tasks = [task for task in requirements.workload.tasks if task.kind == "update"]
-        speed = Search(requirements.demands, requirements.workload, cluster(8), {}).site(["actor"]).speed
+        speed = Search(requirements.demands, requirements.workload, cluster(8), {}).host_set(["actor"]).speed
         layout = replace(ON_ONE, data_parallel_size=8, zero_stage=2, micro_batch_tokens=16384)
         return sum(task_seconds(demand, tasks, layout, speed, kv_tokens=0).values())
 
@@ -122,7 +122,7 @@ def test_adapters_that_cannot_be(override: str, message: str) -> None:
 
 
 def test_experts_have_none() -> None:
-    with pytest.raises(UserError, match=r"roles\.actor\.lora: a qwen3_moe has experts, and these have no adapters"):
+    with pytest.raises(UserError, match=r"roles\.actor\.lora: a qwen3_moe has experts, and adapters"):
         required("model@models.policy=qwen3_30b_a3b", "roles.actor.lora={}")
 
 

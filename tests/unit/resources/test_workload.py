@@ -5,7 +5,7 @@ from dataclasses import replace
 from rlflow.resources.layout import Layout
 from rlflow.resources.planner.task_times import task_seconds
 from rlflow.resources.time.lengths import Lengths
-from rlflow.resources.time.speed import Efficiency, speed_of
+from rlflow.resources.time.speed import Efficiency, gpu_speed
 from tests.unit.resources.planner.planning import H100, SEVEN_B, demand, task
 
 
@@ -28,7 +28,7 @@ def test_turns_take_longer_than_writing_at_once() -> None:
             asked,
             [replace(task("rollout", "rollout", "generate"), turns=turns)],
             Layout(micro_batch_tokens=8192),
-            speed_of(H100, 8, Efficiency()),
+            gpu_speed(H100, 8, Efficiency()),
             kv_tokens=4e5,
         )["rollout"]
         for turns in (1, 2, 4)

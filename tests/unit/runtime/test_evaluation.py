@@ -8,7 +8,7 @@ import pytest
 
 import rlflow
 from rlflow.batch import Logprobs, Metrics, Minibatch, Sequences
-from rlflow.compiler.graph import wire
+from rlflow.compiler.wire import wire
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.fake import FakeEngine
 from rlflow.nodes.reward import Reward

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 import rlflow
 from rlflow.batch import Logprobs, Metrics, Packed, Pairs, Rewards, Rollouts
-from rlflow.compiler.evaluation import judged
-from rlflow.compiler.graph import wire
+from rlflow.compiler.graph import evaluation_nodes
+from rlflow.compiler.wire import wire
 from rlflow.engines.base import TrainsLogprobs
 from rlflow.errors import GraphError
 from rlflow.nodes.base import Node
@@ -56,7 +56,7 @@ OVERRIDES = ["recipe=fake", "~graph.advantages", f"~{UPDATE.split('=')[0]}", f"+
 
 def test_it_runs_and_is_judged_by_its_rewards(tmp_path: Path) -> None:
     plan = rlflow.compile(rlflow.load(OVERRIDES, CONFIG_DIR))
-    assert plan.graph.evaluated == "reward"
+    assert plan.graph.evaluation_metric == "reward"
     report = run(plan, tmp_path, LocalRuntime())
     assert report.status == "finished"
     assert report.eval_before is not None
@@ -84,7 +84,7 @@ def test_what_reads_rewards_does_not_judge() -> None:
     penalty = "+graph.shaped={node: overlong_penalty, max_tokens: 4, buffer_tokens: 1}"
     alone = ["~graph.rewards", "+graph.given={node: length_reward}", "+graph.shaped.rewards=given"]
     graph = wire(rlflow.load(["recipe=fake", penalty, *alone, "+graph.advantages.rewards=shaped"], CONFIG_DIR))
-    figure = judged(graph)
+    figure = evaluation_nodes(graph)
     assert figure is not None
     assert [node.name for node in figure] == ["rollouts", "given"]
 

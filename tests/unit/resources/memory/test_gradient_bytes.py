@@ -9,7 +9,7 @@ from rlflow.errors import PlacementError
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout, Resources
 from rlflow.resources.memory.phases import host_terms, update_terms
-from rlflow.resources.memory.state import kept_buffers, state_terms
+from rlflow.resources.memory.state import persistent_buffers, state_terms
 from tests.unit.resources.memory.test_phases import card
 
 SEVEN_B = card("qwen2_5_7b")
@@ -51,7 +51,7 @@ def test_a_tensor_larger_than_a_bucket_is_reduced_by_itself() -> None:
 
 
 def test_stage_3_keeps_a_bucket_in_fp32() -> None:
-    assert kept_buffers(layout(3), FP32) == {"buckets": pytest.approx(4 * 200_000_000 / GIB)}
+    assert persistent_buffers(layout(3), FP32) == {"buckets": pytest.approx(4 * 200_000_000 / GIB)}
 
 
 def test_stage_1_reduces_gradients_where_they_are() -> None:
@@ -69,7 +69,7 @@ def test_bfloat16_is_not_trained_without_zero(weight_bytes: float, refused: bool
         generates=False,
         architecture=SEVEN_B,
         weight_bytes=weight_bytes,
-        wants=Resources(zero_stage=0),
+        pins=Resources(zero_stage=0),
     )
     if not refused:
         demand.check(8)

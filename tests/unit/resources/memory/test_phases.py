@@ -23,7 +23,7 @@ from rlflow.resources.memory.phases import (
     update_terms,
     usable_gib,
 )
-from rlflow.resources.memory.state import TrainingMemory, layer_activations, stages, state_terms
+from rlflow.resources.memory.state import TrainingMemory, layer_activations, pipeline_stages, state_terms
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.lora import Lora, adapter_parameters
 from rlflow.schema import parse
@@ -110,7 +110,7 @@ def test_what_is_offloaded_is_on_the_host() -> None:
     eighth = QWEN.num_parameters / 8 / GIB
     # Gradients are there as they are added up, and in fp32 for the optimizer.
     assert host == pytest.approx({"weights": 0, "gradients": (2 + 4) * eighth, "optimizer": 12 * eighth, "data": 1.5})
-    parked = host_terms(QWEN, sharded, DEEPSPEED, parks=True)
+    parked = host_terms(QWEN, sharded, DEEPSPEED, offloads=True)
     bucket = 2 * 500_000_000 / GIB  # DeepSpeed's reduce_bucket_size, of bfloat16 gradients
     assert sum(parked.values()) == pytest.approx((16 + 4) * eighth + bucket)
 
@@ -149,7 +149,7 @@ def test_experts_are_spread_over_their_own_ranks_and_sharded_over_the_rest() -> 
 def test_the_fullest_stage_of_a_pipeline() -> None:
     """61 layers over 8 stages are 8 at most, and 5 in the last."""
     model = card("deepseek_v3")
-    first, last = stages(model, layout(pipeline_parallel_size=8))
+    first, last = pipeline_stages(model, layout(pipeline_parallel_size=8))
     assert (first.num_layers, last.num_layers) == (8, 5)
     assert (first.in_flight, last.in_flight) == (8, 1)
     assert (first.head, last.head) == (0, 129280 * 7168)
@@ -157,7 +157,7 @@ def test_the_fullest_stage_of_a_pipeline() -> None:
 
 def test_a_tied_embedding_is_on_the_first_and_on_the_last_stage() -> None:
     model = card("qwen2_5_1_5b")
-    first, last = stages(model, layout(pipeline_parallel_size=2))
+    first, last = pipeline_stages(model, layout(pipeline_parallel_size=2))
     assert first.ends == last.ends == last.head == 151936 * 1536
 
 

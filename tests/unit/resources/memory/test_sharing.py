@@ -20,7 +20,7 @@ from rlflow.resources.memory.overheads import (
     sync_terms,
 )
 from rlflow.resources.memory.phases import generate_memory, score_terms, update_terms
-from rlflow.resources.memory.state import kept_buffers
+from rlflow.resources.memory.state import persistent_buffers
 from tests.unit.resources.memory.test_phases import QWEN, layout
 from tests.unit.resources.models.test_architecture import CARDS, card, weights
 
@@ -89,8 +89,8 @@ def test_gpus_that_have_them() -> None:
 
 def test_deepspeed_keeps_a_bucket_in_stage_3() -> None:
     """reduce_bucket_size is 5e8 elements, of bfloat16 here."""
-    assert kept_buffers(layout(zero_stage=3), DEEPSPEED) == {"buckets": pytest.approx(1e9 / GIB)}
-    assert kept_buffers(layout(zero_stage=2), DEEPSPEED) == kept_buffers(layout(zero_stage=3), FSDP2) == {}
+    assert persistent_buffers(layout(zero_stage=3), DEEPSPEED) == {"buckets": pytest.approx(1e9 / GIB)}
+    assert persistent_buffers(layout(zero_stage=2), DEEPSPEED) == persistent_buffers(layout(zero_stage=3), FSDP2) == {}
     assert update_terms(QWEN, layout(zero_stage=3), DEEPSPEED, 64)["buckets"] == pytest.approx(1e9 / GIB)
 
 
@@ -111,9 +111,9 @@ def test_a_plan_counts_what_stays_and_what_is_sent() -> None:
 
 
 def test_torch_drops_its_gradients() -> None:
-    resting = plan_of("grpo_7b", "1x1@b200", "roles.actor.engine=torch").prediction.memory["actor"].phases["resting"]
-    assert "gradients" not in resting
-    assert resting["weights"] == pytest.approx(4 * QWEN.num_parameters / GIB)
+    idle = plan_of("grpo_7b", "1x1@b200", "roles.actor.engine=torch").prediction.memory["actor"].phases["resting"]
+    assert "gradients" not in idle
+    assert idle["weights"] == pytest.approx(4 * QWEN.num_parameters / GIB)
 
 
 def test_engines_with_adapters_keep_their_weights_with_the_host() -> None:

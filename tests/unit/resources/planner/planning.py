@@ -9,7 +9,7 @@ from rlflow.resources.cluster import Cluster, Gpu, Host
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Resources, RolePlacement
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.planner.search import Placed, Search
+from rlflow.resources.planner.search import Search, SearchResult
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
 
@@ -62,12 +62,12 @@ def demand(role: str, model: Architecture | None = SMALL, parallel: frozenset[st
         generates=role.startswith("rollout"),
         architecture=model,
         training=replace(TRAINING_MEMORY, logits_at_once=float("inf")),
-        wants=Resources(**wants),
+        pins=Resources(**wants),
     )
 
 
 def task(node: str, role: str, kind: TaskKind, *after: str, longest: int = 1024, samples: int = 256) -> Task:
-    lengths = Lengths.about(0.4 * longest, 0.75 * longest)
+    lengths = Lengths.log_normal(0.4 * longest, 0.75 * longest)
     return Task(
         node=node,
         role=role,
@@ -75,7 +75,7 @@ def task(node: str, role: str, kind: TaskKind, *after: str, longest: int = 1024,
         after=after,
         samples=samples,
         group_size=8,
-        prompts=Lengths.about(0.1 * longest, 0.25 * longest),
+        prompts=Lengths.log_normal(0.1 * longest, 0.25 * longest),
         responses=lengths,
         longest=longest,
     )
@@ -98,7 +98,7 @@ def search(demands: Sequence[Demand], on: Cluster, **sizes: int) -> Search:
     return Search(demands, workload(demands, **sizes), on, {})
 
 
-def place(demands: Sequence[Demand], on: Cluster, **sizes: int) -> Placed | None:
+def place(demands: Sequence[Demand], on: Cluster, **sizes: int) -> SearchResult | None:
     return search(demands, on, **sizes).best()
 
 

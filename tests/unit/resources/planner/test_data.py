@@ -61,11 +61,13 @@ def test_it_is_with_those_who_made_it() -> None:
 
 def test_reading_takes_time_between_hosts() -> None:
     demands = [demand("actor"), demand("rollout"), demand("reference")]
-    site = search(demands, cluster(8, 8)).site(["actor"])
+    host_set = search(demands, cluster(8, 8)).host_set(["actor"])
     train = GRPO.tasks[-1]
 
     def read(*pools: tuple[tuple[str, ...], int]) -> float:
-        return reading_seconds(GRPO, train, site, tuple(roles for roles, _ in pools), tuple(size for _, size in pools))
+        return reading_seconds(
+            GRPO, train, host_set, tuple(roles for roles, _ in pools), tuple(size for _, size in pools)
+        )
 
     alone = read((("actor", "reference", "rollout"), 1))
     one_host = read((("actor", "reference", "rollout"), 8))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlflow.resources.cluster import Cluster, Gpu, Host
 from rlflow.resources.planner import placement_solver as module
-from rlflow.resources.planner.placement_solver import PoolRequest, fill
+from rlflow.resources.planner.placement_solver import PoolRequest, place_pools
 
 Filled = dict[str, list[tuple[str, tuple[int, ...]]]]
 
@@ -24,7 +24,7 @@ def cluster_of(*given_hosts: Host) -> Cluster:
 
 
 def filled(pools: Sequence[PoolRequest], cluster: Cluster) -> Filled | None:
-    found = fill(pools, cluster)
+    found = place_pools(pools, cluster)
     if found is None:
         return None
     shares = {pool.name: share for pool, share in zip(pools, found, strict=True)}
@@ -206,7 +206,7 @@ def test_labels_and_kinds() -> None:
 
 
 def test_no_pools() -> None:
-    assert fill([], hosts(8)) == []
+    assert place_pools([], hosts(8)) == []
 
 
 LARGE = [(8, 20), (8, 10), (4, 30), (4, 40), (4, 10), (2, 50), (2, 20), (1, 60), (1, 30), (1, None)]
@@ -238,10 +238,11 @@ def test_large_clusters_of_several_kinds_agree_with_themselves_in_any_order() ->
 def test_what_is_simple_needs_no_solver() -> None:
     code = (
         "import sys; from rlflow.resources.cluster import Cluster, Gpu, Host;"
-        "from rlflow.resources.planner.placement_solver import PoolRequest, fill;"
+        "from rlflow.resources.planner.placement_solver import PoolRequest, place_pools;"
         "some = lambda n: Cluster(gpus={}, hosts=tuple(Host(name=str(i), gpus=8, gpu='h') for i in range(n)));"
-        "assert fill([PoolRequest('a', 4, None)], some(128)) and fill([PoolRequest('a', 4, 100)], some(128));"
-        "assert fill([PoolRequest('a', 1, 8), PoolRequest('b', 4, None)], some(4));"
+        "assert place_pools([PoolRequest('a', 4, None)], some(128));"
+        "assert place_pools([PoolRequest('a', 4, 100)], some(128));"
+        "assert place_pools([PoolRequest('a', 1, 8), PoolRequest('b', 4, None)], some(4));"
         "assert 'ortools' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

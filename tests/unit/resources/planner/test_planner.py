@@ -147,12 +147,12 @@ def test_pinned_values_are_kept() -> None:
     ],
 )
 def test_pins_that_cannot_be_met(wants: dict[str, Any], path: str, said: str) -> None:
-    from rlflow.resources.planner.explain import explain
+    from rlflow.resources.planner.explain import placement_error
 
     found = search([demand("actor"), demand("rollout", **wants)], cluster(8, 8))
     try:
         assert found.best() is None
-        error = explain(found)
+        error = placement_error(found)
     except PlacementError as raised:
         error = raised
     assert error.path == path
@@ -162,12 +162,12 @@ def test_pins_that_cannot_be_met(wants: dict[str, Any], path: str, said: str) ->
 
 def test_the_smallest_set_of_pins_that_clash() -> None:
     """7B with 16 B a parameter is 114 GiB: one GPU cannot hold it without offload, two can share it."""
-    from rlflow.resources.planner.explain import explain
+    from rlflow.resources.planner.explain import placement_error
 
     demands = [demand("actor", SEVEN_B, gpus=1, offload="none", zero_stage=3), demand("rollout", SEVEN_B)]
     found = search(demands, cluster(8))
     assert found.best() is None
-    error = explain(found)
+    error = placement_error(found)
     assert "roles.actor.gpus=1 and roles.actor.offload=none" in error.fact
     assert "zero_stage" not in error.fact
     assert "gpus" in str(error.notes["Fix"])

@@ -3,9 +3,9 @@
 import pytest
 
 from rlflow.errors import PlacementError
-from rlflow.resources.planner.pool import Pool, Shortage, site_of
-from rlflow.resources.planner.pool_search import PoolUse, use
-from rlflow.resources.planner.sharing import partitions, sizes
+from rlflow.resources.planner.pool import Pool, Shortage, select_hosts
+from rlflow.resources.planner.pool_search import PoolUse, best_use
+from rlflow.resources.planner.sharing import pool_sizes, sharing_partitions
 from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, workload
 
 
@@ -13,17 +13,17 @@ def test_all_ways_to_share_of_few_roles() -> None:
     """Bell numbers: 1, 2, 5, 15."""
     roles = ["actor", "critic", "reference", "rollout"]
     for count, ways in ((1, 1), (2, 2), (3, 5), (4, 15)):
-        assert len(partitions([demand(role) for role in roles[:count]])) == ways
+        assert len(sharing_partitions([demand(role) for role in roles[:count]])) == ways
 
 
 def test_pins_of_company_are_kept() -> None:
     demands = [demand("actor", colocate=("rollout",)), demand("rollout"), demand("reference", colocate=())]
-    assert partitions(demands) == [(("actor", "rollout"), ("reference",))]
+    assert sharing_partitions(demands) == [(("actor", "rollout"), ("reference",))]
 
 
 def test_the_ways_of_the_field_are_tried_for_many_roles() -> None:
     names = ["actor", "critic", "rollout", "reference", "judge", "judge_2"]
-    found = partitions([demand(name) for name in names])
+    found = sharing_partitions([demand(name) for name in names])
     together = tuple(sorted(names))
     rest = tuple(sorted(set(names) - {"rollout"}))
     assert (together,) in found
@@ -33,24 +33,24 @@ def test_the_ways_of_the_field_are_tried_for_many_roles() -> None:
 
 def test_labels_keep_roles_apart() -> None:
     demands = [demand("actor", label="a"), demand("rollout", label="b")]
-    assert partitions(demands) == [(("actor",), ("rollout",))]
+    assert sharing_partitions(demands) == [(("actor",), ("rollout",))]
     with pytest.raises(PlacementError, match="differs"):
-        partitions([demand("actor", label="a", colocate=("rollout",)), demand("rollout")])
+        sharing_partitions([demand("actor", label="a", colocate=("rollout",)), demand("rollout")])
 
 
 def test_sizes() -> None:
-    assert list(sizes([None], [8], 8)) == [(8,), (4,), (2,), (1,)]
-    assert list(sizes([None, None], [4, 4], 4)) == [(1, 3), (2, 2), (3, 1)]
-    assert (12, 4) in sizes([None, None], [16, 16], 16)
-    assert list(sizes([frozenset({4}), None], [16, 16], 16)) == [(4, 12)]
-    assert list(sizes([frozenset({4}), frozenset({12})], [16, 16], 16)) == [(4, 12)]
-    assert list(sizes([frozenset({4}), frozenset({16})], [16, 16], 16)) == []
-    assert all(sum(split) == 63 for split in sizes([None] * 3, [63] * 3, 63))
+    assert list(pool_sizes([None], [8], 8)) == [(8,), (4,), (2,), (1,)]
+    assert list(pool_sizes([None, None], [4, 4], 4)) == [(1, 3), (2, 2), (3, 1)]
+    assert (12, 4) in pool_sizes([None, None], [16, 16], 16)
+    assert list(pool_sizes([frozenset({4}), None], [16, 16], 16)) == [(4, 12)]
+    assert list(pool_sizes([frozenset({4}), frozenset({12})], [16, 16], 16)) == [(4, 12)]
+    assert list(pool_sizes([frozenset({4}), frozenset({16})], [16, 16], 16)) == []
+    assert all(sum(split) == 63 for split in pool_sizes([None] * 3, [63] * 3, 63))
 
 
 def test_sizes_within_the_hosts_of_a_label() -> None:
     """One pool may have 5 of the 12 GPUs, the other the 7 others."""
-    found = list(sizes([None, None], [5, 7], 12))
+    found = list(pool_sizes([None, None], [5, 7], 12))
     assert (5, 7) in found
     assert all(first <= 5 and second <= 7 for first, second in found)
 
@@ -61,14 +61,14 @@ def pool(gpus: int, *roles: str) -> Pool:
         demands=tuple(demand(role, SEVEN_B) for role in roles),
         gpus=gpus,
         groups=lambda size: gpus // size,
-        site=site_of(on, None, {}),
+        host_set=select_hosts(on, None, {}),
         largest_group=gpus,
     )
 
 
 def used(gpus: int, *roles: str, longest: int = 4096) -> PoolUse | Shortage:
     made = pool(gpus, *roles)
-    return use(made, workload(made.demands, longest=longest))
+    return best_use(made, workload(made.demands, longest=longest))
 
 
 def test_offload_only_where_nothing_fits_without() -> None:
@@ -83,9 +83,9 @@ def test_offload_only_where_nothing_fits_without() -> None:
 def test_what_every_role_needs_beside_the_others_fits() -> None:
     found = used(4, "actor", "reference", "rollout")
     assert isinstance(found, PoolUse)
-    resting = {role: sum(choice.resting.values()) for role, choice in found.choices.items()}
+    idle = {role: sum(choice.idle.values()) for role, choice in found.choices.items()}
     for role, choice in found.choices.items():
-        beside = sum(gib for other, gib in resting.items() if other != role)
+        beside = sum(gib for other, gib in idle.items() if other != role)
         assert sum(choice.awake.values()) + beside <= 79.6
 
 
@@ -93,10 +93,10 @@ def test_host_memory_bounds_what_sleeps_there() -> None:
     from dataclasses import replace
 
     roomy = pool(1, "actor")
-    narrow = replace(roomy, site=replace(roomy.site, host_gib=20.0))
+    narrow = replace(roomy, host_set=replace(roomy.host_set, host_gib=20.0))
     work = workload(narrow.demands, longest=4096)
-    assert isinstance(use(roomy, work), PoolUse)
-    assert isinstance(use(narrow, work), Shortage)
+    assert isinstance(best_use(roomy, work), PoolUse)
+    assert isinstance(best_use(narrow, work), Shortage)
 
 
 def test_longer_sequences_need_more_and_take_longer() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from rlflow.resources.planner.prediction import Prediction, predict
-from rlflow.resources.planner.sharing import describe
+from rlflow.resources.planner.sharing import describe_pools
 from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, search
 
 
@@ -62,5 +62,5 @@ def test_warnings() -> None:
 
 
 def test_describe() -> None:
-    assert describe((("actor", "rollout"),), (16,)) == "all on 16"
-    assert describe((("rollout",), ("actor", "reference")), (4, 12)) == "rollout on 4, actor + reference on 12"
+    assert describe_pools((("actor", "rollout"),), (16,)) == "all on 16"
+    assert describe_pools((("rollout",), ("actor", "reference")), (4, 12)) == "rollout on 4, actor + reference on 12"

@@ -1,36 +1,36 @@
 import pytest
 
 from rlflow.errors import RecipeError
-from rlflow.resources.time.lengths import Lengths, measured
+from rlflow.resources.time.lengths import Lengths, lengths_from
 
 
 @pytest.mark.parametrize(("mean", "limit"), [(600, 4096), (3000, 4096), (100, 100), (1000, 32768)])
 def test_cut_lengths_have_the_mean_that_was_asked_for(mean: float, limit: float) -> None:
-    lengths = Lengths.about(mean, limit)
+    lengths = Lengths.log_normal(mean, limit)
     assert lengths.mean == pytest.approx(mean, rel=1e-3)
     assert lengths.longest == limit
     assert list(lengths.values) == sorted(lengths.values)
 
 
 def test_a_mean_beyond_the_limit_is_the_limit() -> None:
-    assert min(Lengths.about(500, 100).values) == pytest.approx(100)
+    assert min(Lengths.log_normal(500, 100).values) == pytest.approx(100)
 
 
 def test_the_shares_that_are_alive_add_up_to_the_mean() -> None:
     lengths = Lengths((2.0, 4.0, 6.0, 8.0))
-    width = lengths.longest / len(lengths.alive)
-    assert sum(lengths.alive) * width == pytest.approx(5.0)
+    width = lengths.longest / len(lengths.survival)
+    assert sum(lengths.survival) * width == pytest.approx(5.0)
     # Met at a random moment: half of the mean square, 30, over the mean.
     assert lengths.residual == pytest.approx(3.0)
-    assert sum(lengths.alive_later) * width == pytest.approx(3.0)
+    assert sum(lengths.residual_survival) * width == pytest.approx(3.0)
 
 
 def test_equal_lengths_are_alive_to_the_end() -> None:
     lengths = Lengths((7.0, 7.0))
-    assert lengths.alive == pytest.approx([1.0] * len(lengths.alive))
+    assert lengths.survival == pytest.approx([1.0] * len(lengths.survival))
     assert lengths.relative_variance == 0
     # What is left of them falls evenly.
-    assert lengths.alive_later[0] > lengths.alive_later[-1]
+    assert lengths.residual_survival[0] > lengths.residual_survival[-1]
 
 
 def test_the_longest_of_some() -> None:
@@ -39,8 +39,8 @@ def test_the_longest_of_some() -> None:
 
 
 def test_measured_lengths_are_sorted_and_checked() -> None:
-    assert measured([5, 2, 9], 10, "lengths").values == (2, 5, 9)
+    assert lengths_from([5, 2, 9], 10, "lengths").values == (2, 5, 9)
     with pytest.raises(RecipeError, match="has no lengths"):
-        measured([], 10, "lengths")
+        lengths_from([], 10, "lengths")
     with pytest.raises(RecipeError, match="11 tokens is not within the limit of 10"):
-        measured([1, 11], 10, "lengths")
+        lengths_from([1, 11], 10, "lengths")

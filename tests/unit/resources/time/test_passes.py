@@ -22,7 +22,7 @@ from rlflow.resources.time.passes import (
     training,
     transfer_seconds,
 )
-from rlflow.resources.time.speed import Efficiency, Speed, speed_of, work_of
+from rlflow.resources.time.speed import Efficiency, Speed, forward_work, gpu_speed
 
 LLAMA = Architecture(
     model_type="llama",
@@ -55,7 +55,7 @@ LATENT = replace(
 H100 = Gpu(
     memory_gib=79.6, peak_tflops={"bfloat16": 989.4}, memory_gb_s=3350, link_gb_s=450, network_gb_s=50, source="here"
 )
-SPEED = speed_of(H100, 8, Efficiency())
+SPEED = gpu_speed(H100, 8, Efficiency())
 LAYOUT = Layout(micro_batch_tokens=8192)
 PROMPTS = Lengths((128.0,))
 
@@ -101,7 +101,9 @@ def test_one_sequence_takes_its_tokens_times_a_step() -> None:
     assert decoder.seconds(1, 0) == pytest.approx(read + 32 * 20e-6 + 2.5e-3 + 10e-6, rel=1e-3)
 
 
-@pytest.mark.parametrize("responses", [Lengths((300.0,)), Lengths.about(600, 4096), Lengths.about(3000, 4096)])
+@pytest.mark.parametrize(
+    "responses", [Lengths((300.0,)), Lengths.log_normal(600, 4096), Lengths.log_normal(3000, 4096)]
+)
 @pytest.mark.parametrize(("sequences", "slots"), [(8, 64), (64, 64), (150, 64), (512, 64)])
 def test_the_drain_is_that_of_an_exact_simulation(responses: Lengths, sequences: int, slots: int) -> None:
     random, decoder = Random(sequences), decoder_of(LLAMA, 1, 1, SPEED, 2)
@@ -115,7 +117,7 @@ def test_the_drain_is_that_of_an_exact_simulation(responses: Lengths, sequences:
 
 def test_an_engine_writes_as_fast_as_published() -> None:
     """12,500 tokens a second with vLLM, Llama-3.1-8B on one H100 with 256 sequences of a few hundred tokens."""
-    made = generate(10_000, Lengths.about(250, 1024), slots=256)
+    made = generate(10_000, Lengths.log_normal(250, 1024), slots=256)
     assert 10_000 < made.engine_tokens_per_second < 17_000
 
 
@@ -135,7 +137,7 @@ def test_room_for_keys_and_values_bounds_the_batch() -> None:
 
 
 def test_the_longest_of_many_engines_is_longer() -> None:
-    responses = Lengths.about(200, 8192)
+    responses = Lengths.log_normal(200, 8192)
     alone = generate(8, responses).seconds
     among = generation(
         LLAMA, LAYOUT, SPEED, sequences=8, group_size=1, prompts=PROMPTS, responses=responses, kv_tokens=1e9, engines=64
@@ -182,7 +184,7 @@ def ideal(**changed: float) -> Speed:
     """Nothing but matrix products takes time."""
     shares = {"matmul": 1.0, "attention": 1.0, "balance": 1.0, "memory": 1.0, "link": 1.0, "train_layer_s": 0.0}
     return replace(
-        speed_of(H100, 8, Efficiency(**(shares | {"message_s": 0.0} | changed))),
+        gpu_speed(H100, 8, Efficiency(**(shares | {"message_s": 0.0} | changed))),
         bytes=1e18,
         link=1e18,
         network=1e18,
@@ -193,7 +195,7 @@ def test_a_forward_pass_is_two_operations_a_parameter_and_token() -> None:
     parameters = LLAMA.num_parameters - LLAMA.embedding_parameters
     # A query of a sequence of 1000 tokens attends to 500 keys in the mean: 4 x 500 x 4096 in each layer.
     expected = 1e6 * (2 * parameters + 32 * 4 * 500 * 4096)
-    assert work_of(LLAMA).flops(1e6, 1000) == pytest.approx(expected)
+    assert forward_work(LLAMA).flops(1e6, 1000) == pytest.approx(expected)
     assert scoring(LLAMA, LAYOUT, ideal(), tokens=1e6, length=1000).seconds == pytest.approx(
         expected / 989.4e12, rel=1e-3
     )
@@ -202,7 +204,7 @@ def test_a_forward_pass_is_two_operations_a_parameter_and_token() -> None:
 def test_of_experts_only_those_that_are_taken_count() -> None:
     idle = EXPERTS.num_expert_parameters * 60 / 64
     parameters = EXPERTS.num_parameters - EXPERTS.embedding_parameters - idle
-    assert work_of(EXPERTS).flops(1, 0) == pytest.approx(2 * parameters)
+    assert forward_work(EXPERTS).flops(1, 0) == pytest.approx(2 * parameters)
 
 
 @pytest.mark.parametrize(("checkpointing", "adapters", "passes"), [(0, 0, 3), (1, 0, 4), (0, 1, 2), (1, 1, 3)])
@@ -217,9 +219,9 @@ def test_a_whole_step_reaches_the_published_share_of_an_a100() -> None:
     """torchtitan, Llama 3 8B on 64 A100 with FSDP2: 56.8 to 58.2 % of the peak, without counting what is recomputed."""
     a100 = Gpu(peak_tflops={"bfloat16": 312.0}, memory_gb_s=2039, link_gb_s=300, network_gb_s=25, source="here")
     layout = replace(LAYOUT, data_parallel_size=64, zero_stage=3)
-    speed = speed_of(a100, 8, Efficiency(balance=1))
+    speed = gpu_speed(a100, 8, Efficiency(balance=1))
     update = training(LLAMA, layout, speed, tokens=64 * 8192, length=8192, fused_layers=True).seconds
-    share = 3 * work_of(LLAMA).flops(64 * 8192, 8192) / 64 / 312e12 / update
+    share = 3 * forward_work(LLAMA).flops(64 * 8192, 8192) / 64 / 312e12 / update
     assert 0.5 < share < 0.65
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from rlflow.errors import PlacementError, RecipeError
 from rlflow.resources.cluster import Gpu, cluster_from
-from rlflow.resources.time.speed import Efficiency, Speed, calibration_from, speed_of
+from rlflow.resources.time.speed import Efficiency, Speed, calibration_from, gpu_speed
 
 H100 = Gpu(
     memory_gib=79.6, peak_tflops={"bfloat16": 989.4}, memory_gb_s=3350, link_gb_s=450, network_gb_s=50, source="here"
@@ -10,13 +10,13 @@ H100 = Gpu(
 
 
 def speed(**efficiency: float) -> Speed:
-    return speed_of(H100, 8, Efficiency(**efficiency))
+    return gpu_speed(H100, 8, Efficiency(**efficiency))
 
 
 @pytest.mark.parametrize(("peak", "memory", "best"), [(312, 2039, 0.869), (989.4, 3350, 0.801), (2250, 7700, 0.776)])
 def test_the_best_products_reach_what_was_measured(peak: float, memory: float, best: float) -> None:
     gpu = Gpu(peak_tflops={"bfloat16": peak}, memory_gb_s=memory, source="here")
-    reached = speed_of(gpu, 8, Efficiency(matmul=1)).matmul / (peak * 1e12)
+    reached = gpu_speed(gpu, 8, Efficiency(matmul=1)).matmul / (peak * 1e12)
     assert reached == pytest.approx(best, abs=0.025)
 
 
@@ -30,7 +30,7 @@ def test_rings_use_all_links_between_hosts_and_exchanges_only_their_own() -> Non
 
 def test_messages_between_hosts_take_longer_unless_the_same_links_join_them() -> None:
     assert speed().message_s(16) == 3 * speed().message_s(8)
-    rack = speed_of(
+    rack = gpu_speed(
         Gpu(peak_tflops={"bfloat16": 1.0}, memory_gb_s=1, link_gb_s=900, network_gb_s=900, source=""), 4, Efficiency()
     )
     assert rack.message_s(32) == rack.message_s(4)
@@ -38,14 +38,14 @@ def test_messages_between_hosts_take_longer_unless_the_same_links_join_them() ->
 
 def test_older_kinds_have_only_half_precision() -> None:
     v100 = Gpu(peak_tflops={"float16": 125.0, "float32": 15.7}, memory_gb_s=900, source="here")
-    assert speed_of(v100, 8, Efficiency()).flops == 125e12
+    assert gpu_speed(v100, 8, Efficiency()).flops == 125e12
 
 
 def test_a_kind_without_figures_is_refused() -> None:
     with pytest.raises(PlacementError, match="has no peak_tflops"):
-        speed_of(Gpu(memory_gib=80, source="here"), 8, Efficiency())
+        gpu_speed(Gpu(memory_gib=80, source="here"), 8, Efficiency())
     with pytest.raises(PlacementError, match="has no memory_gb_s"):
-        speed_of(Gpu(peak_tflops={"bfloat16": 1.0}, source="here"), 8, Efficiency())
+        gpu_speed(Gpu(peak_tflops={"bfloat16": 1.0}, source="here"), 8, Efficiency())
 
 
 def test_calibration_is_by_kind_and_strict() -> None:

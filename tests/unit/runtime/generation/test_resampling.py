@@ -10,10 +10,10 @@ import pytest
 
 import rlflow
 from rlflow.batch import Metrics, Minibatch
-from rlflow.compiler.checks import after_rounds, in_rounds
-from rlflow.compiler.graph import wire
+from rlflow.compiler.graph import resampled_nodes, without_resampled
 from rlflow.compiler.lower import lower, models_in_use
 from rlflow.compiler.plan import Plan
+from rlflow.compiler.wire import wire
 from rlflow.data.source import DataSource, load_rows, open_training_data
 from rlflow.engines.base import Sampling, TokenLoss
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
@@ -187,12 +187,12 @@ def test_rounds_that_there_are_not() -> None:
 
 def test_prompts_begun_ahead_are_not_chosen() -> None:
     pinned = ["roles.rollout.engine=vllm", "graph.rollouts.overcommit=0.5"]
-    with pytest.raises(GraphError, match=r"^graph\.rollouts\.overcommit: prompts are begun before their step, and"):
+    with pytest.raises(GraphError, match=r"^graph\.rollouts\.overcommit: some prompts start before their step, but"):
         plan_of("begins_low", *pinned)
 
 
 def test_the_order_of_what_is_done() -> None:
     recipe = rlflow.load(["recipe=dapo_tiny"])
     graph = wire(recipe)
-    assert [node.name for node in in_rounds(graph)] == ["rollouts", "rewards", "sampling"]
-    assert [node.name for node in after_rounds(graph).nodes] == ["shaped", "advantages", "update"]
+    assert [node.name for node in resampled_nodes(graph)] == ["rollouts", "rewards", "sampling"]
+    assert [node.name for node in without_resampled(graph).nodes] == ["shaped", "advantages", "update"]

@@ -1,0 +1,260 @@
+"""wire: build the graph of a recipe, and check every edge, role and engine in it."""
+
+from collections.abc import Iterable, Mapping
+from math import ceil
+from typing import Any
+
+import networkx as nx
+
+import rlflow.nodes  # noqa: F401 (registers the kinds of nodes)
+from rlflow.batch import Metrics, Selection
+from rlflow.compiler.graph import SOURCES, Graph, GraphNode, accuracy_node, evaluation_nodes
+from rlflow.engines.base import HEADS
+from rlflow.engines.registry import engine_kind, engine_names
+from rlflow.errors import GraphError, RecipeError, below, did_you_mean
+from rlflow.nodes.base import KINDS, Node
+from rlflow.nodes.generate import Generate
+from rlflow.nodes.policy_update import PolicyGradient
+from rlflow.plugins import load_object
+from rlflow.recipe import Recipe, Role
+from rlflow.schema import parse
+
+# Language models can have adapters. Other heads are new, and would have to be trained as well.
+_LORA_CAPABILITIES = {"Trains", "Scores", "ScoresBase"}
+
+
+def wire(recipe: Recipe) -> Graph:
+    """Build the graph and check it. Raises GraphError, and RecipeError for options, with the path in the recipe."""
+    nodes = {name: _node(name, dict(entry), recipe) for name, entry in recipe.graph.items()}
+    for node in nodes.values():
+        _check_edges(node, nodes)
+        with below(f"graph.{node.name}"):
+            node.operation.check(frozenset(node.inputs))
+    graph = Graph(nodes=tuple(nodes[name] for name in _order(nodes)))
+    _check_outputs_read(recipe, graph)
+    _check_evaluation(recipe, graph)
+    _check_heads(graph)
+    _check_roles(recipe, graph)
+    _check_overcommit(recipe, graph)
+    return graph
+
+
+def _node(name: str, entry: dict[str, Any], recipe: Recipe) -> GraphNode:
+    path = f"graph.{name}"
+    if name in SOURCES:
+        raise GraphError(path, f"'{name}' is an edge of the data and cannot be the name of a node", fix="another name")
+    kind = _kind(entry.pop("node", None), path)
+    role = entry.pop("role", None)
+    _check_role(path, kind, role, recipe)
+    given = {item.name: entry.pop(item.name) for item in kind.inputs() if item.name in entry}
+    operation = parse(kind, entry, path)
+    inputs = {}
+    for item in kind.inputs():
+        origin = given.get(item.name, item.name)
+        if origin is None and not item.required:
+            continue  # an optional input that the recipe sets to null
+        origin = str(origin)
+        if origin in recipe.graph or origin in SOURCES:
+            inputs[item.name] = origin
+        elif item.required or item.name in given:
+            raise GraphError(
+                f"{path}.{item.name}",
+                f"no node '{origin}', which '{kind.kind}' reads",
+                known=[*recipe.graph, *SOURCES],
+                fix=did_you_mean(origin, recipe.graph) or f"add a node '{origin}', or name another: {item.name}: NODE",
+            )
+    return GraphNode(name=name, operation=operation, role=role, inputs=inputs)
+
+
+def _check_role(path: str, kind: type[Node], role: Any, recipe: Recipe) -> None:
+    capability = kind.capability()
+    if capability is None and role is not None:
+        raise GraphError(f"{path}.role", f"'{kind.kind}' uses no model, but has the role '{role}'", fix="remove it")
+    if capability is not None and (not isinstance(role, str) or role not in recipe.roles):
+        missing = f"is missing: '{kind.kind}' needs a role whose engine can do {capability.__name__}"
+        fix = did_you_mean(str(role), recipe.roles) if role else None
+        raise GraphError(f"{path}.role", f"no role '{role}'" if role else missing, known=recipe.roles, fix=fix)
+
+
+def _kind(name: Any, path: str) -> type[Node]:
+    if isinstance(name, str) and ":" in name:
+        kind = load_object(name, f"{path}.node")
+        if not (isinstance(kind, type) and issubclass(kind, Node)):
+            raise GraphError(f"{path}.node", f"'{name}' is not a Node", fix="derive it from rlflow.nodes.base.Node")
+        with below(path):
+            kind.check_signature()
+        return kind
+    if not isinstance(name, str) or name not in KINDS:
+        fact = "is missing" if name is None else f"no kind of node '{name}'"
+        raise GraphError(
+            f"{path}.node", fact, known=[*sorted(KINDS), "package.module:Class"], fix=did_you_mean(str(name), KINDS)
+        )
+    return KINDS[name]
+
+
+def _check_edges(node: GraphNode, nodes: Mapping[str, GraphNode]) -> None:
+    types = {item.name: item.type for item in node.operation.inputs()}
+    for name, origin in node.inputs.items():
+        output = SOURCES[origin] if origin in SOURCES else nodes[origin].operation.output()
+        if not issubclass(output, types[name]):
+            raise GraphError(
+                f"graph.{node.name}.{name}",
+                f"'{origin}' gives {output.__name__}, '{node.operation.kind}' reads {types[name].__name__}",
+                known=[n.name for n in nodes.values() if issubclass(n.operation.output(), types[name])],
+                fix=f"name a node that gives {types[name].__name__}",
+            )
+
+
+def _order(nodes: Mapping[str, GraphNode]) -> list[str]:
+    edges: nx.DiGraph[str] = nx.DiGraph()
+    edges.add_nodes_from(nodes)
+    edges.add_edges_from((o, node.name) for node in nodes.values() for o in node.inputs.values() if o in nodes)
+    try:
+        return list(nx.lexicographical_topological_sort(edges))
+    except nx.NetworkXUnfeasible:
+        cycle = [edge[0] for edge in nx.find_cycle(edges)]
+        way = " -> ".join([*cycle, cycle[0]])
+        fix = "let one of them read another node"
+        raise GraphError(f"graph.{cycle[0]}", f"is part of a cycle: {way}", fix=fix) from None
+
+
+def _check_outputs_read(recipe: Recipe, graph: Graph) -> None:
+    read = {origin for node in graph.nodes for origin in node.inputs.values()}
+    if recipe.evaluation is not None and (pair := evaluation_nodes(graph)):
+        read.add(pair[1].name)
+    for node in graph.nodes:
+        if node.name not in read and node.operation.output() not in (Metrics, Selection):
+            raise GraphError(
+                f"graph.{node.name}",
+                f"no node reads its {node.operation.output().__name__}",
+                fix="remove the node, or name it as an input of another",
+            )
+
+
+def _check_evaluation(recipe: Recipe, graph: Graph) -> None:
+    if recipe.evaluation is None:
+        return
+    if graph.evaluation_metric == "reward" and evaluation_nodes(graph) is None:
+        fact = "needs a node that generates, and a node that gives Rewards and reads its responses alone"
+        raise GraphError("evaluation", fact, fix="add rewards: {node: reward}, or evaluation=null")
+    if graph.evaluation_metric == "accuracy" and accuracy_node(graph) is None:
+        fact = "no node that trains on pairs has a method 'accuracy', the share of pairs that it gets right"
+        raise GraphError(
+            "evaluation", fact, fix="derive it from rlflow.nodes.preference.Preference, or evaluation=null"
+        )
+    if recipe.data.eval_split is None:
+        raise RecipeError(
+            "data.eval_split", "is missing, and evaluation needs it", fix="name a split, or evaluation=null"
+        )
+
+
+def _check_heads(graph: Graph) -> None:
+    """Check that the nodes of each role ask for the same output head."""
+    heads: dict[str, tuple[str, str]] = {}
+    for node in graph.nodes:
+        if node.role is None:
+            continue
+        needed = next((head for capability, head in HEADS.items() if capability in node.capabilities), "vocabulary")
+        other, head = heads.setdefault(node.role, (node.name, needed))
+        if head != needed:
+            fact = f"graph.{other} needs '{node.role}' to have a {head} head, and this node needs a {needed} head"
+            raise GraphError(f"graph.{node.name}.role", fact, fix="two roles")
+
+
+def _check_roles(recipe: Recipe, graph: Graph) -> None:
+    trained = graph.trained_roles()
+    if not trained:
+        raise GraphError("graph", "no node trains a role", fix="add one, as update: {node: policy_update, role: actor}")
+    for name, role in recipe.roles.items():
+        path = f"roles.{name}"
+        _check_name(f"{path}.model", "model", role.model, recipe.models)
+        _check_name(f"{path}.engine", "engine", role.engine, engine_names())
+        for other in () if isinstance(role.colocate, str) else role.colocate:
+            _check_name(f"{path}.colocate", "role", other, recipe.roles)
+        nodes = [node for node in graph.nodes if node.role == name]
+        if not nodes:
+            raise GraphError(path, "no node uses this role", fix=f"remove it, or give a node role: {name}")
+        for node in nodes:
+            _check_capability(path, role.engine, node)
+            if isinstance(node.operation, PolicyGradient) and (warmup := node.operation.critic_warmup) >= recipe.steps:
+                fact = f"{warmup} warm-up steps leave none of the {recipe.steps} steps to train '{name}'"
+                raise RecipeError(f"graph.{node.name}.critic_warmup", fact, fix="fewer, or more steps")
+        if role.optimizer is not None and name not in trained:
+            raise GraphError(f"{path}.optimizer", f"'{name}' is never trained", fix="remove it")
+        _check_lora(recipe, graph, name, role)
+        if role.follows is not None:
+            _check_follows(recipe, name, role.follows, trained)
+
+
+def _check_name(path: str, what: str, name: str, known: Iterable[str]) -> None:
+    if name not in (names := list(known)):
+        raise RecipeError(path, f"no {what} '{name}'", known=names, fix=did_you_mean(name, names))
+
+
+def _check_capability(path: str, engine: str, node: GraphNode) -> None:
+    provided, needed = engine_kind(engine).capabilities, node.capabilities
+    if not needed <= provided:
+        raise GraphError(
+            f"{path}.engine",
+            f"'{engine}' cannot do what graph.{node.name} needs, {' and '.join(sorted(needed))}; "
+            f"it can {', '.join(sorted(provided))}",
+            known=[name for name in engine_names() if needed <= engine_kind(name).capabilities],
+            fix="one of the known engines",
+        )
+
+
+def _check_lora(recipe: Recipe, graph: Graph, name: str, role: Role) -> None:
+    """Check that adapters are trained and suffice, and that they exist where a node asks for the base model."""
+    path, capabilities = f"roles.{name}", graph.capabilities(name)
+    model = recipe.models[role.model].architecture
+    others = sorted(capabilities - _LORA_CAPABILITIES)
+    fix = "remove it"
+    if role.lora is None:
+        if "ScoresBase" not in capabilities:
+            return
+        fact = "is missing, and a node asks for the logprobs of the role's model without its adapters"
+        fix = f"{path}.lora={{}}, or node: logprobs with a role of its own"
+    elif name not in graph.trained_roles():
+        fact, fix = "the role is never trained", "remove it; a role that follows another one uses its adapters"
+    elif others:
+        fact = f"the role's engine must do {', '.join(others)}, and adapters do not cover the head for that"
+    elif model is not None and model.num_experts:
+        fact = f"a {model.model_type} has experts, and adapters for experts are not supported"
+    else:
+        return
+    raise GraphError(f"{path}.lora", fact, fix=fix)
+
+
+def _check_follows(recipe: Recipe, name: str, leader: str, trained: list[str]) -> None:
+    path = f"roles.{name}.follows"
+    if leader not in trained:
+        fact = f"'{leader}' is never trained" if leader in recipe.roles else f"no role '{leader}'"
+        raise GraphError(path, fact, known=trained, fix=did_you_mean(leader, trained) or "a trained role")
+    if recipe.roles[leader].model != recipe.roles[name].model:
+        models = f"'{name}' has the model '{recipe.roles[name].model}', '{leader}' has '{recipe.roles[leader].model}'"
+        raise GraphError(path, models, fix="the same model for both")
+    if "Follows" not in engine_kind(recipe.roles[name].engine).capabilities:
+        fact = f"engine '{recipe.roles[name].engine}' cannot load the weights of another role while it runs"
+        raise GraphError(path, fact)
+
+
+def _check_overcommit(recipe: Recipe, graph: Graph) -> None:
+    reading = [node.name for node in graph.nodes if "prompts" in node.inputs.values()]
+    for node in graph.nodes:
+        if not isinstance(node.operation, Generate) or not node.operation.overcommit or node.role is None:
+            continue
+        path, share, size = f"graph.{node.name}.overcommit", node.operation.overcommit, recipe.data.batch_size
+        if not node.operation.begun_ahead(size):
+            fact = f"{share:g} of {size} prompts (data.batch_size) is less than one"
+            least = ceil(1e4 / size) / 1e4
+            raise RecipeError(path, fact, fix=f"{path}={least:g}, or 0" if size > 1 else f"{path}=0")
+        if reading != [node.name]:
+            fact = f"some prompts start before their step, but these nodes read a step's prompts: {', '.join(reading)}"
+            raise GraphError(path, fact, fix=f"{path}=0")
+        if not engine_kind(recipe.roles[node.role].engine).can_resume:
+            raise RecipeError(
+                path,
+                f"engine '{recipe.roles[node.role].engine}' of role '{node.role}' cannot resume a partial rollout",
+                known=[name for name in engine_names() if engine_kind(name).can_resume],
+                fix=f"one of the known engines, or {path}=0",
+            )
