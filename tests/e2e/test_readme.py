@@ -11,6 +11,7 @@ from tests.conftest import ROOT, Typed
 
 README = (ROOT / "README.md").read_text()
 RECIPES_PAGE = (ROOT / "docs" / "recipes.md").read_text()
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PAGES = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
 BLOCKS = [block for page in PAGES for block in re.findall(r"```(\w*)\n(.*?)```", page, flags=re.DOTALL)]
 SHOWN = [block for language, block in BLOCKS if language == "console" and block.startswith("$ python -m rlflow")]
@@ -97,6 +98,25 @@ def test_the_tree_is_the_real_one() -> None:
     (tree,) = [block for _, block in BLOCKS if block.startswith("recipes/ ")]
     shown = {line.split()[0] for line in tree.splitlines() if line.strip()}
     assert shown == {f"{path.parts[0]}/" if len(path.parts) > 1 else path.name for path in tracked_files()}
+
+
+def test_every_room_is_described() -> None:
+    table = ARCHITECTURE.partition("\n## The rooms\n")[2].partition("\n## ")[0]
+    described = set(re.findall(r"`([\w/]+(?:\.py|/))`", table))
+    inside = [Path(*path.parts[1:]) for path in tracked_files() if path.parts[0] == "rlflow"]
+    real = {f"{path.parts[0]}/" if len(path.parts) > 1 else path.name for path in inside}
+    assert real - {"__init__.py", "__main__.py"} <= described
+
+
+def test_files_that_are_described_exist() -> None:
+    """A file of the last paragraph's folder may stand there by its name alone."""
+    tracked = {str(path) for path in tracked_files()}
+    names = {Path(path).name for path in tracked}
+    for name in re.findall(r"`([\w/]+\.(?:py|yaml)|[\w/]+/)`", ARCHITECTURE):
+        if name.endswith("/"):
+            assert any(path.startswith((f"rlflow/{name}", name)) for path in tracked), name
+        else:
+            assert name in names or name in tracked or f"rlflow/{name}" in tracked, name
 
 
 @pytest.mark.parametrize("page", sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]))
