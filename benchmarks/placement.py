@@ -17,7 +17,7 @@ from benchmarks.reporting import Goal, finish
 from rlflow.compiler.lower import Requirements, lower
 from rlflow.compiler.plan import Plan, plan
 from rlflow.compiler.wire import wire
-from rlflow.compose import cluster_named
+from rlflow.compose import load_cluster
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.layout import Bundle, Resources
@@ -163,7 +163,7 @@ def main() -> int:
     total = Outcome()
     print(f"{'hosts':26}{'plans':>7}{'bundles':>9}{'mismatches':>12}{'engines':>9}{'split':>7}{'in a PACK group':>17}")
     for index, shape in enumerate(SHAPES):
-        cluster = cluster_named(shape)
+        cluster = load_cluster(shape)
         count = arguments.plans // len(SHAPES) + (index < arguments.plans % len(SHAPES))
         with simulated(cluster):
             of = tried(random_plans(cluster, count, seed=index), packed=True)

@@ -15,7 +15,7 @@ from benchmarks.reporting import Goal, finish
 from rlflow.compiler import compile_recipe
 from rlflow.compiler.lower import Requirements, lower
 from rlflow.compiler.wire import wire
-from rlflow.compose import cluster_named
+from rlflow.compose import load_cluster
 from rlflow.resources.planner.search import Search
 from rlflow.resources.workload import WeightCopy, Workload
 
@@ -56,7 +56,7 @@ def ten_roles() -> Requirements:
 
 
 def seconds(case: Case) -> float:
-    cluster = cluster_named(case.cluster)
+    cluster = load_cluster(case.cluster)
     recipe = rlflow.load(["recipe=grpo_32b"])
     many = ten_roles()
     times = []

@@ -29,7 +29,7 @@ import rlflow
 from benchmarks.engine_simulator import Outcome, Samples, Speed, simulate
 from benchmarks.reporting import Goal, finish
 from benchmarks.tail_sources import Oracle, fifo, static
-from rlflow.compose import cluster_named
+from rlflow.compose import load_cluster
 from rlflow.resources.time.decoding import decoder_of
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.speed import Efficiency, gpu_speed
@@ -81,7 +81,7 @@ CASES = ((SMALL, 0.3), (SMALL, 0.5), (SMALL, 0.7), (LARGE, 0.5))
 def engine_of(site: Site) -> tuple[Speed, Room]:
     """Its seconds, and its room: what weights leave of 0.85 of the GPUs' memory."""
     model = rlflow.load([f"recipe={site.recipe}"]).models["policy"].architecture
-    cluster = cluster_named("1x8")
+    cluster = load_cluster("1x8")
     gpu = next(iter(cluster.gpus.values()))
     assert model is not None
     assert gpu.memory_gib is not None

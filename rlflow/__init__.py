@@ -1,6 +1,6 @@
-"""rlflow: from a recipe to a placed graph, and from there to a trained model.
+"""rlflow compiles a recipe into a graph that is placed on a cluster, and runs it to train a model.
 
-``load`` composes and checks a recipe, ``compile`` plans it for a cluster, ``run`` trains.
+``load`` composes and checks a recipe, ``compile`` plans it for a cluster, and ``run`` trains.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,30 +18,31 @@ __all__ = ["Observer", "compile", "load", "run"]
 
 
 def load(overrides: Sequence[str] = (), config_dir: Path | None = None) -> "Recipe":
-    """The recipe that these overrides of the command line compose; ``config_dir`` holds the user's own parts.
+    """Compose and check the recipe for these overrides, which are written as on the command line.
 
-    Raises RecipeError.
+    ``config_dir`` is a folder with configuration files of your own. Raises RecipeError.
     """
-    from rlflow.compose import compose, recipe_of
+    from rlflow.compose import compose, recipe_from_config
 
-    return recipe_of(compose(overrides, config_dir), config_dir)
+    return recipe_from_config(compose(overrides, config_dir), config_dir)
 
 
 def compile(recipe: "Recipe", cluster: "Cluster | str | None" = None) -> "Plan":
-    """Return what runs where, on ``cluster``: hosts, a shape as ``2x8@h200``, or "auto".
+    """Plan what runs where on ``cluster``: hosts, a shape such as ``2x8@h200``, or "auto".
 
-    By default that is this machine's GPUs, or else its CPU. Raises GraphError, RecipeError and PlacementError.
+    The default is this machine: its GPUs, or its CPU if it has none. Raises GraphError, RecipeError and
+    PlacementError.
     """
     import warnings
 
     from rlflow.cluster_detection import default_cluster, detect_cluster
     from rlflow.compiler import compile_recipe
-    from rlflow.compose import cluster_named
+    from rlflow.compose import load_cluster
 
     if cluster is None:
         cluster = default_cluster(lambda reason: warnings.warn(reason, stacklevel=3))
     elif isinstance(cluster, str):
-        cluster = detect_cluster() if cluster == "auto" else cluster_named(cluster)
+        cluster = detect_cluster() if cluster == "auto" else load_cluster(cluster)
     return compile_recipe(recipe, cluster)
 
 
@@ -57,12 +58,12 @@ def run(
     """Train as planned, and return the report, with the metrics of the last step.
 
     Plan, metrics, checkpoints, model and report are written to ``directory``, by default a new folder below
-    ``outputs``. ``resume`` is the folder of a run to continue from its last checkpoint. ``observers`` hear of every
-    step; by default they show the progress on standard output, and ``()`` shows nothing. ``stop`` is asked after every
-    step, and ends the run with a checkpoint when it returns True. ``tune``, True or "adaptive", finds faster sizes
-    while the run trains.
+    ``outputs``. ``resume`` is the folder of a run to continue from its last checkpoint. ``observers`` are called after
+    every step; the default ones show progress on standard output, and ``()`` shows nothing. ``stop`` is called after
+    every step; when it returns True, the run ends with a checkpoint. ``tune``, True or "adaptive", looks for faster
+    batch sizes while the run trains.
 
-    Raises EngineError, and RecipeError for something that the recipe names and that does not exist.
+    Raises EngineError, and RecipeError for a file or data set that the recipe names and that does not exist.
 
     Example:
 
@@ -78,13 +79,14 @@ def run(
     from rlflow.runtime.run import run as run_plan
 
     folder = Path(resume or directory or datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S"))
-    watching = displays(output_console()) if observers is None else observers
-    everyone = [MetricsWriter(), *watching]
-    return run_plan(plan, folder, runtime_of(plan), everyone, resume=resume is not None, stop=stop, tune=tune)
+    chosen = displays(output_console()) if observers is None else observers
+    return run_plan(
+        plan, folder, runtime_of(plan), [MetricsWriter(), *chosen], resume=resume is not None, stop=stop, tune=tune
+    )
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when it is asked for: planning needs none of what a run does.
+    # Imported on first use, because planning must not import the runtime.
     if name == "Observer":
         from rlflow.runtime.protocols import Observer
 

@@ -1,4 +1,4 @@
-"""``python -m rlflow``."""
+"""Runs the command line: ``python -m rlflow``."""
 
 import sys
 

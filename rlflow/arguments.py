@@ -16,7 +16,7 @@ SHORT_KEYS = {
     "learning_rate": "roles.actor.optimizer.learning_rate",
     "n": "graph.rollouts.group_size",
 }
-"""Keys that researchers type, and the keys of a recipe that they stand for."""
+"""Short keys for the command line, with the recipe keys that they stand for."""
 
 _HELP = """\
 rlflow {version}: plan and run RL post-training of language models.
@@ -32,84 +32,84 @@ Usage: rlflow [KEY=VALUE ...]     (python -m rlflow is the same)
   rlflow -m recipe=grpo_7b cluster=1x8,2x8 dry_run=true
                                              compare the plans of a sweep
   rlflow resume=FOLDER steps=+100            continue a run for 100 more steps
-  rlflow plan=FOLDER/plan.json               run a plan that was written before
+  rlflow plan=FOLDER/plan.json               run a saved plan
   rlflow tune=true                           find faster sizes while it runs
   python -m rlflow.doctor                    check this machine
 
 Recipes: {recipes}
-Every key of a recipe can be typed; explain=true shows more of a plan.
+Every key of a recipe can be set here; explain=true shows more of a plan.
 Hydra's own options: rlflow --hydra-help
 """
 _NAMES_IN_HELP = ("grpo_tiny", "ppo_tiny", "dpo_tiny", "sft_tiny", "grpo_7b", "grpo_32b")
 
 
 def help_text() -> str:
-    """Return the answer to ``--help``: ten commands on one screen of 80 columns."""
+    """Return the text of ``--help``, which fits on one screen of 80 columns."""
     more = len(list((CONF / "recipe").glob("*.yaml"))) - len(_NAMES_IN_HELP)
     recipes = f"{', '.join(_NAMES_IN_HELP)}, {more} more"
     return _HELP.format(version=rlflow.__version__, recipes=recipes)
 
 
 def hydra_arguments(typed: Sequence[str], config_dir: Path | None = None) -> list[str]:
-    """Return ``typed`` as Hydra understands it. ``config_dir`` holds the user's own parts.
+    """Translate the arguments that were typed into overrides for Hydra. Raises RecipeError.
 
-    Keys of a recipe may be new, a recipe may be a file, and kinds of GPU may be abbreviated. Raises RecipeError.
+    Users may set keys that the recipe does not have, give a recipe as a file, and abbreviate kinds of GPU.
+    ``config_dir`` is the user's own folder of configuration files.
     """
     if {"-sc", "--shell-completion"} & set(typed):
-        return _completion(typed)
+        return _check_completion(typed)
     groups = {entry.name for entry in CONF.iterdir() if entry.is_dir()}
-    resumed = _recipe_of_resumed_run(typed)
-    return [_translated(argument, groups, config_dir) for argument in [*typed, *resumed]]
+    recipe = _recipe_of_resumed_run(typed)
+    return [_translate(argument, groups, config_dir) for argument in [*typed, *recipe]]
 
 
-def is_on_or_off(value: str) -> bool:
-    """Return whether ``value`` is a word of YAML for true, false or null, and so is no path."""
+def is_yaml_constant(value: str) -> bool:
+    """Return whether ``value`` means true, false or null in YAML, and so is not a path."""
     return value.lower() in ("true", "false", "null", "yes", "no", "on", "off", "")
 
 
-def _completion(typed: Sequence[str]) -> list[str]:
+def _check_completion(typed: Sequence[str]) -> list[str]:
+    """Return the arguments for Hydra's shell completion. Raises RecipeError when its action is missing."""
     if not any(argument.startswith(("install=", "uninstall=", "query=")) for argument in typed):
         known = ("install=SHELL", "uninstall=SHELL", "query=SHELL")
-        raise RecipeError(
-            "--shell-completion", "what to do is missing", known=known, fix='eval "$(rlflow -sc install=bash)"'
-        )
+        raise RecipeError("--shell-completion", "is incomplete", known=known, fix='eval "$(rlflow -sc install=bash)"')
     return list(typed)
 
 
 def _recipe_of_resumed_run(typed: Sequence[str]) -> list[str]:
-    """Return the recipe that ``resume=FOLDER`` continues, where no other one is typed."""
+    """Return an override with the recipe of the run in ``resume=FOLDER``, unless a recipe or plan is given."""
     keys = dict(argument.split("=", 1) for argument in typed if "=" in argument)
     folder = keys.get("resume", "").strip("'\"")
-    if is_on_or_off(folder) or {"recipe", "plan"} & keys.keys():
+    if is_yaml_constant(folder) or {"recipe", "plan"} & keys.keys():
         return []
     file = Path(folder).expanduser() / "recipe.yaml"
     return [f"recipe={file}"] if file.is_file() else []
 
 
-def _translated(argument: str, groups: set[str], config_dir: Path | None) -> str:
+def _translate(argument: str, groups: set[str], config_dir: Path | None) -> str:
     key, equals, value = argument.partition("=")
     if not equals or key.startswith(("-", "hydra.", "hydra=")) or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
         return argument
     if key in groups:
-        return f"{key}={','.join(_choice(key, each, config_dir) for each in value.split(','))}"
-    # The recipe's own check knows all keys, and is the better judge of new ones.
+        return f"{key}={','.join(_quote_choice(key, each, config_dir) for each in value.split(','))}"
+    # '++' sets a key whether or not it exists. The recipe's own check reports unknown keys more clearly than Hydra.
     key = SHORT_KEYS.get(key, key)
     # Hydra would read +100 as 100.
     value = f"'{value}'" if key == "steps" and value.startswith("+") else value
     return f"++{key}={value}"
 
 
-def _choice(group: str, name: str, config_dir: Path | None) -> str:
+def _quote_choice(group: str, name: str, config_dir: Path | None) -> str:
     if group == "recipe" and (file := _recipe_file(name.strip("'\""), config_dir)) is not None:
         return "'" + str(file).replace("'", "\\'") + "'"
     if group == "cluster":
-        name = re.sub(r"(?<=@)\w+", lambda kind: _kind_of_gpu(kind[0], config_dir), name)
-    # A name, also where YAML would take it for a number or for nothing.
-    return f"'{name}'" if re.fullmatch(r"[\d.e_-]+", name) or is_on_or_off(name) else name
+        name = re.sub(r"(?<=@)\w+", lambda kind: _complete_gpu_kind(kind[0], config_dir), name)
+    # Quoted where YAML would read the name as a number or as null.
+    return f"'{name}'" if re.fullmatch(r"[\d.e_-]+", name) or is_yaml_constant(name) else name
 
 
 def _recipe_file(name: str, config_dir: Path | None) -> Path | None:
-    """Return the absolute path of a recipe that is given as a file; None for a name."""
+    """Return the absolute path of a recipe that is given as a file; None if ``name`` is a recipe's name."""
     path = Path(name).expanduser()
     if "/" not in name and path.suffix != ".yaml":
         return None
@@ -119,11 +119,11 @@ def _recipe_file(name: str, config_dir: Path | None) -> Path | None:
     if config_dir is not None and (config_dir / "recipe" / f"{name}.yaml").is_file():
         return None
     near = did_you_mean(path.name, (each.name for each in path.parent.glob("*.yaml")))
-    raise RecipeError("recipe", f"the file '{name}' does not exist", fix=near or f"a path from {Path.cwd()}")
+    raise RecipeError("recipe", f"the file '{name}' does not exist", fix=near or f"a path relative to {Path.cwd()}")
 
 
-def _kind_of_gpu(name: str, config_dir: Path | None) -> str:
-    """Return the only kind of GPU that begins with ``name``, as h100_80gb does with h100; else ``name`` itself."""
+def _complete_gpu_kind(name: str, config_dir: Path | None) -> str:
+    """Return the only kind of GPU that begins with ``name``, such as h100_80gb for h100; otherwise ``name`` itself."""
     folders = [CONF / "gpu", *([config_dir / "gpu"] if config_dir else [])]
     kinds = {path.stem for folder in folders for path in folder.glob("*.yaml")}
     longer = [kind for kind in kinds if kind.startswith(f"{name}_")]

@@ -1,9 +1,9 @@
-"""The cluster to plan for where a recipe's user names none, or asks for ``auto``."""
+"""Chooses the cluster to plan for when the user names none or types ``cluster=auto``."""
 
 from collections.abc import Callable
 from pathlib import Path
 
-from rlflow.compose import cluster_named, cluster_of_hosts
+from rlflow.compose import cluster_of_hosts, load_cluster
 from rlflow.errors import RecipeError
 from rlflow.resources.cluster import Cluster
 from rlflow.runtime.ray.cluster.machine import gpus_of_this_machine
@@ -11,22 +11,22 @@ from rlflow.runtime.ray.cluster.probes import live_devices
 
 
 def detect_cluster(config_dir: Path | None = None) -> Cluster:
-    """Return the free GPUs of the Ray cluster that runs here, or else of this machine, or else its CPU.
+    """Return the free GPUs of the Ray cluster that runs here; without one those of this machine, or its CPU.
 
-    Raises PlacementError for a Ray without a free GPU, RecipeError for GPUs without figures.
+    Raises PlacementError for a Ray cluster without a free GPU, and RecipeError for an unknown kind of GPU.
     """
     return cluster_of_hosts(live_devices(), config_dir)
 
 
-def default_cluster(tell: Callable[[str], object], config_dir: Path | None = None) -> Cluster:
-    """Return ``detect_cluster()`` where this machine has GPUs, or else its CPU.
+def default_cluster(warn: Callable[[str], object], config_dir: Path | None = None) -> Cluster:
+    """Return ``detect_cluster()`` if this machine has GPUs, and its CPU otherwise.
 
-    ``tell`` gets the reason why GPUs that are there are left out. Looking imports neither torch nor Ray.
+    ``warn`` receives the reason when this machine has GPUs that cannot be used. This imports neither torch nor Ray.
     """
     if not gpus_of_this_machine():
-        return cluster_named("local", config_dir)
+        return load_cluster("local", config_dir)
     try:
         return detect_cluster(config_dir)
     except RecipeError as error:
-        tell(f"planning for the CPU, since GPUs of this machine cannot be used. {error}")
-        return cluster_named("local", config_dir)
+        warn(f"planning for the CPU, because the GPUs of this machine cannot be used. {error}")
+        return load_cluster("local", config_dir)

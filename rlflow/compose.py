@@ -1,6 +1,6 @@
-"""compose: from file names and overrides to one configuration, by Hydra.
+"""The stage compose: Hydra combines configuration files and overrides into one configuration.
 
-Shapes such as ``2x8@h200`` are configurations of the group ``cluster`` that exist without a file.
+Cluster shapes such as ``2x8@h200`` are options of the group ``cluster`` that exist without a file.
 """
 
 import re
@@ -25,7 +25,7 @@ from rlflow import recipe_files
 from rlflow.arguments import CONF as CONF
 from rlflow.arguments import hydra_arguments
 from rlflow.errors import FileError, RecipeError, did_you_mean
-from rlflow.recipe import Recipe, Tune, load, plain
+from rlflow.recipe import Recipe, Tune, load, to_mapping
 from rlflow.resources.cluster import Cluster, cluster_from, parse_shape
 from rlflow.resources.time.speed import Calibration, calibration_from
 from rlflow.schema import Section, parse
@@ -33,8 +33,8 @@ from rlflow.yaml_files import read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrontDoor(Section):
-    """What the configuration holds besides the recipe."""
+class RunOptions(Section):
+    """The keys of the configuration that do not belong to the recipe."""
 
     cluster: Mapping[str, Any]
     dry_run: bool
@@ -43,11 +43,11 @@ class FrontDoor(Section):
     explain: bool
     tune: Tune
     calibration: str | None
-    """A YAML file with measured efficiencies by kind of GPU."""
+    """A YAML file with measured efficiencies for each kind of GPU."""
 
 
 class ShapeSource(ConfigSource):
-    """Gives ``cluster/<shape>`` a configuration: the shape, and the figures of the kinds of GPU in it."""
+    """A source of Hydra's that gives ``cluster/<shape>`` the shape and the data of its kinds of GPU."""
 
     @staticmethod
     def scheme() -> str:
@@ -64,7 +64,7 @@ class ShapeSource(ConfigSource):
 
     def is_config(self, config_path: str) -> bool:
         shape = self._shape(config_path)
-        # Whatever begins like a shape is one, so that a wrong one is told what it lacks.
+        # Everything that begins like a shape counts as one, so that the error for a wrong shape explains the syntax.
         return config_path.startswith("cluster/") and re.match(r"\d", shape) is not None
 
     def is_group(self, config_path: str) -> bool:
@@ -81,27 +81,29 @@ class ShapeSource(ConfigSource):
         return config_path.removeprefix("cluster/").removesuffix(".yaml")
 
 
-class MadeSearchPath(SearchPathPlugin):
+class RlflowSearchPath(SearchPathPlugin):
+    """A plugin that adds shapes and recipe files to the places where Hydra searches."""
+
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for source in (ShapeSource, recipe_files.GivenRecipes):
+        for source in (ShapeSource, recipe_files.RecipeFileSource):
             search_path.append("rlflow", f"{source.scheme()}://")
 
 
 def register_sources() -> None:
-    """Register shapes and vetted files with Hydra; once is enough, more does no harm."""
-    for plugin in (ShapeSource, recipe_files.GivenRecipes, MadeSearchPath):
+    """Register rlflow's sources of configuration with Hydra. Repeated calls have no effect."""
+    for plugin in (ShapeSource, recipe_files.RecipeFileSource, RlflowSearchPath):
         Plugins.instance().register(plugin)
     recipe_files.register(CONF / "config.yaml")
 
 
 def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> DictConfig:
-    """The whole configuration for ``overrides``, as on the command line. ``config_dir`` holds the user's own parts.
+    """Return the configuration for ``overrides``, which are written as on the command line. Raises RecipeError.
 
-    Raises RecipeError.
+    ``config_dir`` is the user's own folder of configuration files.
     """
     register_sources()
     extra = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
-    # Composing works inside a job that Hydra runs, too.
+    # Set aside the state of a job that Hydra is running, because composing starts from its own.
     hydra = GlobalHydra.instance()
     outer = hydra.hydra
     hydra.clear()
@@ -114,45 +116,46 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Di
         hydra.hydra = outer
 
 
-def recipe_of(config: DictConfig, config_dir: Path | None = None, above: tuple[str, ...] = ()) -> Recipe:
-    """The recipe's part, with the recipes of its models composed in their turn; ``above`` are those it is for.
+def recipe_from_config(config: DictConfig, config_dir: Path | None = None, parents: tuple[str, ...] = ()) -> Recipe:
+    """Return the recipe in a configuration, together with the recipes that its models name. Raises RecipeError.
 
-    Raises RecipeError.
+    ``parents`` are the names of the recipes that led to this one.
     """
 
-    def parts(name: str) -> Mapping[str, Any]:
-        if name in above:
-            raise RecipeError("recipe", f"goes in a circle: {' -> '.join([*above, name])}", fix="start from a path")
-        return asdict(recipe_of(compose([f"recipe={name}"], config_dir), config_dir, (*above, name)))
+    def recipe_of_model(name: str) -> Mapping[str, Any]:
+        if name in parents:
+            raise RecipeError("recipe", f"refers to itself: {' -> '.join([*parents, name])}", fix="start from a path")
+        return asdict(recipe_from_config(compose([f"recipe={name}"], config_dir), config_dir, (*parents, name)))
 
-    return load(_without_front_door(config), parts)
-
-
-def front_door_of(config: DictConfig) -> FrontDoor:
-    """What is to be done with the recipe, and where. Raises RecipeError."""
-    return parse(FrontDoor, plain(OmegaConf.masked_copy(config, _front_door_keys())), "")
+    return load(_recipe_part(config), recipe_of_model)
 
 
-def _without_front_door(config: DictConfig) -> DictConfig:
-    return OmegaConf.masked_copy(config, [str(key) for key in config if key not in _front_door_keys()])
+def run_options_from_config(config: DictConfig) -> RunOptions:
+    """Return the options in a configuration. Raises RecipeError."""
+    return parse(RunOptions, to_mapping(OmegaConf.masked_copy(config, _option_keys())), "")
 
 
-def _front_door_keys() -> list[str]:
-    return [field.name for field in fields(FrontDoor)]
+def _recipe_part(config: DictConfig) -> DictConfig:
+    return OmegaConf.masked_copy(config, [str(key) for key in config if key not in _option_keys()])
 
 
-def cluster_named(name: str, config_dir: Path | None = None) -> Cluster:
-    """A cluster of conf/cluster, or a shape. Raises RecipeError."""
-    return cluster_from(front_door_of(compose([f"cluster={name}"], config_dir)).cluster)
+def _option_keys() -> list[str]:
+    return [field.name for field in fields(RunOptions)]
+
+
+def load_cluster(name: str, config_dir: Path | None = None) -> Cluster:
+    """Return a cluster by its name in conf/cluster or by its shape. Raises RecipeError."""
+    return cluster_from(run_options_from_config(compose([f"cluster={name}"], config_dir)).cluster)
 
 
 def cluster_of_hosts(devices: Mapping[str, Sequence[str]], config_dir: Path | None = None) -> Cluster:
-    """The hosts with their GPUs, by the names that nvidia-smi has for these; the processor where there are none.
+    """Return the cluster of hosts with these GPUs, or of the local CPU if there are none.
 
-    Raises RecipeError for a GPU without figures, or one host with GPUs of several kinds.
+    ``devices`` has the names that nvidia-smi gives to each host's GPUs. Raises RecipeError for an unknown kind of GPU,
+    or for a host with several kinds.
     """
     if not any(devices.values()):
-        return cluster_named("local", config_dir)
+        return load_cluster("local", config_dir)
     folders = [CONF / "gpu", *([config_dir / "gpu"] if config_dir else [])]
     files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
     kinds = {str(_device_name(path)): path.stem for path in files}
@@ -161,32 +164,32 @@ def cluster_of_hosts(devices: Mapping[str, Sequence[str]], config_dir: Path | No
         if unknown := [name for name in names if name not in kinds]:
             raise RecipeError(
                 "cluster",
-                f"no figures for the GPU '{unknown[0]}' of '{host}'",
+                f"the GPU '{unknown[0]}' of '{host}' is unknown",
                 known=[f"{kind} ({name})" for name, kind in kinds.items() if name != "None"],
-                fix="a file gpu/NAME.yaml with its memory_gib and device_name in a folder given by --config-dir",
+                fix="add gpu/NAME.yaml with memory_gib and device_name to a folder and give it with --config-dir",
             )
         if len(set(names)) > 1:
             raise RecipeError(
                 "cluster",
                 f"'{host}' has GPUs of several kinds ({', '.join(sorted(set(names)))})",
-                fix="a file cluster/NAME.yaml with the hosts and which of their GPUs are free",
+                fix="add a file cluster/NAME.yaml that lists the hosts and their free GPUs",
             )
         if names:
             hosts.append({"name": host, "gpus": len(names), "gpu": kinds[names[0]]})
     used = sorted({str(host["gpu"]) for host in hosts})
-    figures = cluster_named("+".join(f"1x1@{kind}" for kind in used), config_dir).gpus
-    return cluster_from({"hosts": hosts, "gpus": {kind: asdict(figures[kind]) for kind in used}})
+    gpus = load_cluster("+".join(f"1x1@{kind}" for kind in used), config_dir).gpus
+    return cluster_from({"hosts": hosts, "gpus": {kind: asdict(gpus[kind]) for kind in used}})
 
 
-def calibration_of(door: FrontDoor, cluster: Cluster) -> Calibration:
-    """Measured efficiencies from the file that the front door names; none otherwise. Raises RecipeError."""
-    if door.calibration is None:
+def load_calibration(options: RunOptions, cluster: Cluster) -> Calibration:
+    """Return the measured efficiencies in the file ``calibration``; empty without one. Raises RecipeError."""
+    if options.calibration is None:
         return {}
     try:
-        measured = read_yaml(Path(door.calibration))
+        measured = read_yaml(Path(options.calibration))
     except FileError as error:
         raise RecipeError("calibration", f"'{error.path}' {error.fact}", fix=error.notes["Fix"]) from None
-    return calibration_from(plain(measured), cluster)
+    return calibration_from(to_mapping(measured), cluster)
 
 
 def _device_name(path: Path) -> object:
@@ -196,25 +199,25 @@ def _device_name(path: Path) -> object:
 COMPOSING_ERRORS = (HydraException, OmegaConfBaseException, RecursionError)
 
 
-def _where_to_put(group: str, name: str) -> str:
+def _fix_for_unknown(group: str, name: str) -> str:
     if group == "recipe":
-        return "a recipe of your own is given by its path, as recipe=./mine.yaml"
-    return f"a file {group}/{name}.yaml in a folder given by --config-dir"
+        return "give the path of a recipe of your own, such as recipe=./mine.yaml"
+    return f"add a file {group}/{name}.yaml to a folder and give it with --config-dir"
 
 
 def composing_error(error: Exception) -> RecipeError:
-    """What Hydra found wrong, in our form."""
+    """Convert an error of Hydra's to a RecipeError."""
     if isinstance(error, RecursionError):
-        return recipe_files.circle_error(error)
+        return recipe_files.circular_defaults_error(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         options = sorted(str(option) for option in error.options or [])
-        known = [*options, "shapes as 2x8 or 7x8+1x7@h200"] if group == "cluster" else options
+        known = [*options, "shapes such as 2x8 or 7x8+1x7@h200"] if group == "cluster" else options
         return RecipeError(
             {"": "command line", "gpu": "cluster"}.get(group, group),
             f"no {group.rpartition('/')[2] or 'configuration'} '{name}'",
             known=known,
-            fix=did_you_mean(name, options) or _where_to_put(group, name),
+            fix=did_you_mean(name, options) or _fix_for_unknown(group, name),
         )
     reason = " ".join(str(error).split("\nSee ")[0].split()).rstrip(".")
     return RecipeError("command line", reason)

@@ -1,4 +1,4 @@
-"""The earlier run that a command line continues, and its steps."""
+"""Finds the earlier run that ``resume`` continues, its steps and its cluster."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -11,9 +11,9 @@ from rlflow.resources.cluster import Cluster
 
 
 def find_run(resume: bool | str, recipe: Recipe, root: Path) -> Path | None:
-    """Return the folder that ``resume`` asks for: a path, or the newest run of this recipe below ``root``.
+    """Return the folder of the run to continue: the path ``resume``, or this recipe's newest run below ``root``.
 
-    None where nothing is continued. Raises RecipeError where there is no such run.
+    Return None when no run is continued. Raises RecipeError when no such run exists.
     """
     if not resume:
         return None
@@ -29,7 +29,7 @@ def find_run(resume: bool | str, recipe: Recipe, root: Path) -> Path | None:
     return max(candidates, key=lambda path: path.stat().st_mtime).parent
 
 
-def steps_behind(folder: Path) -> int:
+def num_finished_steps(folder: Path) -> int:
     """Return the steps of the newest checkpoint in ``folder``; 0 without one."""
     from rlflow.runtime.checkpoint import checkpoint_step, checkpoints
 
@@ -37,7 +37,7 @@ def steps_behind(folder: Path) -> int:
 
 
 def cluster_of_run(folder: Path) -> Cluster | None:
-    """Return the cluster that the run in ``folder`` was planned for; None where it has no plan that can be read."""
+    """Return the cluster that the run in ``folder`` was planned for; None if its plan cannot be read."""
     with suppress(UserError):
         return read_plan(folder / "plan.json").cluster
     return None

@@ -2,16 +2,17 @@
 
     Exception
     ├── ValueError
-    │   └── UserError            something a person can mend in the recipe or on the command line; exit code 2
-    │       ├── RecipeError      a value in the recipe, a file or a figure that it names
-    │       │   └── FileError    a configuration file; its path is that of the file
+    │   └── UserError            a mistake in the recipe or on the command line; exit code 2
+    │       ├── RecipeError      a value in the recipe, or a file that it names
+    │       │   └── FileError    a configuration file; the error's path is the file
     │       ├── GraphError       the algorithm's graph: nodes, edges, roles
     │       └── PlacementError   the recipe does not fit the cluster
     └── RuntimeError
         └── EngineError          a model or a worker failed while running; exit code 1
-            └── StorageError     a file of the run cannot be read or written, mostly because the disk is full
+            └── StorageError     a file of the run cannot be read or written, often because the disk is full
 
-Every message has one form: ``<recipe path>: <fact with values>.`` and indented lines *Known*, *Free*, *Fix*.
+Every UserError reads ``<path in the recipe>: <what was expected and found>.``, with indented lines *Known*, *Free* and
+*Fix* after it.
 """
 
 import difflib
@@ -21,9 +22,9 @@ from contextlib import contextmanager
 
 
 class UserError(ValueError):
-    """A mistake that the person who wrote the recipe can mend.
+    """A mistake that the user can fix in the recipe or on the command line.
 
-    ``path`` is the place in the recipe (``roles.rollout.engine``), ``fact`` says what is wrong with the value in it.
+    ``path`` is the path in the recipe (``roles.rollout.engine``), and ``fact`` says what is wrong there.
     """
 
     def __init__(
@@ -53,37 +54,37 @@ class RecipeError(UserError):
 
 
 class FileError(RecipeError):
-    """A configuration file cannot be read, or says what no recipe may. Its ``path`` is ``FILE`` or ``FILE:LINE``."""
+    """A configuration file cannot be read or sets a forbidden key. ``path`` is ``FILE`` or ``FILE:LINE``."""
 
 
 class GraphError(UserError):
-    """The graph of the algorithm does not hold together."""
+    """The graph of the algorithm is invalid."""
 
 
 class PlacementError(UserError):
-    """What the roles ask for cannot be had from the cluster."""
+    """The cluster does not have the resources that the roles need."""
 
 
 class EngineError(RuntimeError):
-    """A model or a worker failed while running. Says the step and the role."""
+    """A model or a worker failed while running. The message names the step and the role."""
 
 
 class StorageError(EngineError):
-    """A file of the run cannot be read or written. Says which one, and what to do about it."""
+    """A file of the run cannot be read or written. The message names the file and a fix."""
 
 
 _FIXES = {
     errno.ENOSPC: "free some space on that disk",
-    errno.EDQUOT: "free some space of your quota on that disk",
+    errno.EDQUOT: "free some of your quota on that disk",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
-    errno.EROFS: "choose a folder that can be written, as hydra.run.dir=FOLDER",
-    errno.EACCES: "choose a folder that you may write, as hydra.run.dir=FOLDER",
-    errno.EPERM: "choose a folder that you may write, as hydra.run.dir=FOLDER",
+    errno.EROFS: "choose a writable folder with hydra.run.dir=FOLDER",
+    errno.EACCES: "choose a folder that you may write to, with hydra.run.dir=FOLDER",
+    errno.EPERM: "choose a folder that you may write to, with hydra.run.dir=FOLDER",
 }
 
 
 def storage_error(error: OSError, path: object) -> StorageError:
-    """Return the error for a file that could not be read or written: its own, or else ``path``."""
+    """Return the error for a file that could not be read or written; ``path`` is used if ``error`` names no file."""
     fact = f"{error.filename or path}: {error.strerror or error}"
     fix = _FIXES.get(error.errno or 0)
     return StorageError(f"{fact}.\n  Fix: {fix}." if fix else f"{fact}.")
@@ -91,7 +92,7 @@ def storage_error(error: OSError, path: object) -> StorageError:
 
 @contextmanager
 def below(path: str) -> Iterator[None]:
-    """Put ``path`` before that of a UserError from inside, which knows its place only from there on."""
+    """Prefix the path of a UserError raised inside with ``path``, because the inner code knows only the rest."""
     try:
         yield
     except FileError:
@@ -102,12 +103,12 @@ def below(path: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Kind and message of someone else's error, for a sentence of ours."""
+    """Return the type and the first line of another library's error, to quote it in a sentence."""
     return f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(". :")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str | None:
-    """Return the *Fix* line for a misspelt or shortened name, or None when nothing known is near it."""
+    """Return the *Fix* line for a misspelt or shortened name, or None when no known name is similar."""
     known = list(known)
     longer = sorted(each for each in known if name and each.startswith(f"{name}_"))
     near = longer or difflib.get_close_matches(name, known, n=1, cutoff=0.6)

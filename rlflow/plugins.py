@@ -1,4 +1,4 @@
-"""``package.module:name``: something of the user's own, named in a recipe."""
+"""Loads a user's own objects, which a recipe names as ``package.module:name``."""
 
 from importlib import import_module
 from typing import Any
@@ -7,11 +7,11 @@ from rlflow.errors import RecipeError, first_line
 
 
 def load_object(name: str, path: str) -> Any:
-    """What ``name`` names; ``path`` is where the recipe does. Raises RecipeError."""
+    """Import the object ``package.module:name``. Raises RecipeError at ``path``, where the recipe names it."""
     module_name, _, attribute = name.partition(":")
     try:
         module = import_module(module_name)
-    except Exception as error:  # whatever the user's own module raises
+    except Exception as error:  # a user's module may raise anything
         raise RecipeError(
             path,
             f"'{name}': the module '{module_name}' cannot be imported ({first_line(error)})",

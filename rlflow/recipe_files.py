@@ -1,7 +1,7 @@
-"""How Hydra reads configuration files: each is vetted before Hydra acts on anything in it.
+"""Checks configuration files before Hydra uses them.
 
 Hydra calls the functions that ``hydra.callbacks`` and ``hydra.launcher`` name by ``_target_``, and writes to the folder
-that ``hydra.run.dir`` names, even for a dry run. A recipe may come from anyone, so only the command line may set these.
+``hydra.run.dir``, even for a dry run. A recipe may come from anyone, so only the command line may set these.
 """
 
 import builtins
@@ -26,20 +26,20 @@ _HEADER = 512  # as many characters as Hydra reads for the header of a file
 _HYDRA, _TARGET = "hydra", "_target_"
 
 
-class RecipeFiles(FileConfigSource):
-    """A folder of configuration files, vetted as they are read."""
+class CheckedFileSource(FileConfigSource):
+    """A folder of configuration files, which are checked when they are read."""
 
-    front_door: ClassVar[Path]
-    """The one file that is not vetted: it chooses Hydra's logging."""
+    trusted_file: ClassVar[Path]
+    """rlflow's own ``config.yaml``, which is not checked because it configures Hydra's logging."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self.path, self._normalize_file_name(config_path)).resolve()
-        is_vetted = path != self.front_door
-        return _load(self, config_path, read_text(path), shown(path), is_vetted=is_vetted)
+        is_checked = path != self.trusted_file
+        return _load(self, config_path, read_text(path), display_path(path), is_checked=is_checked)
 
 
-class PackagedRecipes(ImportlibResourcesConfigSource):
-    """Configuration files inside an installed package (``pkg://``), vetted unless they are Hydra's own."""
+class CheckedPackageSource(ImportlibResourcesConfigSource):
+    """Configuration files in an installed package (``pkg://``), which are checked unless they are Hydra's own."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         if self.path == "hydra.conf":
@@ -50,8 +50,8 @@ class PackagedRecipes(ImportlibResourcesConfigSource):
         return _load(self, config_path, resource.read_text(encoding="utf-8"), str(resource))
 
 
-class GivenRecipes(ConfigSource):
-    """Recipes given by a path: ``recipe/<absolute path>`` is that file, as if it lay among the recipes."""
+class RecipeFileSource(ConfigSource):
+    """Recipes given by a path: ``recipe/<absolute path>`` is an option of the group ``recipe``."""
 
     @staticmethod
     def scheme() -> str:
@@ -59,13 +59,13 @@ class GivenRecipes(ConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         path = self._path(config_path)
-        # Its folders are no groups of Hydra's.
-        result = _load(self, f"recipe/{path.name}", read_text(path), shown(path))
+        # Only the file's name: its folders are not Hydra groups.
+        result = _load(self, f"recipe/{path.name}", read_text(path), display_path(path))
         result.header["package"] = result.header["package"] or "_global_"
         return result
 
     def is_config(self, config_path: str) -> bool:
-        # Hydra puts a slash between the group and the path, which begins with one itself.
+        # Two slashes: one between group and path, and the first one of the absolute path.
         return config_path.startswith("recipe//") and self._path(config_path).is_file()
 
     def is_group(self, config_path: str) -> bool:
@@ -82,66 +82,68 @@ class GivenRecipes(ConfigSource):
         return Path(config_path.removeprefix("recipe/"))
 
 
-def register(front_door: Path) -> None:
-    """Make Hydra read every configuration file through this module. ``front_door`` is rlflow's own ``config.yaml``."""
-    RecipeFiles.front_door = front_door.resolve()
+def register(trusted_file: Path) -> None:
+    """Make Hydra read every configuration file through this module. ``trusted_file`` is rlflow's ``config.yaml``."""
+    CheckedFileSource.trusted_file = trusted_file.resolve()
     Plugins.instance()  # registers Hydra's own sources, which are replaced here
-    SourcesRegistry.instance().types |= {"file": RecipeFiles, "pkg": PackagedRecipes}
+    SourcesRegistry.instance().types |= {"file": CheckedFileSource, "pkg": CheckedPackageSource}
 
 
-def circle_error(error: RecursionError) -> RecipeError:
-    """Return the error for defaults that lead back to themselves, with the files in the order that Hydra took."""
+def circular_defaults_error(error: RecursionError) -> RecipeError:
+    """Return the error for defaults that include each other, with the files in the order that Hydra read them."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     nodes = [frame.f_locals["root"].node for frame in frames if frame.f_code.co_name == "_create_defaults_tree_impl"]
     names = [node.get_config_path() for node in nodes if not node.is_virtual()]
-    again = next((at for at, name in enumerate(names) if name in names[:at]), None)
-    if again is None:
+    repeated = next((index for index, name in enumerate(names) if name in names[:index]), None)
+    if repeated is None:
         return RecipeError("recipe", "is nested too deeply", fix="use fewer levels")
-    circle = names[names.index(names[again]) : again + 1]
-    return RecipeError("recipe", f"defaults go in a circle: {' -> '.join(circle)}", fix="remove one of these entries")
+    circle = names[names.index(names[repeated]) : repeated + 1]
+    return RecipeError(
+        "recipe", f"defaults include each other: {' -> '.join(circle)}", fix="remove one of these entries"
+    )
 
 
-def _load(source: ConfigSource, config_path: str, text: str, file: str, *, is_vetted: bool = True) -> ConfigResult:
+def _load(source: ConfigSource, config_path: str, text: str, file: str, *, is_checked: bool = True) -> ConfigResult:
     try:
         header = ConfigSource._get_header_dict(text[:_HEADER])
     except ValueError as error:
         raise FileError(f"{file}:1", str(error).rstrip("."), fix="write '# @package _global_'") from None
     config = parse_yaml(text, file)
-    if is_vetted:
-        _vet(config, config_path, header["package"] or "", file)
+    if is_checked:
+        _check_content(config, config_path, header["package"] or "", file)
     return ConfigResult(config=config, path=source.full_path(), provider=source.provider, header=header)
 
 
-def _vet(config: DictConfig, config_path: str, package: str, file: str) -> None:
-    """Raise FileError for what would change Hydra's own configuration or have Hydra call a function."""
+def _check_content(config: DictConfig, config_path: str, package: str, file: str) -> None:
+    """Raise FileError for content that would configure Hydra or make Hydra call a function."""
     if _HYDRA in config_path.split("/"):
-        raise _of_hydra(file, f"the file belongs to Hydra's group '{config_path.rpartition('/')[0] or _HYDRA}'")
+        raise _hydra_error(file, f"the file belongs to Hydra's group '{config_path.rpartition('/')[0] or _HYDRA}'")
     if _HYDRA in package.split("."):
-        raise _of_hydra(file, f"its '@package {package}' puts the file into Hydra's own configuration")
+        raise _hydra_error(file, f"its '@package {package}' puts the file into Hydra's own configuration")
     content = OmegaConf.to_container(config, resolve=False)
     assert isinstance(content, dict)
     for key in map(str, content):
         if key.split(".")[0] == _HYDRA:
-            raise _of_hydra(file, f"sets '{key}', which belongs to Hydra")
+            raise _hydra_error(file, f"sets '{key}', which belongs to Hydra")
     defaults = content.get("defaults")
     for entry in defaults if isinstance(defaults, list) else []:
-        if _names_hydra(entry):
-            raise _of_hydra(file, f"its defaults have {entry!r}, which belongs to Hydra")
-    for place in _targets(content, ""):
+        if _refers_to_hydra(entry):
+            raise _hydra_error(file, f"its defaults have {entry!r}, which belongs to Hydra")
+    for path in _targets(content, ""):
         raise FileError(
             file,
-            f"'{place}' would have Hydra call a function",
+            f"'{path}' would make Hydra call a function",
             fix="remove it; name your own code as package.module:name (docs/extending.md)",
         )
 
 
-def _of_hydra(file: str, fact: str) -> FileError:
-    fix = "remove it; Hydra's options are typed on the command line, as hydra.run.dir=FOLDER"
+def _hydra_error(file: str, fact: str) -> FileError:
+    fix = "remove it; set Hydra's options on the command line, such as hydra.run.dir=FOLDER"
     return FileError(file, fact, fix=fix)
 
 
-def _names_hydra(entry: Any) -> bool:
-    """Return True for an entry of a defaults list in, from or for Hydra's own configuration."""
+def _refers_to_hydra(entry: Any) -> bool:
+    """Return whether an entry of a defaults list refers to Hydra's own configuration."""
     if not isinstance(entry, dict):
         return _HYDRA in _segments(str(entry))
     return any(_HYDRA in _segments(str(group)) or _HYDRA in _folders(option) for group, option in entry.items())
@@ -157,19 +159,19 @@ def _folders(option: Any) -> list[str]:
     return [segment for each in options for segment in _segments(str(each).rpartition("/")[0])]
 
 
-def _targets(value: Any, place: str) -> Iterator[str]:
-    """Yield the places of all ``_target_`` keys."""
+def _targets(value: Any, path: str) -> Iterator[str]:
+    """Yield the paths of all ``_target_`` keys."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            where = f"{place}.{key}" if place else str(key)
+            where = f"{path}.{key}" if path else str(key)
             if str(key).rpartition(".")[2] == _TARGET:
                 yield where
             yield from _targets(inner, where)
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            yield from _targets(inner, f"{place}.{index}")
+            yield from _targets(inner, f"{path}.{index}")
 
 
-def shown(path: Path) -> str:
-    """Return the path from the working directory where it is below that, and the whole path elsewhere."""
+def display_path(path: Path) -> str:
+    """Return the path relative to the working directory if it is inside it, and the full path otherwise."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

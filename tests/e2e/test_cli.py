@@ -132,7 +132,7 @@ def test_ctrl_c_and_resume(tmp_path: Path) -> None:
         rest = process.stdout.read()
         assert process.wait(timeout=60) == 130, rest
     assert "stopping after this step" in rest
-    assert "go on with: python -m rlflow plan=" in rest
+    assert "continue with: python -m rlflow plan=" in rest
     (folder,) = run_folders(tmp_path)
     behind = json.loads((folder / "report.json").read_text())["steps"]
     assert behind < 100000
@@ -167,7 +167,7 @@ MISTAKES = [
     (("graph.rewards.function=rewards:raising",), "RecipeError: graph.rewards.function: 'rewards:raising' failed (Key"),
     (("graph.rewards.function=rewards:nan",), "RecipeError: graph.rewards.function: 'rewards:nan' returned nan"),
     (("graph.rewards.function=rewards:few",), "RecipeError: graph.rewards.function: 'rewards:few' returned 0 values"),
-    (("plan=nowhere.json",), "RecipeError: plan: a plan is whole, and 'recipe' would change it"),
+    (("plan=nowhere.json",), "RecipeError: plan: a saved plan cannot be changed, got 'recipe'"),
     (("resume=true",), "RecipeError: resume: no run of this recipe with a checkpoint"),
     (("resume=nowhere",), "RecipeError: resume: 'nowhere' has no checkpoint"),
     (("steps",), "RecipeError: command line: "),

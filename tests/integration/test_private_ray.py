@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.compose import cluster_named
+from rlflow.compose import load_cluster
 from rlflow.runtime.objects.ray_api import import_ray
 from rlflow.runtime.ray.cluster.hosts import connected
 from tests.listening import LOOPBACK, descendants, listening
@@ -28,7 +28,7 @@ def earlier() -> list[tuple[str, str]]:
 def address(earlier: list[tuple[str, str]]) -> Iterator[str]:
     """The head of two simulated hosts, with a worker on each of them."""
     os.environ.pop(TOKEN, None)
-    with connected(cluster_named("2x1@cpu")):
+    with connected(load_cluster("2x1@cpu")):
         ray = import_ray()
         task = ray.remote(num_gpus=1, num_cpus=0, scheduling_strategy="SPREAD")(_Worker)
         workers = [task.remote() for _ in range(2)]

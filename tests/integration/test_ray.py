@@ -17,7 +17,7 @@ import pytest
 import rlflow
 from benchmarks.placement import random_plans, tried
 from rlflow.compiler.plan import Plan
-from rlflow.compose import cluster_named
+from rlflow.compose import load_cluster
 from rlflow.errors import EngineError, PlacementError
 from rlflow.runtime.ray.cluster.binding import match_hosts, wanted_gpus
 from rlflow.runtime.ray.cluster.hosts import holders, live_hosts, simulated
@@ -31,7 +31,7 @@ MARK = "RLFLOW_TEST_MARK"
 
 def using(cluster: str) -> Plan:
     """A plan that uses all GPUs of the cluster."""
-    gpus = sum(host.gpus for host in cluster_named(cluster).hosts)
+    gpus = sum(host.gpus for host in load_cluster(cluster).hosts)
     pins = [f"roles.rollout.gpus={gpus}", "roles.rollout.tensor_parallel_size=1"]
     return rlflow.compile(rlflow.load(["recipe=fake", *pins], CONFIG_DIR), cluster)
 
@@ -74,7 +74,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ],
 )
 def test_random_plans_are_bound_as_planned(shape: str, plans: int, mark: str) -> None:
-    cluster = cluster_named(shape)
+    cluster = load_cluster(shape)
     with simulated(cluster):
         outcome = tried(random_plans(cluster, plans, seed=len(shape)))
     print(f"{shape}: {outcome}")
@@ -113,7 +113,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     tool.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
-        with simulated(cluster_named("3x2@cpu")) as there:
+        with simulated(load_cluster("3x2@cpu")) as there:
             yield there
 
 
@@ -174,7 +174,7 @@ class TestHosts:
     def test_another_process_joins_and_leaves(self) -> None:
         program = """
 import json
-from rlflow.compose import cluster_named
+from rlflow.compose import load_cluster
 from rlflow.runtime.ray.cluster.probes import live_devices
 from rlflow.runtime.ray.cluster.hosts import connected
 from rlflow.runtime.ray.runtime import bound
@@ -302,7 +302,7 @@ def test_the_address_that_others_find_stays_theirs(mark: str, monkeypatch: pytes
         note = Path(folder) / "ray" / "ray_current_cluster"
         note.parent.mkdir()
         note.write_text("10.0.0.1:6379")
-        with simulated(cluster_named("1x1@cpu")):
+        with simulated(load_cluster("1x1@cpu")):
             assert note.read_text() == "10.0.0.1:6379"
             note.write_text("10.0.0.2:6379")
         assert note.read_text() == "10.0.0.2:6379"

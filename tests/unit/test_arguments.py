@@ -116,7 +116,7 @@ def test_more_steps_stay_a_text() -> None:
 
 def test_shell_completion_says_what_it_needs() -> None:
     assert hydra_arguments(["-sc", "install=bash"]) == ["-sc", "install=bash"]
-    with pytest.raises(RecipeError, match="--shell-completion: what to do is missing"):
+    with pytest.raises(RecipeError, match="--shell-completion: is incomplete"):
         hydra_arguments(["--shell-completion"])
 
 

@@ -50,7 +50,7 @@ def test_a_run_says_what_to_install(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr == (
         "RecipeError: run: training needs torch, transformers, datasets, safetensors, tensorboard, and this rlflow is "
-        "installed to plan only.\n  Fix: pip install 'rlflow[train]'.\n"
+        "installed only for planning.\n  Fix: pip install 'rlflow[train]'.\n"
     )
 
 

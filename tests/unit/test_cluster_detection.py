@@ -49,8 +49,8 @@ def test_gpus_without_figures_leave_the_cpu(gpus: Callable[..., None]) -> None:
     gpus("NVIDIA Unheard-of")
     told: list[str] = []
     assert default_cluster(told.append).shape == "1x1@cpu"
-    assert "no figures for the GPU 'NVIDIA Unheard-of'" in told[0]
-    with pytest.raises(RecipeError, match="no figures for the GPU 'NVIDIA Unheard-of'"):
+    assert "the GPU 'NVIDIA Unheard-of' of" in told[0]
+    with pytest.raises(RecipeError, match="the GPU 'NVIDIA Unheard-of' of"):
         detect_cluster()  # as asked for by cluster=auto
 
 

@@ -2,13 +2,13 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.compose import cluster_named, cluster_of_hosts, compose, front_door_of
+from rlflow.compose import cluster_of_hosts, compose, load_cluster, run_options_from_config
 from rlflow.errors import RecipeError
 
 
 @pytest.mark.parametrize(("name", "shape"), [("local", "1x1@cpu"), ("7x8+1x7", "7x8@h100_80gb+1x7@h100_80gb")])
 def test_clusters_by_name_and_by_shape(name: str, shape: str) -> None:
-    assert cluster_named(name).shape == shape
+    assert load_cluster(name).shape == shape
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ def test_clusters_by_name_and_by_shape(name: str, shape: str) -> None:
     [
         (
             "loca",
-            "cluster: no cluster 'loca'.\n  Known: auto, local, shapes as 2x8 or 7x8+1x7@h200.\n  Fix: did you mean",
+            "cluster: no cluster 'loca'.\n  Known: auto, local, shapes such as 2x8 or 7x8+1x7@h200.\n  Fix: did you mean",
         ),
         ("2y8", "cluster: '2y8' is neither a cluster of conf/cluster nor a shape"),
         ("2x8@h300", "cluster: no gpu 'h300'.\n  Known: a100_40gb, a100_80gb, "),
@@ -24,7 +24,7 @@ def test_clusters_by_name_and_by_shape(name: str, shape: str) -> None:
 )
 def test_unknown_clusters(name: str, message: str) -> None:
     with pytest.raises(RecipeError) as raised:
-        cluster_named(name)
+        load_cluster(name)
     assert str(raised.value).startswith(message)
 
 
@@ -34,7 +34,7 @@ def test_this_machine() -> None:
     several = cluster_of_hosts({"a": ["NVIDIA H200"] * 8, "b": ["NVIDIA A100-SXM4-80GB"] * 7, "c": []})
     assert several.shape == "1x8@h200+1x7@a100_80gb"
     assert [host.name for host in several.hosts] == ["a", "b"]
-    with pytest.raises(RecipeError, match="no figures for the GPU 'NVIDIA X' of 'host-0'"):
+    with pytest.raises(RecipeError, match="the GPU 'NVIDIA X' of 'host-0' is unknown"):
         cluster_of_hosts({"host-0": ["NVIDIA X"]})
     with pytest.raises(RecipeError, match="'a' has GPUs of several kinds"):
         cluster_of_hosts({"a": ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"]})
@@ -44,10 +44,10 @@ def test_kinds_of_gpu_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "gpu").mkdir()
     (tmp_path / "gpu" / "x1.yaml").write_text("memory_gib: 10.0\ndevice_name: NVIDIA X\nsource: test\n")
     assert cluster_of_hosts({"host-0": ["NVIDIA X"]}, tmp_path).shape == "1x1@x1"
-    assert cluster_named("2x4@x1", tmp_path).gpus["x1"].memory_gib == 10.0
+    assert load_cluster("2x4@x1", tmp_path).gpus["x1"].memory_gib == 10.0
 
 
 @pytest.mark.parametrize("override", ["dry_run=maybe", "resume=3", "plan=[1]", "tune=sometimes"])
 def test_a_wrong_word_at_the_front_door(override: str) -> None:
     with pytest.raises(RecipeError, match=f"^{override.split('=')[0]}: .* is not valid"):
-        front_door_of(compose([override]))
+        run_options_from_config(compose([override]))

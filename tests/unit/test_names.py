@@ -33,7 +33,7 @@ def test_a_name_that_is_a_path_is_refused(section: str, name: str) -> None:
         mapping[section][name] = next(iter(mapping[section].values()))
     with pytest.raises(RecipeError) as raised:
         recipe_from(mapping)
-    assert str(raised.value).startswith(f"{section}: {name!r} is not a name")
+    assert str(raised.value).startswith(f"{section}: {name!r} is not a valid name")
 
 
 def test_ordinary_names_are_allowed() -> None:

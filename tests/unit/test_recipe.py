@@ -17,9 +17,9 @@ from tests.conftest import CONFIG_DIR
         (["seed=no"], "seed: 'no' is not valid"),
         (["roles.actor.engin=x"], "roles.actor.engin: unknown key"),
         (["roles.actor.optimizer={learning_rate: nan}"], "roles.actor.optimizer.learning_rate: nan is not valid"),
-        (["models.policy.path=x"], "models.policy: needs exactly one source of weights, has path and random_weights"),
-        (["models.policy.random_weights=false"], "models.policy: needs exactly one source of weights, has none"),
-        (["models.policy.characters=null"], "models.policy.random_weights: needs 'architecture' and 'characters'"),
+        (["models.policy.path=x"], "models.policy: expected exactly one source of weights, got path and random_weights"),
+        (["models.policy.random_weights=false"], "models.policy: expected exactly one source of weights, got none"),
+        (["models.policy.characters=null"], "models.policy.random_weights: also needs 'architecture' and 'characters'"),
         (["data.source='${nope}'"], "data.source: Interpolation key 'nope' not found"),
         (["data.source=???"], "data.source: is missing"),
         (["models.policy={recipe: nope}"], "models.policy.recipe: no recipe 'nope'"),
@@ -65,5 +65,5 @@ def test_a_recipe_that_starts_from_itself(tmp_path: Path) -> None:
     (tmp_path / "recipe" / "ring.yaml").write_text(
         "# @package _global_\ndefaults: [/algorithm: sft]\nname: ring\nmodels: {policy: {recipe: ring}}\n"
     )
-    with pytest.raises(RecipeError, match="goes in a circle: ring -> ring"):
+    with pytest.raises(RecipeError, match="refers to itself: ring -> ring"):
         rlflow.load(["recipe=ring"], tmp_path)

@@ -168,7 +168,7 @@ def test_no_file_names_a_function_for_hydra(target: str, tmp_path: Path) -> None
     with pytest.raises(FileError) as raised:
         compose(["recipe=a"], parts)
     assert str(raised.value) == (
-        "parts/recipe/a.yaml: 'graph.rewards._target_' would have Hydra call a function.\n"
+        "parts/recipe/a.yaml: 'graph.rewards._target_' would make Hydra call a function.\n"
         "  Fix: remove it; name your own code as package.module:name (docs/extending.md)."
     )
 
@@ -198,4 +198,4 @@ def test_defaults_in_a_circle_are_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as raised:
         compose(["recipe=grpo_tiny", "algorithm=x"], parts)
     circle = "algorithm/x -> algorithm/y -> algorithm/x"
-    assert str(raised.value).startswith(f"recipe: defaults go in a circle: {circle}.\n  Fix: ")
+    assert str(raised.value).startswith(f"recipe: defaults include each other: {circle}.\n  Fix: ")

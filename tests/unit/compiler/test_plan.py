@@ -11,7 +11,7 @@ import pytest
 import rlflow
 from rlflow.compiler import compile_recipe
 from rlflow.compiler.plan import plan_from, read_plan
-from rlflow.compose import cluster_named
+from rlflow.compose import load_cluster
 from rlflow.errors import PlacementError, RecipeError
 from rlflow.recipe import recipe_from
 from rlflow.resources.time.speed import Efficiency
@@ -84,7 +84,7 @@ def test_7b_fits_at_the_lengths_that_people_reach_by_hand(cluster: str, tokens: 
 
 
 def test_measured_efficiencies_change_the_times() -> None:
-    recipe, cluster = rlflow.load(["recipe=grpo_32b"]), cluster_named("2x8")
+    recipe, cluster = rlflow.load(["recipe=grpo_32b"]), load_cluster("2x8")
     slow = compile_recipe(recipe, cluster, {"h100_80gb": Efficiency(matmul=0.4)})
     assert slow.prediction.step_seconds > 1.2 * compile_recipe(recipe, cluster).prediction.step_seconds
 

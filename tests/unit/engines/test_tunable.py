@@ -26,8 +26,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     free = host_memory.free_bytes
     monkeypatch.setattr(host_memory, "total_bytes", lambda: 64 * GIB)
     own = "/proc/self/status"
-    figures = host_memory.figures
-    monkeypatch.setattr(host_memory, "free_bytes", lambda: 64 * GIB - used["by others"] - figures(own)["VmRSS"])
+    read_amounts = host_memory.read_amounts
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 64 * GIB - used["by others"] - read_amounts(own)["VmRSS"])
     assert free() > 0
     return used
 
@@ -74,7 +74,7 @@ def test_where_memory_runs_out_it_is_said_what_asks_for_less() -> None:
 
 
 def test_a_container_has_what_it_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_GROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
     of_the_machine = host_memory.total_bytes()
     (tmp_path / "memory.max").write_text("max\n")
     assert host_memory.total_bytes() == of_the_machine

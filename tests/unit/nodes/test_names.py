@@ -21,8 +21,8 @@ PAGE = (ROOT / "docs" / "algorithms.md").read_text()
 @pytest.mark.parametrize("kind", UPDATES, ids=lambda kind: kind.kind)
 def test_hints_name_options_that_exist(kind: type[PolicyGradient]) -> None:
     options = {field.name for field in fields(kind)}
-    assert kind.called_elsewhere
-    for other, hint in kind.called_elsewhere.items():
+    assert kind.hints_for_other_names
+    for other, hint in kind.hints_for_other_names.items():
         assert other not in options
         assert options & set(re.findall(r"\w+", hint)), hint
 

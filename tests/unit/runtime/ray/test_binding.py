@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 import rlflow
-from rlflow.compose import cluster_named
+from rlflow.compose import load_cluster
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Host
 from rlflow.resources.layout import Bundle
@@ -179,7 +179,7 @@ class TestCheckKinds:
     def check(self, *names: str | None, cluster: str = "2x8@h200", simulated: bool = False) -> None:
         there = {"host-0": live("a", simulated=simulated), "host-1": live("b", simulated=simulated)}
         told = {bundle: Bound("", "3", name) for bundle, name in zip(self.bundles, names, strict=True)}
-        check_kinds(cluster_named(cluster), there, told)
+        check_kinds(load_cluster(cluster), there, told)
 
     def test_another_kind(self) -> None:
         with pytest.raises(PlacementError) as raised:

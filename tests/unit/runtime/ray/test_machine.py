@@ -85,8 +85,8 @@ class TestSlices:
     def test_a_slice_is_never_planned_as_the_whole_gpu(self) -> None:
         with pytest.raises(RecipeError) as error:
             cluster_of_hosts({"host-0": machine.gpus_from(LISTING, "0")})
-        assert f"no figures for the GPU '{WHOLE} MIG 3g.20gb' of 'host-0'" in str(error.value)
-        assert "Fix: a file gpu/NAME.yaml with its memory_gib and device_name" in str(error.value)
+        assert f"the GPU '{WHOLE} MIG 3g.20gb' of 'host-0' is unknown" in str(error.value)
+        assert "Fix: add gpu/NAME.yaml with memory_gib and device_name" in str(error.value)
 
     def test_figures_of_ones_own_make_it_a_kind_of_gpu(self, tmp_path: Path) -> None:
         file = tmp_path / "gpu" / "a100_slice.yaml"
