@@ -41,7 +41,10 @@ def test_version_and_help(typed: Typed) -> None:
         ("recipe=1.5", "RecipeError: recipe: no recipe '1.5'"),
         ("--shell-completion", "RecipeError: --shell-completion: is incomplete"),
         ("cluster.shape=1x1", "RecipeError: cluster.gpus: is missing"),
-        ("cluster.hosts=[]", "RecipeError: cluster.hosts: cluster=auto cannot be combined with other keys of the cluster"),
+        (
+            "cluster.hosts=[]",
+            "RecipeError: cluster.hosts: cluster=auto cannot be combined with other keys of the cluster",
+        ),
     ],
 )
 def test_no_traceback_for_a_slip(argument: str, message: str, typed: Typed) -> None:
@@ -62,7 +65,9 @@ def test_a_recipe_for_gpus_is_not_started_on_a_cpu(typed: Typed) -> None:
     code, out, errors = typed("recipe=grpo_7b")
     assert code == 2
     assert re.search(r"warning   a step takes \d\.\d days on CPUs: this recipe is for GPUs", out)
-    assert errors.startswith("PlacementError: cluster: grpo_7b needs GPUs, and this machine has none; a step on its CPU")
+    assert errors.startswith(
+        "PlacementError: cluster: grpo_7b needs GPUs, and this machine has none; a step on its CPU"
+    )
     assert errors.endswith(
         "  Fix: cluster=2x8 dry_run=true plans two hosts of eight GPUs, cluster=local runs it here nevertheless.\n"
     )

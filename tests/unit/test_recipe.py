@@ -17,7 +17,10 @@ from tests.conftest import CONFIG_DIR
         (["seed=no"], "seed: 'no' is not valid"),
         (["roles.actor.engin=x"], "roles.actor.engin: unknown key"),
         (["roles.actor.optimizer={learning_rate: nan}"], "roles.actor.optimizer.learning_rate: nan is not valid"),
-        (["models.policy.path=x"], "models.policy: expected exactly one source of weights, got path and random_weights"),
+        (
+            ["models.policy.path=x"],
+            "models.policy: expected exactly one source of weights, got path and random_weights",
+        ),
         (["models.policy.random_weights=false"], "models.policy: expected exactly one source of weights, got none"),
         (["models.policy.characters=null"], "models.policy.random_weights: also needs 'architecture' and 'characters'"),
         (["data.source='${nope}'"], "data.source: Interpolation key 'nope' not found"),
