@@ -1,8 +1,10 @@
-"""Whether every algorithm learns: ``python -m benchmarks.algorithms [--seeds N] [--only NAME,...] [--json FILE]``.
+"""Train every tiny recipe and report what it learns.
 
-Each tiny recipe in this process, those of a task from the same model, and ``sft`` from random weights.
-The gain in held-out reward, or in accuracy on held-out pairs, smallest over the seeds; the time of the longest run, and
-the longest until an evaluation first told of a gain that is enough.
+``python -m benchmarks.algorithms [--seeds N] [--only NAME,...] [--json FILE]``
+
+The recipes run in this process. Recipes of one task start from the same model, and ``sft`` starts from random weights.
+The table shows the held-out reward, or the accuracy on held-out pairs, before and after training for each seed; the
+smallest gain; the time of the longest run; and the longest time until an evaluation reached the required gain.
 """
 
 import argparse
@@ -39,7 +41,7 @@ class Learned:
     after: float
     seconds: float
     enough_s: float
-    """Until the gain was enough."""
+    """Seconds until an evaluation reached the required gain."""
 
     @property
     def gain(self) -> float:
@@ -47,7 +49,7 @@ class Learned:
 
 
 class Watch(Observer):
-    """The evaluations of a run, each with the seconds since it began."""
+    """An observer that records the evaluations of a run, each with the seconds since its start."""
 
     def __init__(self) -> None:
         self.evaluations: list[tuple[float, float]] = []
@@ -72,7 +74,7 @@ def learned(algorithm: str, seed: int) -> Learned:
 
 
 def from_examples(recipe: Recipe, folder: Path) -> Learned:
-    """A graph that only imitates evaluates nothing."""
+    """Run a recipe without evaluation, and evaluate its model before and after."""
     report = run(rlflow.compile(recipe, "local"), folder / "run", LocalRuntime())
     made = Model(path=report.models["actor"], dtype="float32")
     before, after = (
@@ -82,7 +84,7 @@ def from_examples(recipe: Recipe, folder: Path) -> Learned:
 
 
 def exact_match(model: Model, folder: Path) -> float:
-    """Of a model, on what grpo_tiny holds out: it is stopped before its first step."""
+    """Return a model's exact match on the held-out prompts of grpo_tiny, in a run that stops before its first step."""
     recipe, watch = rlflow.load(["recipe=grpo_tiny"]), Watch()
     plan = rlflow.compile(replace(recipe, models={"policy": model}), "local")
     run(plan, folder, LocalRuntime(), [watch], stop=lambda: True)

@@ -1,7 +1,9 @@
-"""Whether hosts learn as one process does: ``python -m benchmarks.cluster_learning [--seeds N] [--json FILE]``.
+"""Compare what a recipe learns in one process and on simulated hosts.
 
-The tiny recipe, once in this process, and once on two simulated hosts with vLLM and two ranks of DeepSpeed. Both start
-from the same model. The held-out reward before and after, for each seed.
+``python -m benchmarks.cluster_learning [--seeds N] [--json FILE]``
+
+The tiny recipe runs once in this process, and once on two simulated hosts with vLLM and two ranks of DeepSpeed. Both
+start from the same model. The table shows the held-out reward before and after, for each seed.
 """
 
 import argparse
@@ -16,13 +18,13 @@ from benchmarks.reporting import Goal, finish
 
 _HOSTS = "2x1@cpu"
 _STEPS = 100
-# What the run in a process reaches, less what seeds differ by.
+# The gain of the run in one process, minus the spread of its seeds.
 _GAIN = 0.4
 _SPREAD = tuple(f"roles.{role}.gpus=2" for role in ("actor", "reference", "rollout"))
 
 
 def gains(recipe: str, cluster: str, seed: int, *pins: str) -> tuple[float, float]:
-    """The held-out reward before and after."""
+    """Return the held-out reward before and after training."""
     overrides = (f"recipe={recipe}", f"seed={seed}", f"steps={_STEPS}", f"evaluation.every={_STEPS}", *pins)
     plan = rlflow.compile(rlflow.load(overrides), cluster)
     with tempfile.TemporaryDirectory() as folder:
@@ -37,7 +39,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    table = Table("seed", "before", "in a process", "on two hosts")
+    table = Table("seed", "before", "one process", "two hosts")
     local, hosts = [], []
     for seed in range(options.seeds):
         before, after = gains("grpo_tiny", "local", seed)

@@ -1,23 +1,22 @@
-"""What moving a batch between processes takes: ``python -m benchmarks.data_plane [--json FILE]``.
+"""Measure what it costs to move a batch between processes: ``python -m benchmarks.data_plane [--json FILE]``.
 
-4096 samples of up to 8192 tokens (a long tail, 1800 in the mean), six fields of a value a token, four workers on one
-Ray. Each has written a quarter of the batch, row by row: it makes arrays of it, all of it is handed out anew by ranks,
-and every value is read. This is done in turns in these ways:
+The batch has 4096 samples of up to 8192 tokens (long-tailed, 1800 on average) and six fields with a value per token.
+Each of four workers on one Ray has generated a quarter of the batch, row by row. It makes arrays of its part, the whole
+batch is redistributed over the ranks, and every value is read. These methods are measured in turn:
 
-- ``packed``: as rlflow does it.
+- ``packed``: rlflow's method.
 - ``padded torch``, ``padded numpy``: through one controller, as many systems do. Each worker returns its quarter,
-  padded to the longest of the batch, with whole numbers of 64 bits and an attention mask; this process joins the
-  quarters to one batch and sends each rank its chunk of it. Ray maps arrays of numpy in whoever gets them, and copies
-  tensors of torch.
+  padded to the longest of the batch, with 64-bit integers and an attention mask; this process concatenates the quarters
+  and sends each rank its chunk. Ray maps numpy arrays into the receiver's memory, and copies torch tensors.
 - ``padded torch, by reference``, ``padded numpy, by reference``: the same bytes in micro-batches of 32 rows, which go
-  straight from worker to worker; this process has references only.
+  directly from worker to worker; this process holds only references.
 
-Each way is gone twice in a row in memory that is free, and the second time counts. The limit is one copy of the packed
-bytes within one process, to new memory as any second copy needs it.
+Each method runs twice in a row with free memory, and the second time counts. The lower bound is one copy of the packed
+bytes within a process, to new memory as any second copy needs it.
 
-Then whole steps of GRPO by rlflow's own loop, with engines that write without a model: 256 x 16 and 512 x 32 samples of
-such lengths. Counted are the bytes in the store against those of the plan, those that were spilled, and those of all
-messages that the controller sends and gets.
+Then whole steps of GRPO run in rlflow's own loop, with engines that generate without a model: 256 x 16 and 512 x 32
+samples with such lengths. The benchmark compares the bytes in the object store with the plan's, and counts the bytes
+that were spilled and the bytes of all messages of the controller.
 """
 
 import argparse
@@ -62,13 +61,13 @@ WORKERS, SAMPLES = 4, 4096
 MICRO_BATCH_TOKENS = 32768
 REPEATS = 5
 STORE = 3_000_000_000
-# The padded batch is there twice while it passes through the controller.
+# The padded batch exists twice while it passes through the controller.
 STORE_OF_WAYS = 6_000_000_000
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Six(Batch):
-    """Two fields of whole numbers and four of others."""
+    """A batch with two integer fields and four float fields."""
 
     keys: NDArray[np.int64]
     ids: Packed
@@ -83,7 +82,7 @@ WHOLE, REAL = ("ids", "versions"), ("logprobs", "reference", "values", "returns"
 
 
 class Holder(Padding):
-    """In a worker: its part of the batch, row by row, as an engine has written it."""
+    """A worker's part of the batch, row by row, as an engine has generated it."""
 
     def __init__(self, rank: int, lengths: NDArray[np.int64]) -> None:
         rows = np.array_split(np.arange(len(lengths)), WORKERS)[rank]
@@ -100,7 +99,7 @@ class Holder(Padding):
         return Six(keys=self.keys, **columns)
 
     def read_packed(self, given: Six) -> int:
-        """A checksum over every value, micro-batch by micro-batch, as engines read."""
+        """Return a checksum over every value, read in micro-batches as engines read."""
         total = 0
         cuts = np.flatnonzero(np.diff(np.cumsum(given.ids.lengths) // MICRO_BATCH_TOKENS)) + 1
         for rows in np.split(np.arange(len(given)), cuts):
@@ -111,7 +110,7 @@ class Holder(Padding):
 
 
 class Workers:
-    """Four processes: as rlflow starts them, or as Ray does."""
+    """Four worker processes, started as rlflow starts them or with Ray's defaults."""
 
     def __init__(self, lengths: NDArray[np.int64], variables: Mapping[str, str]) -> None:
         remote = import_ray().remote(ObjectProcess).options(num_cpus=0, runtime_env={"env_vars": dict(variables)})
@@ -130,7 +129,7 @@ class Workers:
         return Six.concatenate(wait_all([self.store_calls.call(remote, "make") for remote in self.remotes()]))
 
     def padding(self) -> int:
-        """Values in the store that belong to no row."""
+        """Return the number of values in the store that belong to no row."""
         batch = self.made()
         rows = sum(int(getattr(batch, name).lengths.sum()) for name in (*WHOLE, *REAL))
         return sum(block.count for block in blocks_of(batch)) - rows
@@ -148,15 +147,15 @@ class Workers:
 
 
 def settled() -> None:
-    """Until nothing is left in the store: Ray frees once a second."""
+    """Wait until the object store is empty; Ray frees objects once a second."""
     deadline = time.monotonic() + 20
     while store_stats().object_store_bytes_used > 1 << 20:
-        assert time.monotonic() < deadline, "something is left in the store"
+        assert time.monotonic() < deadline, "the object store is not empty after 20 s"
         time.sleep(0.05)
 
 
 def store_stats() -> Any:
-    """Ray's, of the first host."""
+    """Return Ray's statistics of the first host's object store."""
     from ray._private.internal_api import node_stats
 
     node = import_ray().nodes()[0]
@@ -165,7 +164,7 @@ def store_stats() -> Any:
 
 
 def seconds(way: Callable[[], int]) -> tuple[float, int]:
-    """Of the second time, and the checksum."""
+    """Run a method twice; return the seconds of the second time, and the checksum."""
     for _ in range(2):
         settled()
         began = time.perf_counter()
@@ -175,7 +174,7 @@ def seconds(way: Callable[[], int]) -> tuple[float, int]:
 
 
 def copied(source: list[NDArray[Any]], to_new: bool) -> float:
-    """Seconds of one copy."""
+    """Return the seconds of one copy, to new or to used memory."""
     targets = source
     if not to_new:
         targets = [array.copy() for array in source]
@@ -187,7 +186,7 @@ def copied(source: list[NDArray[Any]], to_new: bool) -> float:
 
 
 def moved() -> tuple[Mapping[str, float], int]:
-    """Seconds of every way, as medians, and the padding in what is stored of ours."""
+    """Return the median seconds of every method, and the padding in rlflow's stored batch."""
     lengths = lengths_of(SAMPLES)
     taken: dict[str, list[float]] = {}
     sums = set()
@@ -207,25 +206,25 @@ def moved() -> tuple[Mapping[str, float], int]:
             sums.add(result)
         taken.setdefault("memcpy", []).append(copied(source, to_new=True))
         taken.setdefault("memcpy to memory in use", []).append(copied(source, to_new=False))
-    assert len(sums) == 1, "all have read the same"
+    assert len(sums) == 1, "all methods must read the same values"
     return {name: median(values) for name, values in taken.items()}, workers.padding()
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Of one size of a step."""
+    """The measurements for one size of a step."""
 
     samples: int
     seconds: float
     stored: int
-    """Bytes, of all edges."""
+    """Bytes of all edges in the store."""
     peak_over_predicted: float
     controller_bytes: int
-    """Of a step."""
+    """Bytes of the controller's messages in a step."""
 
 
 def steps_of(prompts: int, group_size: int, steps: int = 5) -> Steps:
-    """On a host of two processors, where every role is on both."""
+    """Measure steps on a host with two CPUs, where every role uses both."""
 
     pins = [f"roles.{role}.{pin}" for role in ("actor", "rollout", "reference") for pin in ("engine=fake", "gpus=2")]
     quantiles = np.quantile(lengths_of(20000), (np.arange(200) + 0.5) / 200)
@@ -280,11 +279,11 @@ def main() -> int:
     with simulated(cluster, STORE):
         small, large = steps_of(256, 16), steps_of(512, 32)
         spilled = spilled_by_ways + store_stats().spilled_bytes_total
-    table = Table("way", "seconds", "over packed")
+    table = Table("method", "seconds", "relative to packed")
     for name, took in ways.items():
         table.add_row(name, f"{took:.3f}", f"{took / ways['packed']:.2f}")
     Console().print(table)
-    table = Table("samples", "seconds", "stored", "peak over predicted", "controller's messages", "a sample")
+    table = Table("samples", "seconds", "stored", "peak / predicted", "controller messages", "bytes per sample")
     for each in (small, large):
         peak, messages = f"{each.peak_over_predicted:.3f}", f"{each.controller_bytes / 1024:.0f} KiB"
         row = (f"{each.seconds:.2f}", f"{each.stored / 1e6:.0f} MB", peak, messages)

@@ -1,8 +1,8 @@
-"""Engines that write, as events: a step writes a token of every running sequence, in the planner's seconds.
+"""A discrete-event simulation of engines that generate, with decoding times from the planner.
 
-Between two changes of what runs, the time of all steps follows from one formula. An engine admits what waits as vLLM
-does, while it has a place and its cache has room for the prompt, and puts the youngest off when the cache is full, to
-read it again later.
+A step generates one token of every running sequence. Between two changes of the running set, one formula gives the time
+of all steps. An engine admits queued samples as vLLM does: while it has a free slot and its KV cache has room for the
+prompt. When the cache is full, it preempts the youngest sequence and prefills it again later.
 """
 
 import heapq
@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from rlflow.resources.time.decoding import Decoder
 from rlflow.runtime.generation.scheduler import Room
 
-# Of a message to an engine and back.
+# The time of a message to an engine and back.
 _MESSAGE_S = 0.005
-# As in the real loop: an engine tells of what it has finished when that is a share of its places, or after a second.
+# As in the real loop: an engine reports finished samples when they fill a share of its slots, or after a second.
 _SHARE, _LATEST_S = 32, 1.0
 
 
 class Source(Protocol):
-    """Who gives the samples out. ``rlflow.runtime.generation.scheduler.Scheduler`` is one."""
+    """The protocol of a scheduler, such as ``rlflow.runtime.generation.scheduler.Scheduler``."""
 
     def begin(self) -> Mapping[int, list[int]]: ...
 
@@ -39,38 +39,38 @@ class Source(Protocol):
 @dataclass(frozen=True)
 class Samples:
     prompts: NDArray[np.int64]
-    """[R] tokens."""
+    """[R] tokens of the prompts."""
     lengths: NDArray[np.int64]
     """[R] tokens of the responses."""
     groups: NDArray[np.int64]
-    """[R]"""
+    """[R] number of each sample's group."""
 
 
 @dataclass(frozen=True)
 class Speed:
     decoder: Decoder
     prefill: Callable[[float], float]
-    """Seconds of reading so many tokens."""
+    """Returns the seconds of a prefill of that many tokens."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     seconds: float
-    """Until the last sample is done."""
+    """Seconds until the last sample is complete."""
     preemptions: int
-    """Samples that engines have put off of their own accord."""
+    """Samples that engines preempted on their own."""
     put_off: int
-    """And that they have been told to."""
+    """Samples that the scheduler preempted or migrated."""
     kept: list[int]
-    """The rows in the order in which they were done."""
+    """The rows in the order of their completion."""
     idle: float
-    """Of all engines' time, the share in which they had nothing to write."""
+    """The share of all engines' time in which they had nothing to generate."""
     cache: float
-    """Of the cache, the share that is held, on average over the engines' time of writing."""
+    """The share of the KV cache in use, averaged over the time in which engines generate."""
 
 
 class Engine:
-    """Its clock stands at the end of the last step."""
+    """A simulated engine, whose clock is at the end of its last step."""
 
     def __init__(self, samples: Samples, speed: Speed, room: Room) -> None:
         self._samples, self._speed, self._room = samples, speed, room
@@ -89,7 +89,7 @@ class Engine:
         return len(self._running) + len(self._waiting)
 
     def give(self, rows: Sequence[int], written: Sequence[int], at: float) -> None:
-        """They come while a step runs: it is ended first. ``written``: tokens of each so far."""
+        """Add samples, with the tokens that each has so far, after the step that is running at time ``at``."""
         self.run_to(at)
         if not self._running:
             self.time = max(self.time, at)
@@ -97,7 +97,7 @@ class Engine:
         self._admit()
 
     def put_off(self, rows: Sequence[int], at: float) -> dict[int, int]:
-        """Those of the rows that are not done by then are written no further: their tokens so far."""
+        """Stop the rows that are unfinished at time ``at``, and return the tokens that each has so far."""
         self.run_to(at)
         written = {row: tokens for row, tokens in self._waiting if row in rows}
         for row in self._running.keys() & set(rows):
@@ -107,11 +107,11 @@ class Engine:
         return written
 
     def next_end(self) -> float | None:
-        """When the next sample is done, if nothing changes before."""
+        """Return when the next sample will be complete if nothing else changes."""
         return self.time + self._seconds(self._steps_to_change()) if self._running else None
 
     def run_to(self, at: float) -> None:
-        """All steps that begin before ``at``."""
+        """Run all steps that start before ``at``."""
         while self._running and self.time < at:
             most = self._steps_to_change()
             count = min(most, self._steps_in(at - self.time))
@@ -120,7 +120,7 @@ class Engine:
                 self._change()
 
     def run_on(self) -> None:
-        """Until the next change."""
+        """Run until the set of running sequences changes."""
         self._step(self._steps_to_change())
         self._change()
 
@@ -161,7 +161,7 @@ class Engine:
         self._admit()
 
     def _stop(self, row: int) -> int:
-        """Its tokens so far."""
+        """Stop a row and return the tokens that it has so far."""
         begun = self._running.pop(row)
         self._base -= int(self._samples.prompts[row]) - begun
         self._ends.remove((begun + int(self._samples.lengths[row]), row))
@@ -188,7 +188,7 @@ class Engine:
 
 
 def simulate(samples: Samples, speed: Speed, room: Room, num_engines: int, source: Source) -> Outcome:
-    """An engine tells of itself when it has news, and each second."""
+    """Simulate a step; engines report to the source when they finish samples, and every second."""
     engines = [Engine(samples, speed, room) for _ in range(num_engines)]
     written, told, last = [0] * len(samples.lengths), [0] * num_engines, [0.0] * num_engines
     enough = max(1, room.sequences // _SHARE)
@@ -213,10 +213,10 @@ def simulate(samples: Samples, speed: Speed, room: Room, num_engines: int, sourc
         engine = engines[rank]
         if is_timer:
             if time < last[rank] + _LATEST_S or not engine.load:
-                continue  # it has told of itself since
+                continue  # it has reported since
             engine.run_to(time)
         elif (end := engine.next_end()) is None or abs(end - time) > 1e-9:
-            continue  # what ran has changed since
+            continue  # the running set has changed since
         else:
             engine.run_on()
         news = len(engine.done) - told[rank]

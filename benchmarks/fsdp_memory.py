@@ -1,7 +1,7 @@
-"""Peak memory of a training step under FSDP2, measured without a GPU: the referee of the memory model.
+"""Compare the memory model with the peak memory of FSDP2 training steps, measured without a GPU.
 
-Torch's own tracker counts every tensor of rank 0 on fake tensors. Measured is the second of two iterations, when the
-optimizer has its state: forward, backward, step, gradients set to none.
+Torch's own tracker counts every tensor of rank 0 on fake tensors. The second of two iterations is measured, when the
+optimizer has its state: forward, backward, step, gradients set to None.
 
 Sharding: ``fully_shard`` of each decoder layer and of the root, which holds embedding, last norm and head; a layer is
 resharded after its forward, the root is not; in backward the next layer is gathered ahead.
@@ -13,8 +13,8 @@ Attention: flash, one causal sequence, keys and values not repeated. The mask th
 tensors (2 bytes a layer for every pair of tokens) does not exist on a GPU and is kept out.
 Checkpointing: non-reentrant, of each decoder layer.
 
-Not counted: what the allocator rounds and fragments, NCCL's buffers, the CUDA context, workspaces of kernels. The terms
-of those names are left out of the prediction that stands beside.
+The tracker does not see the allocator's rounding and fragmentation, NCCL's buffers, the CUDA context and workspaces of
+kernels. The prediction beside it leaves the terms of these names out.
 
 ``python -m benchmarks.fsdp_memory [--json FILE] [--table FILE]``; ``fsdp_memory.json`` is the committed table.
 """
@@ -59,21 +59,21 @@ what is left of it."""
 @dataclass(frozen=True)
 class Config:
     model: str
-    """Of the architecture qwen2, in conf/model."""
+    """A model card of the architecture qwen2 in conf/model."""
     ranks: int
     tokens: int
-    """Of the micro-batch, in one sequence."""
+    """Tokens of the micro-batch, in one sequence."""
     checkpointing: bool
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What lives when the most lives."""
+    """The live memory at the moment of a peak."""
 
     kinds: Mapping[str, int]
-    """Bytes by the tracker's kinds, those of none left out."""
+    """Bytes by the tracker's kinds, without kinds of size zero."""
     operator: str
-    """After which it was measured."""
+    """The operator after which it was measured."""
 
     @property
     def bytes(self) -> int:
@@ -83,7 +83,7 @@ class Moment:
 @dataclass(frozen=True)
 class Measured:
     phases: Mapping[str, Moment]
-    """The peak of each."""
+    """The peak of each phase."""
 
     @property
     def peak_phase(self) -> str:
@@ -118,7 +118,7 @@ CONFIGS = [
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """Keeps query, key, value, output and a float32 number for each head and token."""
+    """Run causal attention, which keeps query, key, value, output and one float32 number per head and token."""
     assert mask is None
     out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=True
@@ -126,13 +126,13 @@ def attention(
     return out.transpose(1, 2), None
 
 
-# Transformers makes a mask for the names that it knows only.
+# Transformers builds a mask only for names that it knows.
 ATTENTION = "without_mask"
 AttentionInterface.register(ATTENTION, attention)
 
 
 class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
-    """Torch's tracker, which also keeps the peak of each phase."""
+    """Torch's tracker, extended to record the peak of each phase."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(model, optimizer)
@@ -163,7 +163,7 @@ class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def fake_ranks(count: int) -> Iterator[DeviceMesh]:
-    """Of which this process is the first."""
+    """Open a process group of fake ranks in which this process is rank 0."""
     dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
     try:
         yield init_device_mesh("cpu", (count,))
@@ -172,13 +172,13 @@ def fake_ranks(count: int) -> Iterator[DeviceMesh]:
 
 
 def written(model: str) -> dict[str, Any]:
-    """A card's figures."""
+    """Return the figures of a model card."""
     figures: Any = OmegaConf.to_container(OmegaConf.load(CONF / "model" / f"{model}.yaml").architecture)
     return dict(figures)
 
 
 def build(config: Config) -> Any:
-    """Before sharding, in float32."""
+    """Build the model in float32, before sharding."""
     figures = written(config.model)
     rope = {"rope_type": "default", "rope_theta": figures.pop("rope_theta")}
     given = Qwen2Config(**figures, rope_parameters=rope, use_cache=False)
@@ -194,7 +194,7 @@ def measure(config: Config) -> Measured:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for module in [*model.model.layers, model]:
             fully_shard(module, mesh=mesh, mp_policy=policy)
-        # The other implementations are counted many times over.
+        # The tracker counts the other implementations several times.
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False, fused=False)
         ids = torch.zeros(1, config.tokens, dtype=torch.int64)
         tracker = Tracker(model, optimizer)
@@ -212,7 +212,7 @@ def measure(config: Config) -> Measured:
 
 
 def predicted_gib(config: Config) -> float:
-    """By the memory model, of what the tracker sees."""
+    """Return the memory model's prediction of what the tracker sees."""
     layout = Layout(
         data_parallel_size=config.ranks,
         zero_stage=3,
@@ -226,7 +226,7 @@ def predicted_gib(config: Config) -> float:
 
 
 def as_json(config: Config, measured: Measured) -> str:
-    """On a line of its own."""
+    """Return a measurement as one line of JSON."""
     phases = {
         phase: {"gib": round(moment.bytes / GIB, 4), "operator": moment.operator, "bytes": dict(moment.kinds)}
         for phase, moment in measured.phases.items()

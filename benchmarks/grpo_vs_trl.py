@@ -1,8 +1,10 @@
-"""GRPO on the processor: TRL's GRPOTrainer and rlflow in one run, step by step in turn.
+"""Compare the speed of GRPO in TRL's GRPOTrainer and in rlflow, on a CPU, one step each in turn.
 
-Both train the same model (2.6 M parameters, float32, random weights) on 16 prompts x 8 samples, KL to the reference
-on, one update a step. Twice: with responses that end by chance (long-tailed, limit 256), and with responses that all
-have 32 tokens, because the model cannot write the end token.
+``python -m benchmarks.grpo_vs_trl [--json FILE]``
+
+Both train the same model (2.6 M parameters, float32, random weights) on 16 prompts x 8 samples with KL to the reference
+and one update per step. There are two cases: responses that end by chance (long-tailed, at most 256 tokens), and
+responses that all have 32 tokens, because the model cannot generate the end token.
 """
 
 import argparse
@@ -39,7 +41,7 @@ from rlflow.runtime.run import train_step
 
 PROMPTS, GROUP, KL = 16, 8, 0.04
 CHARACTERS = [chr(code) for code in range(33, 117) if chr(code) != "_"]
-# Mean token counts further apart than this would compare different work.
+# A larger difference of mean token counts would compare different work.
 TOLERANCE = 0.03
 
 
@@ -48,11 +50,11 @@ class Case:
     name: str
     max_tokens: int
     ends: bool
-    """Whether the model can write the end token."""
+    """Whether the model can generate the end token."""
     warmup: int
     steps: int
     most_steps: int
-    """Steps are added up to this many while the mean token counts are not yet within the tolerance."""
+    """The limit of additional steps while the mean token counts differ by more than the tolerance."""
 
 
 LONG_TAIL = Case("long_tail", 256, ends=True, warmup=1, steps=4, most_steps=14)
@@ -78,23 +80,23 @@ class Series:
 
 
 def prompt_texts() -> list[str]:
-    """Of 8 to 16 characters, from a seed."""
+    """Return prompts of 8 to 16 random characters, always the same."""
     draw = np.random.default_rng(0)
     return ["".join(draw.choice(CHARACTERS, int(draw.integers(8, 17)))) for _ in range(PROMPTS)]
 
 
 def rows(split: str) -> list[dict[str, str]]:
-    """The data set of the recipe."""
+    """Return the rows of the recipe's data set."""
     return [{"prompt": text} for text in prompt_texts()]
 
 
 def distinct_characters(texts: Sequence[str], rows: Sequence[Any]) -> list[float]:
-    """The reward of the recipe; a cheap one that differs between responses."""
+    """Return the number of distinct characters: a cheap reward that differs between responses."""
     return [float(len(set(text))) for text in texts]
 
 
 def make_model(folder: Path, case: Case) -> None:
-    """A Qwen3 of 2.6 M parameters. Where responses are not to end, the end token lies beyond its vocabulary."""
+    """Save a Qwen3 of 2.6 M parameters. If responses must not end, the end token is outside its vocabulary."""
     vocabulary = {character: index for index, character in enumerate(["_", *CHARACTERS])}
     size = len(vocabulary)
     end = "_" if case.ends else "<end>"
@@ -162,7 +164,7 @@ class Rlflow:
 
 
 def run_case(case: Case) -> tuple[Series, Series]:
-    """TRL's and rlflow's steps, warm-up left out."""
+    """Return TRL's and rlflow's steps without the warm-up."""
     from trl import GRPOConfig, GRPOTrainer
 
     trl = Series()
@@ -208,13 +210,13 @@ def run_case(case: Case) -> tuple[Series, Series]:
             train_dataset=Dataset.from_list(rows("train")),
             callbacks=[InTurn()],
         )
-        with contextlib.redirect_stdout(io.StringIO()):  # its own figures would stand before the table
+        with contextlib.redirect_stdout(io.StringIO()):  # TRL prints figures of its own
             trainer.train()
     return trl.after(case.warmup), ours.series.after(case.warmup)
 
 
 def is_enough(case: Case, trl: Series, ours: Series) -> bool:
-    """Enough steps for a median, and for equal work: the ratio of speeds plays no part in it."""
+    """Return whether there are enough steps for a median and for equal work; the ratio of speeds has no influence."""
     count = len(trl.seconds) - case.warmup
     if count < case.steps:
         return False
@@ -226,7 +228,7 @@ def have_equal_tokens(trl: Series, ours: Series) -> bool:
 
 
 def matrix_flops() -> float:
-    """Of this machine a second: the best of some products of 2048 x 2048."""
+    """Return this machine's peak operations per second, from matrix products of 2048 x 2048."""
     left, right = torch.randn(2048, 2048), torch.randn(2048, 2048)
     times = []
     for _ in range(5):
@@ -237,8 +239,10 @@ def matrix_flops() -> float:
 
 
 def step_flops(mean_tokens: float, parameters: int) -> float:
-    """What a step needs at least: 2 operations a parameter and token to generate and to score, 6 to train; a prompt
-    once for its group."""
+    """Return the operations that a step needs at least.
+
+    Generating and scoring take 2 per parameter and token, training 6; a prompt counts once per group.
+    """
     prompt = statistics.mean(len(text) for text in prompt_texts())
     return PROMPTS * GROUP * (2 + 2 + 6) * parameters * (prompt / GROUP + mean_tokens)
 
@@ -249,7 +253,7 @@ def main() -> int:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     peak = matrix_flops()
-    table = Table("case", "system", "steps", "s/step", "samples/s", "mean tokens", "of matrix peak")
+    table = Table("case", "system", "steps", "s/step", "samples/s", "mean tokens", "share of matrix peak")
     ratios, equal = {}, True
     for case in (FULL_LENGTH, LONG_TAIL):
         trl, ours = run_case(case)

@@ -1,12 +1,18 @@
-"""Long texts in the loop: ``python -m benchmarks.long_generation [--json FILE]``.
+"""Compare vLLM inside rlflow with vLLM alone on long-tailed responses.
 
-Two vLLM engines on this machine's processor write responses that end by chance, so most are short and a few very long;
-the places of each engine are fewer than its share, and new samples come into those that short ones leave. In the loop,
-rlflow's controller gives the samples out through Ray. Alone, each of two processes with vLLM and nothing else is given
-half of the very same requests at once: the prompts are split so that the halves have as many tokens, which nobody could
-know beforehand. Pinned, each engine of rlflow is called once, with its half of the batch in the order of the data.
-Tokens a second of both engines until the last is done, the median of the turns. All write the same tokens, which is
-checked; but for samples that the loop moves to the other engine, which go on with other random numbers.
+``python -m benchmarks.long_generation [--json FILE]``
+
+Two vLLM engines on this machine's CPU generate responses that end by chance, so most are short and a few very long.
+Each engine has fewer slots than its share of samples, so new samples fill the slots that short ones leave.
+
+- In the loop, rlflow's controller dispatches the samples through Ray.
+- Alone, each of two processes with only vLLM receives half of the same requests at once. The halves have equally many
+  tokens, which nobody could know in advance.
+- Pinned, each engine of rlflow is called once, with its half of the batch in the order of the data.
+
+The figures are tokens per second of both engines until the last sample is complete, the median of several turns. All
+generate the same tokens, which is checked, except samples that the loop migrates to the other engine: these continue
+with other random numbers.
 """
 
 import argparse
@@ -44,7 +50,7 @@ from rlflow.runtime.ray.runtime import RayRuntime
 
 ENGINES, GROUP_SIZE, PROMPTS, PLACES = 2, 8, 24, 32
 MAX_TOKENS = 1536
-# One in so many tokens ends a response.
+# One in this many tokens ends a response.
 CHARACTERS = 255
 TURNS = 7
 SAMPLING = Sampling(max_tokens=MAX_TOKENS, group_size=GROUP_SIZE)
@@ -53,7 +59,7 @@ Ints = NDArray[np.int64]
 
 
 def plan_of() -> Plan:
-    # Digits for the prompts, and as many others as make responses long.
+    # Digits for the prompts, and enough other characters to make responses long.
     characters = "0123456789+=" + "".join(chr(0x4E00 + index) for index in range(CHARACTERS - 12))
     figures = (
         "{model_type: qwen3, hidden_size: 256, intermediate_size: 768, num_hidden_layers: 4, num_attention_heads: 4,"
@@ -77,7 +83,7 @@ def plan_of() -> Plan:
 
 @contextmanager
 def alone(spec: EngineSpec, end_id: int) -> Iterator[list[Connection]]:
-    """vLLM and nothing else, a core each."""
+    """Start processes with only vLLM, one core each."""
     context = multiprocessing.get_context("spawn")
     os.environ["OMP_NUM_THREADS"] = "1"
     sampling = {"max_tokens": MAX_TOKENS, "stop_token_ids": [end_id], "ignore_eos": True}
@@ -103,7 +109,7 @@ def requests(prompts: Prompts, seed: int) -> tuple[list[list[int]], list[int]]:
 
 
 def run_alone(pipes: Sequence[Connection], prompts: Prompts, halves: Sequence[Ints], seed: int) -> tuple[Any, float]:
-    """The tokens of each half, and the seconds until both are done."""
+    """Return the tokens of each half, and the seconds until both are complete."""
     began = time.perf_counter()
     for here, half in zip(pipes, halves, strict=True):
         here.send(requests(prompts.take(half), seed))
@@ -126,7 +132,7 @@ def run_pinned(engine: RoleProxy, prompts: Prompts) -> tuple[Rollouts, float]:
 
 
 def even_halves(tokens: Ints) -> list[Ints]:
-    """Prompts with these numbers of tokens in sets of nearly equal sums: the longest first, each to the least."""
+    """Split prompts with these numbers of tokens into sets of nearly equal sums, greedily from the longest."""
     halves: list[list[int]] = [[] for _ in range(ENGINES)]
     for prompt in np.argsort(-tokens, kind="stable").tolist():
         min(halves, key=lambda half: int(tokens[half].sum())).append(prompt)
@@ -159,24 +165,24 @@ def main() -> int:
             for _ in range(TURNS):
                 rollouts, took = run_in_loop(engine, prompts)
                 rates["in the loop"].append(len(rollouts.response_ids.values) / took)
-                assert rollouts.keys.tolist() == pinned.keys.tolist(), "all are to be written"
+                assert rollouts.keys.tolist() == pinned.keys.tolist(), "every sample must be generated"
                 pairs = zip(rollouts.texts, pinned.texts, strict=True)
                 others = sum(text != other for text, other in pairs)
                 pinned, took = run_pinned(engine, prompts)
                 rates["pinned"].append(len(same) / took)
                 tokens, took = run_alone(pipes, prompts, halves, seed)
                 rates["alone"].append(len(same) / took)
-                assert pinned.response_ids.values.tolist() == same, "all are to write the same tokens"
+                assert pinned.response_ids.values.tolist() == same, "all must generate the same tokens"
                 rows = np.concatenate([half[:, None] * GROUP_SIZE + np.arange(GROUP_SIZE) for half in halves]).ravel()
                 in_order = [ids for _, ids in sorted(zip(rows.tolist(), chain(*tokens), strict=True))]
-                assert np.concatenate(in_order).tolist() == same, "all are to write the same tokens"
+                assert np.concatenate(in_order).tolist() == same, "all must generate the same tokens"
     table = Table("engines", "tokens/s", "tokens/s, all turns", title=f"{len(lengths)} samples, {len(same)} tokens")
     for name, found in rates.items():
         table.add_row(name, f"{median(found):.0f}", ", ".join(f"{rate:.0f}" for rate in found))
     Console().print(table)
     quantiles = ", ".join(f"p{q} {np.percentile(lengths, q):.0f}" for q in (10, 50, 90, 99, 100))
-    print(f"tokens of a response: mean {lengths.mean():.0f}, {quantiles}; {PLACES} places an engine")
-    print(f"in the last turn {others} samples went on in another engine, with other tokens")
+    print(f"tokens of a response: mean {lengths.mean():.0f}, {quantiles}; {PLACES} slots per engine")
+    print(f"in the last turn {others} samples migrated to another engine and got other tokens")
     figures = {
         "in_loop_over_alone": median(rates["in the loop"]) / median(rates["alone"]),
         "pinned_over_alone": median(rates["pinned"]) / median(rates["alone"]),

@@ -1,4 +1,4 @@
-"""An engine that writes long responses without a model, in a worker of rlflow's own."""
+"""An engine that generates long responses without a model, in one of rlflow's workers."""
 
 from typing import Any
 
@@ -11,18 +11,18 @@ from rlflow.engines.fake import FakeEngine
 from rlflow.runtime.ray.worker import EngineWorker
 
 LONGEST, MEAN = 8192, 1800
-# A letter a token, as models have that know characters.
+# One letter per token, as in models of characters.
 _TEXT = "0" * LONGEST
 
 
 def lengths_of(count: int, seed: int = 0) -> NDArray[np.int64]:
-    """Log-normal, cut at the longest."""
+    """Return log-normal lengths, truncated at the longest."""
     drawn = np.random.default_rng(seed).lognormal(np.log(MEAN) - 0.36, 0.9, count)
     return np.clip(drawn, 16, LONGEST).astype(np.int64)
 
 
 class Writer(FakeEngine):
-    """Writes noughts. Whoever scores or trains reads every value, micro-batch by micro-batch."""
+    """An engine that generates zeros, and reads every value in micro-batches when it scores or trains."""
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         samples = prompts.repeat(sampling.group_size)

@@ -1,11 +1,12 @@
-"""What a step keeps in memory as batches and texts grow: ``python -m benchmarks.memory_scaling [--json FILE]``.
+"""Measure how the memory of a step grows with batches and texts: ``python -m benchmarks.memory_scaling [--json FILE]``.
 
-A small model with a vocabulary of 32,768, so that logits would be most of what is held, in float32 on the processor.
-Prompts are half of a text, responses the other half, and a pass has the tokens of two texts. Counted is every
-allocation of torch, down to the kernels' own (the profiler's record of its allocator): the peak during an update, or
-during scoring, above what is there at its end, which is weights, optimizer, gradients and results. Then two ranks share
-a text (sequence parallelism), each in a process; of their peaks, what they hold for a short text is taken off, which is
-DeepSpeed's buffers.
+The model is small and has a vocabulary of 32,768, so that full logits would take most of the memory; it runs in float32
+on a CPU. Prompts are half of a text, responses the other half, and a pass has the tokens of two texts.
+
+The profiler records every allocation of torch, including those inside kernels. The figure is the peak during an update,
+or during scoring, above the memory at its end (weights, optimizer, gradients, results). Then two ranks share a text
+(sequence parallelism), each in its own process. Their memory for a short text, mostly DeepSpeed's buffers, is
+subtracted from their peaks.
 """
 
 import argparse
@@ -74,10 +75,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     json_file = parser.parse_args().json
     os.environ["HF_HUB_OFFLINE"] = "1"
-    # The profiler announces its starts otherwise, and every process the first block that it does not know.
+    # Keeps the profiler and the allocator from printing messages at every start.
     os.environ["KINETO_LOG_LEVEL"] = "6"
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    table = Table("tokens of a text", "prompts", "group_size", "update", "scoring", "logits of a pass would be")
+    table = Table("tokens of a text", "prompts", "group_size", "update", "scoring", "full logits of a pass")
     seen: dict[int, list[Peaks]] = {}
     over_logits = 0.0
     with multiprocessing.get_context("spawn").Pool(1) as process:
@@ -95,7 +96,9 @@ def main() -> int:
     )
     ratios = {engine: _shared(engine) for engine in ("torch", "deepspeed")}
     for engine, ratio in ratios.items():
-        print(f"{engine}: a rank of two that share a text of {_SHARED} tokens holds {ratio:.2f} of what one does alone")
+        print(
+            f"{engine}: each of two ranks that share a text of {_SHARED} tokens uses {ratio:.2f} of the memory of one rank alone"
+        )
     figures = {
         "growth_with_group_size": growth,
         "sp2_activation_ratio": max(ratios.values()),
@@ -110,11 +113,11 @@ def main() -> int:
 
 
 def _alone(case: tuple[int, int, int]) -> Peaks:
-    """In a process."""
+    """Return the peaks of one case, in its own process."""
     tokens, prompts, group = case
     engine: Any = engine_class("torch")(_spec(Layout(micro_batch_tokens=2 * tokens)))
     batch = _batch(tokens, prompts, group)
-    # The optimizer's state is made in the first update.
+    # The first update creates the optimizer's state.
     engine.update(_batch(_SHORT, 1, 1), _LOSS)
     engine._optimizer.zero_grad()
     return Peaks(
@@ -124,7 +127,7 @@ def _alone(case: tuple[int, int, int]) -> Peaks:
 
 
 def _shared(engine: str) -> float:
-    """The update's peak on the fuller of two ranks, over that of one alone."""
+    """Return the larger update peak of two ranks, relative to the peak of one rank alone."""
     peaks = []
     for size in (1, 2):
         with socket.socket() as probe:
@@ -137,7 +140,7 @@ def _shared(engine: str) -> float:
 
 
 def _rank(place: tuple[str, int, int, str]) -> int:
-    """In a process of its own: bytes of an update's peak that are there because the text is long."""
+    """Return the bytes of an update's peak that are due to the long text, in its own process."""
     engine, rank, size, address = place
     torch.set_num_threads(1)
     stage = 2 if engine == "deepspeed" else None
@@ -153,7 +156,7 @@ def _rank(place: tuple[str, int, int, str]) -> int:
 
 
 def _peak(work: Callable[[], object]) -> int:
-    """Bytes above those at the end."""
+    """Return the peak of allocated bytes above those at the end."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         work()
     held = most = 0
@@ -164,7 +167,7 @@ def _peak(work: Callable[[], object]) -> int:
 
 
 def _allocations(seen: Any) -> Iterator[int]:
-    """Bytes taken, and less than nought where they are given back, in the order of time."""
+    """Yield allocated bytes, and freed bytes as negative numbers, in the order of time."""
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
     return (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
 
@@ -183,7 +186,7 @@ def _spec(layout: Layout) -> EngineSpec:
 
 
 def _batch(tokens: int, prompts: int, group: int) -> Minibatch:
-    """Texts of so many tokens, the first half of each a prompt."""
+    """Return texts with this many tokens, of which the first half is the prompt."""
     draw = np.random.default_rng(0)
     rows = prompts * group
     prompt_ids = Packed.from_rows(draw.integers(0, _VOCABULARY, (prompts, tokens // 2)), np.int32)

@@ -1,7 +1,7 @@
-"""A batch in padded arrays, handed from four workers to four workers: what ``benchmarks.data_plane`` compares with.
+"""Padded batches that move from four workers to four workers: the baseline of ``benchmarks.data_plane``.
 
-All rows are as long as the longest of the batch. Whole numbers have 64 bits, and there is the attention mask that
-padding needs, as tokenizers give them. Shapes: B rows of a worker, L tokens of the longest.
+All rows are padded to the longest of the batch. Integers have 64 bits, and there is an attention mask, as tokenizers
+return them. Shapes: B rows of a worker, L tokens of the longest row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,25 +18,25 @@ _MASK = "attention_mask"
 
 
 def checksum(values: NDArray[Any]) -> int:
-    """Padding does not change it, nor does the number of bits."""
+    """Return a checksum that depends neither on padding nor on the number of bits."""
     return int(np.bitwise_xor.reduce(values.ravel().view(f"i{values.itemsize}"))) if values.size else 0
 
 
 class Padding:
-    """In a worker: its part of the batch, row by row, as an engine has written it."""
+    """A worker's part of the batch, row by row, as an engine has generated it."""
 
     def __init__(self, rows: Mapping[str, Sequence[NDArray[Any]]], longest: int) -> None:
-        """``rows`` by field, of which ``ids`` has no nought."""
+        """Take the rows of every field; ``ids`` must not contain 0."""
         self._rows = rows
         self._longest = longest
 
     def part(self, as_torch: bool) -> Mapping[str, Any]:
-        """[B, L] of every field."""
+        """Return every field as [B, L]."""
         arrays = self._padded(slice(0, len(self._rows["ids"])))
         return _tensors(arrays) if as_torch else arrays
 
     def put_micro_batches(self, as_torch: bool) -> list[Any]:
-        """References to ``MICRO_BATCH`` rows each."""
+        """Put micro-batches of ``MICRO_BATCH`` rows into the object store and return their references."""
         references = []
         for start in range(0, len(self._rows["ids"]), MICRO_BATCH):
             arrays = self._padded(slice(start, start + MICRO_BATCH))
@@ -44,7 +44,7 @@ class Padding:
         return references
 
     def read(self, references: Sequence[Any]) -> int:
-        """A checksum over every value of the fields, and over the mask, of which nothing is returned."""
+        """Return a checksum over every value of the fields. The mask is read as well, but not counted."""
         total = 0
         for reference in references:
             read = {name: checksum(np.asarray(array)) for name, array in import_ray().get(reference).items()}
@@ -63,19 +63,19 @@ class Padding:
 
 
 class Controller:
-    """In the process that runs the loop: hands a batch from ``actors``, which hold a Padding each, to the same."""
+    """The process that runs the loop. It moves a batch between ``actors``, each of which holds a Padding."""
 
     def __init__(self, actors: Sequence[Any]) -> None:
         self._actors = actors
 
     def by_reference(self, as_torch: bool) -> int:
-        """Micro-batches go to the ranks in turn, straight from worker to worker."""
+        """Send micro-batches to the ranks in turn, directly from worker to worker."""
         made = import_ray().get([actor.call.remote("put_micro_batches", as_torch) for actor in self._actors])
         references = [reference for part in made for reference in part]
         return self._read([references[rank :: len(self._actors)] for rank in range(len(self._actors))])
 
     def through_it(self, as_torch: bool) -> int:
-        """All parts come here, are joined to one batch, and a rank's rows are sent."""
+        """Fetch all parts, concatenate them, and send each rank its rows."""
         ray = import_ray()
         parts = ray.get([actor.call.remote("part", as_torch) for actor in self._actors])
         join: Callable[[Any], Any] = import_module("torch").cat if as_torch else np.concatenate
@@ -85,13 +85,13 @@ class Controller:
         chunks = []
         for start in range(0, len(whole["ids"]), count):
             chunk = {name: array[start : start + count] for name, array in whole.items()}
-            if as_torch:  # of a view Ray would send the whole
+            if as_torch:  # Ray would send the whole tensor behind a view
                 chunk = {name: tensor.clone() for name, tensor in chunk.items()}
             chunks.append([ray.put(chunk)])
         return self._read(chunks)
 
     def _read(self, references: Sequence[Sequence[Any]]) -> int:
-        """In a list Ray hands a reference on as it is."""
+        """Let each actor read its references; inside a list, Ray passes a reference on without fetching it."""
         sums = [actor.call.remote("read", own) for actor, own in zip(self._actors, references, strict=True)]
         return int(np.bitwise_xor.reduce(import_ray().get(sums)))
 

@@ -1,8 +1,8 @@
-"""Whether Ray binds what was planned: ``python -m benchmarks.placement [--json FILE] [--plans 200]``.
+"""Check that Ray binds exactly the planned GPUs: ``python -m benchmarks.placement [--json FILE] [--plans 200]``.
 
-Random plans on simulated hosts, made by the planner itself: two to five roles with random degrees, apart or together.
-The GPUs of each are reserved, and what Ray's own table and the bundles themselves say is held against the plan. Beside
-it as many GPUs in a plain PACK group, given to the engines in the order of its bundles.
+The planner makes random plans for simulated hosts: two to five roles with random degrees, colocated or separate. The
+GPUs of each plan are reserved, and the plan is compared with Ray's own table and with what the bundles report. For
+comparison, as many GPUs are reserved in a plain PACK group and assigned to the engines in the order of its bundles.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _READY_S = 10.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one plan, or of several added up."""
+    """The counts of one plan, or the sum of several."""
 
     plans: int = 0
     bundles: int = 0
@@ -43,7 +43,7 @@ class Outcome:
     engines: int = 0
     """Tensor-parallel groups of more than one GPU."""
     split: int = 0
-    """Of these on more than one host, as bound."""
+    """Engines that Ray bound to more than one host."""
     naive_split: int = 0
     """The same in a plain PACK group."""
 
@@ -52,7 +52,7 @@ class Outcome:
 
 
 def random_plans(cluster: Cluster, count: int, seed: int) -> Iterator[Plan]:
-    """Roles of the 32B recipe and more of their kinds, with random pins; what fits nowhere is drawn anew."""
+    """Yield plans of the 32B recipe's roles and copies of them with random pins; plans that do not fit are redrawn."""
     draw = random.Random(seed)
     recipe = rlflow.load(["recipe=grpo_32b", *(f"roles.{role}.engine=fake" for role in set(ROLES.values()))])
     graph = wire(recipe)
@@ -84,7 +84,7 @@ def _asking(given: Requirements, roles: Sequence[str], cluster: Cluster, draw: r
 
 
 def _wants(cluster: Cluster, draw: random.Random) -> Resources:
-    """A size of the tensor-parallel groups; of some the number of groups, and of some that their GPUs are their own."""
+    """Return random pins: the size of tensor-parallel groups, perhaps their number, and perhaps GPUs of their own."""
     largest = max(host.gpus for host in cluster.hosts)
     return Resources(
         tensor_parallel_size=draw.choice([size for size in (1, 2, 2, 4, 4, 8) if size <= largest]),
@@ -94,7 +94,7 @@ def _wants(cluster: Cluster, draw: random.Random) -> Resources:
 
 
 def tried(plans: Iterator[Plan], *, packed: bool = False) -> Outcome:
-    """Each bound in turn, on the simulated hosts that this process has; ``packed``: in a plain PACK group, too."""
+    """Bind each plan in turn on this process's simulated hosts, with ``packed`` also in a plain PACK group."""
     return sum((_try(each, packed=packed) for each in plans), Outcome())
 
 
@@ -116,7 +116,7 @@ def _try(tried: Plan, *, packed: bool) -> Outcome:
 
 
 def _until_all_are_free() -> None:
-    """As the plan was made: of GPUs that are let go one by one, others than those planned may be the first."""
+    """Wait until all GPUs are free, as the plan assumes; otherwise Ray may choose GPUs that are released first."""
     deadline = time.monotonic() + _READY_S
     while any(host.free_gpus < host.gpus for host in live_hosts()):
         assert time.monotonic() < deadline
@@ -124,7 +124,7 @@ def _until_all_are_free() -> None:
 
 
 def _places(placed: Placed) -> dict[Bundle, tuple[str, str]]:
-    """The host of each bundle as Ray's table has it, and its GPU as a process in the bundle has told."""
+    """Return the host of each bundle from Ray's table, and the GPU that a process in the bundle reports."""
     import_ray()
     from ray.util import placement_group_table
 
@@ -134,7 +134,7 @@ def _places(placed: Placed) -> dict[Bundle, tuple[str, str]]:
 
 
 def _packed(gpus: int) -> list[str]:
-    """The node of each bundle of a plain PACK group."""
+    """Return the host of each bundle of a plain PACK group."""
     _until_all_are_free()
     import_ray()
     from ray.util import placement_group, placement_group_table, remove_placement_group
@@ -177,7 +177,7 @@ def main() -> int:
         "split_engines": total.split,
         "naive_split_engines": total.naive_split,
     }
-    goals = {name: Goal("any", True) for name in figures} | {
+    goals = {name: Goal("for information", True) for name in figures} | {
         "mismatches": Goal("0", total.mismatches == 0),
         "split_engines": Goal("0", total.split == 0),
     }

@@ -1,7 +1,9 @@
-"""How long planning takes, from a checked recipe to its plan: ``python -m benchmarks.planning_time [--json FILE]``.
+"""Measure how long planning takes, from a checked recipe to its plan.
 
-Two clusters with the 32B recipe, and a thousand GPUs with ten roles: two policies with a critic, three engines and
-four scoring models. The median of five after a first, which imports the solver.
+``python -m benchmarks.planning_time [--json FILE]``
+
+The cases are the 32B recipe on two clusters, and ten roles on a thousand GPUs: two policies with a critic, three
+engines and four scoring models. Each figure is the median of five runs after a first one, which imports the solver.
 """
 
 import argparse
@@ -33,7 +35,7 @@ CASES = (Case("2x8", 3, 0.3), Case("16x8", 3, 1.0), Case("128x8", 10, 3.0))
 
 
 def ten_roles() -> Requirements:
-    """The 32B recipe's roles, and more of their kinds."""
+    """Return the 32B recipe's roles and copies of them, ten in total."""
     recipe = rlflow.load(["recipe=grpo_32b"])
     given = lower(recipe, wire(recipe))
     demands = {demand.role: demand for demand in given.demands}

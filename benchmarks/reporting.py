@@ -1,4 +1,4 @@
-"""The common end of every benchmark: figures held against goals."""
+"""What every benchmark does at its end: compare figures with goals."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ class Goal:
 
 
 def finish(name: str, figures: Mapping[str, float | bool], goals: Mapping[str, Goal], json_file: Path | None) -> int:
-    """Writes the figures, prints each with its goal, and gives the exit code: 1 when a goal is missed."""
+    """Write the figures, print each with its goal, and return the exit code: 1 when a goal is missed."""
     if json_file is not None:
         json_file.write_text(json.dumps({"figures": dict(figures)}, indent=1))
     texts = [

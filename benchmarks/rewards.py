@@ -1,7 +1,7 @@
-"""What the pool of reward functions costs: ``python -m benchmarks.rewards [--json FILE]``.
+"""Measure the overhead of the processes that run reward functions: ``python -m benchmarks.rewards [--json FILE]``.
 
-10,000 rewards of a millisecond each, one response a call, in rlflow's pool and in a bare ``multiprocessing.Pool``, in
-turn. Ideal is a millisecond each, divided by the processors of this machine.
+rlflow's pool and a bare ``multiprocessing.Pool`` compute 10,000 rewards of one millisecond each, one response per call,
+in turn. The ideal is one millisecond per reward, divided by the number of CPUs.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _REWARDS, _SECONDS, _REPEATS = 10_000, 0.001, 3
 
 
 def one_millisecond(texts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Of work for each."""
+    """Return 1.0 for each text after one millisecond of work."""
     for _ in texts:
         until = time.perf_counter() + _SECONDS
         while time.perf_counter() < until:
@@ -33,7 +33,7 @@ def one_millisecond(texts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def bare(text: str) -> float:
-    """The same for the peer."""
+    """Return the reward of one text, in the form that ``multiprocessing.Pool`` calls."""
     return one_millisecond([text], [{}])[0]
 
 

@@ -1,10 +1,9 @@
-"""What vLLM loses inside the loop: ``python -m benchmarks.rollout_overhead [--json FILE]``.
+"""Measure how much slower vLLM is inside rlflow than alone: ``python -m benchmarks.rollout_overhead [--json FILE]``.
 
-A step of GRPO on Ray: vLLM writes, a trainer in another process of the same machine learns, weights are copied. The
-time of the writing is held against vLLM alone, which is given the same requests with the same seeds in a process
-without rlflow, in turns with the steps of the loop. The learning rate is so small that both write the same tokens,
-which is checked. New weights give every token the same probability, so responses end by chance: short and long ones
-are mixed.
+A step of GRPO runs on Ray: vLLM generates, a trainer in another process of the same machine trains, weights are copied.
+The time of generation is compared with vLLM alone, which receives the same requests with the same seeds in a process
+without rlflow, in turn with the steps. The learning rate is so small that both generate the same tokens, which is
+checked. Random weights give every token the same probability, so responses end by chance, some early and some late.
 """
 
 import argparse
@@ -41,7 +40,7 @@ class Case:
     name: str
     max_tokens: int
     characters: int
-    """One in so many tokens ends a response."""
+    """One in this many tokens ends a response."""
     prompts: int
     steps: int
 
@@ -54,7 +53,7 @@ CASES = (
 
 
 def plan_of(case: Case) -> Plan:
-    # Digits for the prompts, and as many others as make responses long.
+    # Digits for the prompts, and enough other characters to make responses long.
     characters = "0123456789+=" + "".join(chr(0x4E00 + index) for index in range(case.characters - 12))
     figures = (
         "{model_type: qwen3, hidden_size: 256, intermediate_size: 768, num_hidden_layers: 4, num_attention_heads: 4,"
@@ -76,7 +75,7 @@ def plan_of(case: Case) -> Plan:
 
 
 def vllm_alone(spec: EngineSpec, sampling: dict[str, float], connection: Connection) -> None:
-    """Answers each list of prompts and seeds with the token ids and the seconds that writing them took."""
+    """Answer each list of prompts and seeds with the generated token ids and the seconds that they took."""
     set_environment(spec)
     from vllm import LLM, SamplingParams
 
@@ -99,7 +98,7 @@ def requests(prompts: Prompts, seed: int) -> tuple[list[list[int]], list[int]]:
 
 
 def seconds_of(case: Case) -> tuple[Sequence[float], Sequence[float], int]:
-    """Of each step in the loop and alone, and the tokens of all of them. The first of each is not counted."""
+    """Return the seconds of each step in the loop and alone, and the tokens of all steps, without the first."""
     plan = plan_of(case)
     models = models_in_use(plan.recipe)
     tokenizer = load_tokenizer("policy", models["policy"])
@@ -123,7 +122,7 @@ def seconds_of(case: Case) -> tuple[Sequence[float], Sequence[float], int]:
             assert here.poll(600), "vLLM does not answer"
             ids, alone_seconds = here.recv()
             written: Packed = outputs["rollouts"].response_ids
-            assert np.array_equal(np.concatenate(ids), written.values), "both are to write the same tokens"
+            assert np.array_equal(np.concatenate(ids), written.values), "both must generate the same tokens"
             if step:
                 in_loop.append(seconds["rollouts"])
                 by_itself.append(alone_seconds)

@@ -1,16 +1,20 @@
-"""How near rollouts come to a scheduler that knows every length: ``python -m benchmarks.tail [--json FILE]``.
+"""Compare the generation scheduler with one that knows every length: ``python -m benchmarks.tail [--json FILE]``.
 
-Simulated: engines that write in the seconds of the planner's model of decoding. Lengths are log-normal, cut at the
-limit of a published run and with its mean. Those of one prompt are alike: on the scale of a normal distribution (a
-Gaussian copula) a share of the variance is the prompt's and the rest the sample's. That share has not been published
-for these runs, so it is varied. Compared in the same simulation: static shards; pull when free, sample by sample in the
-order of the data, with a cache that vLLM fills and that has samples put off when it is full; rlflow's scheduler, with
-the lengths of a step before; and an oracle that knows every length, fills the cache just so that it does not overflow,
-and takes the better of longest first and longest first in shards of equal tokens.
+Engines are simulated with the planner's decoding times. Lengths are log-normal with the mean and the limit of a
+published run. Lengths of one prompt are correlated: on the scale of a normal distribution (a Gaussian copula), a share
+of the variance belongs to the prompt and the rest to the sample. That share is not published, so it is varied.
 
-Every figure is the mean over seeds that the scheduler's constants were not chosen with. Where the goal is missed,
-rlflow's scheduler runs once more with all engines as one, as fast and with as large a cache as all of them ("as one"):
-what is missing then still is not for want of moving samples between engines.
+The simulation compares four schedulers:
+
+- static shards;
+- dispatch when free, sample by sample in the order of the data, where vLLM fills its cache and preempts when it is full;
+- rlflow's scheduler, which knows the lengths of the previous step;
+- an oracle that knows every length and fills the cache exactly; it uses the better of longest first, and longest first
+  in shards with equally many tokens.
+
+Every figure is the mean over seeds that were not used to choose the scheduler's constants. Where the goal is missed,
+rlflow's scheduler runs again with a single engine that is as fast and has as much cache as all of them ("as one"). What
+is still missing then is not due to the placement of samples on engines.
 """
 
 import argparse
@@ -42,7 +46,7 @@ class Run:
 
     name: str
     prompt: int
-    """Not published apart from the responses: taken to be so much of the whole."""
+    """Tokens of a prompt: an assumption, because only the sum with the response is published."""
     mean: int
     limit: int
 
@@ -52,7 +56,7 @@ RUNS = (
     Run("DeepSeek-V3", prompt=150, mean=595, limit=1536),
     Run("Qwen3-32B", prompt=150, mean=3056, limit=4096),
     Run("Qwen3-235B-A22B", prompt=150, mean=5550, limit=8192),
-    # A quarter of its lengths, which are beyond the positions of the model that is simulated.
+    # A quarter of its lengths, which exceed the positions of the simulated model.
     Run("Nemotron-3-Nano / 4", prompt=62, mean=7837, limit=32768),
 )
 
@@ -70,16 +74,16 @@ class Site:
 SMALL = Site("grpo_7b", gpus_each=1, engines=8, prompts=256)
 LARGE = Site("grpo_7b", gpus_each=1, engines=64, prompts=1024)
 GROUP_SIZE = 16
-# At most, as rlflow asks of vLLM.
+# rlflow's limit for vLLM.
 SEQUENCES = 1024
 SEEDS = (0, 1, 2)
 GOAL = 0.92
-# The site, and the prompt's share of the variance.
+# The engines, and the prompt's share of the variance.
 CASES = ((SMALL, 0.3), (SMALL, 0.5), (SMALL, 0.7), (LARGE, 0.5))
 
 
 def engine_of(site: Site) -> tuple[Speed, Room]:
-    """Its seconds, and its room: what weights leave of 0.85 of the GPUs' memory."""
+    """Return an engine's speed and room: 0.85 of the GPUs' memory without the weights."""
     model = rlflow.load([f"recipe={site.recipe}"]).models["policy"].architecture
     cluster = load_cluster("1x8")
     gpu = next(iter(cluster.gpus.values()))
@@ -113,11 +117,11 @@ class Compared:
     scheduled: Outcome
     oracle: Outcome
     controller_s: float
-    """Of a core of this machine, in the scheduler, for the whole step."""
+    """CPU seconds of the scheduler on this machine, for the whole step."""
 
 
 def as_one(run: Run, site: Site, alike: float, seed: int) -> float:
-    """Seconds of rlflow's scheduler with one engine that is all of them."""
+    """Return the seconds of rlflow's scheduler with one engine that combines all of them."""
     speed, room = engine_of(site)
     samples, count = samples_of(run, site.prompts, alike, seed), site.engines
     parts = {name: getattr(speed.decoder, name) / count for name in ("arithmetic", "each", "keys", "windowed_keys")}
@@ -128,7 +132,7 @@ def as_one(run: Run, site: Site, alike: float, seed: int) -> float:
 
 
 class Timed:
-    """Counts the seconds that a scheduler takes."""
+    """A scheduler with a count of the seconds that it takes."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -156,7 +160,7 @@ class Timed:
 
 
 def compare(run: Run, site: Site, alike: float, seed: int) -> Compared:
-    """Raises AssertionError where a way does not write exactly what was asked for."""
+    """Simulate all schedulers; each must generate every sample exactly once."""
     speed, room = engine_of(site)
     samples = samples_of(run, site.prompts, alike, seed)
     before: NDArray[np.float64] = samples_of(run, site.prompts, alike, seed + 1000).lengths.astype(np.float64)
@@ -177,8 +181,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     json_file = parser.parse_args().json
     table = Table(
-        *("lengths", "engines", "alike", "oracle s", "static", "pulled", "as one", "rlflow"),
-        *("preempted: static", "pulled", "rlflow", "put off", "idle", "scheduler s"),
+        *("lengths", "engines", "correlation", "oracle s", "static", "when free", "as one", "rlflow"),
+        *("preempted: static", "when free", "rlflow", "moved by rlflow", "idle", "scheduler s"),
         title=f"share of the oracle's throughput, mean of seeds {SEEDS}",
     )
     shares = []

@@ -63,22 +63,22 @@ class Queues(Dealing):
 
 
 def fifo(samples: Samples, room: Room, num_engines: int) -> Queues:
-    """Pull when free, in the order of the data."""
+    """Return a scheduler that dispatches when an engine is free, in the order of the data."""
     one = iter(range(len(samples.lengths)))
     return Queues([one] * num_engines, room.sequences, 1)
 
 
 def static(samples: Samples, room: Room, num_engines: int) -> Queues:
-    """Each engine has its part of the prompts, all at once."""
+    """Return a scheduler that gives each engine its share of the prompts at once."""
     size = len(samples.lengths)
     return Queues(np.array_split(np.arange(size), num_engines), size, size)
 
 
 class Oracle(Dealing):
-    """Knows all lengths: longest first, and no more in flight than will fit until each is done."""
+    """A scheduler that knows all lengths: longest first, and never more in flight than the cache can complete."""
 
     def __init__(self, samples: Samples, room: Room, num_engines: int, *, shards: bool) -> None:
-        """``shards``: each engine has samples of as many tokens, instead of taking from one queue."""
+        """Use one queue for all engines, or with ``shards`` one queue each with equally many tokens."""
         super().__init__(num_engines, 1)
         self._samples, self._room = samples, room
         order = np.argsort(-samples.lengths, kind="stable")
@@ -100,7 +100,7 @@ class Oracle(Dealing):
         while queue and len(running) < self._room.sequences and len(rows) < most:
             now = self._steps[rank]
             held, begun = list(running), [*running.values(), now]
-            # The longest that fits: what is shorter fits too.
+            # The longest row that fits; shorter rows fit too.
             place = bisect(range(len(queue)), 0, key=lambda place: not self._fits([*held, queue[place]], begun, now))
             if place == 0:
                 break
@@ -115,7 +115,7 @@ class Oracle(Dealing):
             del self._running[rank][row]
 
     def _fits(self, rows: Sequence[int], begun: Sequence[int], now: int) -> bool:
-        """Whether the cache holds all of them whenever one ends."""
+        """Return whether the cache has room for all of the rows until each is complete."""
         samples = self._samples
         written = now - np.array(begun)
         left = samples.lengths[rows] - written

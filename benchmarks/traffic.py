@@ -1,4 +1,4 @@
-"""The bytes of all messages that this process exchanges with others through Ray: what it sends, gets, and puts."""
+"""Count the bytes of all messages that this process exchanges with others through Ray."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ class Traffic:
     messages: int = 0
 
     def count(self, content: Any) -> None:
-        """As Ray makes bytes of it; its own envelope is not in it."""
+        """Add the size of ``content`` as Ray serializes it, without Ray's own envelope."""
         context = ray._private.worker.global_worker.get_serialization_context()
         self.nbytes += context.serialize(content).total_bytes
         self.messages += 1
@@ -27,7 +27,7 @@ class Traffic:
 
 @contextmanager
 def counted() -> Iterator[Traffic]:
-    """What goes to and comes from processes that are called inside."""
+    """Count the messages to and from processes that are called inside the context."""
     traffic = Traffic()
     remote, told, put = ActorMethod._remote, actors.told, ray.put
 

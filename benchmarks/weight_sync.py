@@ -1,9 +1,9 @@
-"""How long weights take from a trainer to vLLM: ``python -m benchmarks.weight_sync [--json FILE]``.
+"""Measure how long weights take from a trainer to vLLM: ``python -m benchmarks.weight_sync [--json FILE]``.
 
-A model of about 150 M parameters in float32, new weights, trained by the torch engine in one process and served by vLLM
-in another, on a simulated host. In turns with it every tensor of the model is copied once within this process, to new
-memory as any second copy of the weights needs it, and to memory that is in use already, which costs least. Shown is the
-share of vLLM itself, which packs the weights anew for its kernels.
+A model of about 150 M parameters in float32 with random weights is trained by the torch engine in one process and
+served by vLLM in another, on a simulated host. For comparison, every tensor is copied within this process: to new
+memory, which any second copy of the weights needs, and to memory that is already in use, which is the lower bound. The
+table also shows vLLM's own share, because vLLM repacks the weights for its kernels.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def main() -> int:
             syncs.append(time.perf_counter() - began)
             shares.append(of_vllm / syncs[-1])
     size = sum(tensor.nbytes for tensor in own.values())
-    table = Table("bytes", "copied to new memory", "to memory in use", "synchronised", "of it vLLM")
+    table = Table("bytes", "copy to new memory", "copy to used memory", "weight sync", "share of vLLM")
     seconds = [f"{median(values):.3f} s" for values in (new_s, used_s, syncs)]
     table.add_row(f"{size / 1e6:.0f} MB", *seconds, f"{median(shares):.0%}")
     Console().print(table)
@@ -70,7 +70,7 @@ def main() -> int:
         "time_over_copy_in_use": median(syncs) / median(used_s),
         "share_of_vllm": median(shares),
     }
-    shown = Goal("shown", True)
+    shown = Goal("for information", True)
     goals = dict.fromkeys(figures, shown) | {"time_over_copy": Goal("at most 4", figures["time_over_copy"] <= 4)}
     return finish("weight_sync", figures, goals, json_file)
 

@@ -1,1 +1,1 @@
-"""The planner held against configurations that other people ran: memory and time."""
+"""Compare the planner's memory and time with configurations that other people ran."""

@@ -1,10 +1,10 @@
-"""Predictions for a table of published runs, held against what their authors saw: memory and time.
+"""Predict memory and time of a table of published runs, and compare them with what their authors measured.
 
 python -m benchmarks.published TABLE.csv [--json FILE] [--worst COUNT]
 
-The table's columns are those of ``rows.Row``. No row is treated by itself: what is predicted follows from architectures
-and GPUs of conf, from rlflow's own formulas, and from what libraries are known to do (``libraries.py``, ``steps.py``).
-docs/planner.md says which constants of these were chosen with published rows in sight.
+The table's columns are those of ``rows.Row``. No row gets special treatment: predictions follow from architectures and
+GPUs of conf, from rlflow's own formulas, and from known behaviour of libraries (``libraries.py``, ``steps.py``).
+benchmarks/RESULTS.md lists the constants that were chosen with published rows in sight.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--worst", type=int, default=8, help="rows to print of each kind of mistake")
+    parser.add_argument("--worst", type=int, default=8, help="number of rows to print for each kind of error")
     arguments = parser.parse_args()
     rows = read(arguments.table)
     made, unusable = cases(rows)

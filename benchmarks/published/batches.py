@@ -1,4 +1,4 @@
-"""How much a step of a published run works on: how many samples, how long, in how many parts."""
+"""The work in a step of a published run: how many samples, how long, in how many parts."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from benchmarks.published.cases import Case
 from benchmarks.published.rows import Row
 from rlflow.resources.time.lengths import Lengths
 
-# Samples of supervised steps where the row is silent: ms-swift and Megatron-SWIFT both come to 16 by default.
+# Samples of supervised steps if the row does not say: ms-swift and Megatron-SWIFT both come to 16 by default.
 _SWIFT_BATCH = 16
 # The comparison with DeepSpeed-Chat in OpenRLHF's README (benchmark/README.md): all of 1024 + 1024 tokens, reward and
 # critic as large as the actor, updates of 128.
@@ -28,9 +28,9 @@ class Batch:
     prompts: Lengths
     responses: Lengths
     minibatches: int
-    """Updates of a step."""
+    """Optimizer steps per step."""
     micro_batch_tokens: float
-    """That really go through the model at once."""
+    """Tokens that actually pass through the model at once."""
 
     @property
     def tokens(self) -> float:
@@ -38,24 +38,24 @@ class Batch:
 
     @property
     def typical_length(self) -> float:
-        """Of the sequence that a token is in."""
+        """Return the mean length of the sequence that a token belongs to."""
         whole = [self.prompts.mean + length for length in self.responses.values]
         return sum(length * length for length in whole) / sum(whole)
 
 
 def is_full(row: Row) -> bool:
-    """Supervised samples fill the limit: ms-swift packs before it counts, or the text calls the limit their context."""
+    """Return whether supervised samples fill the limit: packed (ms-swift), or described as a context of that length."""
     named = re.search(r"pack" if "swift" in row.system else "packed samples", row.text)
     return bool(named or re.search(r"\d+k context|long_text", row.text)) and not row.rollout_engine
 
 
 def is_compared(row: Row) -> bool:
-    """One of the runs of OpenRLHF's comparison."""
+    """Return whether the row belongs to OpenRLHF's comparison with DeepSpeed-Chat."""
     return "1024 prompts" in row.step_time_kind
 
 
 def batch_of(case: Case) -> Batch | None:
-    """None: the row does not say."""
+    """Return the work of a step; None if the row does not say."""
     row = case.row
     samples, prompts, responses = case.samples, case.prompts, case.responses
     if samples is None and "swift" in row.system and not row.rollout_engine:
@@ -82,8 +82,10 @@ def batch_of(case: Case) -> Batch | None:
 
 
 def _responses(row: Row, samples: float, prompt: float, limit: float) -> Lengths:
-    """Where no mean is given: throughput is published as tokens over GPUs and time, so it tells the number of tokens of
-    a step, a fact of what was run. Else what models write, cut at the limit.
+    """Return response lengths for a row without a mean.
+
+    Published throughput is tokens per GPU and second, so it gives the number of tokens of a step. Otherwise the lengths
+    are those that such models usually generate, truncated at the limit.
     """
     if row.tokens_per_s_per_gpu and row.step_time_s and row.n_gpus:
         mean = row.tokens_per_s_per_gpu * row.step_time_s * row.n_gpus / samples
@@ -95,7 +97,7 @@ def _responses(row: Row, samples: float, prompt: float, limit: float) -> Lengths
 
 
 def _minibatches(row: Row, samples: float) -> int:
-    """verl counts prompts in a mini-batch, the others samples in a batch."""
+    """Return the number of minibatches; verl counts prompts in a mini-batch, other systems samples in a batch."""
     if is_compared(row):
         return max(1, round(samples / COMPARED_BATCH))
     if row.mini_batch and row.prompts_per_step and "verl" in row.system:
@@ -108,7 +110,7 @@ def _minibatches(row: Row, samples: float) -> int:
 
 
 def _micro_batch(row: Row, mean: float, limit: float) -> float:
-    """NeMo-RL's performance recipes, like packed rows, fill the limit."""
+    """Return the tokens of a micro-batch; NeMo-RL's performance recipes and packed rows fill the limit."""
     if row.max_tokens_per_gpu:
         return float(row.max_tokens_per_gpu)
     sequences = (row.micro_batch_per_gpu or 1) * libraries.sequences_per_sample(row)

@@ -1,4 +1,4 @@
-"""The cards of conf that a row's model and GPU are."""
+"""The model and GPU cards of conf that match a published row."""
 
 import re
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _QUANTISED = re.compile(r"awq|gptq|qlora|bnb|hqq|int4|int8|nvfp4|mxfp4")
 
 
 def unfit(row: Row) -> str | None:
-    """Why its model is none that rlflow plans for."""
+    """Return why rlflow cannot plan for the row's model; None if it can."""
     name = row.model.lower()
     if any(_MORE_THAN_TEXT.fullmatch(word) for word in re.split(r"[-_/() ]+", name)):
         return "a model with more than a text decoder"
@@ -34,7 +34,7 @@ def unfit(row: Row) -> str | None:
 
 @cache
 def _cards() -> Mapping[frozenset[str], Architecture]:
-    """Architectures of conf/model by the words of their names that tell them apart."""
+    """Return the architectures of conf/model by the distinguishing words of their names."""
     cards = {}
     for file in sorted((CONF / "model").glob("*.yaml")):
         card: Any = OmegaConf.to_container(OmegaConf.load(file))
@@ -61,7 +61,7 @@ _ALIASES = {
 
 
 def _words(name: str) -> set[str]:
-    """Of ``Qwen/Qwen2.5-7B-Instruct``: qwen2.5 and 7b."""
+    """Return the distinguishing words of a name, such as qwen2.5 and 7b of ``Qwen/Qwen2.5-7B-Instruct``."""
     tail = name.lower().rsplit("/", 1)[-1].removesuffix(".md")
     tail = re.sub(r"^(nvidia|meta)-", "", tail).replace("llama2", "llama-2").replace("llama3", "llama-3")
     words = {word for word in re.split(r"[-_() ]+", tail) if word}
@@ -82,7 +82,7 @@ def model_of(row: Row) -> Architecture | None:
 
 
 def gpu_of(row: Row) -> Gpu | None:
-    """The card of conf/gpu of the row's type and memory, or the row's own memory where no card has it."""
+    """Return the card of conf/gpu for the row's type and memory, or a GPU with the row's own memory."""
     name = re.sub(r"[^a-z0-9]", "", row.gpu_type.lower())
     kinds = {stem: re.sub(r"_\d+gb$", "", stem).removeprefix("rtx_").replace("_", "") for stem in _gpus()}
     kind = max((kind for kind in kinds.values() if kind in name), key=len, default=None)

@@ -22,24 +22,24 @@ class Case:
     row: Row
     model: Architecture
     gpu: Gpu | None
-    """None: the row names none."""
+    """None if the row names none."""
     gpus_per_host: int
     train: Layout
     """``micro_batch_tokens`` is the largest micro-batch of the run."""
     training: TrainingMemory
     habits: libraries.Library
     rollout: Layout | None
-    """Of all generating engines together. None: the run does not generate, or the row does not say with what."""
+    """The layout of all generating engines together; None if the run does not generate, or the row names no engine."""
     colocated: bool
     prompts: Lengths
     responses: Lengths
     samples: float | None
-    """Per step: prompts times the responses to each."""
+    """Samples per step: prompts times responses to each."""
     group_size: int
     packed: bool
-    """Micro-batches are filled with whole samples, or hold them without padding."""
+    """Whether micro-batches are filled with whole samples, or have no padding."""
     assumed: frozenset[str]
-    """Columns that are blank and were filled by what the library does, or by a prior."""
+    """Blank columns that were filled from the library's behaviour or a prior."""
 
     @property
     def memory_gib(self) -> float | None:
@@ -53,7 +53,7 @@ class Skipped:
 
 
 def case_of(row: Row) -> Case | Skipped:
-    """The row in rlflow's terms, or why it cannot be: the reasons hold for memory and time alike."""
+    """Return the row in rlflow's terms, or why that is impossible, for memory and time equally."""
     reason = _unfit(row)
     if reason:
         return Skipped(row, reason)

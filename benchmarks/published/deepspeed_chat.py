@@ -1,4 +1,4 @@
-"""DeepSpeed-Chat's steps, whose table gives the time of an epoch, and those of OpenRLHF's comparison with it."""
+"""Step times of DeepSpeed-Chat, whose table has the time of an epoch, and of OpenRLHF's comparison with it."""
 
 from dataclasses import replace
 from math import ceil
@@ -28,7 +28,7 @@ def is_hybrid(case: Case) -> bool:
 
 
 def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
-    """Batches that are generated and trained on at once, as large as memory allows.
+    """Predict a step that generates and trains on batches as large as memory allows.
 
     In the epochs, weights are gathered into injected kernels once for each batch; models that do not fit a GPU beside
     what is trained are cut over those of a host. In the comparison with OpenRLHF, where that is said not to work under
@@ -79,7 +79,7 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
 
 
 def _largest(case: Case, critic: Architecture, tokens: float, most: int, *, whole: bool) -> tuple[Layout, int, int]:
-    """The layout, sequences of each GPU, and GPUs that generate together, with the largest batch that fits.
+    """Return the layout, the sequences per GPU and the GPUs per generating group with the largest batch that fits.
 
     Attention of that time keeps its whole matrix, in fp32 and fp16, and its mask.
     """

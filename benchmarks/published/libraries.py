@@ -1,4 +1,4 @@
-"""What training libraries do where a row is silent: facts of a library, never of a row."""
+"""The default behaviour of training libraries, for what a published row does not say."""
 
 import re
 from dataclasses import dataclass, replace
@@ -34,19 +34,19 @@ class Library:
     offload: Offload
     gradient_checkpointing: bool
     parks_policy: bool
-    """The policy's state is on the host while an engine on the same GPUs generates."""
+    """Whether the policy's state is offloaded while an engine on the same GPUs generates."""
     engine_sleeps: bool
-    """The engine gives back its weights and keys and values while the policy on the same GPUs trains."""
+    """Whether the engine releases its weights and KV cache while the policy on the same GPUs trains."""
     serves_with_share: bool
-    """The engine takes a share of the GPU, as vLLM and SGLang do."""
+    """Whether the engine takes a share of the GPU, as vLLM and SGLang do."""
     utilization: float
-    """That share, where it is not given."""
+    """That share, if it is not given."""
     engine_bytes: float
-    """A weight of the engine's, in bytes."""
+    """Bytes per weight of the engine."""
     references: float
     """Frozen copies of the model on the training GPUs besides the policy."""
     critics: float
-    """Trained ones."""
+    """Trained copies, such as critics, on the training GPUs."""
 
 
 def of(row: Row) -> Library:
@@ -79,7 +79,7 @@ def of(row: Row) -> Library:
 
 
 def _family(row: Row) -> str:
-    """What is in the sharding's name is more precise than the backend."""
+    """Return the family of the library; the sharding's name is more precise than the backend's."""
     backend, sharding = row.train_backend.lower(), row.sharding.lower()
     if re.search(r"fsdp|dtensor", f"{backend} {sharding}"):
         return "fsdp"
@@ -89,7 +89,7 @@ def _family(row: Row) -> str:
 
 
 def _training(row: Row) -> tuple[TrainingMemory, int, Offload]:
-    """How the state is kept, the ZeRO stage that is like it, and what is on the host throughout."""
+    """Return how the state is stored, the equivalent ZeRO stage, and what stays offloaded throughout."""
     family, sharding, system = _family(row), row.sharding.lower(), row.system.lower()
     stage = re.search(r"(?:zero|stage)[-_ ]?([0-3])", f"{sharding} {row.train_backend.lower()}")
     nemo, verl = "nemo" in system, "verl" in system
@@ -126,7 +126,7 @@ def _checkpoints(row: Row) -> bool:
 
 
 def _others(row: Row) -> tuple[float, float]:
-    """Preference losses, and sampling with a penalty for leaving the reference, hold it beside the policy: not with
+    """Return the number of references and critics: preference losses and KL penalties hold a reference beside the policy: not with
     adapters, which are switched off for it. PPO has a critic. NeMo-RL, and who parks, keep them on the host."""
     algorithm = row.algorithm.lower()
     sampled = bool(row.rollout_engine)
@@ -138,7 +138,7 @@ def _others(row: Row) -> tuple[float, float]:
 
 
 def unfit(row: Row) -> str | None:
-    """Why the library's work cannot be told from the row."""
+    """Return why the row does not determine the library's work; None if it does."""
     text = row.text
     tuner = re.search(r"tuner=(\w+)", text)
     if tuner and tuner[1] not in ("lora", "full"):
@@ -153,7 +153,7 @@ def unfit(row: Row) -> str | None:
 
 
 def assumed(row: Row) -> list[str]:
-    """Columns that are blank although the library's default does not settle them."""
+    """Return the blank columns for which the library has no default."""
     backend = row.train_backend.lower()
     found = []
     if "deepspeed" in backend and not re.search(r"[0-3]", row.sharding + backend):
@@ -194,7 +194,7 @@ def tokens_per_group(row: Row) -> int:
 
 
 def sequences_per_sample(row: Row) -> int:
-    """Pairs of preference data are two sequences."""
+    """Return the sequences per sample: two for preference pairs."""
     return 2 if re.search(r"dpo|\brm\b|simpo|orpo|cpo|kto", row.algorithm.lower()) else 1
 
 

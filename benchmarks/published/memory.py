@@ -1,4 +1,4 @@
-"""Is memory predicted so that runs that worked fit and runs that died do not, and does it meet what was measured?"""
+"""Compare predicted memory with published runs: which fit, which ran out of memory, and what was measured."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from rlflow.resources.memory.phases import generate_memory, update_terms, usable
 from rlflow.resources.memory.state import Terms, TrainingMemory, state_terms
 
 _MAX_BATCHED_TOKENS = 8192
-# Columns in which the rows of a bisection differ, the first that does being the one that was searched.
+# Columns that a bisection may search, in order: the first one that differs was searched.
 _SEARCHED = ("micro_batch_per_gpu", "max_tokens_per_gpu", "max_response_len", "max_total_len")
 _OUTCOMES = {"id", "outcome", "notes", "prompts_per_step", "train_batch", "mini_batch", *_SEARCHED}
 
@@ -22,13 +22,13 @@ _OUTCOMES = {"id", "outcome", "notes", "prompts_per_step", "train_batch", "mini_
 @dataclass(frozen=True)
 class Prediction:
     update: Terms
-    """Of a training GPU at its fullest, with what stays on it of others."""
+    """Peak of a training GPU, including what other roles keep on it."""
     generate: Terms | None
-    """Of a generating GPU likewise."""
+    """The same of a generating GPU."""
     sync: Terms | None
-    """Of a GPU that both use, while weights go from one to the other."""
+    """Memory of a GPU that both use, during a weight copy between them."""
     has_room: bool
-    """The engine's weights fit into its share."""
+    """Whether the engine's weights fit into its share."""
     limit: float | None
     """GiB of the GPU that can be allocated."""
 
@@ -38,7 +38,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Only of a case whose GPU is known."""
+        """Return whether the case fits its GPU, which must be known."""
         assert self.limit is not None
         others = [sum(terms.values()) for terms in (self.generate, self.sync) if terms is not None]
         return max(self.update_gib, *others, 0.0) <= self.limit and self.has_room
@@ -79,7 +79,7 @@ def predict(case: Case) -> Prediction:
 
 
 def _others(case: Case) -> dict[str, float]:
-    """Models beside the policy on its GPUs, as large as it: frozen in bf16, or trained and at rest."""
+    """Return the memory of other models on the policy's GPUs, as large as the policy: frozen in bf16, or idle."""
     frozen = TrainingMemory(gradients=0, optimizer=0)
     layout = replace(case.train, offload="none")
     reference = case.habits.references * state_terms(case.model, layout, frozen)["weights"]
@@ -91,7 +91,7 @@ def _others(case: Case) -> dict[str, float]:
 
 
 def unfit(case: Case) -> str | None:
-    """Why a case says nothing of memory although it is one."""
+    """Return why a case says nothing about memory; None if it does."""
     row = case.row
     if "sharding" in case.assumed:
         return "how the state is sharded is not given"
@@ -103,7 +103,7 @@ def unfit(case: Case) -> str | None:
 
 
 def _decides(case: Case) -> bool:
-    """Whether the row tells that it fits its GPU, or that it does not, and nobody says otherwise."""
+    """Return whether the row says clearly that it fits its GPU or that it does not."""
     return case.memory_gib is not None and case.row.outcome in ("ok", "ok_ci", "oom") and not is_contested(case.row)
 
 
@@ -114,7 +114,7 @@ def is_contested(row: Row) -> bool:
 
 
 def _measured(row: Row) -> float | None:
-    """GiB of a training GPU, where it was measured in a run that worked. The GB that tools print are GiB."""
+    """Return the GiB that a successful run measured on a training GPU. The GB that tools print are GiB."""
     kind = row.peak_mem_kind.lower()
     if not row.peak_mem_gb or row.outcome == "oom" or re.search(r"equals card|bound|at oom", kind):
         return None
@@ -134,7 +134,7 @@ def _bound(row: Row) -> float | None:
 
 
 def comparable(case: Case, prediction: Prediction) -> float:
-    """What the row's kind of measurement sees of the prediction."""
+    """Return the part of the prediction that the row's kind of measurement covers."""
     kind = case.row.peak_mem_kind.lower()
     unseen: set[str] = set()
     if "alloc" in kind:
@@ -160,7 +160,7 @@ class Boundary:
 
 
 def boundaries(rows: Iterable[Row]) -> Iterator[Boundary]:
-    """Of each series of runs that differ in one size: the largest that ran, and the largest predicted to fit."""
+    """Yield, for each series of runs that differ in one size, the largest that ran and the largest predicted to fit."""
     bisected = [row for row in rows if row.evidence == "author_oom_bisect"]
     for _, found in groupby(sorted(bisected, key=_but_size), key=_but_size):
         series = list(found)
@@ -197,18 +197,18 @@ class Judged:
     case: Case
     prediction: Prediction
     outcome: bool | None
-    """Whether it ran; None: not to be judged."""
+    """Whether it ran; None if that is unclear."""
     measured: float | None
     bound: float | None
 
     @property
     def error(self) -> float | None:
-        """Signed, relative."""
+        """Return the relative error with its sign."""
         return None if self.measured is None else comparable(self.case, self.prediction) / self.measured - 1
 
 
 def judge(cases: Sequence[Case]) -> tuple[list[Judged], dict[str, str]]:
-    """Those that say something of memory, and the reasons of the others by id."""
+    """Return the cases that say something about memory, and the reasons why others do not, by id."""
     judged, skipped = [], {}
     for case in cases:
         reason = unfit(case)
@@ -241,16 +241,18 @@ def figures(judged: Sequence[Judged], found: Sequence[Boundary]) -> dict[str, fl
 
 
 def worst(judged: Sequence[Judged]) -> Mapping[str, list[Judged]]:
-    """What a person would look at first."""
+    """Return the largest errors of each kind."""
     return {
-        "said not to fit, and ran": [one for one in judged if one.outcome is True and not one.prediction.fits],
-        "said to fit, and died": [one for one in judged if one.outcome is False and one.prediction.fits],
+        "predicted not to fit, but ran": [one for one in judged if one.outcome is True and not one.prediction.fits],
+        "predicted to fit, but ran out of memory": [
+            one for one in judged if one.outcome is False and one.prediction.fits
+        ],
         "memory": sorted((one for one in judged if one.error is not None), key=lambda one: -abs(one.error or 0)),
     }
 
 
 def line(one: Judged) -> str:
-    """A row's prediction as text, with what it is made of."""
+    """Return a row's prediction with its terms as text."""
     row, train = one.case.row, one.case.train
     made_of = ", ".join(f"{term} {gib:.1f}" for term, gib in one.prediction.update.items() if gib >= 0.05)
     seen = f"{one.measured:.1f}" if one.measured is not None else f"a limit of {one.prediction.limit or 0:.1f}"
@@ -264,5 +266,5 @@ def line(one: Judged) -> str:
 def boundary_line(boundary: Boundary) -> str:
     return (
         f"boundary {boundary.ids[0]} to {boundary.ids[-1]}, {boundary.searched}: {boundary.predicted} predicted, "
-        f"{boundary.true} ran, {boundary.smallest_that_died} died"
+        f"{boundary.true} ran, {boundary.smallest_that_died} ran out of memory"
     )

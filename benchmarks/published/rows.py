@@ -1,4 +1,4 @@
-"""A table of published runs, as its file has it."""
+"""The rows of a table of published runs."""
 
 import csv
 import types
@@ -68,12 +68,12 @@ class Row:
 
     @property
     def text(self) -> str:
-        """Where the run's options are named, in small letters."""
+        """Return the texts that name the run's options, in lower case."""
         return f"{self.source_path} {self.notes}".lower()
 
 
 def read(file: Path) -> list[Row]:
-    """Columns that the table lacks are blank."""
+    """Read a table; columns that it lacks are blank."""
     with file.open(newline="") as stream:
         return [row_of(line) for line in csv.DictReader(stream)]
 

@@ -1,4 +1,4 @@
-"""What a step of each library consists of, and how long it should take. Facts of libraries, never of a row."""
+"""The parts of a step in each library, and the predicted time of each. No row gets special treatment."""
 
 import re
 from collections.abc import Mapping
@@ -23,22 +23,22 @@ from rlflow.resources.time.passes import (
 )
 from rlflow.resources.time.speed import Efficiency, Speed, gpu_speed
 
-# Of a GPU's memory, for weights, gradients and optimizer; the rest is for activations and logits.
+# The share of a GPU's memory for weights, gradients and optimizer; activations and logits get the rest.
 _STATE_SHARE = 0.85
-# Of a module under ZeRO-3: Python, and a gather of few bytes.
+# Seconds per module under ZeRO-3: Python, and a gather of few bytes.
 _HOOK_S = 0.7e-3
-# An engine falls asleep in 1.5 s, by vLLM's own log, wakes in as much, and its weights are copied.
+# vLLM's log reports 1.5 s to fall asleep and 1.5 s to wake up; its weights are copied besides.
 _WAKE_S = 3.0
 
 
 @dataclass(frozen=True)
 class Step:
     parts: Mapping[str, float]
-    """Seconds by what is done, on its own GPUs."""
+    """Seconds of each part, on the GPUs of that part."""
     overlaps: bool = False
-    """Generation for the next step runs beside everything else."""
+    """Whether generation for the next step overlaps everything else."""
     repeated: float = 1
-    """Steps in what was measured."""
+    """The number of steps that the measurement covers."""
     assumed: frozenset[str] = field(default_factory=frozenset)
 
     @property
@@ -50,14 +50,14 @@ class Step:
 
 
 def unfit(case: Case) -> str | None:
-    """Why the row's time cannot be predicted from what it says."""
+    """Return why the row does not say enough to predict its time; None if it does."""
     row = case.row
     if case.gpu is None:
         return "no GPU named"
     if case.gpu.peak_tflops is None or case.gpu.memory_gb_s is None:
         return "a GPU without figures"
     if not row.rollout_engine and re.search(r"grpo|ppo|dapo|rloo|distill|swe", row.algorithm.lower()):
-        return "with generation of which the row says nothing"
+        return "generation that the row does not describe"
     if row.rollout_engine and case.rollout is None:
         return "no GPUs for generating"
     if batch_of(case) is None and not row.rollout_engine.startswith("ds"):
@@ -159,7 +159,7 @@ def _generates(case: Case, batch: Batch, speed: Speed) -> dict[str, float]:
         tensors=_tensors(case.model),
     )
     if ahead > 1:
-        # Others take the places of what has ended: there is no tail.
+        # New samples replace finished ones, so there is no tail.
         rate = engines * made.engine_tokens_per_second
         prefill = made.prefill_seconds / ahead
         return {"generation": batch.samples * batch.responses.mean / rate + prefill, "sync": synced}
@@ -167,8 +167,10 @@ def _generates(case: Case, batch: Batch, speed: Speed) -> dict[str, float]:
 
 
 def _layout(case: Case, batch: Batch) -> Layout:
-    """As given; what is not given as memory demands: experts, then tensors, are spread over a host's GPUs until the
-    state fits, and Adam's goes to the host where nothing else helps.
+    """Return the row's layout, completed so that its state fits.
+
+    Experts, then tensors, are spread over a host's GPUs until the state fits; Adam's state is offloaded as the last
+    resort.
     """
     given = replace(case.train, micro_batch_tokens=round(batch.micro_batch_tokens))
     if case.memory_gib is None:
@@ -193,7 +195,7 @@ def _spread(layout: Layout, tensor: int, experts: int) -> Layout:
 
 
 def _wide_enough(case: Case, layout: Layout) -> Layout:
-    """As given; else as many GPUs for a copy as the weights need, with a third of their share left to the rest."""
+    """Return the row's layout, or one with enough GPUs per copy that the weights leave a third of their share free."""
     if case.row.rollout_tp or not case.memory_gib:
         return layout
     gpus, size = layout.num_gpus, 1
@@ -204,8 +206,10 @@ def _wide_enough(case: Case, layout: Layout) -> Layout:
 
 
 def _at_once(case: Case, layout: Layout) -> int:
-    """Sequences that an engine is given. In the time of its comparison with DeepSpeed-Chat, every rank of OpenRLHF's
-    actor, on half of the training GPUs, waited for a micro-batch of its own (trainer/ppo_utils/experience_maker.py).
+    """Return the number of sequences that an engine receives at once.
+
+    At the time of its comparison with DeepSpeed-Chat, every rank of OpenRLHF's actor, on half of the training GPUs,
+    waited for its own micro-batch (trainer/ppo_utils/experience_maker.py).
     """
     row = case.row
     if "openrlhf" in row.system.lower() and (is_compared(row) or row.source_path.startswith("benchmark/")):
@@ -215,12 +219,12 @@ def _at_once(case: Case, layout: Layout) -> int:
 
 
 def _tensors(model: Architecture) -> int:
-    """Of the file: about nine of a layer, and three of each expert."""
+    """Return the number of tensors in a checkpoint: about nine per layer, and three per expert."""
     return 9 * model.num_hidden_layers + 3 * model.num_sparse_layers * (model.num_experts or 0)
 
 
 def _scored(row: Row) -> float:
-    """Forward passes of models of the actor's size before the update, besides a critic's and a reward model's."""
+    """Count the forward passes before the update by models of the actor's size, without critic and reward model."""
     algorithm, system = row.algorithm.lower(), row.system.lower()
     if not row.rollout_engine:
         # Preference losses of Hugging Face's kind and Megatron's score the pairs by the reference too.
@@ -235,7 +239,7 @@ def _scored(row: Row) -> float:
 
 
 def _steps_ahead(row: Row) -> int:
-    """By which generation may run ahead of the update. 0: each waits for the other."""
+    """Return the number of steps by which generation may run ahead of the update; 0 if each waits for the other."""
     text = f"{row.text} {row.algorithm} {row.system}".lower()
     named = re.search(r"(\d+)-step off", text)
     if named:
@@ -246,7 +250,7 @@ def _steps_ahead(row: Row) -> int:
 
 
 def critic_of(case: Case) -> Architecture:
-    """Of the actor's size, unless the row says otherwise: ``350M critic``."""
+    """Return the critic's architecture: the actor's, unless the row says otherwise, as in ``350M critic``."""
     named = re.search(r"([\d.]+)([mb]) critic", case.row.notes.lower())
     if named:
         small = model_of(replace(case.row, model=f"{re.split('[0-9]', case.row.model)[0]}{named[1]}{named[2]}"))
@@ -258,7 +262,7 @@ def critic_of(case: Case) -> Architecture:
 
 
 def _shrunk(model: Architecture, share: float) -> Architecture:
-    """About that share of its parameters: fewer and narrower layers."""
+    """Return an architecture with about that share of the parameters, by fewer and narrower layers."""
     factor = share ** (1 / 3)
     heads = max(1, round(model.num_attention_heads * factor))
     return replace(

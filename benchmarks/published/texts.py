@@ -1,4 +1,4 @@
-"""How long a row's samples are, and the largest micro-batch that they make."""
+"""The lengths of a row's samples, and its largest micro-batch."""
 
 import re
 from math import exp
@@ -9,16 +9,19 @@ from benchmarks.published.rows import Row
 from rlflow.resources.time.lengths import Lengths
 
 _TEXT_LENGTH, _LIMIT_TO_MEAN = 200.0, 10.0
-"""Mean tokens of a supervised sample where nothing is known of the data: those of Alpaca, or if that is more a tenth
-of the limit, shared by a micro-batch's sequences. Limits leave nearly all samples whole, and let the worst fit."""
+"""Mean tokens of a supervised sample of unknown data: those of Alpaca, or a tenth of the limit, divided by the
+micro-batch's sequences, if that is more. Limits usually truncate few samples and let the longest ones fit."""
 _SPREAD, _SAMPLES = 0.8, 256
-"""Of the logarithm of texts' lengths, and how many stand for a data set: the longest is the longest of so many."""
+"""The standard deviation of the logarithm of text lengths, and the number of samples that represent a data set."""
 _ANSWER_SHARE = 0.3
-"""Of the limit, the mean length of sampled responses where it is not given."""
+"""The mean length of sampled responses as a share of the limit, if it is not given."""
 
 
 def lengths_of(row: Row) -> tuple[Lengths, Lengths, set[str]]:
-    """Of prompts and responses; supervised samples are one text, the response, after a prompt of one token."""
+    """Return the lengths of prompts and responses, and which were guessed.
+
+    Supervised samples are one text, the response, after a prompt of one token.
+    """
     guessed = set()
     total = row.max_total_len or (row.max_prompt_len or 0) + (row.max_response_len or 0) or None
     if not row.rollout_engine and not row.max_response_len:
@@ -50,7 +53,7 @@ def lengths_of(row: Row) -> tuple[Lengths, Lengths, set[str]]:
 
 
 def _texts(mean: float, limit: float) -> Lengths:
-    """Of texts that people wrote, log-normal around ``mean``. What is longer than ``limit`` is cut."""
+    """Return lengths of human texts: log-normal around ``mean``, truncated at ``limit``."""
     normal = NormalDist()
     median = mean / exp(_SPREAD**2 / 2)
     quantiles = (normal.inv_cdf((index + 0.5) / _SAMPLES) for index in range(_SAMPLES))
@@ -59,7 +62,7 @@ def _texts(mean: float, limit: float) -> Lengths:
 
 
 def largest_micro_batch(row: Row, prompts: Lengths, responses: Lengths, packed: bool) -> float:
-    """Tokens of the largest micro-batch that a GPU (its group) meets in a run."""
+    """Return the tokens of the largest micro-batch of a GPU (or its group) in a run."""
     per_sample = libraries.sequences_per_sample(row)
     sequences = (row.micro_batch_per_gpu or 1) * per_sample
     limit = float(row.max_total_len or (row.max_prompt_len or 0) + (row.max_response_len or 0) or 32768)

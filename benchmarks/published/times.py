@@ -1,4 +1,4 @@
-"""Does the time model meet the step times that others measured, and does it put them in the right order?"""
+"""Compare predicted step times with those that others measured: their error, and their order."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from benchmarks.published import deepspeed_chat, steps
 from benchmarks.published.cases import Case, case_of
 from benchmarks.published.steps import Step
 
-# Measured times that differ by less are a tie: runs of one configuration, repeated, differ as much.
+# Measured times that differ by less count as equal: repeated runs of one configuration differ by this much.
 _NOISE = 0.05
 _FEWEST = 3
 
@@ -22,11 +22,11 @@ class Judged:
     step: Step
     measured: float
     is_bound: bool
-    """``measured`` is a limit that a run keeps, with slack."""
+    """Whether ``measured`` is only an upper bound."""
 
     @property
     def error(self) -> float:
-        """Signed, relative."""
+        """Return the relative error with its sign."""
         return self.step.seconds / self.measured - 1
 
     @property
@@ -44,14 +44,14 @@ class Judged:
 
 
 def judge(cases: Iterable[Case]) -> tuple[list[Judged], dict[str, str]]:
-    """Those with a step time that can be predicted, and the reasons of the others by id."""
+    """Return the cases whose step time can be predicted, and the reasons why others cannot, by id."""
     judged, skipped = [], {}
     for case in cases:
         row = case.row
         if row.step_time_s is None:
             continue
         if row.rollout_engine and row.placement not in ("colocate", "disaggregate"):
-            # Every call has all GPUs, one after another, as where roles are placed together.
+            # Every call uses all GPUs, one after another, as with colocated roles.
             again = case_of(replace(row, placement="colocate"))
             case = again if isinstance(again, Case) else case
         reason = steps.unfit(case)
@@ -64,7 +64,7 @@ def judge(cases: Iterable[Case]) -> tuple[list[Judged], dict[str, str]]:
 
 
 def figures(judged: Sequence[Judged]) -> dict[str, float | int | None]:
-    """Shares, not percent. Of rows that are bounds, only how many the prediction keeps."""
+    """Return the figures as shares, not percent. Rows that are bounds count only as kept or not."""
     rows = [one for one in judged if not one.is_bound]
     bounds = [one for one in judged if one.is_bound]
     errors = [abs(one.error) for one in rows]
@@ -84,7 +84,7 @@ def figures(judged: Sequence[Judged]) -> dict[str, float | int | None]:
 
 
 def by_system(judged: Sequence[Judged]) -> dict[str, dict[str, float | int | None]]:
-    """The same for each system; calibrated on all the others."""
+    """Return the figures of each system, calibrated on all other systems."""
     rows = [one for one in judged if not one.is_bound]
     calibrated = calibrated_errors(rows)
     found = {}
@@ -98,8 +98,9 @@ def by_system(judged: Sequence[Judged]) -> dict[str, dict[str, float | int | Non
 
 
 def calibrated_errors(rows: Sequence[Judged]) -> dict[str, float]:
-    """Signed errors by id after one factor for each kind of GPU, fitted on the other systems' runs on that kind; where
-    there are none, on all of the others'.
+    """Return signed errors by id after calibration with one factor per kind of GPU.
+
+    The factor is fitted on other systems' runs on that kind of GPU or, if there are too few, on all their runs.
     """
     errors = {}
     for one in rows:
@@ -112,7 +113,7 @@ def calibrated_errors(rows: Sequence[Judged]) -> dict[str, float]:
 
 
 def taus_of(rows: Sequence[Judged]) -> list[tuple[tuple[str, str, str], float]]:
-    """Kendall's tau of every table with three rows and more: one system's runs from one source on one kind of GPU."""
+    """Return Kendall's tau of every table with at least three rows: one system, one source, one kind of GPU."""
     found = []
     for table in sorted({one.table for one in rows}):
         mine = [one for one in rows if one.table == table]
@@ -125,7 +126,7 @@ def taus_of(rows: Sequence[Judged]) -> list[tuple[tuple[str, str, str], float]]:
 def kendall(
     rows: Sequence[Judged], truth: Callable[[Judged], float], predicted: Callable[[Judged], float]
 ) -> float | None:
-    """Concordant less discordant pairs over all whose truth differs by more than noise."""
+    """Return concordant minus discordant pairs, relative to all pairs that differ by more than noise."""
     signs = []
     for one, other in combinations(rows, 2):
         gap = log(truth(one) / truth(other))
@@ -144,7 +145,7 @@ def worst(judged: Sequence[Judged], count: int = 12) -> list[Judged]:
 
 
 def line(one: Judged) -> str:
-    """A row's prediction as text, with what it is made of."""
+    """Return a row's prediction with its parts as text."""
     row = one.case.row
     parts: Mapping[str, float] = one.step.parts
     made_of = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items() if seconds)
