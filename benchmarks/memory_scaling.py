@@ -97,7 +97,7 @@ def main() -> int:
     ratios = {engine: _shared(engine) for engine in ("torch", "deepspeed")}
     for engine, ratio in ratios.items():
         print(
-            f"{engine}: each of two ranks that share a text of {_SHARED} tokens uses {ratio:.2f} of the memory of one rank alone"
+            f"{engine}: two ranks share a text of {_SHARED} tokens; each uses {ratio:.2f} of the memory of one alone"
         )
     figures = {
         "growth_with_group_size": growth,

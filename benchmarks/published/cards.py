@@ -69,9 +69,9 @@ def _words(name: str) -> set[str]:
 
 
 def model_of(row: Row) -> Architecture | None:
-    """The card of conf/model with the most words of its name in the row's model, and about its size.
+    """Return the card of conf/model that shares the most words with the row's model and has about its size.
 
-    Words that the card lacks, as of a fine-tuned model, do not matter: its size has to agree.
+    Additional words of the row, such as those of a fine-tuned model, do not matter.
     """
     words = _words(row.model) | ({"v3"} if row.model.endswith("deepseek.md") else set())
     for name, architecture in sorted(_cards().items(), key=lambda item: -len(item[0])):

@@ -126,8 +126,11 @@ def _checkpoints(row: Row) -> bool:
 
 
 def _others(row: Row) -> tuple[float, float]:
-    """Return the number of references and critics: preference losses and KL penalties hold a reference beside the policy: not with
-    adapters, which are switched off for it. PPO has a critic. NeMo-RL, and who parks, keep them on the host."""
+    """Return the number of frozen references and of critics on the training GPUs.
+
+    Preference losses and KL penalties need a reference, except with adapters, which are switched off for it. PPO has a
+    critic. NeMo-RL, and runs that offload, keep them on the host.
+    """
     algorithm = row.algorithm.lower()
     sampled = bool(row.rollout_engine)
     parked = sampled and bool(row.param_offload)
@@ -172,14 +175,14 @@ def assumed(row: Row) -> list[str]:
 
 
 def tensor_parallel_size(row: Row) -> int:
-    """NeMo-RL's example of supervised training with 8B has 4 (examples/configs/sft_openmathinstruct2.yaml)."""
+    """Return the degree; NeMo-RL's example of supervised 8B training has 4 (sft_openmathinstruct2.yaml)."""
     if row.train_tp is None and "nemo-rl" in row.system and row.algorithm == "sft":
         return 4
     return row.train_tp or 1
 
 
 def is_packed(row: Row) -> bool:
-    """Without padding: by name, because the micro-batch is given in tokens, or by verl's use_remove_padding."""
+    """Return whether there is no padding: by name, by micro-batches in tokens, or by verl's use_remove_padding."""
     text = row.text
     if re.search(r"(without|not using)[^:;]*(padding_free|packing)|remove_padding (off|=? ?false)", text):
         return False
@@ -188,7 +191,10 @@ def is_packed(row: Row) -> bool:
 
 
 def tokens_per_group(row: Row) -> int:
-    """Of a micro-batch given in tokens. verl, slime and AReaL count one GPU's, NeMo-RL all that share sequences."""
+    """Return the tokens of a micro-batch that is given in tokens.
+
+    verl, slime and AReaL count the tokens of one GPU, NeMo-RL those of all GPUs that share sequences.
+    """
     each = 1 if "nemo" in row.system else (row.train_cp or 1) * (row.train_sp or 1)
     return (row.max_tokens_per_gpu or 0) * each
 
