@@ -96,9 +96,7 @@ def main() -> int:
     )
     ratios = {engine: _shared(engine) for engine in ("torch", "deepspeed")}
     for engine, ratio in ratios.items():
-        print(
-            f"{engine}: two ranks share a text of {_SHARED} tokens; each uses {ratio:.2f} of the memory of one alone"
-        )
+        print(f"{engine}: two ranks share a text of {_SHARED} tokens; each uses {ratio:.2f} of the memory of one alone")
     figures = {
         "growth_with_group_size": growth,
         "sp2_activation_ratio": max(ratios.values()),

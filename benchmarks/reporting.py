@@ -1,4 +1,4 @@
-"""What every benchmark does at its end: compare figures with goals."""
+"""The end of every benchmark: figures compared with goals."""
 
 import json
 from collections.abc import Mapping

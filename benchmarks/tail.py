@@ -7,7 +7,7 @@ of the variance belongs to the prompt and the rest to the sample. That share is 
 The simulation compares four schedulers:
 
 - static shards;
-- dispatch when free, sample by sample in the order of the data, where vLLM fills its cache and preempts when it is full;
+- dispatch when free, sample by sample in the order of the data; vLLM fills its cache and preempts when it is full;
 - rlflow's scheduler, which knows the lengths of the previous step;
 - an oracle that knows every length and fills the cache exactly; it uses the better of longest first, and longest first
   in shards with equally many tokens.

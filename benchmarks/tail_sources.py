@@ -1,4 +1,4 @@
-"""Who gives samples to engines, besides rlflow's scheduler: what it is compared with."""
+"""The schedulers that rlflow's is compared with."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect
@@ -14,15 +14,15 @@ Ints = NDArray[np.int64]
 
 
 class Dealing(ABC):
-    """Gives each engine some in turn, until none has room. Nothing is put off."""
+    """A scheduler that gives each engine some samples in turn until none has room, and never preempts."""
 
     def __init__(self, num_engines: int, each: int) -> None:
-        """``each``: samples that an engine is given in a turn."""
+        """Give each engine ``each`` samples per turn."""
         self._num_engines, self._each = num_engines, each
 
     @abstractmethod
     def some(self, rank: int, most: int) -> list[int]:
-        """At most so many rows that this engine has room for."""
+        """Return at most ``most`` rows that this engine has room for."""
 
     def begin(self) -> dict[int, list[int]]:
         given: dict[int, list[int]] = {}
@@ -39,14 +39,14 @@ class Dealing(ABC):
         return rank, []
 
     def returned(self, rank: int, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        raise AssertionError("nothing is put off")
+        raise AssertionError("this scheduler never preempts")
 
 
 class Queues(Dealing):
-    """An order of rows for each engine, or one for all; an engine with a place takes the next."""
+    """A queue of rows for each engine, or one for all; an engine with a free slot takes the next row."""
 
     def __init__(self, queues: Sequence[Iterable[int]], room: int, each: int) -> None:
-        """``room``: samples that an engine has at once; ``each``: those that it is first given in a turn."""
+        """Allow ``room`` samples per engine at once, and give ``each`` per turn at the start."""
         super().__init__(len(queues), each)
         self._queues = [iter(queue) for queue in queues]
         self._room = room
