@@ -55,7 +55,7 @@ from rlflow.runtime.ray.actors import ALLOCATION, told
 from rlflow.runtime.ray.cluster.hosts import simulated
 from rlflow.runtime.ray.engine_set import RayEngines
 from rlflow.runtime.ray.runtime import RayRuntime
-from rlflow.runtime.run import train_step
+from rlflow.runtime.step import train_step
 
 WORKERS, SAMPLES = 4, 4096
 MICRO_BATCH_TOKENS = 32768

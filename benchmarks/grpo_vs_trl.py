@@ -37,7 +37,7 @@ from rlflow.compiler.lower import models_in_use
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.runtime.local import LocalRuntime
-from rlflow.runtime.run import train_step
+from rlflow.runtime.step import train_step
 
 PROMPTS, GROUP, KL = 16, 8, 0.04
 CHARACTERS = [chr(code) for code in range(33, 117) if chr(code) != "_"]

@@ -6,6 +6,7 @@ prompt, sample) that never changes. Results are ordered by key, never by arrival
 Shapes: P prompts, G group size, B rollouts (P x G), T tokens in all rows.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlflow.errors import EngineError
 from rlflow.packed import Packed, Records, Repeated
+from rlflow.resources.time.lengths import QUANTILES
 from rlflow.rows import Batch
 
 __all__ = [
     "Advantages",
     "Batch",
     "Conversations",
-    "Divergences",
     "Examples",
-    "GaeAdvantages",
     "Logprobs",
     "Metrics",
     "Minibatch",
@@ -36,10 +37,11 @@ __all__ = [
     "Rollouts",
     "Selection",
     "Sequences",
-    "SummedRewards",
     "TokenAdvantages",
     "ValueEstimates",
+    "count_reasons",
     "describe_samples",
+    "known_mean",
 ]
 
 # The number of samples that a message lists.
@@ -128,6 +130,17 @@ class Rollouts(Sequences):
         """Return which rollouts failed and are excluded from training, [B]; none unless a subclass says otherwise."""
         return np.zeros(len(self), np.bool_)
 
+    def metrics(self) -> Mapping[str, float]:
+        """Return the lengths of the responses, and the share of responses that finished."""
+        lengths = self.own_lengths
+        return {
+            "length_mean": float(np.mean(lengths)),
+            **{f"length_p{quantile}": float(np.percentile(lengths, quantile)) for quantile in QUANTILES},
+            "length_max": int(np.max(lengths)),
+            "finished": float(np.mean(self.finished)),
+            **({"without_tokens": float(np.mean(lengths == 0))} if (lengths == 0).any() else {}),
+        }
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Conversations(Rollouts):
@@ -151,6 +164,15 @@ class Conversations(Rollouts):
     def own_tokens(self) -> Repeated:
         return self.own
 
+    def metrics(self) -> Mapping[str, float]:
+        """Return the turns, the share of failed conversations, and the metrics of all rollouts."""
+        own = {"turns_mean": float(np.mean(self.turns)), "failed": float(np.mean(self.failed))}
+        return {**own, **super().metrics()}
+
+    def failures(self) -> Mapping[str, int]:
+        """Return why environments failed."""
+        return count_reasons(self.reasons)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Minibatch(Sequences):
@@ -173,6 +195,19 @@ class Rewards(Batch):
     values: NDArray[np.float32]
     """[B]: NaN where there is none; such a rollout is excluded from training."""
 
+    def mean(self) -> float:
+        """Return the mean over the samples that have a reward. Raise EngineError without any, or with infinite ones."""
+        if np.isnan(self.values).all():
+            why = next(iter(self.failures()), "their inputs have none")
+            raise EngineError(f"rewards: none of {len(self)} responses has one: {why}.")
+        if infinite := int(np.isinf(self.values).sum()):
+            raise EngineError(f"rewards: {infinite} of {len(self)} are infinite.")
+        return known_mean(self.values)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the mean reward."""
+        return {"mean": self.mean()}
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Selection(Batch):
@@ -180,24 +215,6 @@ class Selection(Batch):
 
     chosen: NDArray[np.bool_]
     """[P], in the order of keys."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class SummedRewards(Rewards):
-    """Rewards that are weighted sums of several terms."""
-
-    parts: Mapping[str, NDArray[np.float32]]
-    """[B] for each term, before it is weighted; NaN where it failed."""
-    reasons: NDArray[np.str_]
-    """[B]: why a term failed, however the failure was handled; empty where none failed."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Divergences(Batch):
-    """The divergence of each rollout from a reference model."""
-
-    values: NDArray[np.float32]
-    """[B]: the KL divergence from a reference in nats, summed over each response."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -252,23 +269,25 @@ class TokenAdvantages(Advantages):
         return ~self.excluded
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class GaeAdvantages(TokenAdvantages):
-    """Advantages from generalized advantage estimation, with the returns that the critic learns."""
-
-    returns: Packed
-    """B rows of float32: the critic's target before each response token; NaN for excluded rollouts."""
-    explained_variance: float
-    """The share of the returns' variance that the critic explains: 1 - Var(return - value) / Var(return)."""
-    kl: float
-    """The mean KL divergence from the reference in nats per response; 0 without a reference."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Named numbers of one update."""
+    """The output of a node that trains: numbers to report."""
 
     values: Mapping[str, float]
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return all of them."""
+        return self.values
+
+
+def known_mean(values: NDArray[np.float32]) -> float:
+    """Return the mean of the values that are not NaN; at least one is not."""
+    return float(np.nanmean(values, dtype=np.float64))
+
+
+def count_reasons(reasons: NDArray[np.str_]) -> Mapping[str, int]:
+    """Return how often each reason occurs, the most frequent first. Empty ones do not count."""
+    return dict(Counter(reason for reason in reasons.tolist() if reason).most_common())
 
 
 def describe_samples(keys: NDArray[np.int64]) -> str:

@@ -25,6 +25,14 @@ class Batch:
     def __len__(self) -> int:
         return len(next(iter(vars(self).values())))
 
+    def metrics(self) -> Mapping[str, float]:
+        """Return the numbers to report of this batch, by name; they become the metrics NODE/NAME of a step."""
+        return {}
+
+    def failures(self) -> Mapping[str, int]:
+        """Return why samples could not be judged, the most frequent reason first, and how many samples each."""
+        return {}
+
     def take(self, rows: Rows) -> Self:
         """Return these rows, in this order."""
         return self._replace_fields(lambda value: _take(value, rows))

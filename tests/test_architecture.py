@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "host_memory": set(),
     "packed": set(),
     "rows": {"packed"},
-    "batch": {"packed", "rows"},
+    "batch": {"errors", "packed", "resources", "rows"},
     "resources": {"errors", "schema"},
     "recipe": {"errors", "schema", "resources"},
     "engines": {"errors", "extras", "host_memory", "batch", "resources", "recipe"},

@@ -1,15 +1,13 @@
 """Checks of a whole graph before it is lowered: groups, pairs, reward models and resampling; and warnings about it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rlflow.compiler.graph import SOURCES, Graph, GraphNode, resampled_nodes
 from rlflow.compiler.wire import wire
 from rlflow.errors import GraphError, RecipeError
-from rlflow.nodes.advantages import BatchAdvantage, GreedyAdvantage
-from rlflow.nodes.base import Setting
-from rlflow.nodes.dynamic_sampling import DynamicSampling
+from rlflow.nodes.base import NodeContext
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Recipe
 
@@ -19,16 +17,11 @@ _FIX = "a model that reward_model_update has trained, as {recipe: rm_tiny}"
 def check_groups(graph: Graph) -> None:
     """Check that responses come in the groups and pairs in which nodes compare them. Raises GraphError."""
     _check_pairs(graph)
-    generating = {node.name: node.operation for node in graph.nodes if isinstance(node.operation, Generate)}
+    nodes = {node.name: node for node in graph.nodes}
     for node in graph.nodes:
-        read = [origin for origin in node.inputs.values() if origin in generating]
-        compares = node.operation.unit == "group" or isinstance(node.operation, BatchAdvantage)
-        if compares and read and all(generating[origin].group_size == 1 for origin in read):
-            origin = read[0]
-            fact = f"is 1, and graph.{node.name} compares the responses to a prompt with each other"
-            raise GraphError(f"graph.{origin}.group_size", fact, fix="2 or more")
-        if isinstance(node.operation, GreedyAdvantage):
-            _check_greedy(node.name, node.inputs["greedy"], generating.get(node.inputs["greedy"]))
+        if node.operation.compares_groups:
+            _check_group_size(node, nodes)
+        _check_required_options(node, nodes)
 
 
 def _check_pairs(graph: Graph) -> None:
@@ -39,12 +32,36 @@ def _check_pairs(graph: Graph) -> None:
         raise GraphError(f"graph.{reading.name}", fact, fix="two recipes, the second with models.NAME.recipe the first")
 
 
-def _check_greedy(name: str, origin: str, operation: Generate | None) -> None:
-    """Check that the baseline of greedy advantages takes the likeliest token, once for each prompt."""
-    for option, value in {"temperature": 0, "group_size": 1}.items():
-        if operation is not None and getattr(operation, option) != value:
-            fact = f"is {getattr(operation, option)}, but graph.{name} uses this node's one greedy response as baseline"
-            raise GraphError(f"graph.{origin}.{option}", fact, fix=f"graph.{origin}.{option}={value}")
+def _check_group_size(node: GraphNode, nodes: Mapping[str, GraphNode]) -> None:
+    """Raise GraphError if all responses that the node reads, however indirectly, come in groups of one."""
+    generators = _generators_before(node, nodes)
+    if generators and all(generator.group_size == 1 for generator in generators.values()):
+        path = f"graph.{next(iter(generators))}.group_size"
+        fact = "compares the responses to a prompt, but group_size is 1"
+        raise GraphError(f"graph.{node.name}", fact, fix=f"{path}=8, or any number from 2")
+
+
+def _generators_before(node: GraphNode, nodes: Mapping[str, GraphNode]) -> dict[str, Generate]:
+    """Return the nodes, by name, that generate the responses which a node reads, directly or through other nodes."""
+    generators: dict[str, Generate] = {}
+    for origin in (nodes[name] for name in node.inputs.values() if name in nodes):
+        if isinstance(origin.operation, Generate):
+            generators[origin.name] = origin.operation
+        else:
+            generators |= _generators_before(origin, nodes)
+    return generators
+
+
+def _check_required_options(node: GraphNode, nodes: Mapping[str, GraphNode]) -> None:
+    """Raise GraphError if a node that is connected to an input lacks an option that the input requires."""
+    for name, options in node.operation.required_options.items():
+        origin = nodes.get(node.inputs.get(name, ""))
+        for option, value in options.items() if origin else ():
+            assert origin is not None
+            path, actual = f"graph.{origin.name}.{option}", getattr(origin.operation, option, value)
+            if actual != value:
+                fact = f"is {actual}, but input '{name}' of graph.{node.name} requires {value}"
+                raise GraphError(path, fact, fix=f"{path}={value}")
 
 
 def check_reward_models(recipe: Recipe, graph: Graph) -> None:
@@ -91,7 +108,7 @@ def check_resampling(recipe: Recipe, graph: Graph) -> None:
 
     Raises GraphError, and RecipeError where ``expect.rounds`` is set and no node samples dynamically.
     """
-    sampling = [node.name for node in graph.nodes if isinstance(node.operation, DynamicSampling)]
+    sampling = [node.name for node in graph.nodes if node.selects_prompts]
     if not sampling:
         if recipe.expect.rounds != 1:
             raise RecipeError("expect.rounds", "no node 'dynamic_sampling' asks for more prompts", fix="leave it out")
@@ -103,9 +120,10 @@ def check_resampling(recipe: Recipe, graph: Graph) -> None:
         for source in SOURCES.keys() & node.inputs.values():
             if source != "prompts":
                 raise GraphError(f"graph.{node.name}", f"it reads all {source} of a step, and {path} chooses prompts")
-        if node in resampled_nodes(graph) and getattr(node.operation, "kl_target", None) is not None:
-            fact = f"the coefficient must be the same in a whole step, and {path} runs this node several times in one"
-            raise GraphError(f"graph.{node.name}.kl_target", fact, fix=f"graph.{node.name}.kl_target=null")
+        if node in resampled_nodes(graph) and node.operation.new_state() is not None:
+            fact = f"keeps a state that changes once a step, and {path} runs it several times in a step"
+            fix = f"remove the option that needs the state (as kl_target), or {path}"
+            raise GraphError(f"graph.{node.name}", fact, fix=fix)
         if isinstance(node.operation, Generate) and node.operation.overcommit:
             fact = f"some prompts start before their step, but {path} chooses the prompts within a step"
             raise GraphError(f"graph.{node.name}.overcommit", fact, fix=f"graph.{node.name}.overcommit=0")
@@ -114,7 +132,7 @@ def check_resampling(recipe: Recipe, graph: Graph) -> None:
 def graph_warnings(recipe: Recipe, graph: Graph) -> Iterator[str]:
     """Yield the warnings of the nodes about their options, and how many rounds of resampling are planned."""
     for node in graph.nodes:
-        for line in node.operation.cautions(_setting(recipe, graph, node)):
+        for line in node.operation.cautions(_context(recipe, graph, node)):
             yield f"graph.{node.name}.{line}"
     if resampled := resampled_nodes(graph):
         yield (
@@ -123,10 +141,10 @@ def graph_warnings(recipe: Recipe, graph: Graph) -> Iterator[str]:
         )
 
 
-def _setting(recipe: Recipe, graph: Graph, node: GraphNode) -> Setting:
+def _context(recipe: Recipe, graph: Graph, node: GraphNode) -> NodeContext:
     role = recipe.roles[node.role] if node.role else None
     read = [each for each in graph.nodes if each.name in node.inputs.values() and isinstance(each.operation, Generate)]
-    return Setting(
+    return NodeContext(
         connected=frozenset(node.inputs),
         role=node.role,
         engine=role.engine if role else None,

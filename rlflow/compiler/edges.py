@@ -7,7 +7,7 @@ import numpy as np
 
 from rlflow.batch import Metrics, Packed, Pairs, Prompts, Repeated, Sequences
 from rlflow.compiler.graph import SOURCES, Graph
-from rlflow.nodes.generate import Converse, Generate
+from rlflow.nodes.generate import Generate
 from rlflow.resources.workload import Edge, Task
 
 # Token ids are int32; logprobs and values are float32, and so are numbers repeated for all tokens of a sample.
@@ -36,11 +36,7 @@ def graph_edges(graph: Graph, tasks: tuple[Task, ...], text_bytes: float) -> tup
             readers = tuple(dict.fromkeys(_readers(graph, node.name)))
             ragged, numbers = _output_bytes(output, by_node[node.name], text_bytes)
             if isinstance(node.operation, Generate):
-                # The partial rollouts of one step stay in the store until the next.
-                ragged *= 1 + node.operation.overcommit
-            if isinstance(node.operation, Converse):
-                # The last turn and the whole conversation so far are stored beside the prompts of the next turn.
-                ragged *= 2
+                ragged *= node.operation.stored_copies
             edges.append(Edge(name=node.name, role=node.role, bytes=ragged + numbers, stored=ragged, readers=readers))
     return tuple(edges)
 

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rlflow.batch import Examples, Pairs, Prompts, Rewards
+from rlflow.batch import Examples, Pairs, Prompts, Rewards, Selection
 from rlflow.engines.base import capabilities_of
 from rlflow.nodes.base import Node
-from rlflow.nodes.dynamic_sampling import DynamicSampling
 from rlflow.nodes.generate import Generate
-from rlflow.nodes.policy_update import PolicyGradient
 
 SOURCES: Mapping[str, type] = {"prompts": Prompts, "examples": Examples, "pairs": Pairs}
 """The edges that come from the recipe's data."""
@@ -30,6 +28,11 @@ class GraphNode:
         """Return the capabilities that the node asks of its role's engine."""
         capability = self.operation.capability()
         return capabilities_of(capability) if capability else frozenset()
+
+    @property
+    def selects_prompts(self) -> bool:
+        """Return whether the node selects the prompts that a step trains on."""
+        return isinstance(self.operation, Node) and issubclass(self.operation.output(), Selection)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,7 @@ class Graph:
 
         These have no role, and read nothing except the generated samples or the output of other such nodes.
         """
-        if type(generator.operation) is not Generate or generator.operation.overcommit:
+        if not isinstance(generator.operation, Generate) or not generator.operation.can_stream:
             return ()
         available, consumers = {generator.name}, []
         for node in self.nodes:
@@ -76,8 +79,7 @@ class Graph:
 
     def critic_warmup(self, role: str) -> int:
         """Return the number of first steps in which the role is not trained yet."""
-        operations = [node.operation for node in self.nodes if node.role == role]
-        return max((each.critic_warmup for each in operations if isinstance(each, PolicyGradient)), default=0)
+        return max((node.operation.warmup_steps for node in self.nodes if node.role == role), default=0)
 
     def capabilities(self, role: str) -> frozenset[str]:
         """Return the capabilities that the nodes ask of a role's engine."""
@@ -89,7 +91,7 @@ def resampled_nodes(graph: Graph) -> tuple[GraphNode, ...]:
 
     A step runs them several times, until it has enough prompts. A graph without such a node has none.
     """
-    names = {node.name for node in graph.nodes if isinstance(node.operation, DynamicSampling)}
+    names = {node.name for node in graph.nodes if node.selects_prompts}
     for node in reversed(graph.nodes):
         if node.name in names:
             names.update(node.inputs.values())

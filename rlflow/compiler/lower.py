@@ -10,7 +10,7 @@ from rlflow.compiler.graph import Graph, GraphNode, resampled_nodes
 from rlflow.compiler.wire import wire
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import PlacementError, RecipeError
-from rlflow.nodes.generate import Converse, Generate
+from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Recipe, Role
 from rlflow.resources.demand import Demand
 from rlflow.resources.memory.state import TrainingMemory
@@ -146,7 +146,7 @@ def _from_data(recipe: Recipe, node: GraphNode, kind: TaskKind) -> Task:
         longest=unit_size * (limit + longest),
         unit_size=unit_size,
         is_expected=expected,
-        turns=node.operation.max_turns if isinstance(node.operation, Converse) else 1,
+        turns=node.operation.num_turns if isinstance(node.operation, Generate) else 1,
     )
 
 

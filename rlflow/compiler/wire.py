@@ -14,7 +14,6 @@ from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, below, did_you_mean
 from rlflow.nodes.base import KINDS, Node
 from rlflow.nodes.generate import Generate
-from rlflow.nodes.policy_update import PolicyGradient
 from rlflow.plugins import load_object
 from rlflow.recipe import Recipe, Role
 from rlflow.schema import parse
@@ -176,9 +175,8 @@ def _check_roles(recipe: Recipe, graph: Graph) -> None:
             raise GraphError(path, "no node uses this role", fix=f"remove it, or give a node role: {name}")
         for node in nodes:
             _check_capability(path, role.engine, node)
-            if isinstance(node.operation, PolicyGradient) and (warmup := node.operation.critic_warmup) >= recipe.steps:
-                fact = f"{warmup} warm-up steps leave none of the {recipe.steps} steps to train '{name}'"
-                raise RecipeError(f"graph.{node.name}.critic_warmup", fact, fix="fewer, or more steps")
+            with below(f"graph.{node.name}"):
+                node.operation.check_steps(recipe.steps)
         if role.optimizer is not None and name not in trained:
             raise GraphError(f"{path}.optimizer", f"'{name}' is never trained", fix="remove it")
         _check_lora(recipe, graph, name, role)

@@ -1,4 +1,16 @@
-"""What an algorithm does. Importing this package makes the kinds known that recipes may name."""
+"""The nodes of a graph: what an algorithm does in a step. Importing this package registers their kinds.
+
+Data goes through the room in this order:
+
+1. ``generate`` samples responses to prompts (``environment_session``: in turns with an environment).
+2. ``scoring`` computes logprobs and values of them; ``reward`` and ``reward_model`` give rewards.
+3. ``reward_shaping`` subtracts penalties (``kl``); ``dynamic_sampling`` selects prompts.
+4. ``advantages`` and ``gae`` turn rewards into advantages.
+5. ``policy_update`` and ``policy_variants`` (loss: ``policy_loss``), ``value_update`` and ``preference`` train, in
+   ``minibatches``.
+
+``base`` defines what a node declares.
+"""
 
 from rlflow.nodes import (
     advantages,
@@ -6,6 +18,7 @@ from rlflow.nodes import (
     gae,
     generate,
     policy_update,
+    policy_variants,
     preference,
     reward,
     reward_model,
@@ -14,16 +27,5 @@ from rlflow.nodes import (
     value_update,
 )
 
-__all__ = [
-    "advantages",
-    "dynamic_sampling",
-    "gae",
-    "generate",
-    "policy_update",
-    "preference",
-    "reward",
-    "reward_model",
-    "reward_shaping",
-    "scoring",
-    "value_update",
-]
+__all__ = ["advantages", "dynamic_sampling", "gae", "generate", "policy_update", "policy_variants", "preference"]
+__all__ += ["reward", "reward_model", "reward_shaping", "scoring", "value_update"]

@@ -1,26 +1,24 @@
-"""From rewards to advantages. Rollouts without a reward count in none, and have none.
+"""Advantages from rewards, or from a teacher. Rollouts without a reward count in no mean and get no advantage.
 
 Shapes: B rollouts.
-
-Learning what a teacher would have written.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Gt
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Repeated, Rewards, RolloutAdvantages, Rollouts, TokenAdvantages
-from rlflow.nodes.base import Formula, Node, kl_expression, old_difference, old_probability, times
-from rlflow.nodes.kl import Estimator, token_kl
+from rlflow.nodes.base import Formula, Node, old_probability, times
+from rlflow.nodes.kl import Estimator, kl_expression, old_difference, token_kl
 
 # Added to a batch's variance, as in verl and OpenRLHF: where all rewards agree, rounding errors stay small.
 _EPSILON = 1e-8
 WHITENED = f"(x - mean of x) / sqrt(variance of x + {_EPSILON:g}) over all tokens"
-"""The formula of ``whitened`` for people."""
+"""The formula of ``whiten`` for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,26 +31,27 @@ class GroupAdvantage(Node, kind="group_advantage", unit="group"):
     normalize: bool = True
     """Divide by the group's standard deviation (of the sample, n - 1)."""
     epsilon: Annotated[float, Gt(0)] = 1e-4
-    """Added to that standard deviation: a group whose rewards all agree has none. TRL's value; verl has 1e-6."""
+    """Added to that standard deviation, which is 0 where all rewards of a group agree. TRL's value; verl has 1e-6."""
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         reward = symbols["rewards"]
-        centred = f"{reward} - mean of {reward} in the group"
-        whole = f"({centred}) / (std of {reward} in the group + {self.epsilon:g})" if self.normalize else centred
-        return Formula(symbol="A", expression=whole)
+        expression = f"{reward} - mean of {reward} in the group"
+        if self.normalize:
+            expression = f"({expression}) / (std of {reward} in the group + {self.epsilon:g})"
+        return Formula(symbol="A", expression=expression)
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
         group, sizes = groups_of(rollouts, rewards)
-        centred = centred_in_groups(rewards, group, sizes)
+        centred = center_in_groups(rewards, group, sizes)
         if self.normalize:
             variance = np.bincount(group, np.nan_to_num(centred) ** 2) / np.maximum(sizes - 1, 1)
             centred = centred / (np.sqrt(variance) + self.epsilon)[group]
-        return for_all_tokens(centred, rollouts)
+        return repeat_for_tokens(centred, rollouts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaveOneOutAdvantage(Node, kind="leave_one_out_advantage", unit="group"):
-    """Reward minus the mean of the others in its group; nought where there are none.
+    """Reward minus the mean of the other rewards in its group; zero where there are no others.
 
     Source: RLOO (arXiv 2402.14740). It is n / (n - 1) times the reward minus the group's mean.
     """
@@ -64,15 +63,17 @@ class LeaveOneOutAdvantage(Node, kind="leave_one_out_advantage", unit="group"):
     def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
         group, sizes = groups_of(rollouts, rewards)
         others = np.maximum(sizes - 1, 1)
-        return for_all_tokens(centred_in_groups(rewards, group, sizes) * (sizes / others)[group], rollouts)
+        return repeat_for_tokens(center_in_groups(rewards, group, sizes) * (sizes / others)[group], rollouts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GreedyAdvantage(Node, kind="greedy_advantage", unit="batch"):
-    """Reward minus that of the likeliest response to the same prompt.
+    """Reward minus the reward of the likeliest response to the same prompt.
 
     Source: ReMax (arXiv 2310.10505). ``greedy`` are rollouts at temperature 0, in groups of one.
     """
+
+    required_options: ClassVar[Mapping[str, Mapping[str, float]]] = {"greedy": {"temperature": 0, "group_size": 1}}
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         return Formula(symbol="A", expression=f"{symbols['rewards']} - {symbols['greedy_rewards']}")
@@ -82,12 +83,12 @@ class GreedyAdvantage(Node, kind="greedy_advantage", unit="batch"):
         _, prompt = np.unique(both, axis=0, return_inverse=True)
         baseline = np.empty(len(greedy))
         baseline[prompt[: len(greedy)]] = greedy_rewards.values
-        return for_all_tokens(rewards.values - baseline[prompt[len(greedy) :]], rollouts)
+        return repeat_for_tokens(rewards.values - baseline[prompt[len(greedy) :]], rollouts)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchAdvantage(Node, kind="batch_advantage", unit="batch"):
-    """Reward minus its group's mean, normalised over all tokens of the batch.
+class BatchAdvantage(Node, kind="batch_advantage", unit="batch", compares_groups=True):
+    """Reward minus its group's mean, normalized over all tokens of the batch.
 
     Source: REINFORCE++ with a baseline (arXiv 2501.03262).
     """
@@ -101,14 +102,13 @@ class BatchAdvantage(Node, kind="batch_advantage", unit="batch"):
         return Formula(symbol="A", expression=WHITENED, where=where)
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
-        values = centred_in_groups(rewards, *groups_of(rollouts, rewards))
-        return for_all_tokens(whitened(values, rollouts.own_lengths, unbiased=self.unbiased), rollouts)
+        values = center_in_groups(rewards, *groups_of(rollouts, rewards))
+        return repeat_for_tokens(whiten(values, rollouts.own_lengths, unbiased=self.unbiased), rollouts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenAdvantage(Node, kind="token_advantage", unit="batch", reads_tokens=True):
-    """Reward minus ``kl_coef`` times the KL divergence of this token and those after it, normalised over all tokens of
-    the batch.
+    """Reward minus the KL divergence from this token on times ``kl_coef``, normalized over all tokens of the batch.
 
     Source: REINFORCE++ (arXiv 2501.03262).
     """
@@ -131,53 +131,21 @@ class TokenAdvantage(Node, kind="token_advantage", unit="batch", reads_tokens=Tr
         lengths = rollouts.response_ids.lengths
         kl = token_kl(self.kl_estimator, rollouts, reference, old_logprobs)
         before = np.concatenate([[0.0], np.cumsum(kl.values)])
-        # Of each token and those after it in its row.
-        ahead = np.repeat(before[kl.offsets[1:]], lengths) - before[:-1]
-        values = np.repeat(rewards.values.astype(np.float64), lengths) - self.kl_coef * ahead
+        # For each token, the sum over itself and the later tokens of its row.
+        remaining = np.repeat(before[kl.offsets[1:]], lengths) - before[:-1]
+        values = np.repeat(rewards.values.astype(np.float64), lengths) - self.kl_coef * remaining
         excluded, own = np.isnan(rewards.values), rollouts.own_tokens().values
-        given = whitened(values, own, unbiased=self.unbiased).astype(np.float32)
-        return TokenAdvantages(values=Packed(given, kl.offsets), excluded=excluded)
-
-
-def groups_of(rollouts: Rollouts, rewards: Rewards) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[B]: the number of each rollout's group, and for each group how many of its rollouts have a reward."""
-    _, group = np.unique(rollouts.keys[:, :2], axis=0, return_inverse=True)
-    return group, np.bincount(group, ~np.isnan(rewards.values)).astype(np.int64)
-
-
-def centred_in_groups(rewards: Rewards, group: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[B]: each reward minus the mean of its group."""
-    values = rewards.values.astype(np.float64)
-    return values - (np.bincount(group, np.nan_to_num(values)) / np.maximum(sizes, 1))[group]
-
-
-def whitened(
-    values: NDArray[np.float64], weights: NDArray[np.int64] | NDArray[np.bool_], *, unbiased: bool
-) -> NDArray[np.float64]:
-    """Return ``values`` minus their mean, over their standard deviation, each of them standing for ``weights`` tokens.
-
-    Those that are NaN stay so and do not count.
-    """
-    counts = np.where(np.isnan(values), 0, weights)
-    total = max(int(counts.sum()), 1)
-    mean = (np.nan_to_num(values) * counts).sum() / total
-    variance = (np.nan_to_num(values - mean) ** 2 * counts).sum() / max(total - unbiased, 1)
-    centred: NDArray[np.float64] = (values - mean) / np.sqrt(variance + _EPSILON)
-    return centred
-
-
-def for_all_tokens(values: NDArray[np.float64], rollouts: Rollouts) -> RolloutAdvantages:
-    """Of advantages [B]."""
-    return RolloutAdvantages(values=Repeated(values.astype(np.float32), rollouts.response_ids.lengths))
+        advantages = whiten(values, own, unbiased=self.unbiased).astype(np.float32)
+        return TokenAdvantages(values=Packed(advantages, kl.offsets), excluded=excluded)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherAdvantage(Node, kind="teacher_advantage", unit="sample"):
-    """Of each token log(teacher / policy), the policy's logprob being that of ``old_logprobs`` where such a node is
-    there, else that of the engine that sampled it.
+    """The advantage log(teacher / policy) of each token: on-policy distillation.
 
-    A token is not judged by what comes after it. So the policy gradient is, in the mean over what might be sampled,
-    that of the reverse KL divergence of the policy's next token from the teacher's, after what the policy has written.
+    The policy's logprobs are ``old_logprobs``, or without them those of the engine that sampled. Later tokens do not
+    change a token's advantage. So the expected policy gradient is the gradient of the reverse KL divergence between
+    the policy's and the teacher's next token, after the policy's own response so far.
 
     Source: the single-step part of MiniLLM's gradient (arXiv 2306.08543, section 2.2), as in
     https://thinkingmachines.ai/blog/on-policy-distillation; GKD (arXiv 2306.13649, section 3) on the policy's own
@@ -192,3 +160,35 @@ class TeacherAdvantage(Node, kind="teacher_advantage", unit="sample"):
         kl = token_kl("k1", rollouts, teacher, old_logprobs)
         values = Packed((-kl.values).astype(np.float32), kl.offsets)
         return TokenAdvantages(values=values, excluded=rollouts.failed)
+
+
+def groups_of(rollouts: Rollouts, rewards: Rewards) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the group number of each rollout [B], and for each group how many of its rollouts have a reward."""
+    _, group = np.unique(rollouts.keys[:, :2], axis=0, return_inverse=True)
+    return group, np.bincount(group, ~np.isnan(rewards.values)).astype(np.int64)
+
+
+def center_in_groups(rewards: Rewards, group: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return each reward minus the mean of its group [B]."""
+    values = rewards.values.astype(np.float64)
+    return values - (np.bincount(group, np.nan_to_num(values)) / np.maximum(sizes, 1))[group]
+
+
+def whiten(
+    values: NDArray[np.float64], weights: NDArray[np.int64] | NDArray[np.bool_], *, unbiased: bool
+) -> NDArray[np.float64]:
+    """Return ``values`` minus their mean, over their standard deviation. Each value stands for ``weights`` tokens.
+
+    NaN values stay NaN and do not count.
+    """
+    counts = np.where(np.isnan(values), 0, weights)
+    total = max(int(counts.sum()), 1)
+    mean = (np.nan_to_num(values) * counts).sum() / total
+    variance = (np.nan_to_num(values - mean) ** 2 * counts).sum() / max(total - unbiased, 1)
+    whitened: NDArray[np.float64] = (values - mean) / np.sqrt(variance + _EPSILON)
+    return whitened
+
+
+def repeat_for_tokens(values: NDArray[np.float64], rollouts: Rollouts) -> RolloutAdvantages:
+    """Repeat each rollout's advantage [B] for all of its tokens."""
+    return RolloutAdvantages(values=Repeated(values.astype(np.float32), rollouts.response_ids.lengths))

@@ -1,27 +1,45 @@
-"""The loss as a formula that a person reads: each node states its own part.
+"""The base of all nodes: functions with options, which declare everything that others must know about them.
 
-Symbols: p is the probability of a response token under the trained model, r a reward, A an advantage.
+A node is a frozen dataclass. Its fields are the options of a recipe, the parameters of ``run`` are the inputs (one with
+a default is optional), and the return type is the output. The runtime itself passes three further parameters:
 
-A node is a function with options: its fields are the options, the parameters of ``run`` the inputs.
-
-A parameter ``engine`` names the capability asked of the node's role; ``exchange`` is what answers for an environment,
-which the runtime gives as well; a parameter with a default is an optional input.
+- ``engine`` asks the node's role for the capability that the annotation names;
+- ``state`` holds what the node remembers from step to step: a ``State``, saved in checkpoints;
+- ``session`` is an object of the node's own that lives where tokens are.
 """
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from types import UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from rlflow.errors import GraphError
-from rlflow.nodes.kl import Estimator
+from rlflow.recipe import Model
 from rlflow.schema import Section
+
+Unit = Literal["sample", "group", "batch"]
+_FROM_RUNTIME = ("engine", "state", "session")
+
+KINDS: dict[str, type["Node"]] = {}
+"""The nodes that a recipe may name by kind."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of a node: a parameter of its ``run``."""
+
+    name: str
+    type: type
+    required: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Formula:
-    """A node's output as an expression of its inputs."""
+    """A node's output as an expression of its inputs, for people.
+
+    Symbols: p is the probability of a response token under the trained model, r a reward, A an advantage.
+    """
 
     symbol: str
     """The name of the output in other formulas."""
@@ -30,49 +48,8 @@ class Formula:
     """Expressions of further symbols in it."""
 
 
-def old_probability(symbols: Mapping[str, str]) -> Mapping[str, str]:
-    """Return what p_old is: given by ``old_logprobs`` where that input is connected, else by who sampled."""
-    return {"p_old": f"p by {symbols.get('old_logprobs') or symbols.get('rollouts', 'rollouts')}"}
-
-
-def old_difference(symbols: Mapping[str, str]) -> Mapping[str, str]:
-    """Return what d_old is, the log-ratio to the reference before the update."""
-    return {"d_old": "log(p_old / p_ref)", **old_probability(symbols), "p_ref": f"p by {symbols['reference']}"}
-
-
-def kl_expression(estimator: Estimator, difference: str) -> str:
-    """Return the estimate of a KL divergence from ``difference``, the symbol of a log-ratio."""
-    d = difference
-    return {"k1": d, "k2": f"{d}^2 / 2", "k3": f"(exp(-{d}) - 1 + {d})"}[estimator]
-
-
-def defined_by(instance: object, method: str) -> int:
-    """Return how many base classes up a method is defined: one that is overridden alone has outdated its formula."""
-    return next(at for at, owner in enumerate(type(instance).__mro__) if method in vars(owner))
-
-
-def times(coefficient: float, term: str) -> str:
-    """Return the product, without a factor of 1."""
-    return term if coefficient == 1 else f"{coefficient:g} {term}"
-
-
-Unit = Literal["sample", "group", "batch"]
-
-_GIVEN = ("engine", "exchange")
-
-KINDS: dict[str, type["Node"]] = {}
-"""The nodes that a recipe may name by kind."""
-
-
-@dataclass(frozen=True)
-class Input:
-    name: str
-    type: type
-    required: bool
-
-
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class NodeContext:
     """The facts about the surrounding graph that a node may use when it warns about its options."""
 
     connected: frozenset[str]
@@ -86,41 +63,78 @@ class Setting:
     """The engines that generate the responses which the node reads."""
 
 
+@dataclass
+class State:
+    """The memory of a node from step to step. Derive a dataclass from it, with values that JSON can hold.
+
+    Each field is a file of the checkpoint, ``graph.NODE/FIELD.json``, and each number a metric, ``NODE/FIELD``.
+    """
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what a checkpoint saves, by name, as values that JSON can hold."""
+        return asdict(self)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned when the checkpoint was written."""
+        for each in fields(self):
+            setattr(self, each.name, saved[each.name])
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the numbers to report for a step: those with which the step begins."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Node(Section):
+    """The base of all nodes. A kind of node names its kind and its unit as arguments of the class."""
+
     kind: ClassVar[str]
     unit: ClassVar[Unit]
-    """How much the node needs at once."""
+    """How much the node needs at once: one sample, the samples of a prompt, or all of a step."""
+    compares_groups: ClassVar[bool]
+    """Whether the node compares the responses to a prompt, so that groups of one are refused. So does ``unit="group"``.
+    """
     reads_tokens: ClassVar[bool]
-    """It reads what rollouts hold, and not only keys, lengths and what is said of them in a number each: without a role
-    it runs where that is."""
+    """Whether the node reads tokens, logprobs, texts or rows, and not only keys, lengths and one number a sample.
+    Without a role, such a node runs in a process where tokens are. ``unit="sample"`` implies it."""
+    required_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """By input: the options, with their values, that the node connected to this input must have."""
 
-    def __init_subclass__(cls, *, kind: str, unit: Unit, reads_tokens: bool | None = None) -> None:
+    def __init_subclass__(
+        cls, *, kind: str, unit: Unit, compares_groups: bool | None = None, reads_tokens: bool | None = None
+    ) -> None:
         names = {f"{each.__module__}.{each.__qualname__}" for each in (cls, KINDS.get(kind, cls))}
         if len(names) > 1:
             raise TypeError(f"'{kind}' is the kind of two classes: {' and '.join(sorted(names))}")
         cls.kind = kind
         cls.unit = unit
+        cls.compares_groups = unit == "group" if compares_groups is None else compares_groups
         cls.reads_tokens = unit == "sample" if reads_tokens is None else reads_tokens
         KINDS[kind] = cls
 
     @classmethod
     def inputs(cls) -> tuple[Input, ...]:
-        """In the order of ``run``'s parameters, without those that the runtime gives."""
-        return tuple(item for item in _signature(cls)[0] if item.name not in _GIVEN)
+        """Return the inputs in the order of ``run``'s parameters, without those that the runtime passes."""
+        return tuple(each for each in _signature(cls)[0] if each.name not in _FROM_RUNTIME)
+
+    @classmethod
+    def from_runtime(cls) -> Mapping[str, type]:
+        """Return the types of the parameters that the runtime passes to ``run``: engine, state and session."""
+        return {each.name: each.type for each in _signature(cls)[0] if each.name in _FROM_RUNTIME}
 
     @classmethod
     def capability(cls) -> type | None:
-        """What the node asks of its role's engine; None for a node without a role."""
-        return next((item.type for item in _signature(cls)[0] if item.name == "engine"), None)
+        """Return the capability that the node asks of its role's engine; None for a node without a role."""
+        return cls.from_runtime().get("engine")
 
     @classmethod
     def output(cls) -> type:
+        """Return the type of the output."""
         return _signature(cls)[1]
 
     @classmethod
     def check_signature(cls) -> None:
-        """Raises GraphError, its path counted from the node, for a ``run`` that does not say all its types."""
+        """Raise GraphError, its path counted from the node, for a ``run`` without all type annotations."""
         try:
             _signature(cls)
         except (AttributeError, KeyError, NameError, TypeError) as error:
@@ -129,15 +143,50 @@ class Node(Section):
             ) from None
 
     def check(self, connected: frozenset[str]) -> None:
-        """Raises a UserError, its path counted from the node, if the options do not go with the inputs connected."""
+        """Raise a UserError, its path counted from the node, for options that do not go with the inputs connected."""
 
-    def cautions(self, setting: Setting) -> Iterable[str]:
+    def check_steps(self, steps: int) -> None:
+        """Raise a UserError, its path counted from the node, for options that do not go with the number of steps."""
+
+    def check_host(self) -> None:
+        """Raise a UserError or an EngineError where the node cannot run on this host, before anything starts."""
+
+    def cautions(self, context: NodeContext) -> Iterable[str]:
         """Return a line ``OPTION: REASON`` for each option that is legal and yet probably not what is wanted."""
         return ()
 
     def formula(self, symbols: Mapping[str, str]) -> Formula | None:
         """Return the output as a formula for people, or None. ``symbols`` names the inputs that are connected."""
         return None
+
+    @property
+    def warmup_steps(self) -> int:
+        """Return the number of first steps in which the node does not train its role yet."""
+        return 0
+
+    def new_state(self) -> State | None:
+        """Return the state at the start of a run; None without one. By default a state needs no arguments."""
+        kind = self.from_runtime().get("state")
+        return None if kind is None else kind()
+
+    def open_session(self, model_name: str, model: Model) -> Any:
+        """Return the object that ``run`` takes as ``session``. ``model`` is that of the node's role."""
+        raise NotImplementedError(f"'{self.kind}' takes a session: define open_session")
+
+
+def old_probability(symbols: Mapping[str, str]) -> Mapping[str, str]:
+    """Return where p_old comes from: from ``old_logprobs`` where that is connected, else from the sampling engine."""
+    return {"p_old": f"p by {symbols.get('old_logprobs') or symbols.get('rollouts', 'rollouts')}"}
+
+
+def times(coefficient: float, term: str) -> str:
+    """Return the product, without a factor of 1."""
+    return term if coefficient == 1 else f"{coefficient:g} {term}"
+
+
+def inheritance_depth(instance: object, method: str) -> int:
+    """Return how many base classes up a method is defined: a method overridden alone has outdated its formula."""
+    return next(depth for depth, owner in enumerate(type(instance).__mro__) if method in vars(owner))
 
 
 def _signature(cls: type[Node]) -> tuple[tuple[Input, ...], type]:

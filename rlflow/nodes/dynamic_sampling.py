@@ -1,4 +1,7 @@
-"""Prompts that teach nothing, and others in their place."""
+"""Dynamic sampling: prompts whose responses all earn the same reward are replaced by other prompts.
+
+Shapes: P prompts.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -12,14 +15,15 @@ from rlflow.nodes.base import Node
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSampling(Node, kind="dynamic_sampling", unit="group"):
-    """A step trains on ``data.batch_size`` prompts whose responses are not all rewarded alike: until there are so many,
-    what this node is made of is made in rounds, of the data's next prompts. Other nodes see these prompts alone.
+    """Select the prompts whose responses earn different rewards.
 
-    Rollouts without a reward do not count. Source: DAPO (arXiv 2503.14476), section 3.2 and algorithm 1.
+    A step trains on ``data.batch_size`` such prompts. Until there are enough, the nodes that this one depends on run in
+    rounds, on the data's next prompts; all other nodes see the selected prompts alone. Rollouts without a reward do not
+    count. Source: DAPO (arXiv 2503.14476), section 3.2 and algorithm 1.
     """
 
     max_rounds: Annotated[int, Ge(1)] = 10
-    """After these a step trains on what there is."""
+    """The limit of rounds; after it a step trains on the prompts selected so far."""
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> Selection:
         prompts, group = np.unique(rollouts.keys[:, :2], axis=0, return_inverse=True)

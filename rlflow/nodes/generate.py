@@ -1,7 +1,4 @@
-"""Writing responses.
-
-Writing responses in turns with an environment.
-"""
+"""Generation of responses: in one piece, or in turns with an environment."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,51 +9,70 @@ from annotated_types import Ge, Gt, Le, Lt
 from rlflow.batch import Conversations, Prompts, Rollouts
 from rlflow.engines.base import Generates, Sampling
 from rlflow.errors import RecipeError
-from rlflow.nodes.base import Node, Setting
-from rlflow.nodes.environment_session import Exchange, TurnTaking
+from rlflow.nodes.base import Node, NodeContext
+from rlflow.nodes.environment_session import EnvironmentSession, TurnOptions
+from rlflow.recipe import Model
 from rlflow.rewards.pool import ProcessPool
 from rlflow.schema import Count
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(Node, kind="generate", unit="sample"):
-    """``group_size`` responses to each prompt."""
+    """Generate ``group_size`` responses to each prompt."""
 
     group_size: Count = 8
     max_tokens: Count
-    """Of a response; one that reaches it is cut."""
+    """The limit of a response; a response that reaches it is cut."""
     temperature: Annotated[float, Ge(0)] = 1.0
     """0 takes the likeliest token."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     overcommit: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """More prompts are begun than a step trains on, by this share of ``data.batch_size``, and a step's generation ends
-    when as many groups are whole as it trains on. What is written of the others goes on in the next step.
+    """The share of ``data.batch_size`` by which a step starts more prompts than it trains on. Its generation ends when
+    enough groups are complete, and the partial rollouts of the others are resumed in the next step.
 
-    Biased: short responses are trained on earlier than long ones, and the tokens of one response may be of several
-    versions of the policy; ``logprobs`` are those of the version that wrote each, and ``sampler_difference`` holds how
-    far the policy has moved since. Over the whole run every prompt is trained on once, as without it.
+    Biased: short responses are trained on earlier than long ones, and the tokens of one response may come from several
+    versions of the policy; ``logprobs`` are those of the version that generated each token, and ``sampler_difference``
+    includes how far the policy has moved since. Over the whole run every prompt is trained on once, as without it.
     """
 
     @property
     def sampling(self) -> Sampling:
+        """Return what the engine is asked for."""
         return Sampling(
             max_tokens=self.max_tokens, group_size=self.group_size, temperature=self.temperature, top_p=self.top_p
         )
 
+    @property
+    def num_turns(self) -> int:
+        """Return the largest number of turns in which a response is generated."""
+        return 1
+
+    @property
+    def stored_copies(self) -> float:
+        """Return how many times the tokens of a step are in the object store at once: leftover rollouts included."""
+        return 1 + self.overcommit
+
+    @property
+    def can_stream(self) -> bool:
+        """Return whether consumers may start with single responses, because the engine's output is the node's own."""
+        return type(self).run is Generate.run and not self.overcommit
+
     def begun_ahead(self, batch_size: int) -> int:
-        """Prompts that are begun before the step that they would be trained in: ``overcommit``, rounded down."""
-        # 0.29 x 100 is 28.999999999999996.
+        """Return how many prompts are started before the step that would train on them: ``overcommit``, rounded down.
+
+        0.29 x 100 is 28.999999999999996, so a little is added first.
+        """
         return int(self.overcommit * batch_size + 1e-9)
 
     def greedy(self) -> Self:
-        """One response to each prompt, of the likeliest tokens: to evaluate."""
+        """Return the node for evaluation: one response to each prompt, of the likeliest tokens."""
         return replace(self, temperature=0.0, group_size=1, overcommit=0.0)
 
-    def cautions(self, setting: Setting) -> Iterator[str]:
+    def cautions(self, context: NodeContext) -> Iterator[str]:
         if self.overcommit:
             yield (
-                "overcommit: short responses are trained on before long ones, which is biased, and its time is that "
-                "without it"
+                "overcommit: short responses are trained on before long ones, which is biased; the predicted time is "
+                "the time without overcommit"
             )
 
     def run(self, engine: Generates, prompts: Prompts) -> Rollouts:
@@ -64,33 +80,44 @@ class Generate(Node, kind="generate", unit="sample"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Converse(TurnTaking, Generate, kind="converse", unit="sample"):
-    """``group_size`` conversations about each prompt. The model writes a turn, the environment answers, and so on: one
-    response, of which the model's tokens alone are trained on.
+class Converse(TurnOptions, Generate, kind="converse", unit="sample"):
+    """Hold ``group_size`` conversations about each prompt, in turns of the model and an environment.
 
-    All conversations take their turns together. One ends when the environment says so; where it would become longer
-    than ``max_tokens``, has ``max_turns``, or has a turn that is cut at ``turn_tokens``, it is cut.
+    A conversation is one response, and only the model's own tokens are trained on. All conversations take their turns
+    together. A conversation finishes when the environment says so. It is cut when it has ``max_turns``, when a turn
+    reaches ``turn_tokens``, or when the next turn might exceed ``max_tokens``.
     """
 
+    @property
+    def num_turns(self) -> int:
+        """Return the largest number of turns of the model."""
+        return self.max_turns
+
+    @property
+    def stored_copies(self) -> float:
+        """Return 2: the conversation so far is stored once more, as the prompts of its next turn."""
+        return 2
+
     def check(self, connected: frozenset[str]) -> None:
-        self.turns.load(self.environment)
+        self.environment_spec.load(self.environment)
         if self.overcommit:
-            raise RecipeError("overcommit", "conversations are not broken off between two steps", fix="overcommit: 0")
+            raise RecipeError("overcommit", "a conversation cannot continue in the next step", fix="overcommit: 0")
         if self.turn_tokens > self.max_tokens:
             fact = f"{self.turn_tokens} is more than max_tokens, which is {self.max_tokens}"
-            raise RecipeError("turn_tokens", fact, fix="a part of max_tokens")
+            raise RecipeError("turn_tokens", fact, fix=f"use {self.max_tokens} or less")
         if self.frame.count("{}") != 1:
-            raise RecipeError("frame", f"{self.frame!r} needs one '{{}}'", fix="frame: '{}'")
+            raise RecipeError("frame", f"expected one '{{}}', got {self.frame!r}", fix="frame: '{}'")
 
-    def try_out(self) -> None:
-        """Raises EngineError when the environment cannot run on this host."""
-        ProcessPool({self.environment: self.turns}).stop()
+    def check_host(self) -> None:
+        ProcessPool({self.environment: self.environment_spec}).stop()
 
-    def run(self, engine: Generates, exchange: Exchange, prompts: Prompts) -> Conversations:  # type: ignore[override]
-        stop_ids = exchange.begin()
-        sampling = replace(self.sampling, max_tokens=self.turn_tokens, stop_ids=stop_ids)
-        asked: Prompts | None = prompts
-        while asked is not None:
-            asked = exchange.answered(engine.generate(asked, sampling))
+    def open_session(self, model_name: str, model: Model) -> EnvironmentSession:
+        return EnvironmentSession(self, model_name, model)
+
+    def run(self, engine: Generates, session: EnvironmentSession, prompts: Prompts) -> Conversations:  # type: ignore[override]
+        sampling = replace(self.sampling, max_tokens=self.turn_tokens, stop_ids=session.start())
+        next_prompts: Prompts | None = prompts
+        while next_prompts is not None:
+            next_prompts = session.answer(engine.generate(next_prompts, sampling))
             sampling = replace(sampling, group_size=1)
-        return exchange.conversations()
+        return session.conversations()

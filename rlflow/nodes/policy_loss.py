@@ -1,18 +1,13 @@
-"""Sums over the tokens of each response.
+"""The losses that training a policy minimizes: functions of single response tokens.
+
+Only methods of tensors are used, so this file imports no torch.
 
 Shapes: T response tokens of a micro-batch.
-
-Between the engine that samples and the one that trains: how much each token counts where they do not agree.
-
-Shapes: T response tokens of a micro-batch.
-
-What training minimises: functions of one response token.
-
-Shapes: T response tokens of a micro-batch. Only methods of tensors are used, so that nothing is imported here.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import nan
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt
@@ -24,25 +19,15 @@ from rlflow.schema import Section
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-def sums_over_responses(values: "Tensor", rows: "Tensor") -> "Tensor":
-    """[T]: for each token the sum of ``values`` [T] over its response, whose number is in ``rows`` [T].
-
-    Gradients flow to ``values``. Where ranks share a sequence each has the values of all its tokens, so sums are whole.
-    """
-    # There are at least as many tokens as responses. Unlike index_add, this adds up in one order on GPUs too.
-    sums = values.new_zeros(len(values)).index_put((rows,), values, accumulate=True)
-    return sums[rows]
-
-
-def means_over_responses(values: "Tensor", rows: "Tensor") -> "Tensor":
-    """[T]: for each token the mean of ``values`` [T] over its response."""
-    return sums_over_responses(values, rows) / sums_over_responses(values.detach().new_ones(len(values)), rows)
+    Columns = Mapping[str, Tensor]
+    Loss = tuple[Tensor, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction(Section):
-    """The ratio of the trainer's probability, before the update, to the sampler's, within bounds: an importance weight.
+    """An importance weight for the difference between the engine that samples and the engine that trains.
+
+    The weight is the ratio of the trainer's probability, before the update, to the sampler's, within bounds.
 
     Source: with ``level: token, outside: bound`` TIS (https://fengyao.notion.site/off-policy-rl); with ``token`` and
     ``mask`` IcePop (arXiv 2510.18855); with ``sequence`` and ``mask`` masked importance sampling, where
@@ -52,20 +37,20 @@ class Correction(Section):
     level: Literal["token", "sequence", "geometric"] = "token"
     """The ratio of each token, the product over its response, or the geometric mean over its response."""
     outside: Literal["bound", "mask"] = "bound"
-    """What is outside of the bounds counts as much as the bound, or nothing."""
+    """The weight of a ratio outside of the bounds: the bound itself, or 0."""
     max_ratio: Annotated[float, Gt(0)] = 2.0
     min_ratio: Annotated[float, Ge(0)] = 0.0
 
     def expression(self, sampler: str) -> str:
-        """Return the weight for people; ``sampler`` gives the logprobs that were sampled with."""
-        of = {"token": "", "sequence": " of the response", "geometric": " of the response, geometric mean"}[self.level]
-        ratio = f"(p_old / p by {sampler}{of})"
+        """Return the weight as a formula for people; ``sampler`` is the node whose logprobs were sampled with."""
+        level = {"token": "", "sequence": " of the response", "geometric": " of the response, geometric mean"}
+        ratio = f"(p_old / p by {sampler}{level[self.level]})"
         if self.outside == "bound":
             return f"clip({ratio}, {self.min_ratio:g}, {self.max_ratio:g})"
         return f"{ratio}, 0 outside of {self.min_ratio:g} to {self.max_ratio:g}"
 
     def __call__(self, difference: "Tensor", rows: "Tensor") -> "tuple[Tensor, Mapping[str, Tensor]]":
-        """Weights [T] from log(trainer / sampler) [T]; and metrics: the mean weight, and the share outside."""
+        """Return weights [T] from log(trainer / sampler) [T], and as metrics the mean weight and the share outside."""
         if self.level == "sequence":
             difference = sums_over_responses(difference, rows)
         elif self.level == "geometric":
@@ -79,14 +64,13 @@ class Correction(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """A surrogate, times the ``correction``; plus the KL divergence to the reference, minus the entropy, each times its
-    coefficient.
+    """The loss of a policy's update: surrogate x correction + kl_coef x KL divergence - entropy_coef x entropy.
 
-    Columns: ``old_logprobs`` and ``advantages``, and ``reference`` and ``sampler_logprobs`` where there are any;
-    ``rows``; and ``entropy`` from engines that know it, which is a metric in any case.
+    Columns: ``old_logprobs``, ``advantages`` and ``rows``; ``reference`` and ``sampler_logprobs`` where such nodes are
+    connected; ``entropy`` from engines that know it, which is a metric in any case.
     """
 
-    surrogate: "Callable[[Tensor, Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Tensor]]]"
+    surrogate: "Callable[[Tensor, Columns], Loss]"
     """From the model's logprobs [T] and the columns to a loss [T] and metrics [T]."""
     temperature: float
     kl_coef: float = 0.0
@@ -94,16 +78,18 @@ class PolicyLoss:
     entropy_coef: float = 0.0
     correction: Correction | None = None
 
-    def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
-        loss, measured = self.surrogate(logprobs, columns)
-        metrics = {**measured, "logprob_change": (logprobs - columns["old_logprobs"]).abs()}
+    def __call__(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
+        """Return the loss [T] and metrics [T]."""
+        loss, surrogate_metrics = self.surrogate(logprobs, columns)
+        metrics = {**surrogate_metrics, "logprob_change": (logprobs - columns["old_logprobs"]).abs()}
         if "sampler_logprobs" in columns:
-            apart = columns["old_logprobs"] - columns["sampler_logprobs"]
+            difference = columns["old_logprobs"] - columns["sampler_logprobs"]
             # The divergence from the sampler to the trainer, by k3: the tokens are the sampler's.
-            metrics |= {"sampler_difference": apart.abs(), "sampler_kl": kl_estimate("k3", -apart, ratio(apart))}
+            sampler_kl = kl_estimate("k3", -difference, ratio(difference))
+            metrics |= {"sampler_difference": difference.abs(), "sampler_kl": sampler_kl}
             if self.correction is not None:
-                weights, corrected = self.correction(apart, columns["rows"])
-                loss, metrics = loss * weights, {**metrics, **corrected}
+                weights, correction_metrics = self.correction(difference, columns["rows"])
+                loss, metrics = loss * weights, {**metrics, **correction_metrics}
         if "reference" in columns:
             difference = logprobs - columns["reference"]
             kl = kl_estimate(self.kl_estimator, difference, ratio(-difference))
@@ -112,7 +98,7 @@ class PolicyLoss:
             metrics["entropy"] = columns["entropy"]
         if self.entropy_coef:
             if "entropy" not in columns:
-                raise RecipeError("entropy_coef", "the engine does not know its entropies", fix="entropy_coef: 0")
+                raise RecipeError("entropy_coef", "the engine does not compute entropies", fix="entropy_coef: 0")
             loss = loss - self.entropy_coef * columns["entropy"]
         return loss, metrics
 
@@ -123,5 +109,56 @@ class LikelihoodLoss:
 
     temperature: float = 1.0
 
-    def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
+    def __call__(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
+        """Return the loss [T], without metrics."""
         return -logprobs, {}
+
+
+def clipped_surrogate(
+    free: "Tensor", advantages: "Tensor", eps: float, eps_high: float | None, dual_clip: float | None = None
+) -> "Loss":
+    """Return PPO's loss [T] from the ratios ``free`` [T], and the shares of clipped tokens.
+
+    ``dual_clip`` bounds the ratio where the advantage is negative, which nothing else does (arXiv 1912.09729,
+    equation 5).
+    """
+    bounded = free.clamp(1 - eps, 1 + (eps if eps_high is None else eps_high))
+    gain = (free * advantages).minimum(bounded * advantages)
+    is_clipped = free * advantages > bounded * advantages
+    if dual_clip is None:
+        return -gain, clip_fractions(is_clipped, advantages)
+    least = (dual_clip * advantages).where(advantages < 0, gain)
+    return -gain.maximum(least), clip_fractions(is_clipped | (least > gain), advantages)
+
+
+def clipped_expression(advantage: str, eps: float, eps_high: float | None, dual_clip: float | None) -> str:
+    """Return the loss of ``clipped_surrogate`` as a formula for people, w being the ratio."""
+    high = eps if eps_high is None else eps_high
+    term = f"-min(w {advantage}, clip(w, {1 - eps:g}, {1 + high:g}) {advantage})"
+    return term if dual_clip is None else f"min({term}, {dual_clip:g} |{advantage}|)"
+
+
+def clip_fractions(is_clipped: "Tensor", advantages: "Tensor") -> "Mapping[str, Tensor]":
+    """Return the share of clipped tokens: of all, of those with a positive advantage, of those with a negative one."""
+    share = is_clipped.to(advantages.dtype)
+    return {
+        "clip_fraction": share,
+        "clip_fraction_positive": share.masked_fill(advantages <= 0, nan),
+        "clip_fraction_negative": share.masked_fill(advantages >= 0, nan),
+    }
+
+
+def sums_over_responses(values: "Tensor", rows: "Tensor") -> "Tensor":
+    """Return for each token [T] the sum of ``values`` [T] over its response, whose number is in ``rows`` [T].
+
+    Gradients flow to ``values``. Ranks that share a sequence each have the values of all its tokens, so sums are
+    complete.
+    """
+    # There are at least as many tokens as responses. Unlike index_add, this adds up in one order on GPUs too.
+    sums = values.new_zeros(len(values)).index_put((rows,), values, accumulate=True)
+    return sums[rows]
+
+
+def means_over_responses(values: "Tensor", rows: "Tensor") -> "Tensor":
+    """Return for each token [T] the mean of ``values`` [T] over its response."""
+    return sums_over_responses(values, rows) / sums_over_responses(values.detach().new_ones(len(values)), rows)

@@ -1,10 +1,6 @@
-"""Of two responses to a prompt, which one is preferred: what its losses and figures have in common.
+"""Training on pairs of a chosen and a rejected response: what all kinds share, and direct preference optimization.
 
 Shapes: P pairs, T response tokens of a micro-batch, which has both responses of each of its pairs next to each other.
-
-Direct preference optimization.
-
-Shapes: P pairs, T response tokens of a micro-batch.
 """
 
 from abc import abstractmethod
@@ -19,7 +15,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Logprobs, Metrics, Pairs
 from rlflow.engines.base import Scores, TokenLoss, TrainsLogprobs
 from rlflow.nodes.base import Formula, Node, times
-from rlflow.nodes.minibatches import Weighting, averaged, train
+from rlflow.nodes.minibatches import Weighting, mean_metrics, train
 from rlflow.nodes.policy_loss import sums_over_responses
 from rlflow.schema import Section
 
@@ -29,23 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Preference(Section):
-    """A kind of node that trains on pairs derives from this and from Node."""
+    """The base of updates on pairs. A kind of node derives from this and from Node."""
 
     num_minibatches: Annotated[int, Ge(1)] = 1
-    """Optimizer steps that the pairs are divided among."""
+    """The number of optimizer steps that the pairs are divided among."""
 
     @abstractmethod
     def scores(self, engine: Any, pairs: Pairs, **inputs: Any) -> NDArray[np.float32]:
-        """[2 P]: a number for each response, larger for one that is preferred. The parameters are those of ``run``."""
+        """Return a score for each response [2 P]; preferred ones have larger scores. The parameters are ``run``'s."""
 
     def accuracy(self, engine: Any, pairs: Pairs, **inputs: Any) -> float:
-        """The share of pairs whose chosen response has the larger score. A tie counts half."""
+        """Return the share of pairs whose chosen response has the larger score. A tie counts half."""
         scores = self.scores(engine, pairs, **inputs)
         return float(np.mean((1 + np.sign(scores[0::2] - scores[1::2])) / 2))
 
 
 def margins(values: "Tensor", rows: "Tensor") -> "Tensor":
-    """[T]: for each token the sum of ``values`` [T] over its pair's chosen response, minus that over the rejected one.
+    """Return for each token [T] the sum of ``values`` [T] over its pair's chosen response minus the rejected one's.
 
     ``rows`` [T] are the numbers of responses in the micro-batch: even ones are chosen.
     """
@@ -53,7 +49,7 @@ def margins(values: "Tensor", rows: "Tensor") -> "Tensor":
 
 
 def preference_loss(margin: "Tensor", label_smoothing: float = 0.0) -> "tuple[Tensor, Mapping[str, Tensor]]":
-    """[T], from the margins [T] of each token's pair: -log sigmoid(margin), and metrics.
+    """Return -log sigmoid(margin) [T] from the margins [T] of each token's pair, and metrics.
 
     With ``label_smoothing`` e it is -(1 - e) log sigmoid(margin) - e log sigmoid(-margin).
     Source: Bradley and Terry 1952, as in InstructGPT (arXiv 2203.02155), equation 1.
@@ -76,28 +72,32 @@ class DpoLoss:
 
     @property
     def expression(self) -> str:
-        """The loss for people; m is the margin before it is scaled."""
+        """Return the loss as a formula for people; m is the margin before it is scaled."""
         sides = [(1 - self.label_smoothing, "m"), (self.label_smoothing, "(-m)")]
         terms = [times(share, f"log sigmoid({times(self.beta, side)})") for share, side in sides if share]
         return f"-{' - '.join(terms)}"
 
     def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
+        """Return the loss of each token's pair [T], and metrics."""
         margin = self.beta * margins(logprobs - columns["reference"], columns["rows"])
         return preference_loss(margin, self.label_smoothing)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DpoUpdate(Preference, Node, kind="dpo_update", unit="batch"):
-    """Every pair counts the same. The metric ``margin`` is that of the implicit rewards, beta log(policy / reference),
-    and ``accuracy`` the share of pairs in which it is above 0."""
+    """Direct preference optimization. Every pair has the same weight.
+
+    The metric ``margin`` is the difference of the implicit rewards, beta log(policy / reference), and ``accuracy`` the
+    share of pairs in which it is above 0.
+    """
 
     beta: Annotated[float, Gt(0)] = 0.1
-    """How much staying near the reference counts."""
+    """The weight of staying near the reference."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
-    """The share of pairs whose labels are taken to be wrong (https://ericmitchell.ai/cdpo.pdf)."""
+    """The share of pairs whose labels are assumed to be wrong (https://ericmitchell.ai/cdpo.pdf)."""
 
     def loss(self) -> TokenLoss:
-        """Return the loss of one pair's tokens, which has the column ``reference``."""
+        """Return the loss of a pair's tokens. It reads the column ``reference``."""
         return DpoLoss(beta=self.beta, label_smoothing=self.label_smoothing)
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
@@ -117,13 +117,13 @@ class DpoUpdate(Preference, Node, kind="dpo_update", unit="batch"):
             {"reference": reference.values},
             self.loss(),
             num_minibatches=self.num_minibatches,
-            # The tokens of a response count 1 / (2 P) together, and those of a pair, which have one loss, 1 / P.
+            # The tokens of a response weigh 1 / (2 P) together, and those of a pair, which share one loss, 1 / P.
             weighting=Weighting(aggregation="sequence"),
         )
-        return Metrics(values=averaged(steps))
+        return Metrics(values=mean_metrics(steps))
 
     def scores(self, engine: Scores, pairs: Pairs, reference: Logprobs) -> NDArray[np.float32]:  # type: ignore[override]
-        """The implicit rewards, over beta."""
-        own = engine.logprobs(pairs, 1.0).values
-        differences = own.values.astype(np.float64) - reference.values.values
-        return np.add.reduceat(differences, own.offsets[:-1]).astype(np.float32)
+        """Return the implicit rewards over beta."""
+        policy = engine.logprobs(pairs, 1.0).values
+        differences = policy.values.astype(np.float64) - reference.values.values
+        return np.add.reduceat(differences, policy.offsets[:-1]).astype(np.float32)

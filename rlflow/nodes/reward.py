@@ -1,4 +1,7 @@
-"""Judging responses."""
+"""Rewards from functions: one, or a weighted sum of several.
+
+Shapes: B rollouts.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -7,8 +10,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rlflow.batch import Conversations, Rewards, Rollouts, SummedRewards
+from rlflow.batch import Conversations, Rewards, Rollouts, count_reasons, known_mean
 from rlflow.errors import EngineError, RecipeError, below
 from rlflow.nodes.base import Formula, Node, times
 from rlflow.rewards.base import MAX_FLOAT32, Failure, Outcome
@@ -17,30 +21,55 @@ from rlflow.rewards.fork_client import Call
 from rlflow.rewards.pool import ProcessPool
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SummedRewards(Rewards):
+    """Weighted sums of the results of several functions, the parts."""
+
+    parts: Mapping[str, NDArray[np.float32]]
+    """[B] each, before its weight; NaN where the function failed."""
+    reasons: NDArray[np.str_]
+    """[B], why a function failed, whatever reward the response has; empty where none failed."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the mean reward, the share of responses with a failure, and the mean of each part.
+
+        A single part is the sum itself, and a part that failed everywhere has no mean.
+        """
+        metrics = {"mean": self.mean(), "failed": float(np.mean(self.reasons != ""))}
+        parts = self.parts if len(self.parts) > 1 else {}
+        known = {part: values for part, values in parts.items() if np.isfinite(values).any()}
+        return metrics | {f"{part}/mean": known_mean(values) for part, values in known.items()}
+
+    def failures(self) -> Mapping[str, int]:
+        """Return why functions failed."""
+        return count_reasons(self.reasons)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reward(Node, kind="reward", unit="sample"):
-    """A number for each rollout: a function's, or the weighted sum of several."""
+    """A number for each rollout: the result of a function, or the weighted sum of several."""
 
     function: str | None = None
-    """Of rlflow.rewards.functions, or ``package.module:function``; short for ``functions`` with it alone."""
+    """A name from rlflow.rewards.functions, or ``package.module:function``: short for ``functions`` with one entry."""
     functions: Mapping[str, RewardTerm] = field(default_factory=dict)
 
     def check(self, connected: frozenset[str]) -> None:
         if (self.function is None) == (not self.functions):
-            has = "neither is" if self.function is None else "both are"
+            got = "neither" if self.function is None else "both"
             raise RecipeError(
-                "function", f"one of 'function' and 'functions' is needed, and {has} there", fix="function: exact"
+                "function", f"expected one of 'function' and 'functions', got {got}", fix="function: exact"
             )
         for name, part in self.functions.items():
             with below(f"functions.{name}"):
                 part.load(name)
                 if isinstance(part.on_failure, float) and not self._fits(part, part.on_failure):
                     fact = f"{part.on_failure:g} is too large for a sum in float32 with a weight of {part.weight:g}"
-                    raise RecipeError("on_failure", fact, fix="a smaller number")
+                    raise RecipeError("on_failure", fact, fix="use a smaller number")
         if self.function is not None:
-            self._check_short(self.function)
+            self._check_function(self.function)
 
-    def _check_short(self, function: str) -> None:
+    def _check_function(self, function: str) -> None:
+        """Check the short form, which has no options."""
         try:
             RewardTerm().load(function)
         except RecipeError as error:
@@ -49,8 +78,7 @@ class Reward(Node, kind="reward", unit="sample"):
             fix = f"functions: {{{function}: {{options: {{...}}}}}} in its place"
             raise RecipeError("function", f"'{function}' needs options: {error.path} {error.fact}", fix=fix) from None
 
-    def try_out(self) -> None:
-        """Raises EngineError when the functions cannot run on this host."""
+    def check_host(self) -> None:
         ProcessPool(self._parts).stop()
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
@@ -58,23 +86,23 @@ class Reward(Node, kind="reward", unit="sample"):
         return Formula(symbol="r", expression=" + ".join(parts) or "0")
 
     def run(self, rollouts: Rollouts) -> Rewards:
-        given = {name: np.full(len(rollouts), np.nan, np.float32) for name in self._parts}
+        parts = {name: np.full(len(rollouts), np.nan, np.float32) for name in self._parts}
         reasons = rollouts.reasons.tolist() if isinstance(rollouts, Conversations) else [""] * len(rollouts)
-        judged = np.flatnonzero(~rollouts.failed).tolist()
-        with closing(self._pool.outcomes(self._calls(rollouts, judged))) as outcomes:
+        rows = np.flatnonzero(~rollouts.failed).tolist()
+        with closing(self._pool.outcomes(self._calls(rollouts, rows))) as outcomes:
             for call, results in outcomes:
-                for place, result in zip(call.indices, results, strict=True):
+                for row, result in zip(call.indices, results, strict=True):
                     if failure := self._failure(call.name, result):
-                        reasons[place] = f"'{call.name}' {failure.reason}"
-                        result = self._instead(call.name, failure)
-                    given[call.name][place] = result
+                        reasons[row] = f"'{call.name}' {failure.reason}"
+                        result = self._value_of_failure(call.name, failure)
+                    parts[call.name][row] = result
         values = np.zeros(len(rollouts), np.float64)
         for name, part in self._parts.items():
-            values += part.weight * given[name].astype(np.float64) if part.weight else 0
-        return SummedRewards(values=values.astype(np.float32), parts=given, reasons=np.array(reasons))
+            values += part.weight * parts[name].astype(np.float64) if part.weight else 0
+        return SummedRewards(values=values.astype(np.float32), parts=parts, reasons=np.array(reasons))
 
     def __getstate__(self) -> Mapping[str, Any]:
-        """Processes do not travel."""
+        """Leave out the worker processes, which every process starts for itself."""
         return {name: value for name, value in vars(self).items() if name != "_pool"}
 
     @cached_property
@@ -83,15 +111,16 @@ class Reward(Node, kind="reward", unit="sample"):
 
     @cached_property
     def _pool(self) -> ProcessPool:
-        """Of processes that live as long as this node is used."""
+        """Start worker processes, which live as long as this node is used."""
         return ProcessPool(self._parts)
 
-    def _calls(self, rollouts: Rollouts, judged: Sequence[int]) -> Iterator[Call]:
-        texts, rows = tuple(rollouts.texts), tuple(rollouts.rows)
-        for name, found in self._pool.callables.items():
-            for start in range(0, len(judged), found.batch_size):
-                places = judged[start : start + found.batch_size]
-                yield Call(name, places, [texts[place] for place in places], [rows[place] for place in places])
+    def _calls(self, rollouts: Rollouts, rows: Sequence[int]) -> Iterator[Call]:
+        """Yield the calls that judge these rows, in batches of the size that each function takes."""
+        texts, data_rows = tuple(rollouts.texts), tuple(rollouts.rows)
+        for name, function in self._pool.callables.items():
+            for start in range(0, len(rows), function.batch_size):
+                batch = rows[start : start + function.batch_size]
+                yield Call(name, batch, [texts[row] for row in batch], [data_rows[row] for row in batch])
 
     def _failure(self, name: str, result: Outcome) -> Failure | None:
         part = self._parts[name]
@@ -107,8 +136,8 @@ class Reward(Node, kind="reward", unit="sample"):
         """Return whether the sum of all parts is finite in float32 if no weighted value is larger than this one."""
         return abs(value) <= MAX_FLOAT32 and abs(part.weight * value) <= MAX_FLOAT32 / len(self._parts)
 
-    def _instead(self, name: str, failure: Failure) -> float:
-        """What a response gets that has no reward. Raises RecipeError or EngineError where that ends the run."""
+    def _value_of_failure(self, name: str, failure: Failure) -> float:
+        """Return the value of a part that failed, NaN to exclude it. Raise an error with ``on_failure: stop``."""
         part = self._parts[name]
         if part.on_failure == "exclude":
             return np.nan
@@ -117,9 +146,9 @@ class Reward(Node, kind="reward", unit="sample"):
         fact = f"'{part.function or name}' {failure.reason}"
         path = "function" if self.function is not None else f"functions.{name}"
         if failure.kind == "unreadable":
-            without = "on_failure: exclude, which leaves out responses to such rows"
-            raise RecipeError(path, fact, fix=f"mend the row or remove it from the data, or {without}")
+            exclude = "on_failure: exclude, which leaves out responses to such rows"
+            raise RecipeError(path, fact, fix=f"correct the row or remove it from the data, or {exclude}")
         if failure.kind in ("raised", "invalid"):
-            takes = "it is called with texts of responses and rows of the data set, and returns a number for each"
-            raise RecipeError(path, fact, fix=takes)
+            contract = "it is called with texts of responses and rows of the data set, and returns a number for each"
+            raise RecipeError(path, fact, fix=contract)
         raise EngineError(f"reward {fact}. With on_failure: exclude such responses are left out.")

@@ -1,22 +1,40 @@
-"""What is taken off rewards."""
+"""Penalties that are subtracted from rewards: for the KL divergence from the reference, and for long responses.
+
+Shapes: B rollouts.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from annotated_types import Ge, Gt
+from numpy.typing import NDArray
 
-from rlflow.batch import Divergences, Logprobs, Rewards, Rollouts
+from rlflow.batch import Batch, Logprobs, Rewards, Rollouts, known_mean
 from rlflow.errors import RecipeError
-from rlflow.nodes.base import Formula, Node, kl_expression, old_difference, times
-from rlflow.nodes.kl import Estimator, check_target, token_kl
+from rlflow.nodes.base import Formula, Node, times
+from rlflow.nodes.kl import Estimator, KlCoefficient, check_target, kl_expression, old_difference, token_kl
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Divergences(Batch):
+    """The KL divergence of each response from a reference."""
+
+    values: NDArray[np.float32]
+    """[B], in nats, summed over each response."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the mean divergence."""
+        return {"mean": known_mean(self.values)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class KlDivergence(Node, kind="kl_divergence", unit="sample"):
-    """From the reference, summed over each response; the policy is ``old_logprobs`` where such a node is there, else
-    what the engine sampled with."""
+    """The KL divergence from the reference, summed over each response.
+
+    The policy's logprobs are ``old_logprobs``, or without them those of the engine that sampled.
+    """
 
     kl_estimator: Estimator = "k1"
 
@@ -38,37 +56,41 @@ class KlPenalty(Node, kind="kl_penalty", unit="sample", reads_tokens=False):
 
     kl_coef: Annotated[float, Ge(0)]
     kl_target: Annotated[float, Gt(0)] | None = None
-    """Nats a response, which ``kl_coef``, then where it begins, is adapted to from step to step."""
+    """A divergence in nats a response. ``kl_coef`` is then the start value, and follows the target from step to step.
+    """
 
     def check(self, connected: frozenset[str]) -> None:
         check_target(self.kl_coef, self.kl_target)
 
+    def new_state(self) -> KlCoefficient | None:
+        return None if self.kl_target is None else KlCoefficient(self.kl_coef)
+
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         return Formula(symbol="r", expression=f"{symbols['rewards']} - {times(self.kl_coef, symbols['kl'])}")
 
-    def run(self, rewards: Rewards, kl: Divergences) -> Rewards:
-        return Rewards(values=(rewards.values - self.kl_coef * kl.values).astype(np.float32))
-
-    def measured_kl(self, output: Rewards, inputs: Mapping[str, Any]) -> float:
-        """Of the rollouts that have a reward."""
-        return float(np.mean(inputs["kl"].values[~np.isnan(output.values)], dtype=np.float64))
+    def run(self, rewards: Rewards, kl: Divergences, state: KlCoefficient | None = None) -> Rewards:
+        kl_coef = self.kl_coef if state is None else state.kl_coef
+        output = Rewards(values=(rewards.values - kl_coef * kl.values).astype(np.float32))
+        if state is not None and self.kl_target is not None:
+            state.follow(float(np.mean(kl.values[~np.isnan(output.values)], dtype=np.float64)), self.kl_target)
+        return output
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongPenalty(Node, kind="overlong_penalty", unit="sample", reads_tokens=False):
-    """The reward minus up to one for the last ``buffer_tokens`` before the limit: a line from 0 to 1.
+    """The reward minus a penalty that rises from 0 to 1 over the last ``buffer_tokens`` before the limit.
 
     Source: DAPO's soft overlong punishment (arXiv 2503.14476), equation 13.
     """
 
     max_tokens: Annotated[int, Ge(1)]
-    """The limit of a response: that of the node that writes it. Of a conversation all tokens count."""
+    """The limit of a response, as in the node that generates it. All tokens of a conversation count."""
     buffer_tokens: Annotated[int, Ge(1)]
 
     def check(self, connected: frozenset[str]) -> None:
         if self.buffer_tokens > self.max_tokens:
             fact = f"{self.buffer_tokens} is more than max_tokens, which is {self.max_tokens}"
-            raise RecipeError("buffer_tokens", fact, fix="a part of max_tokens")
+            raise RecipeError("buffer_tokens", fact, fix=f"use {self.max_tokens} or less")
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         over = f"clip((tokens - {self.max_tokens - self.buffer_tokens}) / {self.buffer_tokens}, 0, 1)"

@@ -1,4 +1,4 @@
-"""What a model says of responses that are already there."""
+"""Scores of existing responses by a role's model: logprobs and values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,19 +10,21 @@ from rlflow.nodes.base import Formula, Node
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreLogprobs(Node, kind="logprobs", unit="sample"):
-    """The log-probability of every response token under the role's model, at the temperature of the rollouts; at 1 for
-    responses of the data, as with ``rollouts: pairs``."""
+    """The logprob of every response token under the role's model, at the temperature of the rollouts.
+
+    Responses of the data, as with ``rollouts: pairs``, are scored at temperature 1.
+    """
 
     def run(self, engine: Scores, rollouts: Sequences) -> Logprobs:
-        return engine.logprobs(rollouts, temperature_of(rollouts))
+        return engine.logprobs(rollouts, _temperature(rollouts))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreBaseLogprobs(Node, kind="base_logprobs", unit="sample"):
-    """Likewise, under the role's model without its adapters: what a reference says, without a second model."""
+    """The logprobs under the role's model without its LoRA adapters: a reference without a second model."""
 
     def run(self, engine: ScoresBase, rollouts: Sequences) -> Logprobs:
-        return engine.base_logprobs(rollouts, temperature_of(rollouts))
+        return engine.base_logprobs(rollouts, _temperature(rollouts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,5 @@ class ScoreValues(Node, kind="values", unit="sample"):
         return engine.values(rollouts)
 
 
-def temperature_of(sequences: Sequences) -> float:
-    """That at which they were written; 1 where they are the data's."""
+def _temperature(sequences: Sequences) -> float:
     return sequences.temperature if isinstance(sequences, Rollouts) else 1.0

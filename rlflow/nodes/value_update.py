@@ -1,4 +1,4 @@
-"""Training a critic on the returns of the step's rollouts.
+"""Training of a critic on the returns of the step's rollouts.
 
 Shapes: T response tokens of a micro-batch.
 """
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from annotated_types import Ge, Gt
 
-from rlflow.batch import GaeAdvantages, Metrics, Rollouts, ValueEstimates
+from rlflow.batch import Metrics, Rollouts, ValueEstimates
 from rlflow.engines.base import TrainsValues
 from rlflow.nodes.base import Formula, Node
-from rlflow.nodes.minibatches import Weighting, averaged, train
+from rlflow.nodes.gae import GaeAdvantages
+from rlflow.nodes.minibatches import Weighting, mean_metrics, train
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,17 +22,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss:
-    """Half the squared distance to the return. A value that went further than ``clip_eps`` from what it was before the
-    step counts as if it had stopped there, where that is the larger loss: such a token has no gradient.
+    """Half the squared distance to the return, with the value clipped.
+
+    A value that moved further than ``clip_eps`` from its value before the step counts as if it had stopped there, where
+    that is the larger loss: such a token has no gradient.
 
     Source: Engstrom et al. (arXiv 2005.12729), section 3, after openai/baselines. Columns: ``old_values``, ``returns``.
     """
 
     clip_eps: float | None
     temperature: float = 1.0
-    """Of the logits, of which a value head has none."""
+    """The temperature of the logits, which a value head does not have."""
 
     def __call__(self, values: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
+        """Return the loss [T], and the share of clipped tokens."""
         old, returns = columns["old_values"], columns["returns"]
         free = (values - returns) ** 2 / 2
         if self.clip_eps is None:
@@ -44,12 +48,13 @@ class ValueLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueUpdate(Node, kind="value_update", unit="batch"):
-    """The critic learns the returns, every token counting the same. Excluded rollouts are in no minibatch."""
+    """Train the critic on the returns. Every token has the same weight. Excluded rollouts are in no minibatch."""
 
     clip_eps: Annotated[float, Gt(0)] | None = 0.2
-    """How far a value counts from what it was before the step. Null: wherever it is."""
+    """The distance from the value before the step at which a value is clipped. Null: no clipping."""
     num_minibatches: Annotated[int, Ge(1)] = 1
-    """Optimizer steps that the rollouts are divided among: as many as the policy's are the same minibatches."""
+    """The number of optimizer steps that the rollouts are divided among. With the policy's number, the minibatches are
+    the same."""
     num_epochs: Annotated[int, Ge(1)] = 1
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
@@ -63,8 +68,8 @@ class ValueUpdate(Node, kind="value_update", unit="batch"):
         self, engine: TrainsValues, rollouts: Rollouts, values: ValueEstimates, advantages: GaeAdvantages
     ) -> Metrics:
         if not advantages.is_included.all():
-            kept = np.flatnonzero(advantages.is_included)
-            rollouts, values, advantages = rollouts.take(kept), values.take(kept), advantages.take(kept)
+            known = np.flatnonzero(advantages.is_included)
+            rollouts, values, advantages = rollouts.take(known), values.take(known), advantages.take(known)
         steps = train(
             engine,
             rollouts,
@@ -73,4 +78,4 @@ class ValueUpdate(Node, kind="value_update", unit="batch"):
             num_minibatches=self.num_minibatches,
             num_epochs=self.num_epochs,
         )
-        return Metrics(values=averaged(steps))
+        return Metrics(values=mean_metrics(steps))

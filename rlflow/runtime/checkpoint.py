@@ -1,6 +1,6 @@
-"""Checkpoints: whole or not there at all.
+"""Checkpoints, which are complete or do not exist.
 
-A checkpoint is written to a folder of another name, flushed to disk with a manifest of its files, and renamed. The
+A checkpoint is written to a folder with another name, flushed to disk with a manifest of its files, and renamed. The
 manifest has the digests of the files and of itself, and the step that is in the folder's name.
 """
 
@@ -12,11 +12,12 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlflow.compiler.continuation import Experiment, check_continuation
+from rlflow.compiler.plan import Plan
 from rlflow.errors import EngineError, RecipeError, StorageError, first_line
 
 _MANIFEST = "manifest.json"
@@ -24,37 +25,45 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What a run needs besides its engines to go on."""
+class RunProgress:
+    """The progress of a run: all that a resumed run needs besides engines and states."""
 
     experiment: Experiment
     """The experiment that the run trained when the checkpoint was written."""
     step: int
-    """Steps that are behind."""
+    """The number of steps made."""
     rows: int
-    """Rows of the data that these steps have taken."""
+    """The number of data rows that these steps have taken."""
     evaluations: Mapping[str, float]
-    """By step, as JSON has its keys."""
+    """The measures on held-out rows, by step; JSON's keys are texts."""
+
+    def stepped(self, rows: int) -> "RunProgress":
+        """Return the progress after one more step, which has taken ``rows`` rows."""
+        return replace(self, step=self.step + 1, rows=self.rows + rows)
+
+    def evaluated(self, measure: float) -> "RunProgress":
+        """Return the progress with a measure on held-out rows."""
+        return replace(self, evaluations={**self.evaluations, str(self.step): measure})
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole one, on disk."""
+    """A complete checkpoint on disk."""
 
     folder: Path
-    progress: Progress
+    progress: RunProgress
     damaged: tuple[str, ...] = ()
     """Warnings about newer checkpoints that were damaged and have been moved aside."""
 
 
 class _DamageError(Exception):
-    """A checkpoint is not as it was written."""
+    """A checkpoint has changed since it was written."""
 
 
-def write_whole(folder: Path, write: Callable[[Path], object], *, replaces: bool = False) -> None:
-    """Call ``write`` with a new folder, and give that the name ``folder`` when all of it is on disk.
+def write_folder(folder: Path, write: Callable[[Path], object], *, replaces: bool = False) -> None:
+    """Call ``write`` with a new folder, and rename that to ``folder`` when all of it is on disk.
 
-    A folder that stands there by then, from another process that does the same work, stays unless this ``replaces`` it.
+    If ``folder`` exists by then, because another process did the same work, it stays unless this call ``replaces`` it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
@@ -75,8 +84,8 @@ def write_whole(folder: Path, write: Callable[[Path], object], *, replaces: bool
 
 @contextmanager
 def _storage_errors(folder: Path) -> Iterator[None]:
-    """Raise StorageError for the errors that torch and safetensors have of their own for a full disk."""
-    # A dry run looks for checkpoints, and needs no library that trains.
+    """Raise StorageError for the errors that torch and safetensors raise when a disk is full."""
+    # Imported late: a dry run looks for checkpoints, and needs no training library.
     from safetensors import SafetensorError
 
     try:
@@ -89,21 +98,43 @@ def _storage_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def save(run: Path, progress: Progress, engines: Mapping[str, Any], keep: int) -> None:
-    """Write a checkpoint of ``engines``, the trained ones by role, and remove all but the newest ``keep``."""
+def save(run: Path, progress: RunProgress, parts: Mapping[str, Any], keep: int) -> None:
+    """Write a checkpoint, and remove all but the newest ``keep``.
+
+    ``parts`` have a folder each: trained engines by role, and nodes with a state by their path in the recipe.
+    """
 
     def write(folder: Path) -> None:
-        for role, engine in engines.items():
-            (folder / role).mkdir()
-            # It may be in a process that has another working directory.
-            engine.save((folder / role).absolute())
+        for name, part in parts.items():
+            (folder / name).mkdir()
+            # The part may be in a process with another working directory.
+            part.save((folder / name).absolute())
         files = {str(p.relative_to(folder)): _digest(p) for p in sorted(folder.rglob("*")) if p.is_file()}
         content = {**asdict(progress), "files": files}
         (folder / _MANIFEST).write_text(json.dumps(content | {"digest": _digest_of(content)}, indent=1))
 
-    write_whole(_folder(run, progress.step), write)
+    write_folder(_folder(run, progress.step), write)
     for old in checkpoints(run)[:-keep]:
         shutil.rmtree(old)
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run, each step at most once."""
+
+    def __init__(self, run: Path, parts: Mapping[str, Any], keep: int, saved_step: int | None) -> None:
+        """``saved_step`` is the step of the checkpoint that the run resumes from."""
+        self._run, self._parts, self._keep, self._saved_step = run, parts, keep, saved_step
+
+    def save(self, progress: RunProgress) -> None:
+        """Write a checkpoint of the progress so far, unless there is one."""
+        if progress.step != self._saved_step:
+            save(self._run, progress, self._parts, self._keep)
+            self._saved_step = progress.step
+
+
+def is_checkpoint_due(plan: Plan, progress: RunProgress) -> bool:
+    """Return whether the recipe asks for a checkpoint after the steps so far."""
+    return progress.step > 0 and progress.step % plan.recipe.checkpoints.every == 0
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -113,10 +144,10 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def last(run: Path, experiment: Experiment) -> Checkpoint | None:
-    """Return the newest checkpoint that is as it was written; None where there is none at all.
+    """Return the newest checkpoint that is undamaged; None where there are no checkpoints.
 
-    Newer ones that are damaged are moved aside, so that they do not stand where the run will write. Raises RecipeError
-    for a run that cannot go on as ``experiment``, and where every checkpoint is damaged.
+    Newer ones that are damaged are renamed, so that the run can write there. Raises RecipeError for a run that cannot
+    continue as ``experiment``, and where every checkpoint is damaged.
     """
     damaged: dict[Path, str] = {}
     for folder in reversed(checkpoints(run)):
@@ -126,7 +157,7 @@ def last(run: Path, experiment: Experiment) -> Checkpoint | None:
             damaged[folder] = str(damage)
         else:
             warnings = [
-                f"the checkpoint {each} is damaged ({fact}): the run goes on from {folder.name}, and "
+                f"the checkpoint {each} is damaged ({fact}): the run resumes from {folder.name}, and "
                 f"{_set_aside(each).name} can be deleted"
                 for each, fact in damaged.items()
             ]
@@ -139,24 +170,24 @@ def last(run: Path, experiment: Experiment) -> Checkpoint | None:
 
 
 def remove_unfinished(run: Path) -> None:
-    """Delete what a run that was killed had begun to write of checkpoints and models. Needs the folder's lock."""
+    """Delete unfinished checkpoints and models of a run that was killed. Needs the folder's lock."""
     for parent in (run / "checkpoints", run / "model"):
         for folder in parent.glob(".*-*"):
             shutil.rmtree(folder)
 
 
-def _read(folder: Path, run: Path, experiment: Experiment) -> Progress:
+def _read(folder: Path, run: Path, experiment: Experiment) -> RunProgress:
     """Check a checkpoint against its manifest. Raises _DamageError, or RecipeError for a run of another recipe."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
         digest = manifest.pop("digest")
         intact = digest == _digest_of(manifest)
         files = manifest.pop("files")
-        progress = Progress(**manifest)
+        progress = RunProgress(**manifest)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _DamageError(f"{_MANIFEST}: {error}") from None
     if not intact:
-        raise _DamageError(f"{_MANIFEST} is not as it was written")
+        raise _DamageError(f"{_MANIFEST} has changed since it was written")
     if progress.step != checkpoint_step(folder):
         raise _DamageError(f"{_MANIFEST} is of step {progress.step}")
     check_continuation(progress.experiment, experiment, run)
@@ -164,7 +195,7 @@ def _read(folder: Path, run: Path, experiment: Experiment) -> Progress:
         if not (folder / name).is_file():
             raise _DamageError(f"{name} is missing")
         if _digest(folder / name) != digest:
-            raise _DamageError(f"{name} is not as it was written")
+            raise _DamageError(f"{name} has changed since it was written")
     return progress
 
 
@@ -178,17 +209,17 @@ def checkpoint_step(folder: Path) -> int:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint to a name that is not a checkpoint's, and return that."""
+    """Rename a damaged checkpoint so that it no longer counts as one, and return its new path."""
     aside = folder.with_name(f"damaged-{folder.name}")
     if aside.exists():
         shutil.rmtree(aside)
     return folder.rename(aside)
 
 
-def restore(checkpoint: Checkpoint, engines: Mapping[str, Any]) -> None:
-    """Puts the engines that train, by role, where they were."""
-    for role, engine in engines.items():
-        engine.restore((checkpoint.folder / role).absolute())
+def restore(checkpoint: Checkpoint, parts: Mapping[str, Any]) -> None:
+    """Restore all parts that ``save`` has written."""
+    for name, part in parts.items():
+        part.restore((checkpoint.folder / name).absolute())
 
 
 def _digest(path: Path) -> str:
@@ -197,7 +228,7 @@ def _digest(path: Path) -> str:
 
 
 def _digest_of(content: Mapping[str, Any]) -> str:
-    """Return the digest of a manifest's content, as JSON has it."""
+    """Return the digest of a manifest's content as JSON."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,50 +1,93 @@
-"""Whether models that read each other's tokens mean the same by them.
+"""The checks of a run before anything starts: its directory, the host, tokenizers, and the lengths of examples."""
 
-Whether the examples and pairs of a data set are as short as the plan takes them to be.
-"""
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlflow.compiler.checks import check_reward_folders
+from rlflow.compiler.continuation import experiment_of
 from rlflow.compiler.lower import model_architecture, trained_model
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import DataSource
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import RecipeError
 from rlflow.recipe import Recipe
+from rlflow.runtime.checkpoint import Checkpoint, RunProgress, checkpoints, last
+from rlflow.runtime.protocols import Runtime
 from rlflow.runtime.ray.engine_specs import is_on_gpu
 
-# What an engine that is asked for any of these has tokens for, or makes of them.
+Lengths = NDArray[np.int64]
+
+# The capabilities that read or generate tokens.
 _WITH_TOKENS = {"Generates", "Scores", "Values", "Evaluates", "Trains"}
 
 
-def check_vocabularies(plan: Plan) -> None:
-    """Between models tokens travel as numbers, those of the tokenizer that encodes prompts; a model may know others.
+def check_directory(directory: Path, *, resume: bool) -> None:
+    """Raise RecipeError for a run to be resumed whose directory does not exist."""
+    if resume and not directory.is_dir():
+        raise _no_checkpoint(directory)
 
-    No model that a recipe makes need be there. Raises RecipeError for one with another number for a token, or none.
+
+def check_before_start(plan: Plan, directory: Path, runtime: Runtime, *, resume: bool) -> None:
+    """Raise a UserError or an EngineError for a plan that cannot run here, before anything starts."""
+    if not resume and checkpoints(directory):
+        raise RecipeError("resume", f"'{directory}' holds a run already", fix=f"resume={directory}, or another folder")
+    runtime.check(plan)
+    check_vocabularies(plan)
+    check_reward_folders(plan.recipe, plan.graph)
+    for node in plan.graph.nodes:
+        node.operation.check_host()
+
+
+def last_checkpoint(plan: Plan, directory: Path, *, resume: bool) -> tuple[Checkpoint | None, RunProgress]:
+    """Return the checkpoint to resume from, if any, and the progress so far.
+
+    Raises RecipeError for a run to be resumed without a checkpoint, and for a recipe with fewer steps than it has made.
+    """
+    experiment = experiment_of(plan.recipe)
+    checkpoint = last(directory, experiment) if resume else None
+    # A run that was stopped while it trained a base model has no checkpoint of its own yet.
+    if resume and not checkpoint and not (directory / "base").is_dir():
+        raise _no_checkpoint(directory)
+    progress = checkpoint.progress if checkpoint else RunProgress(experiment, 0, 0, {})
+    if plan.recipe.steps < progress.step:
+        fact = f"{plan.recipe.steps} is less than the {progress.step} steps that the run has made"
+        raise RecipeError("steps", fact, fix="steps=+100 trains for 100 more")
+    return checkpoint, progress
+
+
+def _no_checkpoint(directory: Path) -> RecipeError:
+    return RecipeError("resume", f"'{directory}' has no checkpoint", fix="start the run again, without resume")
+
+
+def check_vocabularies(plan: Plan) -> None:
+    """Raise RecipeError for a model whose tokenizer has another number for a token than the one that encodes prompts.
+
+    Tokens travel between models as numbers. Models that other recipes train need not exist yet.
     """
     recipe, graph = plan.recipe, plan.graph
-    ours = recipe.roles[graph.tokenizer_role()].model
+    reading = recipe.roles[graph.tokenizer_role()].model
     others = {
         role.model: name
         for name, role in recipe.roles.items()
-        if role.model != ours and graph.capabilities(name) & _WITH_TOKENS
+        if role.model != reading and graph.capabilities(name) & _WITH_TOKENS
     }
-    vocabulary = _vocabulary(recipe, ours) if others else {}
+    vocabulary = _vocabulary(recipe, reading) if others else {}
     for model, role in others.items():
-        theirs = _vocabulary(recipe, model)
+        other = _vocabulary(recipe, model)
         for token, number in sorted(vocabulary.items(), key=lambda item: item[1]):
-            if theirs.get(token) != number:
-                has = f"has number {theirs[token]}" if token in theirs else "is not there"
+            if other.get(token) != number:
+                found = f"it has number {other[token]}" if token in other else "it has no such token"
                 raise RecipeError(
                     f"roles.{role}.model",
-                    f"'{model}' reads tokens of '{ours}', and of these number {number}, '{token}', {has}",
-                    fix="a model with the same tokenizer",
+                    f"'{model}' reads the tokens of '{reading}', where '{token}' has number {number}; here {found}",
+                    fix="use a model with the same tokenizer",
                 )
 
 
 def _vocabulary(recipe: Recipe, name: str) -> dict[str, int]:
-    """Training leaves a tokenizer as it is."""
+    """Return the numbers of all tokens. Training does not change a tokenizer, so a base model's is the same."""
     model = recipe.models[name]
     while model.recipe is not None:
         model = trained_model(model.recipe)
@@ -52,14 +95,11 @@ def _vocabulary(recipe: Recipe, name: str) -> dict[str, int]:
     return vocabulary
 
 
-Lengths = NDArray[np.int64]
-
-
 def check_examples(plan: Plan, data: DataSource) -> None:
-    """Raises RecipeError for an example or a pair that has no room in a role's micro-batch or in its model's positions.
+    """Raise RecipeError for an example or a pair that does not fit a role's micro-batch or its model's positions.
 
-    Prompts are within their limit already, and responses that are written end at theirs. Where the size of a
-    micro-batch is neither pinned nor a matter of memory, a longer example is one by itself.
+    Prompts are within their limit already, and generated responses end at theirs. Where the size of a micro-batch is
+    neither pinned nor limited by memory, a longer example is a micro-batch by itself.
     """
     if data.response_ids is None:
         return
@@ -75,31 +115,31 @@ def check_examples(plan: Plan, data: DataSource) -> None:
 
 
 def _check_pairs(plan: Plan, data: DataSource, split: str, chosen: Lengths, rejected: Lengths) -> None:
-    # Both go through a model in one pass.
+    # Both responses go through a model in one pass.
     _check(plan, data, "pairs", split, chosen.clip(min=rejected), chosen + rejected)
 
 
-def _check(plan: Plan, data: DataSource, source: str, split: str, sequences: Lengths, whole: Lengths) -> None:
-    """``sequences``: of each row the longest. ``whole``: all that goes through a model in one pass because of it."""
-    one, all_of_it = ("example", "example") if source == "examples" else ("longer sequence", "pair")
+def _check(plan: Plan, data: DataSource, source: str, split: str, sequences: Lengths, passes: Lengths) -> None:
+    """Check the longest sequence of each row, and the tokens that go through a model in one pass because of it."""
+    one, one_pass = ("example", "example") if source == "examples" else ("longer sequence", "pair")
     for node in plan.graph.nodes:
         if node.role is None or source not in node.inputs.values():
             continue
-        written, at = plan.recipe.roles[node.role], f"roles.{node.role}.micro_batch_tokens"
-        model = model_architecture(plan.recipe.models[written.model])
+        role, at = plan.recipe.roles[node.role], f"roles.{node.role}.micro_batch_tokens"
+        model = model_architecture(plan.recipe.models[role.model])
         limits = []
         if model is not None:
             positions = model.max_position_embeddings
-            limits.append((one, sequences, positions, "positions of its model", "a model with more"))
-        if is_on_gpu(plan) or written.micro_batch_tokens != "auto":
+            limits.append((one, sequences, positions, "positions of its model", "use a model with more"))
+        if is_on_gpu(plan) or role.micro_batch_tokens != "auto":
             tokens = plan.roles[node.role].layout.micro_batch_tokens
-            of = f"tokens of a micro-batch of role {node.role}"
-            limits.append((all_of_it, whole, tokens, of, f"{at}={whole.max()}"))
+            of = f"tokens in a micro-batch of role {node.role}"
+            limits.append((one_pass, passes, tokens, of, f"{at}={passes.max()}"))
         for what, lengths, limit, of, fix in limits:
             if (longest := lengths.max()) > limit:
                 raise RecipeError(
                     f"data.{split}",
                     f"the {what} of row {lengths.argmax()} of '{getattr(data.data, split)}' of '{data.data.source}' "
-                    f"has {longest} tokens, and there are {limit} {of}",
-                    fix=f"{fix}, or leave such rows out",
+                    f"has {longest} tokens, and there are only {limit} {of}",
+                    fix=f"{fix}, or remove such rows",
                 )

@@ -1,31 +1,156 @@
-"""Which runtime a plan needs.
-
-Models that other recipes make, run when the cache does not have them.
-"""
+"""Everything that opens before the first step: checks, models, data, engines and the graph as it runs."""
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 from rlflow.compiler import compile_recipe
+from rlflow.compiler.graph import resampled_nodes, without_resampled
 from rlflow.compiler.lower import models_in_use, trained_role
-from rlflow.compiler.plan import Plan
+from rlflow.compiler.plan import Plan, write_plan
+from rlflow.data.encoding import Rows
+from rlflow.data.source import DataSource, load_rows, open_training_data
+from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.registry import engine_kind
-from rlflow.recipe import Model
+from rlflow.recipe import Model, Tune
 from rlflow.resources.models.config import check_agreement
-from rlflow.runtime.checkpoint import write_whole
-from rlflow.runtime.protocols import Report, Runtime
+from rlflow.runtime.bound_node import bind_nodes, states_of
+from rlflow.runtime.checkpoint import (
+    CheckpointWriter,
+    RunProgress,
+    checkpoints,
+    remove_unfinished,
+    restore,
+    write_folder,
+)
+from rlflow.runtime.evaluation import Evaluator, evaluator_of
+from rlflow.runtime.folder_lock import locked
+from rlflow.runtime.generation.overcommit import begun_ahead, overcommitted
+from rlflow.runtime.generation.resampling import Rounds
+from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.preflight import check_before_start, check_directory, check_examples, last_checkpoint
+from rlflow.runtime.protocols import Engines, Observer, Observers, Report, Runtime
+from rlflow.runtime.tuning import Tuner, with_places
+
+
+class Run(Protocol):
+    """The function ``run``, which recipes of models need too."""
+
+    def __call__(
+        self,
+        plan: Plan,
+        directory: Path,
+        runtime: Runtime,
+        observers: Sequence[Observer],
+        *,
+        resume: bool,
+        stop: Callable[[], bool],
+    ) -> Report:
+        """Run a plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A run that is ready for its next step."""
+
+    plan: Plan
+    """The plan; its graph is the graph as it runs, without the nodes that run in rounds."""
+    directory: Path
+    engines: Engines
+    trained: Mapping[str, Any]
+    """The engines of the trained roles."""
+    data: DataSource
+    rounds: Rounds | None
+    evaluator: Evaluator | None
+    checkpoints: CheckpointWriter
+    observer: Observer
+    """All observers of the run."""
+    progress: RunProgress
+    """The steps made so far: none, or those of the checkpoint that the run resumes from."""
+    warnings: Sequence[str]
+    started_at: float
+
+
+@contextmanager
+def prepare(
+    plan: Plan,
+    directory: Path,
+    runtime: Runtime,
+    observers: Sequence[Observer],
+    *,
+    run: Run,
+    resume: bool,
+    stop: Callable[[], bool],
+    tune: Tune,
+) -> Iterator[Training]:
+    """Check everything, start the engines and restore the last checkpoint; stop the engines on exit.
+
+    ``run`` trains the models that other recipes make. Raises the errors of ``rlflow.runtime.run.run``.
+    """
+    observer = Observers(observers)
+    check_directory(directory, resume=resume)
+    with locked(directory), ExitStack() as stack:
+        check_before_start(plan, directory, runtime, resume=resume)
+        last, progress = last_checkpoint(plan, directory, resume=resume)
+        warnings = _warn(observer, last.damaged if last else ())
+        remove_unfinished(directory)
+        rows, held_out = load_rows(plan.recipe.data, "split"), _held_out_rows(plan)
+
+        def train_base(base: Plan, name: str) -> Report:
+            write_plan(plan, directory)
+            folder = directory / "base" / name
+            # The base recipe may need Ray although this plan runs in one process.
+            base_runtime = runtime_of(base) if isinstance(runtime, LocalRuntime) else runtime
+            return run(base, folder, base_runtime, observers, resume=bool(checkpoints(folder)), stop=stop)
+
+        models = resolve_models(plan, train_base)
+        data = _open_data(plan, models, rows, held_out, progress)
+        warnings += _warn(observer, data.warnings)
+        write_plan(plan, directory)
+        started_at = time.perf_counter()
+        engines = stack.enter_context(runtime.start(with_places(plan) if tune else plan, models, directory))
+        data = engines.hosted(data)
+        trained = {role: engines[role] for role in plan.graph.trained_roles()}
+        graph = bind_nodes(plan.graph, plan.recipe.roles, models, engines)
+        evaluator = evaluator_of(plan.graph, graph) if held_out else None
+        graph, overcommits = overcommitted(graph, plan.recipe.data.batch_size, data)
+        rounds = Rounds(graph, plan.recipe.data.batch_size, data) if resampled_nodes(graph) else None
+        parts = {**trained, **overcommits, **states_of(graph, engines), **({rounds.path: rounds} if rounds else {})}
+        if last:
+            restore(last, parts)
+        if tune:
+            observer.add(Tuner(engines, adaptive=tune == "adaptive"))
+        for each in observer.observers:
+            each.started(plan, directory, progress.step)
+            stack.callback(each.close)
+        yield Training(
+            plan=replace(plan, graph=without_resampled(graph)),
+            directory=directory,
+            engines=engines,
+            trained=trained,
+            data=data,
+            rounds=rounds,
+            evaluator=evaluator,
+            checkpoints=CheckpointWriter(
+                directory, parts, plan.recipe.checkpoints.keep, progress.step if last else None
+            ),
+            observer=observer,
+            progress=progress,
+            warnings=warnings,
+            started_at=started_at,
+        )
 
 
 def runtime_of(plan: Plan) -> Runtime:
-    """This process for one GPU and engines that live in it; Ray for all else."""
+    """Return the runtime of a plan: this process for one GPU and engines that live in it, else Ray."""
     bundles = {bundle for placement in plan.roles.values() for bundle in placement.bundles}
     packages = {engine_kind(role.engine).package for role in plan.recipe.roles.values()}
     if len(bundles) == 1 and packages == {None}:
-        from rlflow.runtime.local import LocalRuntime
-
         return LocalRuntime()
     from rlflow.runtime.ray.runtime import RayRuntime
 
@@ -33,23 +158,24 @@ def runtime_of(plan: Plan) -> Runtime:
 
 
 def cache_folder() -> Path:
-    """RLFLOW_CACHE, or ``rlflow`` in the user's cache folder."""
+    """Return RLFLOW_CACHE, or ``rlflow`` in the user's cache folder."""
     if given := os.environ.get("RLFLOW_CACHE"):
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlflow"
 
 
-def resolve_models(plan: Plan, run: Callable[[Plan, str], Report]) -> dict[str, Model]:
-    """The recipe's models in use, each with a path or random weights. Folders are absolute: workers are started
-    elsewhere. Raises RecipeError for a folder whose model has other figures than the plan.
+def resolve_models(plan: Plan, train_base: Callable[[Plan, str], Report]) -> dict[str, Model]:
+    """Return the recipe's models in use, each with a path or random weights.
 
-    ``run`` runs the plan of another recipe, for the model of that name. Raises KeyboardInterrupt when that was stopped.
+    Paths are absolute, since workers start in other directories. ``train_base`` runs the plan of another recipe, for
+    the model of that name, where the cache does not have it. Raises RecipeError for a folder whose model has other
+    figures than the plan, and KeyboardInterrupt when a base run was stopped.
     """
     models: Mapping[str, Model] = models_in_use(plan.recipe)
-    return {name: _resolve(plan, name, model, run) for name, model in models.items()}
+    return {name: _resolve(plan, name, model, train_base) for name, model in models.items()}
 
 
-def _resolve(plan: Plan, name: str, model: Model, run: Callable[[Plan, str], Report]) -> Model:
+def _resolve(plan: Plan, name: str, model: Model, train_base: Callable[[Plan, str], Report]) -> Model:
     if model.recipe is None:
         if model.path is not None and model.architecture is not None:
             check_agreement(model.architecture, model.architecture_of, model.path, f"models.{name}")
@@ -58,9 +184,41 @@ def _resolve(plan: Plan, name: str, model: Model, run: Callable[[Plan, str], Rep
     base = compile_recipe(model.recipe, plan.cluster)
     folder = cache_folder() / f"{model.recipe.name}-{base.fingerprint}"
     if not folder.exists():
-        report = run(base, name)
+        report = train_base(base, name)
         if report.status == "stopped":
             raise KeyboardInterrupt
-        made = report.models[trained_role(model.recipe)]
-        write_whole(folder, lambda temporary: shutil.copytree(made, temporary, dirs_exist_ok=True))
+        exported = report.models[trained_role(model.recipe)]
+        write_folder(folder, lambda temporary: shutil.copytree(exported, temporary, dirs_exist_ok=True))
     return replace(model, path=str(folder.resolve()), recipe=None)
+
+
+def _held_out_rows(plan: Plan) -> Rows:
+    options = plan.recipe.evaluation
+    return load_rows(plan.recipe.data, "eval_split")[: options.num_prompts] if options else []
+
+
+def _open_data(
+    plan: Plan, models: Mapping[str, Model], rows: Rows, held_out: Rows, progress: RunProgress
+) -> DataSource:
+    recipe, graph = plan.recipe, plan.graph
+    name = recipe.roles[graph.tokenizer_role()].model
+    data = open_training_data(
+        recipe.data,
+        load_tokenizer(name, models[name]),
+        rows,
+        recipe.seed,
+        held_out=held_out,
+        with_responses="examples" in graph.sources,
+        with_pairs="pairs" in graph.sources,
+        ahead=begun_ahead(graph, recipe.data.batch_size),
+        steps=recipe.steps,
+        behind=(progress.step, progress.rows),
+    )
+    check_examples(plan, data)
+    return data
+
+
+def _warn(observer: Observer, warnings: Sequence[str]) -> list[str]:
+    for warning in warnings:
+        observer.warned(warning)
+    return list(warnings)

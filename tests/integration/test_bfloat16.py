@@ -12,7 +12,7 @@ from rlflow.batch import Packed, Prompts, Repeated, RolloutAdvantages
 from rlflow.engines.base import Sampling
 from rlflow.engines.torch import TorchEngine
 from rlflow.engines.transformers import TransformersEngine
-from rlflow.nodes.policy_update import GspoUpdate
+from rlflow.nodes.policy_variants import GspoUpdate
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.helpers import MODEL, spec

@@ -19,7 +19,8 @@ from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.protocols import Report, Runtime
 from rlflow.runtime.ray.runtime import RayRuntime
-from rlflow.runtime.run import run, train_step
+from rlflow.runtime.run import run
+from rlflow.runtime.step import train_step
 from tests.conftest import CONFIG_DIR
 from tests.helpers import spec
 from tests.integration.test_run import StopAfter, metrics

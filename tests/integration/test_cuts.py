@@ -14,7 +14,8 @@ from rlflow.engines.base import EngineSpec
 from rlflow.engines.torch import TorchEngine
 from rlflow.nodes.minibatches import Weighting
 from rlflow.nodes.policy_loss import Correction, LikelihoodLoss
-from rlflow.nodes.policy_update import GspoUpdate, PolicyGradient, PolicyUpdate
+from rlflow.nodes.policy_update import PolicyGradient, PolicyUpdate
+from rlflow.nodes.policy_variants import GspoUpdate
 from rlflow.recipe import Optimizer
 from rlflow.resources.layout import Layout
 from rlflow.runtime.objects.sharding import divide_rows

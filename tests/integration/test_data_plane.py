@@ -29,7 +29,8 @@ from rlflow.runtime.objects.slices import SharedBatch
 from rlflow.runtime.ray.actors import told
 from rlflow.runtime.ray.engine_set import RayEngines
 from rlflow.runtime.ray.runtime import RayRuntime
-from rlflow.runtime.run import run, train_step
+from rlflow.runtime.run import run
+from rlflow.runtime.step import train_step
 from tests.conftest import CONFIG_DIR
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

@@ -13,7 +13,7 @@ from rlflow.data.source import DataSource, load_rows, open_training_data
 from rlflow.engines.base import sample_seed
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.runtime.local import LocalRuntime
-from rlflow.runtime.run import train_step
+from rlflow.runtime.step import train_step
 from tests.conftest import CONFIG_DIR
 
 STEPS, GROUP, LIMIT, EPS, KL, RATE, BETAS = 3, 4, 4, 0.2, 0.1, 1e-2, (0.9, 0.98)

@@ -12,7 +12,7 @@ from rlflow.data.source import DataSource, load_rows, open_training_data
 from rlflow.engines.base import Head, sample_seed
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
 from rlflow.runtime.local import LocalRuntime
-from rlflow.runtime.run import train_step
+from rlflow.runtime.step import train_step
 from tests.integration.test_critic import plan_of
 
 STEPS, LIMIT, EPS, VALUE_EPS, KL, GAMMA, LAM, RATE, BETAS = 3, 5, 0.2, 0.1, 0.3, 0.9, 0.8, 1e-2, (0.9, 0.98)

@@ -11,7 +11,8 @@ import torch
 from rlflow.batch import Logprobs, Packed, Repeated, RolloutAdvantages, Rollouts
 from rlflow.engines.torch import TorchEngine
 from rlflow.nodes.policy_loss import Correction
-from rlflow.nodes.policy_update import CispoUpdate, GspoUpdate, PolicyGradient, PolicyUpdate, ReinforceUpdate
+from rlflow.nodes.policy_update import PolicyGradient, PolicyUpdate
+from rlflow.nodes.policy_variants import CispoUpdate, GspoUpdate, ReinforceUpdate
 from rlflow.recipe import Model, Optimizer
 from tests.helpers import rollouts, sequences, spec
 

@@ -1,6 +1,7 @@
 """docs/extending.md is true: its files work, its diffs are those of the files, and an algorithm is short."""
 
 import importlib
+import json
 import re
 from difflib import unified_diff
 from pathlib import Path
@@ -14,9 +15,13 @@ from rlflow.batch import Logprobs, Repeated, Rewards, RolloutAdvantages
 from rlflow.compiler.formula import loss_lines
 from rlflow.compiler.wire import wire
 from rlflow.engines.torch import TorchEngine
+from rlflow.errors import GraphError
 from rlflow.nodes.advantages import LeaveOneOutAdvantage
 from rlflow.nodes.policy_update import PolicyUpdate
-from tests.conftest import ROOT
+from rlflow.report.records import MetricsWriter
+from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.run import run
+from tests.conftest import CONFIG_DIR, ROOT
 from tests.helpers import pairs, rollouts, sequences, spec
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -93,3 +98,27 @@ def test_an_input_of_each_token_without_a_copied_run(written: Any) -> None:
     ours = node.run(engine=TorchEngine(spec()), rollouts=GIVEN, advantages=advantages, teacher=teacher).values
     plain = PolicyUpdate().run(TorchEngine(spec()), GIVEN, advantages).values
     assert ours["loss"] == pytest.approx(plain["loss"] / 4, rel=1e-5)
+
+
+def test_a_state_a_group_comparison_and_metrics_in_one_file(written: Any, tmp_path: Path) -> None:
+    """The run is stopped after a step and resumed, and its state goes on from the checkpoint."""
+    assert len(FILES[4].splitlines()) <= 40
+    overrides = ["recipe=real", "steps=2", "graph.advantages.node='extension_4:RunningScale'", "evaluation=null"]
+    plan = rlflow.compile(rlflow.load(overrides, CONFIG_DIR))
+    answers = iter([False, True])
+    run(plan, tmp_path / "run", LocalRuntime(), [MetricsWriter()], stop=lambda: next(answers))
+    saved = tmp_path / "run" / "checkpoints" / "step-000001" / "graph.advantages" / "deviation.json"
+    deviation = json.loads(saved.read_text())
+    assert deviation != 1.0
+    run(plan, tmp_path / "run", LocalRuntime(), [MetricsWriter()], resume=True)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    first, second = (json.loads(line) for line in lines)
+    assert (first["advantages/deviation"], second["advantages/deviation"]) == (1.0, deviation)
+    assert 0 <= first["advantages/differing"] <= 1
+
+
+def test_a_group_of_one_is_refused(written: Any) -> None:
+    overrides = ["recipe=real", "graph.advantages.node='extension_4:RunningScale'", "graph.rollouts.group_size=1"]
+    message = r"^graph\.advantages: compares the responses to a prompt, but group_size is 1\."
+    with pytest.raises(GraphError, match=message):
+        rlflow.compile(rlflow.load(overrides, CONFIG_DIR))

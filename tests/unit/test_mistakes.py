@@ -13,7 +13,7 @@ import rlflow
 from rlflow.cli import main
 from rlflow.compiler.plan import read_plan
 from rlflow.errors import EngineError, RecipeError, StorageError, storage_error
-from rlflow.runtime.checkpoint import write_whole
+from rlflow.runtime.checkpoint import write_folder
 from tests.conftest import CONFIG_DIR
 
 ENDS_WITHOUT_SPACE = Path("/dev/full")
@@ -93,7 +93,7 @@ def test_a_full_disk_under_torch_is_named(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
         with pytest.raises((StorageError, OSError)) as raised:
-            write_whole(tmp_path / "step-000001", save)
+            write_folder(tmp_path / "step-000001", save)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
@@ -115,7 +115,7 @@ def test_only_errors_of_the_disk_are_taken_for_it(error: Exception, expected: ty
         raise error
 
     with pytest.raises(expected) as raised:
-        write_whole(tmp_path / "step-000001", save)
+        write_folder(tmp_path / "step-000001", save)
     assert isinstance(raised.value, StorageError) == (expected is StorageError)
 
 

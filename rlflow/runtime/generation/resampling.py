@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from rlflow.batch import Batch, Sequences
 from rlflow.compiler.graph import Graph, resampled_nodes
 from rlflow.data.source import DataSource
-from rlflow.nodes.dynamic_sampling import DynamicSampling
 from rlflow.runtime.objects.budget import edge
 from rlflow.runtime.protocols import Engines
 from rlflow.runtime.step import run_graph
@@ -30,8 +29,7 @@ class Rounds:
         self._nodes = resampled_nodes(graph)
         self._name = self._nodes[-1].name
         operation: Any = self._nodes[-1].operation
-        assert isinstance(operation, DynamicSampling)
-        self._max_rounds = operation.max_rounds
+        self._max_rounds: int = operation.max_rounds
         self._enough, self._data = enough, data
         # Of the next prompt among those of the run: how many a step takes is seen when it has them.
         self._place = 0

@@ -12,7 +12,7 @@ from rlflow.batch import Prompts, Rollouts
 from rlflow.compiler.checks import graph_warnings
 from rlflow.compiler.wire import wire
 from rlflow.engines.base import Generates
-from rlflow.nodes.base import Node, Setting
+from rlflow.nodes.base import Node, NodeContext
 from tests.conftest import ROOT
 
 BFLOAT16 = "models.policy.dtype=bfloat16"
@@ -48,14 +48,14 @@ def warned(recipe: str, *overrides: str) -> list[str]:
         (
             "grpo_tiny_cluster",
             [BFLOAT16],
-            "graph.update.old_logprobs: is missing, so clipping also acts on how far deepspeed is from vllm in "
-            "bfloat16; add old_logprobs: {node: logprobs, role: actor}, and perhaps a correction",
+            "graph.update.old_logprobs: is missing, so clipping also acts on the numerical difference between "
+            "deepspeed and vllm in bfloat16; add old_logprobs: {node: logprobs, role: actor}, and perhaps a correction",
         ),
         (
             "dr_grpo_tiny",
             [BFLOAT16],
-            "graph.update.old_logprobs: is missing, so clipping also acts on how far torch is from transformers in "
-            "bfloat16; add old_logprobs: {node: logprobs, role: actor}, and perhaps a correction",
+            "graph.update.old_logprobs: is missing, so clipping also acts on the numerical difference between "
+            "torch and transformers in bfloat16; add old_logprobs: {node: logprobs, role: actor}, and perhaps a correction",
         ),
         (
             "rloo_tiny",
@@ -99,7 +99,7 @@ def test_no_recipe_of_ours_warns_of_its_own_options(path: Path) -> None:
 def test_a_node_of_ones_own_warns_too() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Careful(Node, kind="careful_generate", unit="sample"):
-        def cautions(self, setting: Setting) -> Iterator[str]:
+        def cautions(self, setting: NodeContext) -> Iterator[str]:
             yield f"engine: is {setting.engine} in {setting.dtype}"
 
         def run(self, engine: Generates, prompts: Prompts) -> Rollouts:

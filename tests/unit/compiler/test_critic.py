@@ -40,11 +40,11 @@ def test_the_critic_learns_in_the_minibatches_of_the_policy() -> None:
         ),
         (
             ["graph.update.critic_warmup=120"],
-            "graph.update.critic_warmup: 120 warm-up steps leave none of the 120 steps to train 'actor'",
+            "graph.update.critic_warmup: 120 warm-up steps leave none of the 120 steps to train the policy",
         ),
         (["~graph.values"], "graph.advantages.values: no node 'values', which 'gae_advantage' reads"),
         (["graph.values.role=rollout"], "graph.values.role: graph.rollouts needs 'rollout' to have a vocabulary"),
-        (["~graph.reference"], "graph.advantages.kl_coef: 0.001 asks for the reference's logprobs"),
+        (["~graph.reference"], "graph.advantages.kl_coef: 0.001 needs the reference's logprobs"),
         (["graph.value_update.advantages=plain", "graph.plain={node: group_advantage}"], "graph.value_update.advant"),
     ],
 )

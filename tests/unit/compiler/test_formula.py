@@ -14,7 +14,8 @@ from rlflow.compiler.formula import loss_lines
 from rlflow.compiler.render import render
 from rlflow.compiler.wire import wire
 from rlflow.nodes.base import Formula, Node
-from rlflow.nodes.policy_update import CispoUpdate, GspoUpdate, PolicyGradient, PolicyUpdate, ReinforceUpdate
+from rlflow.nodes.policy_update import PolicyGradient, PolicyUpdate
+from rlflow.nodes.policy_variants import CispoUpdate, GspoUpdate, ReinforceUpdate
 from tests.conftest import ROOT
 
 GROUP = "A = (r - mean of r in the group) / (std of r in the group + 0.0001)"

@@ -62,6 +62,6 @@ def test_another_tokenizer_is_told_before_anything_runs(tmp_path: Path) -> None:
     """Also that of a model which is yet to be made."""
     judge = rlflow.load(["recipe=rm_tiny"])
     judge = replace(judge, models={"policy": replace(MODEL, characters="+=0123456789")})
-    with pytest.raises(RecipeError, match=r"^roles\.reward\.model: 'judge' reads tokens of 'policy', and of these"):
+    with pytest.raises(RecipeError, match=r"^roles\.reward\.model: 'judge' reads the tokens of 'policy', where"):
         run(rlflow.compile(judged_by(Model(recipe=judge)), "local"), tmp_path / "run", LocalRuntime())
     assert not (tmp_path / "run").exists()

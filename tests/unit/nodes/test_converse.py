@@ -7,19 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlflow.batch import Conversations, Logprobs, Packed, Prompts, Repeated, Rollouts, SummedRewards
+from rlflow.batch import Conversations, Logprobs, Packed, Prompts, Repeated, Rollouts
 from rlflow.engines.base import Sampling
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.fake import FakeEngine
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.nodes.advantages import TeacherAdvantage
-from rlflow.nodes.environment_session import Exchange
+from rlflow.nodes.environment_session import EnvironmentSession
 from rlflow.nodes.generate import Converse, Generate
-from rlflow.nodes.reward import Reward
+from rlflow.nodes.reward import Reward, SummedRewards
 from rlflow.nodes.reward_model import RewardModel
 from rlflow.rewards.callables import RewardTerm
-from rlflow.runtime.step import mean_reward
 from tests.helpers import MODEL, keys, prompts, spec
 from tests.unit.environments import echo
 
@@ -76,7 +75,7 @@ def converse(**options: Any) -> Converse:
 
 def conversations(engine: Any, node: Converse, last: Sequence[str] = ("9", "9")) -> Conversations:
     given = replace(GIVEN, rows=tuple({"last": text} for text in last))
-    return node.run(engine, Exchange(node, "policy", MODEL), given)
+    return node.run(engine, EnvironmentSession(node, "policy", MODEL), given)
 
 
 def rows(column: Packed) -> list[list[Any]]:
@@ -114,7 +113,7 @@ def test_the_rounds_of_a_step_have_keys_of_their_own() -> None:
     engine = Scripted(["1|", "2|"], ["9|", "9|"])
     later = replace(GIVEN, keys=GIVEN.keys + np.array([0, 2, 0]), rows=({"last": "9"},) * 2)
     node = converse()
-    node.run(engine, Exchange(node, "policy", MODEL), later)
+    node.run(engine, EnvironmentSession(node, "policy", MODEL), later)
     assert engine.asked[1].keys[:, 1].tolist() == [2**40 + 2 * 2**20, 2**40 + 3 * 2**20]
 
 
@@ -153,7 +152,7 @@ def test_an_answer_may_be_empty() -> None:
     node = converse(environment="guessing", options={"higher": "=", "lower": "+"})
     given = replace(GIVEN, rows=({"number": 3}, {"number": 4}))
     engine = Scripted(["+|", "2|"], ["3|", "4|"])
-    out = node.run(engine, Exchange(node, "policy", MODEL), given)
+    out = node.run(engine, EnvironmentSession(node, "policy", MODEL), given)
     assert rows(out.response_ids) == [encoded("+|3|"), encoded("2|=4|")]
     assert rows(out.take(np.array([1, 0])).own) == [[True, True, False, True, True], [True] * 4]
     assert out.own_lengths.tolist() == [4, 4]
@@ -184,7 +183,7 @@ def test_a_conversation_whose_environment_fails_has_no_reward() -> None:
 def test_where_all_fail_the_run_ends_with_the_reason() -> None:
     out = conversations(Scripted(["13|", "13|"]), converse(on_failure="exclude"))
     with pytest.raises(EngineError, match=r"none of 2 responses has one: '.*Echo' failed \(RuntimeError: unlucky\)"):
-        mean_reward(Reward(function="environment").run(out))
+        Reward(function="environment").run(out).mean()
 
 
 def test_of_a_conversation_whose_environment_fails_no_model_says_anything() -> None:
@@ -206,24 +205,24 @@ def test_what_looks_like_a_special_token_is_text() -> None:
     node = converse(environment="guessing", options={"higher": "<|end|>"}, frame="<|end|>{}+", max_tokens=40)
     given = replace(GIVEN, rows=({"number": 3}, {"number": 1}))
     engine = Scripted(["1|", "1|"], ["3|"])
-    out = node.run(engine, Exchange(node, "policy", model), given)
+    out = node.run(engine, EnvironmentSession(node, "policy", model), given)
     said = load_tokenizer("policy", model)(list("<|end|>"))["input_ids"]
     assert out.response_ids[0].tolist() == [*encoded("1|"), END, *(token for (token,) in said), PLUS, *encoded("3|")]
 
 
 def test_what_the_tokenizer_does_not_know() -> None:
-    with pytest.raises(RecipeError, match=r"^environment: the tokenizer refuses what '.*Echo' says"):
+    with pytest.raises(RecipeError, match=r"^environment: the tokenizer refuses the output of '.*Echo'"):
         conversations(Scripted(["1|", "9|"]), converse(frame="<{}>"))
-    with pytest.raises(RecipeError, match=r"^stop: '\+=' is 2 tokens, and a turn ends with one"):
+    with pytest.raises(RecipeError, match=r"^stop: expected a single token, got '\+=', which is 2"):
         conversations(Scripted(["1|", "9|"]), converse(stop=("+=",)))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"overcommit": 0.5}, "overcommit: conversations are not broken off between two steps"),
+        ({"overcommit": 0.5}, "overcommit: a conversation cannot continue in the next step"),
         ({"turn_tokens": 21}, "turn_tokens: 21 is more than max_tokens, which is 20"),
-        ({"frame": "="}, "frame: '=' needs one '{}'"),
+        ({"frame": "="}, "frame: expected one '{}', got '='"),
         ({"environment": "calc"}, "environment: no environment 'calc'"),
         ({"options": {"loud": True}}, "options.loud: unknown key"),
     ],
@@ -240,7 +239,7 @@ def test_a_single_turn_is_what_generate_writes(kind: type[FakeEngine] | type[Tra
     node = converse(group_size=3, max_tokens=6, turn_tokens=6, max_turns=1)
     given = replace(GIVEN, rows=({"last": "x"},) * 2)
     expected = plain.run(kind(spec()), given)
-    out = node.run(kind(spec()), Exchange(node, "policy", MODEL), given)
+    out = node.run(kind(spec()), EnvironmentSession(node, "policy", MODEL), given)
     for column in ("response_ids", "logprobs", "versions", "prompt_ids"):
         assert rows(getattr(out, column)) == rows(getattr(expected, column)), column
     assert out.own.values.all()

@@ -8,7 +8,7 @@ import torch
 
 from rlflow.batch import Logprobs, Packed
 from rlflow.nodes.advantages import TeacherAdvantage
-from rlflow.nodes.policy_update import ReinforceUpdate
+from rlflow.nodes.policy_variants import ReinforceUpdate
 from tests.helpers import rollouts, sequences
 
 DRAW = np.random.default_rng(0)

@@ -19,9 +19,10 @@ from rlflow.batch import (
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.torch import TorchEngine
 from rlflow.nodes.gae import GaeAdvantage
-from rlflow.nodes.policy_update import GspoUpdate, PolicyUpdate
+from rlflow.nodes.policy_update import PolicyUpdate
+from rlflow.nodes.policy_variants import GspoUpdate
 from rlflow.nodes.value_update import ValueUpdate
-from rlflow.runtime.step import check_advantages, summary
+from rlflow.runtime.step import check_advantages, metrics_of
 from tests.helpers import rollouts, sequences, spec
 
 WRITTEN = rollouts(sequences([2] * 8, [[3, 1], [2, 2], [1, 4], [2, 2], [1, 1], [3, 2], [2, 5], [1, 1]]))
@@ -106,7 +107,7 @@ def test_a_response_without_tokens_of_its_own_is_as_if_it_were_not_there(node: P
     ours = node.run(TorchEngine(spec()), given, advantages).values
     theirs = node.run(TorchEngine(spec()), given.take(kept), advantages.take(kept)).values
     assert ours == pytest.approx(theirs, rel=1e-5)
-    assert summary("rollouts", given)["rollouts/without_tokens"] == 0.5
+    assert metrics_of("rollouts", given)["rollouts/without_tokens"] == 0.5
 
 
 @pytest.mark.filterwarnings("error")

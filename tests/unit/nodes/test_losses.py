@@ -15,7 +15,8 @@ from rlflow.engines.causal_lm.totals import Totals
 from rlflow.errors import RecipeError
 from rlflow.nodes.minibatches import Weighting
 from rlflow.nodes.policy_loss import Correction, LikelihoodLoss
-from rlflow.nodes.policy_update import CispoUpdate, GspoUpdate, PolicyGradient, PolicyUpdate, ReinforceUpdate
+from rlflow.nodes.policy_update import PolicyGradient, PolicyUpdate
+from rlflow.nodes.policy_variants import CispoUpdate, GspoUpdate, ReinforceUpdate
 from tests.helpers import minibatch, sequences
 
 LOSS = PolicyUpdate(clip_eps=0.2, kl_coef=0.5).loss(1.0)
@@ -67,7 +68,7 @@ def test_how_far_the_sampler_was_apart() -> None:
 
 def test_an_engine_without_entropies_is_refused() -> None:
     columns = {"old_logprobs": torch.zeros(1), "advantages": torch.zeros(1)}
-    with pytest.raises(RecipeError, match="entropy_coef: the engine does not know its entropies"):
+    with pytest.raises(RecipeError, match="entropy_coef: the engine does not compute entropies"):
         PolicyUpdate(entropy_coef=0.1).loss(1.0)(torch.zeros(1), columns)
 
 

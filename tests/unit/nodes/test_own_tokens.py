@@ -23,9 +23,10 @@ from rlflow.engines.torch import TorchEngine
 from rlflow.nodes.advantages import BatchAdvantage, TokenAdvantage
 from rlflow.nodes.gae import GaeAdvantage
 from rlflow.nodes.policy_loss import Correction
-from rlflow.nodes.policy_update import CispoUpdate, GspoUpdate, PolicyGradient, PolicyUpdate, ReinforceUpdate
+from rlflow.nodes.policy_update import PolicyGradient, PolicyUpdate
+from rlflow.nodes.policy_variants import CispoUpdate, GspoUpdate, ReinforceUpdate
 from rlflow.nodes.reward_shaping import KlDivergence
-from rlflow.runtime.step import summary
+from rlflow.runtime.step import metrics_of
 from tests.helpers import rollouts, sequences, spec
 
 # Of each response the lengths of turns: the model's, the environment's, the model's, ...
@@ -162,7 +163,7 @@ def test_advantages_are_normalised_over_the_models_tokens() -> None:
 
 
 def test_lengths_are_the_models() -> None:
-    metrics = summary("rollouts", GIVEN)
+    metrics = metrics_of("rollouts", GIVEN)
     assert (metrics["rollouts/length_mean"], metrics["rollouts/length_max"]) == (4.0, 6)
     assert (metrics["rollouts/turns_mean"], metrics["rollouts/failed"]) == (1.75, 0.0)
 

@@ -12,7 +12,8 @@ from rlflow.batch import Logprobs
 from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
 from rlflow.nodes.kl import ratio, token_kl
 from rlflow.nodes.policy_loss import Correction
-from rlflow.nodes.policy_update import CispoUpdate, GspoUpdate, PolicyGradient, PolicyUpdate
+from rlflow.nodes.policy_update import PolicyGradient, PolicyUpdate
+from rlflow.nodes.policy_variants import CispoUpdate, GspoUpdate
 from tests.helpers import minibatch, rollouts, sequences
 
 UPDATES = [PolicyUpdate(), GspoUpdate(), CispoUpdate()]

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rlflow.batch import Rewards, SummedRewards
+from rlflow.batch import Rewards
 from rlflow.errors import EngineError, RecipeError, UserError
-from rlflow.nodes.reward import Reward
+from rlflow.nodes.reward import Reward, SummedRewards
 from rlflow.rewards.base import Failure, Outcome
 from rlflow.rewards.callables import RewardTerm
-from rlflow.runtime.step import summary
+from rlflow.runtime.step import metrics_of
 from tests.helpers import rollouts, sequences
 
 ROLLOUTS = rollouts(sequences([2], [[1, 1]]), texts=["1", "2"])
@@ -86,7 +86,7 @@ def test_a_function_of_the_users_own() -> None:
         (number_as_text, "number_as_text' returned the text '1.0' instead of a number"),
         (
             unreadable,
-            "unreadable' found no 'answer' in the row (None).\n  Fix: mend the row or remove it from the data",
+            "unreadable' found no 'answer' in the row (None).\n  Fix: correct the row or remove it from the data",
         ),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_weighted_sum_and_what_each_part_gave() -> None:
         "watched": [10, 20],
     }
     assert given.reasons.tolist() == ["", ""]
-    assert summary("rewards", given) == {
+    assert metrics_of("rewards", given) == {
         "rewards/mean": -2.25,
         "rewards/failed": 0.0,
         "rewards/good/mean": 1.5,
@@ -124,7 +124,7 @@ def test_what_fails_is_excluded() -> None:
     assert same(given.parts["out"], [5, np.nan])
     assert same(given.parts["good"], [1, 2])
     assert given.reasons.tolist() == ["", "'out' is out"]
-    assert summary("r", given) == {"r/mean": 6.0, "r/failed": 0.5, "r/good/mean": 1.5, "r/out/mean": 5.0}
+    assert metrics_of("r", given) == {"r/mean": 6.0, "r/failed": 0.5, "r/good/mean": 1.5, "r/out/mean": 5.0}
 
 
 def test_what_fails_has_a_value_of_its_own() -> None:
@@ -146,7 +146,7 @@ def test_a_sum_that_float32_cannot_hold_is_a_failure(weights: tuple[float, float
     assert same(given.values, [0, np.nan])
     assert given.reasons[0] == ""
     assert "returned 2e+38, too large for a sum in float32 with a weight of" in given.reasons[1]
-    assert summary("r", given)["r/mean"] == 0
+    assert metrics_of("r", given)["r/mean"] == 0
     with pytest.raises(RecipeError, match=r"functions\.[ab]: .* returned 2e\+38, too large for a sum in float32"):
         run(
             a=RewardTerm(function=named(large), weight=weights[0]),
@@ -157,7 +157,7 @@ def test_a_sum_that_float32_cannot_hold_is_a_failure(weights: tuple[float, float
 def test_infinite_rewards_of_any_node_end_the_run() -> None:
     rewards = Rewards(values=np.array([1, np.inf, np.nan], np.float32))
     with pytest.raises(EngineError, match=r"^rewards: 1 of 3 are infinite"):
-        summary("shaped", rewards)
+        metrics_of("shaped", rewards)
 
 
 def test_what_is_only_watched_excludes_nothing() -> None:
@@ -166,7 +166,7 @@ def test_what_is_only_watched_excludes_nothing() -> None:
         out=RewardTerm(function=named(one_fails), weight=0.0, on_failure="exclude"),
     )
     assert same(given.values, [1, 2])
-    assert summary("r", given)["r/failed"] == 0.5
+    assert metrics_of("r", given)["r/failed"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -186,10 +186,10 @@ def test_a_step_in_which_all_fail_ends_the_run() -> None:
     """And not a part of one."""
     given = run(part=RewardTerm(function=named(raising), on_failure="exclude"))
     with pytest.raises(EngineError, match=r"^rewards: none of 2 responses has one: 'part' failed \(KeyError: 'solu"):
-        summary("rewards", given)
+        metrics_of("rewards", given)
     made_of_these = Rewards(values=given.values)
-    with pytest.raises(EngineError, match=r"^rewards: none of 2 responses has one: what they are made of has none"):
-        summary("shaped", made_of_these)
+    with pytest.raises(EngineError, match=r"^rewards: none of 2 responses has one: their inputs have none"):
+        metrics_of("shaped", made_of_these)
 
 
 def test_a_node_that_has_run_goes_to_another_process() -> None:
@@ -202,7 +202,7 @@ def test_a_node_that_has_run_goes_to_another_process() -> None:
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        (Reward(), "function: one of 'function' and 'functions' is needed, and neither is there"),
+        (Reward(), "function: expected one of 'function' and 'functions', got neither"),
         (
             Reward(function="exact", functions={"exact": RewardTerm()}),
             "function: one of 'function' and 'functions' is nee",

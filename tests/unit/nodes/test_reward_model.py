@@ -139,7 +139,7 @@ def test_a_reward_that_is_no_number_ends_the_run() -> None:
     """NaN would leave the response out in silence."""
     given = rollouts(sequences([3], [[4, 1, 2]]))
     assert RewardModel().run(FakeEngine(spec()), given).values.tolist() == [4, 1, 2]
-    with pytest.raises(EngineError, match="the reward model gives 2 of 3 responses no finite number"):
+    with pytest.raises(EngineError, match="the reward model gives no finite number for 2 of 3 responses"):
         RewardModel().run(Broken(spec()), given)
 
 

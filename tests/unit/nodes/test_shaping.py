@@ -3,9 +3,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlflow.batch import Divergences, Logprobs, Rewards
+from rlflow.batch import Logprobs, Rewards
 from rlflow.errors import RecipeError
-from rlflow.nodes.reward_shaping import KlDivergence, KlPenalty, OverlongPenalty
+from rlflow.nodes.kl import KlCoefficient
+from rlflow.nodes.reward_shaping import Divergences, KlDivergence, KlPenalty, OverlongPenalty
 from tests.helpers import rollouts, sequences
 
 GIVEN = rollouts(sequences([2, 3], [[1, 3], [2]]))
@@ -32,11 +33,11 @@ def test_the_kl_of_a_whole_response(estimator: Any, expected: list[float]) -> No
 
 
 def test_where_there_is_no_reward_the_kl_does_not_count() -> None:
-    node = KlPenalty(kl_coef=0.5)
+    node = KlPenalty(kl_coef=0.5, kl_target=3.5)
     kl = Divergences(values=np.array([1, 2, 6], np.float32))
-    output = node.run(Rewards(values=np.array([1, np.nan, 2], np.float32)), kl)
+    output = node.run(Rewards(values=np.array([1, np.nan, 2], np.float32)), kl, state := KlCoefficient(0.5))
     assert output.values == pytest.approx([0.5, np.nan, -1], nan_ok=True)
-    assert node.measured_kl(output, {"kl": kl}) == 3.5
+    assert state.kl_coef == 0.5, "the mean of 1 and 6 is on target"
 
 
 def test_without_other_logprobs_the_samplers() -> None:

@@ -19,7 +19,8 @@ from rlflow.engines.base import TokenLoss
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import UserError
 from rlflow.nodes.policy_loss import Correction
-from rlflow.nodes.policy_update import CispoUpdate, GspoUpdate, PolicyUpdate, SftUpdate
+from rlflow.nodes.policy_update import PolicyUpdate, SftUpdate
+from rlflow.nodes.policy_variants import CispoUpdate, GspoUpdate
 from tests.helpers import rollouts, sequences, spec
 
 
@@ -150,9 +151,9 @@ def test_a_minibatch_without_a_row_that_counts_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("node", "connected", "message"),
     [
-        (PolicyUpdate(kl_coef=0.1), [], "kl_coef: 0.1 asks for the reference's logprobs"),
-        (PolicyUpdate(kl_target=0.1), ["reference"], "kl_coef: is 0, and a kl_target needs where to begin"),
-        (GspoUpdate(correction=Correction()), ["reference"], "correction: asks for the logprobs of the role that is"),
+        (PolicyUpdate(kl_coef=0.1), [], "kl_coef: 0.1 needs the reference's logprobs"),
+        (PolicyUpdate(kl_target=0.1), ["reference"], "kl_coef: expected a start value above 0 for kl_target, got 0"),
+        (GspoUpdate(correction=Correction()), ["reference"], "correction: needs the logprobs of the role that is"),
         (PolicyUpdate(aggregation="constant"), [], "constant_length: is None, and aggregation is 'constant'"),
         (
             CispoUpdate(correction=Correction(min_ratio=2.5, outside="mask")),

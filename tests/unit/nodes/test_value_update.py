@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlflow.batch import GaeAdvantages, Minibatch, Packed, ValueEstimates
+from rlflow.batch import Minibatch, Packed, ValueEstimates
 from rlflow.engines.causal_lm.totals import Totals
+from rlflow.nodes.gae import GaeAdvantages
 from rlflow.nodes.minibatches import Weighting
 from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.nodes.value_update import ValueLoss, ValueUpdate

@@ -8,7 +8,7 @@ import pytest
 
 from rlflow.errors import RecipeError
 from rlflow.runtime import checkpoint
-from rlflow.runtime.checkpoint import Progress
+from rlflow.runtime.checkpoint import RunProgress
 
 EXPERIMENT = {"name": "f", "roles": {}, "graph": {}}
 
@@ -30,7 +30,7 @@ class Engine:
 
 
 def save(run: Path, step: int, engine: Engine, keep: int = 2) -> None:
-    checkpoint.save(run, Progress(EXPERIMENT, step, 4 * step, {"0": 0.5}), {"actor": engine}, keep)
+    checkpoint.save(run, RunProgress(EXPERIMENT, step, 4 * step, {"0": 0.5}), {"actor": engine}, keep)
 
 
 def test_the_last_one_is_read_and_old_ones_go(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_the_last_one_is_read_and_old_ones_go(tmp_path: Path) -> None:
     last, engine = checkpoint.last(tmp_path, EXPERIMENT), Engine()
     assert last is not None
     checkpoint.restore(last, {"actor": engine})
-    assert (engine.number, last.progress) == (11, Progress(EXPERIMENT, 11, 44, {"0": 0.5}))
+    assert (engine.number, last.progress) == (11, RunProgress(EXPERIMENT, 11, 44, {"0": 0.5}))
 
 
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
@@ -146,10 +146,10 @@ def test_the_first_of_two_that_write_the_same_stays(tmp_path: Path) -> None:
         (folder / "a").write_text(text)
 
     def write_late(folder: Path) -> None:
-        checkpoint.write_whole(tmp_path / "model", lambda other: write(other, "first"))
+        checkpoint.write_folder(tmp_path / "model", lambda other: write(other, "first"))
         write(folder, "second")
 
-    checkpoint.write_whole(tmp_path / "model", write_late)
+    checkpoint.write_folder(tmp_path / "model", write_late)
     assert (tmp_path / "model" / "a").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -160,7 +160,7 @@ def test_files_get_the_mode_of_the_user(tmp_path: Path) -> None:
 
     before = os.umask(0o027)
     try:
-        checkpoint.write_whole(tmp_path / "model", write)
+        checkpoint.write_folder(tmp_path / "model", write)
     finally:
         os.umask(before)
     modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "model", tmp_path / "model" / "weights")]
@@ -172,7 +172,7 @@ def test_a_model_replaces_the_one_before_and_a_cached_one_stays(tmp_path: Path) 
         def write(folder: Path) -> None:
             (folder / "b").write_text(text)
 
-        checkpoint.write_whole(tmp_path / "a", write, replaces=replaces)
+        checkpoint.write_folder(tmp_path / "a", write, replaces=replaces)
         return (tmp_path / "a" / "b").read_text()
 
     assert written("old", replaces=False) == "old"

@@ -8,14 +8,15 @@ import pytest
 
 import rlflow
 from rlflow.batch import Logprobs, Metrics, Minibatch, Sequences
+from rlflow.compiler.graph import Graph
 from rlflow.compiler.wire import wire
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.fake import FakeEngine
+from rlflow.nodes.base import Node
 from rlflow.nodes.reward import Reward
 from rlflow.nodes.reward_model import RewardModel
-from rlflow.runtime.evaluation import pair_evaluator
+from rlflow.runtime.evaluation import RewardEvaluator, evaluator_of
 from rlflow.runtime.protocols import Engines
-from rlflow.runtime.step import evaluator
 from tests.conftest import CONFIG_DIR
 from tests.helpers import pairs, spec
 
@@ -42,10 +43,15 @@ class Neutral(Untrained):
 
 
 def accuracy(recipe: str, **engines: Any) -> float:
-    found = pair_evaluator(wire(rlflow.load([f"recipe={recipe}"])))
-    assert found is not None
+    graph = wire(rlflow.load([f"recipe={recipe}"]))
     data: Any = SimpleNamespace(held_out_pairs=lambda: GIVEN)
-    return found.run(Engines({role: engine(spec()) for role, engine in engines.items()}), data)
+    return evaluator_of(graph, graph).run(Engines({role: engine(spec()) for role, engine in engines.items()}), data)
+
+
+def judge(graph: Graph) -> Node:
+    evaluator = evaluator_of(graph, graph)
+    assert isinstance(evaluator, RewardEvaluator)
+    return evaluator.reward.operation
 
 
 def test_dpo_is_compared_with_its_reference() -> None:
@@ -65,7 +71,6 @@ def test_a_reward_model_by_its_rewards() -> None:
 
 def test_a_function_judges_before_a_model_does() -> None:
     graph = wire(rlflow.load(["recipe=reward_model"], CONFIG_DIR))
-    assert pair_evaluator(graph) is None
-    assert isinstance(evaluator(graph, graph).reward.operation, Reward)
+    assert isinstance(judge(graph), Reward)
     alone = wire(rlflow.load(["recipe=reward_model", "~graph.exact"], CONFIG_DIR))
-    assert isinstance(evaluator(alone, alone).reward.operation, RewardModel)
+    assert isinstance(judge(alone), RewardModel)

@@ -18,7 +18,7 @@ from rlflow.compiler.wire import wire
 from rlflow.engines.base import TrainsLogprobs
 from rlflow.errors import GraphError
 from rlflow.nodes.base import Node
-from rlflow.nodes.minibatches import Weighting, averaged, train
+from rlflow.nodes.minibatches import Weighting, mean_metrics, train
 from rlflow.nodes.preference import DpoLoss, Preference
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
@@ -44,7 +44,7 @@ class OnlineDpo(Preference, Node, kind="online_dpo_update", unit="group"):
         steps = train(
             engine, pairs, columns, DpoLoss(beta=0.1), num_minibatches=1, weighting=Weighting(aggregation="sequence")
         )
-        return Metrics(values=averaged(steps))
+        return Metrics(values=mean_metrics(steps))
 
     def scores(self, engine: Any, pairs: Pairs, **inputs: Any) -> NDArray[np.float32]:
         raise AssertionError("no pairs are held out")

@@ -30,9 +30,14 @@ def test_a_teacher_may_know_more() -> None:
 
 @pytest.mark.parametrize(
     ("characters", "fact"),
-    [("0123456789=+", "of these number 11, '\\+', has number 12"), ("0123456789+", "number 12, '=', is not there")],
+    [
+        ("0123456789=+", "'\\+' has number 11; here it has number 12"),
+        ("0123456789+", "'=' has number 12; here it has no such token"),
+    ],
 )
 def test_another_vocabulary_is_told_before_anything_runs(characters: str, fact: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=f"^roles.teacher.model: 'teacher' reads tokens of 'policy', and .*{fact}"):
+    with pytest.raises(
+        RecipeError, match=f"^roles.teacher.model: 'teacher' reads the tokens of 'policy', where .*{fact}"
+    ):
         run(taught_by(characters), tmp_path / "run", LocalRuntime())
     assert not (tmp_path / "run").exists()

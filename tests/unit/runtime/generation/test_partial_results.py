@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from rlflow.batch import Divergences, Prompts, Rewards, Rollouts
+from rlflow.batch import Prompts, Rewards, Rollouts
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.engines.base import Sampling
 from rlflow.errors import EngineError
 from rlflow.nodes.base import Node
 from rlflow.nodes.generate import Generate
+from rlflow.nodes.reward_shaping import Divergences
 from rlflow.runtime.generation import partial_results as listening
 from rlflow.runtime.protocols import Engines
 from rlflow.runtime.ray.role_proxy import RoleProxy

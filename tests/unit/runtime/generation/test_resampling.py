@@ -176,7 +176,7 @@ def test_a_coefficient_does_not_change_within_a_step() -> None:
         "graph.sampling.rewards=penalized",
         "graph.advantages.rewards=penalized",
     ]
-    with pytest.raises(GraphError, match=r"^graph\.penalized\.kl_target: a coefficient is the same for all of a step"):
+    with pytest.raises(GraphError, match=r"^graph\.penalized: keeps a state that changes once a step"):
         plan_of("begins_low", *nodes)
 
 

@@ -19,8 +19,7 @@ from rlflow.resources.layout import Bundle
 from rlflow.runtime.ray.engine_set import RayEngines, replaced_whole, sharing, sleeping
 from rlflow.runtime.ray.gpu_turns import Turns
 from rlflow.runtime.ray.role_proxy import RoleProxy, Workers
-from rlflow.runtime.run import _copy_weights
-from rlflow.runtime.step import run_graph
+from rlflow.runtime.step import copy_weights, run_graph
 
 
 @dataclass
@@ -136,12 +135,12 @@ def test_caches_are_released_at_every_hand_over(recipe: str, cluster: str, overr
     plan = rlflow.compile(rlflow.load([f"recipe={recipe}", *overrides]), cluster)
     with spies(plan) as (engines, found, log):
         assert any(spy.beside for spy in found.values()), "nothing to see: no role shares its GPUs"
-        _copy_weights(plan, engines, version=0)
+        copy_weights(plan, engines, version=0)
         for step in range(1, 4):
             log.clear()
             engines["rollout"].save(Path("an evaluation"))
             run_graph(working(plan.graph), engines, {})
-            _copy_weights(plan, engines, version=step)
+            copy_weights(plan, engines, version=step)
         # Of every role beside another, in every step.
         given_up = {line.partition(" ")[0] for line in log if line.partition(" ")[2] in GIVE_UP}
         assert given_up >= {spy.role for spy in found.values() if spy.beside}

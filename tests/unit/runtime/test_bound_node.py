@@ -5,15 +5,21 @@ import numpy as np
 import pytest
 
 import rlflow
-from rlflow.batch import Divergences, Repeated, Rewards, RolloutAdvantages
-from rlflow.nodes.kl import adapted
+from rlflow.batch import Repeated, Rewards, RolloutAdvantages
+from rlflow.nodes.base import Node
+from rlflow.nodes.kl import adapted_coefficient
 from rlflow.nodes.policy_update import PolicyUpdate
-from rlflow.nodes.reward_shaping import KlPenalty
-from rlflow.runtime.adaptation import AdaptiveKl
+from rlflow.nodes.reward_shaping import Divergences, KlPenalty
+from rlflow.runtime.bound_node import BoundNode
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 from tests.helpers import rollouts, sequences
+
+
+def bound(node: Node) -> BoundNode:
+    return BoundNode(node, node.new_state(), None)
+
 
 OVERRIDES = ["recipe=real", "graph.update.kl_coef=0.1", "graph.update.kl_target=0.002"]
 
@@ -24,7 +30,7 @@ OVERRIDES = ["recipe=real", "graph.update.kl_coef=0.1", "graph.update.kl_target=
 )
 def test_the_coefficient_goes_after_the_target(kl: float, factor: float) -> None:
     """A tenth of what it is off 0.5, of which a fifth counts at most."""
-    assert adapted(0.3, kl, 0.5) == pytest.approx(0.3 * factor)
+    assert adapted_coefficient(0.3, kl, 0.5) == pytest.approx(0.3 * factor)
 
 
 def test_a_run_that_is_resumed_has_the_same_coefficients(tmp_path: Path) -> None:
@@ -49,29 +55,29 @@ def test_a_run_that_is_resumed_has_the_same_coefficients(tmp_path: Path) -> None
     expected = 0.1
     for step in whole.metrics:
         assert step["update/kl_coef"] == pytest.approx(expected)
-        expected = adapted(expected, step["update/kl"], 0.002)
+        expected = adapted_coefficient(expected, step["update/kl"], 0.002)
     assert len(set(coefficients)) > 3
     saved = tmp_path / "cut" / "checkpoints" / "step-000006" / "graph.update" / "kl_coef.json"
     assert json.loads(saved.read_text()) == pytest.approx(expected)
 
 
 def test_nothing_trained_on_leaves_the_coefficient() -> None:
-    node = AdaptiveKl(PolicyUpdate(kl_coef=0.1, kl_target=2.0))
+    node = bound(PolicyUpdate(kl_coef=0.1, kl_target=2.0))
     none = RolloutAdvantages(values=Repeated(np.array([np.nan], np.float32), np.array([3])))
     given = rollouts(sequences([2], [[3]]))
     assert node.run(engine=None, rollouts=given, advantages=none).values == {"skipped": 1}
-    assert node.coefficient() == 0.1
+    assert node.state_metrics() == {"kl_coef": 0.1}
 
 
 def test_a_coefficient_in_the_reward(tmp_path: Path) -> None:
     """Its mark is the divergence of a whole response."""
     penalty = KlPenalty(kl_coef=0.1, kl_target=2.0)
-    node = AdaptiveKl(penalty)
+    node = bound(penalty)
     rewards = Rewards(values=np.ones(2, np.float32))
     for kl, expected in (([10.0, 20.0], [0.0, -1.0]), ([1.0, 1.0], [1 - 0.102, 1 - 0.102])):
         output = node.run(rewards=rewards, kl=Divergences(values=np.array(kl, np.float32)))
         assert output.values == pytest.approx(expected)
     node.save(tmp_path)
-    other = AdaptiveKl(penalty)
+    other = bound(penalty)
     other.restore(tmp_path)
-    assert other.coefficient() == pytest.approx(0.102 * 0.98)
+    assert other.state_metrics()["kl_coef"] == pytest.approx(0.102 * 0.98)
