@@ -69,7 +69,7 @@ def test_a_recipe_for_gpus_is_not_started_on_a_cpu(typed: Typed) -> None:
         "PlacementError: cluster: grpo_7b needs GPUs, and this machine has none; a step on its CPU"
     )
     assert errors.endswith(
-        "  Fix: cluster=2x8 dry_run=true plans two hosts of eight GPUs, cluster=local runs it here nevertheless.\n"
+        "  Fix: cluster=2x8 dry_run=true to plan for two hosts with eight GPUs, or cluster=local to run on this CPU.\n"
     )
     code, out, errors = typed("recipe=grpo_7b", "dry_run=true")
     assert (code, errors) == (0, "")
