@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Minibatch, Packed, Pairs, Prompts, Repeated, Rollouts, Sequences
-from rlflow.data.encoding import pairs_of
+from rlflow.data.encoding import make_pairs
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
 from rlflow.engines.group_progress import PartialResponse
@@ -87,7 +87,7 @@ def pairs(count: int, seed: int = 0) -> Pairs:
     columns = (
         Packed.from_rows([draw.integers(1, 13, draw.integers(1, 9)) for _ in range(count)], np.int32) for _ in range(3)
     )
-    return pairs_of(keys(count), *columns)
+    return make_pairs(keys(count), *columns)
 
 
 def minibatch(of: Sequences, step: int = 0, **columns: NDArray[Any]) -> Minibatch:

@@ -1,1 +1,1 @@
-"""Where prompts come from."""
+"""Data sets: reading rows, encoding them as tokens, and two synthetic tasks."""

@@ -1,4 +1,4 @@
-"""Additions, made from a seed: the task that a tiny model learns on a laptop."""
+"""Generated additions, the task that a tiny model learns on a laptop."""
 
 import hashlib
 import random
@@ -7,12 +7,12 @@ Row = dict[str, str]
 
 
 def additions(split: str, digits: int, seed: int = 0) -> list[Row]:
-    """All sums of two numbers of ``digits`` digits, leading zeros written, as prompt, answer and response.
+    """Return all sums of two numbers with ``digits`` digits, with leading zeros, as prompt and answer.
 
-    Every tenth sum, chosen by a hash, belongs to ``test``, in both orders of its operands: the splits share nothing.
+    Every tenth sum, chosen by a hash, belongs to ``test`` in both orders of its operands, so the splits share no sums.
     """
     if split not in ("train", "test"):
-        raise ValueError(f"no split '{split}', only train and test")
+        raise ValueError(f"expected the split train or test, got '{split}'")
     numbers = range(10**digits)
     rows = [
         {"prompt": f"{left:0{digits}}+{right:0{digits}}=", "answer": f"{left + right:0{digits + 1}}"}
@@ -25,17 +25,17 @@ def additions(split: str, digits: int, seed: int = 0) -> list[Row]:
 
 
 def addition_pairs(split: str, digits: int, seed: int = 0) -> list[Row]:
-    """The same sums as prompt, chosen and rejected response: the right one, and one with another digit in one place."""
+    """Return the same sums with the right answer as the chosen response and one with a wrong digit as the rejected."""
     draw = random.Random(seed)
     return [
-        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": _misprinted(row["answer"], draw)}
+        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": _change_one_digit(row["answer"], draw)}
         for row in additions(split, digits, seed)
     ]
 
 
-def _misprinted(number: str, draw: random.Random) -> str:
-    place, further = draw.randrange(len(number)), draw.randrange(1, 10)
-    return f"{number[:place]}{(int(number[place]) + further) % 10}{number[place + 1 :]}"
+def _change_one_digit(number: str, draw: random.Random) -> str:
+    position, offset = draw.randrange(len(number)), draw.randrange(1, 10)
+    return f"{number[:position]}{(int(number[position]) + offset) % 10}{number[position + 1 :]}"
 
 
 def _is_test(left: int, right: int, seed: int) -> bool:

@@ -1,1 +1,1 @@
-"""What a person sees of a run, while it runs and after."""
+"""The output of a run for people: progress, warnings and errors, files of metrics, and summaries."""

@@ -1,6 +1,6 @@
-"""Standard output and errors, as wide as the terminal.
+"""Terminal output: errors, warnings, and the progress of a run.
 
-The run as it goes: a live line on a terminal, plain lines elsewhere.
+A terminal shows a progress bar; files and pipes receive plain lines.
 """
 
 import re
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING
 
 from rich.columns import Columns
 from rich.console import Console, RenderableType
@@ -24,12 +23,8 @@ from rlflow.nodes.reward import Reward
 from rlflow.nodes.reward_model import RewardModel
 from rlflow.runtime.protocols import Observer, Report
 
-if TYPE_CHECKING:
-    from rlflow.runtime.protocols import Observer
-
-
 WIDTH = 100
-"""The columns of everything that goes to a file or a pipe."""
+"""The width of output to a file or a pipe."""
 
 
 def output_console() -> Console:
@@ -37,18 +32,17 @@ def output_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
 
-def displays(console: Console) -> "list[Observer]":
+def displays(console: Console) -> list[Observer]:
     """Return the observers that show a run: its progress, failed rewards, and engines that lag."""
-    # They know nodes and engines; a dry run needs neither.
+    # Imported late, because a dry run does not need them.
     from rlflow.report.engines import EngineReport
-    from rlflow.report.progress import ProgressDisplay
-    from rlflow.report.records import Failures
+    from rlflow.report.records import FailureLog
 
-    return [ProgressDisplay(console), Failures(console), EngineReport(console)]
+    return [ProgressDisplay(console), FailureLog(console), EngineReport(console)]
 
 
 def show(picture: RenderableType) -> None:
-    """Print ``picture`` without blanks at the ends of lines."""
+    """Print ``picture`` without spaces at the ends of lines."""
     console = output_console()
     with console.capture() as captured:
         console.print(picture)
@@ -56,12 +50,12 @@ def show(picture: RenderableType) -> None:
 
 
 def show_error(error: UserError | EngineError) -> None:
-    """Print an error without a traceback: wrapped and coloured on a terminal, in its own lines elsewhere."""
+    """Print an error without a traceback, wrapped and coloured on a terminal."""
     _show_lines(type(error).__name__, "bold red", str(error))
 
 
 def show_warning(text: str) -> None:
-    """Print a warning, in the form of an error."""
+    """Print a warning in the same form as an error."""
     _show_lines("warning", "yellow", text)
 
 
@@ -69,26 +63,26 @@ def _show_lines(kind: str, style: str, text: str) -> None:
     console = Console(stderr=True, highlight=False)
     first, *notes = text.splitlines()
     for line in (f"{kind}: {first}", *notes):
-        lines = _wrapped(line, console.width) if console.is_terminal else [line]
+        lines = _wrap_between_words(line, console.width) if console.is_terminal else [line]
         shown = Text("\n".join(lines))
         shown.highlight_regex(rf"^{kind}:", style)
         shown.highlight_regex(r"^  \w+:", "bold")
         console.print(shown, soft_wrap=True)
 
 
-def _wrapped(line: str, width: int) -> list[str]:
-    """Return ``line`` in lines that end between words, those after the first below its text."""
+def _wrap_between_words(line: str, width: int) -> list[str]:
+    """Wrap ``line`` between words, with later lines indented to the text after a label such as ``Fix:``."""
     label = re.match(r"  \w+: |", line)
     indent = " " * (len(label[0]) if label and label[0] else 2)
     return wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-# Plain lines of a whole run, besides those of evaluations.
-_LINES = 20
+# The number of plain lines in a whole run, besides those of evaluations.
+_MAX_LINES = 20
 
 
 class _LiveMetrics(Progress):
-    """A bar with the metrics of the last step below it, in as many lines as the terminal needs."""
+    """A progress bar with the metrics of the last step below it."""
 
     metrics: Sequence[str] = ()
 
@@ -98,7 +92,7 @@ class _LiveMetrics(Progress):
 
 
 class ProgressDisplay(Observer):
-    """Step, reward, KL, response length, tokens a second, time left."""
+    """A display of step, reward, KL, response length, tokens per second and remaining time."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -109,7 +103,7 @@ class ProgressDisplay(Observer):
 
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         self._steps = plan.recipe.steps
-        self._names = _names(plan)
+        self._columns = _metric_columns(plan)
         self._evaluated = f"held-out {plan.graph.evaluation_metric}"
         self._seconds: list[float] = []
         since = f", from step {step}" if step else ""
@@ -125,11 +119,11 @@ class ProgressDisplay(Observer):
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         self._seconds = [*self._seconds[-19:], metrics["seconds"]]
-        shown = [f"{label} {metrics[name]:{form}}" for label, name, form in self._names if name in metrics]
+        shown = [f"{label} {metrics[name]:{form}}" for label, name, form in self._columns if name in metrics]
         if self._bar is not None:
             self._bar.metrics = shown
             self._bar.update(self._task, completed=step)
-        elif step % max(1, self._steps // _LINES) == 0:
+        elif step % max(1, self._steps // _MAX_LINES) == 0:
             left = (self._steps - step) * sum(self._seconds) / len(self._seconds)
             self._console.print(f"step {step:>5}  {'  '.join(shown)}  {left:.0f} s left", soft_wrap=True)
 
@@ -149,8 +143,8 @@ class ProgressDisplay(Observer):
             self._bar = None
 
 
-def _names(plan: Plan) -> list[tuple[str, str, str]]:
-    """Label, metric and format of what is shown, by the kinds of the graph's nodes."""
+def _metric_columns(plan: Plan) -> list[tuple[str, str, str]]:
+    """Return label, metric and format of the columns, which depend on the kinds of the graph's nodes."""
     shown = []
     for node in plan.graph.nodes:
         match node.operation:

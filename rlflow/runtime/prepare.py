@@ -212,7 +212,7 @@ def _open_data(
         with_pairs="pairs" in graph.sources,
         ahead=begun_ahead(graph, recipe.data.batch_size),
         steps=recipe.steps,
-        behind=(progress.step, progress.rows),
+        resumed_at=(progress.step, progress.rows),
     )
     check_examples(plan, data)
     return data

@@ -195,7 +195,7 @@ def test_prompts_that_are_too_long_are_counted_where_a_person_sees_it(tmp_path: 
     plan, seen = plan_of("fake", "data.max_prompt_tokens=5", "data.overlong=truncate_left", "steps=1"), Warnings()
     report = run(plan, tmp_path, LocalRuntime(), [seen])
     train, held_out = seen.said
-    said = "prompts of '{}' are longer than 5 tokens, and begin with the last 5"
+    said = "prompts of '{}' are longer than 5 tokens; only their last 5 tokens are used"
     assert re.fullmatch(rf"data\.overlong: (\d+) of \1 {said.format('train')}", train)
     assert held_out == f"data.overlong: 10 of 10 {said.format('test')}"
     assert json.loads((tmp_path / "report.json").read_text())["warnings"] == report.warnings == [train, held_out]

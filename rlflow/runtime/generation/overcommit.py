@@ -41,8 +41,8 @@ class Overcommitted:
         assert len(given) == self._enough
         left = np.setdiff1d(np.arange(len(prompts)), given)
         is_given = np.isin(groups.rows_of(written.keys) // self._sampling.group_size, given)
-        self._prompts = self._data.prompts_of(prompts.keys[left]) if len(left) else None
-        self._begun = None if is_given.all() else self._data.copied(written.take(np.flatnonzero(~is_given)))
+        self._prompts = self._data.prompts_with_keys(prompts.keys[left]) if len(left) else None
+        self._begun = None if is_given.all() else self._data.copy_locally(written.take(np.flatnonzero(~is_given)))
         return written.take(np.flatnonzero(is_given))
 
     def save(self, folder: Path) -> None:
@@ -59,7 +59,7 @@ class Overcommitted:
     def restore(self, folder: Path) -> None:
         with np.load(folder / _STATE) as saved:
             arrays = dict(saved)
-        self._prompts = self._data.prompts_of(arrays["prompts"]) if len(arrays["prompts"]) else None
+        self._prompts = self._data.prompts_with_keys(arrays["prompts"]) if len(arrays["prompts"]) else None
         self._begun = None
         if "keys" in arrays:
             assert self._prompts is not None
@@ -77,7 +77,7 @@ class Overcommitted:
                 texts=tuple(json.loads(arrays["texts"].tobytes())),
                 rows=of_each.rows,
             )
-            self._begun = self._data.copied(begun)
+            self._begun = self._data.copy_locally(begun)
 
 
 def begun_ahead(graph: Graph, batch_size: int) -> int:

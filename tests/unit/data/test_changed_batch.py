@@ -10,11 +10,11 @@ from rlflow.recipe import Data
 from tests.helpers import prompts
 
 
-def source(batch_size: int, behind: tuple[int, int] = (0, 0)) -> DataSource:
+def source(batch_size: int, resumed_at: tuple[int, int] = (0, 0)) -> DataSource:
     rows = [{"answer": str(row)} for row in range(20)]
     data = Data(source="x:y", batch_size=batch_size, max_prompt_tokens=1)
     ids = Packed.from_rows([np.array([row + 1]) for row in range(20)], np.int32)
-    return DataSource(data, 0, rows, ids, ids, prompts(), behind=behind)
+    return DataSource(data, 0, rows, ids, ids, prompts(), resumed_at=resumed_at)
 
 
 def answers(data: DataSource, *steps: int) -> list[str]:
@@ -23,12 +23,12 @@ def answers(data: DataSource, *steps: int) -> list[str]:
 
 def test_no_row_is_left_out_or_taken_twice() -> None:
     straight = answers(source(1), *range(30))
-    before, after = source(4), source(2, behind=(3, 12))
+    before, after = source(4), source(2, resumed_at=(3, 12))
     assert answers(before, 0, 1, 2) + answers(after, *range(3, 12)) == straight
     assert after.examples(3).prompt_ids.values.tolist() == after.prompts(3).ids.values.tolist()
 
 
 def test_prompts_given_ahead_move_along() -> None:
-    ahead = replace(source(2, behind=(3, 12)), ahead=1, steps=9)
+    ahead = replace(source(2, resumed_at=(3, 12)), ahead=1, steps=9)
     assert answers(ahead, 3, 4) == answers(source(1), *range(13, 17))
     assert len(ahead.prompts(8).rows) == 1, "none is given for a step that there is not"

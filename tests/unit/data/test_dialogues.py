@@ -15,7 +15,7 @@ def test_splits_share_no_prompt(rows: object) -> None:
     train, test = ({row["prompt"] for row in rows(split)} for split in ("train", "test"))
     assert not train & test
     assert 0.05 < len(test) / (len(train) + len(test)) < 0.15
-    with pytest.raises(ValueError, match="no split 'both'"):
+    with pytest.raises(ValueError, match="expected the split train or test, got 'both'"):
         rows("both")
 
 

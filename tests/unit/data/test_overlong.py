@@ -38,8 +38,8 @@ def test_an_error_by_default(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as raised:
         opened(tmp_path)
     message = str(raised.value)
-    assert message.startswith("data.max_prompt_tokens: the prompt of row 1 of ")
-    assert "has 8 tokens, not 5 at most, and 2 of 4 prompts are too long" in message
+    assert message.startswith("data.max_prompt_tokens: expected at most 5 tokens, got 8 in the prompt of row 1 of ")
+    assert "2 of 4 prompts are too long" in message
     assert "Fix: data.max_prompt_tokens=8, data.overlong=drop or data.overlong=truncate_left." in message
 
 
@@ -50,8 +50,8 @@ def test_rows_are_dropped_with_their_responses(tmp_path: Path) -> None:
     assert sorted(row["prompt"] for row in source.prompts(0).rows) == ["1+1=", "2+2="]
     assert [row["prompt"] for row in source.held_out_prompts().rows] == ["1+1="]
     assert source.warnings == (
-        "data.overlong: 2 of 4 prompts of 'train' are longer than 5 tokens, and are left out",
-        "data.overlong: 1 of 2 prompts of 'test' are longer than 5 tokens, and are left out",
+        "data.overlong: 2 of 4 prompts of 'train' are longer than 5 tokens and are dropped",
+        "data.overlong: 1 of 2 prompts of 'test' are longer than 5 tokens and are dropped",
     )
 
 
@@ -67,7 +67,7 @@ def test_the_last_tokens_are_kept(tmp_path: Path) -> None:
     source = opened(tmp_path, overlong="truncate_left")
     assert texts(source) == {"1+1=": "0", "34+5=": "1", "2+2=": "2", "+3+4=": "3"}
     assert source.rows[1]["prompt"] == "12+34+5=", "rewards read the prompt as it was"
-    assert source.warnings[0].endswith("longer than 5 tokens, and begin with the last 5")
+    assert source.warnings[0].endswith("longer than 5 tokens; only their last 5 tokens are used")
 
 
 def test_nothing_is_left(tmp_path: Path) -> None:

@@ -96,11 +96,17 @@ def test_chat_template_and_messages(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"source": "nowhere.jsonl"}, "data.source: 'nowhere.jsonl' does not exist"),
-        ({"source": __file__}, "data.source: '.py' is not read.\n  Known: .jsonl, .json, .parquet."),
+        (
+            {"source": __file__},
+            "data.source: files of the type '.py' are not supported.\n  Known: .jsonl, .json, .parquet.",
+        ),
         ({"columns": {"prompt": "promt"}}, "data.columns.prompt: no column 'promt' in"),
         ({"columns": {"response": "reply"}}, "data.columns.response: no column 'reply' in"),
         ({"split": "test"}, "data.split: 'test' of"),
-        ({"max_prompt_tokens": 3, "columns": {"response": "answer"}}, "data.max_prompt_tokens: the prompt of row 0 of"),
+        (
+            {"max_prompt_tokens": 3, "columns": {"response": "answer"}},
+            "data.max_prompt_tokens: expected at most 3 tokens, got 4 in the prompt of row 0 of",
+        ),
         ({"source": f"{__name__}:nothing"}, f"data.source: '{__name__}:nothing': '{__name__}' has no 'nothing'"),
         (
             {"source": f"{__name__}:some_rows", "options": {"n": 1}},
@@ -162,7 +168,7 @@ def test_prompts_given_ahead_are_those_of_the_run_and_can_be_asked_for_again(tmp
     assert given[1].keys.tolist() == [[1, 0, 0], [1, 1, 0], [1, 2, 0]]
     rows = [row for prompts in given for row in prompts.rows]
     assert rows == [row for step in range(4) for row in source.prompts(step).rows]
-    again = ahead.prompts_of(np.concatenate([prompts.keys for prompts in given])[[1, 4, 6, 11]])
+    again = ahead.prompts_with_keys(np.concatenate([prompts.keys for prompts in given])[[1, 4, 6, 11]])
     assert [again.rows[place] for place in range(4)] == [rows[place] for place in (1, 4, 6, 11)]
     assert again.keys.tolist() == [[0, 1, 0], [0, 4, 0], [1, 1, 0], [3, 0, 0]]
     assert [TOKENIZER.decode(again.ids[place]) for place in range(4)] == [row["prompt"] for row in again.rows]

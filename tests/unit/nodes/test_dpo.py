@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlflow.batch import Logprobs, Minibatch
-from rlflow.data.encoding import pairs_of
+from rlflow.data.encoding import make_pairs
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.causal_lm.micro_batches import micro_batches
 from rlflow.engines.causal_lm.totals import Totals
@@ -99,7 +99,7 @@ def test_accuracy_of_held_out_pairs() -> None:
     """The fake engine's logprobs are minus a tenth of each token."""
     rows = [[1], [2], [5]], [[2], [1], [5]]
     chosen, rejected = (Packed.from_rows(ids, np.int32) for ids in rows)
-    given = pairs_of(keys(3), Packed.from_rows([[1]] * 3, np.int32), chosen, rejected)
+    given = make_pairs(keys(3), Packed.from_rows([[1]] * 3, np.int32), chosen, rejected)
     nothing = Logprobs(values=minibatch(given, reference=np.zeros(6)).columns["reference"])
     assert DpoUpdate().accuracy(FakeEngine(spec()), given, reference=nothing) == pytest.approx(0.5)
     against = Logprobs(values=given.response_ids.like(np.array([-1, 0, -1, 0, -1, 0], np.float32)))

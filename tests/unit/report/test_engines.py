@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rlflow.report.engines import lagging, replaced
+from rlflow.report.engines import describe_lagging, describe_replaced
 
 
 def line(engine: int, step: int = 1, **values: Any) -> dict[str, Any]:
@@ -11,27 +11,28 @@ def line(engine: int, step: int = 1, **values: Any) -> dict[str, Any]:
 
 
 def test_engines_that_end_together_are_not_told_of() -> None:
-    assert lagging([]) == []
-    assert lagging([line(0), line(1)]) == []
-    assert lagging([line(0)] * 3) == []
+    assert describe_lagging([]) == []
+    assert describe_lagging([line(0), line(1)]) == []
+    assert describe_lagging([line(0)] * 3) == []
 
 
 def test_the_one_that_ends_last_is_told_of_with_its_cause() -> None:
     others = [line(0), line(1)]
     long = [*others, *[line(2, running=5, tokens=50)] * 4]
-    assert lagging(long) == [
+    assert describe_lagging(long) == [
         "rollout: engine 2 lags in 1 of 1 steps, others wait 75% of its time: it has the longest responses"
     ]
-    assert lagging([*others, *[line(2, cache=1.0)] * 4])[0].endswith("its cache is full")
-    assert lagging([*others, *[line(2, tokens=50)] * 4])[0].endswith(
-        "it writes 5 tokens/s of a response where others write 10"
+    assert describe_lagging([*others, *[line(2, cache=1.0)] * 4])[0].endswith("its KV cache is full")
+    assert describe_lagging([*others, *[line(2, tokens=50)] * 4])[0].endswith(
+        "it generates 5 tokens/s per response, the median is 10"
     )
     assert (
-        "engine 2 lags in 2 of 3 steps" in lagging([*long, *[{**each, "step": 2} for each in long], line(0, step=3)])[0]
+        "engine 2 lags in 2 of 3 steps"
+        in describe_lagging([*long, *[{**each, "step": 2} for each in long], line(0, step=3)])[0]
     )
 
 
 def test_those_that_failed_are_told_of() -> None:
     lines = [line(0), {"role": "rollout", "engine": 1, "step": 1, "failed": "worker 1 died."}]
-    assert replaced(lines) == ["rollout: engine 1 replaced in step 1: worker 1 died."]
-    assert lagging(lines) == []
+    assert describe_replaced(lines) == ["rollout: engine 1 replaced in step 1: worker 1 died."]
+    assert describe_lagging(lines) == []

@@ -7,12 +7,12 @@ from typing import Any
 
 from rich.console import Console
 
-from rlflow.report.records import Failures
+from rlflow.report.records import FailureLog
 
 
 def test_each_reason_is_said_once_and_all_are_written(tmp_path: Path) -> None:
     told = io.StringIO()
-    failures = Failures(Console(file=told, width=200))
+    failures = FailureLog(Console(file=told, width=200))
     nothing: Any = None
     failures.started(nothing, tmp_path, 0)
     failures.failed(1, "rewards", {"'math' took longer than 10 s": 3, "'math' ended its process (SIGKILL)": 1})
@@ -21,7 +21,7 @@ def test_each_reason_is_said_once_and_all_are_written(tmp_path: Path) -> None:
     assert told.getvalue().splitlines() == [
         "step     1  rewards: 'math' took longer than 10 s (3)",
         "step     1  rewards: 'math' ended its process (SIGKILL) (1)",
-        f"failed to be judged: 6 responses, see {tmp_path / 'failures.jsonl'}",
+        f"6 responses have no reward, see {tmp_path / 'failures.jsonl'}",
     ]
     lines = [json.loads(line) for line in (tmp_path / "failures.jsonl").read_text().splitlines()]
     assert [(line["step"], sum(line["reasons"].values())) for line in lines] == [(1, 4), (2, 2)]
@@ -30,7 +30,7 @@ def test_each_reason_is_said_once_and_all_are_written(tmp_path: Path) -> None:
 def test_what_a_resumed_run_does_again_does_not_stand_there_twice(tmp_path: Path) -> None:
     nothing: Any = None
     for step in (0, 2):
-        failures = Failures(Console(file=io.StringIO()))
+        failures = FailureLog(Console(file=io.StringIO()))
         failures.started(nothing, tmp_path, step)
         for again in range(step + 1, 4):
             failures.failed(again, "rewards", {"'math' took longer than 10 s": 1})
@@ -40,7 +40,7 @@ def test_what_a_resumed_run_does_again_does_not_stand_there_twice(tmp_path: Path
 
 def test_of_many_reasons_a_few_are_said(tmp_path: Path) -> None:
     told = io.StringIO()
-    failures = Failures(Console(file=told, width=200))
+    failures = FailureLog(Console(file=told, width=200))
     nothing: Any = None
     failures.started(nothing, tmp_path, 0)
     failures.failed(1, "rewards", {f"'brief' returned nan for the response '{each}'": 1 for each in range(100)})

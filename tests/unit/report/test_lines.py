@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rlflow.report.records import keep_until, read_lines
+from rlflow.report.records import read_lines, remove_lines_after
 
 GOOD = ['{"step": 1, "a": 2}', '{"step": 2}', '{"step": 3}']
 JUNK = [
@@ -23,10 +23,10 @@ def test_junk_is_left_out(tmp_path: Path) -> None:
     lines = [line.encode() for line in GOOD]
     path.write_bytes(b"\n".join([*JUNK, lines[0], *JUNK, lines[1], *JUNK, lines[2], *JUNK]))
     assert [line["step"] for line in read_lines(path) if line.get("step") in (1, 2, 3)] == [1, 2, 3]
-    keep_until(path, 2)
+    remove_lines_after(path, 2)
     assert path.read_text().splitlines() == GOOD[:2]
 
 
 def test_a_file_that_is_not_there_is_empty(tmp_path: Path) -> None:
-    keep_until(tmp_path / "metrics.jsonl", 2)
+    remove_lines_after(tmp_path / "metrics.jsonl", 2)
     assert (tmp_path / "metrics.jsonl").read_text() == ""

@@ -7,7 +7,7 @@ import pytest
 
 import rlflow
 from rlflow.batch import Packed
-from rlflow.data.encoding import pairs_of
+from rlflow.data.encoding import make_pairs
 from rlflow.data.source import DataSource
 from rlflow.errors import RecipeError
 from rlflow.runtime.preflight import check_examples
@@ -76,7 +76,7 @@ def test_a_pair() -> None:
 def test_a_pair_that_is_held_out() -> None:
     plan = rlflow.compile(rlflow.load(["recipe=dpo_tiny"]), "local")
     ids = Packed.from_rows([np.ones(2)], np.int32)
-    held_out = pairs_of(np.zeros((1, 3), np.int64), ids, ids, Packed.from_rows([np.ones(31)], np.int32))
+    held_out = make_pairs(np.zeros((1, 3), np.int64), ids, ids, Packed.from_rows([np.ones(31)], np.int32))
     source = replace(plan.recipe.data, source="additions")
     with pytest.raises(RecipeError, match=r"data\.eval_split: the longer sequence of row 0 of 'test' of 'addi"):
         check_examples(plan, DataSource(source, 0, [{}], ids, ids, held_out, ids))

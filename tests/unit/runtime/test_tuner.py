@@ -135,7 +135,7 @@ def test_with_dynamic_sampling_a_trainer_is_measured_by_what_it_trains_on(tmp_pa
 
 def test_where_nothing_is_tuned_it_is_said_why(tmp_path: Path) -> None:
     tuned(plan_of(), tmp_path, stubs(), steps=1)
-    assert tuning_table(tmp_path) == "nothing tuned: the first trial takes three steps"
+    assert tuning_table(tmp_path) == "nothing was tuned: the first trial takes three steps"
     pinned = plan_of("roles.actor.micro_batch_tokens=2048", "roles.reference.micro_batch_tokens=2048")
     tuned(pinned, tmp_path, stubs())
     assert str(tuning_table(tmp_path)).startswith("nothing to tune: every micro_batch_tokens is pinned")

@@ -31,7 +31,7 @@ class Data(DataSource):
     def __init__(self) -> None:
         """Gives what ``of_step`` gives."""
 
-    def prompts_of(self, keys: NDArray[np.int64]) -> Prompts:
+    def prompts_with_keys(self, keys: NDArray[np.int64]) -> Prompts:
         return Prompts.concatenate([of_step(step).take(np.array([prompt])) for step, prompt, _ in keys.tolist()])
 
 
