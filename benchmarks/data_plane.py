@@ -51,9 +51,9 @@ from rlflow.runtime.objects.results import ObjectProcess, RemoteCall, StoreCalls
 from rlflow.runtime.objects.sharding import divide_rows
 from rlflow.runtime.objects.slices import SharedBatch
 from rlflow.runtime.objects.store import blocks_of
-from rlflow.runtime.ray.actors import ALLOCATION, told
-from rlflow.runtime.ray.cluster.hosts import simulated
+from rlflow.runtime.ray.cluster.connection import simulated
 from rlflow.runtime.ray.engine_set import RayEngines
+from rlflow.runtime.ray.role_workers import ALLOCATION, as_future
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.step import train_step
 
@@ -120,7 +120,7 @@ class Workers:
         self.store_calls = StoreCalls(Budget(store_limits()))
 
     def call(self, rank: int, method: str, *arguments: Any, **named: Any) -> Any:
-        return told(getattr(self.actors[rank], method).remote(*arguments, **named), f"worker {rank}")
+        return as_future(getattr(self.actors[rank], method).remote(*arguments, **named), f"worker {rank}")
 
     def remotes(self) -> list[RemoteCall]:
         return [partial(self.call, rank) for rank in range(WORKERS)]
@@ -248,7 +248,7 @@ def steps_of(prompts: int, group_size: int, steps: int = 5) -> Steps:
     rows = load_rows(data_options, "split")
     data = open_training_data(data_options, tokenizer, rows, recipe.seed, with_responses=False)
     with (
-        patch("rlflow.runtime.ray.actors.EngineWorker", WriterWorker),
+        patch("rlflow.runtime.ray.role_workers.EngineWorker", WriterWorker),
         TemporaryDirectory() as folder,
         RayRuntime().start(plan, models, Path(folder)) as engines,
     ):

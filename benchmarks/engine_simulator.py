@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.resources.time.decoding import Decoder
-from rlflow.runtime.generation.scheduler import Room
+from rlflow.runtime.generation.scheduler import Capacity
 
 # The time of a message to an engine and back.
 _MESSAGE_S = 0.005
@@ -27,13 +27,13 @@ _SHARE, _LATEST_S = 32, 1.0
 class Source(Protocol):
     """The protocol of a scheduler, such as ``rlflow.runtime.generation.scheduler.Scheduler``."""
 
-    def begin(self) -> Mapping[int, list[int]]: ...
+    def assign(self) -> Mapping[int, list[int]]: ...
 
     def finished(self, rank: int, rows: Sequence[int], lengths: Sequence[int], steps: int) -> None: ...
 
-    def put_off(self, rank: int) -> tuple[int, list[int]]: ...
+    def preempt(self, rank: int) -> tuple[int, list[int]]: ...
 
-    def returned(self, rank: int, rows: Sequence[int], lengths: Sequence[int]) -> None: ...
+    def preempted(self, rank: int, rows: Sequence[int], lengths: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Outcome:
 class Engine:
     """A simulated engine, whose clock is at the end of its last step."""
 
-    def __init__(self, samples: Samples, speed: Speed, room: Room) -> None:
+    def __init__(self, samples: Samples, speed: Speed, room: Capacity) -> None:
         self._samples, self._speed, self._room = samples, speed, room
         self.time, self.busy, self.held = 0.0, 0.0, 0.0
         self.steps = 0
@@ -187,7 +187,7 @@ class Engine:
             heapq.heappush(self._ends, (begun + int(self._samples.lengths[row]), row))
 
 
-def simulate(samples: Samples, speed: Speed, room: Room, num_engines: int, source: Source) -> Outcome:
+def simulate(samples: Samples, speed: Speed, room: Capacity, num_engines: int, source: Source) -> Outcome:
     """Simulate a step; engines report to the source when they finish samples, and every second."""
     engines = [Engine(samples, speed, room) for _ in range(num_engines)]
     written, told, last = [0] * len(samples.lengths), [0] * num_engines, [0.0] * num_engines
@@ -200,7 +200,7 @@ def simulate(samples: Samples, speed: Speed, room: Room, num_engines: int, sourc
             heapq.heappush(events, (end, rank, False))
 
     def begin(at: float) -> None:
-        for rank, rows in source.begin().items():
+        for rank, rows in source.assign().items():
             if not engines[rank].load:
                 last[rank] = at
                 heapq.heappush(events, (at + _LATEST_S, rank, True))
@@ -227,12 +227,12 @@ def simulate(samples: Samples, speed: Speed, room: Room, num_engines: int, sourc
             now = max(time, engine.time)
             last[rank] = now
             heapq.heappush(events, (now + _LATEST_S, rank, True))
-            of, rows = source.put_off(rank)
+            of, rows = source.preempt(rank)
             if rows:
                 found = engines[of].put_off(rows, now + _MESSAGE_S)
                 for row, tokens in found.items():
                     written[row] = tokens
-                source.returned(of, list(found), list(found.values()))
+                source.preempted(of, list(found), list(found.values()))
                 num_put_off += len(found)
                 expect(of)
                 now += _MESSAGE_S

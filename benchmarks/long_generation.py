@@ -143,7 +143,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     json_file = parser.parse_args().json
-    specs._MOST_SEQUENCES = PLACES
+    specs._MAX_SEQUENCES = PLACES
     plan = plan_of()
     models = models_in_use(plan.recipe)
     tokenizer = load_tokenizer("policy", models["policy"])

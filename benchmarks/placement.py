@@ -23,8 +23,9 @@ from rlflow.resources.cluster import Cluster
 from rlflow.resources.layout import Bundle, Resources
 from rlflow.resources.workload import WeightCopy, Workload
 from rlflow.runtime.objects.ray_api import import_ray
-from rlflow.runtime.ray.cluster.binding import Placed
-from rlflow.runtime.ray.cluster.hosts import live_hosts, simulated
+from rlflow.runtime.ray.cluster.binding import BoundPlan
+from rlflow.runtime.ray.cluster.connection import simulated
+from rlflow.runtime.ray.cluster.hosts import live_hosts
 from rlflow.runtime.ray.runtime import bound
 
 SHAPES = ("2x8@cpu", "4x8@cpu", "1x7@cpu+1x8@cpu", "1x4@cpu+1x8@cpu+1x4@cpu")
@@ -123,7 +124,7 @@ def _until_all_are_free() -> None:
         time.sleep(0.01)
 
 
-def _places(placed: Placed) -> dict[Bundle, tuple[str, str]]:
+def _places(placed: BoundPlan) -> dict[Bundle, tuple[str, str]]:
     """Return the host of each bundle from Ray's table, and the GPU that a process in the bundle reports."""
     import_ray()
     from ray.util import placement_group_table

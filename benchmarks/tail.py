@@ -37,7 +37,7 @@ from rlflow.compose import load_cluster
 from rlflow.resources.time.decoding import decoder_of
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.speed import Efficiency, gpu_speed
-from rlflow.runtime.generation.scheduler import Room, Scheduler
+from rlflow.runtime.generation.scheduler import Capacity, Scheduler
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ GOAL = 0.92
 CASES = ((SMALL, 0.3), (SMALL, 0.5), (SMALL, 0.7), (LARGE, 0.5))
 
 
-def engine_of(site: Site) -> tuple[Speed, Room]:
+def engine_of(site: Site) -> tuple[Speed, Capacity]:
     """Return an engine's speed and room: 0.85 of the GPUs' memory without the weights."""
     model = rlflow.load([f"recipe={site.recipe}"]).models["policy"].architecture
     cluster = load_cluster("1x8")
@@ -93,7 +93,7 @@ def engine_of(site: Site) -> tuple[Speed, Room]:
     decoder = decoder_of(model, site.gpus_each, 1, speed, 2)
     free = 0.85 * gpu.memory_gib * 2**30 * site.gpus_each - 2 * model.num_parameters
     tokens = int(free / (2 * model.kv_values_per_token))
-    return Speed(decoder, lambda count: decoder.prefill(speed, count, count)), Room(SEQUENCES, tokens)
+    return Speed(decoder, lambda count: decoder.prefill(speed, count, count)), Capacity(SEQUENCES, tokens)
 
 
 def samples_of(run: Run, prompts: int, alike: float, seed: int) -> Samples:
@@ -126,7 +126,7 @@ def as_one(run: Run, site: Site, alike: float, seed: int) -> float:
     samples, count = samples_of(run, site.prompts, alike, seed), site.engines
     parts = {name: getattr(speed.decoder, name) / count for name in ("arithmetic", "each", "keys", "windowed_keys")}
     pooled = Speed(replace(speed.decoder, **parts), lambda tokens: speed.prefill(tokens) / count)
-    whole = Room(room.sequences * count, room.tokens * count)
+    whole = Capacity(room.sequences * count, room.tokens * count)
     scheduler = Scheduler(np.full(site.prompts, run.prompt), GROUP_SIZE, run.limit, {0: whole})
     return simulate(samples, pooled, whole, 1, scheduler).seconds
 
@@ -138,20 +138,20 @@ class Timed:
         self._scheduler = scheduler
         self.seconds = 0.0
 
-    def begin(self) -> dict[int, list[int]]:
+    def assign(self) -> dict[int, list[int]]:
         began = time.process_time()
-        rows = self._scheduler.begin()
+        rows = self._scheduler.assign()
         self.seconds += time.process_time() - began
         return rows
 
-    def put_off(self, rank: int) -> tuple[int, list[int]]:
+    def preempt(self, rank: int) -> tuple[int, list[int]]:
         began = time.process_time()
-        of, rows = self._scheduler.put_off(rank)
+        of, rows = self._scheduler.preempt(rank)
         self.seconds += time.process_time() - began
         return of, rows
 
-    def returned(self, rank: int, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        self._scheduler.returned(rank, rows, lengths)
+    def preempted(self, rank: int, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        self._scheduler.preempted(rank, rows, lengths)
 
     def finished(self, rank: int, rows: Sequence[int], lengths: Sequence[int], steps: int) -> None:
         began = time.process_time()
@@ -166,7 +166,7 @@ def compare(run: Run, site: Site, alike: float, seed: int) -> Compared:
     before: NDArray[np.float64] = samples_of(run, site.prompts, alike, seed + 1000).lengths.astype(np.float64)
     rooms = dict.fromkeys(range(site.engines), room)
     lengths = np.full(site.prompts, run.prompt)
-    ours = Timed(Scheduler(lengths, GROUP_SIZE, run.limit, rooms, before=before))
+    ours = Timed(Scheduler(lengths, GROUP_SIZE, run.limit, rooms, previous_lengths=before))
     args = samples, room, site.engines
     ways = static(*args), fifo(*args), ours, Oracle(*args, shards=False), Oracle(*args, shards=True)
     outcomes = [simulate(samples, speed, room, site.engines, source) for source in ways]

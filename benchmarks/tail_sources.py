@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.engine_simulator import Samples
-from rlflow.runtime.generation.scheduler import Room
+from rlflow.runtime.generation.scheduler import Capacity
 
 Ints = NDArray[np.int64]
 
@@ -24,7 +24,7 @@ class Dealing(ABC):
     def some(self, rank: int, most: int) -> list[int]:
         """Return at most ``most`` rows that this engine has room for."""
 
-    def begin(self) -> dict[int, list[int]]:
+    def assign(self) -> dict[int, list[int]]:
         given: dict[int, list[int]] = {}
         open_ranks = list(range(self._num_engines))
         while open_ranks:
@@ -35,10 +35,10 @@ class Dealing(ABC):
                     open_ranks.remove(rank)
         return {rank: rows for rank, rows in given.items() if rows}
 
-    def put_off(self, rank: int) -> tuple[int, list[int]]:
+    def preempt(self, rank: int) -> tuple[int, list[int]]:
         return rank, []
 
-    def returned(self, rank: int, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def preempted(self, rank: int, rows: Sequence[int], lengths: Sequence[int]) -> None:
         raise AssertionError("this scheduler never preempts")
 
 
@@ -62,13 +62,13 @@ class Queues(Dealing):
         self._running[rank] -= len(rows)
 
 
-def fifo(samples: Samples, room: Room, num_engines: int) -> Queues:
+def fifo(samples: Samples, room: Capacity, num_engines: int) -> Queues:
     """Return a scheduler that dispatches when an engine is free, in the order of the data."""
     one = iter(range(len(samples.lengths)))
     return Queues([one] * num_engines, room.sequences, 1)
 
 
-def static(samples: Samples, room: Room, num_engines: int) -> Queues:
+def static(samples: Samples, room: Capacity, num_engines: int) -> Queues:
     """Return a scheduler that gives each engine its share of the prompts at once."""
     size = len(samples.lengths)
     return Queues(np.array_split(np.arange(size), num_engines), size, size)
@@ -77,7 +77,7 @@ def static(samples: Samples, room: Room, num_engines: int) -> Queues:
 class Oracle(Dealing):
     """A scheduler that knows all lengths: longest first, and never more in flight than the cache can complete."""
 
-    def __init__(self, samples: Samples, room: Room, num_engines: int, *, shards: bool) -> None:
+    def __init__(self, samples: Samples, room: Capacity, num_engines: int, *, shards: bool) -> None:
         """Use one queue for all engines, or with ``shards`` one queue each with equally many tokens."""
         super().__init__(num_engines, 1)
         self._samples, self._room = samples, room

@@ -9,8 +9,7 @@ from unittest.mock import patch
 import ray
 from ray.actor import ActorMethod
 
-from rlflow.runtime.ray import actors
-from rlflow.runtime.ray import remote_objects as hosting
+from rlflow.runtime.ray import engine_set, role_workers
 
 
 @dataclass
@@ -29,7 +28,7 @@ class Traffic:
 def counted() -> Iterator[Traffic]:
     """Count the messages to and from processes that are called inside the context."""
     traffic = Traffic()
-    remote, told, put = ActorMethod._remote, actors.told, ray.put
+    remote, told, put = ActorMethod._remote, role_workers.as_future, ray.put
 
     def counted_remote(method: Any, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         traffic.count((args, kwargs))
@@ -46,8 +45,8 @@ def counted() -> Iterator[Traffic]:
 
     with (
         patch.object(ActorMethod, "_remote", counted_remote),
-        patch.object(actors, "told", counted_told),
-        patch.object(hosting, "told", counted_told),
+        patch.object(role_workers, "as_future", counted_told),
+        patch.object(engine_set, "as_future", counted_told),
         patch.object(ray, "put", counted_put),
     ):
         yield traffic

@@ -20,7 +20,7 @@ import rlflow
 from benchmarks.reporting import Goal, finish
 from rlflow.compiler.lower import models_in_use
 from rlflow.engines.causal_lm.pretrained import load_model
-from rlflow.runtime.ray.engine_set import RayWorkers
+from rlflow.runtime.ray.role_workers import RoleWorkers
 from rlflow.runtime.ray.runtime import RayRuntime
 
 _REPEATS = 5
@@ -45,7 +45,7 @@ def main() -> int:
     new_s, used_s, syncs, shares = [], [], [], []
     with tempfile.TemporaryDirectory() as folder, RayRuntime().start(plan, models, Path(folder)) as engines:
         source, target = engines["actor"].workers, engines["rollout"].workers
-        assert isinstance(target, RayWorkers)
+        assert isinstance(target, RoleWorkers)
         target.copy_weights(source, 0)
         for version in range(1, _REPEATS + 1):
             began = time.perf_counter()

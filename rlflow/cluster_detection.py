@@ -7,7 +7,7 @@ from rlflow.compose import cluster_of_hosts, load_cluster
 from rlflow.errors import RecipeError
 from rlflow.resources.cluster import Cluster
 from rlflow.runtime.ray.cluster.machine import gpus_of_this_machine
-from rlflow.runtime.ray.cluster.probes import live_devices
+from rlflow.runtime.ray.cluster.probes import free_gpus
 
 
 def detect_cluster(config_dir: Path | None = None) -> Cluster:
@@ -15,7 +15,7 @@ def detect_cluster(config_dir: Path | None = None) -> Cluster:
 
     Raises PlacementError for a Ray cluster without a free GPU, and RecipeError for an unknown kind of GPU.
     """
-    return cluster_of_hosts(live_devices(), config_dir)
+    return cluster_of_hosts(free_gpus(), config_dir)
 
 
 def default_cluster(warn: Callable[[str], object], config_dir: Path | None = None) -> Cluster:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlflow.doctor.finding import Finding
 from rlflow.extras import installed
-from rlflow.runtime.ray.cluster.machine import Device, ask, devices
+from rlflow.runtime.ray.cluster.machine import Device, devices, run_command
 
 TOTAL_S = 590.0
 
@@ -96,7 +96,7 @@ def findings_of(check: Check, gpus: list[Device], left_s: float, device: str = "
         options |= {"ranks": len(gpus), **data_sheet(gpus[0].name)}
     command = [sys.executable, "-m", "rlflow.doctor.checks", check.function, device, json.dumps(options)]
     began = time.monotonic()
-    answer = ask(command, seconds)
+    answer = run_command(command, seconds)
     took = time.monotonic() - began
     if answer.problem:
         return [Finding("failed", f"{answer.problem} (after {took:.0f} s)", broken=True)]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
+from rlflow.batch import Rollouts
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Model
-from rlflow.runtime.generation.partial_results import Listener
 
 Held = TypeVar("Held")
 
@@ -22,6 +22,16 @@ class StoreUse:
     """The mean of a step, by the node or the data source whose output it is."""
     peaks: Mapping[str, int]
     """The largest number of bytes at once, by host."""
+
+
+class Listener(Protocol):
+    """A consumer of finished samples, while their generation goes on."""
+
+    def add(self, rank: int, part: Rollouts) -> None:
+        """Receive samples that an engine has finished. Each sample comes once."""
+
+    def lose(self, rank: int) -> None:
+        """Discard all samples of an engine that has failed. Other engines will generate them again."""
 
 
 class Engines(dict[str, Any]):

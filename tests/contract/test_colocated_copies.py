@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlflow.engines.causal_lm.adapters import copied_name
-from rlflow.runtime.weights.gpu import Receivers, send, sender
+from rlflow.runtime.weights.gpu import Receivers, make_sender, send_weights
 from tests.unit.resources.models.test_architecture import CARDS, card, config_fields
 
 GIB = 2**30
@@ -51,7 +51,7 @@ class Recorder(Receivers):
     """Receivers that keep what they are told."""
 
     def __init__(self) -> None:
-        super().__init__(["an engine"], width=1)
+        super().__init__(["an engine"], gpus_each=1)
         self.told: list[tuple[str, dict[str, Any]]] = []
 
     def _call(self, method: str, arguments: Any) -> None:
@@ -76,7 +76,7 @@ def test_every_card_passes_through_the_sender(path: Path, dtype: torch.dtype, gp
 
     engine: Any = SimpleNamespace(weights=passes)
     receivers = Recorder()
-    send(sender(engine, "ipc", receivers, rank=0, address="127.0.0.1:1"), "ipc")
+    send_weights(make_sender(engine, "ipc", receivers, rank=0, address="127.0.0.1:1"), "ipc")
     chunks = [told["update_info"] for method, told in receivers.told if method == "update_weights"]
     assert [name for chunk in chunks for name in chunk["names"]] == list(weights)
     assert [method for method, _ in receivers.told[1:3]] == ["init_weight_transfer_engine", "start_weight_update"]

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 import rlflow
-from rlflow.runtime.ray.actors import Actors
-from rlflow.runtime.ray.cluster.binding import Placed
+from rlflow.runtime.objects.budget import Budget
+from rlflow.runtime.objects.results import StoreCalls
+from rlflow.runtime.ray.cluster.binding import BoundPlan
+from rlflow.runtime.ray.role_workers import RoleWorkers
 from tests.conftest import ROOT
 from tests.contract.library_scan import LIBRARIES, Call, calls_of, files, references_of
 from tests.unit.runtime.ray.test_binding import live
@@ -122,14 +124,14 @@ def test_ray_knows_the_options_of_workers() -> None:
 
     plan = rlflow.compile(rlflow.load(["recipe=grpo_7b"]), "1x8")
     bundles = plan.roles["rollout"].bundles
-    placed = Placed(
+    placed = BoundPlan(
         group=None,
         bundle_indices={bundle: index for index, bundle in enumerate(bundles)},
         gpu_ids={bundle: str(bundle.gpu) for bundle in bundles},
         hosts={"host-0": live("host-0", simulated=True)},
     )
-    actors = Actors(plan, "rollout", plan.recipe.models["policy"], placed)
-    assert actors._options(0, plan.roles["rollout"].workers[0]).keys() <= actor_options.keys()
+    actors = RoleWorkers(plan, "rollout", plan.recipe.models["policy"], placed, StoreCalls(Budget({})))
+    assert actors._options(plan.roles["rollout"].workers[0]).keys() <= actor_options.keys()
 
 
 def test_vllm_reads_the_variables_that_are_set_for_it() -> None:

@@ -23,7 +23,7 @@ from rlflow.engines.serving.vllm_worker import WorkerExtension
 from rlflow.engines.vllm import VllmEngine
 from rlflow.errors import EngineError
 from rlflow.runtime.ray.worker import EngineWorker
-from rlflow.runtime.weights.gpu import Receivers, Source, _nccl_sender
+from rlflow.runtime.weights.gpu import Receivers, WeightSource, _nccl_sender
 from tests.contract.gpu_stand_ins import Actor, Gloo, at_once, results, without_gpus
 from tests.helpers import spec
 
@@ -135,7 +135,7 @@ def rollout_engine(patch: pytest.MonkeyPatch) -> RolloutWorker:
     inner = LlmEngine()
     engine._batcher = Batcher("rollout", lambda: inner)
     worker = RolloutWorker()
-    worker._engine, worker._alone, worker.inner = engine, None, inner
+    worker._engine, worker._engine_thread, worker.inner = engine, None, inner
     return worker
 
 
@@ -147,22 +147,22 @@ class Setting:
         meeting = threading.Barrier(2)
         self.trainer = [EngineWorker() for _ in range(2)]
         for rank, worker in enumerate(self.trainer):
-            worker._engine, worker._alone = Trainer(rank, meeting), None
+            worker._engine, worker._engine_thread = Trainer(rank, meeting), None
         self.engines = [rollout_engine(patch) for _ in range(ENGINES)]
 
     def copy(self, version: int) -> None:
-        """As ``copies.directly`` does it."""
+        """As ``sync.directly`` does it."""
         receivers = Receivers([Actor(engine) for engine in self.engines], WIDTH)
         for worker in self.trainer:
             worker._engine.version = version
-        at_once(*(partial(w.send_directly, "nccl", receivers, r, "127.0.0.1") for r, w in enumerate(self.trainer)))
+        at_once(*(partial(w.send_gpu_to_gpu, "nccl", receivers, r, "127.0.0.1") for r, w in enumerate(self.trainer)))
         for engine in self.engines:
             engine.call("finish_transfer", version)
 
     def replace_engine(self, index: int) -> None:
         self.engines[index] = rollout_engine(self._patch)
         for worker in self.trainer:
-            worker.forget_receivers()
+            worker.disconnect_receivers()
 
     @property
     def workers(self) -> list[Any]:
@@ -279,7 +279,7 @@ def test_the_senders_are_those_of_vllm_itself(setting: Setting, monkeypatch: pyt
     monkeypatch.setattr(StatelessProcessGroup, "create", lambda *given, **named: alone)
     monkeypatch.setattr(Receivers, "init_weight_transfer_engine", tell)
     receivers = Receivers([None, None], WIDTH)
-    source = Source(setting.trainer[0]._engine)
+    source = WeightSource(setting.trainer[0]._engine)
     made = NCCLTrainerInitInfo("127.0.0.1", 1, 5, packed_buffer_size_bytes=BUCKET, rank=0)
     with pytest.raises(StopError):
         NCCLTrainerWeightTransferEngine.trainer_init(made, client=receivers, source=source)

@@ -17,10 +17,10 @@ from rlflow.compiler.lower import models_in_use
 from rlflow.engines.base import EngineSpec, Sampling, WeightBackend
 from rlflow.engines.buckets import Bucket
 from rlflow.errors import EngineError
-from rlflow.runtime.ray.engine_set import RayWorkers
+from rlflow.runtime.ray.role_workers import RoleWorkers
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.ray.worker import EngineWorker
-from rlflow.runtime.weights import sync as copies
+from rlflow.runtime.weights import sync
 from rlflow.runtime.weights.gpu import Receivers
 from tests.conftest import CONFIG_DIR
 from tests.helpers import prompts
@@ -39,17 +39,17 @@ class Failing(EngineWorker):
         self._engine.transfer = lambda method, arguments: self._maybe("transfer_hangs")
         self._engine.finish_transfer = lambda version: setattr(self._engine, "_version", version)
 
-    def forget_receivers(self) -> None:
+    def disconnect_receivers(self) -> None:
         self._maybe("forgetting_hangs")
-        super().forget_receivers()
+        super().disconnect_receivers()
 
-    def send_directly(self, backend: WeightBackend, receivers: Receivers, rank: int, address: str) -> None:
+    def send_gpu_to_gpu(self, backend: WeightBackend, receivers: Receivers, rank: int, address: str) -> None:
         if rank == 0:
             receivers.start_weight_update()
 
-    def take_weights(self, version: int) -> float:
+    def receive_weights(self, version: int) -> float:
         self._maybe("fails", "dies", "hangs")
-        return super().take_weights(version)
+        return super().receive_weights(version)
 
     def next_bucket(self) -> tuple[Bucket | None, bool]:
         self._maybe("source_fails", "source_hangs")
@@ -82,7 +82,7 @@ def engines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Map
     waiting = folder / "failures"
     waiting.mkdir()
     monkeypatch.setattr(Failing, "folder", waiting, raising=False)
-    monkeypatch.setattr("rlflow.runtime.ray.actors.EngineWorker", Failing)
+    monkeypatch.setattr("rlflow.runtime.ray.role_workers.EngineWorker", Failing)
     with RayRuntime().start(plan, models_in_use(plan.recipe), folder) as started:
 
         def fail(*kinds: str) -> None:
@@ -122,21 +122,21 @@ def test_copies_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.soak
 def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that does is replaced where the copy can be tried again; else it is named, and nobody waits for it."""
-    silent = "a copy of weights has stood still for 3 s. No answer from "
+    silent = "weight sync: no progress for 3 s. No answer from "
     with engines(tmp_path, monkeypatch) as (started, fail):
         rollout, source = started["rollout"], started["actor"].weights()
         rollout.load_weights(source, 1)
 
         def restart(ranks: Sequence[int]) -> None:
             """New processes have libraries to load."""
-            monkeypatch.setattr(copies, "LIMIT_S", 60.0)
+            monkeypatch.setattr(sync, "LIMIT_S", 60.0)
             assert ranks == [1], "the engine that hangs is replaced alone"
-            RayWorkers.restart(rollout.workers, ranks)
+            RoleWorkers.restart(rollout.workers, ranks)
 
         monkeypatch.setattr(rollout.workers, "restart", restart)
-        monkeypatch.setattr(copies, "LIMIT_S", 3.0)
-        attempts = Mock(wraps=copies._bucket_by_bucket)
-        monkeypatch.setattr(copies, "_bucket_by_bucket", attempts)
+        monkeypatch.setattr(sync, "LIMIT_S", 3.0)
+        attempts = Mock(wraps=sync._sync_by_buckets)
+        monkeypatch.setattr(sync, "_sync_by_buckets", attempts)
         fail("hangs")
         rollout.load_weights(source, 2)
         assert versions(rollout) == {2}
@@ -144,13 +144,13 @@ def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         rollout.workers.weight_backend = "ipc"
         rollout.load_weights(source, 3)
         assert versions(rollout) == {3}
-        monkeypatch.setattr(copies, "LIMIT_S", 3.0)
+        monkeypatch.setattr(sync, "LIMIT_S", 3.0)
         fail("transfer_hangs")
         with pytest.raises(EngineError) as error:
             rollout.load_weights(source, 4)
         names = "role actor: worker 0 on host-0; role rollout: worker 1 on host-1."
         assert str(error.value) == silent + names
-        with pytest.raises(EngineError, match="worker 1 on host-1 has not answered for 3 s in a copy of weights"):
+        with pytest.raises(EngineError, match="worker 1 on host-1 did not answer for 3 s during a weight sync"):
             rollout.generate(prompts((2, 2)), Sampling(max_tokens=2))
 
 
@@ -164,7 +164,7 @@ def test_a_source_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ki
         rollout.workers.weight_backend = backend
         restart = Mock()
         monkeypatch.setattr(rollout.workers, "restart", restart)
-        monkeypatch.setattr(copies, "LIMIT_S", 3.0)
+        monkeypatch.setattr(sync, "LIMIT_S", 3.0)
         fail(kind)
         with pytest.raises(EngineError, match=r"No answer from role actor: worker 1 on host-1\.$"):
             rollout.load_weights(source, 1)

@@ -26,8 +26,8 @@ from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.objects.budget import Budget, StoreLimit, store_limits
 from rlflow.runtime.objects.results import ObjectProcess, StoreCalls
 from rlflow.runtime.objects.slices import SharedBatch
-from rlflow.runtime.ray.actors import told
 from rlflow.runtime.ray.engine_set import RayEngines
+from rlflow.runtime.ray.role_workers import as_future
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
 from rlflow.runtime.step import train_step
@@ -198,7 +198,7 @@ def test_between_hosts_goes_what_is_read_there() -> None:
     ray.get([actor.load_object.remote(ray.cloudpickle.dumps(Columns())) for actor in actors])
 
     def remote(number: int) -> Any:
-        return lambda method, *arguments: told(getattr(actors[number], method).remote(*arguments), "a worker")
+        return lambda method, *arguments: as_future(getattr(actors[number], method).remote(*arguments), "a worker")
 
     with StoreCalls(Budget(store_limits())).running() as store_calls:
         whole = SharedBatch(store_calls.call(remote(0), "make").result())

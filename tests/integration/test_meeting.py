@@ -26,13 +26,13 @@ class Meeting(EngineWorker):
 
     folder: Path
 
-    def meeting_port(self) -> int:
+    def free_port(self) -> int:
         for file in sorted(self.folder.iterdir())[:1]:
             file.unlink()
             self._other = socket.create_server(("", 0))
             port: int = self._other.getsockname()[1]
             return port
-        return super().meeting_port()
+        return super().free_port()
 
     def build(self, engine: str, spec: EngineSpec) -> None:
         if spec.role == "rollout":
@@ -48,8 +48,8 @@ def test_a_port_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     taken = tmp_path / "taken"
     taken.mkdir()
     monkeypatch.setattr(Meeting, "folder", taken, raising=False)
-    monkeypatch.setattr("rlflow.runtime.ray.actors.EngineWorker", Meeting)
-    monkeypatch.setattr("rlflow.runtime.ray.actors._ATTEMPTS", 2)
+    monkeypatch.setattr("rlflow.runtime.ray.role_workers.EngineWorker", Meeting)
+    monkeypatch.setattr("rlflow.runtime.ray.role_workers._ATTEMPTS", 2)
     with RayRuntime().start(plan, models_in_use(plan.recipe), tmp_path) as engines:
         rollout = engines["rollout"]
         (taken / "once").touch()

@@ -10,7 +10,7 @@ import pytest
 
 from rlflow.compose import load_cluster
 from rlflow.runtime.objects.ray_api import import_ray
-from rlflow.runtime.ray.cluster.hosts import connected
+from rlflow.runtime.ray.cluster.connection import connected
 from tests.listening import LOOPBACK, descendants, listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

@@ -20,7 +20,8 @@ from rlflow.compiler.plan import Plan
 from rlflow.compose import load_cluster
 from rlflow.errors import EngineError, PlacementError
 from rlflow.runtime.ray.cluster.binding import match_hosts, wanted_gpus
-from rlflow.runtime.ray.cluster.hosts import holders, live_hosts, simulated
+from rlflow.runtime.ray.cluster.connection import simulated
+from rlflow.runtime.ray.cluster.hosts import gpu_users, live_hosts
 from rlflow.runtime.ray.runtime import RayRuntime, bound
 from tests.conftest import CONFIG_DIR, ROOT, Typed
 
@@ -152,7 +153,7 @@ class TestHosts:
         held = task.options(name="thief").remote(tmp_path / "end")
         try:
             # Ray tells it once a second.
-            seconds_until(lambda: ["thief" in who for who in holders().get(node_id, [])] == [True])
+            seconds_until(lambda: ["thief" in who for who in gpu_users().get(node_id, [])] == [True])
             assert "of 'host-1' and 1 are free (taken: 1 by task 'thief' of job" in error_of(using("2x2@cpu"))
         finally:
             (tmp_path / "end").touch()
@@ -175,11 +176,11 @@ class TestHosts:
         program = """
 import json
 from rlflow.compose import load_cluster
-from rlflow.runtime.ray.cluster.probes import live_devices
-from rlflow.runtime.ray.cluster.hosts import connected
+from rlflow.runtime.ray.cluster.probes import free_gpus
+from rlflow.runtime.ray.cluster.connection import connected
 from rlflow.runtime.ray.runtime import bound
 from tests.integration.test_ray import using
-print(json.dumps(live_devices()))
+print(json.dumps(free_gpus()))
 plan = using("2x2")
 with connected(plan.cluster), bound(plan) as placed:
     print(json.dumps([placed.simulated, sorted(placed.addresses), sorted(placed.gpu_ids.values())]))
@@ -202,7 +203,7 @@ with connected(plan.cluster), bound(plan) as placed:
         ]
 
     def test_gpus_of_another_kind(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rlflow.runtime.ray.cluster.hosts._SIMULATED", "no label that they have")
+        monkeypatch.setattr("rlflow.runtime.ray.cluster.hosts.SIMULATED_LABEL", "no label that they have")
         assert "GPUs of the kind h200 (NVIDIA H200), and GPU 0 of 'host-0' is NVIDIA A10G" in error_of(
             using("1x2@h200")
         )
@@ -215,10 +216,10 @@ with connected(plan.cluster), bound(plan) as placed:
         program = """
 from rlflow.errors import PlacementError
 from rlflow.runtime.ray.cluster import hosts
-from rlflow.runtime.ray.cluster.probes import live_devices
-hosts._SIMULATED = "no label that they have"
+from rlflow.runtime.ray.cluster.probes import free_gpus
+hosts.SIMULATED_LABEL = "no label that they have"
 try:
-    live_devices()
+    free_gpus()
 except PlacementError as error:
     print(error.fact)
 """

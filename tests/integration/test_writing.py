@@ -19,8 +19,8 @@ from rlflow.compiler.lower import models_in_use
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
 from rlflow.runtime.generation.partial_results import Streaming
-from rlflow.runtime.ray.actors import Actors
 from rlflow.runtime.ray.engine_set import RayEngines
+from rlflow.runtime.ray.role_workers import RoleWorkers
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.ray.worker import EngineWorker
 from rlflow.runtime.step import run_graph
@@ -40,7 +40,7 @@ class Worker(EngineWorker):
     def build(self, engine: str, spec: EngineSpec) -> None:
         super().build(engine, spec)
         if spec.role == "rollout":
-            self._alone = None
+            self._engine_thread = None
             self._engine = WritingEngine(spec)
 
     def call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
@@ -65,8 +65,8 @@ def test_rewards_of_parts_are_those_of_the_whole(tmp_path: Path, monkeypatch: py
     """What engines hand over before the end lies in stores; nothing of it is left there after."""
     plan = rlflow.compile(rlflow.load(["recipe=fake", "roles.rollout.gpus=2"], CONFIG_DIR), "2x1@cpu")
     monkeypatch.setattr(Worker, "file", tmp_path / "none", raising=False)
-    monkeypatch.setattr("rlflow.runtime.ray.actors.EngineWorker", Worker)
-    monkeypatch.setattr(Actors, "concurrent", property(lambda actors: actors._role == "rollout"))
+    monkeypatch.setattr("rlflow.runtime.ray.role_workers.EngineWorker", Worker)
+    monkeypatch.setattr(RoleWorkers, "concurrent", property(lambda actors: actors._role == "rollout"))
     parts: list[int] = []
     add = Streaming.add
 
@@ -79,7 +79,7 @@ def test_rewards_of_parts_are_those_of_the_whole(tmp_path: Path, monkeypatch: py
     with RayRuntime().start(plan, models_in_use(plan.recipe), tmp_path) as engines:
         made = []
         for wait_s in (0.0, 3600.0):
-            monkeypatch.setattr("rlflow.runtime.generation.partial_results._BEFORE_S", wait_s)
+            monkeypatch.setattr("rlflow.runtime.generation.partial_results._MIN_SECONDS", wait_s)
             outputs: dict[str, Any] = {}
             run_graph(Graph(nodes=nodes), engines, {"prompts": prompts((2, 3) * 8)}, outputs.__setitem__)
             rollouts = outputs["rollouts"]
@@ -103,8 +103,8 @@ def test_an_engine_that_fails_is_replaced(fault: str, tmp_path: Path, monkeypatc
     pins = [f"roles.{role}.gpus=2" for role in ("actor", "rollout", "reference")]
     plan = rlflow.compile(rlflow.load(["recipe=fake", *pins], CONFIG_DIR), "2x1@cpu")
     monkeypatch.setattr(Worker, "file", tmp_path / "dies", raising=False)
-    monkeypatch.setattr("rlflow.runtime.ray.actors.EngineWorker", Worker)
-    monkeypatch.setattr(Actors, "concurrent", property(lambda actors: actors._role == "rollout"))
+    monkeypatch.setattr("rlflow.runtime.ray.role_workers.EngineWorker", Worker)
+    monkeypatch.setattr(RoleWorkers, "concurrent", property(lambda actors: actors._role == "rollout"))
     monkeypatch.setattr("rlflow.runtime.ray.watchdog.LOOK_S", 0.1)
     monkeypatch.setattr("rlflow.runtime.ray.watchdog.SILENT_S", 3.0)
     given, sampling = prompts((2,) * 8), Sampling(max_tokens=3, group_size=2)
@@ -124,7 +124,7 @@ def test_an_engine_that_fails_is_replaced(fault: str, tmp_path: Path, monkeypatc
         assert not Worker.file.exists()
         lines = [json.loads(line) for line in (tmp_path / "engines.jsonl").read_text().splitlines()]
         (failed,) = [line for line in lines if "failed" in line]
-        why = "died: " if fault == "dies" else "has written nothing for 3 s."
+        why = "died: " if fault == "dies" else "has made no step for 3 s."
         assert failed["failed"].startswith(f"role rollout: worker 1 on host-1 {why}")
         lines.remove(failed)
         engines_of_step = [{line["engine"] for line in lines if line["step"] == step} for step in (1, 2, 3)]

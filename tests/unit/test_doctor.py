@@ -118,14 +118,16 @@ esac"""
 class TestAsking:
     def test_a_command_that_hangs_is_left_behind(self) -> None:
         began = time.monotonic()
-        assert machine.ask(["sleep", "100"], 0.2).problem == "no answer within 0.2 s"
+        assert machine.run_command(["sleep", "100"], 0.2).problem == "no answer within 0.2 s"
         assert time.monotonic() - began < 5
 
     def test_a_command_that_is_not_there(self) -> None:
-        assert machine.ask(["no-such-tool"], 1).problem == "no-such-tool does not start: No such file or directory"
+        assert (
+            machine.run_command(["no-such-tool"], 1).problem == "no-such-tool does not start: No such file or directory"
+        )
 
     def test_a_command_that_says_nothing(self) -> None:
-        assert machine.ask(["false"], 5).problem == "it ended with 1"
+        assert machine.run_command(["false"], 5).problem == "it ended with 1"
 
     def test_a_probe_finds_or_says_why_not(self) -> None:
         assert probes.probe("importing", "json", seconds=60) == (None, None)

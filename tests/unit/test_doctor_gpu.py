@@ -24,7 +24,7 @@ from rlflow.doctor.gpu import CHECKS, Check, findings_of
 from rlflow.engines.causal_lm import attention
 from rlflow.engines.causal_lm import output_layer as head
 from rlflow.resources.models.architecture import Architecture
-from rlflow.runtime.ray.cluster.machine import Device, ask
+from rlflow.runtime.ray.cluster.machine import Device, run_command
 from tests.unit.engines.test_attention import one_row_after_another
 
 H100 = Device(index=0, name="NVIDIA H100 80GB HBM3", memory_gib=79.6, used_gib=0.0, driver="580.1", processes=0)
@@ -127,7 +127,9 @@ class TestReport:
     @pytest.fixture
     def check(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
         """One whose process runs the program that a test writes in place of the checks' package."""
-        monkeypatch.setattr(gpu, "ask", lambda given, seconds: ask([sys.executable, str(tmp_path / "p.py")], seconds))
+        monkeypatch.setattr(
+            gpu, "run_command", lambda _, seconds: run_command([sys.executable, str(tmp_path / "p.py")], seconds)
+        )
         return Check(title="It", function="numerics:attention", libraries=("torch",), seconds=30)
 
     def test_measurements_become_lines(self, check: Check, tmp_path: Path) -> None:

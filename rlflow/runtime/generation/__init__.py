@@ -1,1 +1,17 @@
-"""TODO."""
+"""Generation by all engines of a role: which engine generates which sample, and when.
+
+1. A prompt becomes ``group_size`` samples. ``engine_group.EngineGroup`` starts a generation on the engines that have
+   the current weights, and afterwards replaces engines that have failed.
+2. ``dispatcher.dispatch`` sends the engines the numbers of their samples; the prompts travel once. An engine reports
+   when some samples are finished, or after a second.
+3. ``scheduler.Scheduler`` decides, without threads or a clock, which samples an engine starts, preempts or resumes.
+   Its order follows from the expected lengths of the groups' responses (``length_model``).
+4. A preempted sample is a partial rollout, which any engine can resume (``partial_rollouts``). Its tokens stay in the
+   object store; this process only has references.
+5. While engines still generate, finished samples can stream to the nodes that follow (``partial_results``).
+6. The generation ends when enough groups are complete. The rollouts are returned in the order of their keys.
+
+Two kinds of steps use this differently: with ``overcommit``, a step trains on the first groups that are complete and
+resumes the others in the next step; with dynamic sampling, ``resampling`` generates in rounds until enough prompts have
+responses with different rewards.
+"""

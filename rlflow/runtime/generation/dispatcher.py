@@ -1,9 +1,9 @@
-"""Generation over several engines that take new samples while they write: each begins some when it has room, and what
-one has put off another goes on with.
+"""One generation over several concurrent engines: each starts samples when it has room, and resumes those that another
+has preempted.
 
-Messages are few: an engine is given rows in lists, and answers when some are done, or after a second. What it has
-written it hands over at the end, or in a few parts where somebody works on them meanwhile, and of rows that it puts off
-at once; from engine to engine, this process holds references. The rows of an engine that fails go to the others.
+Messages are few. An engine gets rows in lists and answers when some are finished, or after a second. It returns its
+rollouts at the end, or in a few parts when a subscriber works on them meanwhile, and partial rollouts when it preempts
+them. From engine to engine, only references pass through this process. The rows of an engine that fails go to others.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,219 +17,230 @@ from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import GroupProgress
 from rlflow.errors import EngineError
-from rlflow.runtime.generation.partial_results import Listener, Listening
-from rlflow.runtime.generation.partial_rollouts import Begun
-from rlflow.runtime.generation.scheduler import Room, Scheduler
+from rlflow.runtime.generation.partial_results import PartialResults
+from rlflow.runtime.generation.partial_rollouts import PartialRollouts
+from rlflow.runtime.generation.scheduler import Capacity, Scheduler
 from rlflow.runtime.objects.slices import BatchSlice, SharedBatch
+from rlflow.runtime.protocols import Listener
 
-# While rows wait, those that are done are told together: this part of what an engine writes at once.
-_SHARE = 32
+# While rows are queued, an engine reports when one in so many of the rows that it can generate at once is finished.
+_REPORTS = 32
 _Method = Literal["advance", "preempt", "take_rollouts"]
 
 
-class AllFailedError(EngineError):
-    """The failure of all engines before enough was written. All that they wrote is lost with them."""
+class AllEnginesFailedError(EngineError):
+    """The failure of all engines before enough groups were complete. Everything that they generated is lost."""
 
-    def __init__(self, lost: Mapping[int, EngineError]) -> None:
-        super().__init__(str(next(iter(lost.values()))))
-        self.lost = lost
+    def __init__(self, failures: Mapping[int, EngineError]) -> None:
+        super().__init__(str(next(iter(failures.values()))))
+        self.failures = failures
 
 
-class Engines(Protocol):
-    """The workers of a role, by rank."""
+class EngineCalls(Protocol):
+    """Calls of the engines of a role, by rank."""
 
     def __len__(self) -> int: ...
 
     def submit(self, rank: int, method: str, *arguments: Any) -> "Future[Any]": ...
 
 
-def pulled(
-    engines: Engines,
+def dispatch(
+    engines: EngineCalls,
     ranks: Collection[int],
     prompts: Prompts,
     sampling: Sampling,
-    before: NDArray[np.float64] | None,
-    begun: Rollouts | None,
-    enough: int,
+    previous_lengths: NDArray[np.float64] | None,
+    partial: Rollouts | None,
+    num_groups: int,
     listener: Listener | None = None,
 ) -> tuple[Rollouts, dict[int, EngineError]]:
-    """``begun`` as far as it is written when ``enough`` prompts have all of their samples, in the order of keys. And
-    the engines of ``ranks`` that failed, and why.
+    """Generate until ``num_groups`` groups are complete.
 
-    ``before``: lengths of responses that came in the step before. The ``listener`` is told from this thread; what it is
-    told is the first time that it is there. Raises AllFailedError.
+    Starts from the ``partial`` rollouts; ``previous_lengths`` are lengths of responses in the step before. Returns the
+    rollouts in the order of keys, and the failures of engines by rank. The ``listener`` is called from this thread and
+    gets each sample once, when it is finished. Raises AllEnginesFailedError.
     """
-    whole = SharedBatch(prompts).slice(np.arange(len(prompts)))
-    lost: dict[int, EngineError] = {}
+    batch = SharedBatch(prompts).slice(np.arange(len(prompts)))
+    failures: dict[int, EngineError] = {}
     while True:
-        groups = GroupProgress(prompts, sampling, begun)
-        if begun is not None and groups.num_complete >= enough:
-            return begun, lost
-        alive = [rank for rank in ranks if rank not in lost]
+        groups = GroupProgress(prompts, sampling, partial)
+        if partial is not None and groups.num_complete >= num_groups:
+            return partial, failures
+        alive = [rank for rank in ranks if rank not in failures]
         if not alive:
-            raise AllFailedError(lost)
-        round_ = _Round(engines, whole, prompts, sampling, groups, enough, lost, listener)
-        begun = groups.merge(round_.run(alive, before))
+            raise AllEnginesFailedError(failures)
+        one_pass = _Pass(engines, batch, prompts, sampling, groups, num_groups, failures, listener)
+        partial = groups.merge(one_pass.run(alive, previous_lengths))
 
 
-class _Round:
-    """One pass over rows that are to be written. What an engine that fails at its end has written is missing after."""
+class _Pass:
+    """One pass over all unfinished rows. Rows of an engine that fails at the very end need another pass."""
 
     def __init__(
         self,
-        engines: Engines,
-        whole: BatchSlice,
+        engines: EngineCalls,
+        batch: BatchSlice,
         prompts: Prompts,
         sampling: Sampling,
         groups: GroupProgress,
-        enough: int,
-        lost: dict[int, EngineError],
+        num_groups: int,
+        failures: dict[int, EngineError],
         listener: Listener | None,
     ) -> None:
-        """It ends when ``enough`` groups are whole. Engines that fail are added to ``lost``."""
-        self._engines, self._whole, self._sampling, self._lost = engines, whole, sampling, lost
+        """Prepare a pass that ends when ``num_groups`` groups are complete, and adds failed engines to ``failures``."""
+        self._engines, self._batch, self._sampling, self._failures = engines, batch, sampling, failures
         self._listener = listener
-        self._listening: Listening | None = None
-        self._groups, self._enough, self._stopping = groups, enough, False
+        self._results: PartialResults | None = None
+        self._groups, self._num_groups, self._is_stopping = groups, num_groups, False
         self._prompt_lengths = prompts.ids.lengths
-        self._begun = Begun(groups)
+        self._partial = PartialRollouts(groups)
         self._calls: dict[Future[Any], tuple[_Method, int]] = {}
         self._used: set[int] = set()
         self._scheduler: Scheduler
 
-    def run(self, ranks: Collection[int], before: NDArray[np.float64] | None) -> list[Rollouts]:
-        """What is new: rows that are done, and those that are not as far as they are."""
-        calls = {rank: self._engines.submit(rank, "begin_session", self._whole, self._sampling) for rank in ranks}
-        rooms = {rank: Room(*room) for rank, room in self._results(calls).items()}
+    def run(self, ranks: Collection[int], previous_lengths: NDArray[np.float64] | None) -> list[Rollouts]:
+        """Return the new rollouts: finished ones, and partial ones as far as they are."""
+        calls = {rank: self._engines.submit(rank, "begin_session", self._batch, self._sampling) for rank in ranks}
+        capacities = {rank: Capacity(*capacity) for rank, capacity in self._successes(calls).items()}
         self._scheduler = scheduler = Scheduler(
             self._prompt_lengths,
             self._sampling.group_size,
             self._sampling.max_tokens,
-            rooms,
+            capacities,
             rows=np.flatnonzero(~self._groups.done),
-            before=before,
-            written=self._groups.initial_lengths,
+            previous_lengths=previous_lengths,
+            initial_lengths=self._groups.initial_lengths,
         )
-        is_simple = self._groups.partial is None and self._enough == len(self._prompt_lengths)
         if self._listener is not None:
-            self._listening = Listening(self._listener, scheduler.waiting, len(rooms))
-        elif scheduler.all_fit and is_simple:
-            return self._written_at_once()
-        self._begin()
+            self._results = PartialResults(self._listener, scheduler.num_queued, len(capacities))
+        elif scheduler.all_fit and self._groups.partial is None and not self._may_stop_early:
+            return self._generate_at_once()
+        self._assign()
         while self._calls:
             for call in wait(list(self._calls), return_when=FIRST_COMPLETED).done:
-                self._answered(call)
+                self._handle(call)
         used = [rank for rank in scheduler.ranks if rank in self._used]
         calls = {rank: self._engines.submit(rank, "finish_session") for rank in used}
-        done = [written for written in self._results(calls).values() if written is not None]
-        for written in done:
-            # Some may have been done before their engine was told to put them off, and were never told of.
-            self._begun.forget(self._groups.rows_of(written.keys).tolist())
-        parts = self._listening.parts if self._listening else []
-        return [*parts, *done, *self._begun.new()]
+        finished = [rollouts for rollouts in self._successes(calls).values() if rollouts is not None]
+        for rollouts in finished:
+            # Some finished before their engine was asked to preempt them, and were never reported.
+            self._partial.discard(self._groups.rows_of(rollouts.keys).tolist())
+        streamed = self._results.delivered if self._results else []
+        return [*streamed, *finished, *self._partial.returned()]
 
-    def _written_at_once(self) -> list[Rollouts]:
+    @property
+    def _may_stop_early(self) -> bool:
+        return self._num_groups < len(self._prompt_lengths)
+
+    def _generate_at_once(self) -> list[Rollouts]:
+        """Generate rows that all fit into the engines by a single call of each engine."""
         calls = {
-            rank: self._engines.submit(rank, "generate_rows", self._whole, self._sampling, packed(rows))
-            for rank, rows in self._scheduler.begin().items()
+            rank: self._engines.submit(rank, "generate_rows", self._batch, self._sampling, pack_rows(rows))
+            for rank, rows in self._scheduler.assign().items()
         }
-        return list(self._results(calls).values())
+        return list(self._successes(calls).values())
 
-    def _begin(self) -> None:
-        for rank, rows in self._scheduler.begin().items():
-            self._write(rank, rows)
+    def _assign(self) -> None:
+        for rank, rows in self._scheduler.assign().items():
+            self._advance(rank, rows)
 
-    def _write(self, rank: int, rows: Sequence[int]) -> None:
-        """Gives it these rows, and is told when enough are done: when none wait, that is all of them."""
-        count, scheduler = self._scheduler.running(rank), self._scheduler
-        whole_groups = self._enough < len(self._prompt_lengths)
-        enough = max(1, scheduler.room(rank).sequences // _SHARE) if scheduler.waiting or whole_groups else count
-        if self._listening:
-            enough = min(enough, self._listening.size)
-        begun = self._begun.of(rows)
-        parts = [] if begun is None else [SharedBatch(begun).slice(np.arange(len(begun)))]
-        self._call("advance", rank, packed(rows), enough, *parts)
+    def _advance(self, rank: int, rows: Sequence[int]) -> None:
+        """Have an engine start these rows, and report when some of its rows are finished.
+
+        With no more rows in the queue, it reports when all of them are.
+        """
+        scheduler = self._scheduler
+        report_at = scheduler.num_running(rank)
+        if scheduler.num_queued or self._may_stop_early:
+            report_at = max(1, scheduler.capacity(rank).sequences // _REPORTS)
+        if self._results:
+            report_at = min(report_at, self._results.part_rows)
+        partial = self._partial.of_rows(rows)
+        partial_argument = [] if partial is None else [SharedBatch(partial).slice(np.arange(len(partial)))]
+        self._call("advance", rank, pack_rows(rows), report_at, *partial_argument)
         self._used.add(rank)
 
     def _call(self, method: _Method, rank: int, *arguments: Any) -> None:
         self._calls[self._engines.submit(rank, method, *arguments)] = (method, rank)
 
-    def _answered(self, call: "Future[Any]") -> None:
+    def _handle(self, call: "Future[Any]") -> None:
+        """Handle an engine's answer, and call engines that have something to do now."""
         method, rank = self._calls.pop(call)
-        if rank in self._lost:
+        if rank in self._failures:
             return
         try:
             result = call.result()
         except EngineError as error:
-            self._fail(rank, error)
+            self._handle_failure(rank, error)
             return
         if method == "advance":
-            self._progressed(rank, result)
+            self._handle_progress(rank, result)
         elif method == "preempt":
-            self._returned(rank, result)
-        elif self._listening:
-            self._listening.add(rank, result)
-        if not self._stopping:
-            self._begin()
-            if method == "advance" and self._scheduler.running(rank) and ("advance", rank) not in self._calls.values():
-                self._write(rank, [])
+            self._handle_preempted(rank, result)
+        elif self._results:
+            self._results.deliver(rank, result)
+        if not self._is_stopping:
+            self._assign()
+            is_advancing = ("advance", rank) in self._calls.values()
+            if method == "advance" and self._scheduler.num_running(rank) and not is_advancing:
+                self._advance(rank, [])
         elif method == "advance":
-            # It may have begun them after it was told to put all off.
-            self._put_off(rank, self._scheduler.stop(rank))
+            # It may have started rows after it was asked to preempt all.
+            self._preempt(rank, self._scheduler.running_rows(rank))
 
-    def _returned(self, rank: int, written: Rollouts | None) -> None:
-        if written is None:
-            self._scheduler.returned(rank, [], [])
+    def _handle_preempted(self, rank: int, rollouts: Rollouts | None) -> None:
+        if rollouts is None:
+            self._scheduler.preempted(rank, [], [])
             return
-        rows = self._groups.rows_of(written.keys).tolist()
-        self._begun.add(rank, rows, written)
-        self._scheduler.returned(rank, rows, written.response_ids.lengths.tolist())
+        rows = self._groups.rows_of(rollouts.keys).tolist()
+        self._partial.add(rank, rows, rollouts)
+        self._scheduler.preempted(rank, rows, rollouts.response_ids.lengths.tolist())
 
-    def _progressed(self, rank: int, progress: Any) -> None:
-        ended, lengths = (np.frombuffer(part, np.int32).tolist() for part in (progress.rows, progress.lengths))
-        self._scheduler.finished(rank, ended, lengths, progress.decode_steps)
-        self._begun.forget(ended)
-        self._groups.done[ended] = True
-        if self._stopping:
+    def _handle_progress(self, rank: int, progress: Any) -> None:
+        finished, lengths = (np.frombuffer(part, np.int32).tolist() for part in (progress.rows, progress.lengths))
+        self._scheduler.finished(rank, finished, lengths, progress.decode_steps)
+        self._partial.discard(finished)
+        self._groups.done[finished] = True
+        if self._is_stopping:
             return
-        if self._listening and (rows := self._listening.due(rank, ended)):
-            self._call("take_rollouts", rank, packed(rows))
-        if self._groups.num_complete >= self._enough and self._enough < len(self._prompt_lengths):
-            self._stopping = True
+        if self._results and (rows := self._results.due(rank, finished)):
+            self._call("take_rollouts", rank, pack_rows(rows))
+        if self._may_stop_early and self._groups.num_complete >= self._num_groups:
+            self._is_stopping = True
             for each in self._scheduler.ranks:
-                self._put_off(each, self._scheduler.stop(each))
+                self._preempt(each, self._scheduler.running_rows(each))
             return
-        self._put_off(*self._scheduler.put_off(rank))
+        self._preempt(*self._scheduler.preempt(rank))
 
-    def _put_off(self, rank: int, rows: Sequence[int]) -> None:
+    def _preempt(self, rank: int, rows: Sequence[int]) -> None:
         if rows:
-            self._call("preempt", rank, packed(rows))
+            self._call("preempt", rank, pack_rows(rows))
 
-    def _lose(self, rank: int, error: EngineError) -> None:
-        self._lost[rank] = error
-        if self._listening:
-            self._listening.lose(rank)
+    def _handle_failure(self, rank: int, error: EngineError) -> None:
+        """Queue all rows of a failed engine again. The rollouts that it has returned are lost with its process."""
+        self._note_failure(rank, error)
+        self._groups.done[self._scheduler.finished_rows(rank)] = False
+        self._partial.discard_engine(rank)
+        self._scheduler.engine_failed(rank, self._partial.lengths)
+        if not self._is_stopping:
+            self._assign()
 
-    def _fail(self, rank: int, error: EngineError) -> None:
-        """What it had handed over is lost with it."""
-        self._lose(rank, error)
-        self._groups.done[self._scheduler.rows(rank)] = False
-        self._begun.lose(rank)
-        self._scheduler.lost(rank, self._begun.lengths)
-        if not self._stopping:
-            self._begin()
+    def _note_failure(self, rank: int, error: EngineError) -> None:
+        self._failures[rank] = error
+        if self._results:
+            self._results.discard_engine(rank)
 
-    def _results(self, calls: "dict[int, Future[Any]]") -> dict[int, Any]:
-        """Of the engines that do not fail."""
+    def _successes(self, calls: "dict[int, Future[Any]]") -> dict[int, Any]:
+        """Return the results of the engines that do not fail, and note the failures of the others."""
         results: dict[int, Any] = {}
         for rank, call in calls.items():
             try:
                 results[rank] = call.result()
             except EngineError as error:
-                self._lose(rank, error)
+                self._note_failure(rank, error)
         return results
 
 
-def packed(rows: Sequence[int]) -> bytes:
-    """For a message."""
+def pack_rows(rows: Sequence[int]) -> bytes:
+    """Return row numbers as bytes for a message."""
     return np.array(rows, np.int32).tobytes()

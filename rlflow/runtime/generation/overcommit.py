@@ -1,4 +1,4 @@
-"""Prompts that are begun before the step that trains on them, and what is written of them between steps."""
+"""Generation ahead of the step that trains on the responses, and its partial rollouts between steps."""
 
 import json
 from collections.abc import Mapping
@@ -20,21 +20,27 @@ _STATE = "begun.npz"
 
 
 class Overcommitted:
-    """Runs in the place of a generate node with ``overcommit``. It is saved and restored as trained engines are."""
+    """A generate node with ``overcommit``, as it runs. Checkpoints save and restore it like a trained engine."""
 
     unit = "sample"
 
-    def __init__(self, generate: Generate, enough: int, data: DataSource) -> None:
-        """``enough``: prompts that a step trains on. What is left of a step is with ``data`` until the next one, since
-        engines may die, and a block is in the store as long as any row of it is wanted."""
-        self._sampling, self._enough, self._data = generate.sampling, enough, data
+    def __init__(self, generate: Generate, batch_size: int, data: DataSource) -> None:
+        """Run ``generate`` for steps that train on ``batch_size`` prompts each.
+
+        Between steps, ``data`` holds a copy of the unfinished groups: engines may die, and a block stays in the object
+        store as long as any row of it is in use.
+        """
+        self._sampling, self._batch_size, self._data = generate.sampling, batch_size, data
         self._prompts: Prompts | None = None
-        self._begun: Rollouts | None = None
+        """The prompts of groups that are not complete."""
+        self._partial: Rollouts | None = None
+        """The rollouts of these groups, as far as they are."""
 
     def run(self, engine: Continues, prompts: Prompts) -> Rollouts:
-        """The first groups that are whole, in the order of keys, of those begun before and of ``prompts``."""
+        """Return the first complete groups of earlier steps and of ``prompts``, in the order of keys."""
         if self._prompts is not None:
             prompts = Prompts.concatenate([self._prompts, prompts])
+<<<<<<< HEAD
         written = engine.continue_rollouts(prompts, self._sampling, self._begun, self._enough)
         groups = GroupProgress(prompts, self._sampling, written)
         given = np.flatnonzero(groups.complete)[: self._enough]
@@ -44,56 +50,77 @@ class Overcommitted:
         self._prompts = self._data.prompts_with_keys(prompts.keys[left]) if len(left) else None
         self._begun = None if is_given.all() else self._data.copy_locally(written.take(np.flatnonzero(~is_given)))
         return written.take(np.flatnonzero(is_given))
+=======
+        rollouts = engine.continue_rollouts(prompts, self._sampling, self._partial, self._batch_size)
+        groups = GroupProgress(prompts, self._sampling, rollouts)
+        chosen = np.flatnonzero(groups.complete)[: self._batch_size]
+        assert len(chosen) == self._batch_size
+        left = np.setdiff1d(np.arange(len(prompts)), chosen)
+        is_chosen = np.isin(groups.rows_of(rollouts.keys) // self._sampling.group_size, chosen)
+        self._prompts = self._data.prompts_of(prompts.keys[left]) if len(left) else None
+        self._partial = None if is_chosen.all() else self._data.copied(rollouts.take(np.flatnonzero(~is_chosen)))
+        return rollouts.take(np.flatnonzero(is_chosen))
+>>>>>>> ac33301 (runtime: generation, weights and ray in plain names; objects < generation < weights < ray)
 
     def save(self, folder: Path) -> None:
-        """Prompts by their keys, and what is written of them."""
+        """Save the prompts by their keys, and their rollouts."""
         none = np.zeros((0, 3), np.int64)
         arrays: dict[str, Any] = {"prompts": none if self._prompts is None else self._prompts.keys}
-        if (begun := self._begun) is not None:
-            texts = np.frombuffer(json.dumps(list(begun.texts)).encode(), np.uint8)
-            arrays |= {"keys": begun.keys, "finished": begun.finished, "lengths": begun.response_ids.lengths}
-            arrays |= {name: getattr(begun, name).values for name in ("response_ids", "logprobs", "versions")}
+        if (partial := self._partial) is not None:
+            texts = np.frombuffer(json.dumps(list(partial.texts)).encode(), np.uint8)
+            arrays |= {"keys": partial.keys, "finished": partial.finished, "lengths": partial.response_ids.lengths}
+            arrays |= {name: getattr(partial, name).values for name in ("response_ids", "logprobs", "versions")}
             arrays["texts"] = texts
         np.savez(folder / _STATE, **arrays)
 
     def restore(self, folder: Path) -> None:
+        """Restore what ``save`` saved."""
         with np.load(folder / _STATE) as saved:
             arrays = dict(saved)
+<<<<<<< HEAD
         self._prompts = self._data.prompts_with_keys(arrays["prompts"]) if len(arrays["prompts"]) else None
         self._begun = None
+=======
+        self._prompts = self._data.prompts_of(arrays["prompts"]) if len(arrays["prompts"]) else None
+        self._partial = None
+>>>>>>> ac33301 (runtime: generation, weights and ray in plain names; objects < generation < weights < ray)
         if "keys" in arrays:
             assert self._prompts is not None
             rows = GroupProgress(self._prompts, self._sampling).rows_of(arrays["keys"])
-            of_each = self._prompts.take(rows // self._sampling.group_size)
+            row_prompts = self._prompts.take(rows // self._sampling.group_size)
             offsets = offsets_of(arrays["lengths"])
-            begun = Rollouts(
+            partial = Rollouts(
                 keys=arrays["keys"],
-                prompt_ids=of_each.ids,
+                prompt_ids=row_prompts.ids,
                 response_ids=Packed(arrays["response_ids"], offsets),
                 logprobs=Packed(arrays["logprobs"], offsets),
                 versions=Repeated.from_packed(Packed(arrays["versions"], offsets)),
                 finished=arrays["finished"],
                 temperature=self._sampling.scoring_temperature,
                 texts=tuple(json.loads(arrays["texts"].tobytes())),
-                rows=of_each.rows,
+                rows=row_prompts.rows,
             )
+<<<<<<< HEAD
             self._begun = self._data.copy_locally(begun)
+=======
+            self._partial = self._data.copied(partial)
+>>>>>>> ac33301 (runtime: generation, weights and ray in plain names; objects < generation < weights < ray)
 
 
 def begun_ahead(graph: Graph, batch_size: int) -> int:
-    """Prompts that are begun before the step that they would be trained in."""
+    """Return the number of prompts that are read before the step that they would be trained in."""
     return sum(node.operation.begun_ahead(batch_size) for node in graph.nodes if isinstance(node.operation, Generate))
 
 
 def overcommitted(graph: Graph, batch_size: int, data: DataSource) -> tuple[Graph, Mapping[str, Overcommitted]]:
-    """The graph for training, and by their paths what is to be saved of it. Without ``overcommit`` it is the same."""
-    begun: dict[str, Overcommitted] = {}
+    """Return the graph as it runs, and the nodes with ``overcommit`` by their path in the recipe, to be saved."""
+    saved: dict[str, Overcommitted] = {}
     nodes = []
     for node in graph.nodes:
         if isinstance(node.operation, Generate) and node.operation.overcommit:
             operation: Any = Overcommitted(node.operation, batch_size, data)
-            begun[f"graph.{node.name}"] = operation
+            saved[f"graph.{node.name}"] = operation
             nodes.append(replace(node, operation=operation))
         else:
             nodes.append(node)
-    return replace(graph, nodes=tuple(nodes)), begun
+    return replace(graph, nodes=tuple(nodes)), saved

@@ -1,5 +1,4 @@
-"""Where what is written of each sample lies that no engine has finished: in what was begun before, or in what an engine
-handed over when it put the sample off."""
+"""The partial rollouts of a generation: those that it started with, and those that engines return on preemption."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,50 +10,54 @@ from rlflow.batch import Rollouts
 from rlflow.engines.group_progress import GroupProgress
 
 
-class Begun:
-    """Of rows ``prompt * group_size + sample``."""
+class PartialRollouts:
+    """The partial rollout of each unfinished sample that has one, by row ``prompt * group_size + sample``."""
 
     def __init__(self, groups: GroupProgress) -> None:
-        """``groups.partial``: what was begun before."""
+        """Start with the partial rollouts in ``groups``."""
         self._groups = groups
-        self._parts: dict[int, tuple[int, Rollouts, int]] = {}
-        """The engine that handed a row over, what it handed over then, and the row's place in that."""
+        self._returned: dict[int, tuple[int, Rollouts, int]] = {}
+        """The engine that returned a row's partial rollout, the batch that it is in, and its row in the batch."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[R] tokens that are written of each."""
+        """Return the generated tokens of each row [R]."""
         lengths = self._groups.initial_lengths.copy()
-        for row, (_, part, place) in self._parts.items():
-            lengths[row] = part.response_ids.lengths[place]
+        for row, (_, batch, batch_row) in self._returned.items():
+            lengths[row] = batch.response_ids.lengths[batch_row]
         return lengths
 
-    def add(self, rank: int, rows: Sequence[int], part: Rollouts) -> None:
-        """What an engine has handed over."""
-        lengths = part.response_ids.lengths
-        self._parts |= {row: (rank, part, place) for place, row in enumerate(rows) if lengths[place]}
+    def add(self, rank: int, rows: Sequence[int], batch: Rollouts) -> None:
+        """Add the partial rollouts that an engine has returned."""
+        lengths = batch.response_ids.lengths
+        self._returned |= {row: (rank, batch, batch_row) for batch_row, row in enumerate(rows) if lengths[batch_row]}
 
-    def forget(self, rows: Sequence[int]) -> None:
-        """They are done."""
+    def discard(self, rows: Sequence[int]) -> None:
+        """Discard the partial rollouts of rows that are finished."""
         for row in rows:
-            self._parts.pop(row, None)
+            self._returned.pop(row, None)
 
-    def lose(self, rank: int) -> None:
-        """What this engine handed over: it was in its keeping."""
-        self._parts = {row: each for row, each in self._parts.items() if each[0] != rank}
+    def discard_engine(self, rank: int) -> None:
+        """Discard the partial rollouts that a failed engine has returned, since they were in its process."""
+        self._returned = {row: each for row, each in self._returned.items() if each[0] != rank}
 
-    def new(self) -> list[Rollouts]:
-        """What engines have handed over, and is not done."""
-        places: dict[int, list[int]] = defaultdict(list)
-        parts: dict[int, Rollouts] = {}
-        for _, part, place in self._parts.values():
-            places[id(part)].append(place)
-            parts[id(part)] = part
-        return [part.take(np.array(places[number])) for number, part in parts.items()]
+    def returned(self) -> list[Rollouts]:
+        """Return the partial rollouts that engines have returned and that are not finished since."""
+        batch_rows: dict[int, list[int]] = defaultdict(list)
+        batches: dict[int, Rollouts] = {}
+        for _, batch, batch_row in self._returned.values():
+            batch_rows[id(batch)].append(batch_row)
+            batches[id(batch)] = batch
+        return [batch.take(np.array(batch_rows[number])) for number, batch in batches.items()]
 
-    def of(self, rows: Sequence[int]) -> Rollouts | None:
-        """What is written of those of the rows that are begun; None where none is."""
-        found = [self._parts[row][1].take(np.array([self._parts[row][2]])) for row in rows if row in self._parts]
-        places = np.array([self._groups.partial_rows[row] for row in rows if row not in self._parts], np.int64)
-        if self._groups.partial is not None and (places >= 0).any():
-            found.append(self._groups.partial.take(places[places >= 0]))
-        return Rollouts.concatenate(found) if found else None
+    def of_rows(self, rows: Sequence[int]) -> Rollouts | None:
+        """Return the partial rollouts of those rows that have one; None when none has."""
+        parts = []
+        for row in rows:
+            if row in self._returned:
+                _, batch, batch_row = self._returned[row]
+                parts.append(batch.take(np.array([batch_row])))
+        first = np.array([self._groups.partial_rows[row] for row in rows if row not in self._returned], np.int64)
+        if self._groups.partial is not None and (first >= 0).any():
+            parts.append(self._groups.partial.take(first[first >= 0]))
+        return Rollouts.concatenate(parts) if parts else None

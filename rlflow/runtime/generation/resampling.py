@@ -1,4 +1,4 @@
-"""Steps that ask for more prompts until enough of them teach something."""
+"""Dynamic sampling: steps that generate in rounds, until enough prompts have responses with different rewards."""
 
 import json
 from collections.abc import Callable
@@ -17,74 +17,80 @@ from rlflow.runtime.protocols import Engines
 from rlflow.runtime.step import run_graph
 
 _STATE = "place.json"
-# Of a batch, in a round at least: few prompts take nearly as long as many, and more make another round less likely.
-_LEAST = 0.25
+# The smallest round as a share of a batch. Few prompts take nearly as long as many, and more of them make another round
+# less likely.
+_MIN_ROUND = 0.25
 
 
 class Rounds:
-    """Runs what a graph does in rounds. It is saved and restored as trained engines are."""
+    """The nodes of a graph that run in rounds. Checkpoints save and restore them like a trained engine."""
 
-    def __init__(self, graph: Graph, enough: int, data: DataSource) -> None:
-        """``enough``: prompts that a step trains on."""
+    def __init__(self, graph: Graph, batch_size: int, data: DataSource) -> None:
+        """Run the rounds of ``graph``, for steps that train on ``batch_size`` prompts."""
         self._nodes = resampled_nodes(graph)
         self._name = self._nodes[-1].name
         operation: Any = self._nodes[-1].operation
         self._max_rounds: int = operation.max_rounds
-        self._enough, self._data = enough, data
-        # Of the next prompt among those of the run: how many a step takes is seen when it has them.
-        self._place = 0
+        self._batch_size, self._data = batch_size, data
+        self._next_prompt = 0
+        """The number of prompts read so far in the run. How many a step takes shows only while it runs."""
 
     @property
     def path(self) -> str:
+        """Return the path of the last node of the rounds in the recipe."""
         return f"graph.{self._name}"
 
     def run(
         self, engines: Engines, step: int, edges: dict[str, Any], made: Callable[[str, Any], None]
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds of each node, and metrics. What has been made for the chosen prompts, and these, comes to ``edges``;
-        nothing where there are none. ``made`` is told what all rounds together have made, chosen or not."""
+        """Put the outputs for the chosen prompts into ``edges``, and return the seconds of each node, and metrics.
+
+        ``edges`` stays empty when no prompt is chosen. ``made`` gets the outputs of all rounds, chosen or not.
+        """
         rounds: list[dict[str, Any]] = []
         seconds = {node.name: 0.0 for node in self._nodes}
-        answered = found = 0
-        while found < self._enough and len(rounds) < self._max_rounds:
-            count = self._wanted(answered, found)
+        answered = num_chosen = 0
+        while num_chosen < self._batch_size and len(rounds) < self._max_rounds:
+            count = self._round_size(answered, num_chosen)
             with edge("prompts"):
-                part: dict[str, Any] = {"prompts": self._data.prompts_from(self._place, step, answered, count)}
-            self._place, answered = self._place + count, answered + count
+                part: dict[str, Any] = {"prompts": self._data.prompts_from(self._next_prompt, step, answered, count)}
+            self._next_prompt, answered = self._next_prompt + count, answered + count
             took = run_graph(Graph(nodes=self._nodes), engines, dict(part), part.__setitem__)
             seconds = {name: before + took[name] for name, before in seconds.items()}
-            found += int(part[self._name].chosen.sum())
+            num_chosen += int(part[self._name].chosen.sum())
             rounds.append(part)
-        whole = {name: type(first).concatenate([each[name] for each in rounds]) for name, first in rounds[0].items()}
-        for name, batch in whole.items():
+        outputs = {name: type(first).concatenate([each[name] for each in rounds]) for name, first in rounds[0].items()}
+        for name, batch in outputs.items():
             made(name, batch)
-        chosen = np.flatnonzero(whole.pop(self._name).chosen)[: self._enough]
+        chosen = np.flatnonzero(outputs.pop(self._name).chosen)[: self._batch_size]
         if len(chosen):
-            edges.update({name: _of_prompts(batch, chosen, answered) for name, batch in whole.items()})
+            edges.update({name: _take_prompts(batch, chosen, answered) for name, batch in outputs.items()})
         metrics = {
             "rounds": len(rounds),
-            "differing": found / answered,
-            "missing": self._enough - len(chosen),
+            "differing": num_chosen / answered,
+            "missing": self._batch_size - len(chosen),
             "tokens": sum(int(each.own_lengths.sum()) for each in edges.values() if isinstance(each, Sequences)),
         }
         return seconds, {f"{self._name}/{name}": float(value) for name, value in metrics.items()}
 
     def save(self, folder: Path) -> None:
-        (folder / _STATE).write_text(json.dumps(self._place))
+        """Save the position in the prompts."""
+        (folder / _STATE).write_text(json.dumps(self._next_prompt))
 
     def restore(self, folder: Path) -> None:
-        self._place = json.loads((folder / _STATE).read_text())
+        """Restore the position in the prompts."""
+        self._next_prompt = json.loads((folder / _STATE).read_text())
 
-    def _wanted(self, answered: int, found: int) -> int:
-        """As many prompts as what is missing takes, if of these as many differ as of those before; a batch at most."""
-        if not found:
-            return self._enough
-        missing = (self._enough - found) * answered / found
-        return min(self._enough, ceil(max(missing, _LEAST * self._enough)))
+    def _round_size(self, answered: int, num_chosen: int) -> int:
+        """Return the prompts of the next round: enough for those missing at the rate so far, and a batch at most."""
+        if not num_chosen:
+            return self._batch_size
+        missing = (self._batch_size - num_chosen) * answered / num_chosen
+        return min(self._batch_size, ceil(max(missing, _MIN_ROUND * self._batch_size)))
 
 
-def _of_prompts(batch: Batch, chosen: NDArray[np.int64], answered: int) -> Batch:
-    """Rows are in the order of keys, and each prompt has as many."""
+def _take_prompts(batch: Batch, chosen: NDArray[np.int64], answered: int) -> Batch:
+    """Return the rows of the chosen prompts. All prompts have equally many, in the order of keys."""
     each, rest = divmod(len(batch), answered)
     assert not rest
     return batch.take((chosen[:, None] * each + np.arange(each)).ravel())

@@ -1,15 +1,17 @@
-"""Which sample is written by which engine, and when: pure, without threads and without a clock.
+"""A pure scheduler that decides which engine generates which sample, and when: without threads and without a clock.
 
-Those that nobody has begun come first: one of each group, and then, from what these and all others show of a group's
-length, the longest first, so that short ones fill the end (Graham 1969, LPT). An engine begins what it has room for
-now, however long that may become. When its cache is about to overflow, it puts off those of which it has written most:
-they wait with what is written, and whichever engine has room goes on with them, least written first (the
-foreground-background rule: Nuyens and Wierman 2008). So all have had nearly as much time,
-whatever their lengths turn out to be, and none begins when others end: to read again what is written costs little
-beside an engine that writes one last sample. The more that wait, the less does that matter, and the more room is kept
-so that fewer are put off. When none waits, the engine with most in its cache hands some over to the one with least.
+Samples that were never started come first: one of each group, and then the longest first, as far as these and all
+others show the length of a group, so that short ones fill the end (longest processing time first, Graham 1969). An
+engine starts what it has room for now, however long that may become. When its cache is about to overflow, it preempts
+its longest partial rollouts. They are queued, and whichever engine has room resumes them, shortest first (the
+foreground-background rule: Nuyens and Wierman 2008).
 
-What is expected of lengths decides about the order alone.
+So all samples get nearly the same time, whatever their lengths turn out to be, and none starts when others end: to
+prefill a partial rollout again costs little compared with an engine that generates one last sample alone. The longer
+the queue, the less that matters, and the more room an engine keeps free, so that it preempts less. When the queue is
+empty, the engine with the fullest cache migrates some samples to the emptiest one.
+
+Expected lengths decide about the order alone.
 """
 
 import heapq
@@ -19,57 +21,60 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.runtime.generation.length_model import Expectation
+from rlflow.runtime.generation.length_model import LengthModel
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# The order of those that wait is made anew so often in a step. Each time costs a sort.
-_ORDERS = 128
-# An engine has room for as many more tokens of each of its samples as it writes between two of its messages. To begin
-# more, for at least this part of the longest response for each sample that waits, over those that are being written,
-# and for no more than that of any (``benchmarks/tail.py``).
-_KEPT_FREE, _MOST_KEPT_FREE = 1 / 512, 1 / 16
-# An engine hands samples over to one that holds less than it by this factor, and by this part of its cache.
-_UNEVEN, _MATTERS = 1.3, 1 / 16
-# And only those that may become longer still by this share of what must be read again.
-_WORTH = 0.3
+# How often in a step the queue is ordered anew. Each time costs a sort.
+_REORDERS = 128
+# An engine keeps room for as many more tokens of each of its samples as it generates between two of its messages. To
+# start more, it keeps at least the first part of the longest response for each queued sample, divided by the number of
+# running ones, and at most the second part (``benchmarks/tail.py``).
+_FREE_PER_QUEUED, _MAX_FREE = 1 / 512, 1 / 16
+# An engine migrates samples to one whose cache holds less by this factor, and by this part of its own capacity.
+_UNEVEN, _MIN_DIFFERENCE = 1.3, 1 / 16
+# It migrates only samples that may still grow by this share of the tokens to prefill again.
+_MIN_GROWTH = 0.3
 
 
 @dataclass(frozen=True)
-class Room:
-    """Of one engine."""
+class Capacity:
+    """The room of one engine."""
 
     sequences: int
-    """Written at once, at most."""
+    """The most samples that it generates at once."""
     tokens: int
-    """Of keys and values in its cache."""
+    """The most tokens in its KV cache."""
 
 
 @dataclass
 class _Engine:
-    room: Room
+    """The state of one engine."""
+
+    capacity: Capacity
     running: dict[int, None] = field(default_factory=dict)
-    """Rows."""
+    """The rows that it generates, in the order in which they were assigned."""
     leaving: Sequence[int] = ()
-    """Rows that it has been asked to put off, and has not answered."""
-    ended: list[int] = field(default_factory=list)
+    """The rows that it was asked to preempt, until it answers."""
+    finished: list[int] = field(default_factory=list)
     steps: int = 0
     pace: int = 0
-    """Steps between its last two messages."""
-    held: int = 0
-    """Tokens of its rows as of its last message: prompts, and what is written."""
+    """The steps between its last two messages."""
+    tokens: int = 0
+    """The tokens of its rows at its last message: prompts and responses."""
 
     @property
-    def share(self) -> float:
-        """Of its room that is taken."""
-        return max(len(self.running) / self.room.sequences, self.held / self.room.tokens)
+    def load(self) -> float:
+        """Return the used share of its capacity."""
+        return max(len(self.running) / self.capacity.sequences, self.tokens / self.capacity.tokens)
 
 
 class Scheduler:
-    """Rows are samples: row ``prompt * group_size + sample``. Every row is finished exactly once.
+    """The queue of samples and the state of all engines, by row ``prompt * group_size + sample``.
 
-    The same events in the same order lead to the same decisions.
+    Every row is finished exactly once. The same events in the same order lead to the same decisions.
+    Shapes: P prompts, R rows.
     """
 
     def __init__(
@@ -77,204 +82,221 @@ class Scheduler:
         prompt_lengths: Ints,
         group_size: int,
         max_tokens: int,
-        rooms: Mapping[int, Room],
+        capacities: Mapping[int, Capacity],
         *,
         rows: Ints | None = None,
-        before: Floats | None = None,
-        written: Ints | None = None,
+        previous_lengths: Floats | None = None,
+        initial_lengths: Ints | None = None,
     ) -> None:
-        """``prompt_lengths`` [P] in tokens; ``rows`` are those asked for, by default all.
+        """Queue ``rows``, by default all. ``prompt_lengths`` [P] are in tokens.
 
-        ``before``: some lengths of the step before, in tokens. ``written`` [R]: tokens that each row begins with, or,
-        where it is not asked for, has ended with; the rows of a prompt of which any has some come before others.
+        ``previous_lengths``: lengths of some responses of the step before. ``initial_lengths`` [R]: the tokens of each
+        partial rollout, or, of a row that is not queued, of the finished response; prompts that have any come first.
         """
-        self._prompts = np.repeat(prompt_lengths, group_size)
+        self._prompt_lengths = np.repeat(prompt_lengths, group_size)
         self._groups = np.repeat(np.arange(len(prompt_lengths)), group_size)
         self._max_tokens = max_tokens
-        self._engines = {rank: _Engine(room) for rank, room in rooms.items()}
-        size = len(self._groups)
-        self._before = np.zeros(size, np.int64) if written is None else written
-        self._older = np.bincount(self._groups, self._before) > 0
-        self._lengths = np.zeros(size, np.int64)
-        self._written = self._before.copy()
-        self._waiting = np.zeros(size, np.bool_)
-        self._waiting[np.arange(size) if rows is None else rows] = True
-        self._lengths[~self._waiting] = self._before[~self._waiting]
-        self._expectation = Expectation(self._groups, max_tokens, before)
+        self._engines = {rank: _Engine(capacity) for rank, capacity in capacities.items()}
+        num_rows = len(self._groups)
+        initial = np.zeros(num_rows, np.int64) if initial_lengths is None else initial_lengths
+        self._is_older = np.bincount(self._groups, initial) > 0
+        """[P]: the group was started in an earlier step."""
+        self._final_lengths = np.zeros(num_rows, np.int64)
+        """[R]: the length of a finished response; 0 for others."""
+        self._lengths = initial.copy()
+        """[R]: the generated tokens, as far as engines have reported them."""
+        self._is_queued = np.zeros(num_rows, np.bool_)
+        self._is_queued[np.arange(num_rows) if rows is None else rows] = True
+        self._final_lengths[~self._is_queued] = initial[~self._is_queued]
+        self._length_model = LengthModel(self._groups, max_tokens, previous_lengths)
         self._queue: list[tuple[bool, int, int, int]] = []
-        self._events = 0
-        self._every = max(1, int(self._waiting.sum()) // _ORDERS)
+        """A heap; the row is the last item of each entry."""
+        self._finished_since_order = 0
+        self._reorder_after = max(1, int(self._is_queued.sum()) // _REORDERS)
         self._order()
 
     @property
-    def waiting(self) -> int:
-        """Rows that no engine has."""
+    def num_queued(self) -> int:
+        """Return the number of rows that no engine has."""
         return len(self._queue)
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The engines that are not lost."""
+        """Return the engines that have not failed."""
         return list(self._engines)
 
     @property
     def all_fit(self) -> bool:
-        """Whether all rows that wait can be written at once, however long they become."""
-        places = sum(engine.room.sequences for engine in self._engines.values())
-        longest = int(self._prompts.max(initial=0)) + self._max_tokens
-        each = -(-self.waiting // max(1, len(self._engines)))
-        return self.waiting <= places and all(
-            each <= engine.room.sequences and each * longest <= engine.room.tokens for engine in self._engines.values()
+        """Return whether all queued rows can be generated at once, however long they become."""
+        total = sum(engine.capacity.sequences for engine in self._engines.values())
+        longest = int(self._prompt_lengths.max(initial=0)) + self._max_tokens
+        each = -(-self.num_queued // max(1, len(self._engines)))
+        return self.num_queued <= total and all(
+            each <= engine.capacity.sequences and each * longest <= engine.capacity.tokens
+            for engine in self._engines.values()
         )
 
-    def room(self, rank: int) -> Room:
-        return self._engines[rank].room
+    def capacity(self, rank: int) -> Capacity:
+        return self._engines[rank].capacity
 
-    def running(self, rank: int) -> int:
-        """Rows that this engine is writing."""
+    def num_running(self, rank: int) -> int:
+        """Return the number of rows that an engine generates."""
         return len(self._engines[rank].running)
 
-    def rows(self, rank: int) -> Sequence[int]:
-        """Those that this engine has finished, ascending."""
-        return sorted(self._engines[rank].ended)
+    def running_rows(self, rank: int) -> list[int]:
+        """Return the rows that an engine generates."""
+        return list(self._engines[rank].running)
 
-    def begin(self) -> dict[int, list[int]]:
-        """Rows that engines are to begin, or to go on with, now; each with the one that has most room."""
-        if self._events >= self._every:
+    def finished_rows(self, rank: int) -> Sequence[int]:
+        """Return the rows that an engine has finished, in ascending order."""
+        return sorted(self._engines[rank].finished)
+
+    def assign(self) -> dict[int, list[int]]:
+        """Take rows from the queue, each for the engine with the smallest load. Return the new rows of each engine."""
+        if self._finished_since_order >= self._reorder_after:
             self._order()
-        given: dict[int, list[int]] = {}
-        open_ranks = [(engine.share, rank) for rank, engine in self._engines.items()]
-        heapq.heapify(open_ranks)
-        while self._queue and open_ranks:
-            _, rank = open_ranks[0]
+        assigned: dict[int, list[int]] = {}
+        with_room = [(engine.load, rank) for rank, engine in self._engines.items()]
+        heapq.heapify(with_room)
+        while self._queue and with_room:
+            _, rank = with_room[0]
             engine, row = self._engines[rank], self._queue[0][-1]
             if not self._fits(engine, row):
-                heapq.heappop(open_ranks)
+                heapq.heappop(with_room)
                 continue
             heapq.heappop(self._queue)
-            self._waiting[row] = False
+            self._is_queued[row] = False
             engine.running[row] = None
-            engine.held += int(self._prompts[row] + self._written[row])
-            given.setdefault(rank, []).append(row)
-            heapq.heapreplace(open_ranks, (engine.share, rank))
-        return given
+            engine.tokens += int(self._prompt_lengths[row] + self._lengths[row])
+            assigned.setdefault(rank, []).append(row)
+            heapq.heapreplace(with_room, (engine.load, rank))
+        return assigned
 
-    def put_off(self, rank: int) -> tuple[int, list[int]]:
-        """An engine, and rows that it is to write no further: this one's, which has told of something, if its cache is
-        about to overflow; or, when none waits, some that another can begin which has much less."""
+    def preempt(self, rank: int) -> tuple[int, list[int]]:
+        """Return an engine and the rows that it must preempt, after the engine ``rank`` has reported.
+
+        It is that engine if its cache is about to overflow. If the queue is empty, it is the fullest engine when
+        another one has much more room.
+        """
         rows = self._overflowing(self._engines[rank])
         if not rows and not self._queue:
-            by_held = sorted(self._engines, key=lambda each: self._engines[each].held)
-            rank = by_held[-1]
-            rows = self._handed_over(self._engines[rank], self._engines[by_held[0]])
+            by_tokens = sorted(self._engines, key=lambda each: self._engines[each].tokens)
+            rank = by_tokens[-1]
+            rows = self._migrating(self._engines[rank], self._engines[by_tokens[0]])
         engine = self._engines[rank]
         if engine.leaving:
             return rank, []
         engine.leaving = rows
         return rank, rows
 
-    def stop(self, rank: int) -> list[int]:
-        """All rows that an engine has, and is to write no further."""
-        return list(self._engines[rank].running)
-
-    def returned(self, rank: int, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Those of the rows that were to be put off that were not done, and the tokens that are written of each."""
+    def preempted(self, rank: int, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Queue the rows that an engine has preempted, with their generated tokens. Others were finished before."""
         engine = self._engines[rank]
         engine.leaving = ()
         for row, length in zip(rows, lengths, strict=True):
             del engine.running[row]
-            self._written[row] = length
-            self._waiting[row] = True
-            heapq.heappush(self._queue, (not self._older[self._groups[row]], length, 0, row))
-        self._hold(engine)
+            self._lengths[row] = length
+            self._is_queued[row] = True
+            heapq.heappush(self._queue, (not self._is_older[self._groups[row]], length, 0, row))
+        self._update_tokens(engine)
 
     def finished(self, rank: int, rows: Sequence[int], lengths: Sequence[int], steps: int) -> None:
-        """``lengths`` are the responses' tokens; in ``steps`` so far the engine wrote a token of each that it had."""
+        """Note an engine's report: finished rows, the lengths of their responses, and all its decode steps so far.
+
+        In each step an engine generates one token of each of its rows.
+        """
         engine = self._engines[rank]
         running = self._running(engine)
         new = max(0, steps - engine.steps)
-        self._written[running] = np.minimum(self._written[running] + new, self._max_tokens - 1)
+        self._lengths[running] = np.minimum(self._lengths[running] + new, self._max_tokens - 1)
         engine.steps += new
         engine.pace = new or engine.pace
         for row, length in zip(rows, lengths, strict=True):
             del engine.running[row]
-            engine.ended.append(row)
-            self._lengths[row] = length
-        self._hold(engine)
-        self._events += len(rows)
+            engine.finished.append(row)
+            self._final_lengths[row] = length
+        self._update_tokens(engine)
+        self._finished_since_order += len(rows)
 
-    def lost(self, rank: int, written: Ints) -> None:
-        """All rows that the engine had, also those that it had finished, wait again. It gets no more. ``written`` [R]:
-        tokens of each row that waits with which another engine can go on."""
+    def engine_failed(self, rank: int, partial_lengths: Ints) -> None:
+        """Remove an engine, and queue all its rows again, the finished ones too.
+
+        ``partial_lengths`` [R]: the tokens that another engine can resume each queued row with.
+        """
         engine = self._engines.pop(rank)
-        rows = [*engine.running, *engine.ended]
-        self._waiting[rows] = True
-        self._lengths[rows] = 0
-        self._written[self._waiting] = written[self._waiting]
+        rows = [*engine.running, *engine.finished]
+        self._is_queued[rows] = True
+        self._final_lengths[rows] = 0
+        self._lengths[self._is_queued] = partial_lengths[self._is_queued]
         self._order()
 
     def _fits(self, engine: _Engine, row: int) -> bool:
-        """One alone is begun whatever becomes of it: its longest was found to fit beforehand."""
+        """Return whether an engine has room for a row. A single row always fits, which was checked beforehand."""
         count = len(engine.running) + 1
         if count == 1:
             return True
         running = sum(len(each.running) for each in self._engines.values())
-        kept_free = self._max_tokens * min(_KEPT_FREE * len(self._queue) / running, _MOST_KEPT_FREE)
-        ahead = max(engine.pace, int(kept_free))
-        held = engine.held + int(self._prompts[row] + self._written[row])
-        return count <= engine.room.sequences and held + count * ahead <= engine.room.tokens
+        free = self._max_tokens * min(_FREE_PER_QUEUED * len(self._queue) / running, _MAX_FREE)
+        ahead = max(engine.pace, int(free))
+        tokens = engine.tokens + int(self._prompt_lengths[row] + self._lengths[row])
+        return count <= engine.capacity.sequences and tokens + count * ahead <= engine.capacity.tokens
 
     def _overflowing(self, engine: _Engine) -> list[int]:
-        """So that it has room for as much as it writes until its next message."""
-        rows, count, held = self._running(engine), len(engine.running), engine.held
-        put: list[int] = []
-        for row in rows[np.argsort(-self._written[rows], kind="stable")].tolist():
-            if count == 1 or held + count * engine.pace <= engine.room.tokens:
+        """Return the longest rows that must leave so that the others have room until the engine's next message."""
+        rows, count, tokens = self._running(engine), len(engine.running), engine.tokens
+        leaving: list[int] = []
+        for row in rows[np.argsort(-self._lengths[rows], kind="stable")].tolist():
+            if count == 1 or tokens + count * engine.pace <= engine.capacity.tokens:
                 break
-            put.append(row)
-            held -= int(self._prompts[row] + self._written[row])
+            leaving.append(row)
+            tokens -= int(self._prompt_lengths[row] + self._lengths[row])
             count -= 1
-        return put
+        return leaving
 
-    def _handed_over(self, fullest: _Engine, emptiest: _Engine) -> list[int]:
-        """So that both hold as much; first those that cost least to read again."""
-        rows, over = self._running(fullest), (fullest.held - emptiest.held) // 2
-        if fullest.held <= max(_UNEVEN * emptiest.held, emptiest.held + _MATTERS * fullest.room.tokens):
+    def _migrating(self, fullest: _Engine, emptiest: _Engine) -> list[int]:
+        """Return the shortest rows that make both engines hold the same number of tokens when they migrate."""
+        rows, over = self._running(fullest), (fullest.tokens - emptiest.tokens) // 2
+        minimum = emptiest.tokens + _MIN_DIFFERENCE * fullest.capacity.tokens
+        if fullest.tokens <= max(_UNEVEN * emptiest.tokens, minimum):
             return []
-        rows = rows[np.argsort(self._written[rows], kind="stable")]
-        held = self._prompts[rows] + self._written[rows]
-        worth = self._max_tokens - self._written[rows] >= _WORTH * held
-        places = emptiest.room.sequences - len(emptiest.running)
-        handed: list[int] = rows[(np.cumsum(held) <= over) & worth][:places].tolist()
-        return handed
+        rows = rows[np.argsort(self._lengths[rows], kind="stable")]
+        tokens = self._prompt_lengths[rows] + self._lengths[rows]
+        is_worth_it = self._max_tokens - self._lengths[rows] >= _MIN_GROWTH * tokens
+        count = emptiest.capacity.sequences - len(emptiest.running)
+        migrating: list[int] = rows[(np.cumsum(tokens) <= over) & is_worth_it][:count].tolist()
+        return migrating
 
     def _running(self, engine: _Engine) -> Ints:
         return np.fromiter(engine.running, np.int64, len(engine.running))
 
-    def _hold(self, engine: _Engine) -> None:
+    def _update_tokens(self, engine: _Engine) -> None:
         rows = self._running(engine)
-        engine.held = int((self._prompts[rows] + self._written[rows]).sum())
+        engine.tokens = int((self._prompt_lengths[rows] + self._lengths[rows]).sum())
 
     def _order(self) -> None:
-        """Those that wait: the least written first, and of those that are not begun one of each group that has none
-        yet, then by what is expected of their groups."""
-        self._events = 0
-        tokens = np.where(self._lengths > 0, self._lengths, self._written)
-        known = np.flatnonzero(~self._waiting | (tokens > 0))
-        self._expectation.learn(known, tokens[known].astype(np.float64), self._lengths[known] > 0)
-        rows = np.flatnonzero(self._waiting)
+        """Order the queue.
+
+        The shortest partial rollouts come first. Of rows that were never started, one of each group without any comes
+        first, and then those of the groups with the longest expected responses.
+        """
+        self._finished_since_order = 0
+        tokens = np.where(self._final_lengths > 0, self._final_lengths, self._lengths)
+        started = np.flatnonzero(~self._is_queued | (tokens > 0))
+        self._length_model.update(started, tokens[started].astype(np.float64), self._final_lengths[started] > 0)
+        rows = np.flatnonzero(self._is_queued)
         groups = self._groups[rows]
-        begun_groups = np.zeros(len(self._expectation.factors), np.bool_)
-        begun_groups[self._groups[known]] = True
+        is_started_group = np.zeros(len(self._length_model.factors), np.bool_)
+        is_started_group[self._groups[started]] = True
         place = np.arange(len(rows)) - np.searchsorted(groups, groups)
-        probe = (place == 0) & ~begun_groups[groups]
-        # Of groups of which nothing is known, samples in turn; and those of one group to different engines.
-        turn = (groups + place) % len(begun_groups)
-        order = np.lexsort((turn, place, self._expectation.factors[groups], ~probe))
-        # Ascending, and so a heap.
+        is_probe = (place == 0) & ~is_started_group[groups]
+        # Groups of which nothing is known take turns; the samples of one group go to different engines.
+        turn = (groups + place) % len(is_started_group)
+        order = np.lexsort((turn, place, self._length_model.factors[groups], ~is_probe))
+        # A sorted list is a heap.
         self._queue = sorted(
             zip(
-                (~self._older[groups[order]]).tolist(),
-                self._written[rows[order]].tolist(),
+                (~self._is_older[groups[order]]).tolist(),
+                self._lengths[rows[order]].tolist(),
                 range(len(rows)),
                 rows[order].tolist(),
                 strict=True,

@@ -1,164 +1,176 @@
-"""The roles of a plan as engines: proxies over actors of Ray."""
+"""All engines of a plan on Ray, and objects in processes of their own beside them."""
 
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, cast
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlflow.compiler.lower import role_architecture
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Model
-from rlflow.runtime.generation.engine_group import summary
-from rlflow.runtime.generation.partial_results import Listener
+from rlflow.runtime.generation.engine_group import summarize_activity
 from rlflow.runtime.objects.budget import Budget, check_limits, store_limits
-from rlflow.runtime.objects.ray_api import wait_all
-from rlflow.runtime.objects.results import RemoteCall, StoreCalls
-from rlflow.runtime.objects.sharding import Cost, cost_of
-from rlflow.runtime.protocols import Engines, Held, StoreUse
-from rlflow.runtime.ray.actors import Actors, aside
-from rlflow.runtime.ray.cluster.binding import Placed
-from rlflow.runtime.ray.engine_specs import is_on_gpu
-from rlflow.runtime.ray.gpu_turns import Turns
-from rlflow.runtime.ray.remote_objects import Hosting
-from rlflow.runtime.ray.role_proxy import RoleProxy, Workers
-from rlflow.runtime.ray.watchdog import Watch
-from rlflow.runtime.weights.sync import directly, through_store
+from rlflow.runtime.objects.ray_api import this_host, wait_all
+from rlflow.runtime.objects.results import ObjectProcess, StoreCalls
+from rlflow.runtime.objects.sharding import cost_of
+from rlflow.runtime.protocols import Engines, Held, Listener, StoreUse
+from rlflow.runtime.ray.cluster.binding import BoundPlan
+from rlflow.runtime.ray.gpu_turns import GpuTurns, gpu_neighbors, replaced_roles, sleeping_roles
+from rlflow.runtime.ray.role_proxy import RoleProxy
+from rlflow.runtime.ray.role_workers import ALLOCATION, RoleWorkers, as_future
 
 
-class RayWorkers(Actors):
-    """The workers of a role, as its proxy calls them."""
+@contextmanager
+def start_engines(plan: Plan, models: Mapping[str, Model], bound: BoundPlan, directory: Path) -> Iterator["RayEngines"]:
+    """Start all engines of a plan at once, and stop them on exit. Raises EngineError and UserErrors."""
+    limits = store_limits()
+    check_limits(plan, {name: limits[host.node_id] for name, host in bound.hosts.items()})
+    store_calls = StoreCalls(Budget(limits))
+    workers = {
+        name: RoleWorkers(plan, name, models[role.model], bound, store_calls)
+        for name, role in plan.recipe.roles.items()
+    }
+    neighbors, sleepers, replaced = gpu_neighbors(plan), sleeping_roles(plan), replaced_roles(plan)
+    turns = GpuTurns(workers, neighbors, sleepers, replaced)
+    with ThreadPoolExecutor(len(workers)) as pool, ExitStack() as running:
+        running.enter_context(store_calls.running())
+        remote_objects = running.enter_context(RemoteObjects(store_calls))
+        for each in workers.values():
+            running.callback(each.stop)
+        independent = [role for role in workers if sleepers.isdisjoint({role, *neighbors[role]})]
+        starting = [pool.submit(workers[role].start) for role in independent]
+        for role in sorted(workers.keys() - set(independent), key=lambda role: plan.recipe.roles[role].follows is None):
+            # One after another, those that generate first: vLLM measures the free memory, which must not change.
+            workers[role].start()
+            turns.release(role)
+        wait_all(starting)
+        engines = {role: _proxy(plan, role, each, turns) for role, each in workers.items()}
+        yield RayEngines(engines, store_calls, remote_objects, directory, turns, replaced)
 
-    def __init__(self, plan: Plan, role: str, model: Model, placed: Placed, store_calls: StoreCalls) -> None:
-        super().__init__(plan, role, model, placed)
-        self.store_calls = store_calls
-        # Others have no steps to be counted. Those that train meet in exchanges, which have limits of their own.
-        self._watch = Watch(lambda actor: aside(actor, "steps"), self.end) if self.concurrent else None
 
-    def submit(self, rank: int, method: str, *arguments: Any, wanted: bool = True) -> "Future[Any]":
-        return self.store_calls.call(self.remote(rank), method, *arguments, wanted=wanted)
-
-    def remote(self, rank: int) -> RemoteCall:
-        """For the store_calls: calls any method of the worker itself."""
-        watch, call = self._watch, partial(self.call, rank)
-        return call if watch is None else lambda *arguments: watch.over(self.actors[rank], call(*arguments))
-
-    def copy_weights(self, source: Workers, version: int) -> float:
-        """Returns the seconds of it that the slowest engine took to take them over."""
-        assert isinstance(source, RayWorkers)
-        if (backend := self.weight_backend) is not None:
-            return directly(source, self, backend, version)
-        return through_store(source, self, version)
+def _proxy(plan: Plan, role: str, workers: RoleWorkers, turns: GpuTurns) -> RoleProxy:
+    cost = cost_of(role_architecture(plan.recipe, plan.graph, role))
+    return RoleProxy(role, workers, plan.roles[role].layout, workers.concurrent, turns, cost)
 
 
 class RayEngines(Engines):
-    """Proxies over actors, and over processes that hold what is neither an engine nor the controller's."""
+    """A proxy for the engines of each role, and remote objects beside them."""
 
     def __init__(
         self,
         engines: Mapping[str, RoleProxy],
         store_calls: StoreCalls,
-        hosting: Hosting,
+        remote_objects: "RemoteObjects",
         directory: Path,
-        turns: Turns,
+        turns: GpuTurns,
         replaced: Collection[str],
     ) -> None:
-        """``replaced`` are the roles to which every step copies all weights."""
+        """Take the parts; ``replaced`` are the roles to which every step copies all weights."""
         super().__init__(engines)
+        self.store_calls = store_calls
+        self._remote_objects = remote_objects
         self._directory = directory
         self._turns = turns
         self._replaced = replaced
         self._stored: Counter[str] = Counter()
-        self._steps = 0
-        self.store_calls = store_calls
-        self._hosting = hosting
+        self._num_steps = 0
 
     def measured(self, step: int) -> dict[str, float]:
-        """Also writes a line of each engine and second, and of each engine that failed, into ``engines.jsonl``."""
+        """Return the metrics of a step, and append the engines' activity and failures to ``engines.jsonl``."""
         metrics: dict[str, float] = {}
         for role, engine in self.items():
-            if engine.writing is None:
+            if engine.engine_group is None:
                 continue
-            lines, failures = engine.writing.taken_lines(), engine.writing.taken_failures()
-            told = [{name: value for name, value in line.items() if value is not None} for line in lines]
-            told += [{"role": role, **failure} for failure in failures]
+            activity, failures = engine.engine_group.take_activity(), engine.engine_group.take_failures()
+            lines = [{name: value for name, value in line.items() if value is not None} for line in activity]
+            lines += [{"role": role, **failure} for failure in failures]
             with (self._directory / "engines.jsonl").open("a") as file:
-                file.writelines(json.dumps({"step": step, **line}) + "\n" for line in told)
-            of_role = {**summary(lines), "engines/replaced": len(failures)}
-            metrics |= {f"{role}/{name}": value for name, value in of_role.items()}
-        # Not what an evaluation before it has put.
+                file.writelines(json.dumps({"step": step, **line}) + "\n" for line in lines)
+            role_metrics = {**summarize_activity(activity), "engines/replaced": len(failures)}
+            metrics |= {f"{role}/{name}": value for name, value in role_metrics.items()}
+        # Edges with a slash are those of an evaluation before the step.
         stored = {edge: size for edge, size in self.store_calls.budget.drain_edge_bytes().items() if "/" not in edge}
         self._stored.update(stored)
-        self._steps += 1
+        self._num_steps += 1
         return metrics | {f"store/{edge}_bytes": size for edge, size in stored.items()}
 
     def store_use(self) -> StoreUse:
         return StoreUse(
-            edges={edge: size / self._steps for edge, size in self._stored.items()},
+            edges={edge: size / self._num_steps for edge, size in self._stored.items()},
             peaks=self.store_calls.budget.peaks,
         )
 
     def heard_by(self, listener: Listener, role: str) -> AbstractContextManager[None]:
-        writing = self[role].writing
-        return nullcontext() if writing is None else writing.heard_by(listener)
+        group = self[role].engine_group
+        return nullcontext() if group is None else group.subscribed(listener)
 
     def done_until_copied(self, role: str) -> None:
         if role in self._replaced:
-            self._turns.expire(role)
+            self._turns.weights_expired(role)
 
     def hosted(self, held: Held) -> Held:
-        return cast(Held, self._hosting.hosted(held))
+        return cast(Held, self._remote_objects.proxy_of(held))
 
 
-@contextmanager
-def start_engines(plan: Plan, models: Mapping[str, Model], placed: Placed, directory: Path) -> Iterator[RayEngines]:
-    """All engines of a plan, built at once, and stopped on exit. Raises EngineError and UserErrors."""
-    limits = store_limits()
-    check_limits(plan, {name: limits[host.node_id] for name, host in placed.hosts.items()})
-    store_calls = StoreCalls(Budget(limits))
-    workers = {
-        name: RayWorkers(plan, name, models[role.model], placed, store_calls)
-        for name, role in plan.recipe.roles.items()
-    }
-    beside, sleepers, replaced = sharing(plan), sleeping(plan), replaced_whole(plan)
-    turns = Turns(workers, beside, sleepers, replaced)
-    with ThreadPoolExecutor(len(workers)) as pool, ExitStack() as running:
-        running.enter_context(store_calls.running())
-        hosting = running.enter_context(Hosting(store_calls))
-        for started in workers.values():
-            running.callback(started.stop)
-        apart = [role for role in workers if sleepers.isdisjoint({role, *beside[role]})]
-        starting = [pool.submit(workers[role].start) for role in apart]
-        for role in sorted(workers.keys() - set(apart), key=lambda role: plan.recipe.roles[role].follows is None):
-            # One after another, those that write first: vLLM measures what is free, and nobody else may change it.
-            workers[role].start()
-            turns.rest(role)
-        wait_all(starting)
-        engines = {
-            role: RoleProxy(role, started, plan.roles[role].layout, started.concurrent, turns, _cost(plan, role))
-            for role, started in workers.items()
-        }
-        yield RayEngines(engines, store_calls, hosting, directory, turns, replaced)
+class RemoteObjects:
+    """Objects in processes of their own on this host, whose results go into its object store."""
+
+    def __init__(self, store_calls: StoreCalls) -> None:
+        self._store_calls = store_calls
+        self._proxies: dict[int, tuple[Any, _RemoteObject]] = {}
+
+    def proxy_of(self, local: Any) -> Any:
+        """Return a proxy with the methods of ``local``, whose process is started the first time.
+
+        Each call returns when it is done, and raises the UserErrors and EngineErrors of the method.
+        """
+        if id(local) not in self._proxies:
+            affinity = NodeAffinitySchedulingStrategy(this_host(), soft=False)
+            runtime_env = {"env_vars": ALLOCATION}
+            actor = (
+                ray.remote(ObjectProcess)
+                .options(num_cpus=0, max_restarts=0, scheduling_strategy=affinity, runtime_env=runtime_env)
+                .remote()
+            )
+            proxy = _RemoteObject(actor, type(local).__name__, self._store_calls)
+            self._proxies[id(local)] = (local, proxy)
+            wait_all([proxy.call_process("load_object", ray.cloudpickle.dumps(local))])
+        return self._proxies[id(local)][1]
+
+    def __enter__(self) -> "RemoteObjects":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for _, proxy in self._proxies.values():
+            with suppress(RayError):  # Ray may be gone itself
+                ray.kill(proxy.actor)
 
 
-def _cost(plan: Plan, role: str) -> Cost:
-    return cost_of(role_architecture(plan.recipe, plan.graph, role))
+class _RemoteObject:
+    """A proxy of an object in another process."""
 
+    def __init__(self, actor: Any, name: str, store_calls: StoreCalls) -> None:
+        self.actor = actor
+        self._name = name
+        self._store_calls = store_calls
 
-def sharing(plan: Plan) -> dict[str, list[str]]:
-    """Return for each role the others that use one of its GPUs. On CPUs there is no memory to hand over."""
-    bundles = {role: set(placement.bundles) if is_on_gpu(plan) else set() for role, placement in plan.roles.items()}
-    return {role: [other for other in bundles if other != role and bundles[role] & bundles[other]] for role in bundles}
+    def __getattr__(self, method: str) -> Any:
+        return partial(self._call, method)
 
+    def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        return wait_all([self._store_calls.call(self.call_process, method, *arguments, named=named)])[0]
 
-def sleeping(plan: Plan) -> set[str]:
-    """Return the roles that sleep while others on their GPUs work."""
-    return {role for role, beside in sharing(plan).items() if beside and plan.roles[role].layout.sleeps}
-
-
-def replaced_whole(plan: Plan) -> set[str]:
-    """Return the roles to which every step copies all weights. Copies of adapters leave the others as they are."""
-    return {copy.target for copy in plan.workload.copies if plan.recipe.lora_of(copy.target) is None}
+    def call_process(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method of the process itself."""
+        return as_future(getattr(self.actor, method).remote(*arguments, **named), f"the process of {self._name}")

@@ -1,4 +1,4 @@
-"""From a plan to what each worker's engine is built from, and the building of it."""
+"""The specification of each worker's engine, from a plan, and the building of the engine."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,45 +12,48 @@ from rlflow.extras import check_extra, check_training
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Optimizer
 
-# Responses that one engine writes at once where memory does not say how many it has room for, and at most.
-_SEQUENCES, _MOST_SEQUENCES = 256, 1024
+# Responses that one engine generates at once: where the memory model says nothing, and at most.
+_DEFAULT_SEQUENCES, _MAX_SEQUENCES = 256, 1024
 
 
 def check_engines(plan: Plan, extras: Iterable[str] = ()) -> None:
-    """Raise RecipeError for a role whose engine is not installed, or in a version that is not supported, and
-    PlacementError for a worker on several hosts. ``extras`` are those that the runtime needs."""
-    written_roles = plan.recipe.roles.values()
-    packages = [engine_kind(written.engine).package for written in written_roles]
-    adapters = ["peft"] if any(written.lora for written in written_roles) else []
+    """Raise a UserError for an engine that cannot be started.
+
+    It is a RecipeError for an engine that is not installed, or in an unsupported version, and a PlacementError for a
+    worker on several hosts. ``extras`` are the extras that the runtime itself needs.
+    """
+    roles = plan.recipe.roles.values()
+    packages = [engine_kind(options.engine).package for options in roles]
+    adapters = ["peft"] if any(options.lora for options in roles) else []
     check_training([*extras, *filter(None, packages), *adapters], on_gpu=is_on_gpu(plan))
-    for role, written in plan.recipe.roles.items():
-        if (package := engine_kind(written.engine).package) is not None:
-            check_extra(package, f"roles.{role}.engine", f"engine '{written.engine}'")
-        if written.lora is not None:
+    for role, options in plan.recipe.roles.items():
+        if (package := engine_kind(options.engine).package) is not None:
+            check_extra(package, f"roles.{role}.engine", f"engine '{options.engine}'")
+        if options.lora is not None:
             check_extra("peft", f"roles.{role}.lora", "lora")
-        check_attention(role, written.attention)
+        check_attention(role, options.attention)
         for worker in plan.roles[role].workers:
             if len(hosts := {bundle.host for bundle in worker.bundles}) > 1:
                 raise PlacementError(
                     f"roles.{role}.pipeline_parallel_size",
-                    f"the stages of one engine are on {len(hosts)} hosts ({', '.join(sorted(hosts))}), and an engine is"
-                    " started within one",
+                    f"the stages of one engine are on {len(hosts)} hosts ({', '.join(sorted(hosts))}), and an engine"
+                    " must be on one",
                     fix="stages that fit a host, a smaller model, or GPUs with more memory",
                 )
 
 
 def spec_of(plan: Plan, role: str, model: Model, *, device: str, rank: int = 0, address: str = "") -> EngineSpec:
-    """Of the worker ``rank`` of ``role``; ``address`` is where its workers meet."""
-    written, placement = plan.recipe.roles[role], plan.roles[role]
+    """Return the spec of a worker's engine. ``address`` is where the role's workers meet."""
+    options, placement = plan.recipe.roles[role], plan.roles[role]
     return EngineSpec(
         role=role,
-        model_name=written.model,
+        model_name=options.model,
         model=model,
         capabilities=plan.graph.capabilities(role),
         device=device,
         seed=plan.recipe.seed,
         steps=plan.recipe.steps - plan.graph.critic_warmup(role),
-        optimizer=written.optimizer or Optimizer(),
+        optimizer=options.optimizer or Optimizer(),
         lora=plan.recipe.lora_of(role),
         layout=placement.layout,
         rank=rank,
@@ -59,15 +62,15 @@ def spec_of(plan: Plan, role: str, model: Model, *, device: str, rank: int = 0, 
         max_model_len=_max_model_len(plan, role),
         max_num_seqs=num_sequences(plan, role),
         weight_backend=weight_backend(plan, role),
-        attention=written.attention,
-        deterministic=written.deterministic,
-        timeout_minutes=written.timeout_minutes,
+        attention=options.attention,
+        deterministic=options.deterministic,
+        timeout_minutes=options.timeout_minutes,
     )
 
 
 def num_sequences(plan: Plan, role: str) -> int:
-    """Responses that one engine of the role writes at once."""
-    return min(plan.prediction.memory[role].sequences or _SEQUENCES, _MOST_SEQUENCES)
+    """Return the number of responses that one engine of the role generates at once."""
+    return min(plan.prediction.memory[role].sequences or _DEFAULT_SEQUENCES, _MAX_SEQUENCES)
 
 
 def weight_backend(plan: Plan, role: str) -> WeightBackend | None:
@@ -88,12 +91,12 @@ def weight_backend(plan: Plan, role: str) -> WeightBackend | None:
 
 
 def is_on_gpu(plan: Plan) -> bool:
-    """Whether its hosts have GPUs, and not processors in their place."""
+    """Return whether the plan's hosts have GPUs, rather than CPUs in their place."""
     return any(gpu.memory_gib is not None for gpu in plan.cluster.gpus.values())
 
 
 def build(engine: str, spec: EngineSpec) -> Any:
-    """Raises EngineError for an engine that does not start."""
+    """Build an engine. Raises EngineError when it does not start."""
     try:
         return engine_class(engine)(spec)
     except (UserError, EngineError):

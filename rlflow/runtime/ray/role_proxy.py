@@ -1,6 +1,6 @@
 """A role as the graph sees it: one engine, whatever the number of its workers.
 
-The rule: split by data-parallel rank, call, join in the order of the rows.
+Each method splits its rows by data-parallel rank, calls the workers, and joins the results in the order of the rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,16 +26,16 @@ from rlflow.batch import (
 from rlflow.engines.base import Sampling, TokenLoss
 from rlflow.errors import EngineError
 from rlflow.resources.layout import Layout
-from rlflow.runtime.generation.engine_group import Writing
+from rlflow.runtime.generation.engine_group import EngineGroup
 from rlflow.runtime.objects.ray_api import wait_all
 from rlflow.runtime.objects.sharding import TOKENS, Cost, Index, divide_rows
 from rlflow.runtime.objects.slices import SharedBatch
 from rlflow.runtime.objects.store import check_lengths
 
 if TYPE_CHECKING:
-    from rlflow.runtime.ray.gpu_turns import Turns
+    from rlflow.runtime.ray.gpu_turns import GpuTurns
 
-_FIRST = np.array([0])
+_FIRST_ROW = np.array([0])
 
 
 class Workers(Protocol):
@@ -44,63 +44,72 @@ class Workers(Protocol):
     def __len__(self) -> int: ...
 
     def submit(self, rank: int, method: str, *arguments: Any, wanted: bool = True) -> "Future[Any]":
-        """Calls a method of the worker's engine; a Part arrives as these rows of the batch. Of a result that is not
-        wanted nothing comes back. The future raises EngineError or a UserError."""
+        """Call a method of the worker's engine. A BatchSlice arrives as a batch of its rows.
+
+        The future of a result that is not ``wanted`` is None. It raises EngineError or a UserError.
+        """
 
     def restart(self, ranks: Sequence[int]) -> None:
-        """Replace the engines of these ranks by new ones; the others go on. Raises EngineError."""
+        """Replace the engines of these ranks by new ones; the others keep running. Raises EngineError."""
 
     def copy_weights(self, source: "Workers", version: int) -> object:
-        """Hands the weights of ``source`` to all of these. Raises EngineError when any has not taken all of them."""
+        """Copy the weights of ``source`` to all workers. Raises EngineError when one has not loaded all of them."""
 
 
 class RoleProxy:
-    """Has the methods of every capability; the engine behind it has those that the graph asks for."""
+    """An engine with the methods of every capability. The engines behind it have those that the graph asks for."""
 
     def __init__(
-        self, role: str, workers: Workers, layout: Layout, concurrent: bool, turns: "Turns", cost: Cost = TOKENS
+        self, role: str, workers: Workers, layout: Layout, concurrent: bool, turns: "GpuTurns", cost: Cost = TOKENS
     ) -> None:
-        """``concurrent`` are engines that take more prompts while they write. By ``cost`` rows are divided among
-        ranks."""
-        self.writing = Writing(role, workers, self._renew) if concurrent else None
-        self._copied: tuple[Workers, int] | None = None
-        """The workers whose weights these have, and their version."""
-        self._role = role
+        """Stand for a role. ``cost`` decides how rows are divided among the ranks.
+
+        Engines that are ``concurrent`` accept more prompts while they generate.
+        """
         self.workers = workers
-        self._width = layout.sequence_parallel_size
+        self.engine_group = EngineGroup(role, workers, self._resync_weights) if concurrent else None
+        self._role = role
+        self._ranks_per_share = layout.sequence_parallel_size
         self._turns = turns
         self._cost = cost
+        self._last_sync: tuple[Workers, int] | None = None
+        """The workers whose weights the role has, and the weights' version."""
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         self._turns.take(self._role)
-        if self.writing is not None:
-            return self.writing.generate(prompts, sampling)
-        # An engine that takes nothing more while it writes has its share from the beginning.
-        parts = [part for part in np.array_split(np.arange(len(prompts)), len(self.workers)) if len(part)]
-        whole = SharedBatch(prompts)
-        calls = [self.workers.submit(rank, "generate", whole.slice(part), sampling) for rank, part in enumerate(parts)]
+        if self.engine_group is not None:
+            return self.engine_group.generate(prompts, sampling)
+        # An engine that accepts no more prompts while it generates gets its share at once.
+        shares = [share for share in np.array_split(np.arange(len(prompts)), len(self.workers)) if len(share)]
+        batch = SharedBatch(prompts)
+        calls = [
+            self.workers.submit(rank, "generate", batch.slice(share), sampling) for rank, share in enumerate(shares)
+        ]
         return Rollouts.concatenate(wait_all(calls))
 
-    def continue_rollouts(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
+    def continue_rollouts(
+        self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, num_groups: int
+    ) -> Rollouts:
         self._turns.take(self._role)
-        if self.writing is not None:
-            return self.writing.continue_rollouts(prompts, sampling, begun, enough)
-        # The engines that can and take nothing more while they write have one worker.
-        written: Rollouts = wait_all([self.workers.submit(0, "continue_rollouts", prompts, sampling, begun, enough)])[0]
-        return written
+        if self.engine_group is not None:
+            return self.engine_group.continue_rollouts(prompts, sampling, partial, num_groups)
+        # Engines that can resume responses and are not concurrent have one worker.
+        call = self.workers.submit(0, "continue_rollouts", prompts, sampling, partial, num_groups)
+        rollouts: Rollouts = wait_all([call])[0]
+        return rollouts
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
-        return Logprobs(values=self._split(sequences, "logprobs", temperature))
+        return Logprobs(values=self._token_values(sequences, "logprobs", temperature))
 
     def base_logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
-        return Logprobs(values=self._split(sequences, "base_logprobs", temperature))
+        return Logprobs(values=self._token_values(sequences, "base_logprobs", temperature))
 
     def values(self, sequences: Sequences) -> ValueEstimates:
-        return ValueEstimates(values=self._split(sequences, "values"))
+        return ValueEstimates(values=self._token_values(sequences, "values"))
 
     def evaluate(self, sequences: Sequences) -> Rewards:
         values = np.empty(len(sequences), np.float32)
-        for rank, result, rows in self._of_shares(sequences, sequences.as_sequences(), "evaluate"):
+        for rank, result, rows in self._call_shares(sequences, "evaluate"):
             if len(result.values) != len(rows):
                 raise EngineError(
                     f"role {self._role}: worker {rank} has evaluated {len(result.values)} of {len(rows)} responses."
@@ -109,104 +118,106 @@ class RoleProxy:
         return Rewards(values=values)
 
     def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
-        """The metrics are those of the whole minibatch, which every rank has."""
+        """Make one optimizer step. The metrics are those of the whole minibatch, which every rank has."""
         self._turns.take(self._role)
-        whole, idle = SharedBatch(minibatch), SharedBatch(_without_weight(minibatch.take(_FIRST)))
+        batch, idle = SharedBatch(minibatch), SharedBatch(_without_weight(minibatch.take(_FIRST_ROW)))
         calls = []
-        for rank, rows in self._ranks(divide_rows(minibatch, self._num_shares, self._cost)):
-            part = whole.slice(rows) if len(rows) else idle.slice(_FIRST)
-            calls.append(self.workers.submit(rank, "update", part, loss))
+        for rank, rows in self._rank_rows(divide_rows(minibatch, self._num_shares, self._cost)):
+            rows_of_rank = batch.slice(rows) if len(rows) else idle.slice(_FIRST_ROW)
+            calls.append(self.workers.submit(rank, "update", rows_of_rank, loss))
         metrics: Metrics = wait_all(calls)[0]
         return metrics
 
     def save(self, folder: Path) -> None:
-        self._everywhere("save", folder.absolute())
+        self._call_with_folder("save", folder)
 
     def restore(self, folder: Path) -> None:
-        self._everywhere("restore", folder.absolute())
+        self._call_with_folder("restore", folder)
 
     def export(self, folder: Path) -> None:
-        self._everywhere("export", folder.absolute())
+        self._call_with_folder("export", folder)
 
     def weights(self) -> Workers:
-        """The workers that have them: tensors do not pass through this process."""
-        self._turns.hand_on(self._role)
+        """Return the workers that have the weights: tensors do not pass through this process."""
+        self._turns.prepare_sender(self._role)
         return self.workers
 
     def load_weights(self, weights: Workers, version: int) -> None:
-        """Raises EngineError when any worker has not taken all of them."""
-        self._turns.take_over(self._role)
+        """Copy weights to all workers. Raises EngineError when one has not loaded all of them."""
+        self._turns.prepare_receiver(self._role)
         self.workers.copy_weights(weights, version)
-        self._turns.renewed(self._role)
-        self._copied = weights, version
-        if self.writing is not None:
-            self.writing.renewed()
+        self._turns.weights_loaded(self._role)
+        self._last_sync = weights, version
+        if self.engine_group is not None:
+            self.engine_group.weights_synced()
 
-    def _renew(self) -> None:
-        """Copy the weights in force once more, to engines that are new, in the middle of a generation."""
-        assert self._copied is not None, "engines that follow nobody are never without weights"
-        weights, version = self._copied
-        self._turns.hand_on(self._turns.role_of(weights))
+    def set_micro_batch_tokens(self, tokens: int) -> None:
+        """Set the size of micro-batches of every worker, from its next call on."""
+        self._call_all("set_micro_batch_tokens", tokens)
+
+    def set_max_num_seqs(self, number: int) -> None:
+        """Set the number of sequences that each worker generates at once, from its next call on."""
+        self._call_all("set_max_num_seqs", number)
+
+    def memory_share(self) -> float:
+        """Return the used share of GPU memory of the worker that has the least memory left."""
+        return float(max(self._call_all("memory_share")))
+
+    def _resync_weights(self) -> None:
+        """Copy the current weights once more, in the middle of a generation, because some engines are new."""
+        assert self._last_sync is not None, "engines of a role that follows no other always have their weights"
+        weights, version = self._last_sync
+        self._turns.prepare_sender(self._turns.role_of(weights))
         self.load_weights(weights, version)
         self._turns.take(self._role)
 
-    def set_micro_batch_tokens(self, tokens: int) -> None:
-        """Of every worker, from its next call on."""
-        wait_all([self.workers.submit(rank, "set_micro_batch_tokens", tokens) for rank in range(len(self.workers))])
-
-    def set_max_num_seqs(self, number: int) -> None:
-        """Likewise."""
-        wait_all([self.workers.submit(rank, "set_max_num_seqs", number) for rank in range(len(self.workers))])
-
-    def memory_share(self) -> float:
-        """Of the worker that has the least left."""
-        shares = wait_all([self.workers.submit(rank, "memory_share") for rank in range(len(self.workers))])
-        return float(max(shares))
-
     @property
     def _num_shares(self) -> int:
-        return len(self.workers) // self._width
+        return len(self.workers) // self._ranks_per_share
 
-    def _everywhere(self, method: str, folder: Path) -> None:
-        self._turns.take(self._role)
-        wait_all([self.workers.submit(rank, method, folder) for rank in range(len(self.workers))])
+    def _rank_rows(self, shares: Sequence[Index]) -> Iterable[tuple[int, Index]]:
+        """Return each rank with its rows; the sequence-parallel ranks of a share have the same rows."""
+        return ((rank, shares[rank // self._ranks_per_share]) for rank in range(len(self.workers)))
 
-    def _ranks(self, parts: Sequence[Index]) -> Iterable[tuple[int, Index]]:
-        """Each rank with its rows; the sequence-parallel ranks of a share have the same."""
-        return ((rank, parts[rank // self._width]) for rank in range(len(self.workers)))
-
-    def _split(self, sequences: Sequences, method: str, *arguments: Any) -> Packed:
-        columns, of_rows = [], []
-        for rank, result, rows in self._of_shares(sequences, sequences.as_sequences(), method, *arguments):
-            what = f"role {self._role}: {method} of worker {rank}"
-            check_lengths(what, result.values, sequences.response_ids.lengths[rows])
+    def _token_values(self, sequences: Sequences, method: str, *arguments: Any) -> Packed:
+        """Return a value for each response token, from a method of the engines."""
+        columns, rows_of_columns = [], []
+        for rank, result, rows in self._call_shares(sequences, method, *arguments):
+            name = f"role {self._role}: {method} of worker {rank}"
+            check_lengths(name, result.values, sequences.response_ids.lengths[rows])
             columns.append(result.values)
-            of_rows.append(rows)
-        return Packed.concatenate(columns).take(np.argsort(np.concatenate(of_rows)))
+            rows_of_columns.append(rows)
+        return Packed.concatenate(columns).take(np.argsort(np.concatenate(rows_of_columns)))
 
-    def _of_shares(
-        self, sequences: Sequences, sent: Sequences, method: str, *arguments: Any
-    ) -> Iterable[tuple[int, Any, Index]]:
-        """For each share of ``sent``: the rank of its first worker, what that has made of it, and its rows.
+    def _call_shares(self, sequences: Sequences, method: str, *arguments: Any) -> Iterable[tuple[int, Any, Index]]:
+        """Return for each share of the rows: the rank of its first worker, that worker's result, and the rows.
 
-        Ranks without rows work on the first one: sharded models need all ranks for every pass.
+        Ranks without rows work on the first row: sharded models need all ranks for every pass.
         """
         self._turns.take(self._role)
-        parts, whole = divide_rows(sequences, self._num_shares, self._cost), SharedBatch(sent)
+        shares = divide_rows(sequences, self._num_shares, self._cost)
+        batch = SharedBatch(sequences.as_sequences())
         calls = [
             self.workers.submit(
                 rank,
                 method,
-                whole.slice(rows if len(rows) else _FIRST),
+                batch.slice(rows if len(rows) else _FIRST_ROW),
                 *arguments,
                 # Each of the ranks that share a sequence has all of the result.
-                wanted=rank % self._width == 0 and len(rows) > 0,
+                wanted=rank % self._ranks_per_share == 0 and len(rows) > 0,
             )
-            for rank, rows in self._ranks(parts)
+            for rank, rows in self._rank_rows(shares)
         ]
-        results = wait_all(calls)[:: self._width]
-        ranks = range(0, len(self.workers), self._width)
-        return [each for each in zip(ranks, results, parts, strict=True) if len(each[2])]
+        results = wait_all(calls)[:: self._ranks_per_share]
+        ranks = range(0, len(self.workers), self._ranks_per_share)
+        return [each for each in zip(ranks, results, shares, strict=True) if len(each[2])]
+
+    def _call_with_folder(self, method: str, folder: Path) -> None:
+        self._turns.take(self._role)
+        self._call_all(method, folder.absolute())
+
+    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
+        return wait_all([self.workers.submit(rank, method, *arguments) for rank in range(len(self.workers))])
 
 
 def _without_weight(minibatch: Minibatch) -> Minibatch:

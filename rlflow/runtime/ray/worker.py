@@ -1,4 +1,4 @@
-"""One engine in a process of its own."""
+"""A worker process: one engine of one rank of a role."""
 
 import queue
 import socket
@@ -14,116 +14,123 @@ from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError
 from rlflow.runtime.objects.results import ObjectProcess
 from rlflow.runtime.ray.engine_specs import build
-from rlflow.runtime.weights.gpu import Receivers, send, sender
+from rlflow.runtime.weights.gpu import Receivers, make_sender, send_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class EngineWorker(ObjectProcess):
-    """Its methods are called from several threads at once: what an engine is asked waits in none of its callers' way.
+    """A process around one engine. Ray calls its methods from several threads, so that no call waits for another.
 
-    Libraries keep state by thread, so an engine that is not made for several is only ever called from one.
+    Libraries keep state per thread. An engine that is not made for several threads is only ever called from one.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._engine: Any = None
-        self._alone: ThreadPoolExecutor | None = ThreadPoolExecutor(1)
+        self._engine_thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1)
+        """The one thread that calls the engine; None for a concurrent engine."""
         self._sending: Generator[Bucket] = build_buckets(())
         self._sender: Any = None
-        self._arriving: queue.Queue[Bucket | str | None] = queue.Queue(1)
-        self._under_way: list[str] = []
+        self._incoming: queue.Queue[Bucket | str | None] = queue.Queue(1)
+        self._calls_in_progress: list[str] = []
 
     def ready(self) -> None:
-        """The process is there."""
+        """Return, to show that the process runs."""
 
-    def steps(self) -> int:
-        """Of the engine so far, where it takes more prompts while it writes."""
+    def decode_steps(self) -> int:
+        """Return the decode steps that a concurrent engine has done so far."""
         steps: int = self._engine.decode_steps
         return steps
 
-    def under_way(self) -> list[str]:
-        """The methods of the engine that are being called."""
-        return list(self._under_way)
+    def calls_in_progress(self) -> list[str]:
+        """Return the methods of the engine that are running."""
+        return list(self._calls_in_progress)
 
-    def meeting_port(self) -> int:
-        """A free port, for the workers of this one's role to meet at."""
+    def free_port(self) -> int:
+        """Return a free port of this host, where the workers of the role can meet."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             port: int = probe.getsockname()[1]
             return port
 
     def build(self, engine: str, spec: EngineSpec) -> None:
-        """Raises EngineError and UserErrors."""
+        """Build the engine. Raises EngineError and UserErrors."""
         if engine_kind(engine).concurrent:
-            self._alone = None
+            self._engine_thread = None
         self._engine = self._run(build, engine, spec)
 
     def call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
-        """A method of the engine."""
-        self._under_way.append(method)
+        """Call a method of the engine."""
+        self._calls_in_progress.append(method)
         try:
             return self._run(partial(getattr(self._engine, method), *arguments, **named))
         finally:
-            self._under_way.remove(method)
+            self._calls_in_progress.remove(method)
 
-    def send_weights(self, keep: bool) -> None:
-        """From the first bucket again. Without ``keep`` the weights are gone through, for ranks that only gather."""
+    def start_sending(self, copy_data: bool) -> None:
+        """Start again from the first bucket. Ranks that only help to gather the weights do not ``copy_data``."""
         self._run(self._sending.close)
-        self._sending = build_buckets(self._engine.weights(), copy_data=keep)
+        self._sending = build_buckets(self._engine.weights(), copy_data=copy_data)
 
     def next_bucket(self) -> tuple[Bucket | None, bool]:
-        """A bucket and True; at the end, None and False."""
+        """Return a bucket and True; after the last one, None and False."""
         bucket: Bucket | None = self._run(next, self._sending, None)
         return bucket, bucket is not None
 
-    def forget_receivers(self) -> None:
-        """Leave the engines that weights went to: some of them are new."""
+    def start_receiving(self) -> None:
+        """Prepare for ``push_bucket`` and ``receive_weights``."""
+        self._incoming = queue.Queue(1)
+
+    def push_bucket(self, bucket: "Bucket | str | None") -> None:
+        """Add the next bucket: None after the last one, or the reason why no more will come.
+
+        Waits until the engine has started to load the bucket before it.
+        """
+        self._incoming.put(bucket)
+
+    def receive_weights(self, version: int) -> float:
+        """Load the buckets that ``push_bucket`` adds. Raises EngineError when no more will come.
+
+        Returns the seconds in which the engine loaded weights, without those in which it waited for buckets.
+        """
+        incoming = self._incoming
+        stream = _TensorStream(incoming)
+        start = time.perf_counter()
+        try:
+            self.call("load_weights", iter(stream), version)
+            return time.perf_counter() - start - stream.waited
+        finally:
+            # After a failure nobody waits for room in the queue.
+            self._incoming = queue.Queue()
+            while not incoming.empty():
+                incoming.get_nowait()
+
+    def send_gpu_to_gpu(self, backend: WeightBackend, receivers: Receivers, rank: int, address: str) -> None:
+        """Send all weights from GPU to GPU. All ranks of the role are called at once."""
+        if self._sender is None:
+            self._sender = self._run(lambda: make_sender(self._engine, backend, receivers, rank=rank, address=address))
+        self._run(send_weights, self._sender, backend)
+
+    def disconnect_receivers(self) -> None:
+        """Disconnect from the engines that receive weights, since some of them are new."""
         if self._sender is not None:
             self._run(self._sender.shutdown)
             self._sender = None
 
-    def send_directly(self, backend: WeightBackend, receivers: Receivers, rank: int, address: str) -> None:
-        """All weights from GPU to GPU; every rank of the role is asked at once."""
-        if self._sender is None:
-            self._sender = self._run(lambda: sender(self._engine, backend, receivers, rank=rank, address=address))
-        self._run(send, self._sender, backend)
-
-    def expect_weights(self) -> None:
-        """Comes before ``offer`` and ``take_weights``."""
-        self._arriving = queue.Queue(1)
-
-    def take_weights(self, version: int) -> float:
-        """Takes over what ``offer`` brings, until the end of it. Raises EngineError for weights that break off.
-
-        Returns the seconds that the engine itself took, without those in which it waited for a bucket.
-        """
-        arriving = self._arriving
-        stream = _Stream(arriving)
-        began = time.perf_counter()
-        try:
-            self.call("load_weights", iter(stream), version)
-            return time.perf_counter() - began - stream.waited
-        finally:
-            # Whoever offers more after a failure does not wait for ever.
-            self._arriving = queue.Queue()
-            while not arriving.empty():
-                arriving.get_nowait()
-
-    def offer(self, arriving: "Bucket | str | None") -> None:
-        """The next bucket; None after the last one, or why there will be none. Waits while the one before is taken."""
-        self._arriving.put(arriving)
-
     def _run(self, function: Any, *arguments: Any) -> Any:
-        return function(*arguments) if self._alone is None else self._alone.submit(function, *arguments).result()
+        """Call a function in the thread of the engine."""
+        if self._engine_thread is None:
+            return function(*arguments)
+        return self._engine_thread.submit(function, *arguments).result()
 
 
-class _Stream:
-    """The tensors of all buckets that arrive."""
+class _TensorStream:
+    """The tensors of all buckets that arrive in a queue."""
 
-    def __init__(self, arriving: "queue.Queue[Bucket | str | None]") -> None:
-        self._arriving = arriving
+    def __init__(self, incoming: "queue.Queue[Bucket | str | None]") -> None:
+        self._incoming = incoming
         self.waited = 0.0
         """Seconds."""
 
@@ -134,7 +141,7 @@ class _Stream:
             yield from bucket.tensors()
 
     def _next(self) -> "Bucket | str | None":
-        began = time.perf_counter()
-        bucket = self._arriving.get()
-        self.waited += time.perf_counter() - began
+        start = time.perf_counter()
+        bucket = self._incoming.get()
+        self.waited += time.perf_counter() - start
         return bucket

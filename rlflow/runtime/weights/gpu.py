@@ -1,6 +1,6 @@
-"""Weights from GPU to GPU, by vLLM's own engines for it: CUDA IPC on the same GPUs, NCCL between others.
+"""Weights from GPU to GPU by vLLM's own transfer engines: CUDA IPC on the same GPUs, NCCL between others.
 
-No line of it has run on a GPU so far.
+This code has not run on GPUs yet.
 """
 
 import socket
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Source:
+class WeightSource:
     """An engine's weights in the form that vLLM's senders read."""
 
     def __init__(self, engine: Trains) -> None:
@@ -28,7 +28,7 @@ class Source:
         return self._engine.weights()
 
     def metadata(self) -> list[Any]:
-        """Return name, type and shape of each weight, as vLLM wants them. They never change."""
+        """Return name, type and shape of each weight in vLLM's form. They never change."""
         from vllm.distributed.weight_transfer.base import ParamMeta
 
         if not self._metadata:
@@ -37,7 +37,7 @@ class Source:
 
     @property
     def largest_bytes(self) -> int:
-        """The size of the largest tensor, as it is sent."""
+        """Return the size of the largest tensor in bytes."""
         sizes: list[int] = [prod(each.shape) * each.dtype.itemsize for each in self.metadata()]
         return max(sizes)
 
@@ -45,21 +45,21 @@ class Source:
 class Receivers:
     """The vLLM engines of a role, as vLLM's senders call them."""
 
-    def __init__(self, actors: Sequence[Any], width: int) -> None:
-        """``actors`` are handles of EngineWorkers; ``width`` is the number of GPUs of each."""
+    def __init__(self, actors: Sequence[Any], gpus_each: int) -> None:
+        """Take the Ray handles of EngineWorkers, each with ``gpus_each`` GPUs."""
         self._actors = actors
-        self._width = width
+        self._gpus_each = gpus_each
 
     @property
     def num_gpus(self) -> int:
-        return len(self._actors) * self._width
+        return len(self._actors) * self._gpus_each
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Connect all engines to a sender. Engines that were connected to another one leave it first."""
         self._call("shutdown_weight_transfer_engine", [{}] * len(self._actors))
         infos = [
             # Each engine's ranks follow those of the one before it.
-            init_info | {"rank_offset": init_info["rank_offset"] + index * self._width}
+            init_info | {"rank_offset": init_info["rank_offset"] + index * self._gpus_each}
             if "rank_offset" in init_info
             else init_info
             for index in range(len(self._actors))
@@ -82,16 +82,16 @@ class Receivers:
         ray.get([actor.call.remote("transfer", method, each) for actor, each in calls])
 
 
-def sender(engine: Trains, backend: WeightBackend, receivers: Receivers, *, rank: int, address: str) -> Any:
-    """Return vLLM's sender for this rank of a trainer; rank 0 sends, the others take part in gathering.
+def make_sender(engine: Trains, backend: WeightBackend, receivers: Receivers, *, rank: int, address: str) -> Any:
+    """Return vLLM's sender for this rank of a trainer. Rank 0 sends; the others take part in gathering the weights.
 
-    ``address`` is that of the host of rank 0, where it and the receivers meet, for NCCL.
+    ``address`` is the address of rank 0's host, where NCCL's process group meets.
     """
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
-    source = Source(engine)
+    source = WeightSource(engine)
     if backend == "ipc":
-        # Packed, since single tensors would all be kept until the last has been sent. vLLM refuses a tensor that is
+        # Packed, since unpacked tensors all stay in memory until the last one is sent. vLLM refuses a tensor that is
         # larger than its buffer.
         size = max(IPCTrainerInitInfo.packed_buffer_size_bytes, source.largest_bytes)
         ipc = IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=size, rank=rank)
@@ -99,17 +99,17 @@ def sender(engine: Trains, backend: WeightBackend, receivers: Receivers, *, rank
     return _nccl_sender(source, receivers, rank, address)
 
 
-def send(sender: Any, backend: WeightBackend) -> None:
-    """Send all weights once, from memory that the receivers can open."""
+def send_weights(sender: Any, backend: WeightBackend) -> None:
+    """Send all weights once, from GPU memory that the receivers can map."""
     with without_expandable_segments() if backend == "ipc" else nullcontext():
         sender.send_weights()
 
 
-def _nccl_sender(source: Source, receivers: Receivers, rank: int, address: str) -> Any:
-    """Connect a sender and all receivers, as the sender's ``trainer_init`` does.
+def _nccl_sender(source: WeightSource, receivers: Receivers, rank: int, address: str) -> Any:
+    """Connect a sender and all receivers, as vLLM's ``trainer_init`` does.
 
-    That takes the number of a port, which another process may take before vLLM listens there: receivers would then wait
-    for an answer from a stranger for ever. Here the port is open before anybody is told of it.
+    ``trainer_init`` takes the number of a port, which another process may take before vLLM listens there: receivers
+    would then wait for ever for an answer from a stranger. Here the port is open before its number is sent.
     """
     import torch
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -133,10 +133,10 @@ def _nccl_sender(source: Source, receivers: Receivers, rank: int, address: str) 
             packed_buffer_size_bytes=engine.packed_buffer_size_bytes,
             packed_num_buffers=engine.packed_num_buffers,
         )
-        met = thread.submit(receivers.init_weight_transfer_engine, worker_init_payload(info))
+        connected = thread.submit(receivers.init_weight_transfer_engine, worker_init_payload(info))
         group = StatelessProcessGroup.create(address, port, 0, ranks, listen_socket=listening)
         with unpinned_nccl_env():
             device = torch.accelerator.current_device_index()
             engine.model_update_group = PyNcclCommunicator(group, device=device)
-        met.result()
+        connected.result()
     return engine

@@ -1,142 +1,191 @@
-"""Weights from the workers of one role to those of another."""
+"""Copying weights from the workers of one role to those of another, with limits on time and attempts."""
 
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any
+from typing import Any, Protocol
 
 from rlflow.engines.base import WeightBackend
 from rlflow.errors import EngineError, UserError
 from rlflow.runtime.objects.ray_api import wait_all
-from rlflow.runtime.ray.actors import Actors, aside
 from rlflow.runtime.weights.gpu import Receivers
 
 _ATTEMPTS = 3
-# Who does not answer for so long hangs: a bucket takes less than a second, all weights from GPU to GPU seconds.
+# A worker that does not answer for so long hangs: a bucket takes less than a second, all weights from GPU to GPU take
+# seconds.
 LIMIT_S = 600.0
-# For what answers at once when it lives.
+# For calls that a live process answers at once.
 _ANSWER_S = 5.0
 
-Place = tuple[Actors, int]
+
+class SyncWorkers(Protocol):
+    """The workers of a role, as far as a weight sync uses them."""
+
+    actors: list[Any]
+    """The Ray handles of the workers, by rank."""
+    weight_backend: WeightBackend | None
+    """How the role gets weights from GPU to GPU; None: through the object store."""
+    receivers_connected: bool
+    """Its engines are connected to the current sender of weights from GPU to GPU."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def num_gpus_each(self) -> int: ...
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def any_ended(self) -> bool: ...
+
+    def call(self, rank: int, method: str, *arguments: Any) -> "Future[Any]": ...
+
+    def call_all(self, method: str, *arguments: Any) -> "list[Future[Any]]": ...
+
+    def next_bucket(self, rank: int) -> "tuple[Any, Future[bool]]": ...
+
+    def calls_in_progress(self, rank: int) -> "Future[list[str]]": ...
+
+    def dead_ranks(self) -> list[int]: ...
+
+    def restart(self, ranks: Sequence[int]) -> None: ...
+
+    def end(self, rank: int, reason: str) -> None: ...
+
+    def name(self, rank: int) -> str: ...
+
+
+_Worker = tuple[SyncWorkers, int]
 """A worker: its role and its rank."""
 
 
-class NotTakenError(EngineError):
-    """A copy of weights that some engines did not take over."""
+class WeightsNotLoadedError(EngineError):
+    """A copy of weights that some engines did not load."""
 
-    def __init__(self, why: str, ranks: Sequence[int]) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, ranks: Sequence[int]) -> None:
+        super().__init__(reason)
         self.ranks = ranks
 
 
-def through_store(source: Actors, target: Actors, version: int) -> float:
-    """Copy weights through Ray's store, and again when that fails.
+def sync_weights(source: SyncWorkers, target: SyncWorkers, version: int) -> float:
+    """Copy the weights of ``source`` to all engines of ``target``, and return the seconds that this took them.
 
-    An engine whose process has ended is replaced at once; one that fails otherwise, before the last attempt. The others
-    go on. Raises EngineError, at once where one of ``source`` had to be ended.
+    Raises EngineError when an engine has not loaded all of them.
+    """
+    if target.weight_backend is not None:
+        return _sync_gpu_to_gpu(source, target, target.weight_backend, version)
+    return _sync_through_store(source, target, version)
 
-    Returns the seconds that the slowest engine took to take them over, waiting aside.
+
+def _sync_through_store(source: SyncWorkers, target: SyncWorkers, version: int) -> float:
+    """Copy the weights through the object store, and again when that fails.
+
+    An engine whose process has ended is replaced at once, one that fails otherwise before the last attempt; the others
+    keep running. Raises EngineError, at once where a worker of ``source`` had to be ended.
+
+    Returns the seconds in which the slowest engine loaded weights, without those in which it waited for them.
     """
     for attempt in range(1, _ATTEMPTS):
         try:
-            return _bucket_by_bucket(source, target, version)
+            return _sync_by_buckets(source, target, version)
         except EngineError as error:
             if source.any_ended:
                 raise
-            broken = target.dead()
-            if attempt == _ATTEMPTS - 1 and isinstance(error, NotTakenError):
+            broken = target.dead_ranks()
+            if attempt == _ATTEMPTS - 1 and isinstance(error, WeightsNotLoadedError):
                 broken = sorted({*broken, *error.ranks})
             if broken:
                 target.restart(broken)
-    return _bucket_by_bucket(source, target, version)
+    return _sync_by_buckets(source, target, version)
 
 
-def directly(source: Actors, target: Actors, backend: WeightBackend, version: int) -> float:
-    """Copy weights from GPU to GPU by vLLM's own ways, and return the seconds that it took.
-
-    Engines whose process has ended since the last copy are replaced first. A copy that fails is not tried again: the
-    failed process has left the others waiting in an exchange. Raises EngineError.
-    """
-    began = time.perf_counter()
-    if dead := target.dead():
-        target.restart(dead)
-    if not target.met:
-        _within(_called(source, source.everywhere("forget_receivers")))
-        target.met = True
-    receivers = Receivers(target.actors, target.num_gpus_each)
-    calls = [source.call(rank, "send_directly", backend, receivers, rank, source.address) for rank in _ranks(source)]
-    sending = _called(source, calls)
-    _within(sending, receiving=target)
-    _within(_called(target, target.everywhere("call", "finish_transfer", version)))
-    return time.perf_counter() - began
-
-
-def _bucket_by_bucket(source: Actors, target: Actors, version: int) -> float:
-    """One is taken over while the next is gathered. Every engine has ended, well or not, when this returns."""
-    calls = [source.call(rank, "send_weights", rank == 0) for rank in _ranks(source)]
-    _within(_called(source, calls) | _called(target, target.everywhere("expect_weights")))
-    takes: list[Future[float]] = target.everywhere("take_weights", version)
-    ending: str | None = None
+def _sync_by_buckets(source: SyncWorkers, target: SyncWorkers, version: int) -> float:
+    """Load each bucket while the next one is gathered. When this returns, no engine is loading any more."""
+    calls = [source.call(rank, "start_sending", rank == 0) for rank in range(len(source))]
+    _wait_for(_by_worker(source, calls) | _by_worker(target, target.call_all("start_receiving")))
+    loading: list[Future[float]] = target.call_all("receive_weights", version)
+    end: str | None = None
+    """None after the last bucket, or the reason why no more buckets will come."""
     try:
-        offers: list[Future[None]] = []
+        pushes: list[Future[None]] = []
         while (bucket := _next_bucket(source)) is not None:
-            _within(_called(target, offers))
-            if any(take.done() for take in takes):
-                ending = "another engine has not taken the weights over"
+            _wait_for(_by_worker(target, pushes))
+            if any(call.done() for call in loading):
+                end = "another engine has not loaded the weights"
                 break
-            offers = target.everywhere("offer", bucket)
-        _within(_called(target, offers))
+            pushes = target.call_all("push_bucket", bucket)
+        _wait_for(_by_worker(target, pushes))
     except (EngineError, UserError) as error:
-        ending = str(error)
-    target.everywhere("offer", ending)
-    late = wait(takes, timeout=LIMIT_S).not_done
+        end = str(error)
+    target.call_all("push_bucket", end)
+    late = wait(loading, timeout=LIMIT_S).not_done
     if late:
-        _end([(target, rank) for rank, take in enumerate(takes) if take in late])
-    errors = {rank: take.exception() for rank, take in enumerate(takes)}
-    failed = {rank: error for rank, error in errors.items() if error is not None and str(error) != ending}
+        _end([(target, rank) for rank, call in enumerate(loading) if call in late])
+    errors = {rank: call.exception() for rank, call in enumerate(loading)}
+    failed = {rank: error for rank, error in errors.items() if error is not None and str(error) != end}
     if failed:
         first = next(iter(failed.values()))
-        raise NotTakenError(str(first), list(failed)) if isinstance(first, EngineError) else first
-    own: list[float] = wait_all(takes)
-    return max(own)
+        raise WeightsNotLoadedError(str(first), list(failed)) if isinstance(first, EngineError) else first
+    seconds: list[float] = wait_all(loading)
+    return max(seconds)
 
 
-def _next_bucket(source: Actors) -> Any | None:
-    """Ray's reference to it; None after the last. Every rank gathers it, and the first one has it."""
-    references = [actor.next_bucket.options(num_returns=2).remote() for actor in source.actors]
-    more = _within(_called(source, [source.told(there, rank) for rank, (_, there) in enumerate(references)]))[0]
-    return references[0][0] if more else None
+def _next_bucket(source: SyncWorkers) -> Any | None:
+    """Have all ranks gather the next bucket. Return Ray's reference to rank 0's copy, or None after the last bucket."""
+    buckets = [source.next_bucket(rank) for rank in range(len(source))]
+    exists = _wait_for(_by_worker(source, [more for _, more in buckets]))[0]
+    return buckets[0][0] if exists else None
 
 
-def _ranks(actors: Actors) -> range:
-    return range(len(actors))
+def _sync_gpu_to_gpu(source: SyncWorkers, target: SyncWorkers, backend: WeightBackend, version: int) -> float:
+    """Copy the weights by vLLM's own senders and receivers, and return the seconds that it took.
+
+    Engines whose process has ended since the last copy are replaced first. A copy that fails is not tried again: the
+    failed process has left the others waiting in a collective operation. Raises EngineError.
+    """
+    start = time.perf_counter()
+    if dead := target.dead_ranks():
+        target.restart(dead)
+    if not target.receivers_connected:
+        _wait_for(_by_worker(source, source.call_all("disconnect_receivers")))
+        target.receivers_connected = True
+    receivers = Receivers(target.actors, target.num_gpus_each)
+    calls = [
+        source.call(rank, "send_gpu_to_gpu", backend, receivers, rank, source.address) for rank in range(len(source))
+    ]
+    _wait_for(_by_worker(source, calls), receiving=target)
+    _wait_for(_by_worker(target, target.call_all("call", "transferred", version)))
+    return time.perf_counter() - start
 
 
-def _called(actors: Actors, calls: "Sequence[Future[Any]]") -> "dict[Future[Any], Place]":
-    """``calls`` are one a rank."""
-    return {call: (actors, rank) for rank, call in enumerate(calls)}
+def _by_worker(workers: SyncWorkers, calls: "Sequence[Future[Any]]") -> "dict[Future[Any], _Worker]":
+    """Return the worker of each call; ``calls`` has one call per rank."""
+    return {call: (workers, rank) for rank, call in enumerate(calls)}
 
 
-def _within(calls: "Mapping[Future[Any], Place]", receiving: Actors | None = None) -> list[Any]:
-    """As gathered. Those that do not answer in time are ended, and so are those that are ``receiving`` then: raises
-    EngineError, which names them."""
+def _wait_for(calls: "Mapping[Future[Any], _Worker]", receiving: SyncWorkers | None = None) -> list[Any]:
+    """Return the results in the order of ``calls``, and raise the first failure at once.
+
+    Workers that do not answer in time are ended, with the busy ones of ``receiving``; then raises EngineError.
+    """
     done, late = wait(calls, timeout=LIMIT_S, return_when=FIRST_EXCEPTION)
     if late and not any(call.exception() for call in done):
-        _end([calls[call] for call in calls if call in late] + (_at_work(receiving) if receiving else []))
+        _end([calls[call] for call in calls if call in late] + (_busy(receiving) if receiving else []))
     return wait_all(list(calls))
 
 
-def _at_work(actors: Actors) -> list[Place]:
-    """Those whose engines are in a call, or that do not say."""
-    asked = [aside(actor, "under_way") for actor in actors.actors]
-    wait(asked, timeout=_ANSWER_S)
-    busy = [not answer.done() or answer.exception() is not None or answer.result() != [] for answer in asked]
-    return [(actors, rank) for rank in _ranks(actors) if busy[rank]]
+def _busy(workers: SyncWorkers) -> list[_Worker]:
+    """Return the workers that are in a call of their engine, or that do not answer."""
+    answers = [workers.calls_in_progress(rank) for rank in range(len(workers))]
+    wait(answers, timeout=_ANSWER_S)
+    busy = [not answer.done() or answer.exception() is not None or answer.result() != [] for answer in answers]
+    return [(workers, rank) for rank in range(len(workers)) if busy[rank]]
 
 
-def _end(silent: Sequence[Place]) -> None:
-    """Raises EngineError."""
-    for actors, rank in silent:
-        actors.end(actors.actors[rank], f"has not answered for {LIMIT_S:g} s in a copy of weights")
-    who = "; ".join(actors.name(rank) for actors, rank in silent)
-    raise EngineError(f"a copy of weights has stood still for {LIMIT_S:g} s. No answer from {who}.")
+def _end(silent: Sequence[_Worker]) -> None:
+    """End the processes of silent workers. Always raises EngineError, which names them."""
+    for workers, rank in silent:
+        workers.end(rank, f"did not answer for {LIMIT_S:g} s during a weight sync")
+    names = "; ".join(workers.name(rank) for workers, rank in silent)
+    raise EngineError(f"weight sync: no progress for {LIMIT_S:g} s. No answer from {names}.")

@@ -55,7 +55,8 @@ def warned(recipe: str, *overrides: str) -> list[str]:
             "dr_grpo_tiny",
             [BFLOAT16],
             "graph.update.old_logprobs: is missing, so clipping also acts on the numerical difference between "
-            "torch and transformers in bfloat16; add old_logprobs: {node: logprobs, role: actor}, and perhaps a correction",
+            "torch and transformers in bfloat16; add old_logprobs: {node: logprobs, role: actor}, and perhaps a "
+            "correction",
         ),
         (
             "rloo_tiny",

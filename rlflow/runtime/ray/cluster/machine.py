@@ -1,4 +1,4 @@
-"""What this machine has: processor, memory, limits, GPUs and the links between them."""
+"""The hardware of this machine: CPU cores, memory, limits, GPUs and the links between them."""
 
 import os
 import re
@@ -21,21 +21,21 @@ _GPU_FIELDS = "index,uuid,name,memory.total,memory.used,driver_version"
 _GPU_LINE = re.compile(r"GPU (\d+): (.+) \(UUID: (\S+)\)")
 _SLICE_LINE = re.compile(r"MIG (\S+)\s+Device\s+(\d+): \(UUID: (\S+)\)")
 PCI_ORDER: Mapping[str, str] = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-"""Environment of every process that uses GPUs: without it CUDA counts the fastest GPU first, while nvidia-smi, NVML and
-Ray count by the bus."""
+"""The environment of every process that uses GPUs. By default CUDA counts the fastest GPU first, while nvidia-smi, NVML
+and Ray count by the bus."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Of a command: what it printed, or why there is no answer."""
+class CommandOutput:
+    """The output of a command, or why it gave none."""
 
     output: str = ""
     problem: str | None = None
 
 
 @dataclass(frozen=True)
-class Slice:
-    """A part of a GPU that MIG has cut off: to CUDA a GPU of its own."""
+class GpuSlice:
+    """A slice of a GPU that is partitioned by MIG: for CUDA a GPU of its own."""
 
     number: int
     """Its position among the slices of the GPU."""
@@ -45,52 +45,53 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedGpu:
     """A GPU in the output of ``nvidia-smi -L``."""
 
     index: str
     uuid: str
     name: str
-    slices: tuple[Slice, ...] = ()
+    slices: tuple[GpuSlice, ...] = ()
 
     @property
     def device_name(self) -> str:
-        """The name of the device that CUDA offers under the GPU's number: its first slice, where MIG has cut it."""
+        """Return the name of the device with this number for CUDA: of a partitioned GPU, its first slice."""
         return self.slices[0].name if self.slices else self.name
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU of this machine, or a slice of one, as nvidia-smi tells of it."""
+    """A GPU of this machine, or a slice of one, as nvidia-smi reports it."""
 
     index: int
     name: str
     memory_gib: float | None
     used_gib: float | None
-    """By all processes; None where the driver does not tell, as for ``memory_gib``."""
+    """The memory that all processes use; None when the driver does not report it, as for ``memory_gib``."""
     driver: str
     processes: int
-    """That compute on it."""
+    """The number of processes that compute on it."""
     slice: int | None = None
-    """Its number among the slices of GPU ``index``; None for a whole GPU."""
+    """The number among the slices of GPU ``index``; None for a GPU that is not partitioned."""
 
 
 @dataclass(frozen=True)
 class Machine:
+    """The resources that this process may use."""
+
     cores: int
-    """That this process may use."""
     memory_gib: float
-    """Of the machine, or as much of it as the container may use."""
+    """The memory of the machine, or the limit of the container."""
     shared_gib: float | None
-    """Free in /dev/shm; None without it."""
+    """The free room in /dev/shm; None without /dev/shm."""
     open_files: tuple[int, int] | None
-    """The limit, and how far it may be raised; None where there is none."""
+    """The soft and the hard limit; None without a limit."""
 
 
-def ask(command: Sequence[str], seconds: float) -> Answer:
-    """The answer of a command within ``seconds``. Raises nothing.
+def run_command(command: Sequence[str], seconds: float) -> CommandOutput:
+    """Run a command for at most ``seconds``. Raises nothing.
 
-    A process that hangs in a driver survives even SIGKILL, so nobody waits for its end.
+    A process that hangs in a driver survives even SIGKILL, so its end is not waited for.
     """
     try:
         process = subprocess.Popen(
@@ -103,7 +104,7 @@ def ask(command: Sequence[str], seconds: float) -> Answer:
             start_new_session=True,
         )
     except OSError as error:
-        return Answer(problem=f"{command[0]} does not start: {error.strerror}")
+        return CommandOutput(problem=f"{command[0]} does not start: {error.strerror}")
     try:
         output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -113,40 +114,40 @@ def ask(command: Sequence[str], seconds: float) -> Answer:
             pipe.close()
         with suppress(subprocess.TimeoutExpired):
             process.wait(1)
-        return Answer(problem=f"no answer within {seconds:g} s")
+        return CommandOutput(problem=f"no answer within {seconds:g} s")
     if process.returncode:
-        said = [line.strip() for line in (errors or output).splitlines() if line.strip()]
-        return Answer(output, said[-1] if said else f"it ended with {process.returncode}")
-    return Answer(output)
+        lines = [line.strip() for line in (errors or output).splitlines() if line.strip()]
+        return CommandOutput(output, lines[-1] if lines else f"it ended with {process.returncode}")
+    return CommandOutput(output)
 
 
 def machine() -> Machine:
-    """What this process may use of it."""
+    """Return the resources that this process may use."""
     return Machine(cores=_cores(), memory_gib=total_bytes() / GIB, shared_gib=_shared_gib(), open_files=_open_files())
 
 
 def gpus_of_this_machine() -> list[str]:
-    """The names of those that this process may use, as nvidia-smi tells them; empty without one."""
+    """Return the names of the GPUs that this process may use, from nvidia-smi; empty without any."""
     return gpus_from(gpu_listing(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def gpu_listing() -> str:
     """Return the output of ``nvidia-smi -L``, which lists each GPU and its MIG slices; empty without nvidia-smi."""
-    answer = ask(["nvidia-smi", "-L"], _NVIDIA_SMI_SECONDS)
+    answer = run_command(["nvidia-smi", "-L"], _NVIDIA_SMI_SECONDS)
     return "" if answer.problem else answer.output
 
 
-def listed_gpus(listing: str) -> list[Listed]:
+def listed_gpus(listing: str) -> list[ListedGpu]:
     """Parse the output of ``nvidia-smi -L``."""
-    found: list[Listed] = []
+    found: list[ListedGpu] = []
     for line in listing.splitlines():
         if gpu := _GPU_LINE.fullmatch(line.strip()):
             index, name, uuid = gpu.groups()
-            found.append(Listed(index, uuid, name))
+            found.append(ListedGpu(index, uuid, name))
         elif found and (part := _SLICE_LINE.fullmatch(line.strip())):
             profile, number, uuid = part.groups()
             last = found[-1]
-            slice_ = Slice(int(number), uuid, f"{last.name} MIG {profile}")
+            slice_ = GpuSlice(int(number), uuid, f"{last.name} MIG {profile}")
             found[-1] = replace(last, slices=(*last.slices, slice_))
     return found
 
@@ -154,8 +155,8 @@ def listed_gpus(listing: str) -> list[Listed]:
 def gpus_from(listing: str, visible: str | None) -> list[str]:
     """Return the names of the devices that CUDA_VISIBLE_DEVICES lets a process see; None: all.
 
-    As in CUDA an unknown id ends the list, a uuid may be cut short, and the number of a GPU that MIG has cut means its
-    first slice; the other slices have uuids alone.
+    As in CUDA an unknown id ends the list, a uuid may be cut short, and the number of a partitioned GPU means its
+    first slice; the other slices only have uuids.
     """
     gpus = listed_gpus(listing)
     if visible is None:
@@ -168,7 +169,7 @@ def gpus_from(listing: str, visible: str | None) -> list[str]:
     return names
 
 
-def _name_of(gpus: Sequence[Listed], id_: str) -> str | None:
+def _name_of(gpus: Sequence[ListedGpu], id_: str) -> str | None:
     for gpu in gpus:
         if id_ == gpu.index or (id_.startswith("GPU-") and gpu.uuid.startswith(id_)):
             return gpu.device_name
@@ -179,24 +180,26 @@ def _name_of(gpus: Sequence[Listed], id_: str) -> str | None:
 
 
 def devices() -> tuple[list[Device], str | None]:
-    """The GPUs of this machine, and why they cannot be told: without NVIDIA's driver there are none, and no reason."""
+    """Return the GPUs of this machine, and why they are unknown if they are. Without NVIDIA's driver there are none."""
     if shutil.which("nvidia-smi") is None:
         return [], None
-    listing = ask(["nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits"], _NVIDIA_SMI_SECONDS)
+    listing = run_command(
+        ["nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits"], _NVIDIA_SMI_SECONDS
+    )
     if listing.problem:
         return [], listing.problem
-    # In a container it may not tell of other processes; then the memory in use does.
-    users = ask(["nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader"], _NVIDIA_SMI_SECONDS)
+    # In a container this may not list other processes; the memory in use still shows them.
+    users = run_command(["nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader"], _NVIDIA_SMI_SECONDS)
     found = devices_from(listing.output, "" if users.problem else users.output)
     gpus = listed_gpus(gpu_listing())
     if any(gpu.slices for gpu in gpus):
-        details = ask(["nvidia-smi", "-q", "-x"], _NVIDIA_SMI_SECONDS)
+        details = run_command(["nvidia-smi", "-q", "-x"], _NVIDIA_SMI_SECONDS)
         found = with_slices(found, gpus, "" if details.problem else details.output)
     return found, None
 
 
 def devices_from(listing: str, users: str) -> list[Device]:
-    """From the texts of nvidia-smi: a line for each GPU, and the uuid of its GPU for each process."""
+    """Parse two outputs of nvidia-smi: a line for each GPU, and the uuid of its GPU for each process."""
     processes = Counter(line.strip() for line in users.splitlines())
     found = []
     for line in listing.splitlines():
@@ -207,19 +210,19 @@ def devices_from(listing: str, users: str) -> list[Device]:
     return found
 
 
-def with_slices(found: Sequence[Device], gpus: Sequence[Listed], details: str) -> list[Device]:
-    """Replace each GPU that MIG has cut by its slices, with their own memory from ``nvidia-smi -q -x``."""
+def with_slices(found: Sequence[Device], gpus: Sequence[ListedGpu], details: str) -> list[Device]:
+    """Replace each partitioned GPU by its slices, with their own memory from ``nvidia-smi -q -x``."""
     slices = {int(gpu.index): gpu.slices for gpu in gpus}
     memory = _slice_memory(details)
-    told: list[Device] = []
+    result: list[Device] = []
     for device in found:
         parts = [
             replace(device, name=part.name, slice=part.number, memory_gib=total, used_gib=used, processes=0)
             for part in slices.get(device.index, ())
             for total, used in [memory.get((device.index, part.number), (None, None))]
         ]
-        told += parts or [device]
-    return told
+        result += parts or [device]
+    return result
 
 
 def _slice_memory(details: str) -> dict[tuple[int, int], tuple[float | None, float | None]]:
@@ -239,14 +242,15 @@ def _slice_memory(details: str) -> dict[tuple[int, int], tuple[float | None, flo
 
 
 def links() -> "Counter[str]":
-    """Pairs of this machine's GPUs by the kind of their link; empty where nvidia-smi does not tell."""
-    answer = ask(["nvidia-smi", "topo", "-m"], _NVIDIA_SMI_SECONDS)
+    """Count the pairs of this machine's GPUs by the kind of their link; empty when nvidia-smi does not report them."""
+    answer = run_command(["nvidia-smi", "topo", "-m"], _NVIDIA_SMI_SECONDS)
     return Counter() if answer.problem else links_from(answer.output)
 
 
 def links_from(topology: str) -> "Counter[str]":
-    """From the text of ``nvidia-smi topo -m``: ``NV18`` (so many NVLinks), or over PCIe ``PIX``, ``PXB``, ``PHB``,
-    ``NODE``, ``SYS``, from near to far.
+    """Parse the output of ``nvidia-smi topo -m``.
+
+    Kinds are ``NV18`` (18 NVLinks), or over PCIe ``PIX``, ``PXB``, ``PHB``, ``NODE``, ``SYS``, from near to far.
     """
     rows = []
     for line in re.sub(r"\x1b\[[0-9;]*m", "", topology).splitlines():
@@ -258,7 +262,7 @@ def links_from(topology: str) -> "Counter[str]":
 
 
 def _gib(mib: str) -> float | None:
-    """``[N/A]`` and the like are None."""
+    """Parse a number of MiB; None for ``[N/A]`` and the like."""
     return int(mib) / 1024 if mib.isdigit() else None
 
 

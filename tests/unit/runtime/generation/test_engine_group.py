@@ -13,7 +13,7 @@ from rlflow.engines.base import Sampling
 from rlflow.engines.fake import FakeEngine
 from rlflow.engines.group_progress import PartialResponse
 from rlflow.errors import EngineError
-from rlflow.runtime.generation.engine_group import Writing, summary
+from rlflow.runtime.generation.engine_group import EngineGroup, summarize_activity
 from tests.helpers import WritingEngine, prompts, spec
 from tests.stepwise import MAX_TOKENS, Stepwise, response
 from tests.stepwise import Dying as StepwiseDying
@@ -27,8 +27,8 @@ def no_weights() -> None:
     raise AssertionError("these engines follow nobody")
 
 
-def writing_of(workers: Threads, renew: Callable[[], None] = no_weights) -> Writing:
-    return Writing("rollout", workers, renew)
+def writing_of(workers: Threads, renew: Callable[[], None] = no_weights) -> EngineGroup:
+    return EngineGroup("rollout", workers, renew)
 
 
 def check(out: Rollouts) -> None:
@@ -105,13 +105,13 @@ def test_the_samples_of_an_engine_that_fails_go_to_the_others(kind: type[Dying],
 
     workers = Threads([WritingEngine(spec(), (room, 10_000)), Here(spec(), (room, 10_000))])
     writing = writing_of(workers)
-    writing.renewed()
+    writing.weights_synced()
     check(writing.generate(GIVEN, SAMPLING))
     failed = not (room == 100 and kind is DyingAtTheEnd)
     # The new engine writes nothing before it has the weights.
     check(writing.generate(GIVEN, SAMPLING))
     assert (workers.engines[1].given == []) is failed
-    writing.renewed()
+    writing.weights_synced()
     workers.engines[1].at = 99
     check(writing.generate(GIVEN, SAMPLING))
     assert workers.engines[1].given
@@ -149,13 +149,13 @@ def test_when_all_have_failed_new_ones_get_the_weights_and_write_all_of_it(engin
 
     def renew() -> None:
         copies.append([engine in dead for engine in workers.engines])
-        writing.renewed()
+        writing.weights_synced()
 
     writing = writing_of(workers, renew)
-    writing.renewed()
+    writing.weights_synced()
     check(writing.generate(GIVEN, SAMPLING))
     assert copies == [[False] * engines], "weights are copied once, to new engines"
-    assert sorted(line["engine"] for line in writing.taken_failures()) == list(range(engines))
+    assert sorted(line["engine"] for line in writing.take_failures()) == list(range(engines))
 
 
 LONG = Sampling(max_tokens=MAX_TOKENS, group_size=3)
@@ -209,14 +209,14 @@ def test_what_is_put_off_is_not_lost_with_an_engine(when: str, at: int) -> None:
 def test_what_engines_did_is_told_once() -> None:
     writing = writing_of(Threads([WritingEngine(spec()) for _ in range(2)]))
     writing.generate(GIVEN, SAMPLING)
-    lines = writing.taken_lines()
+    lines = writing.take_activity()
     assert [(line["role"], line["engine"], line["tokens"]) for line in lines] == [
         ("rollout", 0, 10),
         ("rollout", 1, 10),
     ]
-    assert writing.taken_lines() == []
+    assert writing.take_activity() == []
     lines[1] |= {"seconds": 0.25, "cache": 0.75, "preemptions": 2}
-    assert summary(lines) == {
+    assert summarize_activity(lines) == {
         "engines/tokens_per_second": 16.0,
         "engines/idle": 0.375,
         "engines/idle_most": 0.75,
@@ -224,7 +224,7 @@ def test_what_engines_did_is_told_once() -> None:
         "engines/cache_most": 0.75,
         "engines/preemptions": 2,
     }
-    assert summary([]) == {}
+    assert summarize_activity([]) == {}
 
 
 def test_rows_arrive_in_the_order_of_keys() -> None:

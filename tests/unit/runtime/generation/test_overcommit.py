@@ -10,7 +10,7 @@ from rlflow.batch import Prompts, Rollouts
 from rlflow.data.source import DataSource
 from rlflow.errors import EngineError
 from rlflow.nodes.generate import Generate
-from rlflow.runtime.generation.engine_group import Writing
+from rlflow.runtime.generation.engine_group import EngineGroup
 from rlflow.runtime.generation.overcommit import Overcommitted
 from tests.helpers import prompts, spec
 from tests.stepwise import MAX_TOKENS, Dying, Stepwise, response
@@ -57,14 +57,14 @@ def check(steps: list[Rollouts]) -> None:
 def go(
     workers: Threads, first: int = 0, operation: Overcommitted | None = None, end: int = STEPS
 ) -> tuple[list[Rollouts], Overcommitted]:
-    writing = Writing("rollout", workers, lambda: writing.renewed())
+    writing = EngineGroup("rollout", workers, lambda: writing.weights_synced())
     operation = operation or Overcommitted(GENERATE, BATCH, Data())
     out = []
     for step in range(first, end):
         for engine in workers.engines:
             engine._version = step
         out.append(operation.run(writing, of_step(step)))
-        writing.renewed()
+        writing.weights_synced()
     return out, operation
 
 
@@ -78,14 +78,14 @@ def test_every_prompt_once_and_whole(engines: int, room: tuple[int, int]) -> Non
     assert any(tokens for _, tokens in begun), "what was broken off goes on"
     assert any(len(set(out.versions[row].tolist())) > 1 for out in steps for row in range(len(out)))
     assert operation._prompts is None
-    assert operation._begun is None
+    assert operation._partial is None
     assert "generate_rows" not in {method for _, method in workers.calls}
 
 
 def test_what_is_begun_comes_first() -> None:
     workers = Threads([Stepwise(spec(), (3, 10_000))])
     _, operation = go(workers, end=1)
-    assert operation._begun is not None
+    assert operation._partial is not None
     workers.engines[0].begun.clear()
     go(workers, 1, operation, 2)
     steps = [step for (step, _, _), _ in workers.engines[0].begun]

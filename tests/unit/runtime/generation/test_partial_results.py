@@ -16,7 +16,7 @@ from rlflow.nodes.base import Node
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward_shaping import Divergences
 from rlflow.runtime.generation import partial_results as listening
-from rlflow.runtime.protocols import Engines
+from rlflow.runtime.protocols import Engines, Listener
 from rlflow.runtime.ray.role_proxy import RoleProxy
 from rlflow.runtime.step import run_graph
 from tests.helpers import WritingEngine, prompts, spec
@@ -47,10 +47,10 @@ class InTurn(Engines):
     def __init__(self, engine: RoleProxy) -> None:
         super().__init__(rollout=engine)
 
-    def heard_by(self, listener: listening.Listener, role: str) -> Any:
-        writing = self[role].writing
+    def heard_by(self, listener: Listener, role: str) -> Any:
+        writing = self[role].engine_group
         assert writing is not None
-        return writing.heard_by(listener)
+        return writing.subscribed(listener)
 
 
 def graph(max_tokens: int, rewards: Node | None = None) -> Graph:
@@ -82,7 +82,7 @@ def check(made: dict[str, Any]) -> None:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are handed over from the beginning."""
-    monkeypatch.setattr(listening, "_BEFORE_S", 0.0)
+    monkeypatch.setattr(listening, "_MIN_SECONDS", 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

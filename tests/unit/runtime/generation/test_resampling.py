@@ -106,7 +106,7 @@ def test_the_first_prompts_that_differ_are_trained_on(trained: list[Minibatch], 
 def test_as_many_as_are_missing_take(answered: int, found: int, count: int) -> None:
     """Of a batch of 100, at least a quarter of it."""
     plan = plan_of("begins_low")
-    assert Rounds(plan.graph, 100, data_of(plan))._wanted(answered, found) == count
+    assert Rounds(plan.graph, 100, data_of(plan))._round_size(answered, found) == count
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from rlflow.runtime.generation.length_model import Expectation
-from rlflow.runtime.generation.scheduler import Room, Scheduler
+from rlflow.runtime.generation.length_model import LengthModel
+from rlflow.runtime.generation.scheduler import Capacity, Scheduler
 
 Ints = NDArray[np.int64]
 GROUP = 4
@@ -28,7 +28,7 @@ def drain(
     steps = dict.fromkeys(running, 0)
 
     def begin() -> None:
-        for rank, rows in scheduler.begin().items():
+        for rank, rows in scheduler.assign().items():
             begun.extend(row for row in rows if not written[row])
             running[rank] |= {row: steps[rank] - int(written[row]) for row in rows}
 
@@ -50,26 +50,28 @@ def drain(
             for row in [row for row, of in handed_over.items() if of == rank]:
                 handed_over.pop(row)
                 written[row] = 0
-            scheduler.lost(rank, written)
+            scheduler.engine_failed(rank, written)
             begin()
             continue
         assert row not in by
         by[row] = rank
         running[rank].pop(row)
         scheduler.finished(rank, [row], [int(lengths[row])], steps[rank])
-        of, rows = scheduler.put_off(rank)
+        of, rows = scheduler.preempt(rank)
         for each in rows:
             written[each] = steps[of] - running[of].pop(each)
             handed_over[each] = of
         if rows:
-            scheduler.returned(of, rows, written[rows].tolist())
+            scheduler.preempted(of, rows, written[rows].tolist())
         begin()
     return by, begun
 
 
-def scheduler(prompts: int, ranks: int, max_tokens: int, room: Room, before: Ints | None = None) -> Scheduler:
+def scheduler(prompts: int, ranks: int, max_tokens: int, room: Capacity, before: Ints | None = None) -> Scheduler:
     expected = None if before is None else before.astype(np.float64)
-    return Scheduler(np.full(prompts, 5), GROUP, max_tokens, dict.fromkeys(range(ranks), room), before=expected)
+    return Scheduler(
+        np.full(prompts, 5), GROUP, max_tokens, dict.fromkeys(range(ranks), room), previous_lengths=expected
+    )
 
 
 @settings(deadline=None)
@@ -86,10 +88,10 @@ def test_every_sample_is_written_once(
     """Whatever room there is and whichever engines fail, as long as one is left; and the same again."""
 
     def run() -> tuple[dict[int, int], list[int]]:
-        made = scheduler(len(lengths) // GROUP, ranks, 50, Room(sequences, tokens))
+        made = scheduler(len(lengths) // GROUP, ranks, 50, Capacity(sequences, tokens))
         done = drain(made, lengths, ranks, {rank: at for rank, at in lose.items() if rank < ranks})
-        assert (made.waiting, sum(map(made.running, made.ranks))) == (0, 0)
-        assert sorted(row for rank in made.ranks for row in made.rows(rank)) == list(range(len(lengths)))
+        assert (made.num_queued, sum(map(made.num_running, made.ranks))) == (0, 0)
+        assert sorted(row for rank in made.ranks for row in made.finished_rows(rank)) == list(range(len(lengths)))
         return done
 
     written, begun = run()
@@ -109,7 +111,7 @@ def drawn(alike: float, limit: int, num_groups: int, seed: int) -> NDArray[np.fl
 def test_one_of_each_group_comes_first_and_then_the_longest() -> None:
     group_lengths = np.random.default_rng(0).permutation(np.arange(1, 41) * 10)
     lengths = np.repeat(group_lengths, GROUP)
-    _, begun = drain(scheduler(40, 2, 500, Room(8, 10**6)), lengths, 2)
+    _, begun = drain(scheduler(40, 2, 500, Capacity(8, 10**6)), lengths, 2)
     assert sorted(row // GROUP for row in begun[:40]) == list(range(40))
     ranks = np.argsort(np.argsort(group_lengths[np.array(begun[40:]) // GROUP]))
     assert np.corrcoef(ranks, -np.arange(len(ranks)))[0, 1] > 0.8
@@ -117,76 +119,76 @@ def test_one_of_each_group_comes_first_and_then_the_longest() -> None:
 
 def test_when_the_cache_is_full_those_with_most_written_wait() -> None:
     """Of 110 tokens four samples of 5 + 20 leave too few for 10 more of each, and three do not."""
-    made = scheduler(1, 1, 100, Room(8, 110))
-    assert made.begin() == {0: [0, 1, 2, 3]}
+    made = scheduler(1, 1, 100, Capacity(8, 110))
+    assert made.assign() == {0: [0, 1, 2, 3]}
     made.finished(0, [], [], 10)
-    assert made.put_off(0) == (0, [])
+    assert made.preempt(0) == (0, [])
     made.finished(0, [], [], 20)
-    assert made.put_off(0) == (0, [0])
-    made.returned(0, [0], [20])
-    assert (made.waiting, made.begin()) == (1, {}), "it has no room to go on"
+    assert made.preempt(0) == (0, [0])
+    made.preempted(0, [0], [20])
+    assert (made.num_queued, made.assign()) == (1, {}), "it has no room to go on"
     made.finished(0, [1], [21], 21)
-    assert made.begin() == {0: [0]}
+    assert made.assign() == {0: [0]}
 
 
 def test_what_is_put_off_goes_on_where_there_is_room() -> None:
-    made = scheduler(1, 2, 100, Room(4, 110))
-    assert made.begin() == {0: [0, 2], 1: [1, 3]}
+    made = scheduler(1, 2, 100, Capacity(4, 110))
+    assert made.assign() == {0: [0, 2], 1: [1, 3]}
     made.finished(0, [], [], 40)
     made.finished(1, [], [], 5)
-    assert made.put_off(0) == (0, [0])
-    made.returned(0, [0], [40])
-    assert made.begin() == {1: [0]}
+    assert made.preempt(0) == (0, [0])
+    made.preempted(0, [0], [40])
+    assert made.assign() == {1: [0]}
     made.finished(1, [], [], 25)
-    assert made.put_off(1) == (1, [0]), "which has most written, not the one that came last"
-    made.returned(1, [0], [60])
+    assert made.preempt(1) == (1, [0]), "which has most written, not the one that came last"
+    made.preempted(1, [0], [60])
     made.finished(1, [1, 3], [25, 25], 25)
-    assert made.begin() == {1: [0]}
+    assert made.assign() == {1: [0]}
 
 
 def test_of_those_that_are_put_off_the_least_written_goes_on_first() -> None:
-    made = scheduler(1, 1, 100, Room(1, 1000))
+    made = scheduler(1, 1, 100, Capacity(1, 1000))
     for row, written in ((0, 30), (1, 50), (2, 10), (3, 20)):
-        assert made.begin() == {0: [row]}
-        made.returned(0, [row], [written])
+        assert made.assign() == {0: [row]}
+        made.preempted(0, [row], [written])
     order = []
     for _ in range(4):
-        order += made.begin()[0]
+        order += made.assign()[0]
         made.finished(0, order[-1:], [60], 0)
     assert order == [2, 3, 0, 1]
 
 
 def test_the_fullest_hands_over_to_the_emptiest() -> None:
-    made = scheduler(2, 2, 100, Room(8, 400))
-    assert made.begin() == {0: [0, 5, 2, 7], 1: [4, 1, 6, 3]}
+    made = scheduler(2, 2, 100, Capacity(8, 400))
+    assert made.assign() == {0: [0, 5, 2, 7], 1: [4, 1, 6, 3]}
     made.finished(0, [], [], 20)
     made.finished(1, [], [], 20)
-    assert made.put_off(1) == (1, []), "both hold as much"
+    assert made.preempt(1) == (1, []), "both hold as much"
     made.finished(1, [4, 1, 6], [20] * 3, 20)
-    assert made.put_off(1) == (0, [0]), "100 and 25 tokens: with one of 25 handed over, 75 and 50"
-    assert made.put_off(1) == (0, []), "it is asked already"
-    made.returned(0, [0], [20])
-    assert made.begin() == {1: [0]}
+    assert made.preempt(1) == (0, [0]), "100 and 25 tokens: with one of 25 handed over, 75 and 50"
+    assert made.preempt(1) == (0, []), "it is asked already"
+    made.preempted(0, [0], [20])
+    assert made.assign() == {1: [0]}
 
 
 def test_what_can_hardly_become_longer_is_not_handed_over() -> None:
-    made = scheduler(2, 2, 100, Room(8, 1000))
-    made.begin()
+    made = scheduler(2, 2, 100, Capacity(8, 1000))
+    made.assign()
     made.finished(0, [], [], 90)
     made.finished(1, [4, 1, 6], [20] * 3, 20)
-    assert made.put_off(1) == (0, [])
+    assert made.preempt(1) == (0, [])
 
 
 @pytest.mark.parametrize("draw", [lambda rng: rng.exponential(60, 400), lambda rng: rng.normal(300, 30, 400)])
 def test_the_cache_is_filled_and_does_not_overflow(draw: Callable[[np.random.Generator], NDArray[np.float64]]) -> None:
-    room, limit = Room(10**6, 12_000), 400
+    room, limit = Capacity(10**6, 12_000), 400
     lengths = np.clip(draw(np.random.default_rng(0)), 1, limit).astype(np.int64)
     made = scheduler(100, 1, limit, room)
     held: list[int] = []
     running: dict[int, int] = {}
     written = np.zeros(len(lengths), np.int64)
     steps = 0
-    rows = made.begin()[0]
+    rows = made.assign()[0]
     while rows or running:
         running |= {row: steps - int(written[row]) for row in rows}
         steps += 1
@@ -195,28 +197,28 @@ def test_the_cache_is_filled_and_does_not_overflow(draw: Callable[[np.random.Gen
         for row in ended:
             running.pop(row)
         made.finished(0, ended, lengths[ended].tolist(), steps)
-        _, off = made.put_off(0)
+        _, off = made.preempt(0)
         for row in off:
             written[row] = steps - running.pop(row)
         if off:
-            made.returned(0, off, written[off].tolist())
-        rows = made.begin().get(0, [])
+            made.preempted(0, off, written[off].tolist())
+        rows = made.assign().get(0, [])
     assert max(held) <= room.tokens
     assert np.mean(held[: len(held) // 2]) > 0.6 * room.tokens
 
 
 def test_one_that_is_alone_is_written_whatever_becomes_of_it() -> None:
-    made = scheduler(1, 1, 100, Room(8, 9))
-    assert made.begin() == {0: [0]}
+    made = scheduler(1, 1, 100, Capacity(8, 9))
+    assert made.assign() == {0: [0]}
     made.finished(0, [], [], 50)
-    assert made.put_off(0) == (0, [])
+    assert made.preempt(0) == (0, [])
 
 
 class TestExpectation:
-    def learned(self, tokens: list[float], done: list[bool]) -> Expectation:
+    def learned(self, tokens: list[float], done: list[bool]) -> LengthModel:
         """Groups of one."""
-        made = Expectation(np.arange(len(tokens)), 100)
-        made.learn(np.arange(len(tokens)), np.array(tokens), np.array(done))
+        made = LengthModel(np.arange(len(tokens)), 100)
+        made.update(np.arange(len(tokens)), np.array(tokens), np.array(done))
         return made
 
     def test_who_writes_on_is_longer_than_who_has_ended(self) -> None:
@@ -229,8 +231,8 @@ class TestExpectation:
         def spread(alike: float) -> float:
             lengths = drawn(alike, 8000, 200, seed=0)
             rows = np.arange(len(lengths))
-            made = Expectation(rows // GROUP, 8000, lengths)
-            made.learn(rows, lengths, np.ones(len(lengths), np.bool_))
+            made = LengthModel(rows // GROUP, 8000, lengths)
+            made.update(rows, lengths, np.ones(len(lengths), np.bool_))
             return float(np.log(made.factors).std())
 
         assert 3 * spread(0.0) < spread(0.7)
@@ -238,9 +240,9 @@ class TestExpectation:
     def test_equal_lengths(self) -> None:
         """All ends in one place: a hazard as high as can be, which is still a number."""
         lengths = np.full(64, 300.0)
-        made = Expectation(np.arange(64) // GROUP, 400, lengths)
+        made = LengthModel(np.arange(64) // GROUP, 400, lengths)
         for _ in range(50):
-            made.learn(np.arange(64), lengths, np.ones(64, np.bool_))
+            made.update(np.arange(64), lengths, np.ones(64, np.bool_))
         assert np.isfinite(made.factors).all()
         assert made.factors.tolist() == pytest.approx([1.0] * 16, rel=0.2)
 
@@ -249,6 +251,6 @@ def test_what_ended_in_an_earlier_step_tells_of_its_group() -> None:
     """Two groups have one sample each still to be written. Both have ended more often than where none has ended, which
     is what is expected at first, and the one whose others were short the more."""
     done = np.array([5, 5, 5, 0, 90, 90, 90, 0])
-    made = Scheduler(np.array([1, 1]), 4, 100, {0: Room(8, 10_000)}, rows=np.array([3, 7]), written=done)
-    short, long = made._expectation.factors
+    made = Scheduler(np.array([1, 1]), 4, 100, {0: Capacity(8, 10_000)}, rows=np.array([3, 7]), initial_lengths=done)
+    short, long = made._length_model.factors
     assert short > long > 1

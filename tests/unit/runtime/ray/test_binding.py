@@ -10,9 +10,9 @@ from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Host
 from rlflow.resources.layout import Bundle
 from rlflow.runtime.ray.cluster.binding import (
-    Bound,
+    BoundBundle,
+    BoundPlan,
     LiveHost,
-    Placed,
     check_bound,
     check_free,
     check_kinds,
@@ -103,11 +103,11 @@ class TestMatchHosts:
         assert str(raised.value) == (
             "cluster: the plan uses 3 hosts, and Ray has none for 'x' (8 GPUs), 'y' (4 GPUs).\n"
             "  Known: a (8 GPUs), b (8 GPUs).\n"
-            "  Fix: plan for the hosts that are there (cluster=auto), or start Ray on those that are missing."
+            "  Fix: plan for the live hosts (cluster=auto), or start Ray on the missing ones."
         )
 
     def test_a_named_host_with_fewer_gpus_than_planned(self) -> None:
-        with pytest.raises(PlacementError, match="the plan uses 8 GPUs of host 'a', and Ray has 4 there"):
+        with pytest.raises(PlacementError, match="the plan uses 8 GPUs of host 'a', and Ray has 4 on it"):
             match_hosts(hosts("a"), {"a": 8}, [live("a", gpus=4), live("b")])
 
     def test_a_shape_on_hosts_that_are_so_called_and_smaller(self) -> None:
@@ -137,8 +137,8 @@ class TestCheckBound:
     wanted = (Bundle("host-0", 0), Bundle("host-0", 1), Bundle("host-1", 0))
     there = {"host-0": live("a"), "host-1": live("b")}
 
-    def bound(self, *places: tuple[str, str]) -> list[Bound]:
-        return [Bound(f"id of {name}", gpu) for name, gpu in places]
+    def bound(self, *places: tuple[str, str]) -> list[BoundBundle]:
+        return [BoundBundle(f"id of {name}", gpu) for name, gpu in places]
 
     def test_a_bundle_is_where_its_number_is(self) -> None:
         told = self.bound(("a", "1"), ("a", "0"), ("b", "0"))
@@ -178,7 +178,7 @@ class TestCheckKinds:
 
     def check(self, *names: str | None, cluster: str = "2x8@h200", simulated: bool = False) -> None:
         there = {"host-0": live("a", simulated=simulated), "host-1": live("b", simulated=simulated)}
-        told = {bundle: Bound("", "3", name) for bundle, name in zip(self.bundles, names, strict=True)}
+        told = {bundle: BoundBundle("", "3", name) for bundle, name in zip(self.bundles, names, strict=True)}
         check_kinds(load_cluster(cluster), there, told)
 
     def test_another_kind(self) -> None:
@@ -205,7 +205,7 @@ class TestSpareBundles:
         spare = spare_bundles(of_shape(2), self.wanted, there)
         assert spare == [Bundle("host-0", 1), Bundle("host-0", 2)]
         reserved = (*self.wanted, *spare)
-        told = [Bound(f"id of {name}", gpu) for name, gpu in zip("aabbaa", "010123", strict=True)]
+        told = [BoundBundle(f"id of {name}", gpu) for name, gpu in zip("aabbaa", "010123", strict=True)]
         indices = check_bound(of_shape(2), self.wanted, reserved, there, told)
         assert {bundle: told[index].gpu_id for bundle, index in indices.items()} == {
             bundle: str(bundle.gpu) for bundle in self.wanted
@@ -225,7 +225,7 @@ def test_the_record_has_planned_beside_bound() -> None:
     plan = rlflow.compile(rlflow.load(["recipe=fake"], CONFIG_DIR), "1x1@cpu")
     (bundle,) = wanted_bundles(plan)
     host = live("a", simulated=True)
-    placed = Placed(group=None, bundle_indices={bundle: 0}, gpu_ids={bundle: "5"}, hosts={bundle.host: host})
+    placed = BoundPlan(group=None, bundle_indices={bundle: 0}, gpu_ids={bundle: "5"}, hosts={bundle.host: host})
     record = placement_record(plan, placed)
     assert record["simulated"] is True
     assert record["hosts"] == {"host-0": {"name": "a", "node_id": "id of a", "address": "10.0.0.1", "gpus": 8}}

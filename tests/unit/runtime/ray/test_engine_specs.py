@@ -66,7 +66,7 @@ def test_stages_on_several_hosts_are_refused() -> None:
 
 
 def test_the_ranks_of_each_receiver_follow_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    receivers = Receivers(["a", "b", "c"], width=4)
+    receivers = Receivers(["a", "b", "c"], gpus_each=4)
     called: list[tuple[str, list[dict[str, object]]]] = []
     monkeypatch.setattr(receivers, "_call", lambda method, arguments: called.append((method, arguments)))
     receivers.init_weight_transfer_engine({"rank_offset": 1, "world_size": 13})

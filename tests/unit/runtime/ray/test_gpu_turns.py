@@ -16,8 +16,8 @@ from rlflow.compiler.plan import Plan
 from rlflow.engines.base import SharesGpus, Sleeps
 from rlflow.engines.registry import engine_class
 from rlflow.resources.layout import Bundle
-from rlflow.runtime.ray.engine_set import RayEngines, replaced_whole, sharing, sleeping
-from rlflow.runtime.ray.gpu_turns import Turns
+from rlflow.runtime.ray.engine_set import RayEngines
+from rlflow.runtime.ray.gpu_turns import GpuTurns, gpu_neighbors, replaced_roles, sleeping_roles
 from rlflow.runtime.ray.role_proxy import RoleProxy, Workers
 from rlflow.runtime.step import copy_weights, run_graph
 
@@ -108,11 +108,11 @@ def spies(plan: Plan) -> Iterator[tuple[RayEngines, Mapping[str, Spy], list[str]
     for spy in found.values():
         spy.beside = [other for other in found.values() if other is not spy and other.gpus & spy.gpus]
         spy.sleeper = bool(spy.beside) and plan.roles[spy.role].layout.sleeps
-    turns = Turns(found, sharing(plan), sleeping(plan), replaced_whole(plan))
+    turns = GpuTurns(found, gpu_neighbors(plan), sleeping_roles(plan), replaced_roles(plan))
     for role in plan.roles:
-        turns.rest(role)
+        turns.release(role)
     proxies = {role: RoleProxy(role, found[role], plan.roles[role].layout, False, turns) for role in plan.roles}
-    yield RayEngines(proxies, Mock(), Mock(), Path(), turns, replaced_whole(plan)), found, log
+    yield RayEngines(proxies, Mock(), Mock(), Path(), turns, replaced_roles(plan)), found, log
 
 
 def working(graph: Graph) -> Graph:
@@ -161,7 +161,7 @@ def test_who_sleeps_and_who_releases() -> None:
     for spy in roles.values():
         spy.beside = [other for other in roles.values() if other is not spy]
     beside = {name: [other for other in roles if other != name] for name in roles}
-    turns = Turns(roles, beside, {"rollout", "critic"}, {"rollout"})
+    turns = GpuTurns(roles, beside, {"rollout", "critic"}, {"rollout"})
 
     def told() -> list[str]:
         said = list(log)
@@ -169,13 +169,13 @@ def test_who_sleeps_and_who_releases() -> None:
         return said
 
     for role in roles:
-        turns.rest(role)
+        turns.release(role)
     assert told() == ["actor release_memory", "critic sleep", "rollout sleep True"]
-    turns.hand_on("actor")
-    turns.take_over("rollout")
+    turns.prepare_sender("actor")
+    turns.prepare_receiver("rollout")
     assert told() == ["rollout wake True"]
     roles["rollout"].weights = "here"
-    turns.renewed("rollout")
+    turns.weights_loaded("rollout")
     roles["actor"].cached = True  # of the copy
     turns.take("rollout")
     assert told() == ["actor release_memory", "rollout wake"]
@@ -186,11 +186,11 @@ def test_who_sleeps_and_who_releases() -> None:
     assert told() == ["rollout sleep"]
     turns.take("rollout")
     assert told() == ["actor release_memory", "rollout wake"]
-    turns.expire("rollout")
+    turns.weights_expired("rollout")
     turns.take("critic")
     assert told() == ["rollout sleep True", "critic wake"]
     # The critic's state leaves the GPU before weights pass.
-    turns.hand_on("critic")
+    turns.prepare_sender("critic")
     assert told() == ["critic wake True"]
     turns.take("critic")
     assert told() == ["critic wake"]
@@ -198,8 +198,8 @@ def test_who_sleeps_and_who_releases() -> None:
 
 def test_on_cpus_nothing_is_handed_over() -> None:
     plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny_cluster"]), "2x1@cpu")
-    assert not any(sharing(plan).values())
-    assert not sleeping(plan)
+    assert not any(gpu_neighbors(plan).values())
+    assert not sleeping_roles(plan)
 
 
 @pytest.mark.parametrize("name", ["torch", "deepspeed", "transformers"])

@@ -13,10 +13,12 @@ from rlflow.compose import cluster_of_hosts
 from rlflow.engines.base import EngineSpec
 from rlflow.errors import RecipeError
 from rlflow.runtime import local
-from rlflow.runtime.ray.actors import Actors
+from rlflow.runtime.objects.budget import Budget
+from rlflow.runtime.objects.results import StoreCalls
 from rlflow.runtime.ray.cluster import machine, probes
-from rlflow.runtime.ray.cluster.binding import Placed
+from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.cluster.machine import Device, listed_gpus
+from rlflow.runtime.ray.role_workers import RoleWorkers
 from tests.unit.runtime.ray.test_binding import live
 
 # As nvidia-smi -L prints a host with one GPU that MIG has cut and one that it has not.
@@ -130,15 +132,15 @@ class TestNumbers:
     def test_workers(self) -> None:
         plan = rlflow.compile(rlflow.load(["recipe=grpo_7b"]), "1x8")
         bundles = plan.roles["rollout"].bundles
-        placed = Placed(
+        placed = BoundPlan(
             group=Mock(bundle_count=len(bundles)),
             bundle_indices={bundle: index for index, bundle in enumerate(bundles)},
             gpu_ids={bundle: str(7 - bundle.gpu) for bundle in bundles},
             hosts={"host-0": live("host-0", simulated=True)},
         )
-        actors = Actors(plan, "rollout", plan.recipe.models["policy"], placed)
+        actors = RoleWorkers(plan, "rollout", plan.recipe.models["policy"], placed, StoreCalls(Budget({})))
         worker = plan.roles["rollout"].workers[0]
-        variables = actors._options(0, worker)["runtime_env"]["env_vars"]
+        variables = actors._options(worker)["runtime_env"]["env_vars"]
         assert variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
         assert variables["CUDA_VISIBLE_DEVICES"] == ",".join(str(7 - bundle.gpu) for bundle in worker.bundles)
 

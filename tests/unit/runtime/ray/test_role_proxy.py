@@ -17,7 +17,7 @@ from rlflow.errors import EngineError
 from rlflow.nodes.policy_loss import LikelihoodLoss
 from rlflow.resources.layout import Layout
 from rlflow.runtime.objects.slices import BatchSlice
-from rlflow.runtime.ray.gpu_turns import Turns
+from rlflow.runtime.ray.gpu_turns import GpuTurns
 from rlflow.runtime.ray.role_proxy import RoleProxy, Workers
 from rlflow.runtime.ray.worker import EngineWorker
 from tests.helpers import WritingEngine, minibatch, prompts, sequences, spec
@@ -57,7 +57,7 @@ class Threads:
 
 
 def proxy(workers: Threads, layout: Layout = LAYOUT, concurrent: bool = False) -> RoleProxy:
-    return RoleProxy("role", workers, layout, concurrent, Turns({"role": workers}, {"role": []}))
+    return RoleProxy("role", workers, layout, concurrent, GpuTurns({"role": workers}, {"role": []}))
 
 
 def fakes(count: int) -> Threads:
@@ -169,14 +169,14 @@ class TestWorker:
     def test_weights_go_from_one_to_another(self) -> None:
         source, target = self.worker(), self.worker()
         source.call("update", minibatch(sequences([3], [[4]])), LikelihoodLoss())
-        source.send_weights(keep=True)
-        target.expect_weights()
+        source.start_sending(copy_data=True)
+        target.start_receiving()
         with ThreadPoolExecutor(1) as pool:
-            taken = pool.submit(target.take_weights, 4)
+            taken = pool.submit(target.receive_weights, 4)
             more = True
             while more:
                 bucket, more = source.next_bucket()
-                target.offer(deepcopy(bucket))
+                target.push_bucket(deepcopy(bucket))
             taken.result(timeout=20)
         out = target.call("generate", prompts(), Sampling(max_tokens=3))
         assert set(out.versions.values.tolist()) == {4}
@@ -184,13 +184,13 @@ class TestWorker:
 
     def test_weights_that_break_off_are_an_error_and_nobody_waits(self) -> None:
         target = self.worker("transformers")
-        target.expect_weights()
+        target.start_receiving()
         with ThreadPoolExecutor(1) as pool:
-            taken = pool.submit(target.take_weights, 4)
-            target.offer("the source died")
+            taken = pool.submit(target.receive_weights, 4)
+            target.push_bucket("the source died")
             with pytest.raises(EngineError, match="the source died"):
                 taken.result(timeout=20)
-            pool.submit(target.offer, None).result(timeout=20)
+            pool.submit(target.push_bucket, None).result(timeout=20)
         with pytest.raises(EngineError, match="the last copy of weights failed"):
             target.call("generate", prompts(), Sampling(max_tokens=3))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.runtime.ray.watchdog import Watch
+from rlflow.runtime.ray.watchdog import Watchdog
 
 _LONG = 60
 
@@ -21,7 +21,7 @@ class Engines:
         self.ended: Future[tuple[int, str]] = Future()
         self.worked: Future[None] = Future()
         self._answer = answer
-        self.watch = Watch(self._steps, self._end)
+        self.watch = Watchdog(self._steps, self._end)
 
     def _steps(self, rank: int) -> "Future[int]":
         self.asked[rank] += 1
@@ -48,23 +48,23 @@ def failing() -> "Future[int]":
 def test_an_engine_without_steps_is_ended(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it says so, says nothing, or cannot be asked."""
     engines = Engines(monkeypatch, answer)
-    call: Future[None] = engines.watch.over(0, Future())
-    assert engines.ended.result(timeout=_LONG) == (0, "has written nothing for 0.3 s")
+    call: Future[None] = engines.watch.watch(0, Future())
+    assert engines.ended.result(timeout=_LONG) == (0, "has made no step for 0.3 s")
     call.set_result(None)
 
 
 def test_new_calls_do_not_put_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = Engines(monkeypatch)
-    engines.watch.over(0, Future())
+    engines.watch.watch(0, Future())
     while not engines.ended.done() and engines.asked[0] < 100 * _LONG:
-        engines.watch.over(0, Future()).set_result(None)
+        engines.watch.watch(0, Future()).set_result(None)
     assert engines.ended.result(timeout=_LONG)[0] == 0
 
 
 def test_an_engine_with_steps_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a call takes."""
     engines = Engines(monkeypatch)
-    call: Future[None] = engines.watch.over(1, Future())
+    call: Future[None] = engines.watch.watch(1, Future())
     engines.worked.result(timeout=_LONG)
     call.set_result(None)
     assert not engines.ended.done()
