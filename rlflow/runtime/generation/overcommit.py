@@ -40,27 +40,15 @@ class Overcommitted:
         """Return the first complete groups of earlier steps and of ``prompts``, in the order of keys."""
         if self._prompts is not None:
             prompts = Prompts.concatenate([self._prompts, prompts])
-<<<<<<< HEAD
-        written = engine.continue_rollouts(prompts, self._sampling, self._begun, self._enough)
-        groups = GroupProgress(prompts, self._sampling, written)
-        given = np.flatnonzero(groups.complete)[: self._enough]
-        assert len(given) == self._enough
-        left = np.setdiff1d(np.arange(len(prompts)), given)
-        is_given = np.isin(groups.rows_of(written.keys) // self._sampling.group_size, given)
-        self._prompts = self._data.prompts_with_keys(prompts.keys[left]) if len(left) else None
-        self._begun = None if is_given.all() else self._data.copy_locally(written.take(np.flatnonzero(~is_given)))
-        return written.take(np.flatnonzero(is_given))
-=======
         rollouts = engine.continue_rollouts(prompts, self._sampling, self._partial, self._batch_size)
         groups = GroupProgress(prompts, self._sampling, rollouts)
         chosen = np.flatnonzero(groups.complete)[: self._batch_size]
         assert len(chosen) == self._batch_size
         left = np.setdiff1d(np.arange(len(prompts)), chosen)
         is_chosen = np.isin(groups.rows_of(rollouts.keys) // self._sampling.group_size, chosen)
-        self._prompts = self._data.prompts_of(prompts.keys[left]) if len(left) else None
-        self._partial = None if is_chosen.all() else self._data.copied(rollouts.take(np.flatnonzero(~is_chosen)))
+        self._prompts = self._data.prompts_with_keys(prompts.keys[left]) if len(left) else None
+        self._partial = None if is_chosen.all() else self._data.copy_locally(rollouts.take(np.flatnonzero(~is_chosen)))
         return rollouts.take(np.flatnonzero(is_chosen))
->>>>>>> ac33301 (runtime: generation, weights and ray in plain names; objects < generation < weights < ray)
 
     def save(self, folder: Path) -> None:
         """Save the prompts by their keys, and their rollouts."""
@@ -77,13 +65,8 @@ class Overcommitted:
         """Restore what ``save`` saved."""
         with np.load(folder / _STATE) as saved:
             arrays = dict(saved)
-<<<<<<< HEAD
         self._prompts = self._data.prompts_with_keys(arrays["prompts"]) if len(arrays["prompts"]) else None
-        self._begun = None
-=======
-        self._prompts = self._data.prompts_of(arrays["prompts"]) if len(arrays["prompts"]) else None
         self._partial = None
->>>>>>> ac33301 (runtime: generation, weights and ray in plain names; objects < generation < weights < ray)
         if "keys" in arrays:
             assert self._prompts is not None
             rows = GroupProgress(self._prompts, self._sampling).rows_of(arrays["keys"])
@@ -100,11 +83,7 @@ class Overcommitted:
                 texts=tuple(json.loads(arrays["texts"].tobytes())),
                 rows=row_prompts.rows,
             )
-<<<<<<< HEAD
-            self._begun = self._data.copy_locally(begun)
-=======
-            self._partial = self._data.copied(partial)
->>>>>>> ac33301 (runtime: generation, weights and ray in plain names; objects < generation < weights < ray)
+            self._partial = self._data.copy_locally(partial)
 
 
 def begun_ahead(graph: Graph, batch_size: int) -> int:
