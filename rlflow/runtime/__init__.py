@@ -1,1 +1,1 @@
-"""The run itself: in this process, or on a cluster."""
+"""The runtime runs a plan: in this process, or on a Ray cluster."""

@@ -122,7 +122,7 @@ class CheckpointWriter:
     """Writes the checkpoints of a run, each step at most once."""
 
     def __init__(self, run: Path, parts: Mapping[str, Any], keep: int, saved_step: int | None) -> None:
-        """``saved_step`` is the step of the checkpoint that the run resumes from."""
+        """Write ``parts`` to ``run``. ``saved_step`` is the step of the checkpoint that the run resumes from."""
         self._run, self._parts, self._keep, self._saved_step = run, parts, keep, saved_step
 
     def save(self, progress: RunProgress) -> None:

@@ -1,4 +1,4 @@
-"""A lock that keeps two runs out of one folder."""
+"""A lock that keeps two runs from sharing a folder."""
 
 import errno
 import fcntl
@@ -11,18 +11,16 @@ from pathlib import Path
 from rlflow.errors import RecipeError
 
 LOCK_FILE = ".lock"
-_TAKEN = {errno.EACCES, errno.EAGAIN}
+_IS_LOCKED = {errno.EACCES, errno.EAGAIN}
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make ``folder`` and keep every other run out of it until the block ends.
+    """Create ``folder`` and lock it until the context ends. Raises RecipeError while another run has it locked.
 
-    The kernel holds the lock (``flock``; on NFS the server does) and gives it back when the process ends, however it
-    ends. The file alone locks nothing, so one that a killed run left is no obstacle. A block that writes nothing leaves
-    nothing.
-
-    Raises RecipeError while another run has the folder.
+    The kernel holds the lock (``flock``; on NFS the server does) and releases it when the process ends, however it
+    ends. The lock file alone locks nothing, so a file left by a killed run does no harm. If nothing was written to a
+    new folder, it is removed again.
     """
     folder.mkdir(parents=True, exist_ok=True)
     before = set(os.listdir(folder))
@@ -32,19 +30,20 @@ def locked(folder: Path) -> Iterator[None]:
     finally:
         if set(os.listdir(folder)) == {*before, LOCK_FILE}:
             (folder / LOCK_FILE).unlink()
-        # Closing is not enough: processes that were forked meanwhile hold the same lock.
+        # Closing is not enough: processes that were forked in between hold the same lock.
         fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
-        with suppress(OSError):  # other files are in it
+        with suppress(OSError):  # the folder is not empty
             folder.rmdir()
 
 
 def _acquire(folder: Path) -> int:
+    """Return the handle of the locked file."""
     while True:
         handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             _lock(handle, folder)
-            # The run that had it may have removed the file before it let go.
+            # Another run may have removed the file before it released the lock.
             if os.fstat(handle).st_nlink:
                 return handle
         except BaseException:
@@ -57,13 +56,13 @@ def _lock(handle: int, folder: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in _TAKEN:
+        if error.errno not in _IS_LOCKED:
             raise
         holder = os.read(handle, 200).decode(errors="replace")
         raise RecipeError(
             "hydra.run.dir",
             f"'{folder}' is in use by another run" + (f", {holder}" if holder else ""),
-            fix="wait until that ends, or give this one a folder of its own: hydra.run.dir=FOLDER",
+            fix="wait until that run ends, or use another folder: hydra.run.dir=FOLDER",
         ) from None
     os.truncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {platform.node()}".encode())

@@ -1,4 +1,4 @@
-"""Every role in this process: the runtime of one machine."""
+"""The local runtime: every role in this process, on one GPU or the CPU."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -14,10 +14,10 @@ from rlflow.runtime.ray.engine_specs import build, check_engines, is_on_gpu, spe
 
 
 class LocalRuntime:
-    """The engines are plain objects, on the plan's one GPU or on the processor."""
+    """A runtime whose engines are plain objects, on the plan's one GPU or on the CPU."""
 
     def check(self, plan: Plan) -> None:
-        """Raises PlacementError for a plan of more than one GPU, RecipeError for an engine that cannot be started."""
+        """Raise PlacementError without the GPU that the plan needs, RecipeError for an engine that cannot start."""
         bundles = {bundle for placement in plan.roles.values() for bundle in placement.bundles}
         assert len(bundles) == 1, "runtime_of gives plans of several GPUs to another runtime"
         if is_on_gpu(plan) and not gpus_of_this_machine():
@@ -28,12 +28,12 @@ class LocalRuntime:
 
     @contextmanager
     def start(self, plan: Plan, models: Mapping[str, Model], directory: Path) -> Iterator[Engines]:
-        """Raises EngineError for an engine that fails."""
-        # Read when CUDA starts, which the first engine makes it do.
+        """Build the engine of each role. Raises EngineError for an engine that does not start."""
+        # CUDA reads these when the first engine initializes it.
         os.environ.update(PCI_ORDER)
         engines = Engines()
-        for role, written in plan.recipe.roles.items():
-            gpu = plan.roles[role].bundles[0].gpu
+        for name, role in plan.recipe.roles.items():
+            gpu = plan.roles[name].bundles[0].gpu
             device = f"cuda:{gpu}" if is_on_gpu(plan) else "cpu"
-            engines[role] = build(written.engine, spec_of(plan, role, models[written.model], device=device))
+            engines[name] = build(role.engine, spec_of(plan, name, models[role.model], device=device))
         yield engines

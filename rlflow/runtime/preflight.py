@@ -140,6 +140,6 @@ def _check(plan: Plan, data: DataSource, source: str, split: str, sequences: Len
                 raise RecipeError(
                     f"data.{split}",
                     f"the {what} of row {lengths.argmax()} of '{getattr(data.data, split)}' of '{data.data.source}' "
-                    f"has {longest} tokens, and there are only {limit} {of}",
+                    f"has {longest} tokens, more than the {limit} {of}",
                     fix=f"{fix}, or remove such rows",
                 )

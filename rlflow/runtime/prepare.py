@@ -35,7 +35,7 @@ from rlflow.runtime.generation.resampling import Rounds
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.preflight import check_before_start, check_directory, check_examples, last_checkpoint
 from rlflow.runtime.protocols import Engines, Observer, Observers, Report, Runtime
-from rlflow.runtime.tuning import Tuner, with_places
+from rlflow.runtime.tuning import Tuner, with_spare_slots
 
 
 class Run(Protocol):
@@ -113,7 +113,7 @@ def prepare(
         warnings += _warn(observer, data.warnings)
         write_plan(plan, directory)
         started_at = time.perf_counter()
-        engines = stack.enter_context(runtime.start(with_places(plan) if tune else plan, models, directory))
+        engines = stack.enter_context(runtime.start(with_spare_slots(plan) if tune else plan, models, directory))
         data = engines.hosted(data)
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
         graph = bind_nodes(plan.graph, plan.recipe.roles, models, engines)

@@ -1,8 +1,7 @@
-"""How large a setting of a role should be, found while a run goes: pure, told what each step took.
+"""Tuning while a run goes: micro-batches and concurrent sequences grow as long as throughput does and memory allows.
 
-The first steps are the trials. None is thrown away: what training comes to does not depend on how a batch is cut.
-
-Tunes a run's roles while it goes, and writes what it found to ``tuning.json``.
+The first steps are the trials. No step is wasted: the result of training does not depend on how a batch is cut. What
+was found is written to ``tuning.json``.
 """
 
 import json
@@ -15,252 +14,261 @@ from typing import Any
 from rlflow.compiler.graph import Graph, resampled_nodes
 from rlflow.compiler.plan import Plan
 from rlflow.engines.registry import engine_class
-from rlflow.resources.workload import Workload
 from rlflow.runtime.protocols import Observer
 from rlflow.runtime.ray.engine_specs import num_sequences
 
-# A setting is raised, or lowered, by so much at a time.
+FILE = "tuning.json"
+
+# A setting is raised, or lowered, by this factor.
 _FACTOR = 1.5
-# What is gained is more than noise when throughput grows by more than this.
+# Throughput must grow by this factor to be more than noise.
 _GAIN = 1.03
-# Steps of each trial, of which the fastest counts; and, when adapting, steps between two rounds of trials.
-_STEPS, _REST = 2, 20
-# Of the memory, the share up to which a setting is tried, and from which on it is lowered.
-_ROOM, _FULL = 0.9, 0.97
+# Steps of each trial, of which the fastest counts; and steps between two rounds of trials when adaptive.
+_TRIAL_STEPS, _REST_STEPS = 2, 20
+# The share of memory up to which a setting is tried, and the share above which it is lowered.
+_MAX_TRIED_SHARE, _FULL_SHARE = 0.9, 0.97
+# Engines that are tuned start with slots for this many times the planned sequences: vLLM allocates memory for them, and
+# records graphs.
+_SLOTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
+    """The measurements of a few steps with one setting."""
+
     setting: int
     tokens_per_second: float
     memory_share: float
-    """Of the fullest GPU or host, at the peak."""
+    """The peak share of the fullest GPU or host."""
 
 
-class Climb:
-    """Raises a setting while throughput grows and memory allows, and keeps the best.
+class HillClimb:
+    """A search that raises a setting while throughput grows and memory allows, and keeps the best.
 
-    With ``adaptive`` it tries again every so many steps, upwards and downwards, and in between it is lowered in every
-    step that leaves next to no memory, until the next round of trials.
+    When ``adaptive``, it tries again after every few steps, upwards and downwards. In between, a step that leaves next
+    to no memory lowers the setting until the next round of trials.
     """
 
     def __init__(self, start: int, least: int, most: int, *, adaptive: bool = False) -> None:
         self.trials: dict[int, Trial] = {}
-        """By setting, of each the last."""
+        """The last trial of each setting."""
         self.best: Trial | None = None
-        """None until something has been tried, and for a setting that only memory led to."""
+        """The best trial; None before the first one, and for a setting that was lowered for its memory untried."""
         self._start, self._least, self._most = start, min(start, least), max(start, most)
         self._adaptive = adaptive
-        # How often the setting has been raised, less how often lowered; and that of the best.
+        # How often the setting has been raised, minus how often lowered; and the same of the best trial.
         self._level = self._best_level = 0
-        self._ways = [1]
+        self._directions = [1]
         self._rates: list[float] = []
-        self._used = 0.0
+        self._max_share = 0.0
         self._is_warm = False
 
     @property
     def setting(self) -> int:
-        """For the next step."""
-        return self._at(self._level)
+        """Return the setting for the next step."""
+        return self._setting_at(self._level)
 
     @property
-    def trying(self) -> bool:
-        """Whether a trial goes on."""
-        return bool(self._ways)
+    def is_trying(self) -> bool:
+        """Return whether a trial is in progress."""
+        return bool(self._directions)
 
-    def told(self, tokens: float, seconds: float, memory_share: float) -> None:
-        """Of a step with ``setting``: the role's own seconds."""
+    def record(self, tokens: float, seconds: float, memory_share: float) -> None:
+        """Record a step with ``setting``: the tokens and the seconds of the role's own nodes."""
         if not self._is_warm:
-            # The first step loads, compiles and grows its buffers.
+            # The first step loads, compiles and allocates buffers.
             self._is_warm = True
             return
         self._rates.append(tokens / seconds)
-        self._used = max(self._used, memory_share)
-        if self.trying:
-            if len(self._rates) >= _STEPS:
-                self._judge()
-        elif self._adaptive and memory_share > _FULL and self._at(self._level - 1) < self.setting:
+        self._max_share = max(self._max_share, memory_share)
+        if self.is_trying:
+            if len(self._rates) >= _TRIAL_STEPS:
+                self._end_trial()
+        elif self._adaptive and memory_share > _FULL_SHARE and self._setting_at(self._level - 1) < self.setting:
             self._level -= 1
             self.best = self.trials.get(self.setting)
-            self._rates, self._used = [], 0.0
-        elif self._adaptive and len(self._rates) >= _REST:
-            # Lengths change as a model learns: what it did of late is what others are compared with.
-            self._ways, self.best = [1, -1], None
-            self._judge()
+            self._rates, self._max_share = [], 0.0
+        elif self._adaptive and len(self._rates) >= _REST_STEPS:
+            # Lengths change as a model learns, so trials are compared with the latest steps.
+            self._directions, self.best = [1, -1], None
+            self._end_trial()
 
-    def _at(self, level: int) -> int:
+    def _setting_at(self, level: int) -> int:
         return min(self._most, max(self._least, ceil(self._start * _FACTOR**level)))
 
-    def _judge(self) -> None:
+    def _end_trial(self) -> None:
+        """Compare the trial with the best one, and start the next."""
         trial = Trial(
-            setting=self.setting, tokens_per_second=max(self._rates[-_STEPS:]), memory_share=round(self._used, 4)
+            setting=self.setting,
+            tokens_per_second=max(self._rates[-_TRIAL_STEPS:]),
+            memory_share=round(self._max_share, 4),
         )
         self.trials[self.setting] = trial
         if self.best is None:
             self.best, self._best_level = trial, self._level
         elif trial.tokens_per_second > _GAIN * self.best.tokens_per_second:
-            # Having gone one way, the other leads back.
-            self.best, self._best_level, self._ways = trial, self._level, self._ways[:1]
+            # The other direction would lead back.
+            self.best, self._best_level, self._directions = trial, self._level, self._directions[:1]
         else:
-            self._ways.pop(0)
-        self._go()
+            self._directions.pop(0)
+        self._start_trial()
 
-    def _go(self) -> None:
-        """To the next trial; when there is none, back to the best."""
+    def _start_trial(self) -> None:
+        """Move to the setting of the next trial; without one, back to the best."""
         assert self.best is not None
-        self._rates, self._used = [], 0.0
-        while self._ways:
-            self._level = self._best_level + self._ways[0]
-            if self.setting != self.best.setting and self._has_room(self.best, self.setting):
+        self._rates, self._max_share = [], 0.0
+        while self._directions:
+            self._level = self._best_level + self._directions[0]
+            if self.setting != self.best.setting and self._fits(self.best, self.setting):
                 return
-            self._ways.pop(0)
+            self._directions.pop(0)
         self._level = self._best_level
 
-    def _has_room(self, here: Trial, setting: int) -> bool:
-        """By the line through ``here`` and the next smaller setting that was tried; where none was, as if all memory
-        grew with the setting."""
-        if setting < here.setting:
+    def _fits(self, trial: Trial, setting: int) -> bool:
+        """Return whether a setting probably fits in memory.
+
+        Memory is extrapolated from ``trial`` and the next smaller setting that was tried; without one, as if all of it
+        grew with the setting.
+        """
+        if setting < trial.setting:
             return True
-        smaller = [trial for trial in self.trials.values() if trial.setting < here.setting]
-        slope = here.memory_share / here.setting
+        smaller = [each for each in self.trials.values() if each.setting < trial.setting]
+        slope = trial.memory_share / trial.setting
         if smaller:
-            last = max(smaller, key=lambda trial: trial.setting)
-            slope = max(0.0, here.memory_share - last.memory_share) / (here.setting - last.setting)
-        return here.memory_share + slope * (setting - here.setting) <= _ROOM
-
-
-FILE = "tuning.json"
-# An engine that is tuned is started with places for so many times the sequences that it begins with: vLLM takes memory
-# for them, and records graphs.
-_PLACES = 2
+            last = max(smaller, key=lambda each: each.setting)
+            slope = max(0.0, trial.memory_share - last.memory_share) / (trial.setting - last.setting)
+        return trial.memory_share + slope * (setting - trial.setting) <= _MAX_TRIED_SHARE
 
 
 @dataclass(frozen=True)
-class _Knob:
+class _TunedSetting:
     """One setting of a role."""
 
     role: str
     name: str
     """``micro_batch_tokens`` or ``max_num_seqs``: engines have a method ``set_<name>``."""
     planned: int
-    climb: Climb
+    climb: HillClimb
 
 
-def with_places(plan: Plan) -> Plan:
-    """With more places in engines that take new samples while they write, as far as a step has samples for them. None
-    of these is used before it is tried."""
-    workload = plan.workload
+def with_spare_slots(plan: Plan) -> Plan:
+    """Return the plan with more slots in engines that can change their number of sequences while they run.
+
+    There are at most as many slots as a step has samples. A slot beyond the planned ones is not used before it is
+    tried.
+    """
     memory = dict(plan.prediction.memory)
     for role in memory:
-        if _can(plan, role, "max_num_seqs"):
+        if _is_tunable(plan, role, "max_num_seqs"):
             planned = num_sequences(plan, role)
-            places = max(planned, min(_PLACES * planned, _samples_each(plan, workload, role)))
-            memory[role] = replace(memory[role], sequences=places)
+            slots = max(planned, min(_SLOTS * planned, _samples_per_worker(plan, role)))
+            memory[role] = replace(memory[role], sequences=slots)
     return replace(plan, prediction=replace(plan.prediction, memory=memory))
 
 
 class Tuner(Observer):
-    """An observer that changes what it observes: the tokens of a micro-batch of roles that train or score, where the
-    recipe leaves them open, and the sequences that an engine writes at once. It begins with those of the plan."""
+    """An observer that tunes the roles of a run, starting with the settings of the plan.
+
+    It tunes the tokens of a micro-batch of roles that train or score, where the recipe leaves them open, and the number
+    of sequences that an engine generates at once.
+    """
 
     def __init__(self, engines: Mapping[str, Any], *, adaptive: bool) -> None:
         self._engines = engines
         self._adaptive = adaptive
-        self._knobs: list[_Knob] = []
+        self._tuned: list[_TunedSetting] = []
 
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         self._file = directory / FILE
         self._plan = plan
-        workload = plan.workload
-        self._knobs = list(_knobs(plan, workload, adaptive=self._adaptive))
-        self._tokens = {knob.role: _tokens_metric(plan.graph, knob.role) for knob in self._knobs}
-        self._predicted = {knob.role: _predicted(plan, workload, knob.role) for knob in self._knobs}
-        for knob in self._knobs:
-            self._set(knob)
-            # What it held before its first step is none of its trials.
-            self._memory_share(knob)
+        self._tuned = list(_tuned_settings(plan, adaptive=self._adaptive))
+        self._tokens = {each.role: _tokens_metric(plan.graph, each.role) for each in self._tuned}
+        self._predicted = {each.role: _predicted(plan, each.role) for each in self._tuned}
+        for each in self._tuned:
+            self._apply(each)
+            # Resets the peak: memory from before the first step belongs to no trial.
+            self._memory_share(each)
         self._write()
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        tuned = [knob for knob in self._knobs if knob.climb.trying or self._adaptive]
-        for knob in tuned:
-            before = knob.climb.setting
-            nodes = [node.name for node in self._plan.graph.nodes if node.role == knob.role]
+        active = [each for each in self._tuned if each.climb.is_trying or self._adaptive]
+        for each in active:
+            before = each.climb.setting
+            nodes = [node.name for node in self._plan.graph.nodes if node.role == each.role]
             seconds = sum(metrics.get(f"seconds/{name}", 0.0) for name in nodes)
             if not seconds:
-                continue  # nothing was found to train on
-            knob.climb.told(metrics[self._tokens[knob.role]], seconds, self._memory_share(knob))
-            if knob.climb.setting != before:
-                self._set(knob)
-        if tuned:
+                continue  # the step had nothing to train on
+            each.climb.record(metrics[self._tokens[each.role]], seconds, self._memory_share(each))
+            if each.climb.setting != before:
+                self._apply(each)
+        if active:
             self._write()
 
-    def _set(self, knob: _Knob) -> None:
-        getattr(self._engines[knob.role], f"set_{knob.name}")(knob.climb.setting)
+    def _apply(self, tuned: _TunedSetting) -> None:
+        getattr(self._engines[tuned.role], f"set_{tuned.name}")(tuned.climb.setting)
 
-    def _memory_share(self, knob: _Knob) -> float:
-        """Nothing for engines that write: they take what memory they will ever have when they start."""
-        return float(self._engines[knob.role].memory_share()) if knob.name == "micro_batch_tokens" else 0.0
+    def _memory_share(self, tuned: _TunedSetting) -> float:
+        """Return the peak share of memory since the last call; 0 for engines that generate, which preallocate it."""
+        return float(self._engines[tuned.role].memory_share()) if tuned.name == "micro_batch_tokens" else 0.0
 
     def _write(self) -> None:
         content = {
-            knob.role: {
-                "setting": knob.name,
-                "planned": knob.planned,
-                "best": knob.climb.best.setting if knob.climb.best else None,
-                "trying": knob.climb.trying,
-                "predicted": self._predicted[knob.role],
-                "trials": [
-                    asdict(trial) for trial in sorted(knob.climb.trials.values(), key=lambda trial: trial.setting)
-                ],
+            each.role: {
+                "setting": each.name,
+                "planned": each.planned,
+                "best": each.climb.best.setting if each.climb.best else None,
+                "trying": each.climb.is_trying,
+                "predicted": self._predicted[each.role],
+                "trials": [asdict(each.climb.trials[setting]) for setting in sorted(each.climb.trials)],
             }
-            for knob in self._knobs
+            for each in self._tuned
         }
-        beside = self._file.with_suffix(".writing")
-        beside.write_text(json.dumps(content, indent=1))
-        beside.rename(self._file)
+        temporary = self._file.with_suffix(".writing")
+        temporary.write_text(json.dumps(content, indent=1))
+        temporary.rename(self._file)
 
 
-def _can(plan: Plan, role: str, name: str) -> bool:
+def _is_tunable(plan: Plan, role: str, name: str) -> bool:
     return hasattr(engine_class(plan.recipe.roles[role].engine), f"set_{name}")
 
 
-def _knobs(plan: Plan, workload: Workload, *, adaptive: bool) -> Iterator[_Knob]:
-    """Each between the least that works and all that the role can have at once."""
-    for role, written in plan.recipe.roles.items():
-        tasks, layout = workload.of(role), plan.roles[role].layout
-        passes = plan.graph.capabilities(role) & {"Trains", "Scores", "Values", "Evaluates"}
-        if passes and written.micro_batch_tokens == "auto" and _can(plan, role, "micro_batch_tokens"):
+def _tuned_settings(plan: Plan, *, adaptive: bool) -> Iterator[_TunedSetting]:
+    """Yield the setting to tune of each role, between the least that works and all that a step can use at once."""
+    for name, role in plan.recipe.roles.items():
+        tasks, layout = plan.workload.of(name), plan.roles[name].layout
+        passes = plan.graph.capabilities(name) & {"Trains", "Scores", "Values", "Evaluates"}
+        if passes and role.micro_batch_tokens == "auto" and _is_tunable(plan, name, "micro_batch_tokens"):
             most = max(task.samples * task.longest * task.epochs / task.minibatches for task in tasks)
             least = max(task.longest for task in tasks)
-            climb = Climb(layout.micro_batch_tokens, least, ceil(most / layout.data_parallel_size), adaptive=adaptive)
-            yield _Knob(role, "micro_batch_tokens", layout.micro_batch_tokens, climb)
-        elif _can(plan, role, "max_num_seqs"):
-            start = num_sequences(plan, role)
-            climb = Climb(start, 1, num_sequences(with_places(plan), role), adaptive=adaptive)
-            yield _Knob(role, "max_num_seqs", start, climb)
+            start = layout.micro_batch_tokens
+            climb = HillClimb(start, least, ceil(most / layout.data_parallel_size), adaptive=adaptive)
+            yield _TunedSetting(name, "micro_batch_tokens", start, climb)
+        elif _is_tunable(plan, name, "max_num_seqs"):
+            start = num_sequences(plan, name)
+            climb = HillClimb(start, 1, num_sequences(with_spare_slots(plan), name), adaptive=adaptive)
+            yield _TunedSetting(name, "max_num_seqs", start, climb)
 
 
 def _tokens_metric(graph: Graph, role: str) -> str:
-    """The metric that counts the response tokens a role works on in a step: all of them, or those that rounds have
-    chosen."""
+    """Return the metric that counts the response tokens of a role's step: all, or those of selected prompts."""
     names = [node.name for node in resampled_nodes(graph)]
-    chosen = any(node.role == role and node.name not in names for node in graph.nodes)
-    return f"{names[-1]}/tokens" if names and chosen else "tokens"
+    reads_selection = any(node.role == role and node.name not in names for node in graph.nodes)
+    return f"{names[-1]}/tokens" if names and reads_selection else "tokens"
 
 
-def _samples_each(plan: Plan, workload: Workload, role: str) -> int:
-    """Of a step, for each of the role's workers."""
-    return max(ceil(task.samples / plan.roles[role].layout.data_parallel_size) for task in workload.of(role))
+def _samples_per_worker(plan: Plan, role: str) -> int:
+    """Return how many samples of a step each worker of the role has."""
+    workers = plan.roles[role].layout.data_parallel_size
+    return max(ceil(task.samples / workers) for task in plan.workload.of(role))
 
 
-def _predicted(plan: Plan, workload: Workload, role: str) -> dict[str, float | None]:
-    """Of the plan's own setting: response tokens a second in the role's nodes, and the share of a GPU's memory."""
-    writing = [task for task in workload.tasks if task.kind == "generate"] or workload.tasks[:1]
-    tokens = sum(task.samples * task.responses.mean for task in writing)
+def _predicted(plan: Plan, role: str) -> dict[str, float | None]:
+    """Return the prediction for the plan's setting: response tokens per second, and the share of a GPU's memory."""
+    generating = [task for task in plan.workload.tasks if task.kind == "generate"] or plan.workload.tasks[:1]
+    tokens = sum(task.samples * task.responses.mean for task in generating)
     if _tokens_metric(plan.graph, role) != "tokens":
         tokens /= plan.recipe.expect.rounds
-    seconds = sum(plan.prediction.nodes[task.node].seconds for task in workload.of(role))
+    seconds = sum(plan.prediction.nodes[task.node].seconds for task in plan.workload.of(role))
     sizes = {host.name: plan.cluster.memory_gib(host) for host in plan.cluster.hosts}
     shares = [
         gib / size

@@ -67,7 +67,7 @@ def test_the_last_run_of_a_recipe_for_more_steps(typed: Typed, tmp_path: Path) -
             ("resume=run", "n=4"),
             "RecipeError: resume: 'run' was trained with graph.rollouts.group_size 2, this recipe has 4",
         ),
-        (("resume=run", "steps=3"), "RecipeError: steps: 3 is less than the 4 steps that the run has behind it"),
+        (("resume=run", "steps=3"), "RecipeError: steps: 3 is less than the 4 steps that the run has made"),
         ((*FAKE, "steps=+3"), "RecipeError: steps: '+3' adds to the steps of an earlier run"),
         ((*FAKE, "steps=+x"), "RecipeError: steps: '+x' is not valid"),
         (("recipe=grpo_tiny", "resume=run"), "RecipeError: resume: 'run' was trained with "),

@@ -74,10 +74,10 @@ def _of_another_step(folder: Path) -> None:
 
 
 DAMAGES = [
-    (_cut, "actor/b is not as it was written"),
+    (_cut, "actor/b has changed since it was written"),
     (_remove, "actor/a is missing"),
     (_manifest, "manifest.json: Expecting property name"),
-    (_edited, "manifest.json is not as it was written"),
+    (_edited, "manifest.json has changed since it was written"),
     (_of_another_step, "manifest.json is of step 1"),
 ]
 
@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage
     assert last.progress.step == 1
     (warning,) = last.damaged
     assert f"step-000002 is damaged ({fact}" in warning
-    assert "the run goes on from step-000001, and damaged-step-000002 can be deleted" in warning
+    assert "the run resumes from step-000001, and damaged-step-000002 can be deleted" in warning
     # Where it stood, the run that goes on writes its own.
     save(tmp_path, 2, Engine(22))
     last, engine = checkpoint.last(tmp_path, EXPERIMENT), Engine()

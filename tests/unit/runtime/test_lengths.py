@@ -32,16 +32,16 @@ def told(prompt: int, response: int, *overrides: str) -> str:
 
 def test_than_the_positions() -> None:
     assert told(10, 23) == (
-        "data.split: the example of row 1 of 'train' of 'additions' has 33 tokens, and there are 32 positions of its "
-        "model.\n  Fix: a model with more, or leave such rows out."
+        "data.split: the example of row 1 of 'train' of 'additions' has 33 tokens, more than the 32 positions of its "
+        "model.\n  Fix: use a model with more, or remove such rows."
     )
 
 
 def test_than_a_micro_batch() -> None:
     message = told(10, 60000, *LONG, "roles.actor.micro_batch_tokens=4096")
-    assert "has 60010 tokens, and there are 4096" in message
+    assert "has 60010 tokens, more than the 4096" in message
     assert "tokens of a micro-batch of role actor" in message
-    assert "Fix: roles.actor.micro_batch_tokens=60010, or leave such rows out." in message
+    assert "Fix: roles.actor.micro_batch_tokens=60010, or remove such rows." in message
 
 
 def test_a_micro_batch_that_is_nobodys_limit() -> None:
@@ -63,13 +63,13 @@ def test_a_pair() -> None:
     with pytest.raises(RecipeError) as raised:
         check_pair(5, 23)
     assert str(raised.value).startswith(
-        "data.split: the longer sequence of row 1 of 'train' of 'additions' has 33 tokens, and there are 32 positions"
+        "data.split: the longer sequence of row 1 of 'train' of 'additions' has 33 tokens, more than the 32 positions"
     )
     with pytest.raises(RecipeError) as raised:
         check_pair(20, 20, "roles.actor.micro_batch_tokens=59")
     assert str(raised.value) == (
-        "data.split: the pair of row 1 of 'train' of 'additions' has 60 tokens, and there are 59 tokens of a micro-"
-        "batch of role actor.\n  Fix: roles.actor.micro_batch_tokens=60, or leave such rows out."
+        "data.split: the pair of row 1 of 'train' of 'additions' has 60 tokens, more than the 59 tokens in a micro-"
+        "batch of role actor.\n  Fix: roles.actor.micro_batch_tokens=60, or remove such rows."
     )
 
 

@@ -13,7 +13,7 @@ from rlflow.compiler.plan import Plan
 from rlflow.engines.registry import engine_class
 from rlflow.report.records import tuning_table
 from rlflow.runtime.ray.engine_specs import num_sequences
-from rlflow.runtime.tuning import Tuner, with_places
+from rlflow.runtime.tuning import Tuner, with_spare_slots
 from tests.unit.runtime.ray.test_role_proxy import Threads, proxy
 
 
@@ -89,9 +89,9 @@ def test_engines_that_take_samples_while_they_write_are_given_more_at_once(
     plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny", "roles.rollout.engine=vllm"]))
     monkeypatch.setattr(engine_class("vllm"), "set_max_num_seqs", Writer.set_max_num_seqs, raising=False)
     # They are started with room for more than is planned.
-    assert (num_sequences(plan, "rollout"), num_sequences(with_places(plan), "rollout")) == (256, 512)
+    assert (num_sequences(plan, "rollout"), num_sequences(with_spare_slots(plan), "rollout")) == (256, 512)
     few = rlflow.compile(rlflow.load(["recipe=grpo_tiny", "roles.rollout.engine=vllm", "data.batch_size=40"]))
-    assert num_sequences(with_places(few), "rollout") == 320  # of 40 prompts 8
+    assert num_sequences(with_spare_slots(few), "rollout") == 320  # of 40 prompts 8
     engines = {**stubs(), "rollout": Writer()}
     found = tuned(plan, tmp_path, engines)["rollout"]
     assert [trial["setting"] for trial in found["trials"]] == [256, 384, 512]
