@@ -6,6 +6,7 @@ Cluster shapes such as ``2x8@h200`` are options of the group ``cluster`` that ex
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,15 @@ def _option_keys() -> list[str]:
 
 def load_cluster(name: str, config_dir: Path | None = None) -> Cluster:
     """Return a cluster by its name in conf/cluster or by its shape. Raises RecipeError."""
+    return _shipped_cluster(name) if config_dir is None else _composed_cluster(name, config_dir)
+
+
+@cache
+def _shipped_cluster(name: str) -> Cluster:
+    return _composed_cluster(name, None)
+
+
+def _composed_cluster(name: str, config_dir: Path | None) -> Cluster:
     return cluster_from(run_options_from_config(compose([f"cluster={name}"], config_dir)).cluster)
 
 

@@ -3,12 +3,15 @@
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+import rlflow
 from rlflow.batch import Minibatch, Packed, Pairs, Prompts, Repeated, Rollouts, Sequences
 from rlflow.data.encoding import make_pairs
 from rlflow.engines.base import EngineSpec, Sampling
@@ -16,7 +19,7 @@ from rlflow.engines.fake import FakeEngine
 from rlflow.engines.group_progress import PartialResponse
 from rlflow.engines.serving.activity import EngineActivity
 from rlflow.engines.serving.sessions import Sessions
-from rlflow.recipe import Model, Optimizer
+from rlflow.recipe import Model, Optimizer, Recipe
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
 
@@ -34,6 +37,12 @@ ARCHITECTURE = Architecture(
     max_position_embeddings=64,
 )
 MODEL = Model(random_weights=True, characters=CHARACTERS, architecture=ARCHITECTURE, dtype="float32")
+
+
+@cache
+def load(*overrides: str, config_dir: Path | None = None) -> Recipe:
+    """Return what ``rlflow.load`` returns. To compose the same recipe again for each test would take long."""
+    return rlflow.load(overrides, config_dir)
 
 
 def spec(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import rlflow
 from tests.conftest import ROOT
+from tests.helpers import load
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml") if "_tiny" not in path.stem)
@@ -39,7 +39,7 @@ def lines() -> list[dict[str, Any]]:
 
 
 def test_all_recipes_for_gpus_are_here() -> None:
-    roles = {name: rlflow.load([f"recipe={name}"]).roles.values() for name in RECIPES}
+    roles = {name: load(f"recipe={name}").roles.values() for name in RECIPES}
     assert [name for name in RECIPES if any(role.engine == "vllm" for role in roles[name])] == WITH_VLLM
     assert set(RECIPES) - set(WITH_VLLM) == {"dpo_7b", "rm_7b"}
 

@@ -18,7 +18,7 @@ from rlflow.runtime.protocols import Runtime
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
-from tests.helpers import prompts
+from tests.helpers import load, prompts
 
 # On which every plan of this file has room.
 HOSTS = "1x3@cpu+2x2@cpu"
@@ -33,7 +33,7 @@ PLACEMENTS = {
 
 
 def plan_of(cluster: str, *overrides: str) -> Plan:
-    return rlflow.compile(rlflow.load(["recipe=fake", *overrides], CONFIG_DIR), cluster)
+    return rlflow.compile(load("recipe=fake", *overrides, config_dir=CONFIG_DIR), cluster)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
 from rlflow.runtime.step import train_step
 from tests.conftest import CONFIG_DIR
-from tests.helpers import spec
+from tests.helpers import load, spec
 from tests.integration.test_run import StopAfter, metrics
 from tests.integration.test_run import go as here
 
@@ -41,8 +41,8 @@ ADAPTIVE = ("graph.advantages.kl_coef=0.1", "graph.advantages.kl_target=0.01")
 
 def plan_of(*overrides: str, cluster: str = "local") -> Plan:
     """With a model so small that it takes no time."""
-    recipe = rlflow.load(["recipe=ppo_tiny", *SMALL, *overrides])
-    return rlflow.compile(replace(recipe, models=rlflow.load(["recipe=real"], CONFIG_DIR).models), cluster)
+    recipe = load("recipe=ppo_tiny", *SMALL, *overrides)
+    return rlflow.compile(replace(recipe, models=load("recipe=real", config_dir=CONFIG_DIR).models), cluster)
 
 
 def weights(report: Report) -> dict[str, torch.Tensor]:

@@ -14,13 +14,14 @@ from rlflow.compiler.wire import wire
 from rlflow.engines.base import Generates
 from rlflow.nodes.base import Node, NodeContext
 from tests.conftest import ROOT
+from tests.helpers import load
 
 BFLOAT16 = "models.policy.dtype=bfloat16"
 NODE = "+graph.old_logprobs={node: logprobs, role: actor}"
 
 
 def warned(recipe: str, *overrides: str) -> list[str]:
-    loaded = rlflow.load([f"recipe={recipe}", *overrides])
+    loaded = load(f"recipe={recipe}", *overrides)
     return list(graph_warnings(loaded, wire(loaded)))
 
 
@@ -87,7 +88,7 @@ def test_what_is_not(recipe: str, overrides: list[str]) -> None:
 
 
 def test_warnings_are_the_plans() -> None:
-    plan = rlflow.compile(rlflow.load(["recipe=rloo_tiny", "graph.update.num_minibatches=2"]))
+    plan = rlflow.compile(load("recipe=rloo_tiny", "graph.update.num_minibatches=2"))
     assert plan.prediction.warnings == tuple(warned("rloo_tiny", "graph.update.num_minibatches=2"))
 
 
@@ -106,7 +107,7 @@ def test_a_node_of_ones_own_warns_too() -> None:
         def run(self, engine: Generates, prompts: Prompts) -> Rollouts:
             raise NotImplementedError
 
-    loaded: Any = rlflow.load(["recipe=grpo_tiny", "+graph.more={node: careful_generate, role: rollout}"])
+    loaded: Any = load("recipe=grpo_tiny", "+graph.more={node: careful_generate, role: rollout}")
     loaded.graph["more_rewards"] = {"node": "reward", "function": "exact", "rollouts": "more"}
     loaded.graph["advantages"]["rewards"] = "more_rewards"
     assert list(graph_warnings(loaded, wire(loaded))) == ["graph.more.engine: is transformers in float32"]

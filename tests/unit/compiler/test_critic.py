@@ -9,12 +9,13 @@ from rlflow.compiler.lower import lower
 from rlflow.compiler.wire import wire
 from rlflow.errors import UserError
 from rlflow.resources.models.architecture import ScalarModel
+from tests.helpers import load
 
 SCORED = "graph.old={node: logprobs, role: critic}"
 
 
 def test_two_roles_are_trained_and_one_of_them_gives_values() -> None:
-    graph = wire(rlflow.load(["recipe=ppo_tiny"]))
+    graph = wire(load("recipe=ppo_tiny"))
     assert graph.trained_roles() == ["actor", "critic"]
     assert graph.capabilities("critic") == {"Trains", "Values"}
     nodes = {node.name: node for node in graph.nodes}
@@ -23,7 +24,7 @@ def test_two_roles_are_trained_and_one_of_them_gives_values() -> None:
 
 
 def test_the_critic_learns_in_the_minibatches_of_the_policy() -> None:
-    recipe = rlflow.load(["recipe=ppo_tiny", "graph.update.num_minibatches=3", "graph.update.num_epochs=2"])
+    recipe = load("recipe=ppo_tiny", "graph.update.num_minibatches=3", "graph.update.num_epochs=2")
     tasks = {task.node: task for task in lower(recipe, wire(recipe)).workload.tasks}
     for node in ("update", "value_update"):
         assert (tasks[node].minibatches, tasks[node].epochs) == (6, 2)
@@ -50,12 +51,12 @@ def test_the_critic_learns_in_the_minibatches_of_the_policy() -> None:
 )
 def test_what_is_wrong_is_named(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError) as raised:
-        wire(rlflow.load(["recipe=ppo_tiny", *overrides]))
+        wire(load("recipe=ppo_tiny", *overrides))
     assert str(raised.value).startswith(message)
 
 
 def test_a_critic_has_no_logits_in_the_plan() -> None:
-    recipe = rlflow.load(["recipe=ppo_7b"])
+    recipe = load("recipe=ppo_7b")
     demands = {demand.role: demand for demand in lower(recipe, wire(recipe)).demands}
     assert isinstance(demands["critic"].architecture, ScalarModel)
     assert not isinstance(demands["actor"].architecture, ScalarModel)
@@ -64,7 +65,7 @@ def test_a_critic_has_no_logits_in_the_plan() -> None:
 def test_the_plan_has_the_memory_of_all_four() -> None:
     """Eighteen bytes a parameter of what is trained, and the head of the critic is smaller by a vocabulary."""
     pins = [f"roles.{role}.zero_stage=3" for role in ("actor", "critic")]
-    plan = rlflow.compile(rlflow.load(["recipe=ppo_7b", *pins]), "2x8")
+    plan = rlflow.compile(load("recipe=ppo_7b", *pins), "2x8")
     assert set(plan.roles) == set(plan.prediction.memory) == {"actor", "critic", "reference", "rollout"}
     update = {role: plan.prediction.memory[role].phases["update"] for role in ("actor", "critic")}
     gpus = {role: plan.roles[role].layout.num_gpus for role in update}
@@ -81,7 +82,7 @@ def test_the_plan_has_the_memory_of_all_four() -> None:
 
 
 def test_the_edges_have_values_advantages_and_returns() -> None:
-    recipe = rlflow.load(["recipe=ppo_7b", "expect.prompt_tokens=100", "expect.response_tokens=[400]"])
+    recipe = load("recipe=ppo_7b", "expect.prompt_tokens=100", "expect.response_tokens=[400]")
     edges = {edge.name: edge for edge in lower(recipe, wire(recipe)).workload.edges}
     tokens = recipe.data.batch_size * 400
     assert edges["values"].stored == tokens * 4
@@ -90,7 +91,7 @@ def test_the_edges_have_values_advantages_and_returns() -> None:
 
 
 def test_more_than_one_trained_role_makes_no_base() -> None:
-    recipe = rlflow.load(["recipe=ppo_tiny"])
+    recipe = load("recipe=ppo_tiny")
     base = replace(recipe.models["policy"], recipe=recipe)
     with pytest.raises(UserError, match="a recipe for a model trains one role, 'ppo_tiny' trains 2"):
         lower(replace(recipe, models={"policy": base}), wire(recipe))

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import rlflow
 from rlflow.batch import Batch
 from rlflow.compiler.edges import _output_bytes
 from rlflow.compiler.lower import lower
@@ -18,7 +17,7 @@ from rlflow.recipe import Recipe
 from rlflow.resources.workload import Edge
 from rlflow.runtime.objects import results, store
 from rlflow.runtime.objects.store import Block
-from tests.helpers import prompts, spec
+from tests.helpers import load, prompts, spec
 
 LENGTHS = [
     "expect.prompt_tokens=100",
@@ -29,7 +28,7 @@ LENGTHS = [
 
 
 def edges(*overrides: str) -> dict[str, Edge]:
-    recipe: Recipe = rlflow.load([*overrides])
+    recipe: Recipe = load(*overrides)
     return {edge.name: edge for edge in lower(recipe, wire(recipe)).workload.edges}
 
 
@@ -119,6 +118,6 @@ class Own(Batch):
 
 
 def test_numbers_whose_size_is_not_said_have_eight_bytes() -> None:
-    recipe = rlflow.load(["recipe=grpo_tiny"])
+    recipe = load("recipe=grpo_tiny")
     task = lower(recipe, wire(recipe)).workload.tasks[0]
     assert _output_bytes(Own, task, 1) == (0, task.samples * (8 + 8 + 2))

@@ -17,13 +17,14 @@ from rlflow.nodes.base import Formula, Node
 from rlflow.nodes.policy_update import PolicyGradient, PolicyUpdate
 from rlflow.nodes.policy_variants import CispoUpdate, GspoUpdate, ReinforceUpdate
 from tests.conftest import ROOT
+from tests.helpers import load
 
 GROUP = "A = (r - mean of r in the group) / (std of r in the group + 0.0001)"
 TOKENS = "loss of actor = mean over the tokens of a minibatch's responses of "
 
 
 def lines(recipe: str, *overrides: str) -> list[str]:
-    return loss_lines(wire(rlflow.load([f"recipe={recipe}", *overrides])))
+    return loss_lines(wire(load(f"recipe={recipe}", *overrides)))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_the_loss_of_a_recipe(recipe: str, overrides: list[str], expected: list[
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_has_one_for_each_trained_role(path: Path) -> None:
-    graph = wire(rlflow.load([f"recipe={path.stem}"]))
+    graph = wire(load(f"recipe={path.stem}"))
     losses = [line for line in loss_lines(graph) if line.startswith("loss of ")]
     assert [line.split()[2] for line in losses] == graph.trained_roles()
 
@@ -167,7 +168,7 @@ def test_what_is_said_is_what_is_computed() -> None:
 
 
 def test_it_is_printed_on_demand() -> None:
-    plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny"]))
+    plan = rlflow.compile(load("recipe=grpo_tiny"))
     texts = []
     for explain in (False, True):
         console = Console(width=100)

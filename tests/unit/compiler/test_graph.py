@@ -11,10 +11,11 @@ from rlflow.nodes.advantages import GroupAdvantage
 from rlflow.nodes.base import KINDS, Node
 from rlflow.nodes.reward import Reward
 from tests.conftest import CONFIG_DIR
+from tests.helpers import load
 
 
 def wired(*overrides: str) -> Any:
-    return wire(rlflow.load(["recipe=fake", *overrides], CONFIG_DIR))
+    return wire(load("recipe=fake", *overrides, config_dir=CONFIG_DIR))
 
 
 def test_every_node_stands_behind_those_it_reads() -> None:
@@ -46,15 +47,15 @@ def test_an_input_can_be_named() -> None:
     ],
 )
 def test_the_baseline_of_remax_is_judged_as_the_responses_are(overrides: list[str]) -> None:
-    nodes = {node.name: node.operation for node in wire(rlflow.load(["recipe=remax_tiny", *overrides])).nodes}
+    nodes = {node.name: node.operation for node in wire(load("recipe=remax_tiny", *overrides)).nodes}
     assert isinstance(nodes["rewards"], Reward)
     assert nodes["greedy_rewards"] == nodes["rewards"]
 
 
 def test_a_reward_for_evaluation_alone() -> None:
-    assert {node.name for node in wire(rlflow.load(["recipe=distill_tiny"])).nodes} >= {"rewards", "advantages"}
+    assert {node.name for node in wire(load("recipe=distill_tiny")).nodes} >= {"rewards", "advantages"}
     with pytest.raises(UserError, match=r"^graph\.rewards: no node reads its Rewards"):
-        wire(rlflow.load(["recipe=distill_tiny", "evaluation=null"]))
+        wire(load("recipe=distill_tiny", "evaluation=null"))
 
 
 def test_no_option_has_the_name_of_an_input() -> None:
@@ -192,6 +193,6 @@ class Watch(Node, kind="watch", unit="batch"):
 
 
 def test_responses_that_are_longer_than_the_model() -> None:
-    recipe = rlflow.load(["recipe=fake", "graph.rollouts.max_tokens=60"], CONFIG_DIR)
+    recipe = load("recipe=fake", "graph.rollouts.max_tokens=60", config_dir=CONFIG_DIR)
     with pytest.raises(UserError, match=r"^graph\.rollouts\.max_tokens: prompts of 8 and responses of 60 tokens are"):
         rlflow.compile(recipe)

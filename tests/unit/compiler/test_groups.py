@@ -4,6 +4,7 @@ import pytest
 
 import rlflow
 from rlflow.errors import GraphError
+from tests.helpers import load
 
 COMPARES = "compares the responses to a prompt, but group_size is 1"
 
@@ -29,11 +30,11 @@ COMPARES = "compares the responses to a prompt, but group_size is 1"
 )
 def test_what_is_refused(recipe: str, override: str, message: str) -> None:
     with pytest.raises(GraphError) as raised:
-        rlflow.compile(rlflow.load([f"recipe={recipe}", override]), "local")
+        rlflow.compile(load(f"recipe={recipe}", override), "local")
     assert str(raised.value).startswith(message)
 
 
 def test_pairs_are_nothing_else() -> None:
     fit = "+graph.fit={node: sft_update, role: actor}"
     with pytest.raises(GraphError, match=r"^graph\.fit: it reads examples, and other nodes read pairs"):
-        rlflow.compile(rlflow.load(["recipe=dpo_tiny", fit]), "local")
+        rlflow.compile(load("recipe=dpo_tiny", fit), "local")

@@ -4,13 +4,14 @@ import pytest
 
 import rlflow
 from rlflow.errors import PlacementError, RecipeError
+from tests.helpers import load
 
 GRPO = ["recipe=grpo_7b", "data.max_prompt_tokens=512"]
 
 
 def refused(*overrides: str, cluster: str = "1x8") -> str:
     with pytest.raises((PlacementError, RecipeError)) as caught:
-        rlflow.compile(rlflow.load([*GRPO, *overrides]), cluster)
+        rlflow.compile(load(*GRPO, *overrides), cluster)
     return str(caught.value)
 
 
@@ -45,7 +46,7 @@ def test_than_the_room_for_keys_and_values() -> None:
 @pytest.mark.parametrize("cluster", ["local", "1x8"])
 def test_a_micro_batch_holds_the_longest_sequence(cluster: str) -> None:
     for longest in (100, 3000, 20000):
-        plan = rlflow.compile(rlflow.load([*GRPO, f"graph.rollouts.max_tokens={longest}"]), cluster)
+        plan = rlflow.compile(load(*GRPO, f"graph.rollouts.max_tokens={longest}"), cluster)
         for role in ("actor", "reference"):
             assert plan.roles[role].layout.micro_batch_tokens >= 512 + longest
 
@@ -54,11 +55,11 @@ def test_what_only_positions_bound_is_left_to_the_data() -> None:
     """Supervised training without expected lengths: nothing says that the data has texts as long as that."""
     sft = ["recipe=sft_tiny", "models.policy.architecture.max_position_embeddings=32768"]
     for cluster in ("local", "1x1@a100_80gb"):
-        pinned = rlflow.compile(rlflow.load([*sft, "roles.actor.micro_batch_tokens=4096"]), cluster)
+        pinned = rlflow.compile(load(*sft, "roles.actor.micro_batch_tokens=4096"), cluster)
         assert pinned.roles["actor"].layout.micro_batch_tokens == 4096
     free = rlflow.compile(rlflow.load(sft), "local")
     assert free.roles["actor"].layout.micro_batch_tokens == 2048
-    expecting = rlflow.compile(rlflow.load([*sft, "expect.response_tokens=[9000]"]), "local")
+    expecting = rlflow.compile(load(*sft, "expect.response_tokens=[9000]"), "local")
     assert expecting.roles["actor"].layout.micro_batch_tokens > 9000
     # With memory to be counted there is room for what may come.
     assert rlflow.compile(rlflow.load(sft), "1x1@a100_80gb").roles["actor"].layout.micro_batch_tokens >= 32768

@@ -7,12 +7,13 @@ from rlflow.compiler.lower import lower
 from rlflow.compiler.wire import wire
 from rlflow.errors import UserError
 from rlflow.recipe import Recipe
+from tests.helpers import load
 
 LENGTHS = ["expect.prompt_tokens=100", "expect.response_tokens=[400]", "data.max_prompt_tokens=512"]
 
 
 def loaded(name: str, *overrides: str) -> Recipe:
-    return rlflow.load([f"recipe={name}", *overrides])
+    return load(f"recipe={name}", *overrides)
 
 
 def test_what_a_reward_model_is_asked() -> None:

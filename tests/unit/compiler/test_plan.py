@@ -16,18 +16,19 @@ from rlflow.errors import PlacementError, RecipeError
 from rlflow.recipe import recipe_from
 from rlflow.resources.time.speed import Efficiency
 from tests.conftest import CONFIG_DIR, ROOT
+from tests.helpers import load
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_plan_is_read_back_as_it_was_written(recipe: str) -> None:
-    plan = rlflow.compile(rlflow.load([f"recipe={recipe}"]), "1x8+1x7@h200")
+    plan = rlflow.compile(load(f"recipe={recipe}"), "1x8+1x7@h200")
     assert plan_from(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
 def test_the_fingerprint_is_of_the_experiment_in_the_recipe_of_a_model_too() -> None:
-    plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny"]), "local")
+    plan = rlflow.compile(load("recipe=grpo_tiny"), "local")
     policy = plan.recipe.models["policy"]
     assert policy.recipe is not None
     actor = policy.recipe.roles["actor"]
@@ -42,31 +43,31 @@ def test_the_fingerprint_is_of_the_experiment_in_the_recipe_of_a_model_too() -> 
 
 
 def test_the_fingerprint_is_of_the_experiment() -> None:
-    recipe = rlflow.load(["recipe=grpo_32b"])
+    recipe = load("recipe=grpo_32b")
     assert rlflow.compile(recipe, "2x8").fingerprint == rlflow.compile(recipe, "4x8").fingerprint
-    pinned = rlflow.load(["recipe=grpo_32b", "roles.actor.micro_batch_tokens=8192", "checkpoints.keep=9"])
+    pinned = load("recipe=grpo_32b", "roles.actor.micro_batch_tokens=8192", "checkpoints.keep=9")
     assert rlflow.compile(recipe, "2x8").fingerprint == rlflow.compile(pinned, "2x8").fingerprint
-    other = rlflow.load(["recipe=grpo_32b", "graph.rollouts.group_size=4"])
+    other = load("recipe=grpo_32b", "graph.rollouts.group_size=4")
     assert rlflow.compile(recipe, "2x8").fingerprint != rlflow.compile(other, "2x8").fingerprint
 
 
 def test_equal_input_gives_equal_bytes() -> None:
     texts = {
-        json.dumps(rlflow.compile(rlflow.load(["recipe=fake", *order], CONFIG_DIR), "2x8").to_dict(), sort_keys=True)
+        json.dumps(rlflow.compile(load("recipe=fake", *order, config_dir=CONFIG_DIR), "2x8").to_dict(), sort_keys=True)
         for order in (["seed=1", "steps=3"], ["steps=3", "seed=1"])
     }
     assert len(texts) == 1
 
 
 def test_the_order_of_keys_and_the_hash_seed_mean_nothing() -> None:
-    recipe = rlflow.load(["recipe=grpo_32b"])
+    recipe = load("recipe=grpo_32b")
     mapping = json.loads(json.dumps(asdict(recipe)))
     for part in ("roles", "models", "graph"):
         mapping[part] = dict(reversed(mapping[part].items()))
     turned = rlflow.compile(recipe_from(dict(reversed(mapping.items()))), "2x8")
     expected = json.dumps(rlflow.compile(recipe, "2x8").to_dict(), sort_keys=True)
     assert json.dumps(turned.to_dict(), sort_keys=True) == expected
-    program = "import json, rlflow; plan = rlflow.compile(rlflow.load(['recipe=grpo_32b']), '2x8')"
+    program = "import json, rlflow; plan = rlflow.compile(load('recipe=grpo_32b'), '2x8')"
     program += "; print(json.dumps(plan.to_dict(), sort_keys=True))"
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": seed}
@@ -78,19 +79,19 @@ def test_the_order_of_keys_and_the_hash_seed_mean_nothing() -> None:
 
 @pytest.mark.parametrize(("cluster", "tokens"), [("1x8@a100_80gb", 16384), ("3x8@a100_80gb", 20480)])
 def test_7b_fits_at_the_lengths_that_people_reach_by_hand(cluster: str, tokens: int) -> None:
-    plan = rlflow.compile(rlflow.load(["recipe=grpo_7b", f"graph.rollouts.max_tokens={tokens}"]), cluster)
+    plan = rlflow.compile(load("recipe=grpo_7b", f"graph.rollouts.max_tokens={tokens}"), cluster)
     assert plan.prediction.headroom_gib is not None
     assert plan.prediction.headroom_gib > 0
 
 
 def test_measured_efficiencies_change_the_times() -> None:
-    recipe, cluster = rlflow.load(["recipe=grpo_32b"]), load_cluster("2x8")
+    recipe, cluster = load("recipe=grpo_32b"), load_cluster("2x8")
     slow = compile_recipe(recipe, cluster, {"h100_80gb": Efficiency(matmul=0.4)})
     assert slow.prediction.step_seconds > 1.2 * compile_recipe(recipe, cluster).prediction.step_seconds
 
 
 def test_what_plan_json_holds() -> None:
-    plan = rlflow.compile(rlflow.load(["recipe=grpo_7b"]), "1x8").to_dict()
+    plan = rlflow.compile(load("recipe=grpo_7b"), "1x8").to_dict()
     assert plan["step_seconds"] == max(node["start"] + node["seconds"] for node in plan["nodes"].values())
     assert plan["tokens_per_second_per_gpu"] > 0
     assert all(other["loses"] for other in plan["alternatives"])
@@ -116,7 +117,7 @@ def _without(plan: dict[str, Any], key: str) -> dict[str, Any]:
     ],
 )
 def test_a_plan_that_is_not_whole(edit: Any, message: str) -> None:
-    plan = rlflow.compile(rlflow.load(["recipe=fake"], CONFIG_DIR)).to_dict()
+    plan = rlflow.compile(load("recipe=fake", config_dir=CONFIG_DIR)).to_dict()
     with pytest.raises(RecipeError, match=message):
         plan_from(edit(plan))
 
@@ -144,13 +145,13 @@ def test_a_file_that_is_no_plan(tmp_path: Path, content: str | None, message: st
 )
 def test_kernels_that_are_not_there(recipe: str, cluster: str, override: str, message: str) -> None:
     with pytest.raises(PlacementError, match=rf"roles\.{override.split('=')[0]}: .*{message}"):
-        rlflow.compile(rlflow.load([f"recipe={recipe}", f"roles.{override}"]), cluster)
+        rlflow.compile(load(f"recipe={recipe}", f"roles.{override}"), cluster)
 
 
 def test_graphs_on_gpus_and_none_on_processors() -> None:
     def planned(cluster: str, eager: str) -> tuple[Any, Any, Any, float]:
         pinned = [f"roles.rollout.{pin}" for pin in (f"eager={eager}", "gpu_memory_utilization=0.6")]
-        plan = rlflow.compile(rlflow.load(["recipe=grpo_7b", *pinned]), cluster)
+        plan = rlflow.compile(load("recipe=grpo_7b", *pinned), cluster)
         memory = plan.to_dict()["roles"]["rollout"]["memory_gib"]["phases"]
         graphs = [memory.get(phase, {}).get("graphs", 0.0) for phase in ("generate", "resting")]
         return plan.roles["rollout"].layout.eager, graphs, memory, plan.prediction.nodes["rollouts"].seconds

@@ -14,13 +14,13 @@ from rlflow.recipe import Model, Recipe
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
-from tests.helpers import MODEL
+from tests.helpers import MODEL, load
 
 FIX = "a model that reward_model_update has trained, as {recipe: rm_tiny}"
 
 
 def judged_by(model: Model) -> Recipe:
-    recipe = rlflow.load(["recipe=reward_model"], CONFIG_DIR)
+    recipe = load("recipe=reward_model", config_dir=CONFIG_DIR)
     return replace(recipe, models={**recipe.models, "judge": model})
 
 
@@ -32,7 +32,7 @@ def folder(path: Path, kind: str) -> Model:
 
 def test_a_recipe_that_makes_none() -> None:
     with pytest.raises(RecipeError) as raised:
-        rlflow.compile(judged_by(Model(recipe=rlflow.load(["recipe=sft_tiny"]))), "local")
+        rlflow.compile(judged_by(Model(recipe=load("recipe=sft_tiny"))), "local")
     fact = "models.judge.recipe: 'sft_tiny' does not train a reward model"
     assert str(raised.value) == f"{fact}.\n  Fix: {FIX}."
 
@@ -55,12 +55,12 @@ def test_a_folder_with_a_language_model(tmp_path: Path) -> None:
 def test_a_folder_with_a_reward_model(tmp_path: Path) -> None:
     recipe = judged_by(folder(tmp_path / "model", "Qwen3ForSequenceClassification"))
     check_reward_folders(recipe, wire(recipe))
-    check_reward_folders(recipe, wire(rlflow.load(["recipe=rm_tiny"])))
+    check_reward_folders(recipe, wire(load("recipe=rm_tiny")))
 
 
 def test_another_tokenizer_is_told_before_anything_runs(tmp_path: Path) -> None:
     """Also that of a model which is yet to be made."""
-    judge = rlflow.load(["recipe=rm_tiny"])
+    judge = load("recipe=rm_tiny")
     judge = replace(judge, models={"policy": replace(MODEL, characters="+=0123456789")})
     with pytest.raises(RecipeError, match=r"^roles\.reward\.model: 'judge' reads the tokens of 'policy', where"):
         run(rlflow.compile(judged_by(Model(recipe=judge)), "local"), tmp_path / "run", LocalRuntime())

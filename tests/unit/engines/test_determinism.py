@@ -13,7 +13,7 @@ import rlflow
 from rlflow.engines.causal_lm.attention import flash_varlen_attention
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import PlacementError
-from tests.helpers import spec
+from tests.helpers import load, spec
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +44,12 @@ def test_flash_attention_is_told(monkeypatch: pytest.MonkeyPatch, deterministic:
 
 
 def test_it_is_an_option_of_roles_that_train_and_no_other_experiment() -> None:
-    usual = rlflow.compile(rlflow.load(["recipe=grpo_7b"]), "2x8")
-    asked = rlflow.compile(rlflow.load(["recipe=grpo_7b", "roles.actor.deterministic=true"]), "2x8")
+    usual = rlflow.compile(load("recipe=grpo_7b"), "2x8")
+    asked = rlflow.compile(load("recipe=grpo_7b", "roles.actor.deterministic=true"), "2x8")
     assert asked.recipe.roles["actor"].deterministic
     assert asked.fingerprint == usual.fingerprint
     with pytest.raises(PlacementError) as raised:
-        rlflow.compile(rlflow.load(["recipe=grpo_7b", "roles.rollout.deterministic=true"]), "2x8")
+        rlflow.compile(load("recipe=grpo_7b", "roles.rollout.deterministic=true"), "2x8")
     assert str(raised.value) == (
         "roles.rollout.deterministic: the role does not have it with engine 'vllm'.\n"
         "  Fix: roles.rollout.deterministic=false."

@@ -1,5 +1,5 @@
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,57 +9,27 @@ from numpy.typing import NDArray
 from rlflow.batch import Rewards
 from rlflow.errors import EngineError, RecipeError, UserError
 from rlflow.nodes.reward import Reward, SummedRewards
-from rlflow.rewards.base import Failure, Outcome
 from rlflow.rewards.callables import RewardTerm
 from rlflow.runtime.step import metrics_of
 from tests.helpers import rollouts, sequences
+from tests.unit.nodes.reward_functions import (
+    good,
+    large,
+    not_a_number,
+    not_numbers,
+    number_as_text,
+    one_fails,
+    raising,
+    tenfold,
+    too_few,
+    unreadable,
+)
 
 ROLLOUTS = rollouts(sequences([2], [[1, 1]]), texts=["1", "2"])
-Rows = Sequence[Mapping[str, Any]]
-
-
-def good(texts: Sequence[str], rows: Rows) -> list[int]:
-    return [int(text) for text in texts]
-
-
-def tenfold(texts: Sequence[str], rows: Rows, *, times: float = 10) -> list[float]:
-    return [times * float(text) for text in texts]
-
-
-def one_fails(texts: Sequence[str], rows: Rows) -> list[Outcome]:
-    return [Failure("unavailable", "is out") if text == "2" else 5.0 for text in texts]
-
-
-def raising(texts: Sequence[str], rows: Rows) -> list[float]:
-    raise KeyError("solution")
-
-
-def too_few(texts: Sequence[str], rows: Rows) -> list[float]:
-    return [1.0] * (len(texts) - 1)
-
-
-def not_a_number(texts: Sequence[str], rows: Rows) -> list[float]:
-    return [float("nan") if text == "2" else 1.0 for text in texts]
-
-
-def not_numbers(texts: Sequence[str], rows: Rows) -> list[str]:
-    return ["yes"] * len(texts)
-
-
-def number_as_text(texts: Sequence[str], rows: Rows) -> list[str]:
-    return ["1.0"] * len(texts)
-
-
-def large(texts: Sequence[str], rows: Rows, *, size: float = 2e38) -> list[float]:
-    return [size * float(text == "2") for text in texts]
-
-
-def unreadable(texts: Sequence[str], rows: Rows) -> list[Outcome]:
-    return [Failure("unreadable", "found no 'answer' in the row (None)") if text == "2" else 1.0 for text in texts]
 
 
 def named(function: Callable[..., Any]) -> str:
-    return f"{__name__}:{function.__name__}"
+    return f"{function.__module__}:{function.__name__}"
 
 
 def run(**parts: RewardTerm) -> SummedRewards:

@@ -15,6 +15,7 @@ from rlflow.resources.memory.phases import generate_memory, update_terms
 from rlflow.resources.models.lora import Lora, adapter_parameters, adapter_tensors
 from rlflow.resources.planner.search import Search
 from rlflow.resources.planner.task_times import task_seconds
+from tests.helpers import load
 from tests.unit.resources.planner.planning import SEVEN_B, cluster
 
 ATTENTION = 2 * (3584 + 3584) + 2 * (3584 + 512)
@@ -25,7 +26,7 @@ ADAPTERS_GIB = 4 * 16 * 28 * (ATTENTION + MLP) / GIB
 
 
 def required(*overrides: str) -> Requirements:
-    recipe = rlflow.load(["recipe=grpo_7b", *overrides])
+    recipe = load("recipe=grpo_7b", *overrides)
     return lower(recipe, wire(recipe))
 
 
@@ -95,7 +96,7 @@ def test_the_copy_takes_the_time_of_its_bytes() -> None:
     """A second of waking up, and 0.7 ms a tensor: 28 x 9 of the model, 28 x 14 of adapters, which are small."""
 
     def seconds(*overrides: str) -> float:
-        plan = rlflow.compile(rlflow.load(["recipe=grpo_7b", *overrides]), cluster(8))
+        plan = rlflow.compile(load("recipe=grpo_7b", *overrides), cluster(8))
         return plan.prediction.nodes["actor->rollout"].seconds
 
     assert seconds("roles.actor.lora={}") == pytest.approx(1 + 28 * 14 * 0.7e-3)
@@ -129,14 +130,14 @@ def test_experts_have_none() -> None:
 def test_fewer_gpus_are_enough() -> None:
     """Two of 80 GB, where all weights of a 32B model, which need 488 GiB with their state, do not fit."""
     with pytest.raises(PlacementError, match="nothing fits"):
-        rlflow.compile(rlflow.load(["recipe=grpo_32b"]), cluster(2))
-    assert rlflow.compile(rlflow.load(["recipe=grpo_lora_32b"]), cluster(2)).prediction.num_gpus == 2
+        rlflow.compile(load("recipe=grpo_32b"), cluster(2))
+    assert rlflow.compile(load("recipe=grpo_lora_32b"), cluster(2)).prediction.num_gpus == 2
 
 
 def test_runs_without_adapters_keep_their_fingerprint() -> None:
     """Checkpoints say by it what they are of."""
     plans = [
-        rlflow.compile(rlflow.load(["recipe=grpo_7b", *overrides]), cluster(8))
+        rlflow.compile(load("recipe=grpo_7b", *overrides), cluster(8))
         for overrides in ([], ["roles.actor.lora=null"], ["roles.actor.lora={}"])
     ]
     assert plans[0].fingerprint == plans[1].fingerprint != plans[2].fingerprint

@@ -11,13 +11,13 @@ from rlflow.data.encoding import make_pairs
 from rlflow.data.source import DataSource
 from rlflow.errors import RecipeError
 from rlflow.runtime.preflight import check_examples
-from tests.helpers import pairs, prompts
+from tests.helpers import load, pairs, prompts
 
 LONG = ["models.policy.architecture.max_position_embeddings=100000"]
 
 
 def check(prompt: int, response: int, *overrides: str) -> None:
-    plan = rlflow.compile(rlflow.load(["recipe=sft_tiny", *overrides]), "local")
+    plan = rlflow.compile(load("recipe=sft_tiny", *overrides), "local")
     short = np.ones(2, np.int32)
     ids = [Packed.from_rows([short, np.ones(longest)], np.int32) for longest in (prompt, response)]
     data = DataSource(replace(plan.recipe.data, source="additions"), 0, [{}, {}], ids[0], ids[1], prompts())
@@ -52,7 +52,7 @@ def test_a_micro_batch_that_is_nobodys_limit() -> None:
 
 def check_pair(chosen: int, rejected: int, *overrides: str) -> None:
     """With a prompt of ten tokens."""
-    plan = rlflow.compile(rlflow.load(["recipe=dpo_tiny", *overrides]), "local")
+    plan = rlflow.compile(load("recipe=dpo_tiny", *overrides), "local")
     ids = [Packed.from_rows([np.ones(2), np.ones(length)], np.int32) for length in (10, chosen, rejected)]
     source = replace(plan.recipe.data, source="additions")
     check_examples(plan, DataSource(source, 0, [{}, {}], ids[0], ids[1], pairs(1), ids[2]))
@@ -74,7 +74,7 @@ def test_a_pair() -> None:
 
 
 def test_a_pair_that_is_held_out() -> None:
-    plan = rlflow.compile(rlflow.load(["recipe=dpo_tiny"]), "local")
+    plan = rlflow.compile(load("recipe=dpo_tiny"), "local")
     ids = Packed.from_rows([np.ones(2)], np.int32)
     held_out = make_pairs(np.zeros((1, 3), np.int64), ids, ids, Packed.from_rows([np.ones(31)], np.int32))
     source = replace(plan.recipe.data, source="additions")

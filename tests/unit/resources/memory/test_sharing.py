@@ -21,6 +21,7 @@ from rlflow.resources.memory.overheads import (
 )
 from rlflow.resources.memory.phases import generate_memory, score_terms, update_terms
 from rlflow.resources.memory.state import persistent_buffers
+from tests.helpers import load
 from tests.unit.resources.memory.test_phases import QWEN, layout
 from tests.unit.resources.models.test_architecture import CARDS, card, weights
 
@@ -95,7 +96,7 @@ def test_deepspeed_keeps_a_bucket_in_stage_3() -> None:
 
 
 def plan_of(recipe: str, cluster: str, *overrides: str) -> Plan:
-    return rlflow.compile(rlflow.load([f"recipe={recipe}", *overrides]), cluster)
+    return rlflow.compile(load(f"recipe={recipe}", *overrides), cluster)
 
 
 def test_a_plan_counts_what_stays_and_what_is_sent() -> None:

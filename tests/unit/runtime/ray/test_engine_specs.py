@@ -11,10 +11,11 @@ from rlflow.resources.layout import Bundle, RolePlacement, Worker
 from rlflow.resources.models.lora import Lora
 from rlflow.runtime.ray.engine_specs import check_engines, spec_of, weight_backend
 from rlflow.runtime.weights.gpu import Receivers
+from tests.helpers import load
 
 
 def plan_of(cluster: str, *overrides: str) -> Plan:
-    return rlflow.compile(rlflow.load(["recipe=grpo_7b", *overrides]), cluster)
+    return rlflow.compile(load("recipe=grpo_7b", *overrides), cluster)
 
 
 @pytest.mark.parametrize(
