@@ -1,1 +1,1 @@
-"""Reports on a machine: what it has, and with ``--gpu`` whether its GPUs do what runs rely on."""
+"""The doctor: reports what a machine has and lacks, and with ``--gpu`` tests what runs need of its GPUs."""

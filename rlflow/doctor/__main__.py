@@ -1,6 +1,6 @@
-"""``python -m rlflow.doctor [--gpu]``: a report on this machine, and how to mend what is broken.
+"""Runs the doctor, ``python -m rlflow.doctor [--gpu]``: reports on this machine and how to fix problems.
 
-Exit code 0: nothing is broken. 1: something that recipes need is.
+The exit code is 1 if something that recipes need is broken, and 0 otherwise.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rlflow.doctor.finding import Finding, show
 
-# Columns of the report where nothing says how wide the terminal is.
+# The width of the report when the output is not a terminal.
 _WIDTH = 100
 
 Sections = Iterator[tuple[str, list[Finding]]]
@@ -24,26 +24,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--gpu",
         action="store_true",
-        help="test what runs rely on: attention, updates, memory that is given back, copies between processes; "
-        "at most ten minutes",
+        help="test what runs need: attention, updates, freeing memory, copies between processes; takes at most "
+        "ten minutes",
     )
     return _gpus() if parser.parse_args(arguments).gpu else _environment()
 
 
 def _environment() -> int:
-    from rlflow.doctor.environment import engines_here, report, verdict
+    from rlflow.doctor.environment import available_engines, report, verdict
 
-    return _printed(report(), lambda broken: verdict(broken, engines_here()))
+    return _print_report(report(), lambda broken: verdict(broken, available_engines()))
 
 
 def _gpus() -> int:
-    # The other report needs Hydra and more; a bare GPU machine may lack them.
+    # Imports only this report: the other one needs Hydra, which a bare GPU machine may lack.
     from rlflow.doctor.gpu import report, verdict
 
-    return _printed(report(), verdict)
+    return _print_report(report(), verdict)
 
 
-def _printed(sections: Sections, verdict: Callable[[int], str]) -> int:
+def _print_report(sections: Sections, verdict: Callable[[int], str]) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     broken = 0
     for title, findings in sections:

@@ -1,7 +1,4 @@
-"""One line of a report, and the table that shows it.
-
-The result of a check: one measured value, and the value that was expected.
-"""
+"""The lines of a report and the measurements that they come from."""
 
 from dataclasses import dataclass
 
@@ -12,19 +9,19 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of a report: fine, worth a note, broken, or skipped."""
+    """A line of a report, marked as ok, note, broken or skipped."""
 
     name: str
     fact: str
     fix: str | None = None
-    """How to mend it; makes the line a note."""
+    """How to fix it. A line with a fix is a note, unless it is broken."""
     broken: bool = False
     skipped: bool = False
     """Nothing was tested, for the reason that ``fact`` gives."""
 
     @property
     def mark(self) -> str:
-        """The word in front of the line, with its colour."""
+        """Return the word in front of the line, with its colour."""
         if self.broken:
             return "[red]broken[/]"
         if self.skipped:

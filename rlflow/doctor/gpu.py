@@ -1,4 +1,4 @@
-"""The report on this machine's GPUs: each check in a process of its own, with a deadline, all within ten minutes."""
+"""The report on this machine's GPUs. Each check runs in its own process with a deadline, all within ten minutes."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ class Check:
     """``module:function``; its first argument is the device."""
     libraries: tuple[str, ...]
     seconds: float
-    """Its deadline."""
+    """The deadline."""
     options: Mapping[str, Any] = field(default_factory=dict)
     min_gpus: int = 1
 
@@ -52,7 +52,7 @@ CHECKS = (
     Check(title="vLLM asleep", function="serving:sleep", libraries=("torch", "transformers", "vllm"), seconds=150),
     Check(
         title="Colocated run",
-        function="colocated:run",
+        function="serving:colocated_run",
         libraries=("torch", "transformers", "hydra-core", "ray", "deepspeed", "vllm"),
         seconds=240,
     ),
@@ -64,14 +64,14 @@ def report() -> Iterator[tuple[str, list[Finding]]]:
     """Yield the title and the findings of each check, in order."""
     found, problem = devices()
     if problem or not found:
-        fact = problem or "nvidia-smi lists none"
+        fact = problem or "nvidia-smi lists no GPU"
         yield "GPUs", [Finding("GPUs", fact, fix="run this on a machine with a GPU and its driver", broken=True)]
         return
     names = ", ".join(f"{gpu.name} ({gpu.memory_gib or 0:.1f} GiB)" for gpu in found)
     yield "GPUs", [Finding("GPUs", names)]
-    ends = time.monotonic() + TOTAL_S
+    deadline = time.monotonic() + TOTAL_S
     for check in CHECKS:
-        yield check.title, findings_of(check, found, ends - time.monotonic())
+        yield check.title, run_check(check, found, deadline - time.monotonic())
 
 
 def verdict(broken: int) -> str:
@@ -81,16 +81,16 @@ def verdict(broken: int) -> str:
     return "[bold green]every check that ran passed[/]"
 
 
-def findings_of(check: Check, gpus: list[Device], left_s: float, device: str = "cuda") -> list[Finding]:
-    """Run one check within its deadline and the ``left_s`` seconds of all; never raises."""
+def run_check(check: Check, gpus: list[Device], remaining_s: float, device: str = "cuda") -> list[Finding]:
+    """Run one check within its deadline and the ``remaining_s`` seconds of all checks; never raises."""
     if len(gpus) < check.min_gpus:
-        return [Finding("skipped", f"needs {check.min_gpus} GPUs, and there is {len(gpus)}", skipped=True)]
+        return [Finding("skipped", f"needs {check.min_gpus} GPUs, found {len(gpus)}", skipped=True)]
     if missing := [library for library in check.libraries if installed(library) is None]:
         fact = f"not installed: {', '.join(missing)}"
         return [Finding("skipped", fact, fix=f"pip install {' '.join(missing)}", skipped=True)]
-    seconds = min(check.seconds, left_s)
+    seconds = min(check.seconds, remaining_s)
     if seconds <= 0:
-        return [Finding("skipped", f"the {TOTAL_S:.0f} s of all checks are over", skipped=True)]
+        return [Finding("skipped", f"the {TOTAL_S:.0f} s for all checks are used up", skipped=True)]
     options = dict(check.options)
     if check.function.endswith(":all_reduce"):
         options |= {"ranks": len(gpus), **data_sheet(gpus[0].name)}
@@ -111,12 +111,12 @@ def findings_of(check: Check, gpus: list[Device], left_s: float, device: str = "
 
 
 def data_sheet(gpu_name: str) -> dict[str, float | None]:
-    """Return the bandwidths that ``conf/gpu`` has for this GPU, in GB/s; None where it has none."""
-    figures: Any = None
+    """Return this GPU's bandwidths in GB/s from ``conf/gpu``; None where they are unknown."""
+    spec: Any = None
     try:
         from rlflow.compose import cluster_of_hosts
 
-        (figures,) = cluster_of_hosts({"this": [gpu_name]}).gpus.values()
+        (spec,) = cluster_of_hosts({"this": [gpu_name]}).gpus.values()
     except (ImportError, ValueError):  # without Hydra, or a GPU that conf/gpu does not know
         pass
-    return {name: getattr(figures, name, None) for name in ("link_gb_s", "network_gb_s")}
+    return {name: getattr(spec, name, None) for name in ("link_gb_s", "network_gb_s")}

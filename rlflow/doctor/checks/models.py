@@ -1,8 +1,9 @@
-"""The model and the batch that checks of engines use: the figures of Qwen2.5-0.5B with random weights."""
+"""A small model, its batches, and free GPU memory as another process sees it, for checks of engines."""
 
 import socket
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from rlflow.resources.models.architecture import Architecture
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+ANSWER_TIMEOUT_S = 120.0
+GIB = 2**30
 
 _CHARACTERS = "0123456789+="
 # Qwen/Qwen2.5-0.5B, from its config.json on the hub.
@@ -35,7 +39,7 @@ HALF_BILLION = Architecture(
 def spec_of(
     architecture: Architecture, layout: Layout, *capabilities: str, device: str, max_model_len: int | None = None
 ) -> EngineSpec:
-    """Return what an engine of one worker is built from: random weights in bfloat16, without a warm-up."""
+    """Return the spec of an engine with one worker and random weights in bfloat16."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -90,3 +94,47 @@ class NegativeLogprob:
     def __call__(self, logprobs: "Tensor", columns: "Mapping[str, Tensor]", /) -> "tuple[Tensor, Mapping[str, Tensor]]":
         """Return the loss [T] and no metrics."""
         return -logprobs, {}
+
+
+class FreeMemory(Protocol):
+    """A function that returns the GiB that are free right now."""
+
+    def __call__(self) -> float: ...
+
+
+@contextmanager
+def free_memory_in_another_process(device: str) -> Iterator[FreeMemory]:
+    """Yield a function that asks another process for the free memory of ``device``, in GiB.
+
+    Memory that this process frees counts only when other processes can allocate it.
+    """
+    import torch.multiprocessing as processes
+
+    context = processes.get_context("spawn")
+    our_end, their_end = context.Pipe()
+    process = context.Process(target=_report_free_memory, args=(device, their_end), daemon=True)
+    process.start()
+
+    def free() -> float:
+        our_end.send(True)
+        if not our_end.poll(ANSWER_TIMEOUT_S):
+            raise TimeoutError(f"another process did not answer within {ANSWER_TIMEOUT_S:g} s")
+        return float(our_end.recv())
+
+    # The first request creates a CUDA context there, whose memory must not count in later comparisons.
+    free()
+    try:
+        yield free
+    finally:
+        our_end.send(False)
+        process.join(ANSWER_TIMEOUT_S)
+
+
+def _report_free_memory(device: str, requests: Any) -> None:
+    import torch
+
+    from rlflow import host_memory
+
+    while requests.recv():
+        on_gpu = device.startswith("cuda")
+        requests.send((torch.cuda.mem_get_info(device)[0] if on_gpu else host_memory.free_bytes()) / GIB)

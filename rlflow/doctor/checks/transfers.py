@@ -1,71 +1,22 @@
-"""Free memory of a GPU as another process sees it, which is what decides whether that process starts.
-
-Checks of tensors on their way: to another process on the same GPU, and between GPUs.
-"""
+"""Checks of transfers: tensors to another process on the same GPU, and between GPUs."""
 
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
+from rlflow.doctor.checks.models import ANSWER_TIMEOUT_S
 from rlflow.doctor.finding import Measurement
-
-GIB = 2**30
-
-
-class FreeMemory(Protocol):
-    """A function that returns the GiB that are free right now."""
-
-    def __call__(self) -> float: ...
-
-
-@contextmanager
-def seen_from_another_process(device: str) -> Iterator[FreeMemory]:
-    """Yield a function that asks another process for the free memory of ``device``, in GiB."""
-    import torch.multiprocessing as processes
-
-    context = processes.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_answer, args=(device, there), daemon=True)
-    process.start()
-
-    def free() -> float:
-        here.send(True)
-        if not here.poll(_PATIENCE_S):
-            raise TimeoutError(f"another process did not answer within {_PATIENCE_S:g} s")
-        return float(here.recv())
-
-    # Its own context takes memory: that must be there before the first comparison.
-    free()
-    try:
-        yield free
-    finally:
-        here.send(False)
-        process.join(_PATIENCE_S)
-
-
-def _answer(device: str, questions: Any) -> None:
-    import torch
-
-    from rlflow import host_memory
-
-    while questions.recv():
-        on_gpu = device.startswith("cuda")
-        questions.send((torch.cuda.mem_get_info(device)[0] if on_gpu else host_memory.free_bytes()) / GIB)
-
 
 # The embedding of Qwen2.5-7B in bfloat16: 152,064 x 3,584, the largest tensor of most colocated runs.
 _EMBEDDING = (152_064, 3_584)
-_PATIENCE_S = 120.0
 _ROUNDS = 5
 # NCCL's own benchmark reaches 0.7 to 0.9 of a data sheet with messages of 1 GB; below half something is wrong.
-_LEAST_SHARE = 0.5
+_MIN_SHARE = 0.5
 
 
 def ipc_copy(device: str, *, shape: tuple[int, int] = _EMBEDDING) -> list[Measurement]:
-    """Hand a tensor of 1.09 GB to another process on the same GPU, as colocated weight copies do, and compare sums."""
+    """Send a tensor of 1.09 GB to another process on the same GPU, as colocated weight copies do; compare the sums."""
     import torch
     import torch.multiprocessing as processes
 
@@ -78,10 +29,10 @@ def ipc_copy(device: str, *, shape: tuple[int, int] = _EMBEDDING) -> list[Measur
     child.start()
     to_child.put(given)
     began = time.perf_counter()
-    received = answers.get(timeout=_PATIENCE_S)
+    received = answers.get(timeout=ANSWER_TIMEOUT_S)
     seconds = time.perf_counter() - began
     # The sender's memory must outlive every use of it by the receiver.
-    child.join(_PATIENCE_S)
+    child.join(ANSWER_TIMEOUT_S)
     expected = int(given.to(torch.int64).sum())
     size = given.nbytes / 1e9
     return [
@@ -110,22 +61,25 @@ def all_reduce(
 ) -> list[Measurement]:
     """Measure the bus bandwidth of an all-reduce of 1 GiB over all GPUs of this host.
 
-    Once over the links between its GPUs, against ``link_gb_s``, and once with links and shared memory disabled, so that
-    NCCL goes through the network cards, against ``network_gb_s``. None: nothing is expected, only measured.
+    The first measurement uses the links between the GPUs and expects a share of ``link_gb_s``. The second disables
+    links and shared memory, so that NCCL uses the network cards, and expects a share of ``network_gb_s``. With None the
+    bandwidth is measured and nothing is expected.
     """
-    ways = [("over its links", link_gb_s, dict[str, str]())]
+    paths = [("over its links", link_gb_s, dict[str, str]())]
     if device == "cuda":
-        ways.append(("over the network", network_gb_s, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}))
+        paths.append(("over the network", network_gb_s, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}))
     measurements = []
-    for way, data_sheet, environment in ways:
+    for path, data_sheet, environment in paths:
         seconds = _timed_all_reduce(device, ranks, elements, environment)
         # Bus bandwidth as nccl-tests defines it: what each link carries, whatever the number of ranks.
         speed = 2 * (ranks - 1) / ranks * 4 * elements / seconds / 1e9
-        name = f"all-reduce of {4 * elements / 2**30:.2g} GiB on {ranks} GPUs, {way}"
+        name = f"all-reduce of {4 * elements / 2**30:.2g} GiB on {ranks} GPUs, {path}"
         if data_sheet is None:
-            measurements.append(Measurement(name, f"{speed:.3g} GB/s", "anything: no figures for this GPU", True))
+            measurements.append(
+                Measurement(name, f"{speed:.3g} GB/s", "any value: the bandwidth of this GPU is unknown", True)
+            )
         else:
-            measurements.append(Measurement.at_least(name, speed, _LEAST_SHARE * data_sheet, " GB/s"))
+            measurements.append(Measurement.at_least(name, speed, _MIN_SHARE * data_sheet, " GB/s"))
     return measurements
 
 
@@ -150,9 +104,9 @@ def _timed_all_reduce(device: str, ranks: int, elements: int, environment: dict[
     finally:
         os.environ.clear()
         os.environ.update(before)
-    seconds = max(answers.get(timeout=_PATIENCE_S) for _ in range(ranks))
+    seconds = max(answers.get(timeout=ANSWER_TIMEOUT_S) for _ in range(ranks))
     for worker in workers:
-        worker.join(_PATIENCE_S)
+        worker.join(ANSWER_TIMEOUT_S)
     return float(seconds)
 
 
@@ -174,7 +128,7 @@ def _reduce(device: str, rank: int, ranks: int, port: int, elements: int, answer
         distributed.all_reduce(tensor)
         if on_gpu:
             torch.cuda.synchronize()
-        # The first one sets the communicator up.
+        # The first one is not timed, because it sets up the communicator.
         fastest = min(fastest, time.perf_counter() - began) if attempt else fastest
         tensor.fill_(1.0)
     answers.put(fastest)

@@ -1,4 +1,4 @@
-"""Checks of training: an update's loss and peak memory beside the plan's, and memory that sleep gives back."""
+"""Checks of training: the loss and peak memory of an update, and the memory that sleeping frees."""
 
 import math
 from typing import Any
@@ -6,8 +6,14 @@ from typing import Any
 import numpy as np
 
 from rlflow.compiler.lower import training_memory
-from rlflow.doctor.checks.models import HALF_BILLION, NegativeLogprob, minibatch_of, spec_of
-from rlflow.doctor.checks.transfers import GIB, seen_from_another_process
+from rlflow.doctor.checks.models import (
+    GIB,
+    HALF_BILLION,
+    NegativeLogprob,
+    free_memory_in_another_process,
+    minibatch_of,
+    spec_of,
+)
 from rlflow.doctor.finding import Measurement
 from rlflow.engines.registry import engine_class
 from rlflow.recipe import Role
@@ -19,10 +25,10 @@ from rlflow.resources.models.architecture import Architecture
 
 # Random weights give every token of the vocabulary nearly the same probability.
 _LOSS_ERROR = 0.05
-# The plan must not promise too little memory; with much too much of it the plan wastes the GPU.
-_OVER, _UNDER = 1.1, 0.6
-# Context, and what cuBLAS and NCCL keep for themselves.
-_LEFT_ASLEEP_GIB = 1.5
+# Measured over planned memory: more runs out of memory, and much less wastes the GPU.
+_MAX_RATIO, _MIN_RATIO = 1.1, 0.6
+# The CUDA context, and buffers of cuBLAS and NCCL.
+_ASLEEP_GIB = 1.5
 
 
 def update(
@@ -35,7 +41,7 @@ def update(
     prompt_tokens: int = 128,
     response_tokens: int = 896,
 ) -> list[Measurement]:
-    """Train two steps on one GPU; compare loss and peak memory with what arithmetic and plan expect.
+    """Train two steps on one GPU; compare the loss with ln(vocabulary) and the peak memory with the plan.
 
     A DeepSpeed engine then sleeps and wakes: the freed memory is measured from another process.
     """
@@ -45,44 +51,44 @@ def update(
         gradient_checkpointing=True,
         sleeps=engine == "deepspeed",
     )
-    with seen_from_another_process(device) as free_gib:
+    with free_memory_in_another_process(device) as free_gib:
         before = free_gib()
         spec = spec_of(architecture, layout, "Trains", "Scores", device=device)
         trainer: Any = engine_class(engine)(spec)
         minibatch = minibatch_of(rows, prompt_tokens, response_tokens)
         first, second = (trainer.update(minibatch, NegativeLogprob()).values["loss"] for _ in range(2))
         expected = math.log(architecture.vocab_size)
-        what = engine if zero_stage is None else f"{engine} ZeRO {zero_stage}"
+        label = engine if zero_stage is None else f"{engine} ZeRO {zero_stage}"
         measurements = [
             Measurement.at_most(
-                f"update by {what}: loss {first:.3f}, relative error against ln(vocabulary)",
+                f"update by {label}: loss {first:.3f}, relative error against ln(vocabulary)",
                 abs(first - expected) / expected,
                 _LOSS_ERROR,
             ),
-            Measurement(f"update by {what}: second loss", f"{second:.4f}", f"below {first:.4f}", second < first),
+            Measurement(f"update by {label}: second loss", f"{second:.4f}", f"below {first:.4f}", second < first),
         ]
         if device.startswith("cuda"):
             role = Role(model="policy", engine=engine)
-            measurements.append(_peak(what, device, architecture, layout, training_memory(role, spec.model)))
+            measurements.append(_peak(label, device, architecture, layout, training_memory(role, spec.model)))
         if engine == "deepspeed":
-            measurements += _sleep(what, device, trainer, minibatch, before, free_gib)
+            measurements += _sleep(label, device, trainer, minibatch, before, free_gib)
     return measurements
 
 
-def _peak(what: str, device: str, architecture: Architecture, layout: Layout, training: Any) -> Measurement:
+def _peak(label: str, device: str, architecture: Architecture, layout: Layout, training: Any) -> Measurement:
     import torch
 
     measured = torch.cuda.max_memory_reserved(device) / GIB + CONTEXT_GIB
     planned = total_gib(update_terms(architecture, layout, training, layout.micro_batch_tokens, accumulates=False))
     return Measurement(
-        f"update by {what}: peak memory",
+        f"update by {label}: peak memory",
         f"{measured:.2f} GiB",
-        f"{planned:.2f} GiB by the plan, within {_UNDER:g} to {_OVER:g} times that",
-        _UNDER * planned <= measured <= _OVER * planned,
+        f"{planned:.2f} GiB by the plan, within {_MIN_RATIO:g} to {_MAX_RATIO:g} times that",
+        _MIN_RATIO * planned <= measured <= _MAX_RATIO * planned,
     )
 
 
-def _sleep(what: str, device: str, trainer: Any, minibatch: Any, before: float, free_gib: Any) -> list[Measurement]:
+def _sleep(label: str, device: str, trainer: Any, minibatch: Any, before: float, free_gib: Any) -> list[Measurement]:
     logprobs = trainer.logprobs(minibatch, 1.0).values.values
     awake = free_gib()
     trainer.sleep()
@@ -91,13 +97,13 @@ def _sleep(what: str, device: str, trainer: Any, minibatch: Any, before: float, 
     again = trainer.logprobs(minibatch, 1.0).values.values
     measurements = [
         Measurement(
-            f"{what} after sleep and wake: logprobs",
+            f"{label} after sleep and wake: logprobs",
             "equal" if np.array_equal(logprobs, again) else f"off by {np.abs(logprobs - again).max():.3g}",
             "equal bit for bit",
             np.array_equal(logprobs, again),
         )
     ]
     if device.startswith("cuda"):
-        name = f"{what} asleep, {asleep - awake:.2f} GiB freed: memory kept, seen from another process"
-        measurements.append(Measurement.at_most(name, before - asleep, _LEFT_ASLEEP_GIB, " GiB"))
+        name = f"{label} asleep, {asleep - awake:.2f} GiB freed: memory kept, seen from another process"
+        measurements.append(Measurement.at_most(name, before - asleep, _ASLEEP_GIB, " GiB"))
     return measurements
