@@ -253,7 +253,7 @@ def steps_of(prompts: int, group_size: int, steps: int = 5) -> Steps:
         RayRuntime().start(plan, models, Path(folder)) as engines,
     ):
         assert isinstance(engines, RayEngines)
-        budget, hosted = engines.store_calls.budget, engines.hosted(data)
+        budget, hosted = engines.store_calls.budget, engines.place_with_tokens(data)
         took = []
         train_step(plan, engines, hosted, 0)
         with counted() as traffic:

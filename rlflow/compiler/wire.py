@@ -242,7 +242,7 @@ def _check_overcommit(recipe: Recipe, graph: Graph) -> None:
         if not isinstance(node.operation, Generate) or not node.operation.overcommit or node.role is None:
             continue
         path, share, size = f"graph.{node.name}.overcommit", node.operation.overcommit, recipe.data.batch_size
-        if not node.operation.begun_ahead(size):
+        if not node.operation.prompts_ahead(size):
             fact = f"{share:g} of {size} prompts (data.batch_size) is less than one"
             least = ceil(1e4 / size) / 1e4
             raise RecipeError(path, fact, fix=f"{path}={least:g}, or 0" if size > 1 else f"{path}=0")

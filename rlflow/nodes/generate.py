@@ -57,7 +57,7 @@ class Generate(Node, kind="generate", unit="sample"):
         """Return whether consumers may start with single responses, because the engine's output is the node's own."""
         return type(self).run is Generate.run and not self.overcommit
 
-    def begun_ahead(self, batch_size: int) -> int:
+    def prompts_ahead(self, batch_size: int) -> int:
         """Return how many prompts are started before the step that would train on them: ``overcommit``, rounded down.
 
         0.29 x 100 is 28.999999999999996, so a little is added first.

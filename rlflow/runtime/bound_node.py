@@ -69,7 +69,7 @@ def _bind(node: GraphNode, roles: Mapping[str, Role], models: Mapping[str, Model
     state, session = node.operation.new_state(), None
     if "session" in node.operation.from_runtime() and node.role is not None:
         name = roles[node.role].model
-        session = engines.hosted(node.operation.open_session(name, models[name]))
+        session = engines.place_with_tokens(node.operation.open_session(name, models[name]))
     if state is None and session is None:
         return node
     operation: Any = BoundNode(node.operation, state, session)
@@ -88,4 +88,4 @@ def states_of(graph: Graph, engines: Engines) -> Mapping[str, Any]:
 def operation_of(node: GraphNode, engines: Engines) -> Any:
     """Return what runs a node. A node without a role that reads tokens runs in a process where tokens are."""
     operation = node.operation
-    return engines.hosted(operation) if node.role is None and operation.reads_tokens else operation
+    return engines.place_with_tokens(operation) if node.role is None and operation.reads_tokens else operation

@@ -30,7 +30,7 @@ from rlflow.runtime.checkpoint import (
 )
 from rlflow.runtime.evaluation import Evaluator, evaluator_of
 from rlflow.runtime.folder_lock import locked
-from rlflow.runtime.generation.overcommit import begun_ahead, overcommitted
+from rlflow.runtime.generation.overcommit import overcommitted, prompts_ahead
 from rlflow.runtime.generation.resampling import Rounds
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.preflight import check_before_start, check_directory, check_examples, last_checkpoint
@@ -114,7 +114,7 @@ def prepare(
         write_plan(plan, directory)
         started_at = time.perf_counter()
         engines = stack.enter_context(runtime.start(with_spare_slots(plan) if tune else plan, models, directory))
-        data = engines.hosted(data)
+        data = engines.place_with_tokens(data)
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
         graph = bind_nodes(plan.graph, plan.recipe.roles, models, engines)
         evaluator = evaluator_of(plan.graph, graph) if held_out else None
@@ -210,7 +210,7 @@ def _open_data(
         held_out=held_out,
         with_responses="examples" in graph.sources,
         with_pairs="pairs" in graph.sources,
-        ahead=begun_ahead(graph, recipe.data.batch_size),
+        ahead=prompts_ahead(graph, recipe.data.batch_size),
         steps=recipe.steps,
         resumed_at=(progress.step, progress.rows),
     )

@@ -11,7 +11,7 @@ from rlflow.batch import Rollouts
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Model
 
-Held = TypeVar("Held")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Listener(Protocol):
 class Engines(dict[str, Any]):
     """The engine of each role, and what the runtime offers besides. Here all engines are in this process."""
 
-    def measured(self, step: int) -> dict[str, float]:
+    def step_metrics(self, step: int) -> dict[str, float]:
         """Return the metrics that the engines measured in this step, counted from 1."""
         return {}
 
@@ -45,20 +45,20 @@ class Engines(dict[str, Any]):
         """Return the use of object stores in all measured steps so far; empty in a single process."""
         return StoreUse(edges={}, peaks={})
 
-    def heard_by(self, listener: Listener, role: str) -> AbstractContextManager[None]:
+    def stream_to(self, listener: Listener, role: str) -> AbstractContextManager[None]:
         """Stream the role's finished responses to the listener within the context, from engines that can."""
         return nullcontext()
 
-    def done_until_copied(self, role: str) -> None:
+    def mark_idle(self, role: str) -> None:
         """Note that the role is idle until the next copy of weights, so that it need not keep its own."""
 
-    def hosted(self, held: Held) -> Held:
-        """Return an object with the methods of ``held``, which lives where tokens are.
+    def place_with_tokens(self, instance: T) -> T:
+        """Return an object with the methods of ``instance``, which lives where tokens are.
 
         On Ray that is a process of its own on this host, so that what it gets and returns does not pass through this
         process. Only the methods may be used.
         """
-        return held
+        return instance
 
 
 class Runtime(Protocol):

@@ -79,7 +79,7 @@ def train_step(
         "tokens_per_second": tokens / total,
         "seconds": total,
         **{f"seconds/{name}": value for name, value in seconds.items()},
-        **engines.measured(step + 1),
+        **engines.step_metrics(step + 1),
         **{f"{path.removeprefix('graph.')}/{name}": v for path, state in states.items() for name, v in state.items()},
     }
 
@@ -107,7 +107,7 @@ def run_graph(
     consumers = {origin: node.name for node in graph.nodes for origin in node.inputs.values()}
     last_nodes = {node.role: node.name for node in graph.nodes}
     for role in engines.keys() - last_nodes.keys():
-        engines.done_until_copied(role)
+        engines.mark_idle(role)
     streams: dict[str, Streaming] = {}
     with ExitStack() as running:
         for node in graph.nodes:
@@ -119,11 +119,11 @@ def run_graph(
                     if followers := graph.streaming_consumers(node):
                         stream = Streaming(node, followers, partial(_run_follower, engines))
                         streams |= dict.fromkeys((each.name for each in followers), running.enter_context(stream))
-                        subscriptions.enter_context(engines.heard_by(stream, str(node.role)))
+                        subscriptions.enter_context(engines.stream_to(stream, str(node.role)))
                     output = run_node(node, engines, edges)
                 seconds[node.name] = time.perf_counter() - start
             if node.role is not None and last_nodes[node.role] == node.name:
-                engines.done_until_copied(node.role)
+                engines.mark_idle(node.role)
             on_output(node.name, output)
             edges[node.name] = output
             del output

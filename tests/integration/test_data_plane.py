@@ -60,7 +60,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Plan, Ra
     data = open_training_data(options, tokenizer, load_rows(options, "split"), 0, with_responses=False)
     with RayRuntime().start(plan, models, tmp_path_factory.mktemp("run")) as engines:
         assert isinstance(engines, RayEngines)
-        yield plan, engines, engines.hosted(data)
+        yield plan, engines, engines.place_with_tokens(data)
 
 
 class TestSteps:
@@ -135,7 +135,7 @@ def test_nodes_that_read_tokens_go_where_they_are(tmp_path: Path, monkeypatch: p
     with RayRuntime().start(plan, models, tmp_path) as engines, monkeypatch.context() as patched:
         assert isinstance(engines, RayEngines)
         patched.setattr("rlflow.runtime.objects.store.fetch", read.append)
-        metrics = train_step(plan, engines, engines.hosted(data), 0)
+        metrics = train_step(plan, engines, engines.place_with_tokens(data), 0)
         assert set(engines.store_calls.budget.used.values()) == {0}
     assert read == []
     assert metrics["store/advantages_bytes"] == 4 * metrics["tokens"]
@@ -165,7 +165,7 @@ def test_rounds_are_the_same_as_in_one_process(tmp_path: Path, monkeypatch: pyte
     with RayRuntime().start(plan, models, tmp_path) as engines, monkeypatch.context() as patched:
         assert isinstance(engines, RayEngines)
         patched.setattr("rlflow.runtime.objects.store.fetch", read.append)
-        hosted = engines.hosted(data)
+        hosted = engines.place_with_tokens(data)
         rounds = Rounds(plan.graph, options.batch_size, hosted)
         found = [train_step(training, engines, hosted, step, rounds=rounds) for step in steps]
         assert set(engines.store_calls.budget.used.values()) == {0}

@@ -120,7 +120,7 @@ def test_an_engine_that_fails_is_replaced(fault: str, tmp_path: Path, monkeypatc
                 out = rollout.generate(given, sampling)
                 assert out.response_ids.values.tolist() == expected
                 assert set(out.versions.values.tolist()) == {version}
-            assert engines.measured(version)["rollout/engines/replaced"] == fails
+            assert engines.step_metrics(version)["rollout/engines/replaced"] == fails
         assert not Worker.file.exists()
         lines = [json.loads(line) for line in (tmp_path / "engines.jsonl").read_text().splitlines()]
         (failed,) = [line for line in lines if "failed" in line]
@@ -137,4 +137,4 @@ def test_an_engine_that_fails_is_replaced(fault: str, tmp_path: Path, monkeypatc
             out = rollout.generate(given, sampling)
             assert out.response_ids.values.tolist() == expected
             assert set(out.versions.values.tolist()) == {3}, "new engines have the weights in force"
-            assert engines.measured(4)["rollout/engines/replaced"] == 2
+            assert engines.step_metrics(4)["rollout/engines/replaced"] == 2

@@ -86,9 +86,9 @@ class Overcommitted:
             self._partial = self._data.copy_locally(partial)
 
 
-def begun_ahead(graph: Graph, batch_size: int) -> int:
+def prompts_ahead(graph: Graph, batch_size: int) -> int:
     """Return the number of prompts that are read before the step that they would be trained in."""
-    return sum(node.operation.begun_ahead(batch_size) for node in graph.nodes if isinstance(node.operation, Generate))
+    return sum(node.operation.prompts_ahead(batch_size) for node in graph.nodes if isinstance(node.operation, Generate))
 
 
 def overcommitted(graph: Graph, batch_size: int, data: DataSource) -> tuple[Graph, Mapping[str, Overcommitted]]:

@@ -22,7 +22,7 @@ from rlflow.runtime.objects.budget import Budget, check_limits, store_limits
 from rlflow.runtime.objects.ray_api import this_host, wait_all
 from rlflow.runtime.objects.results import ObjectProcess, StoreCalls
 from rlflow.runtime.objects.sharding import cost_of
-from rlflow.runtime.protocols import Engines, Held, Listener, StoreUse
+from rlflow.runtime.protocols import Engines, Listener, StoreUse, T
 from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.gpu_turns import GpuTurns, gpu_neighbors, replaced_roles, sleeping_roles
 from rlflow.runtime.ray.role_proxy import RoleProxy
@@ -84,7 +84,7 @@ class RayEngines(Engines):
         self._stored: Counter[str] = Counter()
         self._num_steps = 0
 
-    def measured(self, step: int) -> dict[str, float]:
+    def step_metrics(self, step: int) -> dict[str, float]:
         """Return the metrics of a step, and append the engines' activity and failures to ``engines.jsonl``."""
         metrics: dict[str, float] = {}
         for role, engine in self.items():
@@ -109,16 +109,16 @@ class RayEngines(Engines):
             peaks=self.store_calls.budget.peaks,
         )
 
-    def heard_by(self, listener: Listener, role: str) -> AbstractContextManager[None]:
+    def stream_to(self, listener: Listener, role: str) -> AbstractContextManager[None]:
         group = self[role].engine_group
         return nullcontext() if group is None else group.subscribed(listener)
 
-    def done_until_copied(self, role: str) -> None:
+    def mark_idle(self, role: str) -> None:
         if role in self._replaced:
             self._turns.weights_expired(role)
 
-    def hosted(self, held: Held) -> Held:
-        return cast(Held, self._remote_objects.proxy_of(held))
+    def place_with_tokens(self, instance: T) -> T:
+        return cast(T, self._remote_objects.proxy_of(instance))
 
 
 class RemoteObjects:

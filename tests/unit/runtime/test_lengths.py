@@ -40,7 +40,7 @@ def test_than_the_positions() -> None:
 def test_than_a_micro_batch() -> None:
     message = told(10, 60000, *LONG, "roles.actor.micro_batch_tokens=4096")
     assert "has 60010 tokens, more than the 4096" in message
-    assert "tokens of a micro-batch of role actor" in message
+    assert "tokens in a micro-batch of role actor" in message
     assert "Fix: roles.actor.micro_batch_tokens=60010, or remove such rows." in message
 
 

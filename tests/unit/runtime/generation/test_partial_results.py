@@ -47,7 +47,7 @@ class InTurn(Engines):
     def __init__(self, engine: RoleProxy) -> None:
         super().__init__(rollout=engine)
 
-    def heard_by(self, listener: Listener, role: str) -> Any:
+    def stream_to(self, listener: Listener, role: str) -> Any:
         writing = self[role].engine_group
         assert writing is not None
         return writing.subscribed(listener)
