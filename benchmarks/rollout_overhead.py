@@ -28,8 +28,7 @@ from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.base import EngineSpec, sample_seed
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
-from rlflow.engines.serving.files import load_config, model_files
-from rlflow.engines.serving.settings import engine_arguments, set_environment
+from rlflow.engines.serving.settings import engine_arguments, load_config, model_files, set_environment
 from rlflow.runtime.ray.engine_specs import spec_of
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.step import run_graph

@@ -18,7 +18,7 @@ from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
 from rlflow.engines.group_progress import PartialResponse
 from rlflow.engines.serving.activity import EngineActivity
-from rlflow.engines.serving.sessions import Sessions
+from rlflow.engines.serving.sessions import SessionEngine
 from rlflow.recipe import Model, Optimizer, Recipe
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
@@ -123,7 +123,7 @@ def rollouts(rewarded: Sequences, texts: Sequence[str] | None = None) -> Rollout
     )
 
 
-class WritingEngine(Sessions, FakeEngine):
+class WritingEngine(SessionEngine, FakeEngine):
     """The fake engine as one that takes new samples while it writes. ``given``: the prompts of what came at once."""
 
     concurrent: ClassVar[bool] = True
@@ -143,7 +143,7 @@ class WritingEngine(Sessions, FakeEngine):
         return self._steps
 
     def submit(
-        self, samples: Prompts, sampling: Sampling, begun: Sequence[PartialResponse] | None = None
+        self, samples: Prompts, sampling: Sampling, partial: Sequence[PartialResponse] | None = None
     ) -> "list[Future[Any]]":
         """Each is done at once."""
         self._steps += sampling.max_tokens

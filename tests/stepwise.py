@@ -38,16 +38,16 @@ class Stepwise(WritingEngine):
         self._enough = 1
 
     def submit(
-        self, samples: Prompts, sampling: Sampling, begun: Sequence[PartialResponse] | None = None
+        self, samples: Prompts, sampling: Sampling, partial: Sequence[PartialResponse] | None = None
     ) -> "list[Future[Any]]":
         answers: list[Future[Any]] = []
-        for key, before in zip(samples.keys, begun or [NO_RESPONSE] * len(samples), strict=True):
+        for key, before in zip(samples.keys, partial or [NO_RESPONSE] * len(samples), strict=True):
             left = response(key)
             assert left[: len(before.ids)] == before.ids.tolist()
             del left[: len(before.ids)]
             self.begun.append((key.tolist(), len(before.ids)))
             answers.append(Future())
-            written = SimpleNamespace(left=left, ids=[], begun=before, version=self._version, length=len(before.ids))
+            written = SimpleNamespace(left=left, ids=[], partial=before, version=self._version, length=len(before.ids))
             written.is_done = False
             self._live.append((answers[-1], written))
         self._go_on()
@@ -63,7 +63,7 @@ class Stepwise(WritingEngine):
         assert self._session is not None
         finished: list[tuple[Future[Any], Any]] = []
         with self._lock:
-            if any(answer.done() for answer in list(self._session._writing.values())):
+            if any(answer.done() for answer in list(self._session._generating.values())):
                 return  # which has not been told
             while self._live and len(finished) < self._enough:
                 self._steps += 1
@@ -86,7 +86,7 @@ class Stepwise(WritingEngine):
     def rollouts(self, samples: Prompts, responses: Sequence[Any], sampling: Sampling) -> Rollouts:
         ids = Packed.from_rows([each.ids for each in responses], np.int32)
         versions = Packed.from_rows([np.full(len(each.ids), each.version) for each in responses], np.int32)
-        before = [each.begun for each in responses]
+        before = [each.partial for each in responses]
         columns = prepend_partial(before, ids, ids.like(-versions.values.astype(np.float32)), versions)
         return Rollouts(
             keys=samples.keys,

@@ -59,7 +59,6 @@ MODEL_LIBRARIES = {"torch", "transformers", "peft", "vllm", "deepspeed", "datase
 LAZY = {
     "engines/causal_lm/attention.py",
     "engines/causal_lm/output_layer.py",
-    "engines/sharded/layerwise.py",
     "engines/sharded/ulysses.py",
 }
 

@@ -263,7 +263,7 @@ FP32_TRAINING = TrainingMemory(
 
 
 class Engine(Protocol):
-    """What every engine's class declares; ``engines/registry.py`` reads it without importing the engine's library."""
+    """The declarations of an engine's class; ``registry.py`` reads them without importing the engine's library."""
 
     parallel: ClassVar[frozenset[str]]
     """The ways to spread it over GPUs that it supports: tensor, pipeline, data, sequence."""

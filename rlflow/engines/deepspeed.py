@@ -1,4 +1,4 @@
-"""Trains, scores and values with DeepSpeed: one process of those that share a model."""
+"""The DeepSpeed engine: trains, scores and values in one of the processes that share a model."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,23 +9,30 @@ from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequence
 from rlflow.engines.base import ALL_TRANSPORTS, EngineSpec, TokenLoss, WeightTransport
 from rlflow.engines.causal_lm.adapters import (
     add_adapters,
-    copied_name,
     is_adapter,
-    merged,
-    trained,
+    merge_adapter,
+    save_adapters,
+    trained_weights,
+    transfer_name,
     without_adapters,
-    write_adapters,
 )
-from rlflow.engines.causal_lm.kernels import set_determinism
-from rlflow.engines.causal_lm.micro_batches import in_order
-from rlflow.engines.causal_lm.output_heads import head_of, last_of_each, name_padding, outputs_of
-from rlflow.engines.causal_lm.pretrained import check_finite, load_tokenizer, save_model
-from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
+from rlflow.engines.causal_lm.kernels import apply_determinism
+from rlflow.engines.causal_lm.micro_batches import build_equal_micro_batches, restore_order
+from rlflow.engines.causal_lm.pretrained import load_tokenizer, save_model
+from rlflow.engines.causal_lm.token_outputs import choose_head, compute_outputs, last_values, set_pad_token
+from rlflow.engines.causal_lm.totals import LossTotals, check_finite, weighted_means
 from rlflow.engines.memory import TunableEngine, enable_expandable_segments
-from rlflow.engines.sharded.cpu_offload import Parked, state_of, weights_of
-from rlflow.engines.sharded.loading import UNIVERSAL, clear, load_sharded, needs_resharding, reads_universal, resharded
-from rlflow.engines.sharded.process_group import rounds, set_timeouts, spread_of, wait_for_files, while_files_move
-from rlflow.engines.sharded.settings import TRAINING_MEMORY, deepspeed_config, join
+from rlflow.engines.sharded.checkpoints import (
+    UNIVERSAL,
+    converted_checkpoint,
+    delete_converted,
+    needs_conversion,
+    universal_loading,
+)
+from rlflow.engines.sharded.cpu_offload import OffloadedMemory, optimizer_tensors, weight_tensors
+from rlflow.engines.sharded.loading import load_sharded
+from rlflow.engines.sharded.process_group import create_sharding, files_timeout, set_timeouts, wait_for_files
+from rlflow.engines.sharded.settings import TRAINING_MEMORY, deepspeed_config, init_deepspeed
 from rlflow.errors import EngineError, first_line
 from rlflow.resources.memory.state import TrainingMemory
 
@@ -34,18 +41,19 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
-# Bytes of weights that are gathered at once.
-_GATHERED = 256 * 2**20
+# The bytes of weights that are gathered at a time.
+_GATHERED_BYTES = 256 * 2**20
 _TAG = "deepspeed"
-_MADE_BY = "deepspeed.json"
+_SHARDS_FILE = "deepspeed.json"
 
 
 class DeepSpeedEngine(TunableEngine):
-    """Every method is called on all ranks together, each with its share of the rows.
+    """The engine for models whose state is sharded over several GPUs.
 
-    ZeRO shards the state over all ranks: the optimizer's (1), gradients too (2), weights too (3). bfloat16 weights have
-    float32 masters. A role that is not trained has no optimizer, and is sharded by ZeRO 3 alone. Neighbouring ranks
-    that are sequence-parallel have the same rows, and each computes on a part of their tokens.
+    Every method is called on all ranks at the same time, each with its share of the rows. ZeRO shards the optimizer's
+    state (1), also the gradients (2), and also the weights (3). bfloat16 weights have float32 masters. A role that is
+    not trained has no optimizer, and only ZeRO 3 shards it. Sequence-parallel ranks are neighbours with the same rows,
+    and each computes on a part of their tokens.
     """
 
     parallel: ClassVar[frozenset[str]] = frozenset({"data", "sequence"})
@@ -56,12 +64,12 @@ class DeepSpeedEngine(TunableEngine):
     receives_weights_by: ClassVar[frozenset[WeightTransport]] = frozenset()
 
     def __init__(self, spec: EngineSpec) -> None:
-        self._head = head_of(spec)
+        self._head = choose_head(spec)
         self._trains = "Trains" in spec.capabilities
         if self._trains:
             enable_expandable_segments(spec.device)
-        set_determinism(spec)
-        join(spec)
+        apply_determinism(spec)
+        init_deepspeed(spec)
         import torch
 
         self._spec = spec
@@ -69,18 +77,18 @@ class DeepSpeedEngine(TunableEngine):
         self._stage = spec.layout.zero_stage or 0
         self._config = deepspeed_config(spec, trains=self._trains)
         self._module = load_sharded(spec, self._config, head=self._head)
-        # Ranks read at different speeds, and DeepSpeed's first exchange has torch's own time-out.
+        # Ranks read at different speeds, and DeepSpeed's first collective has torch's default time-out.
         wait_for_files()
         add_adapters(self._module, spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         if spec.layout.gradient_checkpointing:
             self._module.gradient_checkpointing_enable()
-        self._spread = spread_of(spec, self._module)
-        self._engine: Any = self._start() if self._trains or self._stage == 3 else None
+        self._sharding = create_sharding(spec, self._module)
+        self._engine: Any = self._initialize() if self._trains or self._stage == 3 else None
         self._model: Any = self._module if self._engine is None else self._engine
-        self._weights_away, self._state_away = Parked(self._device), Parked(self._device)
+        self._offloaded_weights, self._offloaded_state = OffloadedMemory(self._device), OffloadedMemory(self._device)
         if self._trains:
-            self._check_weights("as they were loaded are")
+            self._check_weights("after loading")
         set_timeouts(spec)
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
@@ -94,134 +102,143 @@ class DeepSpeedEngine(TunableEngine):
         return ValueEstimates(values=self._forward(sequences, 1.0))
 
     def evaluate(self, sequences: Sequences) -> Rewards:
-        return Rewards(values=last_of_each(self._forward(sequences, 1.0)))
+        return Rewards(values=last_values(self._forward(sequences, 1.0)))
 
     def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
-        """The rank's share of the minibatch: weights add up to one over all ranks. Metrics are those of all of it."""
+        """Take one optimizer step with this rank's share of the minibatch; metrics are those of the whole minibatch.
+
+        The tokens' weights sum to one over all ranks.
+        """
         learning_rate = self._spec.optimizer.learning_rate_at(minibatch.step, self._spec.steps)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         self._module.train()
         with self.within_memory():
-            totals = self._gradients(minibatch, loss)
+            totals = self._compute_gradients(minibatch, loss)
         self._module.eval()
-        measured = averaged_over_weights(self._summed(totals.sums))
-        totals.check(measured["loss"], self._said_by_all)
+        means = weighted_means(self._sum_over_ranks(totals.sums))
+        totals.check(means["loss"], self._gather_problems)
         norm = self._step()
-        self._check_weights(f"after an update with learning rate {learning_rate:g} are")
-        return Metrics(values={**measured, "grad_norm": norm, "learning_rate": learning_rate})
+        self._check_weights(f"after an update with learning rate {learning_rate:g}")
+        return Metrics(values={**means, "grad_norm": norm, "learning_rate": learning_rate})
 
-    def _gradients(self, minibatch: Minibatch, loss: TokenLoss) -> Totals:
-        """Left at the weights. Returns sums over this rank's share."""
-        totals = Totals(loss, self._device, self._spec.role)
-        pieces, counting = rounds(minibatch, self._spec.layout.micro_batch_tokens)
-        for at, rows in enumerate(pieces):
-            self._engine.set_gradient_accumulation_boundary(at == len(pieces) - 1)
+    def _compute_gradients(self, minibatch: Minibatch, loss: TokenLoss) -> LossTotals:
+        """Leave the gradients in DeepSpeed's buffers; return the sums over this rank's share."""
+        totals = LossTotals(loss, self._device, self._spec.role)
+        pieces, num_real = build_equal_micro_batches(minibatch, self._spec.layout.micro_batch_tokens)
+        for number, rows in enumerate(pieces):
+            self._engine.set_gradient_accumulation_boundary(number == len(pieces) - 1)
             part = minibatch.take(rows)
-            outputs, more = self._outputs(part, loss.temperature)
-            total = totals.add(part, outputs, more, share=float(at < counting))
-            # DeepSpeed takes the mean of the ranks' gradients, and this loss is a sum over them.
+            outputs, more_columns = self._compute_outputs(part, loss.temperature)
+            total = totals.add(part, outputs, more_columns, share=float(number < num_real))
+            # DeepSpeed averages the ranks' gradients, but this loss is a sum over the ranks.
             self._engine.backward(total * self._spec.world_size)
         return totals
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
-        for name, weight in self._whole(trained(self._named(), self._spec.lora)):
-            yield copied_name(name), weight
+        for name, weight in self._gather(trained_weights(self._named_weights(), self._spec.lora)):
+            yield transfer_name(name), weight
 
     def save(self, folder: Path) -> None:
         frozen = self._spec.lora is not None
-        with while_files_move(self._spec):
+        with files_timeout(self._spec):
             self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=frozen)
         if self._spec.rank == 0:
-            (folder / _MADE_BY).write_text(json.dumps(self._shards))
+            (folder / _SHARDS_FILE).write_text(json.dumps(self._shards))
 
     def restore(self, folder: Path) -> None:
-        """Of any number of ranks. Raises RecipeError for what a ZeRO stage saved that is sharded in another way,
-        EngineError for lost files."""
-        saved = json.loads((folder / _MADE_BY).read_text())
-        if needs_resharding(self._spec, saved, self._shards):
-            with resharded(self._spec, folder, _TAG, saved["world_size"]), reads_universal(self._engine):
+        """Load a checkpoint of any number of ranks.
+
+        Raises RecipeError for a checkpoint of an incompatible ZeRO stage, EngineError for missing files.
+        """
+        saved = json.loads((folder / _SHARDS_FILE).read_text())
+        if needs_conversion(self._spec, saved, self._shards):
+            converted = converted_checkpoint(self._spec, folder, _TAG, saved["world_size"])
+            with converted, universal_loading(self._engine):
                 self._load(folder, UNIVERSAL)
         else:
             if self._spec.rank == 0:
-                clear(folder)
+                delete_converted(folder)
             self._load(folder, _TAG)
 
     def _load(self, folder: Path, tag: str) -> None:
         try:
-            with while_files_move(self._spec):
+            with files_timeout(self._spec):
                 strict = self._spec.lora is None
                 found, _ = self._engine.load_checkpoint(str(folder), tag=tag, load_module_strict=strict)
-        except Exception as error:  # whatever DeepSpeed stumbles over where files are missing
+        except Exception as error:  # DeepSpeed raises errors of many kinds for missing files
             raise EngineError(
                 f"role {self._spec.role}: '{folder}' cannot be restored ({first_line(error)})."
             ) from error
         if found is None:
-            raise EngineError(f"role {self._spec.role}: DeepSpeed found nothing to restore in '{folder}'.")
-        self._check_weights("of the checkpoint are")
+            raise EngineError(f"role {self._spec.role}: DeepSpeed found no checkpoint in '{folder}'.")
+        self._check_weights("in the checkpoint")
 
     def export(self, folder: Path) -> None:
-        """Rank 0 writes. It holds the weights in the memory of its host for that, never on its GPU."""
+        """Write the model, with adapters merged into it, and the adapters alone; on rank 0.
+
+        Rank 0 collects the weights in host memory, never on its GPU.
+        """
         import torch
 
         dtype = getattr(torch, self._spec.model.dtype)
-        whole: dict[str, Tensor] = {}
-        shared: dict[int, Tensor] = {}
-        named, lora = self._named(), self._spec.lora
-        small = {name: weight for name, weight in named.items() if is_adapter(name)}
-        adapters = {name: weight.to("cpu", copy=True) for name, weight in self._whole(small)}
-        for name, weight in self._whole({name: weight for name, weight in named.items() if name not in small}):
+        exported: dict[str, Tensor] = {}
+        exported_by_id: dict[int, Tensor] = {}
+        named, lora = self._named_weights(), self._spec.lora
+        adapter_weights = {name: weight for name, weight in named.items() if is_adapter(name)}
+        adapters = {name: weight.to("cpu", copy=True) for name, weight in self._gather(adapter_weights)}
+        for name, weight in self._gather({n: weight for n, weight in named.items() if n not in adapter_weights}):
             if self._spec.rank == 0:
-                plain, value = merged(name, weight, adapters, lora)
-                # Weights that are tied are one tensor, which is how they are known to be tied.
-                whole[plain] = shared.setdefault(id(named[name]), value.to("cpu", dtype, copy=True))
+                base_name, value = merge_adapter(name, weight, adapters, lora)
+                # Tied weights stay one tensor, by which transformers recognizes them.
+                exported[base_name] = exported_by_id.setdefault(id(named[name]), value.to("cpu", dtype, copy=True))
         if self._spec.rank == 0:
             self._module.config.dtype = dtype
             if self._head == "reward":
-                name_padding(self._module, self._tokenizer)
-            check_finite(self._spec.role, whole.items(), f"to be exported in {self._spec.model.dtype} are")
-            save_model(self._module, self._tokenizer, folder, whole)
+                set_pad_token(self._module, self._tokenizer)
+            check_finite(self._spec.role, exported.items(), f"when exported in {self._spec.model.dtype}")
+            save_model(self._module, self._tokenizer, folder, exported)
             if lora is not None:
-                copied = {copied_name(name): weight for name, weight in adapters.items()}
-                write_adapters(folder / "adapters", lora, copied, self._spec.model.path)
+                named_for_peft = {transfer_name(name): weight for name, weight in adapters.items()}
+                save_adapters(folder / "adapters", lora, named_for_peft, self._spec.model.path)
         wait_for_files()
 
     def release_memory(self) -> None:
-        """Release what torch caches, and the weights that ZeRO 3 has left whole."""
+        """Release the memory that torch caches, and the weights that ZeRO 3 has left gathered."""
         if self._stage == 3:
             self._engine.empty_partition_cache()
         super().release_memory()
 
     def sleep(self, discard_weights: bool = False) -> None:
-        """On a GPU. Without one there is nothing to give up."""
-        assert not discard_weights, "no copy replaces the weights of a role with this engine"
+        """Move weights and optimizer state to the host; on a CPU there is no memory to release."""
+        assert not discard_weights, "no copy replaces the weights of this engine"
         if self._device.type == "cuda":
             self.release_memory()
-            self._park()
+            self._offload()
 
     def wake(self, weights_only: bool = False) -> None:
-        """With ``weights_only`` the optimizer's state is with the host afterwards, wherever it was."""
+        """Move them back; with ``weights_only`` the optimizer's state is on the host afterwards, wherever it was."""
         if weights_only:
-            # The state has views of the weights, which must not go with it.
+            # The state includes views of the weights, so both are offloaded before the weights return.
             self.sleep()
-        self._weights_away.bring_back()
+        self._offloaded_weights.restore()
         if not weights_only:
-            self._state_away.bring_back()
+            self._offloaded_state.restore()
 
-    def _park(self) -> None:
-        if not self._weights_away.held_bytes:
-            self._weights_away.put_away(weights_of(self._module))
-        if not self._state_away.held_bytes:
-            self._state_away.put_away(state_of(getattr(self._engine, "optimizer", None)))
+    def _offload(self) -> None:
+        if not self._offloaded_weights.num_bytes:
+            self._offloaded_weights.offload(weight_tensors(self._module))
+        if not self._offloaded_state.num_bytes:
+            self._offloaded_state.offload(optimizer_tensors(getattr(self._engine, "optimizer", None)))
 
-    def _start(self) -> Any:
+    def _initialize(self) -> Any:
         import deepspeed
 
-        trained_ones = (weight for weight in self._module.parameters() if weight.requires_grad)
-        optimizer = self._optimizer(trained_ones) if self._trains else None
+        trainable = (weight for weight in self._module.parameters() if weight.requires_grad)
+        optimizer = self._build_optimizer(trainable) if self._trains else None
         return deepspeed.initialize(model=self._module, optimizer=optimizer, config=self._config)[0]
 
-    def _optimizer(self, parameters: "Iterable[Parameter]") -> "Optimizer":
+    def _build_optimizer(self, parameters: "Iterable[Parameter]") -> "Optimizer":
         import torch
 
         options = self._spec.optimizer
@@ -230,7 +247,7 @@ class DeepSpeedEngine(TunableEngine):
         )
 
     def _step(self) -> float:
-        """Clips and steps; returns the norm before clipping. Raises EngineError when that is not finite."""
+        """Clip the gradients and step; return their norm before clipping. Raises EngineError if it is not finite."""
         import torch
 
         limit = self._spec.optimizer.max_grad_norm
@@ -240,7 +257,7 @@ class DeepSpeedEngine(TunableEngine):
         else:
             norm = float(torch.nn.utils.clip_grad_norm_(self._module.parameters(), limit))
             self._engine.step()
-        # DeepSpeed writes -1 for a norm that is not finite.
+        # DeepSpeed returns -1 for a norm that is not finite.
         if not 0 <= norm < float("inf"):
             raise EngineError(f"role {self._spec.role}: grad_norm is not finite ({norm}), although the loss is.")
         return norm
@@ -248,25 +265,25 @@ class DeepSpeedEngine(TunableEngine):
     def _forward(self, sequences: Sequences, temperature: float) -> Packed:
         import torch
 
-        pieces, counting = rounds(sequences, self._spec.layout.micro_batch_tokens)
+        pieces, num_real = build_equal_micro_batches(sequences, self._spec.layout.micro_batch_tokens)
         with self.within_memory(), torch.no_grad():
-            values = [self._outputs(sequences.take(rows), temperature)[0].cpu().numpy() for rows in pieces]
-        return in_order(sequences.response_ids, pieces[:counting], values[:counting])
+            values = [self._compute_outputs(sequences.take(rows), temperature)[0].cpu().numpy() for rows in pieces]
+        return restore_order(sequences.response_ids, pieces[:num_real], values[:num_real])
 
-    def _outputs(self, sequences: Sequences, temperature: float) -> "tuple[Tensor, dict[str, Tensor]]":
-        """What the loss is a function of, and columns besides those of the minibatch."""
-        return outputs_of(self._model, self._head, sequences, temperature, self._spread)
+    def _compute_outputs(self, sequences: Sequences, temperature: float) -> "tuple[Tensor, dict[str, Tensor]]":
+        """Return what the loss is a function of, and columns in addition to the minibatch's."""
+        return compute_outputs(self._model, self._head, sequences, temperature, self._sharding)
 
-    def _said_by_all(self, own: str | None) -> list[str | None]:
-        """Return what each rank says."""
+    def _gather_problems(self, own: str | None) -> list[str | None]:
+        """Return the problem that each rank found."""
         import torch
 
-        said: list[str | None] = [None] * self._spec.world_size
-        torch.distributed.all_gather_object(said, own)
-        return said
+        problems: list[str | None] = [None] * self._spec.world_size
+        torch.distributed.all_gather_object(problems, own)
+        return problems
 
-    def _summed(self, sums: dict[str, float]) -> dict[str, float]:
-        """Over all shares of the data."""
+    def _sum_over_ranks(self, sums: dict[str, float]) -> dict[str, float]:
+        """Sum over all shares of the data, each of which sequence-parallel ranks count several times."""
         import torch
 
         totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=self._device)
@@ -275,26 +292,28 @@ class DeepSpeedEngine(TunableEngine):
         return dict(zip(sums, totals.tolist(), strict=True))
 
     def _check_weights(self, when: str) -> None:
-        """Raise EngineError where a trained weight is not finite, so that it is never copied, saved or exported.
+        """Raise EngineError if a trained weight is not finite, so that it is never copied, saved or exported.
 
-        Each rank checks what it has, so no rank waits for another.
+        Each rank checks its own shard, so no rank waits for another.
         """
         named = self._module.named_parameters()
-        check_finite(self._spec.role, ((name, _own(weight)) for name, weight in named if weight.requires_grad), when)
+        check_finite(
+            self._spec.role, ((name, _own_shard(weight)) for name, weight in named if weight.requires_grad), when
+        )
 
-    def _named(self) -> "dict[str, Tensor]":
-        """All weights, or what this rank has of them."""
+    def _named_weights(self) -> "dict[str, Tensor]":
+        """Return all weights, or under ZeRO 3 this rank's shards of them."""
         return dict(self._module.state_dict(keep_vars=True))
 
-    def _whole(self, weights: "Mapping[str, Tensor]") -> "Iterator[tuple[str, Tensor]]":
-        """Gathered in turn: a tensor is good until the next is asked for."""
-        for group in _groups(weights.items()):
+    def _gather(self, weights: "Mapping[str, Tensor]") -> "Iterator[tuple[str, Tensor]]":
+        """Yield the full values, gathered group by group: a tensor is valid until the next one is requested."""
+        for group in _gather_groups(weights.items()):
             with self._gathered([weight for _, weight in group]):
                 for name, weight in group:
                     yield name, weight.detach()
 
     def _gathered(self, weights: "list[Tensor]") -> Any:
-        """A context in which these are whole on every rank."""
+        """Return a context in which every rank has the full values of these weights."""
         import deepspeed
 
         sharded = [weight for weight in weights if hasattr(weight, "ds_id")]
@@ -305,23 +324,23 @@ class DeepSpeedEngine(TunableEngine):
         return {"world_size": self._spec.world_size, "zero_stage": self._stage}
 
 
-def _own(weight: Any) -> "Tensor":
+def _own_shard(weight: Any) -> "Tensor":
     """Return the values of a weight that this rank has: all of them, or its shard under ZeRO 3, without padding."""
     if not hasattr(weight, "ds_tensor"):
-        own: Tensor = weight
-        return own
+        full: Tensor = weight
+        return full
     shard: Tensor = weight.ds_tensor.view(-1)
-    # Behind the last value of the last shard is whatever was in memory.
+    # The padding after the last value of the last shard is uninitialized memory.
     return shard[: max(0, weight.ds_numel - shard.numel() * weight.ds_zero_partition_rank)]
 
 
-def _groups(weights: "Iterable[tuple[str, Tensor]]") -> "Iterator[list[tuple[str, Tensor]]]":
-    """In their order, about ``_GATHERED`` bytes at a time."""
+def _gather_groups(weights: "Iterable[tuple[str, Tensor]]") -> "Iterator[list[tuple[str, Tensor]]]":
+    """Yield the weights in order, in groups of about ``_GATHERED_BYTES``."""
     group: list[tuple[str, Tensor]] = []
     size = 0
     for name, weight in weights:
         nbytes = int(getattr(weight, "ds_numel", weight.numel())) * weight.element_size()
-        if group and size + nbytes > _GATHERED:
+        if group and size + nbytes > _GATHERED_BYTES:
             yield group
             group, size = [], 0
         group.append((name, weight))

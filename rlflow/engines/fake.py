@@ -1,4 +1,4 @@
-"""Nearly every capability without a model: for tests of the runtime, never for figures about learning."""
+"""The fake engine: nearly every capability without a model, for tests of the runtime."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ from rlflow.batch import (
     ValueEstimates,
 )
 from rlflow.engines.base import FP32_TRAINING, EngineSpec, Sampling, TokenLoss, WeightTransport, sample_seed
-from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
+from rlflow.engines.causal_lm.totals import LossTotals, weighted_means
 from rlflow.errors import EngineError
 from rlflow.resources.memory.state import TrainingMemory
 
@@ -32,7 +32,7 @@ _STATE = "state.json"
 
 
 class FakeEngine:
-    """Its only weight is the number of updates so far. It writes up to four tokens, which are their own text."""
+    """An engine whose only weight is the number of its updates. Responses are up to four digits."""
 
     parallel: ClassVar[frozenset[str]] = frozenset({"data", "tensor", "pipeline", "sequence"})
     package: ClassVar[str | None] = None
@@ -50,11 +50,13 @@ class FakeEngine:
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         if self._version is None or not self._awake:
-            raise EngineError(f"role {self._spec.role}: it is asleep, or its last copy of weights failed.")
+            raise EngineError(
+                f"role {self._spec.role}: cannot generate: it is asleep, or the last copy of its weights failed."
+            )
         samples = prompts.repeat(sampling.group_size)
         draws = [np.random.default_rng(sample_seed(self._spec.seed, key)) for key in samples.keys]
         ids = [draw.integers(0, 10, draw.integers(1, min(4, sampling.max_tokens), endpoint=True)) for draw in draws]
-        ids = [row[: _end(row, sampling.stop_ids)] for row in ids]
+        ids = [row[: _end_of_response(row, sampling.stop_ids)] for row in ids]
         response_ids = Packed.from_rows(ids, np.int32)
         return Rollouts(
             keys=samples.keys,
@@ -84,10 +86,10 @@ class FakeEngine:
 
         self._weight += 1
         logprobs = torch.from_numpy(self._logprobs(minibatch.response_ids).values)
-        totals = Totals(loss, logprobs.device, self._spec.role)
+        totals = LossTotals(loss, logprobs.device, self._spec.role)
         totals.add(minibatch, logprobs, {})
         totals.check(totals.sums["loss"])
-        return Metrics(values={**averaged_over_weights(totals.sums), "loss": 1 / self._weight})
+        return Metrics(values={**weighted_means(totals.sums), "loss": 1 / self._weight})
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
         import torch
@@ -98,10 +100,10 @@ class FakeEngine:
     def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
         self._check_weights()
         self._version = None
-        given = dict(weights)
-        if given.keys() != {"updates"}:
+        new = dict(weights)
+        if new.keys() != {"updates"}:
             raise EngineError(f"role {self._spec.role}: the weights do not fit the model.")
-        self._weight = int(given["updates"])
+        self._weight = int(new["updates"])
         self._version = version
 
     def sleep(self) -> None:
@@ -122,15 +124,15 @@ class FakeEngine:
 
     def _check_weights(self) -> None:
         if not self._has_weights:
-            raise EngineError(f"role {self._spec.role}: weights are asked for or come while it is asleep.")
+            raise EngineError(f"role {self._spec.role}: cannot send or load weights: it is asleep.")
 
     @staticmethod
     def _logprobs(response_ids: Packed) -> Packed:
         return response_ids.like(-response_ids.values.astype(np.float32) / 10)
 
 
-def _end(row: NDArray[np.int64], stop_ids: Sequence[int]) -> int:
-    """Behind the first of ``stop_ids``."""
+def _end_of_response(row: NDArray[np.int64], stop_ids: Sequence[int]) -> int:
+    """Return the length of a response that ends with the first of ``stop_ids``."""
     stops = np.flatnonzero(np.isin(row, stop_ids))
     return int(stops[0]) + 1 if len(stops) else len(row)
 

@@ -14,7 +14,7 @@ _NOT_ENGINES = {"base", "buckets", "group_progress", "memory", "registry"}
 
 @dataclass(frozen=True)
 class EngineKind:
-    """What an engine declares about itself; ``Engine`` explains the fields."""
+    """The declarations of an engine; ``Engine`` in ``base.py`` explains the fields."""
 
     capabilities: frozenset[str]
     parallel: frozenset[str]

@@ -1,4 +1,4 @@
-"""Trains, scores and values with plain PyTorch: one process, or one of those that share each sequence."""
+"""The torch engine: trains, scores and values in plain PyTorch, in one process or in several that share sequences."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -9,20 +9,20 @@ from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequence
 from rlflow.engines.base import ALL_TRANSPORTS, FP32_TRAINING, EngineSpec, TokenLoss, WeightTransport
 from rlflow.engines.causal_lm.adapters import (
     add_adapters,
-    copied_name,
     is_adapter,
-    merged,
-    trained,
+    merge_adapter,
+    save_adapters,
+    trained_weights,
+    transfer_name,
     without_adapters,
-    write_adapters,
 )
-from rlflow.engines.causal_lm.kernels import attention_of, set_determinism
-from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
-from rlflow.engines.causal_lm.output_heads import head_of, last_of_each, name_padding, outputs_of
-from rlflow.engines.causal_lm.pretrained import check_finite, load_model, load_tokenizer, save_model
-from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
+from rlflow.engines.causal_lm.kernels import apply_determinism, choose_attention
+from rlflow.engines.causal_lm.micro_batches import build_micro_batches, restore_order
+from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, save_model
+from rlflow.engines.causal_lm.token_outputs import choose_head, compute_outputs, last_values, set_pad_token
+from rlflow.engines.causal_lm.totals import LossTotals, check_finite, weighted_means
 from rlflow.engines.memory import TunableEngine, enable_expandable_segments
-from rlflow.engines.sharded.process_group import meet, set_timeouts, spread_of, wait_for_files
+from rlflow.engines.sharded.process_group import create_sharding, join_process_group, set_timeouts, wait_for_files
 from rlflow.errors import EngineError
 from rlflow.resources.memory.state import TrainingMemory
 
@@ -33,11 +33,13 @@ _STATE = "state.pt"
 
 
 class TorchEngine(TunableEngine):
-    """What is trained is in float32, with its moments; a bfloat16 model computes under autocast. What is not, in a role
-    that only scores or under adapters, stays in the model's type.
+    """The engine for models that one GPU holds.
 
-    Sequence-parallel ranks have the same rows and each all of the state. Each computes on a part of the tokens, and
-    their gradients are added up.
+    Trained weights and their moments are float32, and a bfloat16 model computes under autocast. Weights that are not
+    trained, in a role that only scores or below adapters, keep the model's dtype.
+
+    Sequence-parallel ranks have the same rows and the same state. Each computes on a part of the tokens, and their
+    gradients are summed.
     """
 
     parallel: ClassVar[frozenset[str]] = frozenset({"sequence"})
@@ -51,21 +53,21 @@ class TorchEngine(TunableEngine):
         import torch
 
         self._spec = spec
-        self._head = head_of(spec)
-        self._alone = spec.world_size == 1
+        self._head = choose_head(spec)
+        self._is_alone = spec.world_size == 1
         trains = "Trains" in spec.capabilities
         if trains:
             enable_expandable_segments(spec.device)
-        set_determinism(spec)
-        if not self._alone:
-            meet(spec)
+        apply_determinism(spec)
+        if not self._is_alone:
+            join_process_group(spec)
         self._model = load_model(
             spec.model_name,
             spec.model,
             device=spec.device,
             dtype=torch.float32 if trains and not spec.lora else getattr(torch, spec.model.dtype),
             seed=spec.seed,
-            attention=attention_of(spec),
+            attention=choose_attention(spec),
             head=self._head,
             trains=trains,
         )
@@ -73,8 +75,8 @@ class TorchEngine(TunableEngine):
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         if spec.layout.gradient_checkpointing:
             self._model.gradient_checkpointing_enable()
-        self._spread = spread_of(spec, self._model)
-        if not self._alone:
+        self._sharding = create_sharding(spec, self._model)
+        if not self._is_alone:
             set_timeouts(spec)
         options = spec.optimizer
         self._optimizer = torch.optim.AdamW(
@@ -85,7 +87,7 @@ class TorchEngine(TunableEngine):
             fused=True,
         )
         if trains:
-            self._check_weights("as they were loaded are")
+            self._check_weights("after loading")
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         return Logprobs(values=self._forward(sequences, temperature))
@@ -98,9 +100,10 @@ class TorchEngine(TunableEngine):
         return ValueEstimates(values=self._forward(sequences, 1.0))
 
     def evaluate(self, sequences: Sequences) -> Rewards:
-        return Rewards(values=last_of_each(self._forward(sequences, 1.0)))
+        return Rewards(values=last_values(self._forward(sequences, 1.0)))
 
     def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
+        """Take one optimizer step; every rank is called with the same minibatch."""
         import torch
 
         learning_rate = self._spec.optimizer.learning_rate_at(minibatch.step, self._spec.steps)
@@ -108,46 +111,55 @@ class TorchEngine(TunableEngine):
             group["lr"] = learning_rate
         self._model.train()
         with self.within_memory():
-            measured = self._gradients(minibatch, loss)
+            means = self._compute_gradients(minibatch, loss)
         self._model.eval()
-        self._add_gradients()
+        self._sum_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._spec.optimizer.max_grad_norm)
         if not torch.isfinite(norm):
-            loss_said = f"of {len(minibatch)} samples, whose loss is {measured['loss']:g}"
-            raise EngineError(f"role {self._spec.role}: grad_norm is {float(norm)} in a minibatch {loss_said}.")
+            where = f"a minibatch of {len(minibatch)} samples, whose loss is {means['loss']:g}"
+            raise EngineError(f"role {self._spec.role}: grad_norm is {float(norm)} in {where}.")
         self._optimizer.step()
-        self._check_weights(f"after an update with learning rate {learning_rate:g} are")
-        return Metrics(values={**measured, "grad_norm": float(norm), "learning_rate": learning_rate})
+        self._check_weights(f"after an update with learning rate {learning_rate:g}")
+        return Metrics(values={**means, "grad_norm": float(norm), "learning_rate": learning_rate})
 
-    def _gradients(self, minibatch: Minibatch, loss: TokenLoss) -> Mapping[str, float]:
-        """Of all micro-batches, left with the weights; what is measured."""
+    def _compute_gradients(self, minibatch: Minibatch, loss: TokenLoss) -> Mapping[str, float]:
+        """Add up the gradients of all micro-batches in the weights; return the loss and the means of the metrics."""
         import torch
 
         self._optimizer.zero_grad(set_to_none=True)
-        totals = Totals(loss, self._model.device, self._spec.role)
-        for rows in micro_batches(minibatch, self._spec.layout.micro_batch_tokens):
+        totals = LossTotals(loss, self._model.device, self._spec.role)
+        for rows in build_micro_batches(minibatch, self._spec.layout.micro_batch_tokens):
             part = minibatch.take(rows)
             with self._autocast():
-                outputs, more = self._outputs(part, loss.temperature)
-            torch.autograd.backward(totals.add(part, outputs, more))
+                outputs, more_columns = self._compute_outputs(part, loss.temperature)
+            torch.autograd.backward(totals.add(part, outputs, more_columns))
         totals.check(totals.sums["loss"])
-        return averaged_over_weights(totals.sums)
+        return weighted_means(totals.sums)
+
+    def _sum_gradients(self) -> None:
+        """Sum the gradients of all ranks, each of which has those of its tokens."""
+        import torch
+
+        if not self._is_alone:
+            for weight in self._model.parameters():
+                if weight.grad is not None:
+                    torch.distributed.all_reduce(weight.grad)
 
     def release_memory(self) -> None:
-        """Release what torch caches, and the gradients of the last step."""
+        """Release the memory that torch caches, and the gradients of the last step."""
         self._optimizer.zero_grad(set_to_none=True)
         super().release_memory()
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
-        for name, weight in self._trained().items():
-            yield copied_name(name), weight
+        for name, weight in self._trained_weights().items():
+            yield transfer_name(name), weight
 
     def save(self, folder: Path) -> None:
-        """Rank 0 writes."""
+        """Write the trained weights and the optimizer's state, on rank 0."""
         import torch
 
         if self._spec.rank == 0:
-            state = {"model": self._trained(), "optimizer": self._optimizer.state_dict()}
+            state = {"model": self._trained_weights(), "optimizer": self._optimizer.state_dict()}
             torch.save(state, folder / _STATE)
         self._wait()
 
@@ -157,66 +169,60 @@ class TorchEngine(TunableEngine):
         state = torch.load(folder / _STATE, map_location=self._model.device, weights_only=True)
         self._model.load_state_dict(state["model"], strict=self._spec.lora is None)
         self._optimizer.load_state_dict(state["optimizer"])
-        self._check_weights("of the checkpoint are")
+        self._check_weights("in the checkpoint")
 
     def export(self, folder: Path) -> None:
-        """Rank 0 writes."""
+        """Write the model, with adapters merged into it, and the adapters alone; on rank 0."""
         import torch
 
         if self._spec.rank == 0:
             dtype = getattr(torch, self._spec.model.dtype)
             weights, lora = self._model.state_dict(), self._spec.lora
-            whole = (merged(name, tensor, weights, lora) for name, tensor in weights.items() if not is_adapter(name))
+            merged = (
+                merge_adapter(name, tensor, weights, lora) for name, tensor in weights.items() if not is_adapter(name)
+            )
             self._model.config.dtype = dtype
             if self._head == "reward":
-                name_padding(self._model, self._tokenizer)
-            # One after another, where adapters are added to them: two copies need not fit on a GPU.
-            state = {name: tensor.to("cpu", dtype) for name, tensor in whole}
-            check_finite(self._spec.role, state.items(), f"to be exported in {self._spec.model.dtype} are")
+                set_pad_token(self._model, self._tokenizer)
+            # One weight after another: a GPU need not hold a second, merged copy of the model.
+            state = {name: tensor.to("cpu", dtype) for name, tensor in merged}
+            check_finite(self._spec.role, state.items(), f"when exported in {self._spec.model.dtype}")
             save_model(self._model, self._tokenizer, folder, state)
             if lora is not None:
-                write_adapters(folder / "adapters", lora, dict(self.weights()), self._spec.model.path)
+                save_adapters(folder / "adapters", lora, dict(self.weights()), self._spec.model.path)
         self._wait()
 
-    def _check_weights(self, when: str) -> None:
-        """Raise EngineError where a trained weight is not finite, so that it is never copied, saved or exported."""
-        named = self._model.named_parameters()
-        check_finite(self._spec.role, ((name, weight) for name, weight in named if weight.requires_grad), when)
-
-    def _trained(self) -> "dict[str, Tensor]":
-        return trained(self._model.state_dict(), self._spec.lora)
-
-    def _add_gradients(self) -> None:
-        """Each rank has those of its tokens."""
-        import torch
-
-        if not self._alone:
-            for weight in self._model.parameters():
-                if weight.grad is not None:
-                    torch.distributed.all_reduce(weight.grad)
-
-    def _wait(self) -> None:
-        """For the other ranks."""
-        if not self._alone:
-            wait_for_files()
-
     def _forward(self, sequences: Sequences, temperature: float) -> Packed:
+        """Return the head's output for each response token, in the order of the batch."""
         import torch
 
-        pieces = micro_batches(sequences, self._spec.layout.micro_batch_tokens)
+        pieces = build_micro_batches(sequences, self._spec.layout.micro_batch_tokens)
         with self.within_memory(), torch.inference_mode(), self._autocast():
-            values = [self._outputs(sequences.take(rows), temperature)[0].cpu().numpy() for rows in pieces]
-        return in_order(sequences.response_ids, pieces, values)
+            values = [self._compute_outputs(sequences.take(rows), temperature)[0].cpu().numpy() for rows in pieces]
+        return restore_order(sequences.response_ids, pieces, values)
 
-    def _outputs(self, sequences: Sequences, temperature: float) -> "tuple[Tensor, dict[str, Tensor]]":
-        """What the loss is a function of, and columns besides those of the minibatch."""
-        return outputs_of(self._model, self._head, sequences, temperature, self._spread)
+    def _compute_outputs(self, sequences: Sequences, temperature: float) -> "tuple[Tensor, dict[str, Tensor]]":
+        """Return what the loss is a function of, and columns in addition to the minibatch's."""
+        return compute_outputs(self._model, self._head, sequences, temperature, self._sharding)
 
     def _autocast(self) -> "AbstractContextManager[object]":
         import torch
 
-        mixed = self._spec.model.dtype == "bfloat16"
-        return torch.autocast(self._model.device.type, torch.bfloat16, enabled=mixed)
+        is_mixed = self._spec.model.dtype == "bfloat16"
+        return torch.autocast(self._model.device.type, torch.bfloat16, enabled=is_mixed)
+
+    def _trained_weights(self) -> "dict[str, Tensor]":
+        return trained_weights(self._model.state_dict(), self._spec.lora)
+
+    def _check_weights(self, when: str) -> None:
+        """Raise EngineError if a trained weight is not finite, so that it is never copied, saved or exported."""
+        named = self._model.named_parameters()
+        check_finite(self._spec.role, ((name, weight) for name, weight in named if weight.requires_grad), when)
+
+    def _wait(self) -> None:
+        """Wait for the other ranks."""
+        if not self._is_alone:
+            wait_for_files()
 
 
 ENGINE = TorchEngine

@@ -1,8 +1,7 @@
-"""Generates and scores with a model of the transformers library, in this process."""
+"""The transformers engine: generates and scores with a model of the transformers library, in this process."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -10,12 +9,12 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Prompts, Repeated, Rollouts, Sequences
 from rlflow.engines.base import FP32_TRAINING, EngineSpec, Sampling, WeightTransport, sample_seed
-from rlflow.engines.causal_lm.adapters import add_adapters, copied_name, trained
+from rlflow.engines.causal_lm.adapters import add_adapters, trained_weights, transfer_name
 from rlflow.engines.causal_lm.decoding import decode
-from rlflow.engines.causal_lm.kernels import attention_of
-from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches
-from rlflow.engines.causal_lm.packing import token_scores
-from rlflow.engines.causal_lm.pretrained import end_ids, load_model, load_tokenizer
+from rlflow.engines.causal_lm.kernels import choose_attention
+from rlflow.engines.causal_lm.micro_batches import build_micro_batches, restore_order
+from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, merge_end_ids
+from rlflow.engines.causal_lm.token_outputs import token_scores
 from rlflow.engines.group_progress import GroupProgress, PartialResponse, prepend_partial
 from rlflow.engines.memory import TunableEngine
 from rlflow.errors import EngineError
@@ -26,16 +25,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """What is written at once: so many samples of each of so many prompts, from these on."""
+class _DecodingBatch:
+    """The sequences that are decoded at the same time: some samples of some neighbouring prompts."""
 
-    prompt: int
-    prompts: int
-    sample: int
-    samples: int
+    first_prompt: int
+    num_prompts: int
+    first_sample: int
+    num_samples: int
 
 
 class TransformersEngine(TunableEngine):
+    """The engine for small models, on a CPU or on a GPU. It follows a trained role, and can resume rollouts."""
+
     parallel: ClassVar[frozenset[str]] = frozenset()
     package: ClassVar[str | None] = None
     concurrent: ClassVar[bool] = False
@@ -54,11 +55,11 @@ class TransformersEngine(TunableEngine):
             device=spec.device,
             dtype=dtype,
             seed=spec.seed,
-            attention=attention_of(spec),
+            attention=choose_attention(spec),
         )
         add_adapters(self._model, spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
-        self._end_ids = end_ids(self._model.generation_config.eos_token_id, self._tokenizer.eos_token_id)
+        self._end_ids = merge_end_ids(self._model.generation_config.eos_token_id, self._tokenizer.eos_token_id)
         self._version: int | None = 0
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
@@ -66,44 +67,53 @@ class TransformersEngine(TunableEngine):
         samples = prompts.repeat(sampling.group_size)
         seeds = [sample_seed(self._spec.seed, key) for key in samples.keys]
         ids, logprobs, finished = [], [], []
-        for turn in self._turns(prompts.ids.lengths, sampling.group_size):
-            of_each = replace(sampling, group_size=turn.samples)
-            part = prompts.ids.take(np.arange(turn.prompt, turn.prompt + turn.prompts))
-            first = turn.prompt * sampling.group_size + turn.sample
-            part_seeds = seeds[first : first + turn.prompts * turn.samples]
-            decoded = decode(self._model, part, of_each, part_seeds, self._end_ids)
-            ids += decoded.ids
-            logprobs += decoded.logprobs
-            finished.append(decoded.finished)
-        return self._rollouts(samples, sampling, ids, np.concatenate(logprobs), np.concatenate(finished))
+        for batch in self._decoding_batches(prompts.ids.lengths, sampling.group_size):
+            batch_prompts = prompts.ids.take(np.arange(batch.first_prompt, batch.first_prompt + batch.num_prompts))
+            batch_sampling = replace(sampling, group_size=batch.num_samples)
+            first = batch.first_prompt * sampling.group_size + batch.first_sample
+            batch_seeds = seeds[first : first + batch.num_prompts * batch.num_samples]
+            new = decode(self._model, batch_prompts, batch_sampling, batch_seeds, self._end_ids)
+            ids += new.ids
+            logprobs += new.logprobs
+            finished.append(new.finished)
+        return self._build_rollouts(samples, sampling, ids, np.concatenate(logprobs), np.concatenate(finished))
 
-    def continue_rollouts(self, prompts: Prompts, sampling: Sampling, begun: Rollouts | None, enough: int) -> Rollouts:
+    def continue_rollouts(
+        self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, num_groups: int
+    ) -> Rollouts:
         self._check_version()
-        groups = GroupProgress(prompts, sampling, begun)
+        groups = GroupProgress(prompts, sampling, partial)
         rows = np.flatnonzero(~groups.done)
         samples, before = prompts.repeat(sampling.group_size).take(rows), groups.partial_responses(rows)
-        texts = [np.concatenate([samples.ids[row], each.ids]) for row, each in enumerate(before)]
-        ids = Packed.from_rows(texts, np.int32)
+        # The model reads a prompt and its partial response as one longer prompt.
+        inputs = Packed.from_rows(
+            [np.concatenate([samples.ids[row], response.ids]) for row, response in enumerate(before)], np.int32
+        )
         seeds = [sample_seed(self._spec.seed, key) for key in samples.keys]
-        alone = replace(sampling, group_size=1)
-        new = []
-        for turn in self._turns(ids.lengths, 1):
-            if groups.num_complete >= enough:
+        single = replace(sampling, group_size=1)
+        parts = []
+        for batch in self._decoding_batches(inputs.lengths, 1):
+            if groups.num_complete >= num_groups:
                 break
-            part = np.arange(turn.prompt, turn.prompt + turn.prompts)
-            stop = partial(_ended, groups, rows[part], enough)
-            part_seeds = seeds[turn.prompt : turn.prompt + turn.prompts]
-            written = groups.initial_lengths[rows[part]]
-            decoded = decode(self._model, ids.take(part), alone, part_seeds, self._end_ids, written, stop)
-            finished, scores = decoded.finished, np.concatenate(decoded.logprobs)
-            new.append(
-                self._rollouts(samples.take(part), sampling, decoded.ids, scores, finished, before[turn.prompt :])
+            first, end = batch.first_prompt, batch.first_prompt + batch.num_prompts
+            members = np.arange(first, end)
+            new = decode(
+                self._model,
+                inputs.take(members),
+                single,
+                seeds[first:end],
+                self._end_ids,
+                num_generated=groups.initial_lengths[rows[members]],
+                stop=_stop_when_complete(groups, rows[members], num_groups),
             )
-        joined = groups.merge(new)
-        assert joined is not None, "nothing is asked for"
-        return joined
+            scores = np.concatenate(new.logprobs)
+            members_samples = samples.take(members)
+            parts.append(self._build_rollouts(members_samples, sampling, new.ids, scores, new.finished, before[first:]))
+        rollouts = groups.merge(parts)
+        assert rollouts is not None, "at least one group must be requested"
+        return rollouts
 
-    def _rollouts(
+    def _build_rollouts(
         self,
         samples: Prompts,
         sampling: Sampling,
@@ -112,13 +122,13 @@ class TransformersEngine(TunableEngine):
         finished: NDArray[np.bool_],
         before: Sequence[PartialResponse] = (),
     ) -> Rollouts:
-        """``ids`` and their logprobs, ``scores``, are new; ``before`` are the beginnings of the responses, if any."""
+        """Return rollouts: partial responses ``before``, then the new tokens ``ids`` with logprobs ``scores``."""
         response_ids = Packed.from_rows(ids, np.int32)
         logprobs = response_ids.like(scores)
         versions = Repeated(np.full(len(response_ids), self._version, np.int32), response_ids.lengths)
         if before:
             response_ids, logprobs, versions = prepend_partial(before[: len(samples)], response_ids, logprobs, versions)
-        written = [response_ids[row] for row in range(len(samples))]
+        responses = [response_ids[row] for row in range(len(samples))]
         return Rollouts(
             keys=samples.keys,
             prompt_ids=samples.ids,
@@ -127,41 +137,43 @@ class TransformersEngine(TunableEngine):
             versions=versions,
             temperature=sampling.scoring_temperature,
             finished=finished,
-            texts=tuple(self._tokenizer.batch_decode(written, skip_special_tokens=True)),
+            texts=tuple(self._tokenizer.batch_decode(responses, skip_special_tokens=True)),
             rows=samples.rows,
         )
 
     def _check_version(self) -> None:
         if self._version is None:
-            raise EngineError(f"role {self._spec.role}: the last copy of weights failed, and its model is half old.")
+            raise EngineError(
+                f"role {self._spec.role}: the last copy of weights failed, so its model mixes old and new weights."
+            )
 
-    def _turns(self, lengths: NDArray[np.int64], group_size: int) -> Iterator[_Turn]:
-        """No more sequences than memory was planned for, and no more tokens of prompts than go through the model."""
-        samples = min(group_size, self._spec.max_num_seqs)
-        most = max(1, self._spec.max_num_seqs // group_size)
+    def _decoding_batches(self, lengths: NDArray[np.int64], group_size: int) -> Iterator[_DecodingBatch]:
+        """Yield batches within the planned number of sequences, and the planned number of prompt tokens per pass."""
+        num_samples = min(group_size, self._spec.max_num_seqs)
+        max_prompts = max(1, self._spec.max_num_seqs // group_size)
         first = 0
         while first < len(lengths):
-            tokens = np.cumsum(lengths[first : first + most])
+            tokens = np.cumsum(lengths[first : first + max_prompts])
             count = max(1, int(np.searchsorted(tokens, self._spec.layout.micro_batch_tokens, side="right")))
-            for sample in range(0, group_size, samples):
-                yield _Turn(first, count, sample, min(samples, group_size - sample))
+            for sample in range(0, group_size, num_samples):
+                yield _DecodingBatch(first, count, sample, min(num_samples, group_size - sample))
             first += count
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         import torch
 
-        pieces = micro_batches(sequences, self._spec.layout.micro_batch_tokens)
+        pieces = build_micro_batches(sequences, self._spec.layout.micro_batch_tokens)
         with self.within_memory(), torch.inference_mode():
             scores = (token_scores(self._model, sequences.take(rows), temperature) for rows in pieces)
             values = [score.logprobs.cpu().numpy() for score in scores]
-        return Logprobs(values=in_order(sequences.response_ids, pieces, values))
+        return Logprobs(values=restore_order(sequences.response_ids, pieces, values))
 
     def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
         import torch
 
         self._version = None
-        state = trained(self._model.state_dict(), self._spec.lora)
-        own = {copied_name(name): weight for name, weight in state.items()}
+        state = trained_weights(self._model.state_dict(), self._spec.lora)
+        own = {transfer_name(name): weight for name, weight in state.items()}
         missing = set(own)
         with torch.no_grad():
             for name, tensor in weights:
@@ -174,10 +186,16 @@ class TransformersEngine(TunableEngine):
         self._version = version
 
 
-def _ended(groups: GroupProgress, rows: NDArray[np.int64], enough: int, ended: NDArray[np.int64]) -> bool:
-    """Notes which of ``rows`` are done; whether so many groups are whole."""
-    groups.done[rows[ended]] = True
-    return groups.num_complete >= enough
+def _stop_when_complete(
+    groups: GroupProgress, rows: NDArray[np.int64], num_groups: int
+) -> Callable[[NDArray[np.int64]], bool]:
+    """Return a function that marks the rows that ended as done, and says whether enough groups are complete."""
+
+    def stop(ended: NDArray[np.int64]) -> bool:
+        groups.done[rows[ended]] = True
+        return groups.num_complete >= num_groups
+
+    return stop
 
 
 ENGINE = TransformersEngine

@@ -18,8 +18,8 @@ from unittest.mock import Mock
 import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.serving.files import Expected
 from rlflow.engines.serving.settings import check_model, engine_arguments, set_environment
+from rlflow.engines.serving.weights import ExpectedWeights
 from rlflow.errors import PlacementError
 from rlflow.runtime.ray.engine_specs import check_engines, spec_of
 
@@ -98,7 +98,7 @@ def config_of(plan: Plan, role: str, plan_spec: EngineSpec, folder: str) -> Any:
     config.save_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
     check_model(plan_spec, config)
-    arguments = engine_arguments(plan_spec, folder, config, Expected.of(config, plan_spec).adapted)
+    arguments = engine_arguments(plan_spec, folder, config, ExpectedWeights.of(config, plan_spec).adapted_layers)
     return EngineArgs(**arguments).create_engine_config()
 
 

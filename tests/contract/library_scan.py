@@ -51,7 +51,7 @@ OBJECTS: Mapping[str, Mapping[str, str]] = {
         "self.model_runner.sampler.topk_topp_sampler": _SAMPLER,
     },
     "engines/deepspeed.py": {"self._engine": _DEEPSPEED},
-    "engines/sharded/loading.py": {"engine": _DEEPSPEED},
+    "engines/sharded/checkpoints.py": {"engine": _DEEPSPEED},
 }
 """The library's class behind an expression, in a folder or a file of rlflow."""
 

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from rlflow.engines.causal_lm.adapters import copied_name
+from rlflow.engines.causal_lm.adapters import transfer_name
 from rlflow.runtime.weights.gpu import Receivers, make_sender, send_weights
 from tests.unit.resources.models.test_architecture import CARDS, card, config_fields
 
@@ -63,7 +63,7 @@ def weights_of(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_fields(card(path))))
-    return {copied_name(name): weight.detach() for name, weight in model.to(dtype).state_dict().items()}
+    return {transfer_name(name): weight.detach() for name, weight in model.to(dtype).state_dict().items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])

@@ -16,7 +16,7 @@ import pytest
 
 from rlflow.engines.base import Sampling
 from rlflow.engines.serving import batching
-from rlflow.engines.serving.batching import Batcher, Request, Written
+from rlflow.engines.serving.batching import Batcher, Request, Response
 from rlflow.engines.vllm import VllmEngine
 from rlflow.errors import EngineError
 from tests.helpers import prompts, spec
@@ -115,7 +115,7 @@ class LateEngine:
 
 @pytest.fixture
 def inner(monkeypatch: pytest.MonkeyPatch) -> LateEngine:
-    monkeypatch.setattr(batching, "outputs_so_far", LateEngine.so_far)
+    monkeypatch.setattr(batching, "partial_outputs", LateEngine.so_far)
     return LateEngine()
 
 
@@ -127,7 +127,7 @@ def engine(inner: LateEngine, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
     engine._spec = replace(spec("rollout"), device="cuda:0")
     engine._batcher = Batcher("rollout", lambda: inner)
     engine._weights_asleep = False
-    engine._max_model_len, engine._places, engine._cache_tokens = 100, 4, 1000
+    engine._max_model_len, engine._max_num_seqs, engine._cache_tokens = 100, 4, 1000
     engine._tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [str(row) for row in ids])
     monkeypatch.setattr(engine, "_params", lambda sampling, seed: None)
     return engine
@@ -137,7 +137,7 @@ def requests(*lengths: int) -> list[Request]:
     return [Request([1] * length, None) for length in lengths]
 
 
-def written(answers: "list[Future[Written]]") -> list[list[int]]:
+def written(answers: "list[Future[Response]]") -> list[list[int]]:
     return [answer.result(PATIENCE_S).output.token_ids for answer in answers]
 
 

@@ -241,7 +241,7 @@ def test_a_failed_rank_leaves_no_answer_behind(setting: Setting) -> None:
     with pytest.raises(Exception, match="no such layer"):
         setting.copy(2)
     assert all(answers.empty() for answers in inner.answers)
-    with pytest.raises(EngineError, match="its weights are not whole"):
+    with pytest.raises(EngineError, match="its weights are incomplete"):
         setting.engines[0]._engine._batcher.submit([SimpleNamespace()])[0].result(60)
 
 

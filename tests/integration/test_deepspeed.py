@@ -12,7 +12,7 @@ import pytest
 
 from rlflow.batch import Minibatch
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.sharded.loading import UNIVERSAL
+from rlflow.engines.sharded.checkpoints import UNIVERSAL
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.nodes.policy_loss import LikelihoodLoss
@@ -50,10 +50,10 @@ def build_deepspeed(engines: list[Any], of: EngineSpec, sgd: bool) -> int:
     share_everything()
 
     class Engine(deepspeed.DeepSpeedEngine):
-        def _optimizer(self, parameters: Any) -> Any:
+        def _build_optimizer(self, parameters: Any) -> Any:
             if sgd:
                 return torch.optim.SGD(parameters, lr=self._spec.optimizer.learning_rate)
-            return super()._optimizer(parameters)
+            return super()._build_optimizer(parameters)
 
     engines.append(Engine(of))
     return len(engines) - 1
@@ -407,13 +407,13 @@ def most_gathered(engines: list[Any], place: int) -> int:
 
     from rlflow.engines import deepspeed
 
-    usual = deepspeed._GATHERED
-    vars(deepspeed)["_GATHERED"] = 1
+    usual = deepspeed._GATHERED_BYTES
+    vars(deepspeed)["_GATHERED_BYTES"] = 1
     whole = [
         sum(weight.ds_status == ZeroParamStatus.AVAILABLE for weight in engines[place]._module.parameters())
         for _ in engines[place].weights()
     ]
-    vars(deepspeed)["_GATHERED"] = usual
+    vars(deepspeed)["_GATHERED_BYTES"] = usual
     assert not any(weight.ds_status == ZeroParamStatus.AVAILABLE for weight in engines[place]._module.parameters())
     return int(max(whole))
 
@@ -429,21 +429,21 @@ def park(engines: list[Any], place: int) -> float:
     engine.release_memory()
     before = call(engines, place, "weights")
     for _ in range(2):
-        engine._park()
-        away = [engine._weights_away, engine._state_away]
-        given_up: int = sum(parked.held_bytes for parked in away)
+        engine._offload()
+        away = [engine._offloaded_weights, engine._offloaded_state]
+        given_up: int = sum(parked.num_bytes for parked in away)
         assert all(storage.nbytes() == 0 for parked in away for storage, _ in parked._storages)
         engine.wake(True)
         for (name, weight), (_, same) in zip(call(engines, place, "weights"), before, strict=True):
             assert weight.equal(same), name
-    assert all(storage.nbytes() == 0 for storage, _ in engine._state_away._storages)
+    assert all(storage.nbytes() == 0 for storage, _ in engine._offloaded_state._storages)
     engine.wake()
     # Of an engine that is awake, as on a GPU, the state goes and the weights stay.
     device, engine._device = engine._device, SimpleNamespace(type="cuda")
     engine.wake(True)
     engine._device = device
-    assert engine._state_away.held_bytes > 0
-    assert engine._weights_away.held_bytes == 0
+    assert engine._offloaded_state.num_bytes > 0
+    assert engine._offloaded_weights.num_bytes == 0
     for (name, weight), (_, same) in zip(call(engines, place, "weights"), before, strict=True):
         assert weight.equal(same), name
     engine.wake()

@@ -10,9 +10,9 @@ import torch
 
 from rlflow.batch import Minibatch
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.causal_lm.output_heads import outputs_of
 from rlflow.engines.causal_lm.pretrained import load_model
-from rlflow.engines.causal_lm.totals import Totals
+from rlflow.engines.causal_lm.token_outputs import compute_outputs
+from rlflow.engines.causal_lm.totals import LossTotals
 from rlflow.nodes.policy_loss import LikelihoodLoss
 from rlflow.recipe import Optimizer
 from rlflow.resources.layout import Layout
@@ -89,8 +89,8 @@ def reference(batch: Minibatch) -> dict[str, torch.Tensor]:
     for row in range(len(batch)):
         model.zero_grad()
         part = batch.take(np.array([row]))
-        outputs, more = outputs_of(model, "vocabulary", part, LikelihoodLoss().temperature)
-        total = Totals(LikelihoodLoss(), torch.device("cpu"), "actor").add(part, outputs, more) * RANKS
+        outputs, more = compute_outputs(model, "vocabulary", part, LikelihoodLoss().temperature)
+        total = LossTotals(LikelihoodLoss(), torch.device("cpu"), "actor").add(part, outputs, more) * RANKS
         torch.autograd.backward(total)
         for name, weight in model.named_parameters():
             assert weight.grad is not None

@@ -69,9 +69,9 @@ def load(engines: list[Any], of: EngineSpec) -> tuple[int, dict[str, torch.Tenso
     """Return the most bytes at once while a model was loaded, and its weights whole. Runs in the child."""
     import deepspeed
 
-    from rlflow.engines.sharded.settings import deepspeed_config, join
+    from rlflow.engines.sharded.settings import deepspeed_config, init_deepspeed
 
-    join(of)
+    init_deepspeed(of)
     config = deepspeed_config(of, trains=False)
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     with Live() as live:

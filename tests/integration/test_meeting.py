@@ -1,4 +1,4 @@
-"""Workers of a role that meet at a port which another process has taken in the meantime."""
+"""Workers of a role that join_process_group at a port which another process has taken in the meantime."""
 
 import socket
 import sys
@@ -10,7 +10,7 @@ import ray
 import rlflow
 from rlflow.compiler.lower import models_in_use
 from rlflow.engines.base import EngineSpec, Sampling
-from rlflow.engines.sharded.process_group import meet
+from rlflow.engines.sharded.process_group import join_process_group
 from rlflow.errors import EngineError
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.ray.worker import EngineWorker
@@ -22,7 +22,7 @@ HOSTS = "2x2@cpu"
 
 
 class Meeting(EngineWorker):
-    """Of the role rollout the ranks meet; their port is taken as often as there are files in the folder."""
+    """A worker of the role rollout whose port is taken as often as there are files in the folder."""
 
     folder: Path
 
@@ -36,7 +36,7 @@ class Meeting(EngineWorker):
 
     def build(self, engine: str, spec: EngineSpec) -> None:
         if spec.role == "rollout":
-            meet(spec)
+            join_process_group(spec)
         super().build(engine, spec)
 
 

@@ -42,7 +42,7 @@ def hold_the_others_up(engines: list[Any], of: EngineSpec) -> str:
 
 def within_files(engines: list[Any], of: EngineSpec) -> tuple[list[timedelta], list[timedelta]]:
     """Return the time-outs while a library moves files, and after it. Runs in the child."""
-    with group.while_files_move(of):
+    with group.files_timeout(of):
         meanwhile = timeouts(engines, of)
     return meanwhile, timeouts(engines, of)
 

@@ -168,7 +168,7 @@ def test_a_copy_that_fails_midway_is_never_generated_from(
         bad, message = broken(new_weights(1000 + attempt), attempt % 4, draw)
         with pytest.raises(EngineError, match=message):
             engine.load_weights(bad, 1000 + attempt)
-        with pytest.raises(EngineError, match="nothing is generated, its weights are not whole"):
+        with pytest.raises(EngineError, match="it cannot generate: its weights are incomplete"):
             engine.generate(GIVEN, SAMPLING)
         if attempt % 3:  # else the next failure comes on top of this one
             weights = new_weights(2000 + attempt)
@@ -196,7 +196,7 @@ def test_a_copy_that_fails_inside_vllm(engine: RemoteEngine, reference: Transfor
         engine._process.send(load_unchecked, engine._place, bad)
         with pytest.raises(EngineError, match="role rollout: the copy of weights 1 failed"):
             engine._process.receive()
-        with pytest.raises(EngineError, match="nothing is generated, its weights are not whole"):
+        with pytest.raises(EngineError, match="it cannot generate: its weights are incomplete"):
             engine.generate(GIVEN, SAMPLING)
         engine.load_weights(weights, attempt)
         reference.load_weights(weights, attempt)
@@ -292,12 +292,12 @@ def test_asleep_it_generates_nothing(alone: RemoteEngine) -> None:
     before = alone.generate(GIVEN, SAMPLING)
     alone.sleep()
     alone.sleep()
-    with pytest.raises(EngineError, match="role rollout: nothing is generated, it is asleep"):
+    with pytest.raises(EngineError, match="role rollout: it cannot generate: it is asleep"):
         alone.generate(GIVEN, SAMPLING)
-    with pytest.raises(EngineError, match="role rollout: weights come while it is asleep"):
+    with pytest.raises(EngineError, match="role rollout: it cannot load weights: it is asleep"):
         alone.load_weights([], 1)
     alone.wake(True)
-    with pytest.raises(EngineError, match="role rollout: nothing is generated, it is asleep"):
+    with pytest.raises(EngineError, match="role rollout: it cannot generate: it is asleep"):
         alone.generate(GIVEN, SAMPLING)
     alone.load_weights(new_weights(8), 9)
     alone.wake()

@@ -100,7 +100,7 @@ def test_a_copy_that_fails_midway_is_never_generated_from(
         bad, message = broken(new_adapters(1000 + attempt), attempt % 4, draw)
         with pytest.raises(EngineError, match=message):
             engine.load_weights(bad, 1000 + attempt)
-        with pytest.raises(EngineError, match="nothing is generated, its weights are not whole"):
+        with pytest.raises(EngineError, match="it cannot generate: its weights are incomplete"):
             engine.generate(GIVEN, SAMPLING)
         if attempt % 3:  # else the next failure comes on top of this one
             weights = new_adapters(2000 + attempt)
@@ -125,7 +125,7 @@ def test_a_copy_that_fails_inside_vllm(engine: RemoteEngine, reference: Transfor
         engine._process.send(load_unchecked, engine._place, [(name, torch.zeros(3, 100)), *others])
         with pytest.raises(EngineError, match="role rollout: the copy of weights 1 failed"):
             engine._process.receive()
-        with pytest.raises(EngineError, match="nothing is generated, its weights are not whole"):
+        with pytest.raises(EngineError, match="it cannot generate: its weights are incomplete"):
             engine.generate(GIVEN, SAMPLING)
         weights = new_adapters(4000 + attempt)
         engine.load_weights(weights, attempt)

@@ -44,7 +44,7 @@ SMALL = Architecture(
 
 def attended(kernel: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> list[Measurement]:
     """Check ``kernel``, which bfloat16 goes through as on a GPU."""
-    monkeypatch.setattr(attention, "takes_rows", lambda value: value.dtype == torch.bfloat16)
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda value: value.dtype == torch.bfloat16)
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     return numerics.attention("cpu", heads=((4, 2, 8),), groups=((5, (7, 1)), (2, (9,))))
 

@@ -1,8 +1,8 @@
-"""Low-rank adapters in a model, by peft: the only weights that are trained, copied and saved.
+"""LoRA adapters in a model, by peft: with them, only the adapters are trained, copied and saved.
 
-B is nought at the beginning, so that the model is what it was (Hu et al. 2021, arXiv 2106.09685, section 4.1). A layer
+B starts at zero, so a new adapter does not change the model (Hu et al. 2021, arXiv 2106.09685, section 4.1). A layer
 ``q_proj`` becomes ``q_proj.base_layer``, with ``q_proj.lora_A.default`` [rank, inputs] and ``q_proj.lora_B.default``
-[outputs, rank] beside it; peft's files have names of their own for them.
+[outputs, rank] beside it. peft's files name the same weights differently; those names are used for transfers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-_NAME = ".default."
-_IN_FILES = "base_model.model."
-_BASE = ".base_layer."
+_ADAPTER_NAME = ".default."
+_FILE_PREFIX = "base_model.model."
+_BASE_LAYER = ".base_layer."
 _WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def add_adapters(model: "PreTrainedModel", spec: EngineSpec) -> None:
-    """Those of ``spec.lora``, in float32, drawn by the seed; nothing else has gradients from now on.
+    """Add the adapters of ``spec.lora`` in float32, initialized by the seed, and freeze all other weights.
 
-    Does nothing without. Raises RecipeError for layers that the model does not have.
+    Does nothing without ``spec.lora``. Raises RecipeError for target layers that the model does not have.
     """
     if spec.lora is None:
         return
     import torch
     from peft import LoraConfig, inject_adapter_in_model
 
-    config = LoraConfig(r=spec.lora.rank, lora_alpha=spec.lora.alpha, target_modules=_targets(model, spec))
+    config = LoraConfig(r=spec.lora.rank, lora_alpha=spec.lora.alpha, target_modules=_target_modules(model, spec))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         inject_adapter_in_model(config, model)
@@ -46,66 +46,7 @@ def add_adapters(model: "PreTrainedModel", spec: EngineSpec) -> None:
     model.eval()
 
 
-@contextmanager
-def without_adapters(model: "PreTrainedModel") -> Iterator[None]:
-    """Inside, the model is what it was before it had any."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    # peft's own switch makes adapters need no gradients for a while, on which DeepSpeed hangs what collects them.
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
-
-
-def trained(weights: Mapping[str, Value], lora: Lora | None) -> dict[str, Value]:
-    """Of a model's weights, by their names in it: adapters alone, where there are some."""
-    return {name: weight for name, weight in weights.items() if lora is None or is_adapter(name)}
-
-
-def is_adapter(name: str) -> bool:
-    """By the name that it has in the model."""
-    return ".lora_" in name
-
-
-def copied_name(name: str) -> str:
-    """By which a weight goes to other engines: an adapter's in peft's files, another's in the model."""
-    return _IN_FILES + name.replace(_NAME, ".") if is_adapter(name) else name
-
-
-def merged(name: str, weight: "Tensor", adapters: "Mapping[str, Tensor]", lora: Lora | None) -> "tuple[str, Tensor]":
-    """Name and value of a weight that is no adapter in a model without any that computes the same; ``adapters`` by
-    their names in the model. Added up in float32, given in the weight's own type."""
-    layer, inside, kind = name.partition(_BASE)
-    if not inside or kind != "weight":
-        return f"{layer}.{kind}" if inside else name, weight
-    assert lora is not None
-    a, b = (adapters[f"{layer}.lora_{factor}{_NAME}weight"].to(weight.device).float() for factor in "AB")
-    return f"{layer}.{kind}", (weight.float() + lora.scaling * (b @ a)).to(weight.dtype)
-
-
-def write_adapters(folder: Path, lora: Lora, adapters: "Mapping[str, Tensor]", base: str | None) -> None:
-    """``adapters`` by the names of peft's files, in peft's form; ``base`` is the path of the model they are for."""
-    from peft import LoraConfig
-    from safetensors.torch import save_file
-
-    targets = sorted({name.split(".")[-3] for name in adapters})
-    folder.mkdir(exist_ok=True)
-    LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
-    ).save_pretrained(str(folder))
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in adapters.items()}, folder / _WEIGHTS_FILE)
-
-
-def _targets(model: "PreTrainedModel", spec: EngineSpec) -> list[str]:
+def _target_modules(model: "PreTrainedModel", spec: EngineSpec) -> list[str]:
     import torch
 
     assert spec.lora is not None
@@ -122,6 +63,70 @@ def _targets(model: "PreTrainedModel", spec: EngineSpec) -> list[str]:
             f"models.{spec.model_name}",
             f"it has no linear layers '{', '.join(unknown)}', which lora.target_modules of a role names",
             known=["all-linear", *known],
-            fix="some of those known",
+            fix="use names from this list",
         )
     return list(spec.lora.target_modules)
+
+
+@contextmanager
+def without_adapters(model: "PreTrainedModel") -> Iterator[None]:
+    """Disable the adapters, so that the model computes what it did before it had any."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    # peft's own switch clears requires_grad of the adapters, to which DeepSpeed attaches its gradient hooks.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def trained_weights(weights: Mapping[str, Value], lora: Lora | None) -> dict[str, Value]:
+    """Return the weights that are trained: the adapters, or all weights of a model without adapters."""
+    return {name: weight for name, weight in weights.items() if lora is None or is_adapter(name)}
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether the weight with this name in the model belongs to an adapter."""
+    return ".lora_" in name
+
+
+def transfer_name(name: str) -> str:
+    """Return the name under which a weight is sent to other engines: peft's file name for adapters, else ``name``."""
+    return _FILE_PREFIX + name.replace(_ADAPTER_NAME, ".") if is_adapter(name) else name
+
+
+def merge_adapter(
+    name: str, weight: "Tensor", adapters: "Mapping[str, Tensor]", lora: Lora | None
+) -> "tuple[str, Tensor]":
+    """Return the name and value that a base weight has in an equivalent model without adapters.
+
+    ``adapters`` are keyed by their names in the model. The sum is computed in float32, and returned in the weight's
+    own dtype.
+    """
+    layer, is_base, kind = name.partition(_BASE_LAYER)
+    if not is_base or kind != "weight":
+        return f"{layer}.{kind}" if is_base else name, weight
+    assert lora is not None
+    a, b = (adapters[f"{layer}.lora_{factor}{_ADAPTER_NAME}weight"].to(weight.device).float() for factor in "AB")
+    return f"{layer}.{kind}", (weight.float() + lora.scaling * (b @ a)).to(weight.dtype)
+
+
+def save_adapters(folder: Path, lora: Lora, adapters: "Mapping[str, Tensor]", base: str | None) -> None:
+    """Write adapters, keyed by their transfer names, in peft's format; ``base`` is the path of the base model."""
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    targets = sorted({name.split(".")[-3] for name in adapters})
+    folder.mkdir(exist_ok=True)
+    LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    ).save_pretrained(str(folder))
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in adapters.items()}, folder / _WEIGHTS_FILE)

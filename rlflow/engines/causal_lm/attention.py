@@ -1,8 +1,8 @@
-"""Attention over packed streams and over a cache of live sequences, as an attention function of transformers.
+"""Attention over packed streams, and over the KV cache of live sequences, as an attention function of transformers.
 
-The model is called with ``layout=``, which transformers hands through to every layer's attention.
-Shapes: N tokens of the stream, B rows, S slots, W tokens of all rows, H query heads, K key heads, D head size, C
-capacity of the cache.
+The model is called with ``layout=``, which transformers passes through to the attention of every layer.
+Shapes: N tokens of the stream, B rows (sequences), S slots of a block, W tokens of all rows, H query heads, K key
+heads, D head size, C capacity of the cache.
 Importing this file imports torch and transformers.
 """
 
@@ -20,45 +20,58 @@ from transformers import AttentionInterface
 from rlflow.engines.causal_lm.packing import Index, Stream
 from rlflow.errors import EngineError
 
-# As transformers knows them: attention over rows of different lengths by torch's kernel, and by that of flash-attn.
+# The names under which transformers knows the two kernels for rows of different lengths: torch's and flash-attn's.
 NAME, FLASH_NAME = "rlflow", "rlflow_fa2"
-# Some releases of torch take fewer key heads than query heads only when told, others have no option for it.
-_NAMES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
+# Some releases of torch need this option for fewer key heads than query heads, others do not have it.
+_HAS_GQA_OPTION = "enable_gqa" in signature(varlen_attn).parameters
 
 
-class Kernel(Protocol):
+class VarlenKernel(Protocol):
+    """A kernel for causal attention over rows of different lengths, laid end to end."""
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
-        """query [W, H, D], key and value with K heads; rows end at ``ends`` [B + 1], beginning with 0. [W, H, D]."""
+        """Return [W, H, D] from query [W, H, D], and key and value with K heads.
+
+        Rows end at ``ends`` [B + 1], whose first entry is 0; ``longest`` is the length of the longest row.
+        """
 
 
-class Layout(Protocol):
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Kernel) -> Tensor:
-        """query [1 or B, H, N or 1, D], key and value with K heads; returns [1 or B, N or 1, H, D].
+class AttentionLayout(Protocol):
+    """The way in which the tokens of one forward pass attend to each other."""
 
-        ``kernel`` is used where there is one for rows of different lengths."""
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: VarlenKernel
+    ) -> Tensor:
+        """Return [1 or B, N or 1, H, D] from query [1 or B, H, N or 1, D], and key and value with K heads.
+
+        ``kernel`` is used where ``has_varlen_kernel`` holds.
+        """
 
 
 class PackedLayout:
-    """Each row of a stream attends to itself, causally. Exact: the padding of a block lies behind its rows."""
+    """Causal attention of each row of a stream to itself. Exact: a block's padding comes after the tokens of a row."""
 
-    def __init__(self, stream: Stream, device: torch.device, *, keep_keys: bool = False) -> None:
+    def __init__(self, stream: Stream, device: torch.device, *, keep_kv: bool = False) -> None:
         self._stream, self._device = stream, device
-        self.kept: list[tuple[Tensor, Tensor]] | None = [] if keep_keys else None
-        """Keys and values [K, N, D] of each layer, for the cache of a generation that goes on from here."""
+        self.layer_kv: list[tuple[Tensor, Tensor]] | None = [] if keep_kv else None
+        """Keys and values [K, N, D] of each layer, for the KV cache of a generation that starts from this stream."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Kernel) -> Tensor:
-        if self.kept is not None:
-            self.kept.append((key[0], value[0]))
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: VarlenKernel
+    ) -> Tensor:
+        """Attend by the kernel for rows of different lengths, or in padded blocks where there is none."""
+        if self.layer_kv is not None:
+            self.layer_kv.append((key[0], value[0]))
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        if takes_rows(v):
-            places, owners, ends, longest = self._ends
+        if has_varlen_kernel(v):
+            places, owners, ends, longest = self._unpadded
             q, k, v = (x.to(v.dtype).index_select(0, places) for x in (q, k, v))
             return kernel(q, k, v, ends, longest, scale).index_select(0, owners)[None]
-        return self._blocks(q, k, v, scale)[None]
+        return self._attend_blocks(q, k, v, scale)[None]
 
-    def _blocks(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[N, H, D], with rows of like length together."""
-        blocks, owners = self._places
+    def _attend_blocks(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Return [N, H, D]; rows of similar length are computed together."""
+        blocks, owners = self._blocks
         outputs = []
         for block in blocks:
             rows, slots = block.shape
@@ -72,84 +85,58 @@ class PackedLayout:
         return torch.cat(outputs).index_select(0, owners)
 
     @cached_property
-    def _places(self) -> tuple[list[Tensor], Tensor]:
+    def _blocks(self) -> tuple[list[Tensor], Tensor]:
         blocks = [torch.from_numpy(block).to(self._device) for block in self._stream.blocks]
         return blocks, torch.from_numpy(self._stream.owners).to(self._device)
 
     @cached_property
-    def _ends(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        """The places [W] of all tokens of all rows, for each token of the stream one of these [N], and where rows end
-        among them [B + 1], beginning with 0; the length of the longest."""
-        places, owners, lengths = unpadded(self._stream)
+    def _unpadded(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Return the places [W] of the tokens of all rows, the stream's owners [N] among them, ends and longest."""
+        places, owners, lengths = unpad(self._stream)
         ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        of_stream, of_rows, at = (torch.from_numpy(x).to(self._device) for x in (owners, places, ends))
-        return of_rows, of_stream, at, int(lengths.max())
+        device_places, device_owners, device_ends = (
+            torch.from_numpy(x).to(self._device) for x in (places, owners, ends)
+        )
+        return device_places, device_owners, device_ends, int(lengths.max())
 
 
-def takes_rows(value: Tensor) -> bool:
-    """Whether there is a kernel for rows of different lengths: flash attention's, for half precision on a GPU that
-    has it."""
-    return value.dtype in (torch.bfloat16, torch.float16) and has_flash(value.device)
+def unpad(stream: Stream) -> tuple[Index, Index, Index]:
+    """Lay the rows of a stream end to end without padding.
 
-
-@cache
-def has_flash(device: torch.device) -> bool:
-    """Ampere and later, and AMD's of the same time (9.x); not V100."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def torch_varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float
-) -> Tensor:
-    """Attend by torch's own kernel. Has never run on a GPU."""
-    grouped: dict[str, Any] = {"enable_gqa": True} if _NAMES_GROUPS and query.shape[1] != key.shape[1] else {}
-    out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scale, window_size=(-1, 0), **grouped)
-    assert isinstance(out, Tensor)
-    return out
-
-
-def flash_varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float
-) -> Tensor:
-    """Has never run on a GPU."""
-    from flash_attn import flash_attn_varlen_func
-
-    # Its backward pass adds up in the order in which blocks end, unless it is told not to; torch's own asks torch.
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    out = flash_attn_varlen_func(
-        query, key, value, ends, ends, longest, longest, softmax_scale=scale, causal=True, deterministic=deterministic
-    )
-    assert isinstance(out, Tensor)
-    return out
-
-
-def unpadded(stream: Stream) -> tuple[Index, Index, Index]:
-    """The places [W] of all tokens of all rows, for each token of the stream one of these [N], and lengths [B]."""
-    # A slot of padding holds a row's first token, whose position is another than its own.
+    Returns the place [W] in the stream of each of their tokens, for each token of the stream one of these [N], and the
+    rows' lengths [B].
+    """
+    # Padding repeats a row's first token, whose position differs from the slot's number.
     real = [stream.positions[block] == np.arange(block.shape[1]) for block in stream.blocks]
-    kept = np.concatenate([slots.ravel() for slots in real])
-    places = np.concatenate([block.ravel() for block in stream.blocks])[kept]
-    owners = (np.cumsum(kept) - 1)[stream.owners]
+    is_token = np.concatenate([slots.ravel() for slots in real])
+    places = np.concatenate([block.ravel() for block in stream.blocks])[is_token]
+    owners = (np.cumsum(is_token) - 1)[stream.owners]
     return places, owners, np.concatenate([slots.sum(1) for slots in real])
 
 
 class CacheLayout:
-    """One new token for each of B live sequences, with the keys and values of all before it."""
+    """Attention of one new token of each of B live sequences to all tokens before it, whose keys and values it caches.
 
-    def __init__(self, prefill: PackedLayout, row_of: Tensor, lengths: Tensor, capacity: int) -> None:
-        """``row_of`` [B, S]: places of the prompts in the stream, of which the first ``lengths`` [B] count."""
-        assert prefill.kept is not None
+    It starts from a ``prefill`` of the prompts.
+    """
+
+    def __init__(self, prefill: PackedLayout, prompt_places: Tensor, lengths: Tensor, capacity: int) -> None:
+        """Fill the cache: ``prompt_places`` [B, S] points into the stream; the first ``lengths`` [B] of a row count."""
+        assert prefill.layer_kv is not None
         self._lengths = lengths
         self._cache: list[tuple[Tensor, Tensor]] = []
-        for pair in prefill.kept:
-            # Zeros, since a masked place still counts nought times its value.
-            keys, values = (x.new_zeros(len(row_of), x.shape[0], capacity, x.shape[2]) for x in pair)
-            for whole, kept in zip((keys, values), pair, strict=True):
-                whole[:, :, : row_of.shape[1]] = kept[:, row_of].transpose(0, 1)
+        for layer_kv in prefill.layer_kv:
+            # Zeros, because attention multiplies masked values by zero: uninitialized memory may hold NaN.
+            keys, values = (x.new_zeros(len(prompt_places), x.shape[0], capacity, x.shape[2]) for x in layer_kv)
+            for cached, prompt in zip((keys, values), layer_kv, strict=True):
+                cached[:, :, : prompt_places.shape[1]] = prompt[:, prompt_places].transpose(0, 1)
             self._cache.append((keys, values))
 
     def drop(self, done: Tensor) -> Tensor:
-        """Drops the sequences where ``done`` [B]. Returns the old rows of the new ones [B']: the last fill the gaps."""
+        """Drop the sequences where ``done`` [B] is True; the last sequences fill the gaps.
+
+        Returns the old rows [B'] of the sequences that remain.
+        """
         rows = torch.arange(len(done), device=done.device)
         live = int((~done).sum())
         gaps = rows[:live][done[:live]]
@@ -163,30 +150,69 @@ class CacheLayout:
         return rows[:live]
 
     def next_positions(self) -> Tensor:
-        """Makes room for one more token of every sequence; returns their positions [B, 1]."""
-        self._at = self._lengths
+        """Make room for one more token per sequence, and return the tokens' positions [B, 1]."""
+        self._positions = self._lengths
         self._lengths = self._lengths + 1
         self._longest = int(self._lengths.max())
-        self._rows = torch.arange(len(self._at), device=self._at.device)
-        places = torch.arange(self._longest, device=self._at.device)
-        behind = places[None, :] >= self._lengths[:, None]
-        self._behind = behind[:, None, None, :] if bool(behind.any()) else None
-        return self._at[:, None]
+        self._rows = torch.arange(len(self._positions), device=self._positions.device)
+        slots = torch.arange(self._longest, device=self._positions.device)
+        unused = slots[None, :] >= self._lengths[:, None]
+        self._unused = unused[:, None, None, :] if bool(unused.any()) else None
+        return self._positions[:, None]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Kernel) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: VarlenKernel
+    ) -> Tensor:
+        """Add the new tokens' keys and values to the cache, and attend to all of it."""
         batch, heads, _, size = query.shape
         keys, values = self._cache[layer]
-        keys[self._rows, :, self._at] = key[:, :, 0]
-        values[self._rows, :, self._at] = value[:, :, 0]
-        # The query heads that share a key head stand in the place of query positions: keys are never repeated.
+        keys[self._rows, :, self._positions] = key[:, :, 0]
+        values[self._rows, :, self._positions] = value[:, :, 0]
+        # Query heads that share a key head take the place of query positions, so keys are never repeated.
         grouped = query.reshape(batch, keys.shape[1], -1, size)
         mask = None
-        if self._behind is not None:
-            mask = query.new_zeros(self._behind.shape).masked_fill(self._behind, float("-inf"))
+        if self._unused is not None:
+            mask = query.new_zeros(self._unused.shape).masked_fill(self._unused, float("-inf"))
             mask = mask.expand(-1, -1, grouped.shape[2], -1)
         keys, values = keys[:, :, : self._longest], values[:, :, : self._longest]
         out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
         return out.reshape(batch, 1, heads, size)
+
+
+def has_varlen_kernel(value: Tensor) -> bool:
+    """Return whether a kernel for rows of different lengths runs on this dtype and device."""
+    return value.dtype in (torch.bfloat16, torch.float16) and supports_flash(value.device)
+
+
+@cache
+def supports_flash(device: torch.device) -> bool:
+    """Return whether the GPU runs flash attention: Ampere and later, and AMD's of the same time (9.x); not V100."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def torch_varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float
+) -> Tensor:
+    """Attend by torch's kernel. Has never run on a GPU."""
+    grouped: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA_OPTION and query.shape[1] != key.shape[1] else {}
+    out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scale, window_size=(-1, 0), **grouped)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def flash_varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float
+) -> Tensor:
+    """Attend by the kernel of flash-attn. Has never run on a GPU."""
+    from flash_attn import flash_attn_varlen_func
+
+    # Its backward pass is not deterministic unless it is asked to be; torch's kernel reads torch's setting.
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    out = flash_attn_varlen_func(
+        query, key, value, ends, ends, longest, longest, softmax_scale=scale, causal=True, deterministic=deterministic
+    )
+    assert isinstance(out, Tensor)
+    return out
 
 
 def attention(
@@ -196,12 +222,12 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    layout: Layout,
+    layout: AttentionLayout,
     *,
-    kernel: Kernel,
+    kernel: VarlenKernel,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in every layer."""
+    """Attend as ``layout`` says; transformers calls this in every layer."""
     unsupported = [name for name in ("sliding_window", "softcap", "s_aux") if options.get(name) is not None]
     if unsupported:
         raise EngineError(f"attention with {unsupported[0]}, which {type(module).__name__} uses, is not supported.")

@@ -1,6 +1,6 @@
-"""Generation: prompts are read once for their whole group, and finished sequences leave the batch.
+"""Generation token by token: a prompt is read once for its whole group, and finished sequences leave the batch.
 
-Shapes: P prompts, G group, B sequences (P x G), V vocabulary.
+Shapes: P prompts, G group size, B sequences (P x G), V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Decoded:
+class NewTokens:
+    """The tokens that one call of ``decode`` generated."""
+
     ids: list[NDArray[np.int32]]
-    """B responses, with the end token where there is one."""
+    """The tokens of each of the B sequences, including the end token if there is one."""
     logprobs: list[NDArray[np.float32]]
     finished: NDArray[np.bool_]
-    """[B]"""
+    """[B]: True for each sequence that ended with an end token."""
 
 
 def decode(
@@ -34,13 +36,14 @@ def decode(
     sampling: Sampling,
     seeds: Sequence[int],
     end_ids: Sequence[int],
-    written: NDArray[np.int64] | None = None,
+    num_generated: NDArray[np.int64] | None = None,
     stop: Callable[[NDArray[np.int64]], bool] = lambda ended: False,
-) -> Decoded:
-    """``group_size`` responses to each of P prompts. ``seeds`` [B]: a sequence's draws depend on its own seed alone.
+) -> NewTokens:
+    """Generate ``group_size`` responses to each of P prompts.
 
-    ``written`` [B]: so many tokens at the end of each prompt are the beginning of the response. ``stop`` is told which
-    sequences have just ended; when it says so, the others end as they are.
+    A sequence's random draws depend on its own entry of ``seeds`` [B] alone. ``num_generated`` [B] is the number of
+    tokens at the end of each prompt that already belong to the response. ``stop`` is called with the sequences that
+    have just ended; when it returns True, all other sequences end where they are.
     """
     import torch
 
@@ -49,10 +52,10 @@ def decode(
     device = model.device
     batch = len(prompts) * sampling.group_size
     with torch.inference_mode():
-        # One response token a prompt, which is no input: the stream holds the prompts alone.
+        # A response of one token adds no input, so the stream holds just the prompts.
         one_each = Packed.from_rows([[0]] * len(prompts), np.int32)
         stream = pack(prompts, one_each)
-        prefill = PackedLayout(stream, device, keep_keys=True)
+        prefill = PackedLayout(stream, device, keep_kv=True)
         ids, positions, last = (
             torch.from_numpy(x).to(device) for x in (stream.ids, stream.positions, stream.predictors)
         )
@@ -62,14 +65,14 @@ def decode(
         logits = output.logits[0].repeat_interleave(sampling.group_size, 0)
 
         lengths = torch.from_numpy(prompts.lengths).to(device).repeat_interleave(sampling.group_size)
-        begun = torch.from_numpy(np.zeros(batch, np.int64) if written is None else written).to(device)
-        left = sampling.max_tokens - begun
+        before = torch.from_numpy(np.zeros(batch, np.int64) if num_generated is None else num_generated).to(device)
+        remaining = sampling.max_tokens - before
         first = last.repeat_interleave(sampling.group_size) - lengths + 1
         offsets = torch.arange(int(lengths.max()), device=device)
-        row_of = torch.minimum(first[:, None] + offsets, (first + lengths - 1)[:, None])
-        cache = CacheLayout(prefill, row_of, lengths, capacity=int((lengths + left).max()))
+        prompt_places = torch.minimum(first[:, None] + offsets, (first + lengths - 1)[:, None])
+        cache = CacheLayout(prefill, prompt_places, lengths, capacity=int((lengths + remaining).max()))
 
-        draws = torch.from_numpy(_draws(seeds, sampling)).to(device)
+        draws = torch.from_numpy(_uniform_draws(seeds, sampling)).to(device)
         ends = torch.tensor([*end_ids, *sampling.stop_ids], device=device)
         tokens = torch.empty(batch, sampling.max_tokens, dtype=torch.int64, device=device)
         logprobs = torch.empty(batch, sampling.max_tokens, device=device)
@@ -77,10 +80,10 @@ def decode(
         finished = torch.zeros(batch, dtype=torch.bool, device=device)
         live = torch.arange(batch, device=device)
         for step in range(sampling.max_tokens):
-            chosen, logprob = _sample(logits, sampling, draws[live, begun[live] + step])
+            chosen, logprob = _sample(logits, sampling, draws[live, before[live] + step])
             tokens[live, step], logprobs[live, step] = chosen, logprob
             ended = torch.isin(chosen, ends)
-            done = ended | (left[live] == step + 1)
+            done = ended | (remaining[live] == step + 1)
             if bool(done.any()):
                 finished[live[ended]] = True
                 counts[live[done]] = step + 1
@@ -96,24 +99,24 @@ def decode(
             logits = model(input_ids=chosen[:, None], position_ids=at, layout=cache, use_cache=False).logits[:, -1]
     sizes = counts.tolist()
     table, scores = tokens.cpu().numpy().astype(np.int32), logprobs.cpu().numpy()
-    return Decoded(
+    return NewTokens(
         ids=[table[row, :size] for row, size in enumerate(sizes)],
         logprobs=[scores[row, :size] for row, size in enumerate(sizes)],
         finished=finished.cpu().numpy(),
     )
 
 
-def _draws(seeds: Sequence[int], sampling: Sampling) -> NDArray[np.float64]:
-    """[B, max_tokens], uniform in [0, 1)."""
+def _uniform_draws(seeds: Sequence[int], sampling: Sampling) -> NDArray[np.float64]:
+    """Return [B, max_tokens] draws, uniform in [0, 1)."""
     if sampling.temperature == 0:
         return np.zeros((len(seeds), sampling.max_tokens))
     return np.stack([np.random.Generator(np.random.Philox(key=seed)).random(sampling.max_tokens) for seed in seeds])
 
 
 def _sample(logits: "Tensor", sampling: Sampling, draws: "Tensor") -> "tuple[Tensor, Tensor]":
-    """Tokens [B] and their logprobs [B] from logits [B, V], by inverting the distribution function at ``draws`` [B].
+    """Return tokens [B] and their logprobs [B] from logits [B, V], by inverting the distribution at ``draws`` [B].
 
-    The logprobs are those at the scoring temperature, over the whole vocabulary.
+    The logprobs are taken at the scoring temperature, over the whole vocabulary.
     """
     import torch
 
@@ -122,13 +125,13 @@ def _sample(logits: "Tensor", sampling: Sampling, draws: "Tensor") -> "tuple[Ten
     if sampling.temperature == 0:
         chosen = scores.argmax(-1)
     else:
-        chances = scores.double().exp()
+        probabilities = scores.double().exp()
         if sampling.top_p < 1:
-            falling, order = chances.sort(dim=-1, descending=True)
-            outside = falling.cumsum(-1) - falling >= sampling.top_p
-            chances = chances.scatter(-1, order, falling.masked_fill(outside, 0.0))
-        heap = chances.cumsum(-1)
-        chosen = torch.searchsorted(heap, draws[:, None] * heap[:, -1:], right=True)[:, 0]
-        # A draw next to one may round up to the heap's end.
+            descending, order = probabilities.sort(dim=-1, descending=True)
+            outside = descending.cumsum(-1) - descending >= sampling.top_p
+            probabilities = probabilities.scatter(-1, order, descending.masked_fill(outside, 0.0))
+        cumulative = probabilities.cumsum(-1)
+        chosen = torch.searchsorted(cumulative, draws[:, None] * cumulative[:, -1:], right=True)[:, 0]
+        # Rounding may put a draw close to one at the very end.
         chosen = chosen.clamp(max=logits.shape[-1] - 1)
     return chosen, scores.gather(-1, chosen[:, None])[:, 0]

@@ -1,9 +1,10 @@
-"""Rows for each pass of a model, so that no pass has more tokens than memory was planned for.
+"""Micro-batches: the rows of each pass of a model, so that no pass has more tokens than memory was planned for.
 
-A row counts with all of its tokens. The rows of a prompt share it in a pass, but attention holds it for each of them.
-Rows of one unit are as one row here.
+A row counts with all of its tokens, those of its prompt included: the rows of a prompt share its tokens in a pass, but
+attention reads them for each row. The rows of one unit of the batch, such as the two of a preference pair, are
+treated as one row here.
 
-Shapes: B rows, U units, M micro-batches. A unit is rows of one prompt that go together.
+Shapes: B rows, S subgroups, M micro-batches. A subgroup is a set of rows of one prompt that stay in one micro-batch.
 """
 
 from collections.abc import Sequence
@@ -17,51 +18,83 @@ from rlflow.batch import Packed, Sequences
 
 Index = NDArray[np.int64]
 
-# How large units are tried, as shares of a pass: all the rows of a prompt that fit, some of them, each row by itself.
-_UNITS = (1.0, 0.25, 0.0)
-# What a pass costs besides its tokens, as a share of what its tokens cost.
-_PASS = 0.125
+# The subgroup sizes that are tried, as shares of a pass: all rows of a prompt that fit, some of them, each row alone.
+_SUBGROUP_SHARES = (1.0, 0.25, 0.0)
+# The fixed cost of a pass, as a share of the cost of the most tokens it may have.
+_PASS_COST = 0.125
 
 
-def micro_batches(sequences: Sequences, max_tokens: int, count: int | None = None) -> list[Index]:
-    """Of at most ``max_tokens``, unless a single row is longer, or rows of one unit; each in the order of
-    the batch, the largest first.
+def build_micro_batches(sequences: Sequences, max_tokens: int, count: int | None = None) -> list[Index]:
+    """Cut a batch into micro-batches of at most ``max_tokens``; return their rows, the largest micro-batch first.
 
-    There are ``count`` of them, at least ``passes_needed``, which is what None means; fewer only where rows are fewer.
-    All have nearly equal numbers of tokens. The rows of a prompt stay together as far as that takes no more passes.
+    Only a single row that is longer, or the rows of one unit, may exceed the limit. There are ``count``
+    micro-batches, by default ``num_micro_batches``, or fewer if there are fewer rows. They have nearly equal numbers of
+    tokens. The rows of a prompt stay in one micro-batch as long as that takes no more passes.
     """
     rows = _Rows.of(sequences)
-    count = count or passes_needed(sequences, max_tokens)
-    ways = [way for share in _UNITS if rows.is_legal(way := rows.even(share * max_tokens, count), max_tokens, count)]
-    pieces = _pieces(min(ways, key=rows.computed) if ways else rows.fitted(max_tokens))
+    count = count or num_micro_batches(sequences, max_tokens)
+    candidates = [
+        assignment
+        for share in _SUBGROUP_SHARES
+        if rows.is_legal(assignment := rows.balance(share * max_tokens, count), max_tokens, count)
+    ]
+    pieces = _rows_of_each(min(candidates, key=rows.computed_tokens) if candidates else rows.fit(max_tokens))
     while len(pieces) < min(count, len(rows.lengths)):
-        at = max(range(len(pieces)), key=lambda piece: len(pieces[piece]))
-        pieces[at : at + 1] = np.array_split(pieces[at], 2)
+        most_rows = max(range(len(pieces)), key=lambda piece: len(pieces[piece]))
+        pieces[most_rows : most_rows + 1] = np.array_split(pieces[most_rows], 2)
     pieces.sort(key=lambda piece: -int(rows.lengths[piece].sum()))
-    return [_members(piece, sequences) for piece in pieces]
+    return [_expand_units(piece, sequences) for piece in pieces]
 
 
-def passes_needed(sequences: Sequences, max_tokens: int) -> int:
-    """How many micro-batches are made of ``sequences`` where nothing asks for more."""
-    return int(_Rows.of(sequences).fitted(max_tokens).max()) + 1
+def num_micro_batches(sequences: Sequences, max_tokens: int) -> int:
+    """Return the number of micro-batches of at most ``max_tokens`` that a batch needs."""
+    return int(_Rows.of(sequences).fit(max_tokens).max()) + 1
 
 
-def in_order(response_ids: Packed, pieces: Sequence[Index], values: Sequence[NDArray[np.float32]]) -> Packed:
-    """What passes over ``pieces`` of a batch gave for each response token, in the order of the batch."""
+def build_equal_micro_batches(sequences: Sequences, max_tokens: int) -> tuple[list[Index], int]:
+    """Cut each rank's ``sequences`` into equally many micro-batches; return them and how many of them are real.
+
+    All ranks of a sharded model must make every pass together. Those after the real ones repeat a row, and their
+    results must be ignored. Every rank of the role calls this at the same time.
+    """
+    import torch
+
+    if torch.distributed.get_world_size() == 1:
+        pieces = build_micro_batches(sequences, max_tokens)
+        return pieces, len(pieces)
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    most = torch.tensor(num_micro_batches(sequences, max_tokens), device=device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return repeat_shortest_row(build_micro_batches(sequences, max_tokens, int(most)), sequences, int(most))
+
+
+def repeat_shortest_row(pieces: list[Index], sequences: Sequences, count: int) -> tuple[list[Index], int]:
+    """Fill up to ``count`` micro-batches with the shortest row, since a pass cannot be empty.
+
+    Returns all of them and the number of real ones.
+    """
+    shortest = np.argsort(sequences.prompt_ids.lengths + sequences.response_ids.lengths)[:1]
+    return pieces + [shortest] * (count - len(pieces)), len(pieces)
+
+
+def restore_order(response_ids: Packed, pieces: Sequence[Index], values: Sequence[NDArray[np.float32]]) -> Packed:
+    """Return one value per response token in the order of the batch, from the ``values`` of each micro-batch."""
     rows = np.concatenate(pieces)
     return response_ids.take(rows).like(np.concatenate(values)).take(np.argsort(rows))
 
 
 def prompt_numbers(sequences: Sequences) -> Index:
-    """[B]: the number of each row's prompt, counted from 0 in the order of keys."""
+    """Return [B]: the number of each row's prompt, counted from 0 in the order of keys."""
     steps, prompts = sequences.keys[:, 0], sequences.keys[:, 1]
-    # As one number, which sorts ten times as fast as two.
-    both = (steps - steps.min()) * (prompts.max() + 1) + prompts
-    return np.unique(both, return_inverse=True)[1]
+    # One number sorts ten times as fast as two columns.
+    combined = (steps - steps.min()) * (prompts.max() + 1) + prompts
+    return np.unique(combined, return_inverse=True)[1]
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
+    """The lengths of a batch's rows, and assignments [B] of rows to micro-batches."""
+
     prompts: Index
     """[B]: the number of each row's prompt."""
     prompt_lengths: Index
@@ -69,7 +102,7 @@ class _Rows:
     response_lengths: Index
     """[B]"""
     lengths: Index
-    """[B]: of prompt and response."""
+    """[B]: the tokens of prompt and response."""
 
     @classmethod
     def of(cls, sequences: Sequences) -> "_Rows":
@@ -78,67 +111,67 @@ class _Rows:
         responses, lengths = np.add.reduceat(response, first), np.add.reduceat(prompt + response, first)
         return cls(prompt_numbers(sequences)[first], prompt[first], responses, lengths)
 
-    def fitted(self, max_tokens: int) -> Index:
-        """[B]: the micro-batch of each row, by first-fit decreasing of units, of which size costs the least."""
+    def fit(self, max_tokens: int) -> Index:
+        """Assign rows by first-fit decreasing over subgroups of the size that costs the least."""
 
-        def cost(way: Index) -> float:
-            return self.computed(way) + _PASS * max_tokens * (int(way.max()) + 1)
+        def cost(assignment: Index) -> float:
+            return self.computed_tokens(assignment) + _PASS_COST * max_tokens * (int(assignment.max()) + 1)
 
-        return min((self._first_fit(share * max_tokens, max_tokens) for share in _UNITS), key=cost)
+        return min((self._first_fit(share * max_tokens, max_tokens) for share in _SUBGROUP_SHARES), key=cost)
 
-    def even(self, unit: float, count: int) -> Index:
-        """[B]: the micro-batch of each row, where each unit, the largest first, goes to the smallest so far."""
-        units, sizes = self._units(unit)
+    def balance(self, subgroup_tokens: float, count: int) -> Index:
+        """Assign each subgroup, the largest first, to the micro-batch with the fewest tokens so far."""
+        subgroups, sizes = self._subgroups(subgroup_tokens)
         chosen = np.empty(len(sizes), np.int64)
-        heap = [(0, at) for at in range(count)]
-        for at in np.argsort(-sizes, kind="stable"):
-            tokens, chosen[at] = heap[0]
-            heapreplace(heap, (tokens + int(sizes[at]), int(chosen[at])))
-        return chosen[units]
+        heap = [(0, number) for number in range(count)]
+        for subgroup in np.argsort(-sizes, kind="stable"):
+            tokens, chosen[subgroup] = heap[0]
+            heapreplace(heap, (tokens + int(sizes[subgroup]), int(chosen[subgroup])))
+        return chosen[subgroups]
 
-    def is_legal(self, way: Index, max_tokens: int, count: int) -> bool:
-        """Whether there are ``count`` micro-batches and none has more tokens than it may, unless it is a single row."""
-        tokens = np.bincount(way, weights=self.lengths, minlength=count)
-        rows = np.bincount(way, minlength=count)
+    def is_legal(self, assignment: Index, max_tokens: int, count: int) -> bool:
+        """Return whether all ``count`` micro-batches have rows, and none but single rows exceeds ``max_tokens``."""
+        tokens = np.bincount(assignment, weights=self.lengths, minlength=count)
+        rows = np.bincount(assignment, minlength=count)
         return bool((rows > 0).all() and ((tokens <= max_tokens) | (rows == 1)).all())
 
-    def computed(self, way: Index) -> int:
-        """Tokens that go through the model, a prompt once for each micro-batch that has rows of it."""
-        parts = np.unique(way * (self.prompts.max() + 1) + self.prompts, return_index=True)[1]
-        return int(self.response_lengths.sum() + self.prompt_lengths[parts].sum())
+    def computed_tokens(self, assignment: Index) -> int:
+        """Return the tokens that go through the model: a prompt counts once for each micro-batch with rows of it."""
+        shares = np.unique(assignment * (self.prompts.max() + 1) + self.prompts, return_index=True)[1]
+        return int(self.response_lengths.sum() + self.prompt_lengths[shares].sum())
 
-    def _first_fit(self, unit: float, max_tokens: int) -> Index:
-        """[B]: the micro-batch of each row, where each unit, the largest first, goes to the first with room."""
-        units, sizes = self._units(unit)
+    def _first_fit(self, subgroup_tokens: float, max_tokens: int) -> Index:
+        """Assign each subgroup, the largest first, to the first micro-batch with room for it."""
+        subgroups, sizes = self._subgroups(subgroup_tokens)
         chosen = np.empty(len(sizes), np.int64)
         tokens, used = np.zeros(len(sizes), np.int64), 0
-        for at in np.argsort(-sizes, kind="stable"):
-            fits = tokens[:used] + sizes[at] <= max_tokens
-            chosen[at] = fits.argmax() if fits.any() else used
-            used = max(used, int(chosen[at]) + 1)
-            tokens[chosen[at]] += sizes[at]
-        return chosen[units]
+        for subgroup in np.argsort(-sizes, kind="stable"):
+            fits = tokens[:used] + sizes[subgroup] <= max_tokens
+            chosen[subgroup] = fits.argmax() if fits.any() else used
+            used = max(used, int(chosen[subgroup]) + 1)
+            tokens[chosen[subgroup]] += sizes[subgroup]
+        return chosen[subgroups]
 
-    def _units(self, limit: float) -> tuple[Index, Index]:
-        """[B]: the unit of each row, and [U]: the tokens of each. Of at most ``limit`` tokens, or a single row."""
-        units = np.empty(len(self.lengths), np.int64)
+    def _subgroups(self, max_tokens: float) -> tuple[Index, Index]:
+        """Return each row's subgroup [B] and each subgroup's tokens [S]: at most ``max_tokens``, or a single row."""
+        subgroups = np.empty(len(self.lengths), np.int64)
         sizes: list[int] = []
-        last = -1
+        last_prompt = -1
         for row in np.argsort(self.prompts, kind="stable"):
             length = int(self.lengths[row])
-            if self.prompts[row] != last or sizes[-1] + length > limit:
+            if self.prompts[row] != last_prompt or sizes[-1] + length > max_tokens:
                 sizes.append(0)
-            last = self.prompts[row]
-            units[row] = len(sizes) - 1
+            last_prompt = self.prompts[row]
+            subgroups[row] = len(sizes) - 1
             sizes[-1] += length
-        return units, np.array(sizes)
+        return subgroups, np.array(sizes)
 
 
-def _pieces(way: Index) -> list[Index]:
-    return [np.flatnonzero(way == at) for at in range(int(way.max()) + 1)]
+def _rows_of_each(assignment: Index) -> list[Index]:
+    return [np.flatnonzero(assignment == number) for number in range(int(assignment.max()) + 1)]
 
 
-def _members(piece: Index, sequences: Sequences) -> Index:
-    """The rows of the batch that are as one in ``piece``."""
+def _expand_units(piece: Index, sequences: Sequences) -> Index:
+    """Return the rows of the batch for a micro-batch in which the rows of a unit count as one."""
     rows = (piece[:, None] * sequences.unit_size + np.arange(sequences.unit_size)).ravel()
     return rows[rows < len(sequences)]

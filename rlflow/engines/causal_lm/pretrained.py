@@ -1,10 +1,7 @@
-"""Finding weights that are NaN or infinite before anything is made of them.
-
-A model and its tokenizer, from a folder, from the hub, or new.
-"""
+"""Models and tokenizers of transformers: loaded from a folder or from the hub, or new with random weights."""
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
@@ -12,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import Head
-from rlflow.errors import EngineError, RecipeError, first_line
+from rlflow.errors import RecipeError, first_line
 from rlflow.recipe import Model
 from rlflow.resources.layout import Attention
 
@@ -21,47 +18,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def check_finite(role: str, weights: "Iterable[tuple[str, Tensor]]", when: str) -> None:
-    """Raise EngineError for the first weight that is not finite, by its name; ``when`` follows it in the message.
-
-    Each weight is read once, nothing is copied, and a GPU is waited for once.
-    """
-    import torch
-
-    extremes: dict[str, Tensor] = {}
-    for name, weight in weights:
-        if weight.numel() and weight.is_floating_point():
-            # Both are NaN where any value is.
-            extremes[name] = torch.stack(torch.aminmax(weight.detach()))
-    if not extremes:
-        return
-    finite = torch.stack([pair.float() for pair in extremes.values()]).isfinite().all(dim=1).tolist()
-    if broken := [name for name, is_finite in zip(extremes, finite, strict=True) if not is_finite]:
-        others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        raise EngineError(
-            f"role {role}: {broken[0]}{others} of {len(finite)} weights {when} not finite, and are not used.\n"
-            f"  Fix: if training broke them, a lower roles.{role}.optimizer.learning_rate, with a new run."
-        )
-
-
 END_TOKEN = "<|end|>"
-# What a configuration calls them.
+# Configuration keys of models that change their logits after the output layer.
 _CHANGES_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-# What transformers calls those of the two others.
+# The names of a value head's and a reward head's weights in transformers.
 _HEAD_WEIGHTS = {"score.weight", "score.bias"}
-# Types of which models with new weights can be had.
+# The model types for which random weights are supported.
 NEW_MODELS = {"llama", "qwen2", "qwen3"}
 
 
 def load_tokenizer(name: str, model: Model) -> "PreTrainedTokenizerBase":
-    """Raises RecipeError when ``models.<name>`` names none that can be loaded."""
+    """Load the tokenizer of ``models.<name>``. Raises RecipeError."""
     from transformers import AutoTokenizer
 
     if model.characters is not None:
         return _character_tokenizer(model.characters)
     assert model.path is not None
     load = partial(AutoTokenizer.from_pretrained, trust_remote_code=model.trust_remote_code)
-    return _from(name, model.path, load)
+    return _load(name, model.path, load)
 
 
 def load_model(
@@ -75,8 +49,11 @@ def load_model(
     head: Head = "vocabulary",
     trains: bool = True,
 ) -> "PreTrainedModel":
-    """In evaluation mode. ``seed`` draws new weights and a new value head, and a new reward head where the model
-    ``trains``: one that only evaluates has learned it before. Raises RecipeError."""
+    """Load or create the model of ``models.<name>``, in evaluation mode. Raises RecipeError.
+
+    ``seed`` initializes random weights and a new value head. A new reward head is accepted only for a role that
+    ``trains`` it; a reward model that just evaluates must bring its own.
+    """
     import torch
     from transformers import (
         AutoConfig,
@@ -89,7 +66,7 @@ def load_model(
     from rlflow.engines.causal_lm.attention import FLASH_NAME, NAME
 
     chosen = FLASH_NAME if attention == "flash_attention_2" else NAME
-    # Its bars would break into the run's own display.
+    # Progress bars would interfere with the run's own display.
     logging.disable_progress_bar()
     auto = {
         "vocabulary": AutoModelForCausalLM,
@@ -108,9 +85,9 @@ def load_model(
                 trust_remote_code=model.trust_remote_code,
                 **extra,
             )
-            # That a head is new, and not from the file, is no news.
-            with nullcontext() if head == "vocabulary" else _quietly():
-                built, loaded = _from(name, model.path, load)
+            # transformers warns that a value or reward head is new, which is expected.
+            with nullcontext() if head == "vocabulary" else _without_warnings():
+                built, loaded = _load(name, model.path, load)
             if head != "vocabulary":
                 new = set() if head == "reward" and not trains else _HEAD_WEIGHTS
                 _check_complete(name, model.path, head, set(loaded["missing_keys"]) - new)
@@ -129,12 +106,12 @@ def load_model(
                 f"models.{name}.path",
                 f"logits that the model changes after its output layer ({key} {value}) are not supported",
             )
-    # Dropout would make the policy that trains another than the one that wrote.
+    # With dropout, the trained policy would differ from the one that generated the responses.
     for module in built.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     if head == "reward":
-        _says_all_rewards(built)
+        _return_all_rewards(built)
     return built.eval().to(device)
 
 
@@ -152,8 +129,8 @@ def save_model(
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Without warnings of transformers."""
+def _without_warnings() -> Iterator[None]:
+    """Suppress transformers' warnings."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -165,18 +142,22 @@ def _quietly() -> Iterator[None]:
 
 
 def _check_complete(name: str, path: str, head: Head, missing: Collection[str]) -> None:
-    """Raises RecipeError for weights that would be drawn at random."""
+    """Raise RecipeError if the checkpoint lacks weights, which would be random."""
     if missing:
         some = ", ".join(sorted(missing)[:3])
+        count = "1 weight is" if len(missing) == 1 else f"{len(missing)} weights are"
         raise RecipeError(
             f"models.{name}.path",
-            f"'{path}' is no {head} model: of its weights {len(missing)} are not there, as {some}",
-            fix="for rewards a sequence classification model with one label, as reward_model_update makes them",
+            f"'{path}' is no {head} model: {count} missing from the checkpoint ({some})",
+            fix="for rewards, use a sequence classification model with one label, as reward_model_update exports it",
         )
 
 
-def _says_all_rewards(model: "PreTrainedModel") -> None:
-    """Sequence classification gives the logits of the last token of a row; a stream of many sequences needs all."""
+def _return_all_rewards(model: "PreTrainedModel") -> None:
+    """Make a sequence classification model return the reward at every token.
+
+    By default it returns the last token's alone, but a stream holds many sequences.
+    """
     from transformers.modeling_outputs import TokenClassifierOutput
 
     def forward(**inputs: Any) -> Any:
@@ -186,34 +167,34 @@ def _says_all_rewards(model: "PreTrainedModel") -> None:
     model.forward = forward
 
 
-def end_ids(*given: int | list[int] | None) -> list[int]:
-    """Those of the generation's configuration and the tokenizer's own; a chat model has several."""
+def merge_end_ids(*given: int | list[int] | None) -> list[int]:
+    """Combine the end tokens of the generation configuration and the tokenizer; a chat model has several."""
     lists = [ids if isinstance(ids, list) else [ids] for ids in given if ids is not None]
     return sorted({id_ for ids in lists for id_ in ids})
 
 
 def _config_fields(name: str, model: Model) -> dict[str, Any]:
-    """Of a new model: its architecture, in the form of a ``config.json``. Raises RecipeError for types not built."""
+    """Return a new model's architecture as the fields of a ``config.json``. Raises RecipeError for unknown types."""
     assert model.architecture is not None
     if model.architecture.model_type not in NEW_MODELS:
         raise RecipeError(
             f"models.{name}.architecture.model_type",
-            f"new models of the type '{model.architecture.model_type}' are not built",
+            f"random weights are not supported for the type '{model.architecture.model_type}'",
             known=sorted(NEW_MODELS),
         )
-    # What stands at its default is left out: most of it is of other types.
+    # Fields at their defaults are left out: most of them belong to other types.
     values = vars(model.architecture)
-    figures = {
+    config = {
         field.name: values[field.name] for field in fields(model.architecture) if values[field.name] != field.default
     }
-    figures.pop("rope_theta", None)
-    return figures | {"rope_parameters": {"rope_type": "default", "rope_theta": values["rope_theta"]}}
+    config.pop("rope_theta", None)
+    return config | {"rope_parameters": {"rope_type": "default", "rope_theta": values["rope_theta"]}}
 
 
-def _from(name: str, path: str, load: Callable[[str], Any]) -> Any:
+def _load(name: str, path: str, load: Callable[[str], Any]) -> Any:
     where = f"models.{name}.path"
     if path.startswith((".", "/", "~")) and not Path(path).is_dir():
-        raise RecipeError(where, f"'{path}' is not a folder", fix="give the folder that save_pretrained wrote")
+        raise RecipeError(where, f"'{path}' is not a folder", fix="name a folder that save_pretrained wrote")
     try:
         return load(path)
     except Exception as error:  # the libraries below raise errors of many kinds for a damaged file
@@ -226,18 +207,18 @@ def loading_error(name: str, path: str, error: Exception) -> RecipeError:
     if "trust_remote_code" in str(error):
         return RecipeError(
             where,
-            f"'{path}' can only be loaded by running the Python files in it, which are not rlflow's",
-            fix=f"read them, and if you trust them set models.{name}.trust_remote_code=true",
+            f"'{path}' can only be loaded by running the Python files in it",
+            fix=f"read these files, and if you trust them set models.{name}.trust_remote_code=true",
         )
     return RecipeError(
         where,
         f"'{path}' cannot be loaded ({first_line(error)})",
-        fix="give a folder with a model, or a name on the hub",
+        fix="name a folder with a model, or a model on the hub",
     )
 
 
 def _character_tokenizer(characters: str) -> "PreTrainedTokenizerBase":
-    """A token for each character, and one for the end, which also pads. Other characters are refused."""
+    """Build a tokenizer with one token per character and an end token, which also pads. It refuses other characters."""
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse
     from tokenizers.models import WordLevel

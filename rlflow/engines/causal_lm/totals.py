@@ -1,4 +1,4 @@
-"""What training minimises and measures, in sums over the passes of one optimizer step."""
+"""The loss and the metrics of one optimizer step, summed over its passes, and the checks that nothing became NaN."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -19,32 +19,34 @@ if TYPE_CHECKING:
 _WEIGHT = "weight"
 
 
-class Totals:
-    """Of one rank's passes: whoever has shares of several ranks adds their ``sums`` up."""
+class LossTotals:
+    """The sums of one rank's passes. An engine with several ranks adds up their ``sums``."""
 
     def __init__(self, loss: TokenLoss, device: "torch.device", role: str) -> None:
         self._role = role
         self._problem: str | None = None
-        """Describes the values that were not finite in the first pass without a finite loss."""
+        """A description of the values that were not finite, from the first pass without a finite loss."""
         self._loss = loss
         self._device = device
         self.sums: defaultdict[str, float] = defaultdict(float)
 
-    def add(self, part: Minibatch, outputs: "Tensor", more: "Mapping[str, Tensor]", share: float = 1.0) -> "Tensor":
-        """What a pass over ``part`` adds to the loss, to be differentiated.
+    def add(
+        self, part: Minibatch, outputs: "Tensor", more_columns: "Mapping[str, Tensor]", share: float = 1.0
+    ) -> "Tensor":
+        """Add a pass over ``part`` to the sums, and return its part of the loss, to be differentiated.
 
-        ``outputs`` [T] are the model's, and ``more`` what it says besides; a ``share`` of 0: the pass counts nothing.
+        ``outputs`` [T] and ``more_columns`` come from the model. A ``share`` of 0 makes the pass count for nothing.
         """
         import torch
 
-        columns = {name: self._tensor(column) for name, column in part.columns.items()}
-        rows = self._rows(part)
-        columns = {**columns, **more, "rows": rows}
-        weights = self._tensor(part.weights)
-        counting = np.flatnonzero(part.weights.values)
-        if 0 < len(counting) < len(weights):
-            # What counts nothing is not there: not in what is summed up over a response either.
-            places = torch.from_numpy(counting).to(self._device)
+        columns = {name: self._to_tensor(column) for name, column in part.columns.items()}
+        rows = self._row_numbers(part)
+        columns = {**columns, **more_columns, "rows": rows}
+        weights = self._to_tensor(part.weights)
+        weighted = np.flatnonzero(part.weights.values)
+        if 0 < len(weighted) < len(weights):
+            # Losses that sum over a response must not see tokens without weight either.
+            places = torch.from_numpy(weighted).to(self._device)
             outputs, weights = outputs[places], weights[places]
             columns = {name: column[places] for name, column in columns.items()}
             rows = columns["rows"]
@@ -54,52 +56,79 @@ class Totals:
         total = (losses * weights).sum()
         value = float(total.detach())
         if not isfinite(value) and self._problem is None:
-            self._problem = _not_finite(losses, {"the model's outputs": outputs, **columns}, part.keys, rows)
+            self._problem = _describe_not_finite(losses, {"the model's outputs": outputs, **columns}, part.keys, rows)
         self.sums["loss"] += value
         self.sums[_WEIGHT] += float(weights.sum())
         for name, values in metrics.items():
             known = ~values.isnan()
             self.sums[name] += float((values.detach() * weights)[known].sum())
-            self.sums[_weight_of(name)] += float(weights[known].sum())
+            self.sums[_weight_name(name)] += float(weights[known].sum())
         return total
 
-    def check(self, loss: float, said_by: "Callable[[str | None], Iterable[str | None]]" = lambda own: [own]) -> None:
-        """Raise EngineError for a ``loss``, of all ranks together, that is not finite.
+    def check(
+        self, loss: float, gather: "Callable[[str | None], Iterable[str | None]]" = lambda problem: [problem]
+    ) -> None:
+        """Raise EngineError if ``loss``, the sum over all ranks, is not finite.
 
-        ``said_by`` gives from what this rank says of it what all ranks say: they raise the same error.
+        ``gather`` returns the problems of all ranks from this rank's problem, so that all raise the same error.
         """
         if not isfinite(loss):
-            where = next((each for each in said_by(self._problem) if each), "")
+            where = next((problem for problem in gather(self._problem) if problem), "")
             raise EngineError(f"role {self._role}: the loss is {loss}{where}.")
 
-    def _rows(self, part: Minibatch) -> "Tensor":
+    def _row_numbers(self, part: Minibatch) -> "Tensor":
         import torch
 
         lengths = part.response_ids.lengths
         return torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(self._device)
 
-    def _tensor(self, column: Packed) -> "Tensor":
+    def _to_tensor(self, column: Packed) -> "Tensor":
         import torch
 
         return torch.from_numpy(column.values).to(self._device)
 
 
-def _not_finite(losses: "Tensor", read: "Mapping[str, Tensor]", keys: NDArray[np.int64], rows: "Tensor") -> str | None:
-    """Return which samples have a loss that is not finite, and which of what the loss has ``read`` is not, either."""
+def _describe_not_finite(
+    losses: "Tensor", inputs: "Mapping[str, Tensor]", keys: NDArray[np.int64], rows: "Tensor"
+) -> str | None:
+    """Name the samples whose loss is not finite, and the inputs of the loss that are not finite there."""
     bad = ~losses.detach().isfinite()
     samples = keys[np.unique(rows[bad].cpu().numpy())]
-    causes = [name for name, column in read.items() if not column.detach()[bad].isfinite().all()]
+    causes = [name for name, column in inputs.items() if not column.detach()[bad].isfinite().all()]
     why = f"; not finite there: {', '.join(causes)}" if causes else ""
     where = f" at {int(bad.sum())} of {len(bad)} tokens of a pass ({describe_samples(samples)})"
     return f"{where}{why}" if len(samples) else None
 
 
-def averaged_over_weights(sums: Mapping[str, float]) -> dict[str, float]:
+def weighted_means(sums: Mapping[str, float]) -> dict[str, float]:
     """Return the loss, and the mean of each metric over the tokens that have it, weighted as in the loss."""
-    names = [name for name in sums if name != "loss" and _weight_of(name) in sums]
-    # Where nothing counts, nothing was measured.
-    return {"loss": sums["loss"], **{name: sums[name] / (sums[_weight_of(name)] or 1.0) for name in names}}
+    names = [name for name in sums if name != "loss" and _weight_name(name) in sums]
+    # The sum of a metric without any weight is 0, and so is its mean.
+    return {"loss": sums["loss"], **{name: sums[name] / (sums[_weight_name(name)] or 1.0) for name in names}}
 
 
-def _weight_of(metric: str) -> str:
+def _weight_name(metric: str) -> str:
     return f"{_WEIGHT} of {metric}"
+
+
+def check_finite(role: str, weights: "Iterable[tuple[str, Tensor]]", when: str) -> None:
+    """Raise EngineError naming the first weight that is not finite; ``when`` says at which point, in the message.
+
+    Each weight is read once, without a copy, and the GPU is synchronized once.
+    """
+    import torch
+
+    extremes: dict[str, Tensor] = {}
+    for name, weight in weights:
+        if weight.numel() and weight.is_floating_point():
+            # Both extremes are NaN where any value is.
+            extremes[name] = torch.stack(torch.aminmax(weight.detach()))
+    if not extremes:
+        return
+    finite = torch.stack([pair.float() for pair in extremes.values()]).isfinite().all(dim=1).tolist()
+    if broken := [name for name, is_finite in zip(extremes, finite, strict=True) if not is_finite]:
+        others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        raise EngineError(
+            f"role {role}: {broken[0]}{others} of {len(finite)} weights are not finite {when}, and are not used.\n"
+            f"  Fix: if training caused this, start a new run with a lower roles.{role}.optimizer.learning_rate."
+        )

@@ -1,4 +1,4 @@
-"""What vLLM's engine did in each second."""
+"""A record of what vLLM's engine does in each second."""
 
 import os
 import time
@@ -7,108 +7,111 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-_EVERY_S = 1.0
+_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
 class EngineActivity:
-    """An interval of a second, or less before an engine has nothing more to do. Without work there is none."""
+    """The engine's work in one second, or less if it ran out of work; a line of ``engines.jsonl``.
+
+    There is none for time without work.
+    """
 
     at: float
-    """Its end, in seconds since 1970."""
+    """The end of the interval, in seconds since 1970."""
     seconds: float
     tokens: int
-    """Written in it."""
+    """The tokens generated in the interval."""
     running: int
-    """Requests that are being written, at its end."""
+    """The requests in the running batch, at the end of the interval."""
     waiting: int
-    """Requests that the engine has put off, for want of room, at its end."""
+    """The requests that wait for room in the KV cache, at the end of the interval."""
     cache: float
-    """Of the room for keys and values, the share that is taken, at its end."""
+    """The share of the KV cache that is used, at the end of the interval."""
     preemptions: int
-    """Requests that were put off after they had been begun, within it."""
+    """The running requests that were preempted in the interval."""
     gpu: float | None = None
-    """Of the last second of it at most, the share in which the engine's GPUs computed, in the mean; None without."""
+    """The mean utilization of the engine's GPUs, over at most the last second of the interval; None without GPUs."""
 
 
-class Recorder:
-    """Used from the engine's thread; ``take`` from any."""
+class ActivityRecorder:
+    """Records the engine's activity from its thread; ``take`` may be called from any thread."""
 
     def __init__(self, engine: Any) -> None:
-        """``engine`` is vLLM's LLMEngine, with its core in this process."""
-        self._scheduler = scheduler_of(engine)
-        self._gpus = _Gpus(engine)
-        self._done: list[EngineActivity] = []
+        """Record ``engine``, vLLM's LLMEngine with its core in this process."""
+        self._scheduler = find_scheduler(engine)
+        self._gpus = _GpuUtilization(engine)
+        self._intervals: list[EngineActivity] = []
         self._since = self._clock()
-        self._finished = 0
-        self._before = 0
-        self._preempted = 0
+        self._finished_tokens = 0
+        self._tokens_before = 0
+        self._preemptions = 0
         if self._scheduler is not None:
             preempt = self._scheduler._preempt_request
 
-            def counted(*arguments: Any, **named: Any) -> Any:
-                self._preempted += 1
+            def count_and_preempt(*arguments: Any, **named: Any) -> Any:
+                self._preemptions += 1
                 return preempt(*arguments, **named)
 
-            self._scheduler._preempt_request = counted
+            self._scheduler._preempt_request = count_and_preempt
 
-    def begin(self) -> None:
-        """There is work again."""
+    def resume(self) -> None:
+        """Start a new interval, after time without work."""
         self._since = self._clock()
 
-    def stepped(self, finished: Sequence[Any], *, idle: bool) -> None:
-        """After a step: the outputs of requests that it has ended; ``idle`` when there is no work any more."""
-        self._finished += sum(len(output.outputs[0].token_ids) for output in finished)
+    def record_step(self, finished: Sequence[Any], *, idle: bool) -> None:
+        """Count a step of the engine and the outputs that it ``finished``; ``idle`` ends the interval."""
+        self._finished_tokens += sum(len(output.outputs[0].token_ids) for output in finished)
         now = self._clock()
-        if now - self._since < _EVERY_S and not idle:
+        if now - self._since < _INTERVAL_S and not idle:
             return
-        live, running, waiting, cache = self._load()
-        tokens = self._finished + live
-        self._done.append(
+        live_tokens, running, waiting, cache = self._load()
+        tokens = self._finished_tokens + live_tokens
+        self._intervals.append(
             EngineActivity(
                 at=time.time(),
                 seconds=now - self._since,
-                tokens=tokens - self._before,
+                tokens=tokens - self._tokens_before,
                 running=running,
                 waiting=waiting,
                 cache=cache,
-                preemptions=self._preempted,
-                gpu=self._gpus.share(),
+                preemptions=self._preemptions,
+                gpu=self._gpus.mean(),
             )
         )
-        self._since, self._before, self._preempted = now, tokens, 0
+        self._since, self._tokens_before, self._preemptions = now, tokens, 0
 
     def take(self) -> list[EngineActivity]:
-        """All since it was last called."""
-        done, self._done = self._done, []
-        return done
+        """Return the intervals since the last call."""
+        intervals, self._intervals = self._intervals, []
+        return intervals
 
     def _load(self) -> tuple[int, int, int, float]:
-        """Tokens written of what is not done, requests running and waiting, and the share of the cache."""
+        """Return unfinished requests' tokens, the requests running and waiting, and the used share of the cache."""
         scheduler = self._scheduler
         if scheduler is None:
             return 0, 0, 0, 0.0
-        live = sum(request.num_output_tokens for request in scheduler.requests.values())
+        live_tokens = sum(request.num_output_tokens for request in scheduler.requests.values())
         running, waiting = scheduler.get_request_counts()
-        return live, running, waiting, float(scheduler.kv_cache_manager.usage)
+        return live_tokens, running, waiting, float(scheduler.kv_cache_manager.usage)
 
     @staticmethod
     def _clock() -> float:
         return time.perf_counter()
 
 
-def core_of(engine: Any) -> Any:
+def find_core(engine: Any) -> Any:
     """Return vLLM's EngineCore; None for an engine that has none in this process."""
     return getattr(getattr(engine, "engine_core", None), "engine_core", None)
 
 
-def scheduler_of(engine: Any) -> Any:
+def find_scheduler(engine: Any) -> Any:
     """Return vLLM's scheduler; None for an engine that has none in this process."""
-    return getattr(core_of(engine), "scheduler", None)
+    return getattr(find_core(engine), "scheduler", None)
 
 
-class _Gpus:
-    """Those of this process, which the driver tells of. Has never run on a GPU."""
+class _GpuUtilization:
+    """The utilization of this process's GPUs, as the driver reports it. Has never run on a GPU."""
 
     def __init__(self, engine: Any) -> None:
         self._handles: list[Any] = []
@@ -121,12 +124,13 @@ class _Gpus:
         self._nvml = pynvml
         with suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
-            # The driver's numbers, or the names of GPUs.
+            # The variable holds the driver's numbers of GPUs, or their UUIDs.
             names = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
             by_number, by_name = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
             self._handles = [by_number(int(name)) if name.isdecimal() else by_name(name) for name in names]
 
-    def share(self) -> float | None:
+    def mean(self) -> float | None:
+        """Return the mean over all GPUs, between 0 and 1; None if the driver does not report it."""
         if self._handles:
             with suppress(self._nvml.NVMLError):
                 percents: list[int] = [self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu for handle in self._handles]

@@ -1,4 +1,4 @@
-"""A thread that owns vLLM's engine and works on the requests of all callers together."""
+"""A thread that owns vLLM's engine, and batches the requests of all callers together."""
 
 import threading
 from collections.abc import Callable, Collection, Sequence, Set
@@ -8,133 +8,144 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
-from rlflow.engines.serving.activity import EngineActivity, Recorder, core_of
+from rlflow.engines.serving.activity import ActivityRecorder, EngineActivity, find_core
 from rlflow.errors import EngineError, first_line
 
 Result = TypeVar("Result")
 
-# An idle engine waits so long for more: prompts that are read together are read faster than one after another.
-_TOGETHER_S = 0.01
+# How long an idle engine waits for more requests: reading prompts together is faster than one after another.
+_GATHER_S = 0.01
 
 
 @dataclass(frozen=True)
 class Request:
+    """A request for one response."""
+
     prompt_ids: list[int]
     params: Any
     """vLLM's SamplingParams."""
-    begun: PartialResponse = NO_RESPONSE
-    """The end of ``prompt_ids``, where that is the beginning of the response."""
+    partial: PartialResponse = NO_RESPONSE
+    """The part of the response that is already generated, with which ``prompt_ids`` end."""
 
 
 @dataclass(frozen=True)
-class Written:
+class Response:
     """The response to one request."""
 
     output: Any
     """vLLM's CompletionOutput."""
     version: int
-    """Of the weights that wrote it."""
-    begun: PartialResponse = NO_RESPONSE
-    """What was written before the request."""
+    """The version of the weights that generated it."""
+    partial: PartialResponse = NO_RESPONSE
+    """The part of the response that was generated before the request."""
 
     @property
     def length(self) -> int:
-        """Its tokens, those before the request included."""
-        return len(self.begun.ids) + len(self.output.token_ids)
+        """Return the number of its tokens, including those before the request."""
+        return len(self.partial.ids) + len(self.output.token_ids)
 
     @property
     def is_done(self) -> bool:
-        """Not so if it was broken off."""
+        """Return False for a response that was aborted."""
         return self.output.finish_reason in ("stop", "length")
 
 
 @dataclass(eq=False)
-class _Group:
-    """Requests that came together; their answers are told as they are there."""
+class _RequestGroup:
+    """Requests that were submitted together. Each future completes as soon as its response does."""
 
     requests: Sequence[Request]
-    answers: "list[Future[Written]]"
+    futures: "list[Future[Response]]"
     version: int = 0
 
     def fail(self, error: BaseException) -> None:
-        for answer in self.answers:
-            if not answer.done():
-                answer.set_exception(error)
+        for future in self.futures:
+            if not future.done():
+                future.set_exception(error)
 
 
 @dataclass(eq=False)
 class _Call:
+    """A function to be called with vLLM's engine."""
+
     function: Callable[[Any], Any]
-    at_once: bool = False
-    """It does not wait for requests before it."""
-    done: "Future[Any]" = field(default_factory=Future)
+    is_urgent: bool = False
+    """True for a call that does not wait for the requests before it."""
+    future: "Future[Any]" = field(default_factory=Future)
 
     def fail(self, error: BaseException) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
+        if not self.future.done():
+            self.future.set_exception(error)
 
 
 class Batcher:
-    """Work is begun in the order in which it comes: a call waits for requests before it, and those after it wait."""
+    """A queue of requests and calls for one engine, worked on in the order in which they arrive.
+
+    A call waits for the requests before it, and the requests after it wait for the call.
+    """
 
     version: int | None = 0
-    """Of the weights; None while they are not whole. Set by calls."""
+    """The version of the weights; None while they are incomplete. Set by calls."""
     adapters: Any = None
-    """vLLM's LoRARequest, with which each request is written; None: the model alone. Set by calls."""
+    """vLLM's LoRARequest for all requests; None to generate with the model alone. Set by calls."""
     asleep: bool = False
-    """Set by calls."""
+    """True while the engine sleeps. Set by calls."""
     decode_steps: int = 0
-    """So many tokens has the engine written of a request that it had from the beginning."""
+    """The number of tokens that the engine has generated for a request that was there all the time."""
 
     def __init__(self, role: str, start: Callable[[], Any]) -> None:
-        """``start`` makes vLLM's engine, which is used from this thread alone. Raises what it raises."""
+        """Create vLLM's engine by ``start``, in the thread that will use it. Raises the errors of ``start``."""
         self._role = role
-        self._inbox: SimpleQueue[_Group | _Call] = SimpleQueue()
-        self._next: _Group | _Call | None = None
-        self._live: dict[str, tuple[_Group, int]] = {}
-        self._count = 0
+        self._inbox: SimpleQueue[_RequestGroup | _Call] = SimpleQueue()
+        self._next: _RequestGroup | _Call | None = None
+        self._live: dict[str, tuple[_RequestGroup, int]] = {}
+        self._num_requests = 0
         self._lock = threading.Lock()
         self._failure: EngineError | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: ActivityRecorder | None = None
         started: Future[None] = Future()
         threading.Thread(target=self._serve, args=(start, started), name=f"{role} vllm", daemon=True).start()
         started.result()
 
-    def submit(self, requests: Sequence[Request]) -> "list[Future[Written]]":
-        """The answer to each request, when it is there. They are refused together. May be called from any thread; the
-        answers' callbacks run in the engine's, which they keep waiting. Raises EngineError, as the answers do."""
-        group = _Group(requests, [Future() for _ in requests])
-        self._put(group)
-        return group.answers
+    def submit(self, requests: Sequence[Request]) -> "list[Future[Response]]":
+        """Submit requests, and return a future for each response. If vLLM refuses one, all of them fail.
+
+        May be called from any thread. Callbacks of the futures run in the engine's thread, and block it. Raises
+        EngineError, as the futures do.
+        """
+        group = _RequestGroup(requests, [Future() for _ in requests])
+        self._enqueue(group)
+        return group.futures
 
     def call(self, function: Callable[[Any], Result]) -> Result:
-        """What ``function`` makes of vLLM's engine while it works on nothing else. Raises what it raises."""
-        result: Result = self._called(_Call(function))
+        """Call ``function`` with vLLM's engine while it has no requests; return its result, or raise its error."""
+        result: Result = self._wait_for(_Call(function))
         return result
 
-    def abort(self, answers: "Collection[Future[Written]]") -> None:
-        """The requests of these answers end as far as they are. Returns when they have been answered."""
-        wanted = set(answers)
-        self._called(_Call(lambda engine: self._abort(engine, wanted), at_once=True))
-
-    def _called(self, call: _Call) -> Any:
-        self._put(call)
-        return call.done.result()
+    def abort(self, futures: "Collection[Future[Response]]") -> None:
+        """End the responses of these futures where they are. Returns when the futures have completed."""
+        aborted = set(futures)
+        self._wait_for(_Call(lambda engine: self._abort(engine, aborted), is_urgent=True))
 
     def take_activity(self) -> list[EngineActivity]:
-        """What the engine did since this was last asked, while it had work."""
+        """Return what the engine did since the last call."""
         return self._recorder.take() if self._recorder else []
 
-    def _put(self, work: _Group | _Call) -> None:
+    def _wait_for(self, call: _Call) -> Any:
+        self._enqueue(call)
+        return call.future.result()
+
+    def _enqueue(self, work: _RequestGroup | _Call) -> None:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             self._inbox.put(work)
 
     def _serve(self, start: Callable[[], Any], started: "Future[None]") -> None:
+        """Run the engine's thread: admit work, step, and complete the futures of finished requests."""
         try:
             engine = start()
-            self._recorder = recorder = Recorder(engine)
+            self._recorder = recorder = ActivityRecorder(engine)
         except BaseException as error:
             started.set_exception(error)
             return
@@ -144,14 +155,14 @@ class Batcher:
                 self._admit(engine)
                 finished = [output for output in engine.step() if output.finished]
                 self.decode_steps += 1
-                recorder.stepped(finished, idle=len(finished) == len(self._live))
+                recorder.record_step(finished, idle=len(finished) == len(self._live))
                 for output in finished:
-                    self._finish(output)
-        except BaseException as error:  # whatever it is, callers wait
+                    self._complete(output)
+        except BaseException as error:  # without an answer, callers would wait forever
             self._fail(error)
 
     def _admit(self, engine: Any) -> None:
-        """Begins what waits, and waits for work when there is none."""
+        """Start the work in the queue, and wait for some if there is none."""
         idle = not self._live
         while True:
             if self._next is None:
@@ -159,36 +170,36 @@ class Batcher:
                     if not self._live:
                         self._next = self._inbox.get()
                         assert self._recorder is not None
-                        self._recorder.begin()
+                        self._recorder.resume()
                     else:
-                        self._next = self._inbox.get(block=idle, timeout=_TOGETHER_S)
+                        self._next = self._inbox.get(block=idle, timeout=_GATHER_S)
                 except Empty:
                     return
-            if isinstance(self._next, _Group):
+            if isinstance(self._next, _RequestGroup):
                 self._add(engine, self._next)
-            elif self._live and not self._next.at_once:
+            elif self._live and not self._next.is_urgent:
                 return
             else:
-                if not self._next.at_once:
+                if not self._next.is_urgent:
                     drain(engine)
                 self._run(engine, self._next)
             self._next = None
 
-    def _add(self, engine: Any, group: _Group) -> None:
+    def _add(self, engine: Any, group: _RequestGroup) -> None:
         if self.version is None or self.asleep:
-            why = "it is asleep" if self.asleep else "its weights are not whole: no copy has come through"
-            group.fail(EngineError(f"role {self._role}: nothing is generated, {why}."))
+            why = "it is asleep" if self.asleep else "its weights are incomplete, because no copy has succeeded"
+            group.fail(EngineError(f"role {self._role}: it cannot generate: {why}."))
             return
         group.version = self.version
-        names = [str(self._count + index) for index in range(len(group.requests))]
-        self._count += len(names)
+        names = [str(self._num_requests + index) for index in range(len(group.requests))]
+        self._num_requests += len(names)
         try:
             for name, request in zip(names, group.requests, strict=True):
-                given = {"prompt_token_ids": request.prompt_ids}
-                engine.add_request(name, given, request.params, lora_request=self.adapters)
-        except Exception as error:  # vLLM refuses in many ways what is wrong with one request
+                prompt = {"prompt_token_ids": request.prompt_ids}
+                engine.add_request(name, prompt, request.params, lora_request=self.adapters)
+        except Exception as error:  # vLLM raises errors of many kinds for an invalid request
             engine.abort_request(names)
-            refused = EngineError(f"role {self._role}: vLLM does not take a request ({first_line(error)}).")
+            refused = EngineError(f"role {self._role}: vLLM refuses a request ({first_line(error)}).")
             refused.__cause__ = error
             group.fail(refused)
             return
@@ -196,30 +207,29 @@ class Batcher:
 
     def _run(self, engine: Any, call: _Call) -> None:
         try:
-            call.done.set_result(call.function(engine))
+            call.future.set_result(call.function(engine))
         except BaseException as error:
             call.fail(error)
 
-    def _abort(self, engine: Any, wanted: "Set[Future[Written]]") -> None:
-        names = {name for name, (group, index) in self._live.items() if group.answers[index] in wanted}
-        outputs = outputs_so_far(engine, names)
+    def _abort(self, engine: Any, futures: "Set[Future[Response]]") -> None:
+        names = {name for name, (group, index) in self._live.items() if group.futures[index] in futures}
+        outputs = partial_outputs(engine, names)
         engine.abort_request(list(names))
         for output in outputs:
-            self._finish(output)
+            self._complete(output)
         if outputs and self._recorder is not None:
-            self._recorder.stepped(outputs, idle=not self._live)
+            self._recorder.record_step(outputs, idle=not self._live)
 
-    def _finish(self, output: Any) -> None:
+    def _complete(self, output: Any) -> None:
         group, index = self._live.pop(output.request_id)
-        begun = group.requests[index].begun
-        group.answers[index].set_result(Written(output.outputs[0], group.version, begun))
+        group.futures[index].set_result(Response(output.outputs[0], group.version, group.requests[index].partial))
 
     def _fail(self, error: BaseException) -> None:
-        """Everyone who waits is told, and so is everyone who comes later."""
+        """Fail everything that waits, and everything that is submitted from now on."""
         with self._lock:
             self._failure = EngineError(f"role {self._role}: vLLM stopped ({first_line(error)}).")
             self._failure.__cause__ = error
-            waiting: set[_Group | _Call] = {group for group, _ in self._live.values()}
+            waiting: set[_RequestGroup | _Call] = {group for group, _ in self._live.values()}
             waiting |= {self._next} if self._next is not None else set()
             while not self._inbox.empty():
                 waiting.add(self._inbox.get())
@@ -228,20 +238,20 @@ class Batcher:
 
 
 def drain(engine: Any) -> None:
-    """Step until nothing is on its way.
+    """Step until nothing is running.
 
-    On GPUs vLLM schedules a step before it has read the last one, so all requests may be answered while a step for them
-    is still running. It must end before its memory is given up or its weights change.
+    On GPUs vLLM schedules a step before it has read the results of the last one, so a step may still be running when
+    all requests are finished. It must end before its memory is released or its weights change.
     """
-    core = core_of(engine)
+    core = find_core(engine)
     while core is not None and (core.scheduler.has_requests() or core.batch_queue):
         engine.step()
 
 
-def outputs_so_far(engine: Any, names: Collection[str]) -> list[Any]:
-    """vLLM's RequestOutputs of these requests, which are not done, as if they were."""
+def partial_outputs(engine: Any, names: Collection[str]) -> list[Any]:
+    """Return vLLM's RequestOutputs of unfinished requests, as if they had finished."""
     from vllm.v1.engine import FinishReason
 
     states = engine.output_processor.request_states.values()
-    asked = [state for state in states if state.external_req_id in names]
-    return [state.make_request_output([], None, FinishReason.ABORT, None) for state in asked]
+    unfinished = [state for state in states if state.external_req_id in names]
+    return [state.make_request_output([], None, FinishReason.ABORT, None) for state in unfinished]

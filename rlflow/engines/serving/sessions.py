@@ -1,6 +1,10 @@
-"""Writing sample by sample: an engine is given samples when it has room, and says which are done.
+"""Generation sample by sample: the runtime hands an engine samples while it generates, and learns which are done.
 
-Shapes: P prompts, G group, R rows; row ``prompt * G + sample``. Rows and lengths travel as bytes of int32.
+A session is one generation over some prompts. The runtime starts rows whenever the engine has room, waits for some to
+be done, and may preempt others, which another engine then resumes.
+
+Shapes: P prompts, G group size, R rows; row ``prompt * G + sample``. Rows and lengths travel as bytes of int32, which
+are smaller than pickled lists.
 """
 
 import threading
@@ -9,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial as bind
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -22,179 +26,191 @@ from rlflow.engines.group_progress import GroupProgress, PartialResponse
 
 Ints = NDArray[np.int64]
 
-# An engine tells of itself so often at least, while more rows may come for it.
-_LATEST_S = 1.0
-# None that is being written.
+# The longest time without a report, as long as the runtime may hand the engine more rows.
+_REPORT_S = 1.0
+# A row number that stands for no row, to wake up a thread that waits for one.
 _NO_ROW = -1
 
 
 @dataclass(frozen=True)
 class SampleProgress:
-    """What an engine has done since it was last asked."""
+    """The samples that an engine has completed since its last report."""
 
     rows: bytes
-    """That are done."""
+    """The rows that are done."""
     lengths: bytes
-    """Tokens of their responses."""
+    """The number of response tokens of each of these rows."""
     decode_steps: int
-    """So many tokens it has written in this session of each sample that it had all the time."""
+    """The number of tokens that the engine has generated in this session for a sample that was there all the time."""
 
 
-class Sessions(ABC):
-    """What an engine has that takes new samples while it writes. Its methods may be called from several threads."""
+class SessionEngine(ABC):
+    """A base class for engines that take new samples while they generate; several threads may call its methods."""
 
     _session: "_Session | None" = None
 
     @property
     @abstractmethod
     def capacity(self) -> tuple[int, int]:
-        """Samples that it writes at once, and tokens of prompts and responses that it has room for."""
+        """Return the number of samples it generates at the same time, and the number of tokens its KV cache holds."""
 
     @property
     @abstractmethod
     def decode_steps(self) -> int:
-        """As in SampleProgress, since it was built."""
+        """Return the decode steps since the engine was built, counted as in ``SampleProgress``."""
 
     @abstractmethod
     def submit(
-        self, samples: Prompts, sampling: Sampling, begun: Sequence[PartialResponse] | None = None
+        self, samples: Prompts, sampling: Sampling, partial: Sequence[PartialResponse] | None = None
     ) -> "list[Future[Any]]":
-        """A response to each sample, whatever the group's size. Raises EngineError.
+        """Start one response to each sample, whatever the group size; return a future for each. Raises EngineError.
 
-        A response has a ``length``, and ``is_done`` unless it was broken off. ``begun``: for each sample what its
-        response begins with, which counts in its ``length``.
+        ``partial`` holds what is already generated of each response. A response has a ``length``, which includes that,
+        and ``is_done``, which is False if it was aborted.
         """
 
     @abstractmethod
-    def abort(self, answers: "Collection[Future[Any]]") -> None:
-        """These responses end as far as they are. Returns when they are there."""
+    def abort(self, futures: "Collection[Future[Any]]") -> None:
+        """End the responses of these futures where they are. Returns when the futures have completed."""
 
     @abstractmethod
     def rollouts(self, samples: Prompts, responses: Sequence[Any], sampling: Sampling) -> Rollouts:
-        """Of the samples with their responses."""
+        """Return the rollouts of samples with their responses."""
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
-        """Raises EngineError."""
+        """Return ``group_size`` rollouts of each prompt, without a session. Raises EngineError."""
         samples = prompts.repeat(sampling.group_size)
-        return self.rollouts(samples, [each.result() for each in self.submit(samples, sampling)], sampling)
+        return self.rollouts(samples, [future.result() for future in self.submit(samples, sampling)], sampling)
 
     def begin_session(self, prompts: Prompts, sampling: Sampling) -> tuple[int, int]:
-        """Samples of these prompts will be written. Those of the session before are forgotten. Returns ``capacity``."""
+        """Begin a session over these prompts, which replaces the one before; return ``capacity``."""
         self._session = _Session(self, prompts, sampling)
         return self.capacity
 
-    def advance(self, rows: bytes, enough: int, begun: Rollouts | None = None) -> SampleProgress:
-        """Begins these rows, or goes on with what is ``begun`` of some. Returns when ``enough`` are done, or after a
-        second, or when all are; with 0, when all are. Raises EngineError."""
+    def advance(self, rows: bytes, num_done: int, partial: Rollouts | None = None) -> SampleProgress:
+        """Start these rows, or resume those that are in ``partial``, and report the rows that are done.
+
+        Returns when ``num_done`` rows are done, or all of them, or after a second; with ``num_done=0``, only when all
+        are. Raises EngineError.
+        """
         assert self._session is not None
-        return self._session.advance(_rows(rows), enough, begun)
+        return self._session.advance(_unpack(rows), num_done, partial)
 
     def preempt(self, rows: bytes) -> Rollouts | None:
-        """Those of these rows that are not done are written no further, and are as if they had never been begun here.
-        What is written of them, ascending; None where nothing is. Raises EngineError."""
+        """Stop generating these rows, unless they are done, and forget them; return what is generated, ascending.
+
+        Returns None if all of them are done. Raises EngineError.
+        """
         assert self._session is not None
-        return self._session.preempt(_rows(rows))
+        return self._session.preempt(_unpack(rows))
 
     def take_rollouts(self, rows: bytes) -> Rollouts:
-        """Of these rows, which are told to be done, what is written, ascending: beforehand, for whoever works on it."""
+        """Return the rollouts of these rows, ascending, before the session ends; they must be reported as done."""
         assert self._session is not None
-        return self._session.take_rollouts(_rows(rows))
+        return self._session.take(_unpack(rows))
 
     def finish_session(self) -> Rollouts | None:
-        """All rows that were written and not taken, ascending. None where there are none."""
+        """End the session, and return all rollouts that were not taken, ascending; None if there are none."""
         assert self._session is not None
         session, self._session = self._session, None
-        return session.rollouts()
+        return session.take_all()
 
     def generate_rows(self, prompts: Prompts, sampling: Sampling, rows: bytes) -> Rollouts | None:
-        """All of these rows, ascending: a session in one call. Raises EngineError."""
+        """Generate these rows, ascending: a whole session in one call. Raises EngineError."""
         session = _Session(self, prompts, sampling)
-        session.advance(_rows(rows), 0)
-        return session.rollouts()
+        session.advance(_unpack(rows), 0)
+        return session.take_all()
 
 
 class _Session:
-    def __init__(self, engine: Sessions, prompts: Prompts, sampling: Sampling) -> None:
+    """The rows of one generation: which are being generated, and which are done."""
+
+    def __init__(self, engine: SessionEngine, prompts: Prompts, sampling: Sampling) -> None:
         self._engine, self._prompts, self._sampling = engine, prompts, sampling
         self._lock = threading.Lock()
-        self._writing: dict[int, Future[Any]] = {}
-        self._ended: SimpleQueue[int] = SimpleQueue()
+        self._generating: dict[int, Future[Any]] = {}
+        self._completed: SimpleQueue[int] = SimpleQueue()
+        """Rows whose futures have completed, some of them by an abort."""
         self._responses: dict[int, Any] = {}
+        """The responses of rows that are done."""
         self._steps_before = engine.decode_steps
 
-    def advance(self, rows: Ints, enough: int, begun: Rollouts | None = None) -> SampleProgress:
+    def advance(self, rows: Ints, num_done: int, partial: Rollouts | None = None) -> SampleProgress:
         if len(rows):
-            self._submit(rows, begun)
-        told: list[int] = []
-        until = time.monotonic() + _LATEST_S
-        while self._writing and (not told or len(told) < enough or enough == 0):
+            self._submit(rows, partial)
+        done: list[int] = []
+        deadline = time.monotonic() + _REPORT_S
+        while self._generating and (not done or len(done) < num_done or num_done == 0):
             try:
-                row = self._ended.get(timeout=max(0.0, until - time.monotonic()) if enough else _LATEST_S)
+                row = self._completed.get(timeout=max(0.0, deadline - time.monotonic()) if num_done else _REPORT_S)
             except Empty:
-                if enough:
+                if num_done:
                     break
                 continue
-            told += self._noted(row)
-        lengths = [self._responses[row].length for row in told]
+            done += self._collect(row)
+        lengths = [self._responses[row].length for row in done]
         steps = self._engine.decode_steps - self._steps_before
-        return SampleProgress(np.array(told, np.int32).tobytes(), np.array(lengths, np.int32).tobytes(), steps)
-
-    def _noted(self, row: int) -> list[int]:
-        """The row, if it is done. Raises what writing it raised."""
-        with self._lock:
-            answer = self._writing.get(row)
-            if answer is None or not answer.done() or not answer.result().is_done:
-                return []
-            self._responses[row] = self._writing.pop(row).result()
-            return [row]
+        return SampleProgress(np.array(done, np.int32).tobytes(), np.array(lengths, np.int32).tobytes(), steps)
 
     def preempt(self, rows: Ints) -> Rollouts | None:
         with self._lock:
-            answers = {row: self._writing[row] for row in sorted(rows.tolist()) if row in self._writing}
-        self._engine.abort(list(answers.values()))
-        broken = {row: answer.result() for row, answer in answers.items() if not answer.result().is_done}
+            futures = {row: self._generating[row] for row in sorted(rows.tolist()) if row in self._generating}
+        self._engine.abort(list(futures.values()))
+        aborted = {row: future.result() for row, future in futures.items() if not future.result().is_done}
         with self._lock:
-            for row in broken:
-                del self._writing[row]
-        # Whoever waits for them does so no longer.
-        self._ended.put(_NO_ROW)
-        return self._rollouts(broken)
+            for row in aborted:
+                del self._generating[row]
+        # A thread in ``advance`` may wait for these rows alone.
+        self._completed.put(_NO_ROW)
+        return self._build_rollouts(aborted)
 
-    def take_rollouts(self, rows: Ints) -> Rollouts:
-        taken = self._rollouts({row: self._responses.pop(row) for row in sorted(rows.tolist())})
-        assert taken is not None
-        return taken
+    def take(self, rows: Ints) -> Rollouts:
+        rollouts = self._build_rollouts({row: self._responses.pop(row) for row in sorted(rows.tolist())})
+        assert rollouts is not None
+        return rollouts
 
-    def rollouts(self) -> Rollouts | None:
-        """Also of those that are done and have not been told."""
-        for row in list(self._writing):
-            self._noted(row)
-        return self._rollouts(dict(sorted(self._responses.items())))
+    def take_all(self) -> Rollouts | None:
+        """Return all rollouts that are done, including those that were never reported."""
+        for row in list(self._generating):
+            self._collect(row)
+        return self._build_rollouts(dict(sorted(self._responses.items())))
 
-    def _submit(self, rows: Ints, begun: Rollouts | None) -> None:
-        before = [] if begun is None else [GroupProgress(self._prompts, self._sampling, begun).partial_responses(rows)]
-        futures = self._engine.submit(self._samples(rows), self._sampling, *before)
+    def _submit(self, rows: Ints, partial: Rollouts | None) -> None:
+        before = (
+            None if partial is None else GroupProgress(self._prompts, self._sampling, partial).partial_responses(rows)
+        )
+        futures = self._engine.submit(self._samples(rows), self._sampling, before)
         with self._lock:
-            self._writing |= dict(zip(rows.tolist(), futures, strict=True))
+            self._generating |= dict(zip(rows.tolist(), futures, strict=True))
         for row, future in zip(rows.tolist(), futures, strict=True):
-            future.add_done_callback(partial(self._note, row))
+            future.add_done_callback(bind(self._note_completed, row))
 
-    def _note(self, row: int, done: "Future[Any]") -> None:
-        self._ended.put(row)
+    def _note_completed(self, row: int, future: "Future[Any]") -> None:
+        self._completed.put(row)
 
-    def _rollouts(self, responses: Mapping[int, Any]) -> Rollouts | None:
+    def _collect(self, row: int) -> list[int]:
+        """Return the row if it is done, else nothing. Raises the error that its generation raised."""
+        with self._lock:
+            future = self._generating.get(row)
+            if future is None or not future.done() or not future.result().is_done:
+                return []
+            self._responses[row] = self._generating.pop(row).result()
+            return [row]
+
+    def _build_rollouts(self, responses: Mapping[int, Any]) -> Rollouts | None:
         if not responses:
             return None
         samples = self._samples(np.array(list(responses), np.int64))
         return self._engine.rollouts(samples, list(responses.values()), self._sampling)
 
     def _samples(self, rows: Ints) -> Prompts:
-        prompts, places = np.divmod(rows, self._sampling.group_size)
+        """Return the prompt of each row, with the row's key."""
+        prompts, numbers = np.divmod(rows, self._sampling.group_size)
         samples = self._prompts.take(prompts)
         keys = samples.keys.copy()
-        keys[:, 2] += places
+        keys[:, 2] += numbers
         return replace(samples, keys=keys)
 
 
-def _rows(packed: bytes) -> Ints:
-    return np.frombuffer(packed, np.int32).astype(np.int64)
+def _unpack(rows: bytes) -> Ints:
+    return np.frombuffer(rows, np.int32).astype(np.int64)

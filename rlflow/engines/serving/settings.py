@@ -1,27 +1,31 @@
-"""What vLLM is told: its environment and its arguments."""
+"""The settings that vLLM starts with: the model's files, environment variables, and arguments of its engine."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlflow.engines.base import EngineSpec
+from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, loading_error, save_model
 from rlflow.engines.memory import forbid_expandable_segments
-from rlflow.engines.serving.files import max_lora_rank
 from rlflow.errors import RecipeError
-from rlflow.resources.memory.phases import MAX_BATCHED_TOKENS
+from rlflow.resources.memory.phases import LORA_RANKS, MAX_BATCHED_TOKENS
+from rlflow.resources.models.lora import Lora
 
-# Of vLLM's attention on the CPU.
+# The head sizes and the block size of vLLM's attention on the CPU.
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _CPU_BLOCK_TOKENS = 32
 
 
 def set_environment(spec: EngineSpec) -> None:
-    """For this process and those that vLLM starts. To be called before vLLM is imported."""
+    """Set the environment of this process and of those that vLLM starts. Call it before importing vLLM."""
     settings = {
-        # vLLM's engine runs in this process, which is there for it alone.
+        # vLLM's engine runs in this process, which has no other purpose.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # The runner whose sampler WorkerExtension knows.
+        # WorkerExtension patches the sampler of the first model runner.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     }
     if spec.device == "cpu":
@@ -33,8 +37,61 @@ def set_environment(spec: EngineSpec) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
-def engine_arguments(spec: EngineSpec, folder: str, config: Any, adapted: Sequence[str] = ()) -> dict[str, Any]:
-    """Of vLLM's EngineArgs. ``config`` is the model's, of transformers; ``adapted`` are layers that have adapters."""
+@contextmanager
+def model_files(spec: EngineSpec) -> Iterator[str]:
+    """Provide the model as a folder or a name on the hub; a folder with random weights is deleted on exit."""
+    import torch
+
+    if spec.model.path is not None:
+        yield spec.model.path
+        return
+    with TemporaryDirectory(prefix="rlflow-model-") as folder:
+        dtype = getattr(torch, spec.model.dtype)
+        model = load_model(spec.model_name, spec.model, device="cpu", dtype=dtype, seed=spec.seed)
+        save_model(model, load_tokenizer(spec.model_name, spec.model), Path(folder))
+        yield folder
+
+
+def load_config(name: str, folder: str, *, trust_remote_code: bool = False) -> Any:
+    """Load the model's ``config.json`` by transformers. Raises RecipeError."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the libraries below raise errors of many kinds for a damaged file
+        raise loading_error(name, folder, error) from None
+
+
+def load_end_ids(folder: str, config: Any) -> list[int | list[int] | None]:
+    """Return the end tokens of the model's generation configuration."""
+    from transformers import GenerationConfig
+
+    try:
+        return [GenerationConfig.from_pretrained(folder).eos_token_id]
+    except OSError:
+        return [GenerationConfig.from_model_config(config).eos_token_id]
+
+
+def check_model(spec: EngineSpec, config: Any) -> None:
+    """Raise RecipeError for a model that vLLM has no kernels for on this device, or cannot split as asked."""
+    if spec.device == "cpu" and _head_dim(config) not in _CPU_HEAD_DIMS:
+        raise RecipeError(
+            f"models.{spec.model_name}",
+            f"vLLM on the CPU has no attention kernel for head_dim {_head_dim(config)}",
+            known=_CPU_HEAD_DIMS,
+            fix=f"another head_dim, or roles.{spec.role}.engine: transformers",
+        )
+    tensor_parallel_size = spec.layout.tensor_parallel_size
+    if config.num_attention_heads % tensor_parallel_size:
+        raise RecipeError(
+            f"roles.{spec.role}.tensor_parallel_size",
+            f"{tensor_parallel_size} does not divide the {config.num_attention_heads} attention heads"
+            f" of models.{spec.model_name}",
+        )
+
+
+def engine_arguments(spec: EngineSpec, folder: str, config: Any, adapted_layers: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the fields of vLLM's EngineArgs; ``config`` is transformers' configuration of the model."""
     layout = spec.layout
     num_ranks = layout.tensor_parallel_size * layout.pipeline_parallel_size
     max_model_len = spec.max_model_len or config.max_position_embeddings
@@ -51,7 +108,7 @@ def engine_arguments(spec: EngineSpec, folder: str, config: Any, adapted: Sequen
         "distributed_executor_backend": "uni" if num_ranks == 1 else "mp",
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
-        # Sampling is as the recipe says, whatever the model's authors recommend.
+        # The recipe decides how to sample, not the model's recommended generation configuration.
         "generation_config": "vllm",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -62,8 +119,8 @@ def engine_arguments(spec: EngineSpec, folder: str, config: Any, adapted: Sequen
             "enable_lora": True,
             "max_loras": 1,
             "max_lora_rank": max_lora_rank(spec, spec.lora),
-            # It would make room for adapters of all layers, the output layer too.
-            "lora_target_modules": list(adapted),
+            # By default vLLM reserves memory for adapters of all layers, including the output layer.
+            "lora_target_modules": list(adapted_layers),
         }
     if spec.device == "cpu":
         return arguments | {
@@ -84,41 +141,30 @@ def engine_arguments(spec: EngineSpec, folder: str, config: Any, adapted: Sequen
     }
 
 
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def check_model(spec: EngineSpec, config: Any) -> None:
-    """Raises RecipeError for what vLLM has no kernels for here."""
-    if spec.device == "cpu" and _head_dim(config) not in _CPU_HEAD_DIMS:
+def max_lora_rank(spec: EngineSpec, lora: Lora) -> int:
+    """Return the smallest rank that vLLM supports and that is large enough. Raises RecipeError if none is."""
+    if lora.rank > LORA_RANKS[-1]:
         raise RecipeError(
-            f"models.{spec.model_name}",
-            f"vLLM on the CPU has no attention for heads of {_head_dim(config)}",
-            known=_CPU_HEAD_DIMS,
-            fix=f"another head_dim, or roles.{spec.role}.engine: transformers",
+            f"roles.{spec.role}",
+            f"vLLM supports adapters up to rank {LORA_RANKS[-1]}, not {lora.rank}",
+            fix=f"a lora.rank of at most {LORA_RANKS[-1]} in the role that it follows, or engine: transformers",
         )
-    tensor_parallel_size = spec.layout.tensor_parallel_size
-    if config.num_attention_heads % tensor_parallel_size:
-        raise RecipeError(
-            f"roles.{spec.role}.tensor_parallel_size",
-            f"{tensor_parallel_size} does not divide the {config.num_attention_heads} attention heads"
-            f" of models.{spec.model_name}",
-        )
+    return next(rank for rank in LORA_RANKS if rank >= lora.rank)
 
 
 def _cpu_cache_bytes(spec: EngineSpec, config: Any, max_model_len: int) -> int:
-    """For all responses that are written at once, or an eighth of the machine's memory if that is less."""
+    """Return the size of a KV cache for all responses at a time, but at most an eighth of the machine's memory."""
     heads = max(1, int(config.num_key_value_heads) // spec.layout.tensor_parallel_size)
-    bytes_of_value = 4 if spec.model.dtype == "float32" else 2
-    of_token = 2 * int(config.num_hidden_layers) * heads * _head_dim(config) * bytes_of_value
-    # One block more for each, since the last is rarely full, and one that vLLM keeps.
-    of_sequence = of_token * _CPU_BLOCK_TOKENS * (-(-max_model_len // _CPU_BLOCK_TOKENS) + 1)
+    value_bytes = 4 if spec.model.dtype == "float32" else 2
+    token_bytes = 2 * int(config.num_hidden_layers) * heads * _head_dim(config) * value_bytes
+    # One more block per sequence, because the last one is rarely full; and one that vLLM keeps for itself.
+    sequence_bytes = token_bytes * _CPU_BLOCK_TOKENS * (-(-max_model_len // _CPU_BLOCK_TOKENS) + 1)
     limit: int = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
-    return max(2 * of_sequence, min((spec.max_num_seqs + 1) * of_sequence, limit))
+    return max(2 * sequence_bytes, min((spec.max_num_seqs + 1) * sequence_bytes, limit))
 
 
 def _cores(spec: EngineSpec) -> str:
-    """Of each rank, in vLLM's notation. A single one is left free to move."""
+    """Return the CPU cores of each rank, in vLLM's notation. A single rank is not bound to cores."""
     num_ranks = spec.layout.tensor_parallel_size * spec.layout.pipeline_parallel_size
     if num_ranks == 1:
         return "nobind"
@@ -126,7 +172,11 @@ def _cores(spec: EngineSpec) -> str:
     if len(cores) < num_ranks:
         raise RecipeError(
             f"roles.{spec.role}.tensor_parallel_size",
-            f"vLLM on the CPU needs a core for each of {num_ranks} ranks, and there are {len(cores)}",
+            f"vLLM on the CPU needs a core for each of {num_ranks} ranks, but there are {len(cores)} cores",
         )
     share = len(cores) // num_ranks
     return "|".join(",".join(map(str, cores[rank * share :][:share])) for rank in range(num_ranks))
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

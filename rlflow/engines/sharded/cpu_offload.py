@@ -1,4 +1,4 @@
-"""Tensors that give their GPU memory up and get it back, with every view of it."""
+"""Offloading: tensors that move their GPU memory to the host and back, without breaking any view of them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
@@ -9,29 +9,33 @@ if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
     from torch.nn import Module
 
-# torch rounds memory that a GPU reads directly up to a power of two, and so does not round this.
+# Pinned memory is rounded up to a power of two, so chunks of this size waste none.
 _CHUNK_BYTES = 256 * 2**20
 
 
-class Parked:
-    """Memory of ``device`` that the host holds meanwhile.
+class OffloadedMemory:
+    """Memory of ``device`` that is held in host memory for a while.
 
-    Storages are emptied, not tensors replaced: DeepSpeed keeps many views of a few large buffers.
+    Storages are emptied rather than tensors replaced, because DeepSpeed keeps many views of a few large buffers.
     """
 
     def __init__(self, device: "torch.device") -> None:
         self._device = device
         self._storages: list[tuple[UntypedStorage, int]] = []
-        """With their bytes."""
+        """The emptied storages, with their sizes in bytes."""
         self._chunks: list[Tensor] = []
-        """Kept from one time to the next: to allocate them takes longer than to fill them."""
+        """Host memory, kept from one time to the next: allocating it takes longer than filling it."""
 
     @property
-    def held_bytes(self) -> int:
+    def num_bytes(self) -> int:
+        """Return the number of bytes that are offloaded now."""
         return sum(size for _, size in self._storages)
 
-    def put_away(self, tensors: "Iterable[Tensor]") -> None:
-        """The memory behind ``tensors``, but for what is put away already. Not before all of the last time is back."""
+    def offload(self, tensors: "Iterable[Tensor]") -> None:
+        """Move the memory of ``tensors`` to the host, except for what is empty already.
+
+        Everything offloaded before must have been restored.
+        """
         import torch
 
         assert not self._storages
@@ -41,65 +45,66 @@ class Parked:
             if tensor.device == self._device and tensor.untyped_storage().nbytes()
         }
         self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
-        for there, here in self._pieces():
-            here.copy_(there)
+        for on_device, on_host in self._pieces():
+            on_host.copy_(on_device)
         for storage, _ in self._storages:
             storage.resize_(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def bring_back(self) -> None:
+    def restore(self) -> None:
+        """Move everything back to the device."""
         for storage, size in self._storages:
             storage.resize_(size)
-        for there, here in self._pieces():
-            there.copy_(here)
+        for on_device, on_host in self._pieces():
+            on_device.copy_(on_host)
         self._storages = []
 
     def _pieces(self) -> "Iterator[tuple[Tensor, Tensor]]":
-        """The bytes of all storages and their places with the host, one storage after the other."""
+        """Yield the bytes of all storages, one storage after the other, with their places in host memory."""
         import torch
 
-        at = 0
+        position = 0
         for storage, size in self._storages:
-            whole = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            content = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
             done = 0
             while done < size:
-                chunk, place = divmod(at, _CHUNK_BYTES)
+                chunk, start = divmod(position, _CHUNK_BYTES)
                 if chunk == len(self._chunks):
                     pinned = self._device.type == "cuda"
                     self._chunks.append(torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned))
-                count = min(size - done, _CHUNK_BYTES - place)
-                yield whole[done : done + count], self._chunks[chunk][place : place + count]
-                done, at = done + count, at + count
+                count = min(size - done, _CHUNK_BYTES - start)
+                yield content[done : done + count], self._chunks[chunk][start : start + count]
+                done, position = done + count, position + count
 
 
-def weights_of(module: "Module") -> "Iterator[Tensor]":
-    """All weights and their shards."""
+def weight_tensors(module: "Module") -> "Iterator[Tensor]":
+    """Yield all weights and buffers of a module, and their ZeRO-3 shards."""
     for tensor in [*module.parameters(), *module.buffers()]:
         yield tensor.data
         if hasattr(tensor, "ds_tensor"):
             yield tensor.ds_tensor.data
 
 
-def state_of(optimizer: Any) -> "Iterator[Tensor]":
-    """What DeepSpeed's optimizer holds between steps, in part views of the weights; None holds nothing."""
-    yield from _within(vars(optimizer) if optimizer is not None else {}, depth=4)
+def optimizer_tensors(optimizer: Any) -> "Iterator[Tensor]":
+    """Yield what DeepSpeed's optimizer holds between steps, partly views of the weights; nothing for None."""
+    yield from _nested_tensors(vars(optimizer) if optimizer is not None else {}, depth=4)
     inner = getattr(optimizer, "optimizer", optimizer)
-    yield from _within(getattr(inner, "state", {}), depth=2)
-    yield from _within(getattr(inner, "param_groups", []), depth=3)
+    yield from _nested_tensors(getattr(inner, "state", {}), depth=2)
+    yield from _nested_tensors(getattr(inner, "param_groups", []), depth=3)
 
 
-def _within(value: Any, depth: int) -> "Iterator[Tensor]":
+def _nested_tensors(value: Any, depth: int) -> "Iterator[Tensor]":
     import torch
 
     if isinstance(value, torch.Tensor):
         yield value.data
     elif depth and isinstance(value, dict):
         for each in value.values():
-            yield from _within(each, depth - 1)
+            yield from _nested_tensors(each, depth - 1)
     elif depth and isinstance(value, list | tuple):
         for each in value:
-            yield from _within(each, depth - 1)
+            yield from _nested_tensors(each, depth - 1)
     elif depth and is_dataclass(value):
-        # Where gradients are collected before they are reduced.
-        yield from _within(vars(value), depth)
+        # DeepSpeed's buckets, in which gradients are collected before they are reduced.
+        yield from _nested_tensors(vars(value), depth)

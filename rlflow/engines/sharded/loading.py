@@ -1,50 +1,52 @@
-"""Weights that no rank holds whole.
+"""Loading a model that DeepSpeed shards, layer by layer, so that no rank ever holds all of its weights.
 
-Checkpoints that another number of ranks goes on from.
+By itself transformers reads the whole checkpoint on every rank and assembles the experts of all layers there: as many
+copies of the model in a host's memory as the host has GPUs. Here rank 0 reads one layer at a time and broadcasts it.
+Random weights are created in host memory instead, whole, so that they are the same however they are sharded.
 """
 
-import shutil
-from argparse import Namespace
+import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
-from io import StringIO
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec, Head
-from rlflow.engines.causal_lm.kernels import attention_of
+from rlflow.engines.causal_lm.kernels import choose_attention
 from rlflow.engines.causal_lm.pretrained import load_model
-from rlflow.engines.sharded.process_group import files_group, wait_for_files
-from rlflow.errors import EngineError, RecipeError, first_line
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
+
+# A weight's name up to the number of its layer. No assembled weight, such as experts, comes from several layers.
+_LAYER = re.compile(r".*?\.\d+\.")
+
+# A tensor, or a slice of a safetensors file that ``[...]`` reads.
+Unread = Any
+# Error messages, and the names of weights that the checkpoint lacks.
+LoadResult = tuple[list[str], set[str]]
 
 
 def load_sharded(spec: EngineSpec, config: dict[str, Any], *, head: Head) -> "PreTrainedModel":
-    """Load the model of a role; weights of a path are sharded as it is built when ``config`` asks for ZeRO 3.
-
-    Rank 0 reads these layer by layer. New ones are drawn whole in the memory of the host, so that they are the same
-    however they are sharded.
-    """
+    """Load the model of a role; a model from a path is sharded while it loads if ``config`` asks for ZeRO 3."""
     import torch
 
-    sharded = config["zero_optimization"]["stage"] == 3
-    with _as_transformers_shards(config) if sharded and spec.model.path is not None else nullcontext():
+    is_zero3 = config["zero_optimization"]["stage"] == 3
+    with _zero3_loading(config) if is_zero3 and spec.model.path is not None else nullcontext():
         return load_model(
             spec.model_name,
             spec.model,
-            device="cpu" if sharded else spec.device,
+            device="cpu" if is_zero3 else spec.device,
             dtype=getattr(torch, spec.model.dtype),
             seed=spec.seed,
-            attention=attention_of(spec),
+            attention=choose_attention(spec),
             head=head,
             trains="Trains" in spec.capabilities,
         )
 
 
-class _Zero3:
-    """What transformers asks of DeepSpeed's configuration. Its own class of this needs one more library."""
+class _Zero3Config:
+    """The part of DeepSpeed's configuration that transformers reads. Its own class for it needs another library."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -54,108 +56,79 @@ class _Zero3:
 
 
 @contextmanager
-def _as_transformers_shards(config: dict[str, Any]) -> Iterator[None]:
+def _zero3_loading(config: dict[str, Any]) -> Iterator[None]:
+    """Make ``from_pretrained`` build a ZeRO-3 model, and load it layer by layer."""
     from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-    from rlflow.engines.sharded.layerwise import layer_by_layer
-
-    # It keeps a weak reference.
-    asked = _Zero3(config)
-    set_hf_deepspeed_config(asked)
+    # transformers keeps only a weak reference to it.
+    zero3 = _Zero3Config(config)
+    set_hf_deepspeed_config(zero3)
     try:
-        with layer_by_layer():
+        with _layer_by_layer():
             yield
     finally:
         unset_hf_deepspeed_config()
 
 
-# Of the folder that is made, beside DeepSpeed's own.
-UNIVERSAL = "universal"
-# A file that the converter writes beside it, which nobody reads.
-_LATEST = "latest_universal"
-# Stages whose files DeepSpeed's converter makes into each other's.
-_STAGES = ({0}, {1, 2}, {3})
+@contextmanager
+def _layer_by_layer() -> Iterator[None]:
+    """Make ``from_pretrained`` load a ZeRO-3 model layer by layer; every rank calls it at the same time."""
+    import torch
+    from transformers import modeling_utils
 
+    read_file, load_all = modeling_utils.load_state_dict, modeling_utils._load_state_dict_into_zero3_model
 
-def needs_resharding(spec: EngineSpec, saved: Mapping[str, int], own: Mapping[str, int]) -> bool:
-    """Of a checkpoint that ``saved`` ranks at a stage have written. Raises RecipeError for a stage that cannot take it
-    over."""
-    together = next(stages for stages in _STAGES if own["zero_stage"] in stages)
-    if saved["zero_stage"] not in together:
-        raise RecipeError(
-            f"roles.{spec.role}.zero_stage",
-            f"the checkpoint was saved by {saved['world_size']} ranks with ZeRO {saved['zero_stage']}, and these are "
-            f"{own['world_size']} with ZeRO {own['zero_stage']}, which cannot take it over",
-            fix=f"roles.{spec.role}.zero_stage={saved['zero_stage']}",
+    def list_entries(path: Any, **options: Any) -> Mapping[str, Unread]:
+        """Return the entries of a file without reading them; files of other formats are mapped, and read on use."""
+        tensors: Mapping[str, Unread] = (
+            _safetensors_slices(str(path)) if str(path).endswith(".safetensors") else read_file(path, **options)
         )
-    # Without ZeRO one file has everything.
-    return saved != own and own["zero_stage"] > 0
+        return tensors
 
+    def load(model: "PreTrainedModel", state_dict: Mapping[str, Unread], config: Any = None) -> LoadResult:
+        buffers = {name for name, _ in model.named_buffers()}
+        errors: list[str] = []
+        missing = set(model.state_dict())
+        for layer in _layers(state_dict):
+            # Rank 0 broadcasts each weight, but every rank needs its own buffers.
+            values = {
+                name: unread[...] if torch.distributed.get_rank() == 0 or name in buffers else _on_meta(unread)
+                for name, unread in layer.items()
+            }
+            new_errors, still_missing = load_all(model, values, config)
+            errors += new_errors
+            missing &= still_missing
+        return errors, missing
 
-@contextmanager
-def resharded(spec: EngineSpec, folder: Path, tag: str, shards: int) -> Iterator[None]:
-    """While it is open ``folder`` has beside ``tag`` what DeepSpeed's converter makes of it, as ``UNIVERSAL``: weights
-    and moments whole, from ``shards`` files. Rank 0 writes it, which takes room for about twice the checkpoint while
-    it does.
-
-    Called by all ranks together. Raises EngineError on all of them, with the same words, when it cannot be made.
-    """
-    from torch.distributed import broadcast_object_list
-
-    reason = ""
-    try:
-        if spec.rank == 0:
-            clear(folder)
-            reason = _converted(folder / tag, folder / UNIVERSAL, shards)
-        told = [reason]
-        broadcast_object_list(told, src=0, group=files_group())
-        if told[0]:
-            raise EngineError(f"role {spec.role}: '{folder}' cannot be restored ({told[0]}).")
-        yield
-        wait_for_files()
-    finally:
-        if spec.rank == 0:
-            clear(folder)
-
-
-def clear(folder: Path) -> None:
-    """Removes what ``resharded`` has left in a run that was killed."""
-    shutil.rmtree(folder / UNIVERSAL, ignore_errors=True)
-    with suppress(OSError):  # also of a folder that can only be read
-        (folder / _LATEST).unlink()
-
-
-@contextmanager
-def reads_universal(engine: Any) -> Iterator[None]:
-    """DeepSpeed's ``engine`` loads what the converter makes. Its configuration says so once for all otherwise."""
-    engine._config.load_universal_checkpoint = True
+    modeling_utils.load_state_dict = list_entries
+    modeling_utils._load_state_dict_into_zero3_model = load
     try:
         yield
     finally:
-        engine._config.load_universal_checkpoint = False
+        modeling_utils.load_state_dict = read_file
+        modeling_utils._load_state_dict_into_zero3_model = load_all
 
 
-def _converted(source: Path, target: Path, shards: int) -> str:
-    """Why not, or nothing."""
-    # The converter takes as many as there are.
-    if (found := len(list(source.glob("*_optim_states.pt")))) != shards:
-        return f"it has {found} of {shards} shards"
-    from deepspeed.checkpoint import ds_to_universal
+def _layers(state_dict: Mapping[str, Unread]) -> Iterator[dict[str, Unread]]:
+    """Yield the entries of each layer, and entries outside of layers one by one."""
+    layers: dict[str, dict[str, Unread]] = {}
+    for name, unread in state_dict.items():
+        found = _LAYER.match(name)
+        layers.setdefault(found[0] if found else name, {})[name] = unread
+    yield from layers.values()
 
-    arguments = Namespace(
-        input_folder=str(source),
-        output_folder=str(target),
-        # More are forked, which a process with threads and a GPU does not survive.
-        num_extract_workers=1,
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=True,
-    )
-    try:
-        # It prints what it does.
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-            ds_to_universal.main(arguments)
-    except Exception as error:  # whatever it stumbles over where files are missing
-        return first_line(error) or type(error).__name__
-    return ""
+
+def _safetensors_slices(path: str) -> dict[str, Unread]:
+    """Return an unread slice for each tensor of a safetensors file."""
+    from safetensors import safe_open
+
+    file: Any = safe_open(path, framework="pt")
+    return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+
+
+def _on_meta(unread: Unread) -> "Tensor":
+    """Return a tensor of the same shape without data."""
+    import torch
+
+    shape = unread.shape if isinstance(unread, torch.Tensor) else unread.get_shape()
+    return torch.empty(shape, device="meta")

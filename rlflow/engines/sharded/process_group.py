@@ -1,9 +1,4 @@
-"""The address at which the ranks of a role find one another.
-
-Micro-batches in equal number on all ranks: every pass of a sharded model is one that all ranks make together.
-
-The processes of a role: how they meet, how long they wait for one another, and how they share sequences.
-"""
+"""The process group of a role: how ranks connect, how long they wait for each other, and how they share sequences."""
 
 import socket
 from collections.abc import Iterator
@@ -11,11 +6,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from rlflow.batch import Sequences
 from rlflow.engines.base import EngineSpec
-from rlflow.engines.causal_lm.micro_batches import Index, micro_batches, passes_needed
 from rlflow.errors import EngineError
 from rlflow.resources.models.architecture import heads_divide
 
@@ -24,61 +15,26 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
 
-    from rlflow.engines.causal_lm.packing import Spread
+    from rlflow.engines.causal_lm.packing import StreamSharding
 
-
-def meeting_place(spec: EngineSpec) -> "TCPStore":
-    """Return the store at ``spec.address`` by which the ranks exchange their own addresses.
-
-    Rank 0 listens on that address alone; torch would listen on all interfaces, and the store asks for no password.
-    Raises OSError where the port is taken.
-    """
-    from torch._C._distributed_c10d import TCPStore
-
-    host, _, port = spec.address.rpartition(":")
-    if spec.rank > 0:
-        return TCPStore(host, int(port), spec.world_size, is_master=False)
-    listening = socket.create_server((host, int(port)), backlog=spec.world_size + 128)
-    return TCPStore(host, int(port), spec.world_size, is_master=True, master_listen_fd=listening.detach())
-
-
-def rounds(sequences: Sequences, max_tokens: int) -> tuple[list[Index], int]:
-    """Rows for each pass, and the number of passes that count: those after repeat a row that has been.
-
-    Called by all ranks together, each with its own ``sequences``.
-    """
-    import torch
-
-    if torch.distributed.get_world_size() == 1:
-        pieces = micro_batches(sequences, max_tokens)
-        return pieces, len(pieces)
-    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-    most = torch.tensor(passes_needed(sequences, max_tokens), device=device)
-    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-    return repeated(micro_batches(sequences, max_tokens, int(most)), sequences, int(most))
-
-
-def repeated(pieces: list[Index], sequences: Sequences, count: int) -> tuple[list[Index], int]:
-    """A rank with fewer rows than passes goes through its shortest row again, since a pass cannot be empty."""
-    shortest = np.argsort(sequences.prompt_ids.lengths + sequences.response_ids.lengths)[:1]
-    return pieces + [shortest] * (count - len(pieces)), len(pieces)
-
-
-# As long as a terabyte takes at 50 MB/s, and somewhat more. If a rank dies meanwhile, the others notice at once.
-_FILES_LIMIT = timedelta(hours=6)
+# Enough for a terabyte at 50 MB/s. If a rank dies meanwhile, the others notice at once.
+_FILES_TIMEOUT = timedelta(hours=6)
 _files_groups: "list[ProcessGroup]" = []
 
 
-def meet(spec: EngineSpec) -> None:
-    """Waits for the other workers of the role. Raises EngineError when this process is of another group already."""
+def join_process_group(spec: EngineSpec) -> None:
+    """Connect this worker to the other workers of its role, and wait for all of them.
+
+    Raises EngineError if this process already belongs to another role's group.
+    """
     import torch
     from torch import distributed
 
     if distributed.is_initialized():
-        place = distributed.get_rank(), distributed.get_world_size()
-        if place != (spec.rank, spec.world_size):
+        current = distributed.get_rank(), distributed.get_world_size()
+        if current != (spec.rank, spec.world_size):
             raise EngineError(
-                f"role {spec.role}: this process is rank {place[0]} of {place[1]} of another role already, "
+                f"role {spec.role}: this process is already rank {current[0]} of {current[1]} of another role, "
                 f"and cannot be rank {spec.rank} of {spec.world_size}."
             )
         return
@@ -87,41 +43,56 @@ def meet(spec: EngineSpec) -> None:
         torch.cuda.set_device(device)
     distributed.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=meeting_place(spec),
+        store=rendezvous_store(spec),
         rank=spec.rank,
         world_size=spec.world_size,
         timeout=timedelta(minutes=spec.timeout_minutes),
     )
-    _files_groups[:] = [distributed.new_group(backend="gloo", timeout=_FILES_LIMIT)]
+    _files_groups[:] = [distributed.new_group(backend="gloo", timeout=_FILES_TIMEOUT)]
+
+
+def rendezvous_store(spec: EngineSpec) -> "TCPStore":
+    """Return the store at ``spec.address`` through which the ranks learn each other's addresses.
+
+    Rank 0 listens on that address alone: torch would listen on all interfaces, and the store asks for no password.
+    Raises OSError if the port is taken.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    host, _, port = spec.address.rpartition(":")
+    if spec.rank > 0:
+        return TCPStore(host, int(port), spec.world_size, is_master=False)
+    server = socket.create_server((host, int(port)), backlog=spec.world_size + 128)
+    return TCPStore(host, int(port), spec.world_size, is_master=True, master_listen_fd=server.detach())
 
 
 def files_group() -> "ProcessGroup":
-    """Return the group by which ranks wait while one of them reads or writes files: gloo, with a time-out of hours.
+    """Return the gloo group, with a time-out of hours, in which ranks wait while one of them reads or writes files.
 
-    NCCL ends a process that waits for longer than an exchange takes, and keeps its GPU busy until then.
+    NCCL would end a process that waits longer than a collective takes, and keep its GPU busy until then.
     """
     return _files_groups[0]
 
 
 def wait_for_files() -> None:
-    """Wait until every rank of the role has come here."""
+    """Wait until every rank of the role has called this."""
     from torch import distributed
 
     distributed.barrier(group=files_group())
 
 
 def set_timeouts(spec: EngineSpec) -> None:
-    """Give all groups of this process the role's time-out, also those of libraries, which have torch's own by default.
+    """Give all groups of this process the role's time-out, including those that libraries created with torch's default.
 
-    Every engine calls it when it is built.
+    Every engine calls this at the end of its construction.
     """
     _set_timeouts(timedelta(minutes=spec.timeout_minutes))
 
 
 @contextmanager
-def while_files_move(spec: EngineSpec) -> Iterator[None]:
-    """Let exchanges inside a library's reading or writing of files take as long as ``files_group`` would."""
-    _set_timeouts(_FILES_LIMIT)
+def files_timeout(spec: EngineSpec) -> Iterator[None]:
+    """Let collectives take as long as files do, while a library reads or writes them."""
+    _set_timeouts(_FILES_TIMEOUT)
     try:
         yield
     finally:
@@ -136,10 +107,11 @@ def _set_timeouts(timeout: timedelta) -> None:
             distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def spread_of(spec: EngineSpec, model: "PreTrainedModel") -> "Spread | None":
-    """How neighbouring ranks share each sequence, if they do. Called by all ranks of the role together.
+def create_sharding(spec: EngineSpec, model: "PreTrainedModel") -> "StreamSharding | None":
+    """Return how neighbouring ranks share each sequence; None without sequence parallelism.
 
-    Raises EngineError for a model whose attention cannot be shared by so many.
+    All ranks of the role call this at the same time. Raises EngineError for a model whose attention heads cannot be
+    divided among so many ranks.
     """
     size = spec.layout.sequence_parallel_size
     if size == 1:
@@ -147,10 +119,10 @@ def spread_of(spec: EngineSpec, model: "PreTrainedModel") -> "Spread | None":
     from rlflow.engines.sharded.ulysses import Ulysses
 
     heads = model.config.num_attention_heads
-    keys = getattr(model.config, "num_key_value_heads", heads)
-    if not heads_divide(heads, keys, size) or spec.world_size % size:
+    key_heads = getattr(model.config, "num_key_value_heads", heads)
+    if not heads_divide(heads, key_heads, size) or spec.world_size % size:
         raise EngineError(
             f"role {spec.role}: sequence_parallel_size {size} does not divide {heads} attention heads "
-            f"({keys} of keys and values) and {spec.world_size} ranks."
+            f"({key_heads} of keys and values) and {spec.world_size} ranks."
         )
     return Ulysses(size)

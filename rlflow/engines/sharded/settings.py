@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration."""
+"""The settings of DeepSpeed: its environment, its configuration, and the memory that it takes with them."""
 
 import logging
 import os
@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from rlflow.engines.base import LOGITS_AT_ONCE, EngineSpec
-from rlflow.engines.sharded.process_group import meet
+from rlflow.engines.sharded.process_group import join_process_group
 from rlflow.errors import RecipeError
 from rlflow.resources.memory.state import TrainingMemory
 
@@ -27,13 +27,13 @@ With the optimizer on the host, stage 2 still sums gradients on the GPU.
 """
 
 
-def join(spec: EngineSpec) -> None:
-    """As ``meet``, with what DeepSpeed wants to be told."""
+def init_deepspeed(spec: EngineSpec) -> None:
+    """Join the role's process group, and initialize DeepSpeed on it."""
     import torch
 
     host, _, port = spec.address.rpartition(":")
     on_gpu = torch.device(spec.device).type == "cuda"
-    # DeepSpeed reads some of these even where it is given the rank; each worker sees its own GPU alone.
+    # DeepSpeed reads some of these even if it is given the rank. Each worker sees only its own GPU.
     os.environ.update(
         MASTER_ADDR=host,
         MASTER_PORT=port,
@@ -42,21 +42,21 @@ def join(spec: EngineSpec) -> None:
         LOCAL_RANK=str(torch.device(spec.device).index or 0),
         DS_ACCELERATOR="cuda" if on_gpu else "cpu",
     )
-    # DeepSpeed calls functions by the names that torch had for them before, thousands of times a step.
+    # DeepSpeed calls functions by their deprecated names, thousands of times per step.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    # Built by a compiler on first use otherwise, and needed by none of what is called here.
+    # Otherwise DeepSpeed compiles this extension on first use, although nothing here needs it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    meet(spec)
+    join_process_group(spec)
     deepspeed.init_distributed("nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False)
 
 
 def deepspeed_config(spec: EngineSpec, *, trains: bool) -> dict[str, Any]:
-    """One sample a micro-batch as far as DeepSpeed knows: the engine scales its losses and says which one is last.
+    """Return DeepSpeed's configuration. Raises RecipeError for an offload that the ZeRO stage does not support.
 
-    Raises RecipeError for an offload that the stage does not have.
+    As far as DeepSpeed knows, a micro-batch has one sample: the engine itself scales the losses and marks the last one.
     """
     stage = spec.layout.zero_stage or 0
     offload = spec.layout.offload or "none"
@@ -64,7 +64,7 @@ def deepspeed_config(spec: EngineSpec, *, trains: bool) -> dict[str, Any]:
     if stage < needed:
         raise RecipeError(
             f"roles.{spec.role}.offload",
-            f"'{offload}' with ZeRO stage {stage} is not possible",
+            f"'{offload}' is not supported with ZeRO stage {stage}",
             fix=f"zero_stage {needed}" + (" or more" if needed < 3 else ""),
         )
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": int(TRAINING_MEMORY.bucket_elements)}
@@ -78,10 +78,10 @@ def deepspeed_config(spec: EngineSpec, *, trains: bool) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": in_bf16, "immediate_grad_update": True},
-        # Left to itself DeepSpeed does both in the type of the weights, where small gradients vanish beside large sums.
+        # By default DeepSpeed uses the weights' dtype for both, in which small gradients vanish beside large sums.
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
-        # Plain optimizers are clipped by the engine, which learns the norm by it.
+        # With a plain optimizer the engine clips the gradients itself, because that also yields their norm.
         "gradient_clipping": 0.0 if in_fp32_without_zero else spec.optimizer.max_grad_norm,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,

@@ -1,8 +1,8 @@
-"""Sequence parallelism: each rank has a part of a stream's tokens, and in attention a part of the heads of all tokens.
+"""Sequence parallelism: a rank holds a part of the tokens and, in attention, a part of the heads of all tokens.
 
-Two all-to-alls a layer exchange the one for the other. Source: DeepSpeed Ulysses (arXiv 2309.14509), section 3.
+Two all-to-alls per layer switch between the two. Source: DeepSpeed Ulysses (arXiv 2309.14509), section 3.
 Shapes: N tokens of the stream, R ranks of the group, n = N / R tokens of a rank, H query heads, K key heads, D head
-size.
+size, T response tokens.
 Importing this file imports torch and transformers.
 """
 
@@ -15,19 +15,72 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_reduce, all_to_all_single, get_rank, get_world_size, new_group
 
-from rlflow.engines.causal_lm.attention import Kernel, PackedLayout
+from rlflow.engines.causal_lm.attention import PackedLayout, VarlenKernel
 from rlflow.engines.causal_lm.packing import Index, Stream
 
-# [R, ...]: piece i goes to rank i of the group, and what comes from rank i is piece i of the result.
+# [R, ...]: piece i goes to rank i of the group, and piece i of the result comes from rank i.
 Exchange = Callable[[Tensor], Tensor]
 
 
-def shared(stream: Stream, size: int) -> Stream:
-    """In the order of ranks, of which each has every ``size``-th token: of prompts and of responses alike, since only
-    these have logits. At the end are tokens that nothing is predicted from and nobody attends to, for equal parts.
+class Ulysses:
+    """A group of neighbouring ranks that pass one stream through the model together."""
+
+    def __init__(self, size: int) -> None:
+        """Create the groups; all ranks call this at the same time."""
+        rank, world_size = get_rank(), get_world_size()
+        for first in range(0, world_size, size):
+            group = new_group(list(range(first, first + size)))
+            if first <= rank < first + size:
+                self._group = group
+        self._rank, self._size = rank % size, size
+
+    def shard(self, stream: Stream) -> tuple[Stream, Index]:
+        """Return this rank's tokens, and which of the T response tokens they predict."""
+        return shard_stream(stream, self._rank, self._size)
+
+    def attention_layout(self, stream: Stream, device: torch.device) -> "UlyssesLayout":
+        """Return attention over the whole stream, to be called with this rank's tokens."""
+        return UlyssesLayout(stream, device, self._size, self._exchange)
+
+    def gather(self, values: Tensor, tokens: Index, count: int) -> Tensor:
+        """Return [T, ...] from each rank's ``values`` for its ``tokens``. Gradients flow to this rank's values only."""
+        places = torch.from_numpy(tokens).to(values.device)
+        own = values.new_zeros(count, *values.shape[1:]).index_copy(0, places, values)
+        summed = own.detach().clone()
+        all_reduce(summed, group=self._group)
+        # Each rank's values are zero in all places but its own, so the sum is exact.
+        return own + (summed - own.detach())
+
+    def _exchange(self, pieces: Tensor) -> Tensor:
+        received: Tensor = _AllToAll.apply(pieces, self._group)  # type: ignore[no-untyped-call]
+        return received
+
+
+def shard_stream(stream: Stream, rank: int, size: int) -> tuple[Stream, Index]:
+    """Return the tokens of ``rank`` of ``size``, without attention, and which predictors are among them."""
+    stream = order_by_rank(stream, size)
+    length = len(stream.ids) // size
+    own = slice(rank * length, (rank + 1) * length)
+    tokens = np.flatnonzero(stream.predictors // length == rank)
+    shard = replace(
+        stream,
+        ids=stream.ids[own],
+        positions=stream.positions[own],
+        predictors=stream.predictors[tokens] - rank * length,
+        blocks=(),
+        owners=stream.owners[:0],
+    )
+    return shard, tokens
+
+
+def order_by_rank(stream: Stream, size: int) -> Stream:
+    """Reorder a stream so that each rank's tokens are neighbours: every ``size``-th token of the original order.
+
+    That way each rank gets a similar share of prompts and of responses, and only responses have logits. Padding at the
+    end makes the shares equal; nothing is predicted from it, and no token attends to it.
     """
-    more = -len(stream.ids) % size
-    ids, positions, owners = (np.pad(x, (0, more)) for x in (stream.ids, stream.positions, stream.owners))
+    padding = -len(stream.ids) % size
+    ids, positions, owners = (np.pad(x, (0, padding)) for x in (stream.ids, stream.positions, stream.owners))
     order = np.arange(len(ids)).reshape(-1, size).T.ravel()
     places = np.argsort(order)
     return Stream(
@@ -39,86 +92,40 @@ def shared(stream: Stream, size: int) -> Stream:
     )
 
 
-def part_of(stream: Stream, rank: int, size: int) -> tuple[Stream, Index]:
-    """The tokens of ``rank`` of ``size`` without their attention, and which predictors are among them."""
-    stream = shared(stream, size)
-    length = len(stream.ids) // size
-    mine = slice(rank * length, (rank + 1) * length)
-    tokens = np.flatnonzero(stream.predictors // length == rank)
-    part = replace(
-        stream,
-        ids=stream.ids[mine],
-        positions=stream.positions[mine],
-        predictors=stream.predictors[tokens] - rank * length,
-        blocks=(),
-        owners=stream.owners[:0],
-    )
-    return part, tokens
-
-
 class UlyssesLayout:
-    """Attention over a whole stream, for a rank that has a part of it."""
+    """Attention over a whole stream, for a rank that holds a part of its tokens."""
 
     def __init__(self, stream: Stream, device: torch.device, size: int, exchange: Exchange) -> None:
-        self._inner = PackedLayout(shared(stream, size), device)
+        self._inner = PackedLayout(order_by_rank(stream, size), device)
         self._size = size
         self._exchange = exchange
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Kernel) -> Tensor:
-        """query [1, H, n, D], key and value with K heads; returns [1, n, H, D].
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: VarlenKernel
+    ) -> Tensor:
+        """Return [1, n, H, D] from query [1, H, n, D], and key and value with K heads.
 
-        R divides H, and divides K or is a multiple of it.
+        R must divide H, and either divide K or be a multiple of it.
         """
-        # Where there are fewer key heads than ranks, several ranks have the same one.
+        # With fewer key heads than ranks, several ranks compute with the same one.
         if (copies := self._size // key.shape[1]) > 1:
             key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
-        query, key, value = (self._all_tokens(x) for x in (query, key, value))
-        return self._all_heads(self._inner.attend(layer, query, key, value, scale, kernel))
+        query, key, value = (self._to_all_tokens(x) for x in (query, key, value))
+        return self._to_all_heads(self._inner.attend(layer, query, key, value, scale, kernel))
 
-    def _all_tokens(self, x: Tensor) -> Tensor:
-        """[1, H / R, N, D] from [1, H, n, D]."""
+    def _to_all_tokens(self, x: Tensor) -> Tensor:
+        """Return [1, H / R, N, D] from [1, H, n, D]."""
         pieces = self._exchange(x[0].view(self._size, -1, *x.shape[2:]))
         return pieces.transpose(0, 1).flatten(1, 2)[None]
 
-    def _all_heads(self, x: Tensor) -> Tensor:
-        """[1, n, H, D] from [1, N, H / R, D]."""
+    def _to_all_heads(self, x: Tensor) -> Tensor:
+        """Return [1, n, H, D] from [1, N, H / R, D]."""
         pieces = self._exchange(x[0].view(self._size, -1, *x.shape[2:]))
         return pieces.transpose(0, 1).flatten(1, 2)[None]
-
-
-class Ulysses:
-    """A group of neighbouring ranks that pass one stream through the model together."""
-
-    def __init__(self, size: int) -> None:
-        """Called by all ranks together."""
-        ranks = get_rank(), get_world_size()
-        for first in range(0, ranks[1], size):
-            group = new_group(list(range(first, first + size)))
-            if first <= ranks[0] < first + size:
-                self._group = group
-        self._rank, self._size = ranks[0] % size, size
-
-    def part(self, stream: Stream) -> tuple[Stream, Index]:
-        return part_of(stream, self._rank, self._size)
-
-    def layout(self, stream: Stream, device: torch.device) -> UlyssesLayout:
-        return UlyssesLayout(stream, device, self._size, self._exchange)
-
-    def whole(self, values: Tensor, tokens: Index, count: int) -> Tensor:
-        places = torch.from_numpy(tokens).to(values.device)
-        mine = values.new_zeros(count, *values.shape[1:]).index_copy(0, places, values)
-        everyones = mine.detach().clone()
-        all_reduce(everyones, group=self._group)
-        # Each place but those of this rank is nought in ``mine``: the sum is exact.
-        return mine + (everyones - mine.detach())
-
-    def _exchange(self, pieces: Tensor) -> Tensor:
-        received: Tensor = _AllToAll.apply(pieces, self._group)  # type: ignore[no-untyped-call]
-        return received
 
 
 class _AllToAll(torch.autograd.Function):
-    """What comes back for gradients goes the same way: the exchange is its own inverse."""
+    """An all-to-all exchange. It is its own inverse, so gradients take the same way back."""
 
     @staticmethod
     def forward(ctx: Any, pieces: Tensor, group: ProcessGroup) -> Tensor:

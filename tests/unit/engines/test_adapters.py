@@ -94,7 +94,7 @@ def test_gradients_are_those_of_the_weights_that_they_stand_for() -> None:
     plain._model.load_state_dict(whole(engine))
     batch = minibatch(GIVEN)
     for each in (engine, plain):
-        each._gradients(batch, LikelihoodLoss())
+        each._compute_gradients(batch, LikelihoodLoss())
     weights = dict(plain._model.named_parameters())
     adapters = {name: weight for name, weight in engine._model.named_parameters() if ".lora_A" in name}
     assert len(adapters) == 2 * 7
@@ -147,7 +147,7 @@ def test_layers_that_are_not_there(names: tuple[str, ...]) -> None:
     assert str(caught.value) == (
         f"models.policy: it has no linear layers '{names[-1]}', which lora.target_modules of a role names.\n"
         "  Known: all-linear, down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj.\n"
-        "  Fix: some of those known."
+        "  Fix: use names from this list."
     )
 
 

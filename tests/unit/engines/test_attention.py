@@ -15,16 +15,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from rlflow.engines.causal_lm import attention, kernels
 from rlflow.engines.causal_lm.attention import (
-    Kernel,
     PackedLayout,
+    VarlenKernel,
     flash_varlen_attention,
-    has_flash,
+    supports_flash,
     torch_varlen_attention,
-    unpadded,
+    unpad,
 )
-from rlflow.engines.causal_lm.kernels import attention_of, check_attention
+from rlflow.engines.causal_lm.kernels import check_attention, choose_attention
 from rlflow.engines.causal_lm.packing import Stream, pack
-from rlflow.engines.sharded.ulysses import shared
+from rlflow.engines.sharded.ulysses import order_by_rank
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import RecipeError
 from tests.helpers import MODEL, sequences, spec
@@ -63,7 +63,7 @@ def flash_attn_varlen_func(*given: Any, softmax_scale: float, causal: bool, dete
 
 
 @pytest.fixture(params=["torch", "flash-attn"])
-def rows_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+def rows_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> VarlenKernel:
     """With a kernel for processors behind it."""
     monkeypatch.setattr(attention, "varlen_attn", one_row_after_another)
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
@@ -71,7 +71,7 @@ def rows_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def attended(
-    stream: Stream, heads: int, key_heads: int, by: Kernel = torch_varlen_attention
+    stream: Stream, heads: int, key_heads: int, by: VarlenKernel = torch_varlen_attention
 ) -> tuple[Tensor, list[Tensor]]:
     """And the gradients."""
     draw = torch.Generator().manual_seed(0)
@@ -84,11 +84,11 @@ def attended(
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_rows_of_any_length_are_blocks_of_like_length(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, key_heads: int, rows_by: Kernel
+    monkeypatch: pytest.MonkeyPatch, ranks: int, key_heads: int, rows_by: VarlenKernel
 ) -> None:
-    stream = shared(pack(GIVEN.prompt_ids, GIVEN.response_ids), ranks)
+    stream = order_by_rank(pack(GIVEN.prompt_ids, GIVEN.response_ids), ranks)
     blocks, of_blocks = attended(stream, 4, key_heads)
-    monkeypatch.setattr(attention, "takes_rows", lambda value: True)
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda value: True)
     rows, of_rows = attended(stream, 4, key_heads, rows_by)
     tokens = torch.from_numpy(np.unique(np.concatenate([block.ravel() for block in stream.blocks])))
     assert torch.allclose(rows[:, tokens], blocks[:, tokens], atol=1e-6)
@@ -98,7 +98,7 @@ def test_rows_of_any_length_are_blocks_of_like_length(
 
 def test_without_padding_there_are_the_tokens_of_all_rows() -> None:
     stream = pack(GIVEN.prompt_ids, GIVEN.response_ids)
-    places, owners, lengths = unpadded(stream)
+    places, owners, lengths = unpad(stream)
     expected = GIVEN.prompt_ids.lengths + GIVEN.response_ids.lengths - 1
     assert sorted(lengths) == sorted(expected)
     assert len(places) == expected.sum()
@@ -125,9 +125,9 @@ def test_the_model_runs_by_the_kernel_that_is_chosen(monkeypatch: pytest.MonkeyP
         called.append(given)
         return flash_attn_varlen_func(*given, **options)
 
-    monkeypatch.setattr(attention, "takes_rows", lambda value: True)
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda value: True)
     monkeypatch.setattr(attention, "varlen_attn", None)
-    monkeypatch.setattr("rlflow.engines.torch.attention_of", lambda spec: "flash_attention_2")
+    monkeypatch.setattr("rlflow.engines.torch.choose_attention", lambda spec: "flash_attention_2")
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash))
     assert TorchEngine(spec()).logprobs(GIVEN, 1.0).values.values == pytest.approx(scores, abs=1e-5)
     assert called
@@ -149,8 +149,8 @@ def test_which_kernel_there_is(
     monkeypatch: pytest.MonkeyPatch, wanted: Any, version: str | None, gpu: bool, dtype: Any, chosen: str
 ) -> None:
     monkeypatch.setattr(kernels, "installed", lambda name: version and (name, version))
-    monkeypatch.setattr(attention, "has_flash", lambda device: gpu)
-    assert attention_of(replace(spec(model=replace(MODEL, dtype=dtype)), attention=wanted)) == chosen
+    monkeypatch.setattr(attention, "supports_flash", lambda device: gpu)
+    assert choose_attention(replace(spec(model=replace(MODEL, dtype=dtype)), attention=wanted)) == chosen
 
 
 def test_flash_attention_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_flash_attention_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> N
         check_attention("actor", "flash_attention_2")
     monkeypatch.setattr(kernels, "installed", lambda name: (name, "2.8.3"))
     with pytest.raises(RecipeError, match="'flash_attention_2' has no kernel for float32 on 'cpu'"):
-        attention_of(replace(spec(), attention="flash_attention_2"))
+        choose_attention(replace(spec(), attention="flash_attention_2"))
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,6 @@ def test_flash_attention_is_for_ampere_and_later(
     monkeypatch: pytest.MonkeyPatch, device: str, capability: tuple[int, int], has: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    has_flash.cache_clear()
-    assert has_flash(torch.device(device)) == has
-    has_flash.cache_clear()
+    supports_flash.cache_clear()
+    assert supports_flash(torch.device(device)) == has
+    supports_flash.cache_clear()

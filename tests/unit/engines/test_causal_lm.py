@@ -11,8 +11,9 @@ import torch
 from rlflow.batch import Packed, Sequences
 from rlflow.engines.base import Sampling
 from rlflow.engines.causal_lm.decoding import _sample, decode
-from rlflow.engines.causal_lm.packing import pack, token_scores
+from rlflow.engines.causal_lm.packing import pack
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
+from rlflow.engines.causal_lm.token_outputs import token_scores
 from rlflow.engines.torch import TorchEngine
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
@@ -81,8 +82,8 @@ def test_no_slot_of_padding_is_anyones() -> None:
         assert slot % stream.blocks[block].shape[1] == position
 
 
-def decoded(prompts: Packed, sampling: Sampling, end_ids: Sequence[int] = (0,)) -> Any:
-    return decode(model(), prompts, sampling, list(range(len(prompts) * sampling.group_size)), end_ids)
+def decoded(prompts: Packed, sampling: Sampling, merge_end_ids: Sequence[int] = (0,)) -> Any:
+    return decode(model(), prompts, sampling, list(range(len(prompts) * sampling.group_size)), merge_end_ids)
 
 
 def test_greedy_decoding_is_the_librarys() -> None:
@@ -101,9 +102,9 @@ def test_sequences_end_at_the_end_token_and_leave_the_others_alone() -> None:
     """With many end tokens, sequences leave at every step; each must read as it does alone, cut at its first end."""
     prompts = sequences([3, 7, 1, 2], [[1]] * 4).prompt_ids
     sampling = Sampling(max_tokens=10, group_size=5)
-    whole = decoded(prompts, sampling, end_ids=())
+    whole = decoded(prompts, sampling, merge_end_ids=())
     ends = (0, 3, 5, 8)
-    cut = decoded(prompts, sampling, end_ids=ends)
+    cut = decoded(prompts, sampling, merge_end_ids=ends)
     assert not whole.finished.any()
     for row in range(20):
         stops = np.flatnonzero(np.isin(whole.ids[row], ends))
@@ -122,10 +123,11 @@ def test_what_is_written_at_once_changes_nothing(tokens: int, live: int) -> None
     assert parts.response_ids.values.tolist() == whole.response_ids.values.tolist()
     assert parts.logprobs.values == pytest.approx(whole.logprobs.values, abs=1e-5)
     assert parts.finished.tolist() == whole.finished.tolist()
-    turns = list(engine._turns(given.ids.lengths, 5))
-    assert max(turn.prompts * turn.samples for turn in turns) <= live
-    for turn in turns:
-        assert turn.prompts == 1 or given.ids.lengths[turn.prompt : turn.prompt + turn.prompts].sum() <= tokens
+    batches = list(engine._decoding_batches(given.ids.lengths, 5))
+    assert max(batch.num_prompts * batch.num_samples for batch in batches) <= live
+    for batch in batches:
+        lengths = given.ids.lengths[batch.first_prompt : batch.first_prompt + batch.num_prompts]
+        assert batch.num_prompts == 1 or lengths.sum() <= tokens
 
 
 def test_sampling_inverts_the_distribution_function() -> None:

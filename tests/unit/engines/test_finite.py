@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlflow.engines.causal_lm.pretrained import check_finite
-from rlflow.engines.deepspeed import _own
+from rlflow.engines.causal_lm.totals import check_finite
+from rlflow.engines.deepspeed import _own_shard
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import EngineError
 from rlflow.nodes.policy_loss import LikelihoodLoss
@@ -25,10 +25,12 @@ def test_one_value_is_found_wherever_it_is(value: float, dtype: torch.dtype, pla
     broken = torch.zeros(33, dtype=dtype)
     broken[place] = value
     weights = {"a": torch.ones(5), "b": broken, "counts": torch.zeros(2, dtype=torch.int64), "empty": torch.zeros(0)}
-    with pytest.raises(EngineError, match=r"^role actor: b of 2 weights of the checkpoint are not finite"):
-        check_finite("actor", weights.items(), "of the checkpoint are")
+    with pytest.raises(
+        EngineError, match=r"^role actor: b of 2 weights are not finite in the checkpoint, and are not used"
+    ):
+        check_finite("actor", weights.items(), "in the checkpoint")
     broken[place] = torch.finfo(dtype).max
-    check_finite("actor", weights.items(), "of the checkpoint are")
+    check_finite("actor", weights.items(), "in the checkpoint")
 
 
 def test_an_update_that_breaks_weights_is_an_error() -> None:
@@ -36,7 +38,7 @@ def test_an_update_that_breaks_weights_is_an_error() -> None:
     with pytest.raises(EngineError) as raised:
         engine.update(BATCH, LikelihoodLoss())
     assert str(raised.value).startswith(f"role actor: {EMBEDDING} and ")
-    assert "after an update with learning rate 1e+39 are not finite" in str(raised.value)
+    assert "are not finite after an update with learning rate 1e+39" in str(raised.value)
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def broken_model(tmp_path: Path) -> Path:
 
 def test_a_model_that_is_broken_already(broken_model: Path) -> None:
     model = Model(path=str(broken_model), dtype="float32")
-    with pytest.raises(EngineError, match=f"{EMBEDDING} of 25 weights as they were loaded are not finite"):
+    with pytest.raises(EngineError, match=f"{EMBEDDING} of 25 weights are not finite after loading"):
         TorchEngine(spec(capabilities=["Trains"], model=model))
 
 
@@ -63,7 +65,7 @@ def test_a_checkpoint_that_is_broken_already(tmp_path: Path) -> None:
     state = torch.load(tmp_path / "state.pt")
     state["model"][EMBEDDING][0, 0] = float("inf")
     torch.save(state, tmp_path / "state.pt")
-    with pytest.raises(EngineError, match=f"{EMBEDDING} of 25 weights of the checkpoint are not finite"):
+    with pytest.raises(EngineError, match=f"{EMBEDDING} of 25 weights are not finite in the checkpoint"):
         engine.restore(tmp_path)
 
 
@@ -72,7 +74,7 @@ def test_weights_that_overflow_in_the_type_they_are_exported_in(tmp_path: Path) 
     model = spec().model
     engine = TorchEngine(spec(capabilities=["Trains"], model=Model(**{**vars(model), "dtype": "bfloat16"})))
     engine._model.get_input_embeddings().weight.data[0, 0] = torch.finfo(torch.float32).max
-    with pytest.raises(EngineError, match=f"{EMBEDDING} of .* to be exported in bfloat16 are not finite"):
+    with pytest.raises(EngineError, match=f"{EMBEDDING} of .* are not finite when exported in bfloat16"):
         engine.export(tmp_path)
     assert not any(tmp_path.iterdir())
 
@@ -81,4 +83,4 @@ def test_what_is_behind_the_last_value_of_a_shard_is_not_checked() -> None:
     """Seven values over three ranks are shards of three: the last has two values that nobody has written."""
     shards = torch.tensor([[1.0, 2, 3], [4, 5, 6], [7, float("nan"), float("nan")]])
     weights = [SimpleNamespace(ds_tensor=shards[rank], ds_numel=7, ds_zero_partition_rank=rank) for rank in range(3)]
-    assert [_own(weight).tolist() for weight in weights] == [[1, 2, 3], [4, 5, 6], [7]]
+    assert [_own_shard(weight).tolist() for weight in weights] == [[1, 2, 3], [4, 5, 6], [7]]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from rlflow.engines.causal_lm import output_layer as head
-from rlflow.engines.causal_lm.output_layer import score_targets, scoring_head
+from rlflow.engines.causal_lm.output_layer import score_targets, scores_as_logits
 from rlflow.errors import EngineError
 
 T, H, V = 37, 16, 101
@@ -44,7 +44,7 @@ def gradients(values: Tensor, *of: Tensor | None, entropy: float = 0.3) -> list[
 def test_chunks_are_the_whole(
     monkeypatch: pytest.MonkeyPatch, at_once: int, temperature: float, bias: bool, entropy: float
 ) -> None:
-    monkeypatch.setattr(head, "_ON_CPU", at_once)
+    monkeypatch.setattr(head, "_CPU_LOGITS_AT_ONCE", at_once)
     given = inputs(bias=bias)
     exactly: Any = [None if x is None else x.detach().double().requires_grad_() for x in given]
     ours = score_targets(*given, TARGETS, temperature)
@@ -57,7 +57,7 @@ def test_chunks_are_the_whole(
 
 
 def test_large_logits_of_either_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "_ON_CPU", 130)
+    monkeypatch.setattr(head, "_CPU_LOGITS_AT_ONCE", 130)
     hidden, weight, _ = inputs(bias=False)
     for shift in (-300.0, 300.0):
         bias = torch.full((V,), shift)
@@ -69,7 +69,7 @@ def test_large_logits_of_either_sign(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("at_once", [2**20, 130])
 def test_what_is_impossible_counts_nothing(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     """As where a vocabulary is larger than the tokenizer's, and the rest is forbidden."""
-    monkeypatch.setattr(head, "_ON_CPU", at_once)
+    monkeypatch.setattr(head, "_CPU_LOGITS_AT_ONCE", at_once)
     hidden, weight, _ = inputs(bias=False)
     bias = torch.zeros(V)
     bias[:50] = -torch.inf
@@ -83,7 +83,7 @@ def test_what_is_impossible_counts_nothing(monkeypatch: pytest.MonkeyPatch, at_o
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16_rounds_logits_and_nothing_else(monkeypatch: pytest.MonkeyPatch, autocast: bool) -> None:
-    monkeypatch.setattr(head, "_ON_CPU", 130)
+    monkeypatch.setattr(head, "_CPU_LOGITS_AT_ONCE", 130)
     given = inputs(bias=True, dtype=torch.float32 if autocast else torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         ours, theirs = (function(*given, TARGETS, 0.9) for function in (score_targets, plain))
@@ -110,5 +110,8 @@ def test_a_layer_that_is_not_linear_is_refused() -> None:
             return torch.nn.Identity()
 
     places = torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(EngineError, match="kind Identity is not supported"), scoring_head(Odd(), places, places, 1.0):
+    with (
+        pytest.raises(EngineError, match="kind Identity is not supported"),
+        scores_as_logits(Odd(), places, places, 1.0),
+    ):
         pass

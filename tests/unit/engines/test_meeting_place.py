@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlflow.engines.sharded.process_group import meeting_place
+from rlflow.engines.sharded.process_group import rendezvous_store
 from tests.helpers import spec
 from tests.listening import LOOPBACK, listening
 
@@ -24,7 +24,7 @@ def test_ranks_meet_at_one_address_that_listens_there_alone() -> None:
     ranks = [replace(spec(), rank=rank, world_size=2, address=address) for rank in range(2)]
     earlier = listening({os.getpid()})
     with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(meeting_place, ranks, timeout=60)
+        first, second = threads.map(rendezvous_store, ranks, timeout=60)
     first.set("said", "hello")
     assert second.get("said") == b"hello"
     new = [place for found in listening({os.getpid()}) if found not in earlier for place in found[1:]]
@@ -35,4 +35,4 @@ def test_a_port_that_is_taken_is_an_error_that_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(OSError, match="ddress already in use"):
-            meeting_place(replace(spec(), rank=0, world_size=2, address=address))
+            rendezvous_store(replace(spec(), rank=0, world_size=2, address=address))

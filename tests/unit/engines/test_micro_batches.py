@@ -10,8 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.batch import Sequences
-from rlflow.engines.causal_lm.micro_batches import in_order, micro_batches, passes_needed
-from rlflow.engines.sharded.process_group import repeated
+from rlflow.engines.causal_lm.micro_batches import (
+    build_micro_batches,
+    num_micro_batches,
+    repeat_shortest_row,
+    restore_order,
+)
 from tests.helpers import sequences
 
 # For each prompt its length, and those of its responses.
@@ -34,25 +38,25 @@ def lists(pieces: list[Any]) -> list[list[int]]:
 )
 def test_the_largest_first(limit: int, pieces: list[list[int]]) -> None:
     given = sequences([2], [[2, 3, 7, 1]])  # 4, 5, 9 and 3 tokens
-    assert lists(micro_batches(given, limit)) == pieces
+    assert lists(build_micro_batches(given, limit)) == pieces
 
 
 def test_a_row_that_is_too_long_goes_alone() -> None:
-    assert lists(micro_batches(sequences([1], [[3, 20, 3]]), 10)) == [[1], [0, 2]]
+    assert lists(build_micro_batches(sequences([1], [[3, 20, 3]]), 10)) == [[1], [0, 2]]
 
 
 def test_the_rows_of_a_prompt_go_together() -> None:
     """8, 8, 6, 6, 7, 7 tokens, in pairs 16, 12, 14: rows alone would mix."""
     given = sequences([4, 4, 4], [[4, 4], [2, 2], [3, 3]])
-    assert lists(micro_batches(given, 16)) == [[0, 1], [4, 5], [2, 3]]
+    assert lists(build_micro_batches(given, 16)) == [[0, 1], [4, 5], [2, 3]]
 
 
 def test_prompts_are_divided_where_that_saves_enough_passes() -> None:
     """Three rows of 10 of each of four prompts: together they would take four passes of 30, divided they take three."""
     given = sequences([1] * 4, [[9] * 3] * 4)
-    assert len(micro_batches(given, 40)) == 3
+    assert len(build_micro_batches(given, 40)) == 3
     # With prompts of 9 tokens, reading one again costs more than that.
-    assert len(micro_batches(sequences([9] * 4, [[1] * 3] * 4), 40)) == 4
+    assert len(build_micro_batches(sequences([9] * 4, [[1] * 3] * 4), 40)) == 4
 
 
 @settings(deadline=None)
@@ -60,8 +64,8 @@ def test_prompts_are_divided_where_that_saves_enough_passes() -> None:
 def test_every_row_once_within_the_limit(groups: list[tuple[int, list[int]]], limit: int, more: int) -> None:
     batch = of(groups)
     lengths = batch.prompt_ids.lengths + batch.response_ids.lengths
-    needed = passes_needed(batch, limit)
-    pieces = micro_batches(batch, limit, needed + more)
+    needed = num_micro_batches(batch, limit)
+    pieces = build_micro_batches(batch, limit, needed + more)
     assert sorted(np.concatenate(pieces).tolist()) == list(range(len(batch)))
     assert all((np.diff(piece) > 0).all() for piece in pieces)
     assert all(len(piece) == 1 or lengths[piece].sum() <= limit for piece in pieces)
@@ -80,11 +84,11 @@ def test_every_row_once_within_the_limit(groups: list[tuple[int, list[int]]], li
 def test_rows_that_are_compared_stay_in_one_pass(limit: int, pieces: list[list[int]]) -> None:
     """Pairs of 4 + 3, 3 + 4 and 8 + 6 tokens, as if each were one row."""
     given = replace(sequences([2, 1, 3], [[2, 1], [2, 3], [5, 3]]), unit_size=2)
-    assert lists(micro_batches(given, limit)) == pieces
+    assert lists(build_micro_batches(given, limit)) == pieces
     # Not more of them than there are pairs.
-    assert len(micro_batches(given, limit, 5)) == 3
+    assert len(build_micro_batches(given, limit, 5)) == 3
     # What a rank without rows works on.
-    assert lists(micro_batches(given.take(np.array([0])), limit)) == [[0]]
+    assert lists(build_micro_batches(given.take(np.array([0])), limit)) == [[0]]
 
 
 @settings(deadline=None)
@@ -93,7 +97,7 @@ def test_no_more_passes_than_first_fit_is_bound_to(lengths: list[int]) -> None:
     """Dosa 2007: 11/9 of the fewest and 6/9, which are at least as many as the tokens fill."""
     fewest = -(-sum(lengths) // 60)
     bound = 11 / 9 * max(fewest, sum(length > 30 for length in lengths)) + 6 / 9
-    assert passes_needed(of([(1, [length - 1]) for length in lengths]), 60) <= bound
+    assert num_micro_batches(of([(1, [length - 1]) for length in lengths]), 60) <= bound
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -105,12 +109,12 @@ def test_as_few_passes_as_can_be(seed: int) -> None:
         for way in product(range(6), repeat=6)
         if (np.bincount(way, weights=lengths, minlength=6) <= 60).all()
     )
-    assert passes_needed(of([(1, [int(length) - 1]) for length in lengths]), 60) == fewest
+    assert num_micro_batches(of([(1, [int(length) - 1]) for length in lengths]), 60) == fewest
 
 
 def test_passes_are_filled_evenly() -> None:
     given = of([(1, [length]) for length in (50, 40, 30, 20, 10, 9, 8, 7, 6, 5)])
-    sizes = [int((given.response_ids.lengths[piece] + 1).sum()) for piece in micro_batches(given, 100, 3)]
+    sizes = [int((given.response_ids.lengths[piece] + 1).sum()) for piece in build_micro_batches(given, 100, 3)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 6
 
@@ -127,7 +131,7 @@ def test_passes_are_filled_evenly() -> None:
 def test_as_many_as_the_other_ranks(count: int, pieces: list[list[int]], counting: int) -> None:
     """5, 9, 4 and 3 tokens. The shortest row is repeated where there are too few."""
     given = sequences([2], [[3, 7, 2, 1]])
-    ours, number = repeated(micro_batches(given, 100, count), given, count)
+    ours, number = repeat_shortest_row(build_micro_batches(given, 100, count), given, count)
     assert lists(ours) == pieces
     assert number == counting
 
@@ -136,6 +140,6 @@ def test_results_come_back_in_the_order_of_the_batch() -> None:
     response_ids = sequences([1], [[2, 3, 1]]).response_ids
     numbers = response_ids.like(np.arange(6, dtype=np.float32))
     pieces = [np.array([1]), np.array([0, 2])]
-    back = in_order(response_ids, pieces, [numbers.take(piece).values for piece in pieces])
+    back = restore_order(response_ids, pieces, [numbers.take(piece).values for piece in pieces])
     assert back.values.tolist() == [0, 1, 2, 3, 4, 5]
     assert back.offsets.tolist() == [0, 2, 5, 6]

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
-from rlflow.engines.serving.files import load_config
-from rlflow.engines.serving.settings import engine_arguments
+from rlflow.engines.serving.settings import engine_arguments, load_config
 from rlflow.errors import RecipeError
 from rlflow.recipe import Model
 from tests.helpers import MODEL, spec

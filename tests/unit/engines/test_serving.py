@@ -15,10 +15,21 @@ import torch
 
 from rlflow.engines.causal_lm.pretrained import load_model
 from rlflow.engines.group_progress import PartialResponse
-from rlflow.engines.serving.activity import Recorder
-from rlflow.engines.serving.batching import Batcher, Request, Written
-from rlflow.engines.serving.files import Expected, SharedFile, load_config, load_end_ids, model_files, shared_files
-from rlflow.engines.serving.settings import check_model, engine_arguments, set_environment
+from rlflow.engines.serving.activity import ActivityRecorder
+from rlflow.engines.serving.batching import Batcher, Request, Response
+from rlflow.engines.serving.settings import (
+    check_model,
+    engine_arguments,
+    load_config,
+    load_end_ids,
+    model_files,
+    set_environment,
+)
+from rlflow.engines.serving.weights import (
+    ExpectedWeights,
+    SharedFile,
+    write_shared_files,
+)
 from rlflow.engines.vllm import VllmEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.resources.layout import Layout
@@ -101,7 +112,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
     raise AssertionError("it does not come about")
 
 
-def generate(batcher: Batcher, given: list[Request]) -> list[Written]:
+def generate(batcher: Batcher, given: list[Request]) -> list[Response]:
     return [answer.result(timeout=60) for answer in batcher.submit(given)]
 
 
@@ -127,7 +138,7 @@ class TestBatcher:
         def so_far(of: FakeEngine, names: Collection[str]) -> list[Output]:
             return [Output(name, [SimpleNamespace(token_ids=[1] * of.live[name])]) for name in names]
 
-        monkeypatch.setattr("rlflow.engines.serving.batching.outputs_so_far", so_far)
+        monkeypatch.setattr("rlflow.engines.serving.batching.partial_outputs", so_far)
         batcher.abort([])
         engine.go_on.clear()
         begun = PartialResponse(np.zeros(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32))
@@ -170,7 +181,7 @@ class TestBatcher:
 
         with pytest.raises(OSError, match="gone"):
             batcher.call(fail)
-        with pytest.raises(EngineError, match="role rollout: nothing is generated, its weights are not whole"):
+        with pytest.raises(EngineError, match="role rollout: it cannot generate: its weights are incomplete"):
             generate(batcher, requests(1))
 
     def test_an_engine_that_fails_fails_everybody(self, engine: FakeEngine, batcher: Batcher) -> None:
@@ -251,11 +262,11 @@ class TestSleeps:
         self, engine: VllmEngine, inner: SleepingEngine
     ) -> None:
         engine.sleep()
-        with pytest.raises(EngineError, match="role rollout: weights come while it is asleep"):
+        with pytest.raises(EngineError, match="role rollout: it cannot load weights: it is asleep"):
             engine.transfer("update_weights", {})
         for _ in range(2):
             engine.wake(True)
-        with pytest.raises(EngineError, match="role rollout: nothing is generated, it is asleep"):
+        with pytest.raises(EngineError, match="role rollout: it cannot generate: it is asleep"):
             generate(engine._batcher, requests(1))
         engine.transfer("update_weights", {})
         engine.finish_transfer(3)
@@ -276,7 +287,7 @@ class TestSleeps:
     def test_weights_that_a_copy_replaces_are_not_kept(self, engine: VllmEngine, inner: SleepingEngine) -> None:
         engine.sleep(discard_weights=True)
         engine.wake()
-        with pytest.raises(EngineError, match="role rollout: nothing is generated, its weights are not whole"):
+        with pytest.raises(EngineError, match="role rollout: it cannot generate: its weights are incomplete"):
             generate(engine._batcher, requests(1))
         engine.sleep(discard_weights=True)
         engine.wake(True)
@@ -289,7 +300,7 @@ class TestSleeps:
 
 class TestSharedFiles:
     def test_what_went_in_comes_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rlflow.engines.serving.files._FILE_BYTES", 300)
+        monkeypatch.setattr("rlflow.engines.serving.weights._FILE_BYTES", 300)
         given = [
             ("a", torch.arange(6.0).view(2, 3)),
             ("b", torch.arange(5).to(torch.bfloat16)),
@@ -299,7 +310,7 @@ class TestSharedFiles:
         ]
         paths: list[str] = []
         found: list[tuple[str, torch.Tensor]] = []
-        for file in shared_files(iter(given)):
+        for file in write_shared_files(iter(given)):
             assert isinstance(file, SharedFile)
             assert os.path.exists(file.path)
             paths.append(file.path)
@@ -312,14 +323,14 @@ class TestSharedFiles:
             assert torch.equal(tensor, same)
 
     def test_a_stream_that_breaks_off_leaves_no_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rlflow.engines.serving.files._FILE_BYTES", 8)
+        monkeypatch.setattr("rlflow.engines.serving.weights._FILE_BYTES", 8)
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             yield "a", torch.zeros(4)
             yield "b", torch.zeros(4)
             raise OSError("gone")
 
-        files = shared_files(stream())
+        files = write_shared_files(stream())
         path = next(files).path
         with pytest.raises(OSError, match="gone"):
             next(files)
@@ -346,18 +357,18 @@ class TestModelFiles:
     def test_weights_are_held_against_the_model(self, tied: bool) -> None:
         model = replace(MODEL, architecture=replace(ARCHITECTURE, tie_word_embeddings=tied))
         with model_files(spec(model=model)) as folder:
-            expected = Expected.of(load_config("policy", folder), spec())
+            expected = ExpectedWeights.of(load_config("policy", folder), spec())
         weights = {name: torch.zeros(shape) for name, shape in expected.shapes.items()}
-        assert dict(expected.checked("rollout", weights.items())).keys() == weights.keys()
+        assert dict(expected.check("rollout", weights.items())).keys() == weights.keys()
         head = weights.pop("lm_head.weight")
         if tied:
-            assert len(list(expected.checked("rollout", weights.items()))) == len(weights)
+            assert len(list(expected.check("rollout", weights.items()))) == len(weights)
         else:
             with pytest.raises(EngineError, match=r"role rollout: the weights lack 'lm_head\.weight'"):
-                list(expected.checked("rollout", weights.items()))
+                list(expected.check("rollout", weights.items()))
         for wrong in ({"lm_head.weight": head[:1]}, {"another": head}):
             with pytest.raises(EngineError, match=f"the weight '{next(iter(wrong))}' does not fit the model"):
-                list(expected.checked("rollout", (weights | wrong).items()))
+                list(expected.check("rollout", (weights | wrong).items()))
 
 
 def config(**values: Any) -> SimpleNamespace:
@@ -388,7 +399,7 @@ class TestSettings:
     def test_only_layers_with_adapters_have_room_for_them(self) -> None:
         given = replace(spec(), lora=Lora(rank=4, target_modules=("v_proj", "q_proj")))
         with model_files(given) as folder:
-            adapted = Expected.of(load_config("policy", folder), given).adapted
+            adapted = ExpectedWeights.of(load_config("policy", folder), given).adapted_layers
         arguments = engine_arguments(given, "folder", config(), adapted)
         assert (arguments["lora_target_modules"], arguments["max_lora_rank"]) == (["q_proj", "v_proj"], 8)
 
@@ -465,6 +476,6 @@ def test_how_much_gpus_compute(
     monkeypatch.setitem(sys.modules, "vllm.third_party", package)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
-    recorder = Recorder(SimpleNamespace(vllm_config=config))
-    recorder.stepped([], idle=True)
+    recorder = ActivityRecorder(SimpleNamespace(vllm_config=config))
+    recorder.record_step([], idle=True)
     assert [second.gpu for second in recorder.take()] == [pytest.approx(share) if share else None]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow.engines.sharded.cpu_offload import Parked
+from rlflow.engines.sharded.cpu_offload import OffloadedMemory
 from rlflow.engines.sharded.settings import deepspeed_config
 from rlflow.errors import RecipeError
 from rlflow.resources.layout import Layout
@@ -69,32 +69,32 @@ class TestParked:
         other, empty = torch.arange(5, dtype=torch.int8), torch.empty(0)
         views = [whole[:20].view(4, 5), whole[30:], other, empty]
         before = [view.clone() for view in views]
-        parked = Parked(torch.device("cpu"))
-        parked.put_away(views)
-        assert parked.held_bytes == 50 * 4 + 5
+        parked = OffloadedMemory(torch.device("cpu"))
+        parked.offload(views)
+        assert parked.num_bytes == 50 * 4 + 5
         assert {view.untyped_storage().nbytes() for view in views} == {0}
-        parked.bring_back()
+        parked.restore()
         assert all(torch.equal(view, same) for view, same in zip(views, before, strict=True))
-        assert parked.held_bytes == 0
+        assert parked.num_bytes == 0
 
     def test_the_host_gives_chunks_of_one_size_that_serve_again(self) -> None:
-        parked = Parked(torch.device("cpu"))
+        parked = OffloadedMemory(torch.device("cpu"))
         first, more = torch.arange(41.0), torch.arange(10.0)
         for tensors, count in (([first], 3), ([first, more], 4), ([more], 4)):
             before = [chunk.data_ptr() for chunk in parked._chunks]
-            parked.put_away(tensors)
+            parked.offload(tensors)
             assert [chunk.data_ptr() for chunk in parked._chunks][: len(before)] == before
             assert [chunk.nbytes for chunk in parked._chunks] == [64] * count
-            parked.bring_back()
+            parked.restore()
         assert torch.equal(first, torch.arange(41.0))
 
     def test_what_one_has_put_away_another_leaves_alone(self) -> None:
         weights, state = torch.arange(6.0), torch.arange(9.0)
         view = weights[2:]
-        first, second = Parked(torch.device("cpu")), Parked(torch.device("cpu"))
-        first.put_away([weights])
-        second.put_away([view, state])
-        assert (first.held_bytes, second.held_bytes) == (24, 36)
-        first.bring_back()
+        first, second = OffloadedMemory(torch.device("cpu")), OffloadedMemory(torch.device("cpu"))
+        first.offload([weights])
+        second.offload([view, state])
+        assert (first.num_bytes, second.num_bytes) == (24, 36)
+        first.restore()
         assert torch.equal(weights, torch.arange(6.0))
         assert state.untyped_storage().nbytes() == 0

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlflow.engines.causal_lm.attention import PackedLayout, torch_varlen_attention
 from rlflow.engines.causal_lm.packing import pack
-from rlflow.engines.sharded.ulysses import UlyssesLayout, part_of, shared
+from rlflow.engines.sharded.ulysses import UlyssesLayout, order_by_rank, shard_stream
 from tests.helpers import sequences
 
 GIVEN = sequences([5, 2, 4], [[4, 3, 1], [2], [1, 6]])
@@ -37,7 +37,7 @@ class Exchange:
 )
 def test_shared_attention_is_whole_attention(size: int, heads: int, key_heads: int) -> None:
     stream = pack(GIVEN.prompt_ids, GIVEN.response_ids)
-    tokens = len(shared(stream, size).ids)
+    tokens = len(order_by_rank(stream, size).ids)
     draw = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, count, tokens, 8, generator=draw) for count in (heads, key_heads, key_heads)]
     whole = [x[:, :, : len(stream.ids)].clone().requires_grad_() for x in inputs]
@@ -68,7 +68,7 @@ def test_shared_attention_is_whole_attention(size: int, heads: int, key_heads: i
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 64])
 def test_parts_are_the_whole(size: int) -> None:
     stream = pack(GIVEN.prompt_ids, GIVEN.response_ids)
-    parts = [part_of(stream, rank, size) for rank in range(size)]
+    parts = [shard_stream(stream, rank, size) for rank in range(size)]
     assert len({len(part.ids) for part, _ in parts}) == 1
     for name in ("ids", "positions"):
         joined = np.stack([getattr(part, name) for part, _ in parts], axis=1).ravel()
@@ -82,5 +82,5 @@ def test_parts_are_the_whole(size: int) -> None:
 def test_ranks_have_as_many_predictors(size: int) -> None:
     given = sequences([60], [[50]])
     stream = pack(given.prompt_ids, given.response_ids)
-    counts = [len(part_of(stream, rank, size)[1]) for rank in range(size)]
+    counts = [len(shard_stream(stream, rank, size)[1]) for rank in range(size)]
     assert max(counts) - min(counts) <= 1

@@ -9,8 +9,8 @@ import torch
 from rlflow.batch import Logprobs, Minibatch
 from rlflow.data.encoding import make_pairs
 from rlflow.engines.base import TokenLoss
-from rlflow.engines.causal_lm.micro_batches import micro_batches
-from rlflow.engines.causal_lm.totals import Totals
+from rlflow.engines.causal_lm.micro_batches import build_micro_batches
+from rlflow.engines.causal_lm.totals import LossTotals
 from rlflow.engines.fake import FakeEngine
 from rlflow.nodes.minibatches import Weighting
 from rlflow.nodes.preference import DpoLoss, DpoUpdate
@@ -36,11 +36,11 @@ def test_a_tie_is_half_right() -> None:
     assert DpoLoss(beta=1.0)(torch.tensor([-2.0, -2.0]), columns)[1]["accuracy"].tolist() == [0.5, 0.5]
 
 
-def summed(loss: TokenLoss, given: Minibatch, outputs: torch.Tensor, limit: int) -> tuple[torch.Tensor, Totals]:
+def summed(loss: TokenLoss, given: Minibatch, outputs: torch.Tensor, limit: int) -> tuple[torch.Tensor, LossTotals]:
     """The loss over passes of at most so many tokens."""
-    totals, total = Totals(loss, torch.device("cpu"), "actor"), outputs.new_zeros(())
+    totals, total = LossTotals(loss, torch.device("cpu"), "actor"), outputs.new_zeros(())
     places = given.response_ids.like(np.arange(len(given.response_ids.values)))
-    for rows in micro_batches(given, limit):
+    for rows in build_micro_batches(given, limit):
         total = total + totals.add(given.take(rows), outputs[torch.from_numpy(places.take(rows).values)], {})
     return total, totals
 

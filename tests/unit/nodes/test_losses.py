@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import Minibatch
-from rlflow.engines.causal_lm.totals import Totals
+from rlflow.engines.causal_lm.totals import LossTotals
 from rlflow.errors import RecipeError
 from rlflow.nodes.minibatches import Weighting
 from rlflow.nodes.policy_loss import Correction, LikelihoodLoss
@@ -217,7 +217,7 @@ def test_a_plain_loop_gives_the_same(node: PolicyGradient, surrogate: Callable[[
     logprobs, entropy = (
         torch.from_numpy(columns.pop(name).values).requires_grad_() for name in ("logprobs", "entropy")
     )
-    totals = Totals(node.loss(1.0), torch.device("cpu"), "actor")
+    totals = LossTotals(node.loss(1.0), torch.device("cpu"), "actor")
     ours = totals.add(replace(batch, columns=columns), logprobs, {"entropy": entropy})
 
     names = ("old_logprobs", "sampler_logprobs", "reference", "advantages")
@@ -244,7 +244,7 @@ def test_the_cases_clip() -> None:
             continue
         batch = random_minibatch(node)
         columns = dict(batch.columns)
-        totals = Totals(node.loss(1.0), torch.device("cpu"), "actor")
+        totals = LossTotals(node.loss(1.0), torch.device("cpu"), "actor")
         totals.add(batch, torch.from_numpy(columns["logprobs"].values), {})
         assert 0.02 < totals.sums["clip_fraction"] / totals.sums["weight"] < 0.9
         if node.correction is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import Logprobs
-from rlflow.engines.causal_lm.totals import Totals, averaged_over_weights
+from rlflow.engines.causal_lm.totals import LossTotals, weighted_means
 from rlflow.nodes.kl import ratio, token_kl
 from rlflow.nodes.policy_loss import Correction
 from rlflow.nodes.policy_update import PolicyGradient, PolicyUpdate
@@ -81,9 +81,9 @@ def test_the_fraction_that_is_clipped_by_the_sign_of_the_advantage() -> None:
     batch = minibatch(
         given, old_logprobs=np.zeros(6), advantages=np.array([-1.0, -2, -1, 1, 1, 0]), logprobs=np.log(ratios)
     )
-    totals = Totals(PolicyUpdate().loss(1.0), torch.device("cpu"), "actor")
+    totals = LossTotals(PolicyUpdate().loss(1.0), torch.device("cpu"), "actor")
     totals.add(batch, torch.from_numpy(batch.columns["logprobs"].values), {})
-    said = averaged_over_weights(totals.sums)
+    said = weighted_means(totals.sums)
     assert said["clip_fraction"] == pytest.approx(3 / 6)
     assert said["clip_fraction_negative"] == pytest.approx(2 / 3)
     assert said["clip_fraction_positive"] == pytest.approx(1 / 2)
@@ -91,9 +91,9 @@ def test_the_fraction_that_is_clipped_by_the_sign_of_the_advantage() -> None:
 
 def test_without_a_bad_token_none_of_them_is_clipped() -> None:
     batch = minibatch(sequences([1], [[2]]), old_logprobs=np.zeros(2), advantages=np.ones(2), logprobs=np.ones(2))
-    totals = Totals(PolicyUpdate().loss(1.0), torch.device("cpu"), "actor")
+    totals = LossTotals(PolicyUpdate().loss(1.0), torch.device("cpu"), "actor")
     totals.add(batch, torch.from_numpy(batch.columns["logprobs"].values), {})
-    assert averaged_over_weights(totals.sums)["clip_fraction_negative"] == 0
+    assert weighted_means(totals.sums)["clip_fraction_negative"] == 0
 
 
 def test_cispo_with_a_lower_bound() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from rlflow.batch import Minibatch, Packed, Rewards, Sequences
 from rlflow.engines.base import TrainsReward
-from rlflow.engines.causal_lm.totals import Totals
+from rlflow.engines.causal_lm.totals import LossTotals
 from rlflow.engines.fake import FakeEngine
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import EngineError, RecipeError
@@ -29,7 +29,7 @@ def test_against_a_plain_loop() -> None:
         columns={},
         weights=Weighting(aggregation="sequence").weights(given.response_ids.lengths, np.ones(14, np.bool_)),
     )
-    totals = Totals(RankingLoss(), torch.device("cpu"), "actor")
+    totals = LossTotals(RankingLoss(), torch.device("cpu"), "actor")
     total = totals.add(batch, outputs, {})
     (slopes,) = torch.autograd.grad(total, outputs)
 
@@ -123,8 +123,9 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as raised:
         TorchEngine(spec(model=model, capabilities=["Evaluates"]))
     assert str(raised.value) == (
-        f"models.policy.path: '{tmp_path}' is no reward model: of its weights 1 are not there, as score.weight.\n"
-        "  Fix: for rewards a sequence classification model with one label, as reward_model_update makes them."
+        f"models.policy.path: '{tmp_path}' is no reward model: "
+        "1 weight is missing from the checkpoint (score.weight).\n"
+        "  Fix: for rewards, use a sequence classification model with one label, as reward_model_update exports it."
     )
     # Where it is trained its head is new.
     assert TorchEngine(spec(model=model, capabilities=["Trains", "Evaluates"]))

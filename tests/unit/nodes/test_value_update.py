@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlflow.batch import Minibatch, Packed, ValueEstimates
-from rlflow.engines.causal_lm.totals import Totals
+from rlflow.engines.causal_lm.totals import LossTotals
 from rlflow.nodes.gae import GaeAdvantages
 from rlflow.nodes.minibatches import Weighting
 from rlflow.nodes.policy_update import PolicyUpdate
@@ -61,7 +61,7 @@ def test_a_plain_loop_gives_the_same(clip_eps: float | None) -> None:
     batch = random_minibatch()
     given = dict(batch.columns)
     values = torch.from_numpy(given.pop("values").values).requires_grad_()
-    totals = Totals(ValueLoss(clip_eps=clip_eps), torch.device("cpu"), "actor")
+    totals = LossTotals(ValueLoss(clip_eps=clip_eps), torch.device("cpu"), "actor")
     ours = totals.add(replace(batch, columns=given), values, {})
 
     exactly = values.detach().double().requires_grad_()

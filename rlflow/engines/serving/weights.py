@@ -1,0 +1,101 @@
+"""New weights for vLLM: checked against the model, and written where ranks in other processes can read them.
+
+Full weights reach several ranks in files of one bucket each. Adapters reach them as a folder in peft's format, which is
+what vLLM loads adapters from. Neither touches a disk: the files are in ``/dev/shm``, if the host has it.
+"""
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlflow.engines.base import EngineSpec
+from rlflow.engines.buckets import Bucket, TensorEntry, build_buckets
+from rlflow.engines.causal_lm.adapters import add_adapters, is_adapter, save_adapters, trained_weights, transfer_name
+from rlflow.errors import EngineError
+from rlflow.resources.models.lora import Lora
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FILE_BYTES = 64 * 2**20
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class ExpectedWeights:
+    """The weights that a copy must bring: those of the model, or of its adapters, by their transfer names."""
+
+    shapes: dict[str, tuple[int, ...]]
+    required: frozenset[str]
+    """All names but those of tied weights, which a copy may leave out."""
+
+    @classmethod
+    def of(cls, config: Any, spec: EngineSpec) -> "ExpectedWeights":
+        """Build the model from transformers' ``config``, without data, to see what its weights are.
+
+        Raises RecipeError for adapters of layers that the model does not have.
+        """
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.model.trust_remote_code)
+            add_adapters(model, spec)
+        state = trained_weights(model.state_dict(), spec.lora)
+        required = trained_weights(dict(model.named_parameters()), spec.lora)
+        shapes = {transfer_name(name): tuple(tensor.shape) for name, tensor in state.items()}
+        return cls(shapes, frozenset(map(transfer_name, required)))
+
+    @property
+    def adapted_layers(self) -> list[str]:
+        """Return the names of the layers that have adapters, such as ``q_proj``."""
+        return sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in self.shapes if is_adapter(name)})
+
+    def check(self, role: str, weights: "Iterable[tuple[str, Tensor]]") -> "Iterator[tuple[str, Tensor]]":
+        """Yield the same weights; raise EngineError at one that does not fit, or at the end if some are missing."""
+        missing = set(self.required)
+        for name, tensor in weights:
+            if self.shapes.get(name) != tuple(tensor.shape):
+                raise EngineError(f"role {role}: the weight '{name}' does not fit the model.")
+            missing.discard(name)
+            yield name, tensor
+        if missing:
+            raise EngineError(f"role {role}: the weights lack '{min(missing)}'.")
+
+
+@dataclass(frozen=True)
+class SharedFile:
+    """A bucket in a file that all ranks map into their memory."""
+
+    path: str
+    entries: tuple[TensorEntry, ...]
+
+    def tensors(self) -> "Iterator[tuple[str, Tensor]]":
+        """Yield views of the file. Its memory is freed once they and the file are deleted."""
+        return Bucket(self.entries, np.memmap(self.path, np.uint8, "r")).tensors()
+
+
+def write_shared_files(weights: "Iterable[tuple[str, Tensor]]") -> Iterator[SharedFile]:
+    """Yield all ``weights`` in order, bucket by bucket; a file is deleted when the next one is requested."""
+    for bucket in build_buckets(weights, _FILE_BYTES):
+        with tempfile.NamedTemporaryFile(prefix="rlflow-weights-", dir=memory_folder()) as file:
+            bucket.data.tofile(file.name)
+            yield SharedFile(file.name, bucket.entries)
+
+
+@contextmanager
+def adapter_folder(lora: Lora, weights: "Iterable[tuple[str, Tensor]]") -> Iterator[str]:
+    """Write adapters to a folder in shared memory, which is deleted on exit."""
+    with tempfile.TemporaryDirectory(prefix="rlflow-adapters-", dir=memory_folder()) as folder:
+        save_adapters(Path(folder), lora, dict(weights), None)
+        yield folder
+
+
+def memory_folder() -> Path | None:
+    """Return a folder whose files are held in memory; None if the host has none."""
+    return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None

@@ -1,0 +1,109 @@
+"""Restoring DeepSpeed's checkpoints with another number of ranks, by way of DeepSpeed's universal format.
+
+DeepSpeed writes one file of weights and moments per rank. Its converter makes them into a folder in which every weight
+is whole, which any number of ranks can load.
+"""
+
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rlflow.engines.base import EngineSpec
+from rlflow.engines.sharded.process_group import files_group, wait_for_files
+from rlflow.errors import EngineError, RecipeError, first_line
+
+UNIVERSAL = "universal"
+"""The name of the converted folder, beside DeepSpeed's own."""
+# A file that the converter writes beside the folder. rlflow does not use it.
+_LATEST = "latest_universal"
+# ZeRO stages whose checkpoints DeepSpeed can convert into each other.
+_CONVERTIBLE_STAGES = ({0}, {1, 2}, {3})
+
+
+def needs_conversion(spec: EngineSpec, saved: Mapping[str, int], current: Mapping[str, int]) -> bool:
+    """Return whether a checkpoint with the ``world_size`` and ``zero_stage`` of ``saved`` must be converted first.
+
+    Raises RecipeError for a ZeRO stage that cannot load it at all.
+    """
+    stages = next(stages for stages in _CONVERTIBLE_STAGES if current["zero_stage"] in stages)
+    if saved["zero_stage"] not in stages:
+        raise RecipeError(
+            f"roles.{spec.role}.zero_stage",
+            f"the checkpoint was saved by {saved['world_size']} ranks with ZeRO {saved['zero_stage']}, which "
+            f"{current['world_size']} ranks with ZeRO {current['zero_stage']} cannot load",
+            fix=f"roles.{spec.role}.zero_stage={saved['zero_stage']}",
+        )
+    # Without ZeRO, one file holds everything.
+    return saved != current and current["zero_stage"] > 0
+
+
+@contextmanager
+def converted_checkpoint(spec: EngineSpec, folder: Path, tag: str, num_shards: int) -> Iterator[None]:
+    """Convert the checkpoint ``tag`` of ``num_shards`` ranks to ``folder / UNIVERSAL``, and delete that on exit.
+
+    Rank 0 converts, which takes disk space of about twice the checkpoint. Every rank calls this at the same time.
+    Raises the same EngineError on all of them if the conversion fails.
+    """
+    from torch.distributed import broadcast_object_list
+
+    problem = ""
+    try:
+        if spec.rank == 0:
+            delete_converted(folder)
+            problem = _convert(folder / tag, folder / UNIVERSAL, num_shards)
+        shared = [problem]
+        broadcast_object_list(shared, src=0, group=files_group())
+        if shared[0]:
+            raise EngineError(f"role {spec.role}: '{folder}' cannot be restored ({shared[0]}).")
+        yield
+        wait_for_files()
+    finally:
+        if spec.rank == 0:
+            delete_converted(folder)
+
+
+def delete_converted(folder: Path) -> None:
+    """Delete what a conversion has written, also one of a run that was killed."""
+    shutil.rmtree(folder / UNIVERSAL, ignore_errors=True)
+    with suppress(OSError):  # the folder may be read-only
+        (folder / _LATEST).unlink()
+
+
+@contextmanager
+def universal_loading(engine: Any) -> Iterator[None]:
+    """Make DeepSpeed's ``engine`` load the universal format, which otherwise its configuration fixes for good."""
+    engine._config.load_universal_checkpoint = True
+    try:
+        yield
+    finally:
+        engine._config.load_universal_checkpoint = False
+
+
+def _convert(source: Path, target: Path, num_shards: int) -> str:
+    """Run DeepSpeed's converter; return the reason if it fails, else an empty string."""
+    # The converter itself accepts any number of files.
+    if (found := len(list(source.glob("*_optim_states.pt")))) != num_shards:
+        return f"it has {found} of {num_shards} shards"
+    from deepspeed.checkpoint import ds_to_universal
+
+    arguments = Namespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        # More workers would be forked, which a process with threads and a GPU does not survive.
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    try:
+        # The converter prints its progress.
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            ds_to_universal.main(arguments)
+    except Exception as error:  # the converter raises errors of many kinds for missing files
+        return first_line(error) or type(error).__name__
+    return ""
