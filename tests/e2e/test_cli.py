@@ -243,7 +243,7 @@ def test_two_runs_in_one_folder(tmp_path: Path, rlflow: Command) -> None:
 
 def test_what_an_engine_finds_wrong_in_its_own_process(rlflow: Command) -> None:
     done = rlflow(*fake("roles.rollout.engine=vllm"), code=2)
-    assert "RecipeError: models.policy: vLLM on the CPU has no attention for heads of 8" in done.stderr
+    assert "RecipeError: models.policy: vLLM on the CPU has no attention kernel for head_dim 8" in done.stderr
 
 
 def test_auto_takes_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rlflow: Command) -> None:

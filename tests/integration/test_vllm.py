@@ -308,7 +308,7 @@ def test_asleep_it_generates_nothing(alone: RemoteEngine) -> None:
 
 def test_a_model_that_vllm_cannot_run_here(process: EngineProcess) -> None:
     small = replace(MODEL, architecture=replace(ARCHITECTURE, head_dim=8))
-    with pytest.raises(RecipeError, match=r"models\.policy: vLLM on the CPU has no attention for heads of 8"):
+    with pytest.raises(RecipeError, match=r"models\.policy: vLLM on the CPU has no attention kernel for head_dim 8"):
         process.build("vllm", serving(model=small))
 
 

@@ -135,7 +135,7 @@ def test_a_copy_that_fails_inside_vllm(engine: RemoteEngine, reference: Transfor
 
 def test_adapters_that_cannot_be_taken_over(process: EngineProcess) -> None:
     for lora, message in (
-        (Lora(rank=513), "vLLM takes no adapters of rank 513 over: 512 is the most"),
+        (Lora(rank=513), "vLLM supports adapters up to rank 512, not 513"),
         (Lora(target_modules=("qproj",)), "it has no linear layers 'qproj'"),
     ):
         with pytest.raises(RecipeError, match=message):

@@ -55,7 +55,7 @@ def test_no_file_of_a_model_runs_unless_the_recipe_says_so(foreign: Model, tmp_p
             load()
         said = str(raised.value)
         assert said.startswith(f"models.policy.path: '{foreign.path}' can only be loaded by running the Python files")
-        assert said.endswith("Fix: read them, and if you trust them set models.policy.trust_remote_code=true.")
+        assert said.endswith("Fix: read these files, and if you trust them set models.policy.trust_remote_code=true.")
     assert not (tmp_path / "ran").exists()
 
 

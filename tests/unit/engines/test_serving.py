@@ -207,7 +207,7 @@ class TestBatcher:
         for thread in (other, bad):
             thread.join(60)
         assert [str(error) for error in errors] == [
-            "role rollout: vLLM does not take a request (ValueError: no such parameter)."
+            "role rollout: vLLM refuses a request (ValueError: no such parameter)."
         ]
         assert [written.output.token_ids for written in results[0]] == [[0], [0]]
         assert engine.live == {}
@@ -378,7 +378,9 @@ def config(**values: Any) -> SimpleNamespace:
 
 class TestSettings:
     def test_a_head_that_no_kernel_takes(self) -> None:
-        with pytest.raises(RecipeError, match=r"models\.policy: vLLM on the CPU has no attention for heads of 8\."):
+        with pytest.raises(
+            RecipeError, match=r"models\.policy: vLLM on the CPU has no attention kernel for head_dim 8\."
+        ):
             check_model(spec(), config(head_dim=8))
         check_model(replace(spec(), device="cuda:0"), config(head_dim=8))
         check_model(spec(), config(head_dim=None))
@@ -426,7 +428,7 @@ class TestSettings:
         set_environment(replace(spec(), layout=Layout(micro_batch_tokens=1, tensor_parallel_size=2)))
         assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "4,5|6,7"
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-        with pytest.raises(RecipeError, match="needs a core for each of 2 ranks, and there are 1"):
+        with pytest.raises(RecipeError, match="needs a core for each of 2 ranks, but there are 1 cores"):
             set_environment(replace(spec(), layout=Layout(micro_batch_tokens=1, tensor_parallel_size=2)))
 
 

@@ -55,7 +55,7 @@ def test_an_offload_that_the_stage_does_not_have() -> None:
     with pytest.raises(RecipeError) as raised:
         config(zero_stage=2, offload="weights")
     assert str(raised.value) == (
-        "roles.actor.offload: 'weights' with ZeRO stage 2 is not possible.\n  Fix: zero_stage 3."
+        "roles.actor.offload: 'weights' is not supported with ZeRO stage 2.\n  Fix: zero_stage 3."
     )
 
 
