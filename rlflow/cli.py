@@ -27,7 +27,7 @@ from rlflow.arguments import help_text, hydra_arguments
 from rlflow.cluster_detection import default_cluster, detect_cluster
 from rlflow.compiler import compile_recipe
 from rlflow.compiler.plan import Plan, format_duration, read_plan, write_plan
-from rlflow.compiler.ranking import Outcome, ranking
+from rlflow.compiler.ranking import SweepOutcome, ranking_table
 from rlflow.compiler.render import render
 from rlflow.compose import (
     COMPOSING_ERRORS,
@@ -71,7 +71,7 @@ def main() -> int:
     except UserError as error:
         return _exit_code(error)
     codes: list[int] = []
-    outcomes: list[Outcome] = []
+    outcomes: list[SweepOutcome] = []
 
     @hydra.main(config_path=str(CONF.resolve()), config_name="config", version_base="1.3")
     def job(config: DictConfig) -> None:
@@ -90,7 +90,7 @@ def main() -> int:
             raise
         return _exit_code(composing_error(error))
     if len(outcomes) > 1:
-        show(ranking(outcomes))
+        show(ranking_table(outcomes))
     return max(codes, default=0)
 
 
@@ -99,7 +99,7 @@ def _is_raised_by_job(error: Exception) -> bool:
     return any(frame.f_code is _job.__code__ for frame, _ in walk_tb(error.__traceback__))
 
 
-def _job(config: DictConfig, outcomes: list[Outcome]) -> int:
+def _job(config: DictConfig, outcomes: list[SweepOutcome]) -> int:
     """Plan and run one job of a sweep, and add its prediction or error to ``outcomes``; return its exit code."""
     num_earlier = len(outcomes)
     directory = Path(HydraConfig.get().runtime.output_dir)
@@ -109,7 +109,7 @@ def _job(config: DictConfig, outcomes: list[Outcome]) -> int:
         return _plan_and_run(config, directory, outcomes)
     except (UserError, EngineError) as error:
         if isinstance(error, UserError) and len(outcomes) == num_earlier:
-            outcomes.append(Outcome(_overrides(), None, f"{error.path}: {error.fact}"))
+            outcomes.append(SweepOutcome(_overrides(), None, f"{error.path}: {error.fact}"))
         return _exit_code(error)
     except BrokenPipeError:  # the reader of the output, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -129,11 +129,11 @@ def _overrides() -> tuple[str, ...]:
     return tuple(override.lstrip("+") for override in HydraConfig.get().overrides.task)
 
 
-def _plan_and_run(config: DictConfig, directory: Path, outcomes: list[Outcome]) -> int:
+def _plan_and_run(config: DictConfig, directory: Path, outcomes: list[SweepOutcome]) -> int:
     console = output_console()
     options = run_options_from_config(config)
     plan, resumed = _plan(config, options, directory.parent.parent)
-    outcomes.append(Outcome(_overrides(), plan.prediction))
+    outcomes.append(SweepOutcome(_overrides(), plan.prediction))
     show(render(plan, explain=options.explain, width=min(WIDTH, console.width)))
     if options.dry_run:
         _write_plan(plan, directory)

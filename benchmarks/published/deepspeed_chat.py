@@ -10,8 +10,9 @@ from rlflow.resources.layout import GIB, Layout, Offload
 from rlflow.resources.memory.phases import update_terms
 from rlflow.resources.memory.state import state_terms
 from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.time.decoding import padded_generation
 from rlflow.resources.time.lengths import Lengths
-from rlflow.resources.time.passes import gather_seconds, padded_generation, scoring, sync_seconds, training
+from rlflow.resources.time.passes import gather_seconds, scoring, sync_seconds, training
 from rlflow.resources.time.speed import Efficiency, gpu_speed
 
 # step3_rlhf_finetuning/BenckmarkSetting.md: 264,292 samples of 256 + 256 tokens, at most 1024 a step, else as many as

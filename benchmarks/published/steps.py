@@ -12,15 +12,8 @@ from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.phases import generate_memory
 from rlflow.resources.memory.state import state_terms
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.time.passes import (
-    generation,
-    host_seconds,
-    offload_seconds,
-    padded_generation,
-    scoring,
-    sync_seconds,
-    training,
-)
+from rlflow.resources.time.decoding import generation, padded_generation
+from rlflow.resources.time.passes import host_seconds, offload_seconds, scoring, sync_seconds, training
 from rlflow.resources.time.speed import Efficiency, Speed, gpu_speed
 
 # The share of a GPU's memory for weights, gradients and optimizer; activations and logits get the rest.

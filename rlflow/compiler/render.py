@@ -1,4 +1,4 @@
-"""The plan as a person sees it: verdict, GPUs, memory, the step, and what else there was, on one screen."""
+"""The plan as text for a person, on one screen: verdict, placement, memory, timeline, reasons and alternatives."""
 
 from collections.abc import Iterator, Mapping
 from itertools import groupby, zip_longest
@@ -15,14 +15,16 @@ from rlflow.recipe import Role
 from rlflow.resources.layout import GIB, Layout
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
-# Hosts, and GPUs of a host, that are drawn; more are told in words.
+# The most hosts, and GPUs of a host, that are drawn; larger clusters are described in words.
 _HOSTS = 4
 _GPUS = 8
 WIDTH = 100
+"""The widest text, for terminals that are wider and for files."""
 _BAR = 64
-# Besides, terms smaller than this are one.
+# Memory terms below this are summed up as "other".
 _SMALL_GIB = 0.95
 _ALTERNATIVES = 3
+_LABEL = 12
 
 
 def render(plan: Plan, *, explain: bool = False, width: int = WIDTH) -> RenderableType:
@@ -35,7 +37,7 @@ def render(plan: Plan, *, explain: bool = False, width: int = WIDTH) -> Renderab
     if explain:
         parts += [_graph(plan, colours), Text(), _loss(plan, width), Text()]
     parts += [_placement(plan, colours, width), Text(), _roles(plan, colours, width), Text()]
-    parts += [_step(plan, colours, width), Text(), _words(plan, width, explain=explain)]
+    parts += [_timeline(plan, colours, width), Text(), _facts(plan, width, explain=explain)]
     return Group(*parts)
 
 
@@ -51,14 +53,16 @@ def _verdict(plan: Plan) -> Text:
     counted = prediction.headroom_gib is not None
     verdict = ("FITS", "bold green") if counted else ("PLACED", "bold yellow")
     text = Text.assemble((plan.recipe.name, "bold"), f" on {plan.cluster.shape}   ", verdict)
-    text.append(f", {seconds(prediction.step_seconds)}/step, {prediction.tokens_per_second_per_gpu:.0f} tokens/s/GPU")
+    text.append(
+        f", {format_seconds(prediction.step_seconds)}/step, {prediction.tokens_per_second_per_gpu:.0f} tokens/s/GPU"
+    )
     used = {bundle for placement in plan.roles.values() for bundle in placement.bundles}
-    # Several processors are played by one.
-    unit = "GPUs" if counted else "processors" + (" on simulated hosts" if len(used) > 1 else "")
-    text.append(f"\n{len(used)} of {sum(len(host.usable) for host in plan.cluster.hosts)} {unit}, ")
+    text.append(f"\n{len(used)} of {sum(len(host.usable) for host in plan.cluster.hosts)} ")
     if prediction.headroom_gib is None:
-        return text.append("whose memory is not counted")
-    return text.append(f"least headroom {prediction.headroom_gib:.1f} GiB ({prediction.fullest})")
+        # Hosts of CPUs are simulated on this machine where a plan uses several.
+        simulated = " on simulated hosts" if len(used) > 1 else ""
+        return text.append(f"CPUs{simulated} (memory is not modelled on CPUs)")
+    return text.append(f"GPUs, least headroom {prediction.headroom_gib:.1f} GiB ({prediction.fullest})")
 
 
 def _graph(plan: Plan, colours: Mapping[str, str]) -> Table:
@@ -92,7 +96,10 @@ def _role(node: GraphNode, colours: Mapping[str, str]) -> Text:
 
 
 def _placement(plan: Plan, colours: Mapping[str, str], width: int) -> RenderableType:
-    """A line a role on each host, a cell a GPU with the number of its worker; a worker of several GPUs is one block."""
+    """Draw each host with a line for each role: a cell is a GPU with the number of its worker.
+
+    A worker of several GPUs is one block.
+    """
     hosts = plan.cluster.hosts
     widest = max(host.gpus for host in hosts)
     if widest > _GPUS:
@@ -102,15 +109,17 @@ def _placement(plan: Plan, colours: Mapping[str, str], width: int) -> Renderable
         for role, placement in plan.roles.items()
     }
     names = max(len(name) for name in (*plan.roles, "reserved")) + 2
-    places = min(24, max(len(host.name) for host in hosts[:_HOSTS])) + 2
-    cell = min(10, (width - names - places) // widest)
-    lines = [Text(" " * (places + names) + "".join(str(gpu).ljust(cell) for gpu in range(widest)).rstrip(), "bold")]
+    host_column = min(24, max(len(host.name) for host in hosts[:_HOSTS])) + 2
+    cell = min(10, (width - names - host_column) // widest)
+    lines = [
+        Text(" " * (host_column + names) + "".join(str(gpu).ljust(cell) for gpu in range(widest)).rstrip(), "bold")
+    ]
     for host in hosts[:_HOSTS]:
         at_host = {role: [at.get((host.name, gpu)) for gpu in range(host.gpus)] for role, at in workers.items()}
-        nothing = "reserved" if host.reserved else "unused"
-        here = [role for role, numbers in at_host.items() if any(number is not None for number in numbers)]
-        for label, role in zip_longest([host.name[: places - 2]], here or [nothing], fillvalue=""):
-            line = Text(label.ljust(places))
+        empty = "reserved" if host.reserved else "unused"
+        present = [role for role, numbers in at_host.items() if any(number is not None for number in numbers)]
+        for label, role in zip_longest([host.name[: host_column - 2]], present or [empty], fillvalue=""):
+            line = Text(label.ljust(host_column))
             line.append(role.ljust(names), colours.get(role, "dim"))
             for number, run in groupby(at_host.get(role, [])):
                 block = "-" if number is None else str(number)
@@ -120,7 +129,7 @@ def _placement(plan: Plan, colours: Mapping[str, str], width: int) -> Renderable
             line.rstrip()
             lines.append(line)
     if len(hosts) > _HOSTS:
-        lines.append(Text(f"and {len(hosts) - _HOSTS} more hosts; plan.json has all", "dim"))
+        lines.append(Text(f"and {len(hosts) - _HOSTS} more hosts; plan.json lists all", "dim"))
     return Group(*lines)
 
 
@@ -137,27 +146,22 @@ def _placement_in_words(plan: Plan, colours: Mapping[str, str]) -> Table:
 
 
 def _roles(plan: Plan, colours: Mapping[str, str], width: int) -> Table:
-    """Of each role what it is, how full its fullest GPU gets, and what that is filled with."""
+    """Describe each role: its engine and layout, how full its fullest GPU gets, and what fills it."""
     table = Table(box=None, pad_edge=False, show_header=False, width=width)
     table.add_column(width=max(len(role) for role in plan.roles))
     table.add_column(overflow="fold", ratio=1)
     sizes = {host.name: plan.cluster.memory_gib(host) for host in plan.cluster.hosts}
     engines = max(len(plan.recipe.roles[role].engine) for role in plan.roles) + 2
     for role, placement in plan.roles.items():
-        written = plan.recipe.roles[role]
-        table.add_row(
-            Text(role, colours[role]),
-            written.engine.ljust(engines)
-            + describe_layout(placement.layout)
-            + _adapters(written)
-            + _pinned_attention(written),
-        )
-        of = plan.prediction.memory[role]
-        peaks = [(max(gpus.values()), sizes[host] or 0.0) for host, gpus in of.peak_gib.items()]
+        options = plan.recipe.roles[role]
+        words = options.engine.ljust(engines) + describe_layout(placement.layout)
+        table.add_row(Text(role, colours[role]), words + _adapters(options) + _pinned_attention(options))
+        memory = plan.prediction.memory[role]
+        peaks = [(max(gpus.values()), sizes[host] or 0.0) for host, gpus in memory.peak_gib.items()]
         peak, size = min(peaks, key=lambda each: each[1] - each[0], default=(0.0, 0.0))
         if peak:
-            terms = _terms(of.phases[of.phase], peak, of.sequences)
-            table.add_row("", f"{_bar(peak, size)} GiB in {of.phase}: {terms}")
+            terms = _terms(memory.phases[memory.phase], peak, memory.sequences)
+            table.add_row("", f"{_bar(peak, size)} GiB in {memory.phase}: {terms}")
     return table
 
 
@@ -166,7 +170,7 @@ def _adapters(role: Role) -> str:
 
 
 def _pinned_attention(role: Role) -> str:
-    """What ``auto`` takes is known where the role runs."""
+    """Name the attention kernel if it is pinned; ``auto`` is decided where the role runs."""
     return f", {role.attention}" if role.attention != "auto" else ""
 
 
@@ -174,8 +178,8 @@ def _terms(terms: Mapping[str, float], peak: float, sequences: int | None) -> st
     large = {term: gib for term, gib in terms.items() if gib >= _SMALL_GIB}
     small = sum(terms.values()) - sum(large.values())
     words = [f"{term} {gib:.0f}" for term, gib in large.items()]
-    words += [f"small ones {small:.0f}"] if small >= 0.5 else []
-    words += [f"resting roles {beside:.0f}"] if (beside := peak - sum(terms.values())) >= 0.5 else []
+    words += [f"other {small:.0f}"] if small >= 0.5 else []
+    words += [f"idle roles {idle:.0f}"] if (idle := peak - sum(terms.values())) >= 0.5 else []
     return ", ".join(words) + (f" ({sequences} sequences)" if sequences else "")
 
 
@@ -185,7 +189,7 @@ def _bar(used: float, size: float) -> str:
 
 
 def describe_layout(layout: Layout) -> str:
-    """What differs from one GPU with everything on it."""
+    """Return the layout in words, without degrees of 1."""
     degrees = (
         ("dp", layout.data_parallel_size),
         ("tp", layout.tensor_parallel_size),
@@ -210,8 +214,8 @@ def describe_layout(layout: Layout) -> str:
     return ", ".join(words)
 
 
-def _step(plan: Plan, colours: Mapping[str, str], width: int) -> RenderableType:
-    """When each node runs; ``=`` where the step's length follows from it, ``-`` elsewhere."""
+def _timeline(plan: Plan, colours: Mapping[str, str], width: int) -> RenderableType:
+    """Draw when each node runs: ``=`` on the critical path of the step, ``-`` elsewhere."""
     prediction = plan.prediction
     step = prediction.step_seconds or 1.0
     roles = {node.name: node.role for node in plan.graph.nodes} | {
@@ -229,47 +233,45 @@ def _step(plan: Plan, colours: Mapping[str, str], width: int) -> RenderableType:
         line = Text(f"{node:<{names}}")
         line.append(" " * first)
         line.append(("=" if time.critical else "-") * length, colours.get(role or "", "dim"))
-        line.append(" " * (bar - first - length) + f"  {seconds(time.seconds):>8}")
+        line.append(" " * (bar - first - length) + f"  {format_seconds(time.seconds):>8}")
         lines.append(line)
     return Group(*lines)
 
 
-def _words(plan: Plan, width: int, *, explain: bool) -> Table:
+def _facts(plan: Plan, width: int, *, explain: bool) -> Table:
+    """List reasons, limits, warnings and alternatives; ``explain`` shows all of them."""
     prediction = plan.prediction
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold", width=8)
-    table.add_column(overflow="fold", width=width - 10)
+    table.add_column(style="bold", width=_LABEL)
+    table.add_column(overflow="fold", width=width - _LABEL - 2)
     for reason in prediction.reasons:
         table.add_row("why", reason)
-    most = max(prediction.host_gib, key=lambda host: prediction.host_gib[host], default=None)
-    if most is not None and prediction.host_gib[most] >= 1:
-        table.add_row(
-            "host",
-            f"{prediction.host_gib[most]:.0f} GiB of the memory of {most}, for what sleeps or is offloaded, and data",
-        )
+    fullest = max(prediction.host_gib, key=lambda host: prediction.host_gib[host], default=None)
+    if fullest is not None and prediction.host_gib[fullest] >= 1:
+        gib = prediction.host_gib[fullest]
+        table.add_row("host memory", f"{gib:.0f} GiB on {fullest}, for offloaded and sleeping roles and for data")
     table.add_row("data", _data(plan))
     for limit in prediction.limits[: None if explain else 1]:
         table.add_row("limit", limit)
     for warning in prediction.warnings:
         table.add_row("warning", Text(warning, "yellow"))
-    for line in _alternatives(plan, explain=explain):
-        table.add_row("instead", line)
-    table.add_row("", Text(f"fingerprint {plan.fingerprint}", "dim"))
+    for index, line in enumerate(_alternatives(plan, explain=explain)):
+        table.add_row("" if index else "alternatives", line)
+    table.add_row("fingerprint", Text(plan.fingerprint, "dim"))
     return table
 
 
 def _data(plan: Plan) -> str:
-    """What travels between nodes in a step, and where most of it is at once."""
+    """Return how much data travels between nodes in a step, and the largest peak of an object store."""
     data = plan.prediction.data
     largest = max(data.edges, key=lambda edge: data.edges[edge])
     fullest = max(data.store_peak_gib, key=lambda host: data.store_peak_gib[host])
-    most = _size(data.store_peak_gib[fullest] * GIB)
-    words = f"{_size(sum(data.edges.values()))} a step ({largest} {_size(data.edges[largest])})"
-    return f"{words}, at most {most} of it at once in the store of {fullest}"
+    moved = f"{_size(sum(data.edges.values()))} per step ({largest} {_size(data.edges[largest])})"
+    return f"{moved}, object store peak {_size(data.store_peak_gib[fullest] * GIB)} ({fullest})"
 
 
 def _size(count: float) -> str:
-    """Of bytes, for a person."""
+    """Format a number of bytes."""
     unit, name = next((u, n) for u, n in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if count >= u or n == "KiB")
     return f"{count / unit:.3g} {name}" if count < 1000 * unit else f"{count / unit:.0f} {name}"
 
@@ -277,14 +279,15 @@ def _size(count: float) -> str:
 def _alternatives(plan: Plan, *, explain: bool) -> Iterator[str]:
     alternatives = plan.prediction.alternatives
     shown = alternatives if explain else alternatives[:_ALTERNATIVES]
-    for index, other in enumerate(shown):
-        time = f"{seconds(other.step_seconds)} " if other.step_seconds is not None else "no: "
-        more = len(alternatives) - len(shown)
-        rest = f" ({more} more: explain=true)" if more and index == len(shown) - 1 else ""
-        loses = f"({other.loses})" if other.step_seconds is not None else other.loses
-        yield f"{other.what}: {time}{loses}{rest}"
+    for other in shown:
+        if other.step_seconds is None:
+            yield f"{other.what}: does not fit ({other.loses})"
+        else:
+            yield f"{other.what}: {format_seconds(other.step_seconds)} ({other.loses})"
+    if more := len(alternatives) - len(shown):
+        yield f"{more} more with explain=true"
 
 
-def seconds(value: float) -> str:
-    """For a person: 0.0123 s, 1.23 s, 123 s."""
+def format_seconds(value: float) -> str:
+    """Format a time with two or three digits: 0.012 s, 1.2 s, 123 s."""
     return f"{value:.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 1 else f"{value:.2g} s"

@@ -1,1 +1,1 @@
-"""What there is (cluster, GPUs, models) and who gets what of it (planner). Knows nothing of recipes and graphs."""
+"""Resources: clusters, models, layouts, memory and time, and the planner. Nothing here knows about recipes."""

@@ -1,4 +1,4 @@
-"""Hosts and their GPUs: an input of planning."""
+"""A cluster: its hosts and their GPUs, an input of planning."""
 
 import re
 from collections import Counter
@@ -20,48 +20,50 @@ _TERM = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)(?:@(\w+))?")
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu(Section):
-    """A kind of GPU, or the CPU in its place."""
+    """A kind of GPU, or of CPU."""
 
     memory_gib: Annotated[float, Gt(0)] | None = None
-    """As the driver reports it; None where memory is the host's own."""
+    """Memory as the driver reports it; None for CPUs, which use the host's memory."""
     device_name: str | None = None
-    """What nvidia-smi calls it."""
+    """The name that nvidia-smi shows."""
     peak_tflops: Mapping[str, Annotated[float, Gt(0)]] | None = None
-    """Of dense matrix products by the type of their numbers, ``float32`` as TF32 where the GPU has it. TFLOP/s."""
+    """Dense matrix products in TFLOP/s, by number type; ``float32`` is TF32 where the GPU has it."""
     memory_gb_s: Annotated[float, Gt(0)] | None = None
-    """From and to its own memory, GB/s."""
+    """Bandwidth of its own memory in GB/s."""
     link_gb_s: Annotated[float, Gt(0)] | None = None
-    """To the other GPUs of its host, in one direction, GB/s."""
+    """Bandwidth to the other GPUs of its host, in one direction, in GB/s."""
     nvls_channels: Annotated[int, Ge(0)] = 0
-    """NCCL channels for NVLink SHARP, each with buffers of its own; 0 where switches cannot add."""
+    """NCCL channels for NVLink SHARP, each with its own buffers; 0 where the switches cannot reduce."""
     network_gb_s: Annotated[float, Gt(0)] | None = None
-    """To other hosts, in one direction, its usual share, GB/s."""
+    """Its usual share of the bandwidth to other hosts, in one direction, in GB/s."""
     source: str
-    """Where the figures come from."""
+    """The source of these figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host(Section):
+    """A machine with GPUs of one kind."""
+
     name: str
     gpus: Annotated[int, Ge(1)]
     gpu: str
-    """The kind, a key of ``Cluster.gpus``."""
+    """The kind of its GPUs, a key of ``Cluster.gpus``."""
     free: tuple[int, ...] | None = None
-    """Ids of the GPUs that may be used, where others are taken; None: all."""
+    """Ids of the GPUs that may be used, if others are taken; None: all."""
     reserved: bool = False
-    """It is there, and no role may use it."""
+    """No role may use this host."""
     memory_gib: Annotated[float, Gt(0)] | None = None
-    """The host's own, for what is offloaded or asleep; None: as much as is needed."""
+    """The host's memory, for offloaded and sleeping roles; None: assumed sufficient."""
     labels: tuple[str, ...] = ()
-    """What a role may ask of its hosts."""
+    """Labels that a role may ask for."""
 
     def has(self, label: str | None) -> bool:
-        """A kind of GPU is a label, too."""
+        """Return whether the host has a label; its kind of GPU counts as one. None matches every host."""
         return label is None or label in self.labels or label == self.gpu
 
     @cached_property
     def usable(self) -> tuple[int, ...]:
-        """Ids of the GPUs that roles may use, ascending."""
+        """Return the ids of the GPUs that roles may use, in ascending order."""
         if self.reserved:
             return ()
         return tuple(range(self.gpus)) if self.free is None else tuple(sorted(self.free))
@@ -69,32 +71,34 @@ class Host(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster(Section):
+    """Hosts, and the figures of their kinds of GPU."""
+
     hosts: tuple[Host, ...]
     gpus: Mapping[str, Gpu]
-    """The kinds that the hosts have."""
+    """The kinds of GPU, by name."""
 
     @property
     def shape(self) -> str:
-        """The shortest ``HOSTSxGPUS@KIND`` text for the hosts in their order."""
+        """Return the shortest ``HOSTSxGPUS@KIND`` text that describes the hosts in order."""
         runs = [(len(list(run)), *like) for like, run in groupby(self.hosts, lambda host: (host.gpus, host.gpu))]
         return "+".join(f"{count}x{gpus}@{gpu}" for count, gpus, gpu in runs)
 
     def hosts_with(self, label: str | None) -> tuple[Host, ...]:
-        """The hosts that have the label, or are of this kind of GPU; None: all."""
+        """Return the hosts with a label or kind of GPU; None: all hosts."""
         return tuple(host for host in self.hosts if host.has(label))
 
     def memory_gib(self, host: Host) -> float | None:
-        """Of each of the host's GPUs."""
+        """Return the memory of each of the host's GPUs."""
         return self.gpus[host.gpu].memory_gib
 
 
 def parse_shape(shape: str) -> list[tuple[int, int, str]]:
-    """``7x8+1x7@h200`` as [(hosts, GPUs of each, kind), ...]. Raises RecipeError for any other form."""
+    """Parse ``7x8+1x7@h200`` into [(hosts, GPUs of each, kind), ...]. Raises RecipeError for any other form."""
     terms = [_TERM.fullmatch(term) for term in shape.split("+")]
     if not all(terms):
         raise RecipeError(
             "cluster",
-            f"'{shape}' is neither a cluster of conf/cluster nor a shape",
+            f"'{shape}' is neither a file in conf/cluster nor a shape",
             fix="write HOSTSxGPUS with numbers from 1, as 2x8, 7x8+1x7 or 2x8@h200",
         )
     if sum(int(term[1]) * int(term[2]) for term in terms if term) > MOST_GPUS:
@@ -103,7 +107,10 @@ def parse_shape(shape: str) -> list[tuple[int, int, str]]:
 
 
 def cluster_from(mapping: Mapping[str, Any]) -> Cluster:
-    """A cluster from its part of the configuration: ``shape`` or ``hosts``, and the figures of its kinds of GPU."""
+    """Build a cluster from its part of the configuration: ``shape`` or ``hosts``, and figures of GPUs.
+
+    Raises RecipeError.
+    """
     fields = dict(mapping)
     if fields.get("shape") is not None and "hosts" in fields:
         raise RecipeError(
@@ -131,10 +138,14 @@ def cluster_from(mapping: Mapping[str, Any]) -> Cluster:
             "cluster.hosts", "no GPU may be used: every host is reserved or has no free GPU", fix="leave one free"
         )
     if len({cluster.memory_gib(host) is None for host in cluster.hosts}) > 1:
-        raise RecipeError("cluster.hosts", "processors and GPUs in one cluster", fix="hosts of GPUs, or of processors")
-    twice = [name for name, count in Counter(host.name for host in cluster.hosts).items() if count > 1]
-    if twice:
-        raise RecipeError("cluster.hosts", f"the name '{twice[0]}' is given twice", fix="give every host its own name")
+        raise RecipeError(
+            "cluster.hosts", "some hosts have GPUs and others only CPUs", fix="hosts of GPUs, or hosts of CPUs"
+        )
+    repeated = [name for name, count in Counter(host.name for host in cluster.hosts).items() if count > 1]
+    if repeated:
+        raise RecipeError(
+            "cluster.hosts", f"the name '{repeated[0]}' is used twice", fix="give every host its own name"
+        )
     return cluster
 
 

@@ -1,4 +1,4 @@
-"""What one role asks for."""
+"""The demand of a role: what its engine, its model and its pins ask of the cluster."""
 
 from dataclasses import dataclass
 from math import prod
@@ -14,26 +14,27 @@ _OPEN = Resources()
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What one role asks for."""
+    """The demand of one role."""
 
     role: str
     engine: str
     parallel: frozenset[str]
-    """The ways in which the engine can be spread: tensor, pipeline, data, sequence."""
+    """The ways in which the engine can be parallel: tensor, pipeline, data, sequence."""
     trains: bool
     generates: bool
     architecture: Architecture | None
     """None for a model whose figures are not known."""
     weight_bytes: float = 2
-    """A parameter, where the role does not train."""
+    """Bytes of a parameter, where the role is not trained."""
     training: TrainingMemory = MIXED_PRECISION
     """How the engine keeps the state of a model that it trains."""
     follows_lora: Lora | None = None
-    """The adapters that it takes over, beside the weights of its own."""
+    """The adapters that it takes over from the role it follows."""
     pins: Resources
+    """The values that the recipe pins."""
 
     def pinned(self, name: str) -> int | None:
-        """A degree, or a number of GPUs, that the recipe gives; 1 where the engine has no other."""
+        """Return a pinned degree or number of GPUs: 1 where the engine has no choice, None where it is open."""
         way = name.partition("_parallel_size")[0]
         value = getattr(self.pins, name)
         if value == "auto":
@@ -41,12 +42,12 @@ class Demand:
         return int(value)
 
     def shares_heads(self, size: int) -> bool:
-        """Whether so many GPUs can share the attention heads."""
+        """Return whether ``size`` GPUs can share the attention heads evenly."""
         model = self.architecture
         return model is None or heads_divide(model.num_attention_heads, model.num_key_value_heads, size)
 
     def check(self, largest_host: int, *, on_gpus: bool = True) -> None:
-        """Raises PlacementError for pins that the engine or the hosts cannot meet, or that contradict each other."""
+        """Check the pins against the engine, the hosts and each other. Raises PlacementError."""
         self._check_applies()
         self._check_kernels(on_gpus)
         for way in ("tensor", "sequence"):
@@ -57,10 +58,10 @@ class Demand:
             raise self._error("pipeline_parallel_size", f"{stages} stages for {layers} layers", fix=str(layers))
         needed = {"optimizer": 1, "weights": 3}.get(str(self.pins.offload), 0)
         if self.pins.zero_stage != "auto" and self.pins.zero_stage < needed:
-            fact = f"{self.pins.zero_stage} keeps what offload={self.pins.offload} would move"
+            fact = f"{self.pins.zero_stage} does not shard the state that offload={self.pins.offload} moves"
             raise self._error("zero_stage", fact, fix=str(needed))
         if self.pins.zero_stage == 0 and self.trains and self.weight_bytes == 2:
-            fact = "0 adds gradients up in bfloat16, as the weights are, where small ones vanish beside large sums"
+            fact = "0 sums gradients in bfloat16, the type of the weights, which loses small gradients in large sums"
             raise self._error("zero_stage", fact, fix="1")
         self._check_gpus()
 
@@ -68,11 +69,11 @@ class Demand:
         return PlacementError(f"roles.{self.role}.{field}", fact, fix=f"roles.{self.role}.{field}={fix}")
 
     def _check_applies(self) -> None:
-        """That the engine has what is pinned."""
+        """Check that the engine has every option that is pinned."""
         for way in ("tensor", "pipeline", "data", "sequence"):
             degree = getattr(self.pins, f"{way}_parallel_size")
             if degree not in ("auto", 1) and way not in self.parallel:
-                fact = f"{degree} is asked for, and engine '{self.engine}' cannot be {way}-parallel"
+                fact = f"is {degree}, but engine '{self.engine}' cannot be {way}-parallel"
                 raise self._error(f"{way}_parallel_size", fact, fix="1")
         serves = self.generates and not self.trains
         sharded = not serves and "data" in self.parallel
@@ -86,20 +87,20 @@ class Demand:
             ("deterministic", self.trains),
             ("timeout_minutes", not serves),
         ):
-            if not has and getattr(self.pins, field) != (usual := getattr(_OPEN, field)):
-                fix = str(usual).lower()
-                raise self._error(field, f"the role does not have it with engine '{self.engine}'", fix=fix)
+            if not has and getattr(self.pins, field) != (default := getattr(_OPEN, field)):
+                fix = str(default).lower()
+                raise self._error(field, f"does not apply to this role with engine '{self.engine}'", fix=fix)
 
     def _check_kernels(self, on_gpus: bool) -> None:
         if self.pins.attention == "flash_attention_2" and not on_gpus:
             raise self._error(
-                "attention", "'flash_attention_2' runs on GPUs only, and these are processors", fix="auto"
+                "attention", "'flash_attention_2' runs on GPUs only, and these hosts have CPUs", fix="auto"
             )
         if self.pins.attention == "flash_attention_2" and self.weight_bytes != 2:
             raise self._error("attention", "'flash_attention_2' has no kernel for a float32 model", fix="auto")
 
         if self.pins.eager is False and not on_gpus:
-            raise self._error("eager", "CUDA graphs are asked for, and these are processors", fix="auto")
+            raise self._error("eager", "false asks for CUDA graphs, and these hosts have CPUs", fix="auto")
 
     def _check_group(self, way: str, largest_host: int) -> None:
         size = self.pinned(f"{way}_parallel_size") or 1
@@ -111,14 +112,14 @@ class Demand:
                 fix += f", or pipeline_parallel_size {stages} with {size // stages} each"
             raise PlacementError(
                 f"roles.{self.role}",
-                f"no host has {size} GPUs for one {way}-parallel group ({size} asked, hosts have {largest_host})",
+                f"{size} GPUs of one {way}-parallel group do not fit on one host (hosts have {largest_host})",
                 fix=fix,
             )
         if not self.shares_heads(size):
             model = self.architecture
             assert model is not None
             fact = f"{size} GPUs cannot share the model's {model.num_attention_heads} attention heads evenly"
-            fact += f" ({model.num_key_value_heads} of keys and values)"
+            fact += f" ({model.num_key_value_heads} key-value heads)"
             raise self._error(f"{way}_parallel_size", fact, fix=str(self._largest_group(size)))
 
     def _largest_group(self, most: int) -> int:
@@ -138,4 +139,4 @@ class Demand:
         if gpus % group or (every and group != gpus):
             named = " and ".join(f"{name}_parallel_size {value}" for name, value in degrees.items()) or "degrees of 1"
             fits = group if every else max(1, gpus // group) * group
-            raise self._error("gpus", f"{gpus} GPUs cannot be used whole with {named}", fix=str(fits))
+            raise self._error("gpus", f"{gpus} GPUs cannot all be used with {named}", fix=str(fits))

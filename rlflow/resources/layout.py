@@ -1,7 +1,4 @@
-"""What a role may pin, and how it is cut up over its GPUs.
-
-Where a role's workers are.
-"""
+"""The layout of a role: what a recipe may pin, how the planner splits the role over GPUs, and where its workers are."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,13 +16,13 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Resources(Section):
-    """What a role may pin. What is ``auto`` the planner decides; a value is a constraint."""
+    """The resource options of a role. The planner decides what is ``auto``; any other value is a constraint."""
 
     gpus: Count | Auto = "auto"
     colocate: tuple[str, ...] | Auto = "auto"
-    """Roles that use the same GPUs; ``[]``: GPUs of its own."""
+    """Roles that share the same GPUs; ``[]``: GPUs of its own."""
     label: str | None = None
-    """Only hosts with this label, or of this kind of GPU."""
+    """Use only hosts with this label or kind of GPU."""
     tensor_parallel_size: Count | Auto = "auto"
     pipeline_parallel_size: Count | Auto = "auto"
     data_parallel_size: Count | Auto = "auto"
@@ -33,24 +30,24 @@ class Resources(Section):
     zero_stage: Annotated[int, Ge(0), Le(3)] | Auto = "auto"
     offload: Offload | Auto = "auto"
     micro_batch_tokens: Count | Auto = "auto"
-    """Tokens that go through the model at once."""
+    """Tokens in one pass through the model."""
     gradient_checkpointing: bool | Auto = "auto"
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | Auto = "auto"
     attention: Attention | Auto = "auto"
-    """Of engines that run a model of transformers: torch's own, or flash-attn, which ``auto`` takes where it is
-    installed and the GPU and the model's type have it."""
+    """The attention kernel of engines that run a transformers model: torch's own, or flash-attn. ``auto`` takes flash-
+    attn where it is installed and supports the GPU and the model's type."""
     eager: bool | Auto = "auto"
-    """Of an engine that serves: without CUDA graphs, which it has on GPUs by itself."""
+    """Serve without CUDA graphs; by default an engine uses them on GPUs."""
     deterministic: bool = False
-    """A role that trains on GPUs uses operations that give the same bits every time, where torch and flash-attn have
-    them. It is slower; on CPUs it changes nothing."""
+    """Train on GPUs with operations that give the same bits every time, as far as torch and flash-attn have them. This
+    is slower; on CPUs it changes nothing."""
     timeout_minutes: Annotated[float, Gt(0)] = 10.0
-    """The ranks of a role that trains or scores wait so long for one another in an exchange before the run ends."""
+    """How long the ranks of a role that trains or scores wait for each other in an exchange before the run fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Every degree that was chosen. None: the engine has no such thing."""
+    """The degrees that the planner chose. None: the engine has no such option."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -63,27 +60,28 @@ class Layout:
     gradient_checkpointing: bool = False
     gpu_memory_utilization: float | None = None
     eager: bool | None = None
-    """Without CUDA graphs."""
+    """The engine runs without CUDA graphs."""
     sleeps: bool = False
-    """It gives its memory up to the host while other roles on its GPUs work."""
+    """The role moves its memory to the host while other roles on its GPUs work."""
 
     @property
     def num_gpus(self) -> int:
+        """Return the number of GPUs that the role uses."""
         return self.data_parallel_size * self.model_parallel_size * self.sequence_parallel_size
 
     @property
     def model_parallel_size(self) -> int:
-        """GPUs that the weights of one copy lie on, however their state is sharded."""
+        """Return the number of GPUs that hold one copy of the weights, however its state is sharded."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
-Share = list[tuple[str, tuple[int, ...]]]
-"""Of a pool its hosts, each with the GPUs it has there."""
+PoolGpus = list[tuple[str, tuple[int, ...]]]
+"""The GPUs of a pool: its hosts, each with the ids of its GPUs."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """The resources of one worker's share: one GPU."""
+    """The resources of one worker's share: one GPU of a host."""
 
     host: str
     gpu: int
@@ -91,26 +89,34 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Worker:
+    """A process of a role, or the processes of one engine, with their GPUs."""
+
     bundles: tuple[Bundle, ...]
-    """Tensor-parallel groups one after another, each inside one host."""
+    """Tensor-parallel groups one after another, each within one host."""
 
 
 @dataclass(frozen=True)
 class RolePlacement:
+    """The layout of a role and the GPUs of its workers."""
+
     layout: Layout
     workers: tuple[Worker, ...]
 
     @property
     def bundles(self) -> tuple[Bundle, ...]:
+        """Return the GPUs of all workers."""
         return tuple(bundle for worker in self.workers for bundle in worker.bundles)
 
 
-def workers(layout: Layout, share: Share) -> Iterator[Worker]:
-    """Groups lie inside hosts, one after another; a worker of several pipeline stages has as many groups."""
+def workers(layout: Layout, pool: PoolGpus) -> Iterator[Worker]:
+    """Yield the workers of a role on the GPUs of its pool.
+
+    Groups stay inside hosts; a worker has one group for each of its pipeline stages.
+    """
     size = layout.tensor_parallel_size
     together = size * layout.sequence_parallel_size
     groups = []
-    for host, gpus in share:
+    for host, gpus in pool:
         bundles = [Bundle(host, gpu) for gpu in gpus[: len(gpus) // together * together]]
         groups += [bundles[start : start + size] for start in range(0, len(bundles), size)]
     stages = layout.pipeline_parallel_size

@@ -1,4 +1,4 @@
-"""What one step asks of the roles: tasks with numbers, whatever the algorithm."""
+"""The workload of a step: tasks with sizes, the data between them and weight copies, independent of the algorithm."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,101 +15,110 @@ class Task:
 
     node: str
     role: str | None
-    """None: on the controller's processor."""
+    """None: the task runs on the controller's CPU."""
     kind: TaskKind
     after: tuple[str, ...] = ()
-    """The nodes whose output it reads."""
+    """The nodes that it reads."""
     streams: bool = False
-    """It can begin with parts of what it reads."""
+    """It can start with the first of its inputs."""
     samples: int
     group_size: int = 1
     prompts: Lengths
     responses: Lengths
     longest: int
-    """Tokens of the longest sequence that the recipe allows; of all that go together, where several do."""
+    """Tokens of the longest sequence that the recipe allows, or of the longest unit of several sequences."""
     unit_size: int = 1
-    """Sequences that one pass must have, since they are compared."""
+    """Sequences that must be in one pass, because they are compared."""
     is_expected: bool = True
-    """Whether such a sequence is: else nothing but the model's positions bounds those of the data."""
+    """Sequences up to ``longest`` are expected. Otherwise only the model's positions bound the sequences of the
+    data."""
     minibatches: int = 1
-    """Optimizer steps, all epochs together."""
+    """Optimizer steps, over all epochs."""
     epochs: int = 1
     """How often each sample is trained on."""
     turns: int = 1
-    """In which a response is written."""
+    """Turns in which a response is generated."""
 
     @cached_property
     def tokens(self) -> float:
+        """Return the expected tokens of all samples."""
         return self.samples * (self.prompts.mean + self.responses.mean)
 
     @cached_property
-    def parts(self) -> tuple[tuple[Lengths, Lengths], ...]:
-        """Of each turn what is read before it, all that is there so far, and what is written in it: equal shares."""
+    def turn_lengths(self) -> tuple[tuple[Lengths, Lengths], ...]:
+        """Return the lengths of context and new tokens in each turn.
+
+        All turns generate equal shares of the response.
+        """
         if self.turns == 1:
             return ((self.prompts, self.responses),)
         share = self.responses.mean / self.turns
-        written = Lengths(tuple(max(1.0, length / self.turns) for length in self.responses.values))
+        new_tokens = Lengths(tuple(max(1.0, length / self.turns) for length in self.responses.values))
         return tuple(
-            (Lengths(tuple(length + turn * share for length in self.prompts.values)), written)
+            (Lengths(tuple(length + turn * share for length in self.prompts.values)), new_tokens)
             for turn in range(self.turns)
         )
 
     @cached_property
     def typical_length(self) -> float:
-        """Of the sequence that a token is in: the mean over tokens."""
-        whole = [self.prompts.mean + length for length in self.responses.values]
-        return sum(length * length for length in whole) / sum(whole)
+        """Return the mean over tokens of the length of the sequence that a token is in."""
+        lengths = [self.prompts.mean + length for length in self.responses.values]
+        return sum(length * length for length in lengths) / sum(lengths)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Edge:
-    """What a node, or the data, gives to the nodes that read it. It is in the store until the last of them is done."""
+    """The output of a node or of the data. It is in the object store until its last reader has finished."""
 
     name: str
-    """The node's, or the source's."""
+    """The name of the node or the source."""
     role: str | None
-    """Whose workers hold it; None: a process beside the controller."""
+    """The role whose workers hold it; None: a process beside the controller."""
     bytes: float
-    """Expected, of its own: what it hands on of another edge is counted there."""
+    """Expected size, without columns that it passes on from another edge."""
     stored: float
-    """Of them, in the hosts' stores: numbers a sample are with the controller."""
+    """The part of ``bytes`` in object stores; numbers for each sample stay with the controller."""
     readers: tuple[str, ...]
-    """Nodes that need it, with those that read what hands it on."""
+    """Nodes that need it, including those that read what other nodes pass on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightCopy:
-    """After every step, from a trained role to one that follows it."""
+    """A copy of weights after every step, from a trained role to a role that follows it."""
 
     source: str
     target: str
 
     @property
     def node(self) -> str:
+        """Return the name under which the copy appears among the nodes."""
         return f"{self.source}->{self.target}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
+    """The tasks, weight copies and data of one step."""
+
     tasks: tuple[Task, ...]
-    """Each behind those it reads."""
+    """In order: each task comes after the tasks that it reads."""
     copies: tuple[WeightCopy, ...] = ()
     edges: tuple[Edge, ...] = ()
 
     def of(self, role: str) -> tuple[Task, ...]:
+        """Return the tasks of a role."""
         return tuple(task for task in self.tasks if task.role == role)
 
     def bytes_made_by(self, role: str) -> float:
-        """In a step, of what is stored."""
+        """Return the bytes that a role's nodes put into object stores in a step."""
         return sum(edge.stored for edge in self.edges if edge.role == role)
 
     def bytes_read_by(self, role: str) -> float:
-        """Likewise, an edge once, however many of the role's nodes read it."""
+        """Return the bytes that a role's nodes read from object stores in a step, each edge counted once."""
         nodes = {task.node for task in self.of(role)}
         return sum(edge.stored for edge in self.edges if nodes.intersection(edge.readers))
 
     @property
     def generated_tokens(self) -> float:
-        """Prompts and responses of a step, each sample once; of the data where nothing is generated."""
+        """Return the tokens of prompts and responses in a step, or those of the data where nothing is generated."""
         generating = [task for task in self.tasks if task.kind == "generate"]
         return max((task.tokens for task in generating or self.tasks), default=0.0)

@@ -50,7 +50,7 @@ def test_the_tiny_recipe_runs_on_two_hosts(
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert "2 of 2 processors on simulated hosts" in done.stdout
+    assert "2 of 2 CPUs on simulated hosts" in done.stdout
     told = re.search(r"eval_before (-?[\d.]+), eval_after (-?[\d.]+)", done.stdout)
     assert told is not None
     before, after = map(float, told.groups())

@@ -75,7 +75,7 @@ def test_the_output_says_that_hosts_are_simulated(cluster: str, simulated: bool)
     console = Console(width=100)
     with console.capture() as captured:
         console.print(render(plan))
-    assert ("2 of 2 processors on simulated hosts" in captured.get()) is simulated
+    assert ("2 of 2 CPUs on simulated hosts" in captured.get()) is simulated
 
 
 def messages_that_are_quoted() -> list[str]:

@@ -1,1 +1,1 @@
-"""What a GPU holds, by named terms."""
+"""A model of GPU and host memory: what is held in each phase, as named terms in GiB."""

@@ -1,6 +1,6 @@
-"""Memory that a process holds on its GPU besides tensors, and keeps while it gives the GPU to others.
+"""Memory that a process holds on its GPU besides the state of its model, and memory during a copy of weights.
 
-Memory of GPUs while the weights of a trained role go to the engines that follow it, as named terms in GiB.
+All terms are in GiB.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from rlflow.resources.models.lora import adapter_parameters
 
 # The CUDA context with the kernels of torch: 0.4 to 0.6 GiB on A100 and H100, as nvidia-smi shows for an idle process.
 CONTEXT_GIB = 0.55
-# A communicator of NCCL: its channels' buffers, 2 x 4 MiB for each of about 24 channels.
+# An NCCL communicator: the buffers of its channels, 2 x 4 MiB for each of about 24 channels.
 NCCL_COMMUNICATOR_GIB = 0.2
 # All-to-all between the GPUs of experts has buffers for every peer: 4 channels, both ways, of about 5 MiB (4 MiB of
 # NCCL_BUFFSIZE, and those of the protocols for short messages). Over 10 GB with some hundred peers.
@@ -21,19 +21,19 @@ NCCL_PEER_GIB = 0.04
 
 @dataclass(frozen=True)
 class Sharp:
-    """The NVLink SHARP of a kind of GPU, whose switches add numbers up, and the buffers of NCCL for it."""
+    """The NVLink SHARP of a kind of GPU, whose switches reduce numbers, and NCCL's buffers for it."""
 
     channels: int = 0
-    """Blocks that NCCL uses for it on this kind of GPU; 0 where the switch cannot add."""
+    """NCCL channels on this kind of GPU; 0 where the switches cannot reduce."""
     gpus: int = 0
     """The largest number of GPUs in a host."""
 
     def gib(self, size: int) -> float:
-        """Return what a communicator of ``size`` GPUs takes on each of them.
+        """Return the size of the buffers on each GPU for a communicator of ``size`` GPUs.
 
-        NCCL does not use it for two GPUs (vllm-project/vllm, issue 9699). Else each GPU holds a part for every GPU of
-        its host: two buffers a channel, of 8 slots (NCCL_STEPS) of 128 KiB (NCCL_NVLS_CHUNKSIZE) each (NCCL 2.27,
-        src/transport/nvls.cc, ncclNvlsBufferSetup; its log says nvlsTotalSize 268435456 for eight H100).
+        NCCL does not use it for two GPUs (vllm-project/vllm, issue 9699). Otherwise each GPU holds a part for every GPU
+        of its host: two buffers for each channel, of 8 slots (NCCL_STEPS) of 128 KiB (NCCL_NVLS_CHUNKSIZE) each (NCCL
+        2.27, src/transport/nvls.cc, ncclNvlsBufferSetup; its log says nvlsTotalSize 268435456 for eight H100).
         """
         size = min(size, self.gpus)
         return self.channels * 2 * size / 1024 if size > 2 else 0.0
@@ -43,7 +43,7 @@ NO_SHARP = Sharp()
 
 
 def process_terms(layout: Layout, sharp: Sharp = NO_SHARP) -> dict[str, float]:
-    """Return the terms of a process: its CUDA context, and a communicator for every way in which the role is spread."""
+    """Return the terms of a process: its CUDA context, and a communicator for each way of parallelism."""
     ways = [
         size
         for size in (
@@ -60,16 +60,14 @@ def process_terms(layout: Layout, sharp: Sharp = NO_SHARP) -> dict[str, float]:
 
 
 def graphs_gib(model: Architecture | None) -> float:
-    """Return the size of CUDA graphs for all sizes of a batch: vLLM logs 0.4 to 1.2 GiB for models of 24 to 80
-    layers."""
+    """Return the size of CUDA graphs for all batch sizes: vLLM logs 0.4 to 1.2 GiB for models of 24 to 80 layers."""
     return 0.4 + 0.01 * (model.num_hidden_layers if model else 32)
 
 
 def asleep_terms(
     model: Architecture, largest_group: int = 1, sharp: Sharp = NO_SHARP, *, eager: bool = False
 ) -> dict[str, float]:
-    """Return what vLLM's sleep mode leaves where it is: the context, CUDA graphs, and a communicator of
-    ``largest_group`` GPUs at most."""
+    """Return what vLLM's sleep mode leaves on the GPU: context, CUDA graphs, and the largest possible communicator."""
     return {
         "context": CONTEXT_GIB,
         "nccl": NCCL_COMMUNICATOR_GIB + sharp.gib(largest_group),
@@ -77,7 +75,7 @@ def asleep_terms(
     }
 
 
-# vLLM's for weights that are sent together, unless a single one is larger (weight_transfer/packed_tensor.py,
+# vLLM's buffer for weights that are sent together, unless one of them is larger (weight_transfer/packed_tensor.py,
 # DEFAULT_PACKED_BUFFER_SIZE_BYTES).
 PACKED_GIB = 1.0
 
@@ -94,9 +92,9 @@ def sync_terms(
 ) -> dict[str, float]:
     """Return the terms of a trained role while its weights go to an engine that follows it.
 
-    The weights are there, and in the engine's type its largest layer or an end of the model whole, or its adapters.
-    With ``engine``, that one is on the same GPUs: its weights and graphs are there, its KV cache comes back afterwards.
-    ``packed_bytes`` are those of a parameter in vLLM's buffer for CUDA IPC, where the weights go through it.
+    It holds its weights and a gathered part in the engine's type: the largest layer, an end of the model, or the
+    adapters. An ``engine`` on the same GPUs adds its weights and graphs; its KV cache comes back afterwards.
+    ``packed_bytes`` is the size of a parameter in vLLM's buffer for CUDA IPC, where the weights go through it.
     """
     largest = (
         max(max(stage.layer, stage.ends) for stage in pipeline_stages(model, layout)) * layout.tensor_parallel_size
@@ -121,8 +119,11 @@ def packed_gib(model: Architecture, packed_bytes: float) -> float:
 
 
 def _packed_terms(model: Architecture, engine: Layout, weight_bytes: float, packed_bytes: float) -> dict[str, float]:
-    """Return the sender's buffer, and what vLLM makes of it: a copy of each of its tensors, copies of tensors whose
-    layer is not complete, and the engine's part of a layer that is (model_loader/reload/layerwise.py)."""
+    """Return the sender's buffer, and vLLM's copies of it.
+
+    vLLM copies each tensor of the buffer, keeps copies of tensors of an incomplete layer, and builds its own part of a
+    complete layer (model_loader/reload/layerwise.py).
+    """
     buffer = packed_gib(model, packed_bytes)
     incomplete = packed_bytes * model.largest_module
     complete = weight_bytes * model.largest_module / engine.tensor_parallel_size

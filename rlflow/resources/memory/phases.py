@@ -1,7 +1,7 @@
-"""What a GPU and its host hold in each phase of a role's work, as named terms in GiB.
+"""GPU and host memory in each phase of a role's work, as named terms in GiB.
 
-Every function gives the terms of the role's fullest GPU. ``tokens`` is always the number in the micro-batch, before
-sequence parallelism divides it.
+Every function returns the terms of the role's fullest GPU. ``tokens`` is always the number of tokens in the
+micro-batch, before sequence parallelism divides it.
 """
 
 from collections.abc import Iterator
@@ -24,19 +24,19 @@ from rlflow.resources.memory.state import (
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.lora import Lora, adapter_parameters
 
-# What the driver keeps to itself: torch's reports of exhausted memory give cards of 79.6 and 80 GiB 79.1 to 79.3.
+# Memory that the driver reserves: torch's reports of exhausted memory give cards of 79.6 and 80 GiB 79.1 to 79.3.
 DRIVER_GIB = 0.5
-# Of what is allocated and freed all the time, the share that the caching allocator holds beyond it. NeMo-RL measured
+# The caching allocator holds this share more than what is allocated and freed all the time. NeMo-RL measured
 # 71.2 GiB reserved for 62.5 GiB in use, state included, with packed micro-batches (NVIDIA-NeMo/RL, pull request 3476).
 FRAGMENTATION = 0.12
-# Tokens of a step of vLLM, which the engine is told: its own default depends on the kind of GPU.
+# Tokens in a step of vLLM. The engine gets this value, because its default depends on the kind of GPU.
 MAX_BATCHED_TOKENS = 8192
-# Of adapters, that vLLM has room for: smaller ones are filled up.
+# Ranks of adapters that vLLM reserves room for; smaller ranks are padded.
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def usable_gib(memory_gib: float) -> float:
-    """Of a GPU with so much memory as nvidia-smi reports."""
+    """Return the usable part of a GPU's memory, given what nvidia-smi reports."""
     return memory_gib - DRIVER_GIB
 
 
@@ -50,9 +50,9 @@ def update_terms(
     fragmentation: float = FRAGMENTATION,
     sharp: Sharp = NO_SHARP,
 ) -> dict[str, float]:
-    """Of a trained role at the fullest moment of its update.
+    """Return the terms of a trained role at the peak of its update.
 
-    ``accumulates``: gradients of earlier micro-batches are there from the start.
+    ``accumulates``: gradients of earlier micro-batches are held from the start.
     """
     candidates = []
     for stage in pipeline_stages(model, layout):
@@ -61,38 +61,42 @@ def update_terms(
             gradients = state["gradients"] * (1 if accumulates else moment.gradients)
             moving = {name: size / GIB for name, size in moment.terms.items()}
             moving["fragmentation"] = fragmentation * sum(moving.values())
-            kept = persistent_buffers(layout, training) | process_terms(layout, sharp)
-            candidates.append(state | {"gradients": gradients} | moving | kept)
+            fixed = persistent_buffers(layout, training) | process_terms(layout, sharp)
+            candidates.append(state | {"gradients": gradients} | moving | fixed)
     return max(candidates, key=total_gib)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Of an update: bytes besides the state."""
+    """A moment of an update: what it holds besides the state, in bytes."""
 
     gradients: float
-    """The share of the gradients that a single micro-batch has made by then."""
+    """The share of the gradients that a single micro-batch has computed by then."""
     terms: dict[str, float]
 
 
 def _moments(
     model: Architecture, layout: Layout, training: TrainingMemory, stage: Stage, tokens: float
 ) -> Iterator[Moment]:
-    """The loss; the backward pass of the last layer, of the first, of embedding and head; the optimizer's step."""
+    """Yield the moments that may be the peak.
+
+    These are the loss; the backward pass of the last layer, of the first, of embedding and head; and the optimizer
+    step.
+    """
     per_rank = tokens / layout.sequence_parallel_size
     layer, saved = _layer_bytes(model, layout, training, per_rank)
-    kept = saved * stage.num_layers * stage.in_flight
+    saved_activations = saved * stage.num_layers * stage.in_flight
     logits = per_rank * model.num_outputs / layout.tensor_parallel_size if stage.head else 0.0
     full = training.lora is None
     trained = 1.0 if full else 0.0
     loss, output = training.logits * logits, min(2.0, training.logits) * logits
     if training.fused_loss:
-        # In chunks of as many tokens as make their logits as large as the hidden states (Liger's FLCE).
+        # Chunks have as many tokens as make their logits as large as the hidden states (Liger's FLCE).
         loss, output = training.logits * per_rank * model.hidden_size, 0.0
     elif logits > training.logits_at_once:
-        # Besides them the gradients of the hidden states and of the head, which are put together chunk by chunk.
-        put_together = 4 * per_rank * model.hidden_size + trained * training.weights * stage.head
-        loss, output = training.logits * training.logits_at_once + put_together, 0.0
+        # The gradients of the hidden states and of the head are accumulated chunk by chunk.
+        accumulated = 4 * per_rank * model.hidden_size + trained * training.weights * stage.head
+        loss, output = training.logits * training.logits_at_once + accumulated, 0.0
     whole = stage.dense + stage.experts
     zero = layout.zero_stage or 0
     shared = layout.data_parallel_size * layout.sequence_parallel_size > 1
@@ -115,12 +119,12 @@ def _moments(
             at_loss = in_layers = at_ends = trained * training.gradients * whole
     reduced = trained * training.reduce_bytes[zero] * _reduced_at_once(training, stage, zero)
     at_loss, in_layers, at_ends = (size + reduced for size in (at_loss, in_layers, at_ends))
-    made = stage.ends / whole
+    computed = stage.ends / whole
     last_norm = per_rank * 8 * model.hidden_size if stage.head else 0.0
-    yield Moment(0.0, {"activations": kept + last_norm, "logits": loss, "gathered": at_loss})
-    yield Moment(0.0, {"activations": kept + layer, "logits": output, "gathered": in_layers})
-    yield Moment(1 - made, {"activations": saved + layer, "logits": output, "gathered": in_layers})
-    yield Moment(1 - made, {"activations": 0.0, "logits": output, "gathered": at_ends})
+    yield Moment(0.0, {"activations": saved_activations + last_norm, "logits": loss, "gathered": at_loss})
+    yield Moment(0.0, {"activations": saved_activations + layer, "logits": output, "gathered": in_layers})
+    yield Moment(1 - computed, {"activations": saved + layer, "logits": output, "gathered": in_layers})
+    yield Moment(1 - computed, {"activations": 0.0, "logits": output, "gathered": at_ends})
     if full and layout.offload in (None, "none"):
         stepping = min(sharded_parameters(layout, stage) if zero else whole, training.step_parameters)
         yield Moment(1.0, {"activations": 0.0, "logits": 0.0, "gathered": training.step * stepping})
@@ -135,7 +139,7 @@ def _reduced_at_once(training: TrainingMemory, stage: Stage, zero: int) -> float
 
 
 def _layer_bytes(model: Architecture, layout: Layout, training: TrainingMemory, tokens: float) -> tuple[float, float]:
-    """Of a layer while its gradients are computed, and of what is kept for it until then, besides."""
+    """Return a layer's bytes while its gradients are computed, and the bytes saved for it until then."""
     tensor = layout.tensor_parallel_size
     bytes_ = layer_activations(model, fused=training.fused_layers)
     around = tensor if training.shards_norms else 1
@@ -156,11 +160,11 @@ def score_terms(
     training: TrainingMemory = MIXED_PRECISION,
     sharp: Sharp = NO_SHARP,
 ) -> dict[str, float]:
-    """Of a role whose model only runs forward: weights, a layer's activations, the logits and their log-softmax."""
+    """Return the terms of a forward pass: weights, a layer's activations, the logits and their log-softmax."""
     stage = max(pipeline_stages(model, layout), key=lambda stage: stage.dense + stage.experts + stage.head)
     zero, whole = layout.zero_stage or 0, stage.dense + stage.experts
     per_rank = tokens / layout.sequence_parallel_size / layout.tensor_parallel_size
-    # No gradients of the logits.
+    # A forward pass has no gradients of the logits.
     logit_bytes = max(2.0, training.logits - 4)
     logits = per_rank * (model.hidden_size if training.fused_loss else model.num_outputs)
     gathered = 0.0
@@ -179,11 +183,11 @@ def score_terms(
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Of one GPU of a generating engine while it is awake."""
+    """The memory of one GPU of a generating engine while it is awake."""
 
     terms: dict[str, float]
     kv_tokens: float
-    """That its whole tensor-parallel group holds."""
+    """Tokens in the KV cache of the whole tensor-parallel group."""
 
 
 def generate_memory(
@@ -197,10 +201,10 @@ def generate_memory(
     lora: Lora | None = None,
     sharp: Sharp = NO_SHARP,
 ) -> EngineMemory:
-    """How an engine of vLLM's kind uses ``gpu_memory_utilization`` of a GPU: what weights, the peak of a step and CUDA
-    graphs leave is for keys and values (vllm/v1/worker/gpu_worker.py, determine_available_memory).
+    """Return how a serving engine divides its ``gpu_memory_utilization`` of a GPU.
 
-    ``kv_tokens`` is not positive when the rest does not fit.
+    Weights, the peak of a step and CUDA graphs leave the rest to the KV cache (vllm/v1/worker/gpu_worker.py,
+    determine_available_memory). ``kv_tokens`` is zero or negative when the rest does not fit.
     """
     budget = (layout.gpu_memory_utilization or 0.9) * memory_gib
     width = layout.tensor_parallel_size
@@ -213,13 +217,13 @@ def generate_memory(
         "graphs": 0.0 if layout.eager else graphs_gib(model),
     }
     if lora is not None:
-        # Every rank has all of A, and no more than all of B, filled up with noughts.
+        # Every rank has all of A, and at most all of B, padded with zeros.
         rank = next((rank for rank in LORA_RANKS if rank >= lora.rank), lora.rank)
         room = adapter_parameters(model, replace(lora, rank=rank))
         terms["adapters"] = weight_bytes * room / layout.pipeline_parallel_size / GIB
     terms |= process_terms(layout, sharp)
     left = budget - sum(terms.values())
-    # Each GPU holds its share of the heads. Fewer key-value heads than GPUs are copied, as latents always are.
+    # Each GPU holds its share of the heads. Key-value heads are copied if there are fewer than GPUs; latents always.
     heads = 1 if model.kv_lora_rank else min(model.num_key_value_heads, width)
     per_token = 2 * model.kv_values_per_token / heads / layout.pipeline_parallel_size
     terms["kv"] = max(0.0, left)
@@ -234,13 +238,15 @@ def host_terms(
     offloads: bool = False,
     data_gib: float = 0.0,
 ) -> dict[str, float]:
-    """Of the host's memory, for one GPU of a trained role: what is offloaded or parked there while others use the GPU,
-    and its part of the data between roles."""
+    """Return host memory for one GPU of a trained role: offloaded state, and its part of the data between roles.
+
+    ``offloads``: all state moves to the host while others use the GPU.
+    """
     placed = state_terms(model, layout, training)
     whole = state_terms(model, replace(layout, offload="none"), training)
     away = {name: whole[name] if offloads else whole[name] - placed[name] for name in whole}
     if layout.offload in ("optimizer", "weights"):
-        # The optimizer has a copy in fp32 there, beside what gradients were added up in.
+        # The optimizer holds an fp32 copy of the gradients on the host, beside their accumulation buffer.
         own = state_terms(model, replace(layout, offload="none"), replace(training, optimizer=4))
         away["gradients"] += own["optimizer"]
     return away | (persistent_buffers(layout, training) if offloads else {}) | {"data": data_gib}

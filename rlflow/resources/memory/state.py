@@ -1,6 +1,6 @@
-"""Bytes that a token leaves behind in a model's forward pass, with flash attention and in bf16.
+"""The state of a trained model: how a library keeps weights, gradients and optimizer, and what one GPU holds of it.
 
-How a training library keeps weights, gradients and optimizer, and what of them a GPU holds.
+Activations are those of flash attention in bf16.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,19 +17,21 @@ _FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Of one token in one layer, that its backward pass needs, in bytes."""
+    """Bytes that the backward pass needs of one token in one layer."""
 
     whole: float
-    """Of the width of the hidden state: every tensor-parallel rank has them, unless its norms are sharded too."""
+    """Values of the hidden state's width: every tensor-parallel rank has all of them, unless its norms are sharded
+    too."""
     split: float
-    """Of heads and of the MLP's width, which tensor parallelism divides."""
+    """Values of the heads' and the MLP's width, which tensor parallelism divides."""
 
 
 def layer_activations(model: Architecture, *, fused: bool) -> LayerActivations:
-    """After Korthikanti et al. 2022, section 4.1, for gated MLPs and grouped queries, without dropout.
+    """Return a layer's activations after Korthikanti et al. 2022, section 4.1, for gated MLPs and grouped queries.
 
-    ``fused``: kernels of Transformer Engine and Megatron. Else the operations of transformers one by one; the tensors
-    that torch's tracker counts there for Qwen2 are exactly these (benchmarks/fsdp_memory.py).
+    ``fused``: the kernels of Transformer Engine and Megatron. Otherwise the operations of transformers one by one;
+    these are exactly the tensors that torch's tracker counts for Qwen2 (benchmarks/fsdp_memory.py). There is no
+    dropout.
     """
     hidden, queries, output, keys = model.hidden_size, model.query_width, model.output_width, model.key_value_width
     # Query, keys, values and output of the attention; its log-sum-exp.
@@ -60,37 +62,38 @@ _ADAPTER_BYTES = {"weights": 4.0, "gradients": 4.0, "optimizer": 8.0}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingMemory:
-    """How a training library keeps what it updates, in bytes a parameter, and what it needs to do so."""
+    """The memory of training: bytes per parameter of weights, gradients and optimizer, and temporary buffers."""
 
     weights: float = 2
     gradients: float = 2
     optimizer: float = 12
     """An fp32 master copy and Adam's two moments (Rajbhandari et al. 2020, ZeRO, section 3.1)."""
     lora: Lora | None = None
-    """Adapters; the weights stand still, without gradients."""
+    """Adapters; the weights are frozen and have no gradients."""
     fused_layers: bool = False
-    """Fused norms and activations (Transformer Engine), which save less for the backward pass."""
+    """Norms and activations are fused (Transformer Engine) and save less for the backward pass."""
     shards_norms: bool = False
-    """Tensor-parallel ranks share out what is between their products too: Megatron's sequence parallelism."""
+    """Tensor-parallel ranks also shard what is between their products: Megatron's sequence parallelism."""
     fused_loss: bool = False
-    """Logits are made and used in chunks as large as the hidden states (Liger's kernel)."""
+    """Logits are computed and used in chunks as large as the hidden states (Liger's kernel)."""
     logits_at_once: float = float("inf")
-    """Logits that exist at a time, where those of all tokens do not: they are made again for the backward pass."""
+    """The most logits that exist at a time; they are computed again for the backward pass."""
     logits: float = 14
-    """Bytes a logit at the peak of the loss. Transformers: in bf16, their log-softmax in fp32, and two gradients."""
+    """Bytes of a logit at the peak of the loss. In transformers: bf16, their log-softmax in fp32, and two gradients."""
     step: float = 0
-    """Bytes a parameter that the optimizer's step needs for a while: of at most ``step_parameters`` at once."""
+    """Temporary bytes of a parameter in the optimizer step, for at most ``step_parameters`` at a time."""
     step_parameters: float = float("inf")
     live_parameters: float | None = None
-    """That stage 3 holds whole at a time. None: FSDP's way, a layer and the next, embedding and head throughout."""
+    """Parameters that ZeRO stage 3 gathers at a time. None: as FSDP, a layer and the next one; embedding and head
+    always."""
     bucket_elements: float = 0
-    """Gradients that are reduced together. A tensor that has more of them is reduced by itself."""
+    """Gradients that are reduced together. A larger tensor is reduced by itself."""
     reduce_bytes: tuple[float, float, float, float] = (0, 2, 2, 0)
-    """By ZeRO stage, bytes of each of them at that time: its place in a bucket that is not kept, and its copies."""
+    """By ZeRO stage, bytes of each gradient in that reduction: its place in a temporary bucket, and its copies."""
     keeps_gradients: bool = True
-    """Their buffers stay between steps."""
+    """The buffers of gradients stay allocated between steps."""
     offloads_gradients_from: int = 1
-    """The first ZeRO stage in which they go to the host with the optimizer; 4: none."""
+    """The first ZeRO stage in which gradients go to the host with the optimizer; 4: none."""
 
 
 MIXED_PRECISION = TrainingMemory()
@@ -99,7 +102,7 @@ MIXED_PRECISION = TrainingMemory()
 
 @dataclass(frozen=True)
 class Stage:
-    """One GPU's part of a pipeline stage, before ZeRO shards its state: numbers of parameters."""
+    """One GPU's part of a pipeline stage, in numbers of parameters before ZeRO shards its state."""
 
     num_layers: int
     in_flight: int
@@ -107,15 +110,18 @@ class Stage:
     dense: float
     experts: float
     ends: float
-    """Embedding and output head, as far as it has them: a part of ``dense``."""
+    """Embedding and output head, as far as the stage has them; included in ``dense``."""
     head: float
-    """0: it does not make logits."""
+    """The output head; 0 where the stage computes no logits."""
     layer: float
-    """The largest layer's."""
+    """The largest layer."""
 
 
 def pipeline_stages(model: Architecture, layout: Layout) -> Iterator[Stage]:
-    """The first and the last, one of which is the fullest; the only one without pipeline parallelism."""
+    """Yield the first and the last stage, one of which is the fullest.
+
+    Without pipeline parallelism they are the same.
+    """
     tensor, experts = layout.tensor_parallel_size, layout.expert_parallel_size
     count = layout.pipeline_parallel_size
     embedding, head = model.embedding_parameters / tensor, model.head_parameters / tensor
@@ -140,15 +146,15 @@ def pipeline_stages(model: Architecture, layout: Layout) -> Iterator[Stage]:
 
 
 def state_terms(model: Architecture, layout: Layout, training: TrainingMemory) -> dict[str, float]:
-    """Weights, gradients and optimizer of a trained role (Rajbhandari et al. 2020, figure 1).
+    """Return weights, gradients and optimizer of a trained role on its fullest GPU (Rajbhandari et al. 2020, figure 1).
 
-    The states are sharded over data- and sequence-parallel ranks: gradients from stage 2 on, weights in stage 3.
+    The state is sharded over data- and sequence-parallel ranks: gradients from stage 2, weights in stage 3.
     """
     return max((stage_state(model, layout, training, stage) for stage in pipeline_stages(model, layout)), key=total_gib)
 
 
 def stage_state(model: Architecture, layout: Layout, training: TrainingMemory, stage: Stage) -> dict[str, float]:
-    """``state_terms`` of one stage."""
+    """Return the terms of ``state_terms`` for one pipeline stage."""
     zero = layout.zero_stage or 0
     whole = stage.dense + stage.experts
     sharded = sharded_parameters(layout, stage)
@@ -175,15 +181,17 @@ def stage_state(model: Architecture, layout: Layout, training: TrainingMemory, s
 
 
 def persistent_buffers(layout: Layout, training: TrainingMemory) -> dict[str, float]:
-    """Return what a library keeps on the GPU from step to step besides the state: in DeepSpeed's stage 3 a bucket for
-    gradients on their way (runtime/zero/stage3.py, IPGBucketZ3)."""
+    """Return what a library holds on the GPU from step to step besides the state.
+
+    In DeepSpeed's stage 3 that is a bucket for gradients (runtime/zero/stage3.py, IPGBucketZ3).
+    """
     if layout.zero_stage != 3 or training.live_parameters is None:
         return {}
     return {"buckets": training.gradients * training.bucket_elements / GIB}
 
 
 def sharded_parameters(layout: Layout, stage: Stage) -> float:
-    """Parameters of which one GPU keeps the state when it is sharded."""
+    """Return the number of parameters whose state one GPU holds when it is sharded."""
     shards = layout.data_parallel_size * layout.sequence_parallel_size
     if layout.expert_parallel_size == 1:
         return (stage.dense + stage.experts) / shards
@@ -193,5 +201,5 @@ def sharded_parameters(layout: Layout, stage: Stage) -> float:
 
 
 def total_gib(terms: Terms) -> float:
-    """GiB of all terms."""
+    """Return the sum of all terms."""
     return sum(terms.values())

@@ -1,4 +1,4 @@
-"""A model's figures from its ``config.json``, without the library that wrote it."""
+"""Read a model's figures from its ``config.json``, without the library that wrote the file."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.figures import MODEL_TYPES, NEEDS, check
 from rlflow.schema import parse
 
-# Models that also see, or go by another name: the part that writes has the layers of these.
+# Multimodal models and other names: their language model has the layers of these types.
 _ALIASES = {
     "gemma3": "gemma3_text",
     "kimi_k2": "deepseek_v3",
@@ -23,9 +23,9 @@ _ALIASES = {
     "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_vl_text": "qwen3",
 }
-# Neither memory nor time depends on it.
+# Neither memory nor time depends on these.
 _NOT_PLANNED = {"rope_theta"}
-# Our names to those in files that call them otherwise.
+# Other names of our figures in some files.
 _OTHER_NAMES = {
     "intermediate_size": ("ffn_dim",),
     "num_experts": ("num_local_experts", "n_routed_experts"),
@@ -39,7 +39,7 @@ _REQUIRED = (
     "max_position_embeddings",
 )
 _OPTIONAL = ("num_key_value_heads", "head_dim", "moe_intermediate_size", "q_lora_rank")
-# What the classes of transformers' configurations take where the file is silent, as far as it differs from llama's.
+# Defaults of transformers' configuration classes where a file has no value, as far as they differ from llama's.
 _GEMMA3_SIZES = {
     **{"vocab_size": 262208, "max_position_embeddings": 131072},
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
@@ -57,10 +57,10 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "opt": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 128},
 }
-# Of every so many layers the last has no window.
+# In each group of so many layers, the last one has no window.
 _WINDOW_PATTERN = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
 _WINDOWED = {*_WINDOW_PATTERN, "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
-# Ways to build a model of a known type whose parameters are not counted.
+# Options of known model types whose parameters are not counted: only these values are supported.
 _UNCOUNTED = {
     "mlp_bias": False,
     "enable_bias": True,
@@ -72,9 +72,9 @@ _UNCOUNTED = {
 
 
 def architecture_of_path(path: str, where: str) -> Architecture | None:
-    """The figures of the model at ``path``, a folder or a name on the hub; None if no ``config.json`` is here.
+    """Return the figures of the model at ``path``, a folder or a name on the hub; None without a ``config.json`` here.
 
-    ``where`` is the place of the path in the recipe. Raises RecipeError for a file that does not tell them.
+    ``where`` is the place of the path in the recipe. Raises RecipeError for a file that lacks figures.
     """
     file = find_config(path)
     if file is None:
@@ -91,8 +91,8 @@ def architecture_of_path(path: str, where: str) -> Architecture | None:
 def check_agreement(given: Architecture, card: str | None, path: str, where: str) -> None:
     """Raise RecipeError where ``given`` is known not to describe the model at ``path``.
 
-    ``card`` is the model on the hub whose figures they are, or None where they are written by hand; ``where`` is the
-    place of the model in the recipe. A folder that is not on this machine may be on others: it agrees for now.
+    ``card`` is the model on the hub that the figures belong to, or None where they are written by hand; ``where`` is
+    the place of the model in the recipe. A folder that is not on this machine may be on others and passes for now.
     """
     if path == card:
         return
@@ -113,7 +113,7 @@ def check_agreement(given: Architecture, card: str | None, path: str, where: str
     except RecipeError:
         if card is not None:
             raise
-        return  # the planner cannot read the file, which is what figures written by hand are for
+        return  # figures written by hand are for files that the planner cannot read
     names = [each.name for each in fields(Architecture) if each.name not in _NOT_PLANNED]
     if differing := [name for name in names if getattr(theirs, name) != getattr(given, name)]:
         first, more = differing[0], f" ({len(differing) - 1} more differ)" if len(differing) > 1 else ""
@@ -131,7 +131,7 @@ def _is_folder(path: str) -> bool:
 
 
 def find_config(path: str) -> Path | None:
-    """The ``config.json`` in a folder, or the newest of a name on the hub in Hugging Face's cache on this machine."""
+    """Return the ``config.json`` in a folder, or the newest one of a hub name in this machine's Hugging Face cache."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return file if (file := folder / "config.json").is_file() else None
@@ -140,20 +140,20 @@ def find_config(path: str) -> Path | None:
 
 
 def _hub_cache() -> Path:
-    """Source: the environment variables of huggingface_hub."""
+    """Return the folder of the cache, from the environment variables of huggingface_hub."""
     if folder := os.environ.get("HF_HUB_CACHE"):
         return Path(folder).expanduser()
     return Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
 
 
 def architecture_from_config(config: Mapping[str, Any], path: str) -> Architecture:
-    """The figures in the content of a ``config.json``, of its ``text_config`` if there is one.
+    """Return the figures in the content of a ``config.json``, or of its ``text_config`` if there is one.
 
-    Raises RecipeError, at ``path``, for a model type that is not known and for figures that are missing or wrong.
+    Raises RecipeError, at ``path``, for an unknown model type and for figures that are missing or wrong.
     """
     text = config.get("text_config")
     if isinstance(text, Mapping):
-        # What both may say stands outside when the part was written as what differs from its class.
+        # A part written as a difference from its class leaves shared values to the outer level.
         shared = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
         kind = {"model_type": config.get("model_type"), **shared}
         return architecture_from_config({**kind, **text}, path)
@@ -161,12 +161,12 @@ def architecture_from_config(config: Mapping[str, Any], path: str) -> Architectu
     if model_type not in MODEL_TYPES:
         raise RecipeError(
             path,
-            f"a model of the type '{model_type}' is not known to the planner",
+            f"the planner does not know models of type '{model_type}'",
             known=MODEL_TYPES,
             fix=did_you_mean(model_type, MODEL_TYPES),
         )
     given = {**_DEFAULTS.get(model_type, {}), **{name: value for name, value in config.items() if value is not None}}
-    # Null says that there is no window; for other figures that the class has its own way.
+    # Null means no window; for other figures it means the default of the class.
     if config.get("sliding_window", 0) is None:
         given.pop("sliding_window", None)
     return _architecture(given, model_type, path)
@@ -208,7 +208,7 @@ def _count(given: Mapping[str, Any], name: str, path: str) -> int:
 
 
 def _rope_theta(given: Mapping[str, Any]) -> Any:
-    """Its newer place is in ``rope_parameters``, by kind of layer if the kinds differ."""
+    """Return rope_theta. Newer files have it in ``rope_parameters``, by kind of layer if the kinds differ."""
     place: Any = given.get("rope_parameters")
     if isinstance(place, Mapping):
         place = place.get("full_attention", place)
@@ -232,10 +232,10 @@ def _shared_width(given: Mapping[str, Any], counts: Mapping[str, int], path: str
 
 
 def _windows(given: Mapping[str, Any], model_type: str, layers: int, path: str) -> dict[str, int]:
-    """The sliding window and the number of layers without, or nothing."""
+    """Return the sliding window and the number of layers without one; nothing for a model without a window."""
     if not given.get("sliding_window") or model_type not in _WINDOWED:
         return {}
-    # Qwen's files name a window that is not used.
+    # Qwen's files have a window that is not used.
     if model_type.startswith("qwen") and not given.get("use_sliding_window", False):
         return {}
     window = _count(given, "sliding_window", path)

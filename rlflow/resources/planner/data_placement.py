@@ -1,4 +1,4 @@
-"""What of a step's data lies in the object store of each host, and how long readers take to get it."""
+"""Data of a step in the hosts' object stores: how much there is at the peak, and how long nodes take to read it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,34 +13,39 @@ from rlflow.resources.workload import Edge, Task, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class DataPrediction:
+    """The predicted data of a step."""
+
     edges: Mapping[str, float]
-    """Bytes of a step, by the node or the source that gives them."""
+    """Bytes of a step, by the node or source that gives them."""
     store_peak_gib: Mapping[str, float]
-    """Of each host's object store, at the fullest moment of a step; hosts that hold none are left out."""
+    """The peak of each host's object store within a step; hosts without data are left out."""
 
 
 def predict_data(workload: Workload, roles: Mapping[str, RolePlacement], controller: str) -> DataPrediction:
-    """Nodes run in their order. An edge is there from its node on until its last reader is done, on the hosts of the
-    workers that made it, as many bytes with each; that of no role on the host ``controller``. What is cut out for
-    readers on other hosts, and comes to their stores, is not counted: it goes as soon as they have read it."""
+    """Predict the peak of each object store.
+
+    Nodes run in order. An edge is stored from its node until its last reader has finished, in equal parts on the hosts
+    of the workers that made it; an edge without a role is on the host ``controller``. Slices that travel to readers on
+    other hosts are not counted, because they are freed as soon as they are read.
+    """
     order = {task.node: index for index, task in enumerate(workload.tasks)}
     spans = {edge.name: _span(edge, order) for edge in workload.edges}
     peaks: dict[str, float] = {}
     for moment in order.values():
-        held: dict[str, float] = {}
+        stored: dict[str, float] = {}
         for edge in workload.edges:
             first, last = spans[edge.name]
             if first <= moment <= last:
                 for host, share in _shares(edge, roles, controller).items():
-                    held[host] = held.get(host, 0.0) + share * edge.stored / GIB
-        for host, gib in held.items():
+                    stored[host] = stored.get(host, 0.0) + share * edge.stored / GIB
+        for host, gib in stored.items():
             peaks[host] = max(peaks.get(host, 0.0), gib)
     return DataPrediction(edges={edge.name: edge.bytes for edge in workload.edges}, store_peak_gib=peaks)
 
 
 def _span(edge: Edge, order: Mapping[str, int]) -> tuple[int, int]:
-    places = [order[node] for node in (edge.name, *edge.readers) if node in order]
-    return min(places), max(places)
+    positions = [order[node] for node in (edge.name, *edge.readers) if node in order]
+    return min(positions), max(positions)
 
 
 def _shares(edge: Edge, roles: Mapping[str, RolePlacement], controller: str) -> Mapping[str, float]:
@@ -57,12 +62,12 @@ def _shares(edge: Edge, roles: Mapping[str, RolePlacement], controller: str) -> 
 def reading_seconds(
     workload: Workload, task: Task, host_set: HostSet, partition: Partition, gpus: tuple[int, ...]
 ) -> float:
-    """Of a task, to get what it reads from the stores where it lies; nothing where all of it is one process."""
+    """Return how long a task takes to fetch its inputs from object stores; nothing if the run is one process."""
     if sum(gpus) == 1:
         return 0.0
     pool_of = {role: index for index, pool in enumerate(partition) for role in pool}
     hosts = [ceil(count / host_set.largest_host) for count in gpus]
-    together = sum(gpus) <= host_set.largest_host
+    on_one_host = sum(gpus) <= host_set.largest_host
 
     def hosts_of(role: str | None) -> int:
         return 1 if role is None else hosts[pool_of[role]]
@@ -73,7 +78,7 @@ def reading_seconds(
             hosts_of(edge.role),
             hosts_of(task.role),
             host_set.speed,
-            crosses=not together,
+            crosses=not on_one_host,
             same_hosts=pool_of.get(edge.role or "") == pool_of.get(task.role or ""),
         )
         for edge in workload.edges

@@ -1,4 +1,4 @@
-"""How a role may use the GPUs of its pool: memory is checked first, then time is predicted."""
+"""The layouts of one role in its pool: degrees, ZeRO stages and micro-batches. Memory is checked before time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -25,27 +25,30 @@ from rlflow.resources.workload import Task
 
 MAX_MICRO_BATCH_TOKENS = 65536
 _MAX_UTILIZATION = 0.9
-# A search asks for the same layouts again and again: with other roles beside them, and with other sizes of their pools.
+# A search needs the same layouts again and again, beside other roles and with other sizes of their pools.
 _update_terms = lru_cache(maxsize=2**14)(update_terms)
 
 
 def best_layout(
     demand: Demand, tasks: Sequence[Task], policy: PoolPolicy, pool: Pool, available: float
 ) -> RoleChoice | Shortage:
-    """The fastest way with ``available`` GiB a GPU, or what is lacking."""
+    """Return the fastest choice with ``available`` GiB on each GPU, or the shortage of the nearest one."""
     generates = demand.generates and not demand.trains
     options = list((_engines if generates else _models)(demand, tasks, policy, pool, available))
     fitting = [option for option in options if isinstance(option, RoleChoice)]
     if fitting:
-        # Of equally fast ones the first: less tensor, less sequence parallelism.
+        # Among equally fast choices, the first has the least tensor and sequence parallelism.
         return min(fitting, key=lambda choice: sum(choice.seconds.values()))
-    lacking = [option for option in options if isinstance(option, Shortage)]
-    no_way = Shortage(demand.role, float("inf"), f"its degrees do not go into {pool.gpus} GPUs")
-    return min(lacking, key=lambda shortage: shortage.gib, default=no_way)
+    shortages = [option for option in options if isinstance(option, Shortage)]
+    no_way = Shortage(demand.role, float("inf"), f"its degrees do not fit {pool.gpus} GPUs")
+    return min(shortages, key=lambda shortage: shortage.gib, default=no_way)
 
 
 def _sequence_layouts(demand: Demand, policy: PoolPolicy, pool: Pool) -> Iterator[Layout | Shortage]:
-    """Sequence parallelism by powers of two that divide the heads and lie inside a host (Jacobs et al. 2023)."""
+    """Yield layouts with sequence parallelism in powers of two that divide the heads and fit a host (Jacobs et al.
+
+    2023).
+    """
     static = base_layout(demand, policy, pool)
     pinned = demand.pinned("sequence_parallel_size")
     most = min(pool.largest_group, pool.gpus)
@@ -56,7 +59,10 @@ def _sequence_layouts(demand: Demand, policy: PoolPolicy, pool: Pool) -> Iterato
 
 
 def with_data_parallel_size(demand: Demand, pool: Pool, layout: Layout, groups: int) -> Layout | Shortage:
-    """With as many copies as the role pins, or as ``groups`` allow. All GPUs are used that it pins."""
+    """Return the layout with as many copies as pinned, or as ``groups`` allow.
+
+    A pinned number of GPUs is used in full.
+    """
     copies = demand.pinned("data_parallel_size") or groups
     layout = replace(layout, data_parallel_size=max(1, copies))
     if copies < 1 or copies > groups:
@@ -67,14 +73,14 @@ def with_data_parallel_size(demand: Demand, pool: Pool, layout: Layout, groups: 
         return Shortage(demand.role, float("inf"), what)
     pinned = demand.pinned("gpus")
     if pinned is not None and "data" in demand.parallel and layout.num_gpus != pinned:
-        return Shortage(demand.role, float("inf"), f"{layout.num_gpus} of the {pinned} GPUs that it asks for are used")
+        return Shortage(demand.role, float("inf"), f"only {layout.num_gpus} of its {pinned} pinned GPUs would be used")
     return layout
 
 
 def _models(
     demand: Demand, tasks: Sequence[Task], policy: PoolPolicy, pool: Pool, available: float
 ) -> Iterator[RoleChoice | Shortage]:
-    """Of a role that trains or scores: sequence parallelism, checkpointing where it trains, and the micro-batch."""
+    """Yield the choices of a role that trains or scores: sequence parallelism, checkpointing, and the micro-batch."""
     idle = idle_terms(demand, policy, pool)
     longest = _longest_expected(tasks)
     for layout in _sequence_layouts(demand, policy, pool):
@@ -82,7 +88,7 @@ def _models(
             yield layout
             continue
         if layout.offload == "weights" and layout.zero_stage != 3:
-            yield Shortage(demand.role, float("inf"), "weights can be offloaded in ZeRO's stage 3 only")
+            yield Shortage(demand.role, float("inf"), "weights can be offloaded in ZeRO stage 3 only")
             continue
         pinned = demand.pins.gradient_checkpointing
         both = demand.trains and pinned == "auto" and pool.counts_memory
@@ -100,7 +106,7 @@ def _models(
 
 
 def _terms_of(demand: Demand, layout: Layout, pool: Pool) -> Callable[[float], Terms]:
-    """From the tokens of a micro-batch to what a GPU holds at its peak."""
+    """Return a function from the tokens of a micro-batch to the memory terms at its peak."""
     model = demand.architecture
     if model is None or not pool.counts_memory:
         return lambda tokens: {}
@@ -114,9 +120,11 @@ def _terms_of(demand: Demand, layout: Layout, pool: Pool) -> Callable[[float], T
 def _micro_batch(
     demand: Demand, tasks: Sequence[Task], layout: Layout, terms: Callable[[float], Terms], available: float
 ) -> Layout | Shortage:
-    """As many tokens as fit, and no more than the role ever has at once; never less than the longest sequence.
+    """Return the layout with the largest micro-batch that fits, and that the role can use.
 
-    Where memory is not counted, sequences that are not expected count nothing: each would be a micro-batch by itself.
+    At least the longest sequence.
+
+    Where memory is not modelled, sequences that are not expected are ignored: each would be a micro-batch of its own.
     """
     pinned, expected = demand.pins.micro_batch_tokens, _longest_expected(tasks)
     if available == float("inf"):
@@ -143,10 +151,10 @@ def _longest_expected(tasks: Sequence[Task]) -> int:
 
 
 def largest_micro_batch(terms: Callable[[float], Terms], fits: int, most: int, available: float) -> int:
-    """Tokens that fit, where ``fits`` do: ``most``, or nearly as many as do, in whole thousands beyond ``fits``.
+    """Return how many tokens fit, given that ``fits`` tokens do: ``most``, or nearly the maximum in multiples of 1024.
 
-    What is needed is a maximum of linear functions of the tokens, so it lies below a line between two of its points;
-    but where logits come in chunks, beyond the first of them.
+    Memory is a maximum of linear functions of the tokens, so it lies below a line between two of its points, except
+    where logits come in chunks, beyond the first chunk.
     """
     low, needed_low = fits, sum(terms(fits).values())
     high, needed_high = most, sum(terms(most).values())
@@ -163,7 +171,7 @@ def largest_micro_batch(terms: Callable[[float], Terms], fits: int, most: int, a
 def _engines(
     demand: Demand, tasks: Sequence[Task], policy: PoolPolicy, pool: Pool, available: float
 ) -> Iterator[RoleChoice | Shortage]:
-    """Of a role that generates: tensor parallelism, and pipeline stages where a host's GPUs have no room."""
+    """Yield the choices of a role that generates: tensor parallelism, and pipeline stages if a host is too small."""
     pinned_stages = demand.pinned("pipeline_parallel_size")
     sizes = _tensor_sizes(demand, pool)
     fits = False
@@ -176,7 +184,7 @@ def _engines(
 
 
 def _tensor_sizes(demand: Demand, pool: Pool) -> list[int]:
-    """Pinned, or powers of two that divide the heads and go into a host."""
+    """Return the pinned size, or the powers of two that divide the heads and fit a host."""
     if (pinned := demand.pinned("tensor_parallel_size")) is not None:
         return [pinned]
     if demand.architecture is None:
@@ -218,7 +226,7 @@ def _engine(
     concurrency = min(each, MAX_NUM_SEQS, memory.kv_tokens / typical)
     terms = memory.terms
     if not serves:
-        # It makes room for what it writes, and for no more.
+        # Its KV cache grows with what it generates.
         layout = replace(layout, gpu_memory_utilization=None)
         longest = max((task.longest for task in tasks), default=1)
         terms = terms | {"kv": terms["kv"] * min(1.0, min(each, MAX_NUM_SEQS) * longest / memory.kv_tokens)}
@@ -228,7 +236,7 @@ def _engine(
 def _served(
     demand: Demand, tasks: Sequence[Task], layout: Layout, host_set: HostSet, model: Architecture, available: float
 ) -> tuple[Layout, EngineMemory] | Shortage:
-    """With ``gpu_memory_utilization`` as pinned, or all that is left, in steps of 0.05."""
+    """Return the layout with ``gpu_memory_utilization`` as pinned, or with all that is left in steps of 0.05."""
     memory_gib = host_set.memory_gib
     assert memory_gib is not None
     wanted = demand.pins.gpu_memory_utilization
@@ -236,7 +244,7 @@ def _served(
     share = left if wanted == "auto" else wanted
     groups = f"tp {layout.tensor_parallel_size}"
     if share <= 0:
-        return Shortage(demand.role, -available, "the others on its GPUs leave it nothing")
+        return Shortage(demand.role, -available, "the other roles on its GPUs leave no memory")
     if share * memory_gib > available + 1e-9:
         what = f"gpu_memory_utilization {share:g} is more than the {max(0.0, left):g} that is left"
         return Shortage(demand.role, share * memory_gib - available, what)
@@ -253,8 +261,8 @@ def _served(
     longest = max((task.longest for task in tasks), default=1)
     if memory.kv_tokens < longest:
         rest = sum(gib for term, gib in memory.terms.items() if term != "kv")
-        lacks = f"{rest:.0f} GiB a GPU before keys and values"
-        lacks = f"no room for keys and values of {longest} tokens" if rest < share * memory_gib else lacks
-        what = f"{groups}: {lacks}, of {share * memory_gib:.0f} GiB that are left for it"
+        lacks = f"{rest:.0f} GiB on each GPU before the KV cache"
+        lacks = f"no KV cache room for {longest} tokens" if rest < share * memory_gib else lacks
+        what = f"{groups}: {lacks}, of {share * memory_gib:.0f} GiB available"
         return Shortage(demand.role, rest - share * memory_gib, what)
     return layout, memory

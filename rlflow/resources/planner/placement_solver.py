@@ -1,14 +1,14 @@
-"""Which pool gets which GPUs, in whole units, exactly.
+"""The exact placement of pools on hosts, in whole units.
 
-A pool's unit is a group of GPUs that lies inside one host. What is sought is lexicographic: most units for the pool
-that takes what is left, then fewest (pool, host) pairs, then earlier hosts.
+A pool's unit is a group of GPUs inside one host. The goal is lexicographic: most units for the pool that takes what is
+left, then fewest (pool, host) pairs, then earlier hosts.
 
-Three ways, from the cheapest: one pool is counted; a few pools on a few hosts are a dynamic programme over the hosts;
-anything larger is an integer programme whose size does not grow with the hosts, since those that are alike are counted,
-not told apart. It rests on this: call what one host gives to pools of one unit a slot. Where two pools meet in two
-slots, a unit of the one can be moved against a unit of the other until one pair is gone, and so it is with longer
-circles. In the best answer pools and slots form a forest, therefore of n pools with the same unit at most n - 1 slots
-are shared. All others have one pool each, and it is enough to know how many there are of each size.
+There are three methods, from the cheapest. One pool is counted. A few pools on a few hosts are a dynamic programme over
+the hosts. Anything larger is an integer programme, whose size does not grow with the hosts, since equal hosts are
+counted, not told apart. It rests on this argument: call what one host gives to pools of one unit a slot. Where two
+pools meet in two slots, a unit of one pool can be exchanged for a unit of the other until one pair is gone, and longer
+cycles can be resolved in the same way. In the best answer pools and slots form a forest, so of n pools with the same
+unit at most n - 1 slots are shared. All other slots have one pool each, and only their number of each size matters.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from rlflow.resources.cluster import Cluster
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, CpSolver, IntVar, LinearExprT
 
-# Options that the dynamic programme may look at: it takes less than importing the solver does.
+# The most options for the dynamic programme, which then takes less time than importing the solver.
 _FEW = 50_000
-# A safeguard, in the solver's own unit, which does not depend on the machine; it is about seconds.
+# A safeguard in the solver's own unit of time, which does not depend on the machine and is about a second.
 _LIMIT = 20.0
 
 Counts = list[tuple[int, ...]]
@@ -37,33 +37,35 @@ Counts = list[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class PoolRequest:
+    """The GPUs that a pool needs."""
+
     name: str
     unit: int
-    """GPUs of the largest group that must lie inside one host."""
+    """GPUs of the largest group that must be inside one host."""
     units: int | None
-    """How many; None: as many as there can be, and one at least."""
+    """The number of units; None: as many as possible, and at least one."""
     label: str | None = None
-    """Only hosts with this label."""
+    """Use only hosts with this label."""
 
 
 @dataclass(frozen=True)
 class _Room:
-    """What matters of a host. Hosts with the same are alike."""
+    """The properties of a host that matter here. Hosts with equal properties are interchangeable."""
 
     gpus: int
     allowed: tuple[bool, ...]
-    """Which pools may use it."""
+    """For each pool, whether it may use the host."""
 
     def units(self, pools: Sequence[PoolRequest], index: int) -> int:
-        """As many of the pool's units as it holds by itself."""
+        """Return how many of the pool's units the empty host holds."""
         return self.gpus // pools[index].unit if self.allowed[index] else 0
 
 
 def place_pools(pools: Sequence[PoolRequest], cluster: Cluster) -> list[list[tuple[str, tuple[int, ...]]]] | None:
-    """For each pool, in the order of hosts, (host, GPU ids) of the hosts that it uses; the ids unit after unit.
+    """Return for each pool its (host, GPU ids) in the order of hosts, with the ids unit after unit; None if impossible.
 
-    At most one pool may leave its units open. None when there is no way. The same pools in another order get the same
-    GPUs. Should the solver reach its limit, which is far off, what it has found until then counts.
+    At most one pool may leave its units open. The same pools in another order get the same GPUs. If the solver reaches
+    its limit, which is generous, the best solution so far is used.
     """
     ordered = sorted(pools, key=lambda pool: (pool.units is None, pool.name))
     assert len({pool.name for pool in pools}) == len(pools), "names tell pools apart"
@@ -83,7 +85,7 @@ def place_pools(pools: Sequence[PoolRequest], cluster: Cluster) -> list[list[tup
 
 
 def _take(free: list[int], unit: int) -> list[int]:
-    """Takes a group out of ``free``: neighbours from a multiple of the unit on, else neighbours, else the first."""
+    """Take a group out of ``free``: neighbours from a multiple of the unit, else neighbours, else the first."""
     starts = [gpu for gpu in free if set(range(gpu, gpu + unit)) <= set(free)]
     start = min(starts, key=lambda gpu: (gpu % unit > 0, gpu), default=None)
     group = free[:unit] if start is None else list(range(start, start + unit))
@@ -97,11 +99,11 @@ def _count(pools: Sequence[PoolRequest], rooms: Sequence[_Room]) -> Counts | Non
         return _one_pool([room.units(pools, 0) for room in rooms], pools[0].units)
     states = prod((pool.units or 0) + 1 for pool in pools)
     options = sum(prod(room.units(pools, i) + 1 for i, pool in enumerate(pools) if pool.units) for room in rooms)
-    return _host_by_host(pools, rooms) if states * options <= _FEW else _alike_together(pools, rooms)
+    return _host_by_host(pools, rooms) if states * options <= _FEW else _solve_integer_programme(pools, rooms)
 
 
 def _one_pool(most: Sequence[int], wanted: int | None) -> Counts | None:
-    """``most``: the units that each host holds."""
+    """Place one pool. ``most`` has the units that each host holds."""
     missing = sum(most) if wanted is None else wanted
     if missing > sum(most) or (wanted is None and missing == 0):
         return None
@@ -116,12 +118,12 @@ def _one_pool(most: Sequence[int], wanted: int | None) -> Counts | None:
 
 
 def _fewest(most: Sequence[int], wanted: int) -> int:
-    """The fewest hosts that hold so many units; one more than there are when all do not."""
+    """Return the fewest hosts that hold so many units; one more than there are if all together do not."""
     return bisect_left(list(accumulate(sorted(most, reverse=True), initial=0)), wanted)
 
 
 def _host_by_host(pools: Sequence[PoolRequest], rooms: Sequence[_Room]) -> Counts | None:
-    """From the last host to the first: for whatever is still missing, the best way to get it from there on."""
+    """Solve from the last host to the first: for whatever is still missing, find the best way from there on."""
     rest = pools[-1] if pools and pools[-1].units is None else None
     wanted = tuple(pool.units for pool in pools if pool.units is not None)
     # (units of the open pool, minus the pairs, this host's units)
@@ -152,7 +154,7 @@ def _host_by_host(pools: Sequence[PoolRequest], rooms: Sequence[_Room]) -> Count
 def _fillings(
     pools: Sequence[PoolRequest], room: _Room, missing: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """All (units of each pinned pool on this host, GPUs left over)."""
+    """Yield every (units of each pinned pool on this host, GPUs left over)."""
     most = [min(units, room.units(pools, index)) for index, units in enumerate(missing)]
     for counts in product(*(range(units + 1) for units in most)):
         left = room.gpus - sum(units * pool.unit for units, pool in zip(counts, pools, strict=False))
@@ -166,13 +168,13 @@ _Slot = tuple[int, int]  # the kind of host, that is its place among the alike, 
 
 @dataclass(frozen=True)
 class _Family:
-    """The pools of one unit. The lists are of variables that sum up to what is said."""
+    """The pools with one unit. Its lists of variables are meant to be summed."""
 
     unit: int
     alone: dict[int, dict[_Slot, IntVar]]
-    """Of each pool, the number of slots that it has to itself."""
+    """For each pool, the number of slots that it has to itself."""
     shared: list[tuple[dict[_Slot, IntVar], dict[int, IntVar]]]
-    """Of each slot that is shared: which it is, the units of each pool."""
+    """For each shared slot: which slot it is, and the units of each pool in it."""
     pairs: dict[int, list[IntVar]]
     """The hosts of each pool."""
 
@@ -217,8 +219,8 @@ def _family(model: CpModel, unit: int, pools: Sequence[PoolRequest], alike: Sequ
     return family
 
 
-def _alike_together(pools: Sequence[PoolRequest], rooms: Sequence[_Room]) -> Counts | None:
-    """An integer programme: how many hosts of each kind are cut up in which way, and what fills the slots."""
+def _solve_integer_programme(pools: Sequence[PoolRequest], rooms: Sequence[_Room]) -> Counts | None:
+    """Find how many hosts of each kind are cut in which way, and what fills the slots."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
@@ -261,7 +263,7 @@ def _alike_together(pools: Sequence[PoolRequest], rooms: Sequence[_Room]) -> Cou
 
 
 def _cuts(gpus: int, units: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All ways to cut so many GPUs into so many of each unit; some may be left over."""
+    """Yield all ways to cut GPUs into units; some GPUs may be left over."""
     if not units:
         yield ()
         return
@@ -273,7 +275,10 @@ def _cuts(gpus: int, units: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def _read(
     solver: CpSolver, families: Sequence[_Family], cuts: Sequence[dict[tuple[int, ...], IntVar]], rooms: Sequence[_Room]
 ) -> Counts:
-    """The units of each pool on each host. Of hosts that are alike the earlier have more of the earlier pools."""
+    """Return the units of each pool on each host.
+
+    Among equal hosts, the earlier ones have more of the earlier pools.
+    """
     filled: dict[tuple[int, _Slot], list[dict[int, int]]] = defaultdict(list)
     for place, family in enumerate(families):
         for index, numbers in family.alone.items():

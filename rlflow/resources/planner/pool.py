@@ -1,7 +1,4 @@
-"""The GPUs that a pool may be made of, as far as its roles must know them.
-
-Roles that use the same GPUs: what they have in common, what each chooses, and what it keeps while others work.
-"""
+"""A pool: roles that share GPUs, the hosts they may use, what each role chooses, and what it holds while idle."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +14,7 @@ from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.speed import Calibration, Efficiency, Speed, gpu_speed, slowest
 from rlflow.resources.workload import Workload
 
-# Of a GPU's memory a plan leaves so much for what no term knows.
+# A plan leaves this share of a GPU's memory free for what the model does not know.
 _MARGIN = 0.05
 # Host memory for each GPU where it is not given: hosts of 8 GPUs have 1 to 2 TiB.
 _HOST_GIB = 200.0
@@ -25,36 +22,40 @@ _HOST_GIB = 200.0
 
 @dataclass(frozen=True)
 class HostSet:
+    """The hosts that a pool may use, reduced to what its roles must know."""
+
     hosts: tuple[Host, ...]
     memory_gib: float | None
-    """Of the smallest GPU. None: the host's own memory, which is not counted."""
+    """Memory of the smallest GPU; None for CPUs, whose memory is not modelled."""
     speed: Speed
-    """Of the slowest in each respect."""
+    """The slowest speed in each respect."""
     host_gib: float
-    """Of host memory for each GPU, where it is scarcest."""
+    """Host memory for each GPU, on the host that has least."""
     sharp: Sharp
-    """The most that NCCL's buffers for NVLink SHARP take on any of the hosts."""
+    """The largest buffers for NVLink SHARP on any of the hosts."""
 
     @property
     def usable_gib(self) -> float:
-        """By a plan, of each GPU."""
+        """Return the memory of each GPU that a plan may use."""
         return usable_gib(self.memory_gib) * (1 - _MARGIN) if self.memory_gib is not None else float("inf")
 
     @property
     def num_gpus(self) -> int:
+        """Return the number of usable GPUs."""
         return sum(len(host.usable) for host in self.hosts)
 
     @property
     def largest_host(self) -> int:
+        """Return the number of usable GPUs of the largest host."""
         return max(len(host.usable) for host in self.hosts)
 
     def groups(self, size: int) -> int:
-        """So many groups of ``size`` GPUs, each inside a host, there are at most."""
+        """Return how many groups of ``size`` GPUs fit, each inside a host."""
         return sum(len(host.usable) // size for host in self.hosts)
 
 
 def select_hosts(cluster: Cluster, label: str | None, calibration: Calibration) -> HostSet:
-    """The hosts with a label. Raises PlacementError when there are none, or figures are missing."""
+    """Return the hosts with a label. Raises PlacementError when there are none, or when figures are missing."""
     labelled = cluster.hosts_with(label)
     if not labelled:
         names = sorted({name for host in cluster.hosts for name in (*host.labels, host.gpu)})
@@ -77,27 +78,27 @@ def select_hosts(cluster: Cluster, label: str | None, calibration: Calibration) 
     return HostSet(hosts, min(memories, default=None), slowest(speeds), min(shares), sharp)
 
 
-# Of an engine on the processor, where memory is not counted.
+# Micro-batches on CPUs, where memory is not modelled.
 CPU_MICRO_BATCH_TOKENS = 2048
 
 
 # torch rounds every piece of memory that GPUs read directly up to a power of two (ATen/core/CachingHostAllocator.h), so
-# that vLLM's copies of weights take up to twice their size. Parked ones have pieces of such a size.
+# that vLLM's copies of weights take up to twice their size. Other offloaded state is in pieces of such a size.
 PINNED = 2
 
 
 @dataclass(frozen=True)
 class PoolPolicy:
-    """What the roles of a pool have in common: what stays on its GPUs while others work."""
+    """A decision for all roles of a pool: what stays on the GPUs while others work."""
 
     sleeps: bool = False
-    """Trained and scoring roles put their state into the host's memory."""
+    """Trained and scoring roles move their state to the host's memory."""
     zero_stage: int = 3
-    """Of trained roles."""
+    """The ZeRO stage of trained roles."""
     offload: Offload = "none"
-    """Of trained roles; ``weights`` of scoring ones too."""
+    """What trained roles offload; ``weights`` applies to scoring roles too."""
     shards_scorers: bool = True
-    """Models that only score are sharded too, instead of being whole on every GPU."""
+    """Models that only score are sharded, instead of complete on every GPU."""
 
 
 @dataclass(frozen=True)
@@ -107,16 +108,18 @@ class Pool:
     demands: tuple[Demand, ...]
     gpus: int
     groups: Callable[[int], int]
-    """So many groups of a size, each inside a host, the pool's GPUs make."""
+    """Return how many groups of a size the pool's GPUs have, each inside a host."""
     host_set: HostSet
     largest_group: int
 
     @property
     def shared(self) -> bool:
+        """Return whether several roles use the pool."""
         return len(self.demands) > 1
 
     @property
     def counts_memory(self) -> bool:
+        """Return whether memory is modelled."""
         return self.host_set.memory_gib is not None
 
 
@@ -126,22 +129,22 @@ class RoleChoice:
 
     layout: Layout
     phase: str
-    """In which it needs most: generate, score or update."""
+    """The phase in which it needs most memory: generate, score or update."""
     awake: Terms
-    """GiB of each of its GPUs in that phase."""
+    """GiB on each of its GPUs in that phase."""
     idle: Terms
-    """While others on its GPUs work."""
+    """GiB on each of its GPUs while other roles work."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of each of its nodes."""
+    """The time of each of its nodes."""
     kv_tokens: float | None = None
-    """That one engine has room for."""
+    """Tokens in the KV cache of one engine."""
     concurrency: float | None = None
-    """Sequences that one engine writes at once."""
+    """Sequences that one engine generates at once."""
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """Nothing fits: what came nearest lacks so much."""
+    """The missing memory of the option that came nearest to fitting."""
 
     role: str
     gib: float
@@ -152,14 +155,14 @@ class Shortage:
 
 
 def base_layout(demand: Demand, policy: PoolPolicy, pool: Pool) -> Layout:
-    """A trained or scoring role's, without what depends on the memory that is left."""
+    """Return the layout of a trained or scoring role without what depends on the memory that is left."""
     wants = demand.pins
     spread = "data" in demand.parallel
     stage = policy.zero_stage if demand.trains else (3 if policy.shards_scorers else 0)
     size = (demand.pinned("tensor_parallel_size") or 1) * (demand.pinned("pipeline_parallel_size") or 1)
     sequence = demand.pinned("sequence_parallel_size") or 1
     copies = demand.pinned("data_parallel_size") or max(1, pool.groups(size * sequence))
-    # Nothing but weights can be offloaded of a model that only scores.
+    # A model that only scores can offload nothing except its weights.
     offload: Offload = policy.offload if demand.trains or policy.offload == "weights" else "none"
     return Layout(
         tensor_parallel_size=demand.pinned("tensor_parallel_size") or 1,
@@ -174,7 +177,7 @@ def base_layout(demand: Demand, policy: PoolPolicy, pool: Pool) -> Layout:
 
 
 def idle_terms(demand: Demand, policy: PoolPolicy, pool: Pool) -> Terms:
-    """Return what the role keeps on its GPUs while others work, after it has given back what torch caches."""
+    """Return what the role holds on its GPUs while others work, after torch has released its cache."""
     model, sharp = demand.architecture, pool.host_set.sharp
     if not pool.shared or model is None or not pool.counts_memory:
         return {}
@@ -189,7 +192,7 @@ def idle_terms(demand: Demand, policy: PoolPolicy, pool: Pool) -> Terms:
     if demand.trains:
         return process | idle_state(model, layout, demand.training)
     if serves:
-        # An engine that cannot sleep.
+        # This engine cannot sleep.
         return process | {"weights": model.num_parameters * demand.weight_bytes / GIB}
     return process | {"weights": score_terms(model, layout, 0, weight_bytes=demand.weight_bytes)["weights"]}
 
@@ -203,8 +206,10 @@ def idle_state(model: Architecture, layout: Layout, training: TrainingMemory) ->
 
 
 def host_memory(demand: Demand, choice: RoleChoice, workload: Workload) -> Terms:
-    """Of host memory for each of the role's GPUs: what is offloaded, what sleeps there, and its part of the data: what
-    it makes, once with itself and once in the object store, and what it reads."""
+    """Return host memory for each of the role's GPUs: offloaded and sleeping state, and its part of the data.
+
+    Its outputs count twice, in its own process and in the object store; its inputs count once.
+    """
     model, layout = demand.architecture, choice.layout
     if model is None or not choice.awake:
         return {}
@@ -214,8 +219,8 @@ def host_memory(demand: Demand, choice: RoleChoice, workload: Workload) -> Terms
     if demand.generates:
         # vLLM's sleep keeps the weights in the host's memory unless a copy replaces all of them.
         replaced = demand.follows_lora is None and demand.role in {copy.target for copy in workload.copies}
-        kept = 0.0 if replaced or not layout.sleeps else PINNED * choice.awake["weights"]
-        return {"weights": kept, "data": data}
+        sleeping = 0.0 if replaced or not layout.sleeps else PINNED * choice.awake["weights"]
+        return {"weights": sleeping, "data": data}
     if not (layout.sleeps or layout.offload == "weights"):
         return {"data": data}
     stays = replace(layout, offload="none")
@@ -240,6 +245,6 @@ def sync_memory(
         packed_bytes=max(training.weights, source.weight_bytes) if packed else None,
         sharp=sharp,
     )
-    # What sleeps gets up with its weights alone.
+    # A sleeping role wakes with its weights alone.
     stays = {} if layout.sleeps else {term: given.idle.get(term, 0.0) for term in ("gradients", "optimizer")}
     return terms | stays

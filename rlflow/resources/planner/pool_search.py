@@ -23,41 +23,42 @@ _OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights")
 
 @dataclass(frozen=True)
 class PoolUse:
-    """What its roles do with a pool."""
+    """The choices of all roles of a pool."""
 
     choices: Mapping[str, RoleChoice]
 
     @property
     def unit(self) -> int:
-        """The largest group that must lie inside one host."""
+        """Return the size of the largest group that must be inside one host."""
         return max(max(c.layout.tensor_parallel_size, c.layout.sequence_parallel_size) for c in self.choices.values())
 
     @property
     def seconds(self) -> dict[str, float]:
+        """Return the seconds of each node."""
         return {node: seconds for choice in self.choices.values() for node, seconds in choice.seconds.items()}
 
 
 def best_use(pool: Pool, workload: Workload) -> PoolUse | Shortage:
-    """The fastest way in which all roles of a pool fit beside one another, or what the nearest lacks.
+    """Return the fastest way in which all roles of a pool fit together, or the shortage of the nearest one.
 
-    What the roles keep while others work is decided for the pool as a whole, each role's own degrees after that.
-    Offloading is tried only where nothing fits without.
+    What roles keep on the GPUs while others work is decided for the whole pool, then each role's own layout. Offloading
+    is tried only where nothing fits without it.
     """
-    lacking: list[Shortage] = []
+    shortages: list[Shortage] = []
     known: _Known = {}
     for offload in _OFFLOADS:
         found = []
         for policy in _policies(pool, offload):
             one = _use_by(policy, pool, workload, known)
             if isinstance(one, Shortage):
-                lacking.append(one)
+                shortages.append(one)
             else:
                 found.append(one)
         if found:
             return min(found, key=lambda use: sum(use.seconds.values()))
         if not any(demand.trains and "data" in demand.parallel for demand in pool.demands):
             break
-    return min(lacking, key=lambda shortage: shortage.gib)
+    return min(shortages, key=lambda shortage: shortage.gib)
 
 
 def _policies(pool: Pool, offload: Offload) -> Iterator[PoolPolicy]:
@@ -68,7 +69,7 @@ def _policies(pool: Pool, offload: Offload) -> Iterator[PoolPolicy]:
     sharding = (False, True) if scorers and spread else (True,)
     if offload == "weights":
         stages = (3,)
-        # A whole model that is not on the GPU would be nowhere.
+        # An unsharded model that is not on the GPU would be nowhere.
         sharding = (True,)
     for sleeps, stage, shards in product(sleeping, stages, sharding):
         yield PoolPolicy(sleeps=sleeps, zero_stage=stage, offload=offload, shards_scorers=shards)
@@ -78,12 +79,12 @@ _Known = dict[tuple[Layout, float, str], RoleChoice | Shortage]
 
 
 def _use_by(policy: PoolPolicy, pool: Pool, workload: Workload, known: _Known) -> PoolUse | Shortage:
-    """``known``: what was chosen before for the same memory under another policy."""
+    """Return the best use under one policy. ``known`` has the choices for the same memory under other policies."""
     idle = {demand.role: sum(idle_terms(demand, policy, pool).values()) for demand in pool.demands}
-    everyone = sum(idle.values())
+    all_idle = sum(idle.values())
     choices = {}
     for demand in pool.demands:
-        available = pool.host_set.usable_gib - (everyone - idle[demand.role])
+        available = pool.host_set.usable_gib - (all_idle - idle[demand.role])
         key = (base_layout(demand, policy, pool), available, demand.role)
         if key not in known:
             known[key] = best_layout(demand, workload.of(demand.role), policy, pool, available)
@@ -91,16 +92,16 @@ def _use_by(policy: PoolPolicy, pool: Pool, workload: Workload, known: _Known) -
         if isinstance(chosen, Shortage):
             return chosen
         choices[demand.role] = chosen
-    lacking = _host_shortage(pool, choices, workload) or _sync_shortage(pool, choices, workload)
-    return PoolUse(choices) if lacking is None else lacking
+    shortage = _host_shortage(pool, choices, workload) or _sync_shortage(pool, choices, workload)
+    return PoolUse(choices) if shortage is None else shortage
 
 
 def _host_shortage(pool: Pool, choices: Mapping[str, RoleChoice], workload: Workload) -> Shortage | None:
-    parked = sum(sum(host_memory(d, choices[d.role], workload).values()) for d in pool.demands)
-    if parked <= pool.host_set.host_gib:
+    offloaded = sum(sum(host_memory(d, choices[d.role], workload).values()) for d in pool.demands)
+    if offloaded <= pool.host_set.host_gib:
         return None
-    what = f"{parked:.0f} GiB of host memory for each GPU, of {pool.host_set.host_gib:.0f}"
-    return Shortage(pool.demands[0].role, parked - pool.host_set.host_gib, what)
+    what = f"{offloaded:.0f} GiB of host memory for each GPU, of {pool.host_set.host_gib:.0f}"
+    return Shortage(pool.demands[0].role, offloaded - pool.host_set.host_gib, what)
 
 
 def _sync_shortage(pool: Pool, choices: Mapping[str, RoleChoice], workload: Workload) -> Shortage | None:

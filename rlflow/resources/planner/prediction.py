@@ -1,4 +1,4 @@
-"""What a plan is expected to need, and why it was chosen: plain figures for plan.json and for the picture."""
+"""The prediction of a plan: what it needs, how long it takes, and why it was chosen, as plain figures for plan.json."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,29 +17,35 @@ from rlflow.resources.workload import Task
 
 @dataclass(frozen=True, kw_only=True)
 class RoleMemory:
+    """The predicted memory of a role."""
+
     phase: str
-    """In which the role needs most: generate, score or update."""
+    """The phase in which the role needs most: generate, score or update."""
     phases: Mapping[str, Terms]
-    """GiB of each of its GPUs by what they are for: in that phase, in ``sync`` while weights are handed over, and
-    ``idle`` while other roles on its GPUs work."""
+    """GiB of each of its GPUs by purpose: in that phase, in ``sync`` while weights are copied, and ``resting`` while
+    other roles on its GPUs work."""
     peak_gib: Mapping[str, Mapping[int, float]]
-    """Of each GPU of each host in that phase, with what the others keep there."""
+    """For each GPU of each host, the peak in that phase, including what idle roles hold there."""
     host_gib: Terms
-    """Of host memory for each of its GPUs: what is offloaded or sleeps, and data in flight."""
+    """Host memory for each of its GPUs: offloaded and sleeping state, and data in flight."""
     sequences: int | None = None
-    """That one engine writes at once."""
+    """Sequences that one engine generates at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTime:
+    """The predicted time of a node."""
+
     start: float
     seconds: float
     critical: bool
-    """On the chain of nodes that the step's length follows from."""
+    """The node is on the critical path of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolTime:
+    """The idle time of a pool."""
+
     roles: tuple[str, ...]
     gpus: int
     idle_share: float
@@ -47,6 +53,8 @@ class PoolTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
+    """Another way to share GPUs, and what it costs."""
+
     what: str
     step_seconds: float | None
     """None: it does not fit."""
@@ -55,34 +63,36 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
+    """All predicted figures of a plan."""
+
     step_seconds: float
     tokens_per_second_per_gpu: float
     num_gpus: int
-    """In use."""
+    """GPUs in use."""
     memory: Mapping[str, RoleMemory]
     nodes: Mapping[str, NodeTime]
     pools: tuple[PoolTime, ...]
     headroom_gib: float | None
-    """Of the fullest GPU; None where memory is not counted."""
+    """Free memory of the fullest GPU; None where memory is not modelled."""
     fullest: str
-    """Its host, number and phase."""
+    """The fullest GPU: its host, number and phase."""
     host_gib: Mapping[str, float]
-    """Of each host's memory, for what is offloaded or sleeps, and for data between roles."""
+    """Memory of each host, for offloaded and sleeping roles and for data between roles."""
     data: DataPrediction
     reasons: tuple[str, ...]
     limits: tuple[str, ...]
-    """What would first run out of memory, and at which response length."""
+    """What runs out of memory first, and from which response length."""
     warnings: tuple[str, ...]
     alternatives: tuple[Alternative, ...]
 
 
-def predict(search: Search, placed: SearchResult) -> Prediction:
-    """All figures of the plan that a search has found."""
-    candidate = placed.candidate
+def predict(search: Search, result: SearchResult) -> Prediction:
+    """Return all figures of the plan that a search has found."""
+    candidate = result.candidate
     schedule = candidate.schedule
     path = schedule.critical_path
-    gpus = len({bundle for placement in placed.roles.values() for bundle in placement.bundles})
-    memory = {role: _memory(search, placed, role) for role in placed.roles}
+    gpus = len({bundle for placement in result.roles.values() for bundle in placement.bundles})
+    memory = {role: _memory(search, result, role) for role in result.roles}
     nodes = {
         span.node: NodeTime(start=span.start, seconds=span.seconds, critical=span.node in path)
         for span in schedule.spans
@@ -102,25 +112,25 @@ def predict(search: Search, placed: SearchResult) -> Prediction:
         ),
         headroom_gib=headroom,
         fullest=fullest,
-        host_gib=_on_hosts(placed, memory),
-        data=predict_data(search.workload, placed.roles, search.cluster.hosts[0].name),
+        host_gib=_on_hosts(result, memory),
+        data=predict_data(search.workload, result.roles, search.cluster.hosts[0].name),
         reasons=_reasons(candidate),
         limits=_limits(search, candidate),
-        warnings=plan_warnings(search, placed),
-        alternatives=_alternatives(placed),
+        warnings=plan_warnings(search, result),
+        alternatives=_alternatives(result),
     )
 
 
-def _memory(search: Search, placed: SearchResult, role: str) -> RoleMemory:
-    choice = placed.candidate.choices[role]
+def _memory(search: Search, result: SearchResult, role: str) -> RoleMemory:
+    choice = result.candidate.choices[role]
     phases = {choice.phase: choice.awake, "resting": choice.idle}
-    phases |= _sync(search, placed.candidate, role)
+    phases |= _sync(search, result.candidate, role)
     peaks: dict[str, dict[int, float]] = {}
-    on_gpu = {other: set(placement.bundles) for other, placement in placed.roles.items() if other != role}
-    for bundle in placed.roles[role].bundles if choice.awake else ():
+    on_gpu = {other: set(placement.bundles) for other, placement in result.roles.items() if other != role}
+    for bundle in result.roles[role].bundles if choice.awake else ():
         others = (other for other, bundles in on_gpu.items() if bundle in bundles)
-        beside = sum(sum(placed.candidate.choices[other].idle.values()) for other in others)
-        # The sync's terms have the engine's own already.
+        beside = sum(sum(result.candidate.choices[other].idle.values()) for other in others)
+        # The sync terms include the engine's own.
         peak = max(sum(choice.awake.values()) + beside, sum(phases.get("sync", {}).values()))
         peaks.setdefault(bundle.host, {})[bundle.gpu] = peak
     return RoleMemory(
@@ -133,7 +143,7 @@ def _memory(search: Search, placed: SearchResult, role: str) -> RoleMemory:
 
 
 def _sync(search: Search, candidate: Candidate, role: str) -> Mapping[str, Terms]:
-    """Of a role that others follow, while its weights are handed over: to the one for which it needs most."""
+    """Return the memory terms of a followed role while it copies weights, for the copy that needs most."""
     phases: list[Terms] = []
     for copy in search.workload.copies:
         if copy.source == role:
@@ -143,9 +153,9 @@ def _sync(search: Search, candidate: Candidate, role: str) -> Mapping[str, Terms
     return {"sync": max(phases, key=lambda terms: sum(terms.values()))} if phases else {}
 
 
-def _on_hosts(placed: SearchResult, memory: Mapping[str, RoleMemory]) -> Mapping[str, float]:
+def _on_hosts(result: SearchResult, memory: Mapping[str, RoleMemory]) -> Mapping[str, float]:
     hosts: dict[str, float] = {}
-    for role, placement in placed.roles.items():
+    for role, placement in result.roles.items():
         each = sum(memory[role].host_gib.values())
         for bundle in placement.bundles if each else ():
             hosts[bundle.host] = hosts.get(bundle.host, 0.0) + each
@@ -165,7 +175,7 @@ def _headroom(search: Search, memory: Mapping[str, RoleMemory]) -> tuple[float |
 
 
 def _reasons(candidate: Candidate) -> tuple[str, ...]:
-    """What the step's length is made of, and how idle each pool is."""
+    """Describe what the step time consists of, and how idle each pool is."""
     schedule = candidate.schedule
     step = schedule.step_seconds
     if not step:
@@ -173,22 +183,22 @@ def _reasons(candidate: Candidate) -> tuple[str, ...]:
     spans = {span.node: span for span in schedule.spans}
     alone, before = {}, 0.0
     for node in schedule.critical_path:
-        # Those that stream overlap the one before.
+        # Streaming nodes overlap the node before them.
         alone[node] = max(0.0, spans[node].end - max(before, spans[node].start))
         before = spans[node].end
     longest = sorted(alone, key=lambda node: -alone[node])
     shares = [f"{node} {alone[node] / step:.0%}" for node in longest if alone[node] > 0.05 * step]
-    reasons = [f"the step is {', '.join(shares)}"]
+    reasons = [f"step time is {', '.join(shares)}"]
     if len(candidate.partition) > 1:
         idle = [
             f"{' + '.join(roles)} {schedule.idle_share(index):.0%}" for index, roles in enumerate(candidate.partition)
         ]
-        reasons.append(f"idle: {', '.join(idle)}")
+        reasons.append(f"GPUs idle: {', '.join(idle)}")
     return tuple(reasons)
 
 
 def _limits(search: Search, candidate: Candidate) -> tuple[str, ...]:
-    """For every role the response length at which its layout no longer fits, the shortest first."""
+    """Return for every role the response length at which its layout no longer fits, the shortest first."""
     found = []
     for role, choice in candidate.choices.items():
         tasks = search.workload.of(role)
@@ -196,9 +206,9 @@ def _limits(search: Search, candidate: Candidate) -> tuple[str, ...]:
         tokens = _most_tokens(search, candidate, role, choice, tasks)
         model = search.demands[role].architecture
         if tokens is not None and model is not None and tokens < model.max_position_embeddings:
-            what = "no room for one sequence's keys and values" if choice.phase == "generate" else "out of memory"
+            what = "no KV cache room for one sequence" if choice.phase == "generate" else "out of memory"
             found.append((tokens - prompt, f"{what} in {choice.phase} ({role})"))
-    return tuple(f"beyond {tokens} response tokens: {what}" for tokens, what in sorted(found))
+    return tuple(f"responses longer than {tokens} tokens: {what}" for tokens, what in sorted(found))
 
 
 def _most_tokens(
@@ -232,28 +242,29 @@ def _most_tokens(
     return found // max(task.unit_size for task in tasks) if found < 64 * longest else None
 
 
-def _alternatives(placed: SearchResult) -> tuple[Alternative, ...]:
-    """The best of every other way to share, fastest first; then the ways that do not fit."""
-    chosen = placed.candidate
+def _alternatives(result: SearchResult) -> tuple[Alternative, ...]:
+    """Return the best of every other way to share, fastest first; then the ways that do not fit."""
+    chosen = result.candidate
     step = chosen.schedule.step_seconds
     seen = set()
     alternatives = []
-    for other in placed.alternatives:
+    for other in result.alternatives:
         smaller = other.used_gpus < chosen.used_gpus
         if other.partition in seen or (other.partition == chosen.partition and not smaller):
             continue
         seen.add(other.partition)
         slower = other.schedule.step_seconds / step - 1 if step else 0.0
         idle = max(other.schedule.idle_share(index) for index in range(len(other.partition)))
-        loses = f"+{slower:.0%}" if slower >= 0.005 else f"{other.used_gpus} GPUs for {chosen.used_gpus}"
-        loses += f", idle {idle:.0%}" if len(other.partition) > 1 else ""
+        cost = "equally fast" if other.used_gpus == chosen.used_gpus else f"uses {other.used_gpus} GPUs"
+        loses = f"{slower:.0%} slower" if slower >= 0.005 else cost
+        loses += f", GPUs idle {idle:.0%}" if len(other.partition) > 1 else ""
         alternatives.append(
             Alternative(
                 what=describe_pools(other.partition, other.gpus), step_seconds=other.schedule.step_seconds, loses=loses
             )
         )
     fitting = seen | {chosen.partition}
-    for rejected in _nearest(placed.rejected):
+    for rejected in _nearest(result.rejected):
         if rejected.partition not in fitting:
             what = describe_pools(rejected.partition, rejected.gpus)
             alternatives.append(Alternative(what=what, step_seconds=None, loses=str(rejected.shortage)))
@@ -261,7 +272,7 @@ def _alternatives(placed: SearchResult) -> tuple[Alternative, ...]:
 
 
 def _nearest(rejected: Sequence[RejectedCandidate]) -> list[RejectedCandidate]:
-    """Of every way to share the one that lacks least."""
+    """Return, for every way to share, the rejected candidate with the smallest shortage."""
     nearest: dict[object, RejectedCandidate] = {}
     for one in rejected:
         if one.partition not in nearest or one.shortage.gib < nearest[one.partition].shortage.gib:

@@ -1,8 +1,8 @@
-"""The search: which roles share GPUs, how many GPUs each pool has, what each role does with them, and where they are.
+"""The search: who shares GPUs, how large the pools are, what each role does in its pool, and on which GPUs.
 
-Ways to share and sizes of pools are listed, each pool's best use is found with memory checked first, the step is
-simulated, and the best are placed exactly. Of plans within a hundredth of the shortest step the one with fewer GPUs is
-taken, and then the one that crosses fewer hosts.
+Candidates are ways to share with sizes of pools. The best use of each pool is found, the step is simulated, and the
+fastest candidates are placed exactly. Of plans within one percent of the shortest step, the one with fewer GPUs wins,
+then the one that crosses fewer hosts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from functools import partial
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.demand import Demand
-from rlflow.resources.layout import Layout, RolePlacement, Share, workers
+from rlflow.resources.layout import Layout, PoolGpus, RolePlacement, workers
 from rlflow.resources.models.lora import adapter_parameters, adapter_tensors
 from rlflow.resources.planner.data_placement import reading_seconds
 from rlflow.resources.planner.placement_solver import PoolRequest, place_pools
@@ -32,30 +32,30 @@ from rlflow.resources.time.passes import sync_seconds
 from rlflow.resources.time.speed import Calibration
 from rlflow.resources.workload import Workload
 
-# So many of the fastest are placed and simulated with the GPUs that they really get.
+# The number of fastest candidates that are placed and simulated on real GPUs.
 _PLACED = 6
-# Where many are as fast, as for models so small that only a copy's latency counts, no more than these.
+# The limit where many are equally fast, as for models so small that only the latency of a copy counts.
 _MOST_PLACED = 64
-# Step times that differ by less are the same.
+# Step times that differ by less count as equal.
 _SAME = 1.01
-# On the host, a sample: the reward `exact` takes 5 us and an advantage 1. How long one takes that runs programs or
-# asks a service is not known beforehand.
+# Seconds for a sample on the host: the reward `exact` takes 5 us and an advantage 1. The time of a reward that runs
+# programs or calls a service is not known in advance.
 _HOST_TASK_S = 5e-6
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The chosen candidate on its GPUs, and what else there was."""
+    """The chosen candidate on its GPUs, with the other candidates."""
 
     candidate: Candidate
     roles: Mapping[str, RolePlacement]
     alternatives: tuple[Candidate, ...]
-    """Fastest first."""
+    """The other candidates that fit, fastest first."""
     rejected: tuple[RejectedCandidate, ...]
 
 
 class Search:
-    """One search; it remembers what it has found of a pool."""
+    """One search, which caches the best use of each pool."""
 
     def __init__(
         self, demands: Sequence[Demand], workload: Workload, cluster: Cluster, calibration: Calibration
@@ -69,15 +69,18 @@ class Search:
         self._uses: dict[tuple[tuple[str, ...], int], PoolUse | Shortage] = {}
 
     def best(self) -> SearchResult | None:
-        """None when nothing fits; ``rejected`` then says why. Raises PlacementError for pins that cannot be met."""
+        """Return the best plan, or None if nothing fits; ``rejected`` then has the reasons.
+
+        Raises PlacementError for pins that cannot be met.
+        """
         self._check()
         fitting = sorted(self.candidates(), key=_order)
-        found: list[tuple[int, Candidate, list[Share]]] = []
+        found: list[tuple[int, Candidate, list[PoolGpus]]] = []
         for index, candidate in enumerate(fitting):
             quickest = min((_time(settled) for _, settled, _ in found), default=float("inf"))
             if len(found) >= (_PLACED if _time(candidate) > quickest * _SAME else _MOST_PLACED):
                 break
-            placed = self._placed(candidate)
+            placed = self._place(candidate)
             if placed is not None:
                 found.append((index, *placed))
         if not found:
@@ -89,10 +92,10 @@ class Search:
         return SearchResult(chosen, self._on_gpus(chosen, shares), others, tuple(self.rejected))
 
     def fits(self) -> bool:
-        """Whether there is a plan at all, on a coarser grid of sizes."""
+        """Return whether any plan fits, on a coarser grid of pool sizes."""
         try:
             self._check()
-            return any(self._placed(candidate) is not None for candidate in self.candidates(coarse=True))
+            return any(self._place(candidate) is not None for candidate in self.candidates(coarse=True))
         except PlacementError:
             return False
 
@@ -108,18 +111,18 @@ class Search:
                 )
 
     def candidates(self, *, coarse: bool = False) -> Iterator[Candidate]:
-        """All ways to share and all sizes on the grid that fit. What does not is added to ``rejected``."""
+        """Yield every way to share with all sizes on the grid that fit, and add the others to ``rejected``."""
         contradiction: PlacementError | None = None
-        sensible = 0
+        consistent = 0
         for partition in sharing_partitions(list(self.demands.values())):
-            # What is left over goes to the last pool: to one that trains, which can be of any size.
+            # Left-over GPUs go to the last pool: one that trains, because it can have any size.
             ordered = tuple(sorted(partition, key=lambda pool: (any(self.demands[r].trains for r in pool), pool)))
             try:
                 wanted = [pinned_pool_sizes([self.demands[role] for role in pool]) for pool in ordered]
             except PlacementError as error:
                 contradiction = contradiction or error
                 continue
-            sensible += 1
+            consistent += 1
             for gpus in pool_sizes(
                 wanted, [self.host_set(pool).num_gpus for pool in ordered], self._total(ordered), coarse=coarse
             ):
@@ -132,15 +135,16 @@ class Search:
                     uses.append(used)
                 else:
                     yield self._candidate(ordered, gpus, uses)
-        if contradiction is not None and not sensible:
+        if contradiction is not None and not consistent:
             raise contradiction
 
     def _total(self, partition: Partition) -> int:
-        """GPUs that any of the pools may use."""
+        """Return the number of GPUs that any of the pools may use."""
         hosts = {host.name: len(host.usable) for pool in partition for host in self.host_set(pool).hosts}
         return sum(hosts.values())
 
     def pool_use(self, roles: tuple[str, ...], gpus: int, *, whole: bool = False) -> PoolUse | Shortage:
+        """Return the best use of a pool with so many GPUs; ``whole``: it has all GPUs of its hosts."""
         key = (roles, -gpus if whole else gpus)
         if key not in self._uses:
             host_set = self.host_set(roles)
@@ -155,6 +159,7 @@ class Search:
         return self._uses[key]
 
     def host_set(self, roles: Sequence[str]) -> HostSet:
+        """Return the hosts that the roles may use."""
         label = self.demands[roles[0]].pins.label
         if label not in self._host_sets:
             try:
@@ -202,11 +207,11 @@ class Search:
             return 2 * size / speed.memory
         return sync_seconds(size, *gpus, speed, same_gpus=same, tensors=tensors)
 
-    def _placed(self, candidate: Candidate) -> tuple[Candidate, list[Share]] | None:
-        """On its GPUs, with smaller groups where the hosts do not hold larger ones."""
+    def _place(self, candidate: Candidate) -> tuple[Candidate, list[PoolGpus]] | None:
+        """Place a candidate on GPUs, with smaller groups where the hosts cannot hold larger ones."""
         narrower: Candidate | None = candidate
         while narrower is not None:
-            shares = self._fill(narrower)
+            shares = self._solve(narrower)
             settled = self._settle(narrower, shares) if shares is not None else None
             if shares is not None and settled is not None:
                 return settled, shares
@@ -218,7 +223,7 @@ class Search:
         return None
 
     def _narrowed(self, candidate: Candidate) -> Candidate | None:
-        """With smaller groups in the pool that has the largest, if that is possible."""
+        """Return the candidate with smaller groups in the pool that has the largest ones, if possible."""
         for index in sorted(range(len(candidate.uses)), key=lambda each: (-candidate.uses[each].unit, each)):
             unit = candidate.uses[index].unit
             if unit == 1:
@@ -231,8 +236,8 @@ class Search:
                 return self._candidate(candidate.partition, candidate.gpus, uses)
         return None
 
-    def _fill(self, candidate: Candidate) -> list[Share] | None:
-        """GPUs of each pool. The last takes what is left where all GPUs are meant to be used."""
+    def _solve(self, candidate: Candidate) -> list[PoolGpus] | None:
+        """Return the GPUs of each pool. The last pool takes what is left where all GPUs are meant to be used."""
         total = self._total(candidate.partition)
         requests = []
         for index, (roles, gpus, used) in enumerate(
@@ -247,8 +252,8 @@ class Search:
             shares[-1] = self._with_rest(shares, requests[-1].label)
         return shares
 
-    def _with_rest(self, shares: list[Share], label: str | None) -> Share:
-        """The last pool's share with the GPUs that no group of its largest role could use: smaller ones may."""
+    def _with_rest(self, shares: list[PoolGpus], label: str | None) -> PoolGpus:
+        """Return the last pool's GPUs with those that no group of its largest role can use: smaller groups may."""
         taken = {(host, gpu) for share in shares[:-1] for host, gpus in share for gpu in gpus}
         whole = []
         mine = dict(shares[-1])
@@ -259,13 +264,13 @@ class Search:
                 whole.append((host.name, first + rest))
         return whole
 
-    def _settle(self, candidate: Candidate, shares: list[Share]) -> Candidate | None:
-        """With the groups that the hosts really make, which are fewer on uneven ones."""
+    def _settle(self, candidate: Candidate, shares: list[PoolGpus]) -> Candidate | None:
+        """Return the candidate with the groups that its hosts really have, which are fewer on uneven hosts."""
         uses = []
         for roles, share in zip(candidate.partition, shares, strict=True):
             counts = [len(gpus) for _, gpus in share]
             pool = self._pool(roles, sum(counts), partial(_groups, counts))
-            # Of a host that it shares with others, its own GPUs are those inside.
+            # On a host that it shares with others, only its own GPUs count.
             speed = replace(pool.host_set.speed, gpus_per_host=max(counts))
             pool = replace(pool, largest_group=max(counts), host_set=replace(pool.host_set, speed=speed))
             used = best_use(pool, self.workload)
@@ -275,7 +280,7 @@ class Search:
         gpus = tuple(sum(len(gpus) for _, gpus in share) for share in shares)
         return self._candidate(candidate.partition, gpus, uses)
 
-    def _on_gpus(self, candidate: Candidate, shares: list[Share]) -> Mapping[str, RolePlacement]:
+    def _on_gpus(self, candidate: Candidate, shares: list[PoolGpus]) -> Mapping[str, RolePlacement]:
         placed = {}
         for share, used in zip(shares, candidate.uses, strict=True):
             for role, choice in used.choices.items():
@@ -284,7 +289,7 @@ class Search:
 
 
 def _groups(counts: Sequence[int], size: int) -> int:
-    """Of ``size`` GPUs, inside hosts with so many each."""
+    """Return how many groups of ``size`` GPUs fit inside hosts with ``counts`` GPUs."""
     return sum(count // size for count in counts)
 
 

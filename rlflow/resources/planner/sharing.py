@@ -1,9 +1,4 @@
-"""Which roles may share GPUs.
-
-How many GPUs each pool may get.
-
-A way to share GPUs, with the sizes of its pools.
-"""
+"""Ways for roles to share GPUs: which roles form a pool, and how many GPUs each pool may have."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,33 +11,33 @@ from rlflow.resources.planner.pool_search import PoolUse
 from rlflow.resources.planner.simulate import Schedule
 
 Partition = tuple[tuple[str, ...], ...]
-"""Roles by pool, sorted."""
+"""The pools, each with its roles, sorted."""
 
-# Of auto roles, all ways to share are tried up to here; beyond, those that are used in the field.
+# Up to so many blocks of roles, all ways to share are tried; beyond, those that are common in practice.
 _ALL_PARTITIONS = 4
 
 
 def sharing_partitions(demands: Sequence[Demand]) -> list[Partition]:
-    """Ways to share GPUs that the recipe allows. Raises PlacementError where its ``colocate`` contradict each other."""
+    """Return the ways to share GPUs that the recipe allows. Raises PlacementError for contradicting ``colocate``."""
     blocks = _blocks(demands)
     alone = {demand.role for demand in demands if demand.pins.colocate == ()}
     fixed = {demand.role for demand in demands if demand.pins.colocate != "auto"}
     closed = [block for block in blocks if set(block) & fixed]
     loose = [block for block in blocks if not set(block) & fixed]
-    # Others may join roles that name their company, but not one that wants its own GPUs.
-    hosts = [block for block in closed if not set(block) & alone]
-    sharing = [block for block in closed if set(block) & alone]
+    # Other roles may join roles that name each other, but not a role that wants its own GPUs.
+    joinable = [block for block in closed if not set(block) & alone]
+    separate = [block for block in closed if set(block) & alone]
     found = set()
     ways = (
-        _all_ways([*hosts, *loose])
-        if len(hosts) + len(loose) <= _ALL_PARTITIONS
-        else _usual_ways([*hosts, *loose], demands)
+        _all_ways([*joinable, *loose])
+        if len(joinable) + len(loose) <= _ALL_PARTITIONS
+        else _usual_ways([*joinable, *loose], demands)
     )
     for way in ways:
         found.add(
             tuple(
                 sorted(
-                    tuple(sorted(role for block in pool for role in block)) for pool in [*way, *[[b] for b in sharing]]
+                    tuple(sorted(role for block in pool for role in block)) for pool in [*way, *[[b] for b in separate]]
                 )
             )
         )
@@ -57,14 +52,14 @@ def sharing_partitions(demands: Sequence[Demand]) -> list[Partition]:
 
 
 def _blocks(demands: Sequence[Demand]) -> list[tuple[str, ...]]:
-    """Roles that name one another stay together. Raises PlacementError where one of them wants GPUs of its own."""
+    """Group roles that name one another. Raises PlacementError where one of them wants GPUs of its own."""
     alone = {demand.role for demand in demands if demand.pins.colocate == ()}
     for demand in demands:
         for other in () if demand.pins.colocate == "auto" else demand.pins.colocate:
             if other in alone:
                 raise PlacementError(
                     f"roles.{demand.role}.colocate",
-                    f"names {other}, which wants GPUs of its own (roles.{other}.colocate=[])",
+                    f"names {other}, which must have GPUs of its own (roles.{other}.colocate=[])",
                     fix=f"roles.{other}.colocate=auto",
                 )
     merged: list[set[str]] = []
@@ -88,8 +83,11 @@ def _all_ways(blocks: Sequence[tuple[str, ...]]) -> Iterator[list[list[tuple[str
 
 
 def _usual_ways(blocks: Sequence[tuple[str, ...]], demands: Sequence[Demand]) -> Iterator[list[list[tuple[str, ...]]]]:
-    """All together; engines apart; engines, trained and scoring models each apart; engines with the scoring models;
-    every role by itself."""
+    """Yield the partitions that are common in practice.
+
+    These are: all colocated; engines apart; engines, trained and scoring models each apart; engines with the scoring
+    models; engines one by one with all others together, or with trained roles one by one; every role on its own GPUs.
+    """
     by_role = {demand.role: demand for demand in demands}
     trained = [b for b in blocks if any(by_role[role].trains for role in b)]
     engines = [b for b in blocks if b not in trained and any(by_role[role].generates for role in b)]
@@ -107,14 +105,14 @@ def _usual_ways(blocks: Sequence[tuple[str, ...]], demands: Sequence[Demand]) ->
         yield [pool for pool in way if pool]
 
 
-# Of open degrees.
+# Degrees that are tried where they are open.
 _GROUPS = [1, 2, 4, 8]
-# So many shares of a cluster are tried as sizes of pools.
+# A cluster is divided into so many parts to get the sizes of pools.
 _SHARES = 16
 
 
 def pinned_pool_sizes(demands: Sequence[Demand]) -> frozenset[int] | None:
-    """The sizes that a pool's roles pin; None: any. A role of fewer copies uses a part of it.
+    """Return the sizes that a pool's roles pin; None: any size. A role with fewer copies uses a part of its pool.
 
     Raises PlacementError when they pin different numbers of GPUs.
     """
@@ -123,7 +121,7 @@ def pinned_pool_sizes(demands: Sequence[Demand]) -> frozenset[int] | None:
         less, more = min(pinned, key=lambda role: pinned[role]), max(pinned, key=lambda role: pinned[role])
         raise PlacementError(
             f"roles.{more}.gpus",
-            f"{more} and {less} share GPUs, but ask for {pinned[more]} and {pinned[less]} of them",
+            f"{more} and {less} share GPUs, but pin {pinned[more]} and {pinned[less]} of them",
             fix=f"ask for the same number, or give {more} its own with colocate=[]",
         )
     if pinned:
@@ -136,7 +134,7 @@ def pinned_pool_sizes(demands: Sequence[Demand]) -> frozenset[int] | None:
 
 
 def _sizes_of(demand: Demand) -> frozenset[int] | None:
-    """By its data-parallel size, where that is pinned."""
+    """Return the sizes that follow from a pinned data-parallel size."""
     copies = demand.pinned("data_parallel_size")
     if copies is None or "data" not in demand.parallel:
         return None
@@ -150,10 +148,10 @@ def _sizes_of(demand: Demand) -> frozenset[int] | None:
 def pool_sizes(
     wanted: Sequence[frozenset[int] | None], most: Sequence[int], total: int, *, coarse: bool = False
 ) -> Iterator[tuple[int, ...]]:
-    """GPUs of each pool: one of those it pins (None: any), no more than its hosts have, all together ``total`` at most.
+    """Yield the GPUs of each pool: one of the sizes it pins (None: any), within its hosts and within ``total``.
 
-    Pools that are open share what is left on a grid, or on a ``coarse`` one. One pool alone is also tried with a half
-    of it, a quarter, ...
+    Open pools share the remaining GPUs on a grid, or on a ``coarse`` one. A single pool is also tried with a half of
+    its GPUs, a quarter, and so on.
     """
     if list(wanted) == [None]:
         yield from ((most[0] >> halvings,) for halvings in range(1 if coarse else most[0].bit_length()))
@@ -174,7 +172,7 @@ def pool_sizes(
 
 
 def _shares(left: int, most: Sequence[int], grain: int) -> Iterator[tuple[int, ...]]:
-    """For each pool a multiple of the grain or all that its hosts have; for the last what is left."""
+    """Yield for each pool a multiple of the grain, or all that its hosts have; the last pool gets what is left."""
     if not most:
         yield ()
     elif len(most) == 1:
@@ -189,30 +187,33 @@ def _shares(left: int, most: Sequence[int], grain: int) -> Iterator[tuple[int, .
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to share, with the sizes of its pools, that fits."""
+    """A way to share with pool sizes, with the best use of each pool and the simulated step."""
 
     partition: Partition
     gpus: tuple[int, ...]
-    """Of each pool."""
+    """The size of each pool."""
     uses: tuple[PoolUse, ...]
     schedule: Schedule
 
     @property
     def pool_of(self) -> dict[str, int]:
+        """Return the index of each role's pool."""
         return {role: index for index, pool in enumerate(self.partition) for role in pool}
 
     @property
     def choices(self) -> dict[str, RoleChoice]:
+        """Return the choice of each role."""
         return {role: choice for use in self.uses for role, choice in use.choices.items()}
 
     @property
     def used_gpus(self) -> int:
+        """Return the number of GPUs that at least one role uses."""
         return sum(max(choice.layout.num_gpus for choice in use.choices.values()) for use in self.uses)
 
 
 @dataclass(frozen=True)
 class RejectedCandidate:
-    """A way to share, with sizes, that does not fit."""
+    """A way to share with pool sizes that does not fit."""
 
     partition: Partition
     gpus: tuple[int, ...]
@@ -220,7 +221,7 @@ class RejectedCandidate:
 
 
 def describe_pools(partition: Sequence[Sequence[str]], gpus: Sequence[int]) -> str:
-    """Pools with their GPUs, as ``rollout on 4, actor + reference on 12``."""
+    """Describe pools with their GPUs: ``rollout on 4, actor + reference on 12``."""
     if len(partition) == 1:
-        return f"all on {gpus[0]}" if len(partition[0]) > 1 else f"{partition[0][0]} on {gpus[0]}"
+        return f"all roles colocated on {gpus[0]}" if len(partition[0]) > 1 else f"{partition[0][0]} on {gpus[0]}"
     return ", ".join(f"{' + '.join(roles)} on {count}" for roles, count in zip(partition, gpus, strict=True))

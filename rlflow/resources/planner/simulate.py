@@ -1,49 +1,53 @@
-"""When each task of a step runs: list scheduling of the graph over pools of GPUs."""
+"""The schedule of a step: when each task runs, by list scheduling of the graph over pools of GPUs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlflow.resources.workload import Workload
 
-# A task that streams works on parts; its last part waits for the last of what it reads.
+# A streaming task works on parts; its last part waits for the last of its input.
 PARTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One task's time, in seconds from the start of the step."""
+    """The time of one task, in seconds from the start of the step."""
 
     node: str
     start: float
     end: float
     pools: tuple[int, ...]
-    """Which are busy with it; none: the controller."""
+    """The pools that work on it; none: the controller."""
     waits_for: str | None
-    """The task whose end was its start; None at the start of the step."""
+    """The task whose end is its start; None at the start of the step."""
 
     @property
     def seconds(self) -> float:
+        """Return how long the task takes."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class Schedule:
+    """The spans of all tasks of a step."""
+
     spans: tuple[Span, ...]
     pools: int
 
     @property
     def step_seconds(self) -> float:
+        """Return the length of the step."""
         return max((span.end for span in self.spans), default=0.0)
 
     def idle_share(self, pool: int) -> float:
-        """Of the step, in which no task runs on the pool."""
+        """Return the share of the step in which no task runs on the pool."""
         step = self.step_seconds
         busy = sum(span.seconds for span in self.spans if pool in span.pools)
         return max(0.0, 1 - busy / step) if step else 0.0
 
     @property
     def critical_path(self) -> tuple[str, ...]:
-        """The tasks that follow on one another from the start of the step to its end."""
+        """Return the chain of tasks from the start of the step to its end."""
         by_node = {span.node: span for span in self.spans}
         if not by_node:
             return ()
@@ -55,7 +59,10 @@ class Schedule:
 
 
 def simulate(workload: Workload, seconds: Mapping[str, float], pool_of: Mapping[str, int]) -> Schedule:
-    """``seconds`` of every node and weight copy; ``pool_of`` a role. A pool does one task at a time, in their order."""
+    """Schedule a step. A pool does one task at a time, in order.
+
+    ``seconds`` has every node and weight copy, ``pool_of`` the pool of each role.
+    """
     spans: dict[str, Span] = {}
     free: dict[int, tuple[float, str | None]] = {}
 

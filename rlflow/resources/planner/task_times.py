@@ -1,15 +1,16 @@
-"""How long a role's tasks take in a layout."""
+"""The seconds that a role's tasks take in a layout."""
 
 from collections.abc import Sequence
 from math import ceil
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout
-from rlflow.resources.time.passes import generation, offload_seconds, scoring, training
+from rlflow.resources.time.decoding import generation
+from rlflow.resources.time.passes import offload_seconds, scoring, training
 from rlflow.resources.time.speed import Speed
 from rlflow.resources.workload import Task
 
-# What vLLM lets a batch hold on GPUs of 70 GiB and more (EngineArgs.get_batch_defaults).
+# vLLM's default for a batch on GPUs of 70 GiB and more (EngineArgs.get_batch_defaults).
 MAX_NUM_SEQS = 1024
 _ENGINE_WAKES_S = 2.0
 
@@ -17,20 +18,21 @@ _ENGINE_WAKES_S = 2.0
 def task_seconds(
     demand: Demand, tasks: Sequence[Task], layout: Layout, speed: Speed, *, kv_tokens: float, moved_gib: float = 0.0
 ) -> dict[str, float]:
-    """By node. ``kv_tokens`` is the room of one engine, ``moved_gib`` what a GPU's sleeping role has in the host.
+    """Return the seconds of each node of a role.
 
-    Nothing takes time of a model without figures.
+    ``kv_tokens`` is the KV cache of one engine, ``moved_gib`` the state that a sleeping role moves to the host, for
+    each GPU. A model without figures takes no time.
     """
     if demand.architecture is None:
         return {task.node: 0.0 for task in tasks}
-    seconds = {task.node: _of_task(demand, task, layout, speed, kv_tokens) for task in tasks}
+    seconds = {task.node: _seconds_of(demand, task, layout, speed, kv_tokens) for task in tasks}
     if layout.sleeps and tasks:
-        # From the host before the first task, and back after the last.
+        # State moves from the host before the first task, and back after the last.
         seconds[tasks[0].node] += 2 * offload_seconds(moved_gib * GIB) + (_ENGINE_WAKES_S if demand.generates else 0)
     return seconds
 
 
-def _of_task(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> float:
+def _seconds_of(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> float:
     model = demand.architecture
     assert model is not None
     length = task.typical_length
@@ -49,8 +51,8 @@ def _of_task(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens
         ).seconds
     if task.kind == "score":
         return scoring(model, layout, speed, tokens=task.tokens, length=length).seconds
-    # An engine that takes more while it writes is given samples as it has room, so that all engines end together; those
-    # of a prompt go to several, each of which reads it. Other engines have whole groups from the beginning.
+    # Serving engines get samples as they have room, so all end together; the samples of a prompt go to several engines,
+    # and each of these reads the prompt. Other engines get whole groups from the start.
     shared = "tensor" in demand.parallel
     groups = task.samples / task.group_size
     each = task.samples / workers if shared else ceil(groups / workers) * task.group_size
@@ -61,7 +63,7 @@ def _of_task(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens
             layout,
             speed,
             sequences=min(task.samples, each),
-            # What was said differs within a group, and all of it is read again.
+            # After the first turn, contexts differ within a group, and all of them are read again.
             group_size=group_size if turn == 0 else 1,
             prompts=prompts,
             responses=responses,
@@ -70,5 +72,5 @@ def _of_task(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens
             engines=workers,
             weight_bytes=demand.weight_bytes,
         ).seconds
-        for turn, (prompts, responses) in enumerate(task.parts)
+        for turn, (prompts, responses) in enumerate(task.turn_lengths)
     )

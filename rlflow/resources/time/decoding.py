@@ -1,4 +1,4 @@
-"""How long an engine writes: the drain of a distribution of lengths."""
+"""The time of generation: an engine with continuous batching, over a distribution of response lengths."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,14 +12,14 @@ from rlflow.resources.time.speed import Speed, forward_work
 
 @dataclass(frozen=True)
 class Generation:
-    """What one engine does with its share of a batch."""
+    """The generation of one engine's share of a batch."""
 
     seconds: float
     prefill_seconds: float
     concurrency: float
-    """Sequences in the batch at first: all, or as many as the keys and values have room for."""
+    """Sequences that run at first: all, or as many as the KV cache has room for."""
     engine_tokens_per_second: float
-    """While the batch is full: what the engine does at its best."""
+    """Throughput while the batch is full."""
 
 
 def generation(
@@ -36,11 +36,12 @@ def generation(
     engines: float = 1,
     weight_bytes: float = 2,
 ) -> Generation:
-    """The drain of ``sequences`` over one engine with continuous batching, until the longest of all ``engines`` ends.
+    """Predict how long one engine generates with continuous batching, until all ``engines`` have finished.
 
-    While more wait than fit, places are taken up again, and the batch becomes a mixture of all ages, the sooner the
-    more lengths vary; its mean context and what is left when none waits are those of a renewal process. Every token is
-    counted once. ``group_size``: sequences of this engine that share a prompt, which is read once.
+    While sequences wait, free places are filled again, and the batch becomes a mixture of all ages; this happens sooner
+    if lengths vary more. The mean context, and what is left when none waits, are those of a renewal process. Every
+    token is counted once. ``group_size`` is the number of this engine's sequences that share a prompt, which is read
+    once.
     """
     tensor, stages, eager = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.eager is True
     decoder = decoder_of(model, tensor, stages, speed, weight_bytes, eager)
@@ -48,7 +49,7 @@ def generation(
     room = min(float(max_num_seqs), kv_tokens / (prompt + residual))
     full = max(1.0, min(sequences, room))
     at_best = decoder.seconds(full, prompt + residual)
-    # Places are taken up again all at once, as with equal lengths, or, so far as it is ``mixed``, one by one.
+    # Free places are filled all at once, as with equal lengths, or one by one, as far as the batch is ``mixed``.
     batches = ceil(sequences / full - 1e-9) - 1
     mixed = 1 - exp(-3 * responses.relative_variance * (sequences / full - 1)) if batches else 0.0
     last = sequences - batches * full
@@ -58,7 +59,7 @@ def generation(
         seconds = before / full * at_best
     seconds += _tail(decoder, prompt, responses, engines, last=last, full=full, mixed=mixed)
     if batches:
-        # Who has to wait is not sooner ready than if there were room for all, and the longest takes its time anyway.
+        # Waiting never makes the batch faster than if there were room for all, and the longest takes its time anyway.
         seconds = max(seconds, _tail(decoder, prompt, responses, engines, last=sequences, full=0.0, mixed=0.0))
     prefill = decoder.prefill(speed, sequences / group_size * prompt, prompt)
     return Generation(seconds + prefill, prefill, full, full / at_best)
@@ -67,8 +68,10 @@ def generation(
 def _tail(
     decoder: "Decoder", prompt: float, responses: Lengths, engines: float, *, last: float, full: float, mixed: float
 ) -> float:
-    """From when none waits: ``last`` sequences that begin together, and so far as it is ``mixed``, ``full`` of all
-    ages."""
+    """Return the seconds from when none waits.
+
+    ``last`` sequences start together, and, as far as the batch is ``mixed``, ``full`` sequences have all ages.
+    """
     seconds = 0.0
     width = responses.longest / len(responses.survival)
     at = width / 2
@@ -78,7 +81,7 @@ def _tail(
         if active >= 4:
             seconds += width * decoder.seconds(active, context)
         elif active > 1e-9 and last:  # beyond 2**53 sequences, rounding may leave none
-            # The last few: time passes while any of them is being written.
+            # The last few: time passes while any of them runs.
             share = 1 - (1 - min(1.0, active / last)) ** (last * engines)
             seconds += width * share * decoder.seconds(max(1.0, active), context)
         at += width
@@ -97,11 +100,11 @@ def padded_generation(
     layer_s: float | None = None,
     gather_s: float = 0,
 ) -> Generation:
-    """Batches one after another, each until its longest ends, by a library without an engine, as transformers.
+    """Predict batches one after another, each until its longest response ends, as in a library without an engine.
 
-    A layer takes ``layer_s`` at least, the launch of its kernels, by default as in training. Every step copies the
-    keys and values to make room for one more: read, written, and read (transformers, DynamicCache). Weights that are
-    sharded are gathered for every step, in ``gather_s``.
+    A layer takes at least ``layer_s``, the launch of its kernels, by default as in training. Every step copies the KV
+    cache to make room for one more token: read, written, and read (transformers, DynamicCache). Sharded weights are
+    gathered for every step, in ``gather_s``.
     """
     decoder = decoder_of(model, layout.tensor_parallel_size, layout.pipeline_parallel_size, speed, 2)
     batch = min(batch, sequences)
@@ -116,29 +119,32 @@ def padded_generation(
 
 @dataclass(frozen=True)
 class Decoder:
-    """A step that writes one token of each of some sequences: seconds for what it does once, and for each sequence."""
+    """The costs of a decoding step, which generates one token of each active sequence, in seconds."""
 
     dense: float
-    """Reading all weights but routed experts."""
+    """Time to read all weights except routed experts."""
     experts: float
-    """Reading all routed experts."""
+    """Time to read all routed experts."""
     chosen: float
-    """Of a layer's experts, those that a token takes."""
+    """The share of a layer's experts that a token uses."""
     arithmetic: float
     each: float
-    """Of a sequence, besides: its part of the all-reduces, and its host work."""
+    """Other time of a sequence: its part of the all-reduces, and its host work."""
     step: float
     keys: float
-    """Of each token of context in layers that attend to all of it."""
+    """Time for each token of context in layers that attend to all of it."""
     windowed_keys: float
     window: float
     width: int
     launches: float
-    """The least that a step takes, to launch its kernels."""
+    """The least time of a step, to launch its kernels."""
     forward: tuple[Architecture, int]
 
     def seconds(self, active: float, context: float) -> float:
-        """Weights are read while they are multiplied, keys and values in kernels of their own."""
+        """Return the time of a step.
+
+        Weights are read while they are multiplied; the KV cache has kernels of its own.
+        """
         weights = self.dense
         if self.experts:
             weights += self.experts * (1 - (1 - self.chosen) ** active)
@@ -146,13 +152,13 @@ class Decoder:
         return max(self.launches, max(weights, computed) + active * (self.each + self.key_seconds(context)) + self.step)
 
     def key_seconds(self, context: float) -> float:
-        """Of the keys and values of one sequence."""
+        """Return the time to read the KV cache of one sequence."""
         if not self.windowed_keys:
             return context * self.keys
         return context * self.keys + min(context, self.window) * self.windowed_keys
 
     def prefill(self, speed: Speed, tokens: float, length: float) -> float:
-        """Of prompts, in batches of thousands of tokens."""
+        """Return the time of prompts, in batches of thousands of tokens."""
         model, gpus = self.forward
         message = 4 * model.num_hidden_layers * 2 * model.hidden_size * (self.width - 1) / self.width
         moved = tokens * message / speed.ring(self.width)
@@ -163,13 +169,13 @@ class Decoder:
 def decoder_of(
     model: Architecture, width: int, stages: int, speed: Speed, weight_bytes: float, eager: bool = False
 ) -> Decoder:
-    """Of a group of ``width`` tensor-parallel GPUs, in ``stages``.
+    """Return the decoder of a group of ``width`` tensor-parallel GPUs in ``stages``.
 
     The stages work on different sequences: every sequence passes all weights, and the other times are shared.
     """
     efficiency, work = speed.efficiency, forward_work(model)
     layers = model.num_hidden_layers
-    # Each GPU has its share of the heads; with fewer key-value heads than GPUs they are copied, as latents always are.
+    # Each GPU has its share of the heads. Key-value heads are copied if there are fewer than GPUs; latents always.
     copies = 1 if model.kv_lora_rank else min(model.num_key_value_heads, width)
     cached = 2.0 * model.kv_values_per_token / layers / copies / speed.memory
     # With latent attention all heads work on the same few bytes (DeepSeek-V2, section 2.1.2, matrices absorbed).

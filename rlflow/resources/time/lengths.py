@@ -1,7 +1,4 @@
-"""How long prompts and responses are: a distribution as equally likely values.
-
-Response lengths as a past run measured them.
-"""
+"""Lengths of prompts and responses as a distribution of equally likely values, expected or measured by a past run."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -16,67 +13,70 @@ import numpy as np
 from rlflow.errors import RecipeError
 
 _POINTS = 256
-# Of the curves below. Twice as many change the time of a generation by less than 2 %.
+# Intervals of the survival curves. Twice as many change the time of a generation by less than 2 %.
 _INTERVALS = 24
-# Of the logarithm. Published response lengths of reasoning models spread by 0.6 to 1.0 (their mean is 1.2 to 1.6 times
-# the median), short chat answers less.
+# The standard deviation of the logarithm. Published response lengths of reasoning models spread by 0.6 to 1.0 (their
+# mean is 1.2 to 1.6 times the median), short chat answers less.
 _SPREAD = 0.8
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a prompt or a response."""
+    """The distribution of the tokens of a prompt or a response."""
 
     values: tuple[float, ...]
-    """Equally likely, ascending."""
+    """Equally likely values in ascending order."""
 
     @cached_property
     def mean(self) -> float:
+        """Return the mean length."""
         return sum(self.values) / len(self.values)
 
     @property
     def longest(self) -> float:
+        """Return the longest length."""
         return self.values[-1]
 
     @cached_property
     def mean_square(self) -> float:
+        """Return the mean of the squared lengths."""
         return sum(value * value for value in self.values) / len(self.values)
 
     @property
     def residual(self) -> float:
-        """The mean of what a sequence met at a random moment has still to come, and of what it has behind it."""
+        """Return the mean remaining length of a sequence observed at a random moment; its mean age is the same."""
         return self.mean_square / (2 * self.mean)
 
     @property
     def relative_variance(self) -> float:
-        """The variance as a share of the squared mean."""
+        """Return the variance as a share of the squared mean."""
         return max(0.0, self.mean_square / self.mean**2 - 1)
 
     @cached_property
     def survival(self) -> tuple[float, ...]:
-        """The share that is longer than so many tokens, its mean over each of equal intervals up to the longest."""
+        """Return the share of sequences longer than a number of tokens, averaged over each of equal intervals."""
         return self._means(lambda tokens: sum(min(value, tokens) for value in self.values) / len(self.values))
 
     @cached_property
     def residual_survival(self) -> tuple[float, ...]:
-        """Likewise of what sequences that are met at a random moment have still to come (renewal theory)."""
-        # The share whose rest is longer than x is the mean of max(0, value - x) over the mean.
+        """Return ``survival`` for the remaining lengths of sequences observed at a random moment (renewal theory)."""
+        # The share with a remaining length above x is the mean of max(0, value - x) divided by the mean.
         scale = 2 * self.mean * len(self.values)
         return self._means(
             lambda tokens: sum(value * value - max(0.0, value - tokens) ** 2 for value in self.values) / scale
         )
 
     def longest_of(self, count: float) -> float:
-        """The expected longest of ``count`` draws: the quantile ``count / (count + 1)``."""
+        """Return the expected longest of ``count`` draws: the quantile ``count / (count + 1)``."""
         return self.values[min(len(self.values) - 1, int(len(self.values) * count / (count + 1)))]
 
     @classmethod
     def log_normal(cls, mean: float, limit: float) -> "Lengths":
-        """Log-normal lengths, cut at ``limit`` as generation cuts them; their mean, after the cut, is ``mean``.
+        """Return log-normal lengths with the given mean, cut at ``limit`` as generation cuts them.
 
-        A mean near the limit is met by a distribution of which much is cut. One of 256 goes to the limit: of thousands
-        of responses some repeat themselves without end (published clip ratios are 0.2 to 5 %). Not so where these
-        alone would make more than half of the mean.
+        If the mean is near the limit, much of the distribution is cut. One value of 256 is the limit, since a few of
+        thousands of responses repeat themselves without end (published clip ratios are 0.2 to 5 %). This is left out
+        where those alone would make more than half of the mean.
         """
         mean = min(mean, limit)
         endless = limit <= mean * _POINTS / 2
@@ -105,7 +105,7 @@ def _factors() -> tuple[float, ...]:
 
 
 def lengths_from(values: Sequence[float], limit: float, path: str) -> Lengths:
-    """From lengths that were seen or are expected. Raises RecipeError for none, or one beyond ``limit``."""
+    """Return the distribution of measured or expected lengths. Raises RecipeError for none, or one beyond ``limit``."""
     if not values:
         raise RecipeError(path, "has no lengths", fix="give at least one number of tokens, or auto")
     if (wrong := next((value for value in values if not 0 < value <= limit), None)) is not None:
@@ -116,13 +116,13 @@ def lengths_from(values: Sequence[float], limit: float, path: str) -> Lengths:
 
 
 QUANTILES = (10, 50, 90)
-"""In hundredths, that a run writes of the response lengths of every step, as ``length_p10`` and so on."""
+"""Quantiles in hundredths of the response lengths that a run records for every step, as ``length_p10`` and so on."""
 _STEPS = 20
 _PERCENTILES = np.arange(5, 100, 10)
 
 
 def past_lengths(folder: str, path: str) -> tuple[float, ...]:
-    """Equally likely lengths, from the last steps of the run in ``folder``, which the recipe names at ``path``.
+    """Return equally likely lengths from the last steps of the run in ``folder``, which the recipe names at ``path``.
 
     Raises RecipeError for a folder without such a run.
     """
@@ -135,7 +135,7 @@ def past_lengths(folder: str, path: str) -> tuple[float, ...]:
 
 
 def _lines(folder: Path, path: str) -> list[Mapping[str, float]]:
-    """Return the lines of the run's metrics, without the last one where a killed run has left half of it.
+    """Return the lines of the run's metrics, without an incomplete last line of a run that was killed.
 
     Raises RecipeError for a file that is missing, and for a line that holds anything else.
     """
@@ -173,7 +173,7 @@ def _metrics(line: str) -> Mapping[str, float] | None:
 
 
 def _lengths(line: Mapping[str, float]) -> list[float]:
-    """Ten of one step, between its quantiles; the last is its longest."""
+    """Return ten lengths of one step, interpolated between its quantiles; the last is its longest."""
     node = next((key.removesuffix("/length_p50") for key in line if key.endswith("/length_p50")), None)
     if node is None:
         return []

@@ -1,42 +1,40 @@
-"""How long a role's work takes, in seconds, on GPUs of one kind."""
+"""The time of training and scoring passes, weight copies and data transfers on GPUs of one kind, in seconds."""
 
 from dataclasses import dataclass
 from math import ceil
 
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.time.decoding import Generation as Generation
-from rlflow.resources.time.decoding import generation as generation
-from rlflow.resources.time.decoding import padded_generation as padded_generation
 from rlflow.resources.time.speed import Speed, forward_work
 
-# Parameters a second that the processors of a host update. Adam is bound by their memory: 28 bytes each at about
+# Parameters per second that the CPUs of a host update. Adam is bound by their memory: 28 bytes each at about
 # 200 GB/s (Ren et al. 2021, ZeRO-Offload, table 4: 10 billion in about a second).
 _HOST_ADAM = 8e9
-# Between a GPU and its host's memory, in bytes a second: PCIe 4.0 x16 with pinned buffers, and without, as what moves a
-# whole state (module.to("cpu")) does it from all GPUs of a host at once.
+# Bytes per second between a GPU and its host's memory: PCIe 4.0 x16 with pinned buffers, and without, which is how
+# module.to("cpu") moves a whole state from all GPUs of a host at once.
 _PINNED, _PAGEABLE = 20e9, 6e9
-# Bytes a second that a host copies into its object store or out of it (176 MB, in and out, took 0.10 to 0.13 s on two
-# cores), and that it sends to others over TCP; seconds until the first byte.
+# Bytes per second that a host copies into its object store or out of it (176 MB, in and out, took 0.10 to 0.13 s on two
+# cores), bytes per second that it sends to others over TCP, and seconds until the first byte.
 _STORE_COPY, _STORE_TCP, _STORE_S = 3e9, 1.5e9, 5e-3
-# On the controller, in Python: a step, and collecting, decoding, scoring by rule and packing each sample. Published
+# Python time on the controller: of a step, and of collecting, decoding, scoring by rule and packing a sample. Published
 # logs of NeMo-RL have 4 s of it in a step of 66 s.
 _HOST_STEP_S, _HOST_SAMPLE_S = 0.1, 2e-3
-# Of a copy of weights, whatever their size: engines that wake, barriers. And of each tensor of the file's form, to be
-# gathered, renamed, looked up and copied into the engine's form; a model with experts has tens of thousands.
+# Time of a copy of weights, whatever its size: engines that wake, barriers. And the time of each tensor of the file,
+# which is gathered, renamed, looked up and copied into the engine; a model with experts has tens of thousands.
 _SYNC_S, _SYNC_TENSOR_S = 1.0, 0.7e-3
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of a pass over a role's share of the samples, and what they go into."""
+    """The seconds of a pass over a role's share of the samples."""
 
     compute: float
     communication: float
-    """Besides what compute hides, with the time in which a pipeline fills and drains."""
+    """Communication that compute does not hide, and the time in which a pipeline fills and drains."""
 
     @property
     def seconds(self) -> float:
+        """Return the whole time of the pass."""
         return self.compute + self.communication
 
 
@@ -54,7 +52,7 @@ def training(
     flash: bool = True,
     adapters: bool = False,
 ) -> Pass:
-    """Forward, backward (twice that) and optimizer over ``tokens`` of sequences of ``length``, in all ranks together.
+    """Predict forward, backward (twice that) and optimizer over ``tokens`` of sequences of ``length``, over all ranks.
 
     With ``adapters`` only these have gradients, which halves the backward pass.
     """
@@ -99,7 +97,7 @@ def scoring(
     fused_layers: bool = False,
     flash: bool = True,
 ) -> Pass:
-    """A forward pass over ``tokens``."""
+    """Predict a forward pass over ``tokens``, over all ranks."""
     return _passes(
         model,
         layout,
@@ -131,11 +129,14 @@ def _passes(
     flash: bool,
     logit_bytes: float,
 ) -> Pass:
-    """``forward`` and ``backward`` in forward passes' worth of arithmetic; ``logit_bytes`` are moved for each logit."""
+    """Return the time of passes over the model.
+
+    ``forward`` and ``backward`` are in forward passes' worth of arithmetic; ``logit_bytes`` are moved for each logit.
+    """
     efficiency = speed.efficiency
     width, stages, sequence = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.sequence_parallel_size
     layers = model.num_hidden_layers / stages
-    # Of the rank that has most.
+    # The rank with the most work decides.
     share = tokens / layout.data_parallel_size / efficiency.balance
     micro_batches = max(minibatches, ceil(share / layout.micro_batch_tokens))
     here = share / micro_batches / sequence
@@ -180,9 +181,9 @@ def _passes(
 
 
 def _spread_seconds(model: Architecture, layout: Layout, speed: Speed) -> float:
-    """A byte of each parameter from the ranks that share its state to every one of them.
+    """Return the time to send a byte of each parameter from the ranks that shard its state to all of them.
 
-    Tensor-parallel ranks are neighbours, then come those that share, then the stages of a pipeline.
+    Tensor-parallel ranks are neighbours, then the ranks that shard state, then the stages of a pipeline.
     """
     width, experts = layout.tensor_parallel_size, layout.expert_parallel_size
     sharing = layout.data_parallel_size * layout.sequence_parallel_size
@@ -195,7 +196,7 @@ def _spread_seconds(model: Architecture, layout: Layout, speed: Speed) -> float:
 
 
 def _ring_seconds(parameters: float, ranks: int, stride: int, speed: Speed) -> float:
-    """Between ``ranks`` that are ``stride`` GPUs apart; those of a host pass parts of it on to the next together."""
+    """Return the time of a ring between ``ranks`` that are ``stride`` GPUs apart; GPUs of a host share its links."""
     if ranks == 1:
         return 0.0
     rate = speed.link
@@ -207,10 +208,10 @@ def _ring_seconds(parameters: float, ranks: int, stride: int, speed: Speed) -> f
 def sync_seconds(
     weight_bytes: float, source_gpus: int, target_gpus: int, speed: Speed, *, same_gpus: bool, tensors: int = 0
 ) -> float:
-    """Weights from a trained role to the GPUs of one that follows it, gathered and sent part by part.
+    """Return the time to send weights from a trained role to the GPUs of a role that follows it, part by part.
 
-    Every target sees every part, by its own share of the network, and keeps what it needs (NeMo-RL and verl by CUDA
-    IPC on the same GPUs, and by a broadcast to others, as OpenRLHF). ``tensors``: of the model's file.
+    Every target receives every part through its own share of the network, and keeps what it needs (NeMo-RL and verl by
+    CUDA IPC on the same GPUs, and by a broadcast to others, as OpenRLHF). ``tensors``: those of the model's file.
     """
     gpus = source_gpus if same_gpus else source_gpus + target_gpus
     rate = speed.link if gpus <= speed.gpus_per_host else min(speed.link, speed.network)
@@ -218,14 +219,14 @@ def sync_seconds(
 
 
 def gather_seconds(model: Architecture, layout: Layout, speed: Speed) -> float:
-    """All of a trained role's weights, sharded over its ranks, once to every one of them in bf16."""
+    """Return the time to gather a trained role's sharded weights once on every rank, in bf16."""
     return 2 * _spread_seconds(model, layout, speed)
 
 
 def transfer_seconds(
     size: float, from_hosts: int, to_hosts: int, speed: Speed, *, crosses: bool, same_hosts: bool
 ) -> float:
-    """Bytes in the object stores of ``from_hosts``, each to one of ``to_hosts``, whoever needs it.
+    """Return the time to move bytes from the object stores of ``from_hosts``, each byte to one of ``to_hosts``.
 
     ``crosses``: the roles are on several hosts. Between the same hosts a part stays where it is.
     """
@@ -238,10 +239,10 @@ def transfer_seconds(
 
 
 def offload_seconds(size: float) -> float:
-    """Bytes from a GPU to its host's memory, or back; all GPUs of a host at once."""
+    """Return the time to move bytes from a GPU to its host's memory or back, for all GPUs of a host at once."""
     return size / _PAGEABLE
 
 
 def host_seconds(samples: float) -> float:
-    """Of a step, what is done on the controller and waits for nothing else."""
+    """Return the time of the controller's own work in a step, which overlaps with nothing."""
     return _HOST_STEP_S + _HOST_SAMPLE_S * samples

@@ -1,7 +1,4 @@
-"""What a kind of GPU does in a second: its data sheet, and how much of that is reached.
-
-What a token's way through a model costs, before it is cut up: operations, and bytes that are moved besides.
-"""
+"""The speed of a kind of GPU: its data sheet, how much of it is reached, and the cost of a token's forward pass."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +12,10 @@ from rlflow.resources.cluster import Cluster, Gpu
 from rlflow.resources.models.architecture import Architecture
 from rlflow.schema import Section, parse
 
-Share = Annotated[float, Gt(0), Le(1)]
+Fraction = Annotated[float, Gt(0), Le(1)]
 Seconds = Annotated[float, Ge(0)]
 
-# Operations a byte of bandwidth. The best matrix products reach 1 / (1 + peak / bandwidth / this) of the peak, since
+# Operations per byte of bandwidth. The best matrix products reach 1 / (1 + peak / bandwidth / this) of the peak, since
 # tiles must be fed: 0.87 on A100, 0.80 on H100, 0.78 on B200 (S. Bekman, Machine Learning Engineering, "Maximum
 # Achievable Matmul FLOPS").
 _FEED = 1080
@@ -26,49 +23,53 @@ _FEED = 1080
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency(Section):
-    """How much of a data sheet is reached. The defaults hold where a kind of GPU was not measured."""
+    """The shares of a data sheet that are reached. The defaults apply to a kind of GPU that was not measured."""
 
-    matmul: Share = 0.8
-    """Of what the best matrix products reach, by those of a model. With norms, activations and attention, whose time is
-    counted apart, whole training steps of 7B to 70B then reach half of the peak of an A100 and two fifths of an H100's
-    (torchtitan, docs/performance.md: 0.52 to 0.58 on A100; Llama 3 Herd, table 4: 0.38 to 0.43 on H100)."""
-    expert_matmul: Share = 0.5
-    """Of what dense products reach, by the grouped products of experts, which are narrow."""
-    expert_balance: Share = 0.5
-    """Of the tokens that come to the rank of the most wanted experts, those that come to the mean rank."""
-    attention: Share = 0.6
-    """Of what dense products reach, by attention, forward and backward (Dao 2023, FlashAttention-2, figures 5 to 7)."""
-    memory: Share = 0.75
-    """Of the memory's bandwidth, by decoding and by elementwise kernels, which reach 0.6 to 0.85."""
-    link: Share = 0.7
-    """Of a link's bandwidth, by collectives over large messages (nccl-tests, bus bandwidth over data sheet)."""
-    balance: Share = 0.9
-    """Of the work of the rank that has most, the mean rank's; packed micro-batches are filled to as much."""
+    matmul: Fraction = 0.8
+    """Share that a model's matrix products reach of what the best ones reach.
+
+    With norms, activations and attention, whose time is counted apart, whole training steps of 7B to 70B then reach
+    half of the peak of an A100 and two fifths of an H100's (torchtitan, docs/performance.md: 0.52 to 0.58 on A100;
+    Llama 3 Herd, table 4: 0.38 to 0.43 on H100)."""
+    expert_matmul: Fraction = 0.5
+    """Share that the narrow, grouped products of experts reach of what dense products reach."""
+    expert_balance: Fraction = 0.5
+    """Tokens of the average rank, as a share of those of the rank with the most wanted experts."""
+    attention: Fraction = 0.6
+    """Share that attention reaches of dense products, forward and backward (Dao 2023, FlashAttention-2, figures 5 to
+    7)."""
+    memory: Fraction = 0.75
+    """Share of the memory bandwidth that decoding and elementwise kernels reach; published values are 0.6 to 0.85."""
+    link: Fraction = 0.7
+    """Share of a link's bandwidth in collectives over large messages (nccl-tests, bus bandwidth over data sheet)."""
+    balance: Fraction = 0.9
+    """Work of the average rank, as a share of the busiest rank's; packed micro-batches are about as full."""
     message_s: Seconds = 15e-6
-    """A collective over a small message inside a host; between hosts three times that."""
+    """Time of a collective over a small message inside a host; between hosts it takes three times as long."""
     decode_layer_s: Seconds = 20e-6
-    """Of a layer in a decoding step with CUDA graphs, besides moving bytes."""
+    """Time of a layer in a decoding step with CUDA graphs, besides moving bytes."""
     eager_layer_s: Seconds = 0.2e-3
-    """Without them, the least time of a layer in a decoding step: Python launches about 15 kernels, each in 10 to 15
+    """Least time of a layer in a decoding step without CUDA graphs: Python launches about 15 kernels, each in 10 to 15
     microseconds."""
     decode_step_s: Seconds = 2.5e-3
-    """Of a decoding step on the host: scheduling, input, sampling."""
+    """Host time of a decoding step: scheduling, input, sampling."""
     decode_sequence_s: Seconds = 10e-6
-    """Of each sequence in a decoding step on the host: its sampling parameters, its token, its text."""
+    """Host time of each sequence in a decoding step: its sampling parameters, its token, its text."""
     train_layer_s: Seconds = 0.5e-3
-    """The least time of a layer's forward pass, that is of launching its kernels; the backward pass takes twice."""
+    """Least time of a layer's forward pass, to launch its kernels; the backward pass takes twice as long."""
     expert_layer_s: Seconds = 3e-3
-    """Likewise of a layer's experts: routing, permutation, and the host's waiting for their numbers of tokens.
-    Steps of Qwen3-30B-A3B on Megatron that were published take 3 to 5 ms of each layer, on H100 and GB200 alike."""
+    """Least time of a layer's experts: routing, permutation, and the host's waiting for their numbers of tokens.
+
+    Published steps of Qwen3-30B-A3B on Megatron take 3 to 5 ms for each layer, on H100 and on GB200."""
 
 
 Calibration = Mapping[str, Efficiency]
-"""By kind of GPU."""
+"""Measured efficiencies by kind of GPU."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one GPU, in base units: bytes and floating-point operations a second."""
+    """The speed of one GPU in base units: bytes and floating-point operations per second."""
 
     flops: float
     bytes: float
@@ -80,35 +81,40 @@ class Speed:
 
     @property
     def matmul(self) -> float:
-        """Operations a second of a model's dense matrix products."""
+        """Return the operations per second of a model's dense matrix products."""
         return self.efficiency.matmul / (1 / self.flops + 1 / (_FEED * self.bytes))
 
     @property
     def memory(self) -> float:
-        """Bytes a second from and to its memory, as kernels reach it."""
+        """Return the bytes per second that kernels move from and to memory."""
         return self.bytes * self.efficiency.memory
 
     def ring(self, gpus: int) -> float:
-        """Bytes a second through each GPU of a group that fills hosts one after another, in a ring or tree: every
-        GPU of a host passes its own part on to the next host.
+        """Return the bytes per second through each GPU of a group in a ring or tree.
+
+        The group fills hosts one after another, and every GPU of a host passes its own part on to the next host.
         """
         between = min(self.link, self.network * self.gpus_per_host)
         return (self.link if gpus <= self.gpus_per_host else between) * self.efficiency.link
 
     def exchange(self, gpus: int) -> float:
-        """Likewise when each sends something else to every other: what leaves the host goes through its own share."""
+        """Return the bytes per second when each GPU sends something else to every other one.
+
+        Data that leaves the host goes through the GPU's own share of the network.
+        """
         if gpus <= self.gpus_per_host:
             return self.link * self.efficiency.link
         inside = self.gpus_per_host / gpus
         return self.efficiency.link / max(inside / self.link, (1 - inside) / self.network)
 
     def message_s(self, gpus: int) -> float:
+        """Return the seconds of a collective over a small message."""
         slower = gpus > self.gpus_per_host and self.network < self.link
         return self.efficiency.message_s * (3 if slower else 1)
 
 
 def gpu_speed(gpu: Gpu, gpus_per_host: int, efficiency: Efficiency, dtype: str = "bfloat16") -> Speed:
-    """Raises PlacementError for a kind without the figures that times are predicted from."""
+    """Return the speed of a kind of GPU. Raises PlacementError where figures for predicting times are missing."""
     peaks = gpu.peak_tflops or {}
     peak = peaks.get(dtype) or peaks.get("float16") or peaks.get("float32")
     if peak is None or gpu.memory_gb_s is None:
@@ -129,7 +135,7 @@ def gpu_speed(gpu: Gpu, gpus_per_host: int, efficiency: Efficiency, dtype: str =
 
 
 def slowest(speeds: Sequence[Speed]) -> Speed:
-    """What GPUs of several kinds reach together: in each respect the slowest."""
+    """Return what GPUs of several kinds reach together: the slowest in each respect."""
     first = min(speeds, key=lambda speed: speed.matmul)
     return replace(
         first,
@@ -141,7 +147,7 @@ def slowest(speeds: Sequence[Speed]) -> Speed:
 
 
 def calibration_from(mapping: Mapping[str, Any], cluster: Cluster) -> Calibration:
-    """Measured efficiencies by kind of GPU; a kind that ``mapping`` lacks keeps the defaults. Raises RecipeError."""
+    """Read measured efficiencies; a kind of GPU that ``mapping`` lacks keeps the defaults. Raises RecipeError."""
     if not mapping:
         raise RecipeError("calibration", "the file names no kind of GPU", known=list(cluster.gpus))
     unknown = [kind for kind in mapping if kind not in cluster.gpus]
@@ -157,25 +163,27 @@ def calibration_from(mapping: Mapping[str, Any], cluster: Cluster) -> Calibratio
 
 @dataclass(frozen=True)
 class Work:
-    """Of a forward pass, for each token."""
+    """The work of a forward pass for each token."""
 
     dense_flops: float
     expert_flops: float
     key_flops: float
-    """For each key that a query attends to, over all layers."""
+    """Operations for each key that a query attends to, over all layers."""
     moved_bytes: float
-    """That elementwise kernels read and write, each kernel of its own."""
+    """Bytes that elementwise kernels read and write if each is a kernel of its own."""
     matrix_bytes: float
-    """That attention reads and writes for each key, over all layers, where it keeps its whole matrix."""
+    """Bytes that attention reads and writes for each key over all layers, where it stores its whole matrix."""
     model: Architecture
 
     def flops(self, tokens: float, length: float) -> float:
-        """Of ``tokens`` of sequences of ``length``."""
+        """Return the operations for ``tokens`` in sequences of ``length``."""
         return tokens * (self.dense_flops + self.expert_flops + self.key_flops * self.model.attention_span(length))
 
     def seconds(self, speed: Speed, tokens: float, length: float, *, fused: bool = False, flash: bool = True) -> float:
-        """On one GPU with room for it. Fused kernels move half as much. Without ``flash`` attention, every query is
-        multiplied with every key, and the matrix goes through memory.
+        """Return the time on one GPU with enough memory.
+
+        Fused kernels move half as many bytes. Without ``flash`` attention, every query is multiplied with every key,
+        and the matrix goes through memory.
         """
         efficiency = speed.efficiency
         span = self.model.attention_span(length) if flash else length
@@ -187,8 +195,10 @@ class Work:
 
 @lru_cache(maxsize=256)
 def forward_work(model: Architecture) -> Work:
-    """2 operations a parameter and token, and 2 for each value of a query, and of its output, and key that it attends
-    to (Kaplan et al. 2020, table 1). Embeddings are looked up, not multiplied, except as a tied head.
+    """Return the work of a forward pass: 2 operations per parameter and token, and more for attention.
+
+    Attention takes 2 operations for each value of a query, and of its output, and key that it attends to (Kaplan et al.
+    2020, table 1). Embeddings are looked up, not multiplied, except as a tied head.
     """
     experts = 0.0
     if model.num_experts and model.num_experts_per_tok:

@@ -136,10 +136,10 @@ def test_a_file_that_is_no_plan(tmp_path: Path, content: str | None, message: st
 @pytest.mark.parametrize(
     ("recipe", "cluster", "override", "message"),
     [
-        ("grpo_7b", "2x2@cpu", "actor.attention=flash_attention_2", "runs on GPUs only, and these are processors"),
-        ("grpo_7b", "2x2@cpu", "rollout.eager=false", "CUDA graphs are asked for, and these are processors"),
-        ("grpo_7b", "1x8", "actor.eager=true", "the role does not have it with engine 'deepspeed'"),
-        ("grpo_7b", "1x8", "rollout.attention=sdpa", "the role does not have it with engine 'vllm'"),
+        ("grpo_7b", "2x2@cpu", "actor.attention=flash_attention_2", "runs on GPUs only, and these hosts have CPUs"),
+        ("grpo_7b", "2x2@cpu", "rollout.eager=false", "asks for CUDA graphs, and these hosts have CPUs"),
+        ("grpo_7b", "1x8", "actor.eager=true", "does not apply to this role with engine 'deepspeed'"),
+        ("grpo_7b", "1x8", "rollout.attention=sdpa", "does not apply to this role with engine 'vllm'"),
         ("grpo_tiny", "1x1@h200", "actor.attention=flash_attention_2", "has no kernel for a float32 model"),
     ],
 )

@@ -44,7 +44,10 @@ def test_hosts_of_a_shape_and_back() -> None:
         ({"hosts": [], "gpus": {}}, "cluster.hosts: no hosts"),
         ({"hosts": [{"name": "a", "gpus": 0, "gpu": "h200"}], "gpus": GPUS}, "cluster.hosts.0.gpus: 0 is not valid"),
         ({"hosts": [{"name": "a", "gpus": 1, "gpu": "x"}], "gpus": GPUS}, "cluster.hosts.0.gpu: no figures for 'x'"),
-        ({"shape": "1x8@h200+1x1@cpu", "gpus": {**GPUS, "cpu": {"source": ""}}}, "processors and GPUs in one cluster"),
+        (
+            {"shape": "1x8@h200+1x1@cpu", "gpus": {**GPUS, "cpu": {"source": ""}}},
+            "some hosts have GPUs and",
+        ),
         ({"hosts": [{"name": "a", "gpus": 1, "gpu": "h200"}] * 2, "gpus": GPUS}, "the name 'a' is given twice"),
         (
             {"hosts": [{"name": "a", "gpus": 2, "gpu": "h200", "free": [0, 2]}], "gpus": GPUS},

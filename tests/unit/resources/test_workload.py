@@ -11,9 +11,9 @@ from tests.unit.resources.planner.planning import H100, SEVEN_B, demand, task
 
 def test_turns_write_equal_parts_and_read_what_is_there() -> None:
     whole = replace(task("rollout", "rollout", "generate"), prompts=Lengths((10, 30)), responses=Lengths((30, 90)))
-    assert whole.parts == ((whole.prompts, whole.responses),)
+    assert whole.turn_lengths == ((whole.prompts, whole.responses),)
     in_turns = replace(whole, turns=3)
-    assert [(read.values, written.values) for read, written in in_turns.parts] == [
+    assert [(read.values, written.values) for read, written in in_turns.turn_lengths] == [
         ((10, 30), (10, 30)),
         ((30, 50), (10, 30)),
         ((50, 70), (10, 30)),

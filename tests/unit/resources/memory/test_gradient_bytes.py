@@ -77,6 +77,6 @@ def test_bfloat16_is_not_trained_without_zero(weight_bytes: float, refused: bool
     with pytest.raises(PlacementError) as raised:
         demand.check(8)
     assert str(raised.value) == (
-        "roles.actor.zero_stage: 0 adds gradients up in bfloat16, as the weights are, where small ones vanish beside "
+        "roles.actor.zero_stage: 0 sums gradients in bfloat16, the type of the weights, which loses small gradients in "
         "large sums.\n  Fix: roles.actor.zero_stage=1."
     )

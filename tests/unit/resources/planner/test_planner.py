@@ -214,13 +214,13 @@ def test_more_hosts_never_make_a_slower_plan() -> None:
 def test_of_very_many_that_are_as_fast_not_all_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four roles whose step is the latency of a copy."""
     placed: list[Candidate] = []
-    place_one = Search._placed
+    place_one = Search._place
 
     def noted(of: Search, candidate: Candidate) -> Any:
         placed.append(candidate)
         return place_one(of, candidate)
 
-    monkeypatch.setattr(Search, "_placed", noted)
+    monkeypatch.setattr(Search, "_place", noted)
     demands = [demand(role) for role in ("actor", "critic", "reference", "rollout")]
     searched = search(demands, cluster(8, 8), longest=32, samples=64)
     assert searched.best() is not None

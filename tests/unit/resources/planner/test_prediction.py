@@ -56,11 +56,11 @@ def test_alternatives_are_slower_or_larger_and_say_by_how_much() -> None:
 
 def test_warnings() -> None:
     crowded = predicted(longest=16384, samples=8192)
-    assert any("keys and values have room for" in warning for warning in crowded.warnings)
+    assert any("the KV cache has room for" in warning for warning in crowded.warnings)
     uneven = predicted(samples=1004)
-    assert any("1004 samples do not divide by" in warning for warning in uneven.warnings)
+    assert any("1004 samples are not a multiple of" in warning for warning in uneven.warnings)
 
 
 def test_describe() -> None:
-    assert describe_pools((("actor", "rollout"),), (16,)) == "all on 16"
+    assert describe_pools((("actor", "rollout"),), (16,)) == "all roles colocated on 16"
     assert describe_pools((("rollout",), ("actor", "reference")), (4, 12)) == "rollout on 4, actor + reference on 12"

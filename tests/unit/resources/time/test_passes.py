@@ -8,15 +8,12 @@ import pytest
 from rlflow.resources.cluster import Gpu
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.time.decoding import decoder_of
+from rlflow.resources.time.decoding import Generation, decoder_of, generation, padded_generation
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.passes import (
-    Generation,
     gather_seconds,
-    generation,
     host_seconds,
     offload_seconds,
-    padded_generation,
     scoring,
     sync_seconds,
     training,
