@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from statistics import median
 
@@ -54,6 +55,10 @@ MAY_IMPORT = {
 }
 # The parts of resources in their order: each may import those before it.
 PARTS_OF_RESOURCES = ["models", "cluster", "layout", "memory", "time", "demand", "workload", "planner"]
+# The parts of runtime in their order, likewise; all its other files come last, and may import every part.
+PARTS_OF_RUNTIME = ["protocols", "objects", "generation", "weights", "ray"]
+# Imports that close a circle, each inside of a function.
+BACKWARD_IMPORTS = {"rlflow.engines.causal_lm.packing": "rlflow.engines.causal_lm.attention"}
 MODEL_LIBRARIES = {"torch", "transformers", "peft", "vllm", "deepspeed", "datasets", "safetensors", "tokenizers"}
 # Imported by engines when they are built, never before.
 LAZY = {
@@ -79,6 +84,27 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield node.module
 
 
+def module_name(path: Path) -> str:
+    return ".".join(("rlflow", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes, except for those under ``if TYPE_CHECKING``."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from executed(child)
+
+
+def imported_names(node: ast.AST) -> Iterator[str]:
+    """The modules that an import statement may name; of ``from a import b`` both a and a.b."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield str(node.module)
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 def runtime_imports(tree: ast.Module) -> Iterator[str]:
     """At the top of a file, types aside."""
     for node in tree.body:
@@ -100,6 +126,31 @@ def test_the_parts_of_resources_point_one_way() -> None:
         parts = {name[2] for name in names if name[:2] == ["rlflow", "resources"] and len(name) > 2}
         if part != "__init__":
             assert parts <= set(PARTS_OF_RESOURCES[: PARTS_OF_RESOURCES.index(part) + 1]), path
+
+
+def test_the_parts_of_runtime_point_one_way() -> None:
+    for part in PARTS_OF_RUNTIME:
+        allowed = set(PARTS_OF_RUNTIME[: PARTS_OF_RUNTIME.index(part) + 1])
+        for path in FILES:
+            if module_name(path).startswith(f"rlflow.runtime.{part}"):
+                names = [name.split(".") for name in imports(ast.parse(path.read_text()))]
+                parts = {name[2] for name in names if name[:2] == ["rlflow", "runtime"] and len(name) > 2}
+                assert parts <= allowed, path
+
+
+@pytest.mark.parametrize("part", ["resources", "engines", "runtime"])
+def test_no_files_import_each_other_in_a_circle(part: str) -> None:
+    """Imports inside of functions count too; those for types alone do not."""
+    paths = {module_name(path): path for path in FILES if room(path) == part}
+    graph = {}
+    for module, path in paths.items():
+        names = {name for node in executed(ast.parse(path.read_text())) for name in imported_names(node)}
+        graph[module] = names & paths.keys() - {module}
+    for module, known in BACKWARD_IMPORTS.items():
+        if module in graph:
+            assert known in graph[module], "no longer there: delete it here"
+            graph[module].remove(known)
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the files of a circle
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

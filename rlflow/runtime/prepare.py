@@ -30,11 +30,12 @@ from rlflow.runtime.checkpoint import (
 )
 from rlflow.runtime.evaluation import Evaluator, evaluator_of
 from rlflow.runtime.folder_lock import locked
-from rlflow.runtime.generation.overcommit import overcommitted, prompts_ahead
-from rlflow.runtime.generation.resampling import Rounds
+from rlflow.runtime.generation.overcommit import prompts_ahead, with_overcommit
+from rlflow.runtime.generation.resampling import ResamplingRounds
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.preflight import check_before_start, check_directory, check_examples, last_checkpoint
 from rlflow.runtime.protocols import Engines, Observer, Observers, Report, Runtime
+from rlflow.runtime.step import run_graph
 from rlflow.runtime.tuning import Tuner, with_spare_slots
 
 
@@ -65,7 +66,7 @@ class Training:
     trained: Mapping[str, Any]
     """The engines of the trained roles."""
     data: DataSource
-    rounds: Rounds | None
+    rounds: ResamplingRounds | None
     evaluator: Evaluator | None
     checkpoints: CheckpointWriter
     observer: Observer
@@ -118,8 +119,10 @@ def prepare(
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
         graph = bind_nodes(plan.graph, plan.recipe.roles, models, engines)
         evaluator = evaluator_of(plan.graph, graph) if held_out else None
-        graph, overcommits = overcommitted(graph, plan.recipe.data.batch_size, data)
-        rounds = Rounds(graph, plan.recipe.data.batch_size, data) if resampled_nodes(graph) else None
+        graph, overcommits = with_overcommit(graph, plan.recipe.data.batch_size, data)
+        rounds = (
+            ResamplingRounds(graph, plan.recipe.data.batch_size, data, run_graph) if resampled_nodes(graph) else None
+        )
         parts = {**trained, **overcommits, **states_of(graph, engines), **({rounds.path: rounds} if rounds else {})}
         if last:
             restore(last, parts)

@@ -24,13 +24,13 @@ class StoreUse:
     """The largest number of bytes at once, by host."""
 
 
-class Listener(Protocol):
+class Subscriber(Protocol):
     """A consumer of finished samples, while their generation goes on."""
 
-    def add(self, rank: int, part: Rollouts) -> None:
+    def receive(self, rank: int, part: Rollouts) -> None:
         """Receive samples that an engine has finished. Each sample comes once."""
 
-    def lose(self, rank: int) -> None:
+    def discard_engine(self, rank: int) -> None:
         """Discard all samples of an engine that has failed. Other engines will generate them again."""
 
 
@@ -45,8 +45,8 @@ class Engines(dict[str, Any]):
         """Return the use of object stores in all measured steps so far; empty in a single process."""
         return StoreUse(edges={}, peaks={})
 
-    def stream_to(self, listener: Listener, role: str) -> AbstractContextManager[None]:
-        """Stream the role's finished responses to the listener within the context, from engines that can."""
+    def stream_to(self, subscriber: Subscriber, role: str) -> AbstractContextManager[None]:
+        """Stream the role's finished responses to the subscriber within the context, from engines that can."""
         return nullcontext()
 
     def mark_idle(self, role: str) -> None:
@@ -77,7 +77,7 @@ class Runtime(Protocol):
 
 
 class Observer:
-    """A listener to the events of a run, in the run's own process. Derive from it and override what matters."""
+    """A subscriber to the events of a run, in the run's own process. Derive from it and override what matters."""
 
     def warned(self, warning: str) -> None:
         """Receive a warning of a run that continues. May come before ``started``."""

@@ -14,7 +14,7 @@ from rlflow.compiler.plan import Plan
 from rlflow.data.source import DataSource
 from rlflow.errors import EngineError, UserError, below
 from rlflow.runtime.bound_node import BoundNode, operation_of, states_of
-from rlflow.runtime.generation.partial_results import Streaming
+from rlflow.runtime.generation.partial_results import StreamingNodes
 from rlflow.runtime.objects.budget import edge
 from rlflow.runtime.protocols import Engines, Observer
 
@@ -108,7 +108,7 @@ def run_graph(
     last_nodes = {node.role: node.name for node in graph.nodes}
     for role in engines.keys() - last_nodes.keys():
         engines.mark_idle(role)
-    streams: dict[str, Streaming] = {}
+    streams: dict[str, StreamingNodes] = {}
     with ExitStack() as running:
         for node in graph.nodes:
             if node.name in streams:
@@ -117,7 +117,7 @@ def run_graph(
                 start = time.perf_counter()
                 with ExitStack() as subscriptions:
                     if followers := graph.streaming_consumers(node):
-                        stream = Streaming(node, followers, partial(_run_follower, engines))
+                        stream = StreamingNodes(node, followers, partial(_run_follower, engines))
                         streams |= dict.fromkeys((each.name for each in followers), running.enter_context(stream))
                         subscriptions.enter_context(engines.stream_to(stream, str(node.role)))
                     output = run_node(node, engines, edges)

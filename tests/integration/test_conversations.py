@@ -50,7 +50,11 @@ FAILING = [f"graph.rollouts.environment={HERE}:Misbehaving", "~graph.rollouts.op
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        (['graph.rollouts.stop=["12"]'], RecipeError, r"graph.rollouts.stop: expected a single token, got '12', which is 2"),
+        (
+            ['graph.rollouts.stop=["12"]'],
+            RecipeError,
+            r"graph.rollouts.stop: expected a single token, got '12', which is 2",
+        ),
         (FAILING, RecipeError, r"graph.rollouts.environment: '.*:Misbehaving' failed \(KeyError: "),
         (
             [*FAILING, "+graph.rollouts.on_failure=exclude"],

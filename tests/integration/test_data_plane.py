@@ -21,7 +21,7 @@ from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, PlacementError, RecipeError
-from rlflow.runtime.generation.resampling import Rounds
+from rlflow.runtime.generation.resampling import ResamplingRounds
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.objects.budget import Budget, StoreLimit, store_limits
 from rlflow.runtime.objects.results import ObjectProcess, StoreCalls
@@ -30,7 +30,7 @@ from rlflow.runtime.ray.engine_set import RayEngines
 from rlflow.runtime.ray.role_workers import as_future
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
-from rlflow.runtime.step import train_step
+from rlflow.runtime.step import run_graph, train_step
 from tests.conftest import CONFIG_DIR
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -159,14 +159,14 @@ def test_rounds_are_the_same_as_in_one_process(tmp_path: Path, monkeypatch: pyte
     data = open_training_data(options, tokenizer, load_rows(options, "split"), 0, with_responses=False)
     training, steps = replace(plan, graph=without_resampled(plan.graph)), range(3)
     with LocalRuntime().start(plan, models, tmp_path) as engines:
-        rounds = Rounds(plan.graph, options.batch_size, data)
+        rounds = ResamplingRounds(plan.graph, options.batch_size, data, run_graph)
         expected = [train_step(training, engines, data, step, rounds=rounds) for step in steps]
     read: list[Any] = []
     with RayRuntime().start(plan, models, tmp_path) as engines, monkeypatch.context() as patched:
         assert isinstance(engines, RayEngines)
         patched.setattr("rlflow.runtime.objects.store.fetch", read.append)
         hosted = engines.place_with_tokens(data)
-        rounds = Rounds(plan.graph, options.batch_size, hosted)
+        rounds = ResamplingRounds(plan.graph, options.batch_size, hosted, run_graph)
         found = [train_step(training, engines, hosted, step, rounds=rounds) for step in steps]
         assert set(engines.store_calls.budget.used.values()) == {0}
     assert read == []

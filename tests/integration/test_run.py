@@ -22,7 +22,7 @@ from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.group_progress import is_done
 from rlflow.errors import EngineError, RecipeError
 from rlflow.report.records import MetricsWriter
-from rlflow.runtime.generation.overcommit import Overcommitted
+from rlflow.runtime.generation.overcommit import OvercommittedGenerate
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.protocols import Observer, Report
 from rlflow.runtime.run import run
@@ -110,14 +110,14 @@ def test_prompts_begun_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     once, and so it is without."""
     trained: list[Rollouts] = []
 
-    def noted(operation: Overcommitted, engine: Any, prompts: Prompts) -> Rollouts:
+    def noted(operation: OvercommittedGenerate, engine: Any, prompts: Prompts) -> Rollouts:
         trained.append(written(operation, engine, prompts))
         return trained[-1]
 
-    written = Overcommitted.run
+    written = OvercommittedGenerate.run
     plan = plan_of("real", *OVERCOMMIT)
     with monkeypatch.context() as patched:
-        patched.setattr(Overcommitted, "run", noted)
+        patched.setattr(OvercommittedGenerate, "run", noted)
         whole = go(plan, tmp_path / "whole")
     sampling = plan.graph.nodes[0].operation.sampling  # type: ignore[attr-defined]
     assert all(is_done(out, sampling).all() and len(out) == 3 * 4 for out in trained)

@@ -18,7 +18,7 @@ from rlflow.compiler.graph import Graph
 from rlflow.compiler.lower import models_in_use
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
-from rlflow.runtime.generation.partial_results import Streaming
+from rlflow.runtime.generation.partial_results import StreamingNodes
 from rlflow.runtime.ray.engine_set import RayEngines
 from rlflow.runtime.ray.role_workers import RoleWorkers
 from rlflow.runtime.ray.runtime import RayRuntime
@@ -68,13 +68,13 @@ def test_rewards_of_parts_are_those_of_the_whole(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("rlflow.runtime.ray.role_workers.EngineWorker", Worker)
     monkeypatch.setattr(RoleWorkers, "concurrent", property(lambda actors: actors._role == "rollout"))
     parts: list[int] = []
-    add = Streaming.add
+    add = StreamingNodes.receive
 
-    def counted(stream: Streaming, rank: int, part: Rollouts) -> None:
+    def counted(stream: StreamingNodes, rank: int, part: Rollouts) -> None:
         parts.append(len(part))
         add(stream, rank, part)
 
-    monkeypatch.setattr(Streaming, "add", counted)
+    monkeypatch.setattr(StreamingNodes, "receive", counted)
     nodes = tuple(node for node in plan.graph.nodes if node.name in ("rollouts", "rewards"))
     with RayRuntime().start(plan, models_in_use(plan.recipe), tmp_path) as engines:
         made = []

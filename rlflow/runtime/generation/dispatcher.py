@@ -21,7 +21,7 @@ from rlflow.runtime.generation.partial_results import PartialResults
 from rlflow.runtime.generation.partial_rollouts import PartialRollouts
 from rlflow.runtime.generation.scheduler import Capacity, Scheduler
 from rlflow.runtime.objects.slices import BatchSlice, SharedBatch
-from rlflow.runtime.protocols import Listener
+from rlflow.runtime.protocols import Subscriber
 
 # While rows are queued, an engine reports when one in so many of the rows that it can generate at once is finished.
 _REPORTS = 32
@@ -52,13 +52,13 @@ def dispatch(
     previous_lengths: NDArray[np.float64] | None,
     partial: Rollouts | None,
     num_groups: int,
-    listener: Listener | None = None,
+    subscriber: Subscriber | None = None,
 ) -> tuple[Rollouts, dict[int, EngineError]]:
     """Generate until ``num_groups`` groups are complete.
 
-    Starts from the ``partial`` rollouts; ``previous_lengths`` are lengths of responses in the step before. Returns the
-    rollouts in the order of keys, and the failures of engines by rank. The ``listener`` is called from this thread and
-    gets each sample once, when it is finished. Raises AllEnginesFailedError.
+    Starts from the ``partial`` rollouts; ``previous_lengths`` are lengths of responses in the step before. Returns
+    the rollouts in the order of keys, and the failures of engines by rank. The ``subscriber`` is called from this
+    thread and gets each sample once, when it is finished. Raises AllEnginesFailedError.
     """
     batch = SharedBatch(prompts).slice(np.arange(len(prompts)))
     failures: dict[int, EngineError] = {}
@@ -69,7 +69,7 @@ def dispatch(
         alive = [rank for rank in ranks if rank not in failures]
         if not alive:
             raise AllEnginesFailedError(failures)
-        one_pass = _Pass(engines, batch, prompts, sampling, groups, num_groups, failures, listener)
+        one_pass = _Pass(engines, batch, prompts, sampling, groups, num_groups, failures, subscriber)
         partial = groups.merge(one_pass.run(alive, previous_lengths))
 
 
@@ -85,11 +85,11 @@ class _Pass:
         groups: GroupProgress,
         num_groups: int,
         failures: dict[int, EngineError],
-        listener: Listener | None,
+        subscriber: Subscriber | None,
     ) -> None:
         """Prepare a pass that ends when ``num_groups`` groups are complete, and adds failed engines to ``failures``."""
         self._engines, self._batch, self._sampling, self._failures = engines, batch, sampling, failures
-        self._listener = listener
+        self._subscriber = subscriber
         self._results: PartialResults | None = None
         self._groups, self._num_groups, self._is_stopping = groups, num_groups, False
         self._prompt_lengths = prompts.ids.lengths
@@ -111,8 +111,8 @@ class _Pass:
             previous_lengths=previous_lengths,
             initial_lengths=self._groups.initial_lengths,
         )
-        if self._listener is not None:
-            self._results = PartialResults(self._listener, scheduler.num_queued, len(capacities))
+        if self._subscriber is not None:
+            self._results = PartialResults(self._subscriber, scheduler.num_queued, len(capacities))
         elif scheduler.all_fit and self._groups.partial is None and not self._may_stop_early:
             return self._generate_at_once()
         self._assign()
@@ -150,7 +150,7 @@ class _Pass:
         With no more rows in the queue, it reports when all of them are.
         """
         scheduler = self._scheduler
-        report_at = scheduler.num_running(rank)
+        report_at = len(scheduler.running_rows(rank))
         if scheduler.num_queued or self._may_stop_early:
             report_at = max(1, scheduler.capacity(rank).sequences // _REPORTS)
         if self._results:
@@ -182,7 +182,7 @@ class _Pass:
         if not self._is_stopping:
             self._assign()
             is_advancing = ("advance", rank) in self._calls.values()
-            if method == "advance" and self._scheduler.num_running(rank) and not is_advancing:
+            if method == "advance" and self._scheduler.running_rows(rank) and not is_advancing:
                 self._advance(rank, [])
         elif method == "advance":
             # It may have started rows after it was asked to preempt all.

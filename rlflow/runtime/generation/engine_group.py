@@ -14,7 +14,7 @@ from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import is_done
 from rlflow.errors import EngineError
 from rlflow.runtime.generation.dispatcher import AllEnginesFailedError, EngineCalls, dispatch
-from rlflow.runtime.protocols import Listener
+from rlflow.runtime.protocols import Subscriber
 
 # How often one generation may replace all engines after all have failed.
 _MAX_RESTARTS = 2
@@ -44,16 +44,16 @@ class EngineGroup:
         self._previous_lengths: dict[Sampling, NDArray[np.float64]] = {}
         self._activity: list[Line] = []
         self._failures: list[Line] = []
-        self._listener: Listener | None = None
+        self._subscriber: Subscriber | None = None
 
     @contextmanager
-    def subscribed(self, listener: Listener) -> Iterator[None]:
-        """Stream finished samples to the listener within the context."""
-        self._listener = listener
+    def subscribed(self, subscriber: Subscriber) -> Iterator[None]:
+        """Stream finished samples to the subscriber within the context."""
+        self._subscriber = subscriber
         try:
             yield
         finally:
-            self._listener = None
+            self._subscriber = None
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         """Generate ``group_size`` rollouts for each prompt and return them in the order of keys. Raises EngineError.
@@ -70,12 +70,12 @@ class EngineGroup:
 
         Engines that fail are replaced as in ``generate``. Raises EngineError.
         """
-        previous, listener = self._previous_lengths.get(sampling), self._listener
+        previous, subscriber = self._previous_lengths.get(sampling), self._subscriber
         for restarts in range(_MAX_RESTARTS + 1):
             ranks = self._ranks_with_weights()
             try:
                 rollouts, failures = dispatch(
-                    self._engines, ranks, prompts, sampling, previous, partial, num_groups, listener
+                    self._engines, ranks, prompts, sampling, previous, partial, num_groups, subscriber
                 )
                 break
             except AllEnginesFailedError as error:

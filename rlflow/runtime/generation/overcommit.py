@@ -19,7 +19,7 @@ from rlflow.packed import offsets_of
 _STATE = "begun.npz"
 
 
-class Overcommitted:
+class OvercommittedGenerate:
     """A generate node with ``overcommit``, as it runs. Checkpoints save and restore it like a trained engine."""
 
     unit = "sample"
@@ -91,13 +91,15 @@ def prompts_ahead(graph: Graph, batch_size: int) -> int:
     return sum(node.operation.prompts_ahead(batch_size) for node in graph.nodes if isinstance(node.operation, Generate))
 
 
-def overcommitted(graph: Graph, batch_size: int, data: DataSource) -> tuple[Graph, Mapping[str, Overcommitted]]:
+def with_overcommit(
+    graph: Graph, batch_size: int, data: DataSource
+) -> tuple[Graph, Mapping[str, OvercommittedGenerate]]:
     """Return the graph as it runs, and the nodes with ``overcommit`` by their path in the recipe, to be saved."""
-    saved: dict[str, Overcommitted] = {}
+    saved: dict[str, OvercommittedGenerate] = {}
     nodes = []
     for node in graph.nodes:
         if isinstance(node.operation, Generate) and node.operation.overcommit:
-            operation: Any = Overcommitted(node.operation, batch_size, data)
+            operation: Any = OvercommittedGenerate(node.operation, batch_size, data)
             saved[f"graph.{node.name}"] = operation
             nodes.append(replace(node, operation=operation))
         else:

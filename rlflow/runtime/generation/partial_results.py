@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Batch, Rollouts
 from rlflow.compiler.graph import GraphNode
-from rlflow.runtime.protocols import Listener
+from rlflow.runtime.protocols import Subscriber
 
 # An engine delivers its rollouts in about so many parts.
 _PARTS = 8
@@ -27,11 +27,11 @@ _MIN_SECONDS = 1.0
 class PartialResults:
     """The finished rows of one generation that engines deliver before its end."""
 
-    def __init__(self, listener: Listener, num_rows: int, num_engines: int) -> None:
-        """Deliver to ``listener``. All engines together generate ``num_rows``."""
+    def __init__(self, subscriber: Subscriber, num_rows: int, num_engines: int) -> None:
+        """Deliver to ``subscriber``. All engines together generate ``num_rows``."""
         self.part_rows = max(1, -(-num_rows // (_PARTS * max(1, num_engines))))
         """The rows of a part, at least."""
-        self._listener = listener
+        self._subscriber = subscriber
         self._start = time.monotonic() + _MIN_SECONDS
         self._finished: dict[int, list[int]] = defaultdict(list)
         self._delivered: list[tuple[int, Rollouts]] = []
@@ -50,21 +50,21 @@ class PartialResults:
         return self._finished.pop(rank)
 
     def deliver(self, rank: int, part: Rollouts) -> None:
-        """Pass an engine's part on to the listener."""
+        """Pass an engine's part on to the subscriber."""
         self._delivered.append((rank, part))
-        self._listener.add(rank, part)
+        self._subscriber.receive(rank, part)
 
     def discard_engine(self, rank: int) -> None:
         """Discard the parts of a failed engine."""
         self._delivered = [each for each in self._delivered if each[0] != rank]
-        self._listener.lose(rank)
+        self._subscriber.discard_engine(rank)
 
 
 RunNode = Callable[[GraphNode, Mapping[str, Any]], Any]
 """Runs a node on edges by their names."""
 
 
-class Streaming:
+class StreamingNodes:
     """A generation and the nodes that follow it. Each node works in a thread, on one part after another."""
 
     def __init__(self, generator: GraphNode, nodes: Sequence[GraphNode], run: RunNode) -> None:
@@ -75,7 +75,7 @@ class Streaming:
         self._running = ExitStack()
         self._threads = {node.name: self._running.enter_context(ThreadPoolExecutor(1, node.name)) for node in nodes}
 
-    def __enter__(self) -> "Streaming":
+    def __enter__(self) -> "StreamingNodes":
         return self
 
     def __exit__(
@@ -85,7 +85,7 @@ class Streaming:
             thread.shutdown(wait=False, cancel_futures=True)
         self._running.close()
 
-    def add(self, rank: int, part: Rollouts) -> None:
+    def receive(self, rank: int, part: Rollouts) -> None:
         """Queue a part of an engine's rollouts for all nodes. Returns at once."""
         outputs: dict[str, Future[tuple[Any, float]]] = {}
         for node in self._nodes:
@@ -93,7 +93,7 @@ class Streaming:
             outputs[node.name] = self._threads[node.name].submit(self._run_on_part, node, part, inputs)
         self._parts.append((rank, part.keys, outputs))
 
-    def lose(self, rank: int) -> None:
+    def discard_engine(self, rank: int) -> None:
         """Discard the outputs for the parts of a failed engine."""
         self._parts = [each for each in self._parts if each[0] != rank]
 

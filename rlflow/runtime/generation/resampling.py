@@ -14,19 +14,22 @@ from rlflow.compiler.graph import Graph, resampled_nodes
 from rlflow.data.source import DataSource
 from rlflow.runtime.objects.budget import edge
 from rlflow.runtime.protocols import Engines
-from rlflow.runtime.step import run_graph
 
 _STATE = "place.json"
 # The smallest round as a share of a batch. Few prompts take nearly as long as many, and more of them make another round
 # less likely.
 _MIN_ROUND = 0.25
 
+RunGraph = Callable[[Graph, Engines, dict[str, Any], Callable[[str, Any], None]], dict[str, float]]
+"""Runs a graph once on its edges, and returns the seconds of each node (``step.run_graph``)."""
 
-class Rounds:
+
+class ResamplingRounds:
     """The nodes of a graph that run in rounds. Checkpoints save and restore them like a trained engine."""
 
-    def __init__(self, graph: Graph, batch_size: int, data: DataSource) -> None:
-        """Run the rounds of ``graph``, for steps that train on ``batch_size`` prompts."""
+    def __init__(self, graph: Graph, batch_size: int, data: DataSource, run_graph: RunGraph) -> None:
+        """Run the rounds of ``graph`` by ``run_graph``, for steps that train on ``batch_size`` prompts."""
+        self._run_graph = run_graph
         self._nodes = resampled_nodes(graph)
         self._name = self._nodes[-1].name
         operation: Any = self._nodes[-1].operation
@@ -55,7 +58,7 @@ class Rounds:
             with edge("prompts"):
                 part: dict[str, Any] = {"prompts": self._data.prompts_from(self._next_prompt, step, answered, count)}
             self._next_prompt, answered = self._next_prompt + count, answered + count
-            took = run_graph(Graph(nodes=self._nodes), engines, dict(part), part.__setitem__)
+            took = self._run_graph(Graph(nodes=self._nodes), engines, dict(part), part.__setitem__)
             seconds = {name: before + took[name] for name, before in seconds.items()}
             num_chosen += int(part[self._name].chosen.sum())
             rounds.append(part)

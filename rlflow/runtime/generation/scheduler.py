@@ -139,10 +139,6 @@ class Scheduler:
     def capacity(self, rank: int) -> Capacity:
         return self._engines[rank].capacity
 
-    def num_running(self, rank: int) -> int:
-        """Return the number of rows that an engine generates."""
-        return len(self._engines[rank].running)
-
     def running_rows(self, rank: int) -> list[int]:
         """Return the rows that an engine generates."""
         return list(self._engines[rank].running)

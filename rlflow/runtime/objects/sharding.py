@@ -1,4 +1,4 @@
-"""Which rows of a batch go to which rank, so that all ranks finish at about the same time.
+"""The division of a batch's rows among ranks, so that all ranks finish at about the same time.
 
 Dividing numbers into sets of nearly equal sums takes milliseconds. Shapes: B rows, K shares; N numbers, all positive,
 into K sets.

@@ -77,7 +77,7 @@ def fetch(reference: Any) -> Any:
 
 
 class RowSpans:
-    """Where each row of a column lies. Columns with rows of the same lengths share one."""
+    """The place of each row of a column in its blocks. Columns with rows of the same lengths share one."""
 
     def __init__(self, block: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64]) -> None:
         """Take for each row [rows] the index of its block, its start in the block, and its number of values."""

@@ -22,7 +22,7 @@ from rlflow.runtime.objects.budget import Budget, check_limits, store_limits
 from rlflow.runtime.objects.ray_api import this_host, wait_all
 from rlflow.runtime.objects.results import ObjectProcess, StoreCalls
 from rlflow.runtime.objects.sharding import cost_of
-from rlflow.runtime.protocols import Engines, Listener, StoreUse, T
+from rlflow.runtime.protocols import Engines, StoreUse, Subscriber, T
 from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.gpu_turns import GpuTurns, gpu_neighbors, replaced_roles, sleeping_roles
 from rlflow.runtime.ray.role_proxy import RoleProxy
@@ -109,9 +109,9 @@ class RayEngines(Engines):
             peaks=self.store_calls.budget.peaks,
         )
 
-    def stream_to(self, listener: Listener, role: str) -> AbstractContextManager[None]:
+    def stream_to(self, subscriber: Subscriber, role: str) -> AbstractContextManager[None]:
         group = self[role].engine_group
-        return nullcontext() if group is None else group.subscribed(listener)
+        return nullcontext() if group is None else group.subscribed(subscriber)
 
     def mark_idle(self, role: str) -> None:
         if role in self._replaced:

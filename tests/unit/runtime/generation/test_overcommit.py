@@ -11,7 +11,7 @@ from rlflow.data.source import DataSource
 from rlflow.errors import EngineError
 from rlflow.nodes.generate import Generate
 from rlflow.runtime.generation.engine_group import EngineGroup
-from rlflow.runtime.generation.overcommit import Overcommitted
+from rlflow.runtime.generation.overcommit import OvercommittedGenerate
 from tests.helpers import prompts, spec
 from tests.stepwise import MAX_TOKENS, Dying, Stepwise, response
 from tests.unit.runtime.ray.test_role_proxy import Threads
@@ -55,10 +55,10 @@ def check(steps: list[Rollouts]) -> None:
 
 
 def go(
-    workers: Threads, first: int = 0, operation: Overcommitted | None = None, end: int = STEPS
-) -> tuple[list[Rollouts], Overcommitted]:
+    workers: Threads, first: int = 0, operation: OvercommittedGenerate | None = None, end: int = STEPS
+) -> tuple[list[Rollouts], OvercommittedGenerate]:
     writing = EngineGroup("rollout", workers, lambda: writing.weights_synced())
-    operation = operation or Overcommitted(GENERATE, BATCH, Data())
+    operation = operation or OvercommittedGenerate(GENERATE, BATCH, Data())
     out = []
     for step in range(first, end):
         for engine in workers.engines:
@@ -139,7 +139,7 @@ def test_saved_and_restored(tmp_path: Path) -> None:
         folder.mkdir()
         first, operation = go(Threads([Stepwise(spec())]), end=step)
         operation.save(folder)
-        restored = Overcommitted(GENERATE, BATCH, Data())
+        restored = OvercommittedGenerate(GENERATE, BATCH, Data())
         restored.restore(folder)
         rest, _ = go(Threads([Stepwise(spec())]), step, restored)
         for one, other in zip([*first, *rest], whole, strict=True):

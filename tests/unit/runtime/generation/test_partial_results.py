@@ -16,7 +16,7 @@ from rlflow.nodes.base import Node
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward_shaping import Divergences
 from rlflow.runtime.generation import partial_results as listening
-from rlflow.runtime.protocols import Engines, Listener
+from rlflow.runtime.protocols import Engines, Subscriber
 from rlflow.runtime.ray.role_proxy import RoleProxy
 from rlflow.runtime.step import run_graph
 from tests.helpers import WritingEngine, prompts, spec
@@ -47,10 +47,10 @@ class InTurn(Engines):
     def __init__(self, engine: RoleProxy) -> None:
         super().__init__(rollout=engine)
 
-    def stream_to(self, listener: Listener, role: str) -> Any:
+    def stream_to(self, subscriber: Subscriber, role: str) -> Any:
         writing = self[role].engine_group
         assert writing is not None
-        return writing.subscribed(listener)
+        return writing.subscribed(subscriber)
 
 
 def graph(max_tokens: int, rewards: Node | None = None) -> Graph:

@@ -20,9 +20,10 @@ from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.fake import FakeEngine
 from rlflow.errors import GraphError, RecipeError
 from rlflow.report.records import MetricsWriter
-from rlflow.runtime.generation.resampling import Rounds
+from rlflow.runtime.generation.resampling import ResamplingRounds
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
+from rlflow.runtime.step import run_graph
 from tests.conftest import CONFIG_DIR
 from tests.helpers import spec
 
@@ -106,7 +107,7 @@ def test_the_first_prompts_that_differ_are_trained_on(trained: list[Minibatch], 
 def test_as_many_as_are_missing_take(answered: int, found: int, count: int) -> None:
     """Of a batch of 100, at least a quarter of it."""
     plan = plan_of("begins_low")
-    assert Rounds(plan.graph, 100, data_of(plan))._round_size(answered, found) == count
+    assert ResamplingRounds(plan.graph, 100, data_of(plan), run_graph)._round_size(answered, found) == count
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ class TestCheckBound:
 
     def test_another_host(self) -> None:
         told = self.bound(("a", "0"), ("b", "1"), ("b", "0"))
-        with pytest.raises(PlacementError, match="not bound what is planned: GPU 1 of 'host-0' is on 'host-1'"):
+        with pytest.raises(PlacementError, match="bound other GPUs than planned: GPU 1 of 'host-0' is on 'host-1'"):
             check_bound(of_shape(2), self.wanted, self.wanted, self.there, told)
 
     def test_one_gpu_twice(self) -> None:
