@@ -183,3 +183,16 @@ def test_configuration_files_are_short() -> None:
 def test_public_names() -> None:
     assert rlflow.__all__ == ["Observer", "compile", "load", "run"]
     assert all(callable(getattr(rlflow, name)) for name in rlflow.__all__)
+
+
+def test_a_public_class_name_exists_once() -> None:
+    places: dict[str, list[Path]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(path.relative_to(PACKAGE))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def test_the_package_is_typed() -> None:
+    assert (PACKAGE / "py.typed").is_file()

@@ -160,7 +160,7 @@ class TestReport:
     def test_one_gpu_reduces_nothing(self) -> None:
         (finding,) = run_check(CHECKS[-1], [H100], 100)
         assert finding.skipped
-        assert finding.fact == "needs 2 GPUs, and there is 1"
+        assert finding.fact == "needs 2 GPUs, found 1"
 
     def test_no_time_is_left(self, check: Check) -> None:
         assert run_check(check, [H100], -1.0)[0].skipped
@@ -173,7 +173,7 @@ class TestReport:
     def test_without_a_gpu(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.setattr(gpu, "devices", lambda: ([], None))
         assert command.main(["--gpu"]) == 1
-        assert "nvidia-smi lists none" in capsys.readouterr().out
+        assert "nvidia-smi lists no GPU" in capsys.readouterr().out
 
     def test_every_check_is_a_function_that_takes_its_options(self) -> None:
         for check in CHECKS:
