@@ -33,7 +33,7 @@ class ResamplingRounds:
         self._nodes = resampled_nodes(graph)
         self._name = self._nodes[-1].name
         operation: Any = self._nodes[-1].operation
-        self._max_rounds: int = operation.max_rounds
+        self._max_rounds: int = getattr(operation, "max_rounds", 1)
         self._batch_size, self._data = batch_size, data
         self._next_prompt = 0
         """The number of prompts read so far in the run. How many a step takes shows only while it runs."""
@@ -44,11 +44,11 @@ class ResamplingRounds:
         return f"graph.{self._name}"
 
     def run(
-        self, engines: Engines, step: int, edges: dict[str, Any], made: Callable[[str, Any], None]
+        self, engines: Engines, step: int, edges: dict[str, Any], on_output: Callable[[str, Any], None]
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Put the outputs for the chosen prompts into ``edges``, and return the seconds of each node, and metrics.
 
-        ``edges`` stays empty when no prompt is chosen. ``made`` gets the outputs of all rounds, chosen or not.
+        ``edges`` stays empty when no prompt is chosen. ``on_output`` gets the outputs of all rounds, chosen or not.
         """
         rounds: list[dict[str, Any]] = []
         seconds = {node.name: 0.0 for node in self._nodes}
@@ -64,7 +64,7 @@ class ResamplingRounds:
             rounds.append(part)
         outputs = {name: type(first).concatenate([each[name] for each in rounds]) for name, first in rounds[0].items()}
         for name, batch in outputs.items():
-            made(name, batch)
+            on_output(name, batch)
         chosen = np.flatnonzero(outputs.pop(self._name).chosen)[: self._batch_size]
         if len(chosen):
             edges.update({name: _take_prompts(batch, chosen, answered) for name, batch in outputs.items()})
