@@ -162,11 +162,11 @@ class Engine:
 
     def _stop(self, row: int) -> int:
         """Stop a row and return the tokens that it has so far."""
-        begun = self._running.pop(row)
-        self._base -= int(self._samples.prompts[row]) - begun
-        self._ends.remove((begun + int(self._samples.lengths[row]), row))
+        start = self._running.pop(row)
+        self._base -= int(self._samples.prompts[row]) - start
+        self._ends.remove((start + int(self._samples.lengths[row]), row))
         heapq.heapify(self._ends)
-        return self.steps - begun
+        return self.steps - start
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._room.sequences:
@@ -181,10 +181,10 @@ class Engine:
                 self.time += seconds
                 self.busy += seconds
                 self._read.add(group)
-            begun = self.steps - written
-            self._running[row] = begun
-            self._base += prompt - begun
-            heapq.heappush(self._ends, (begun + int(self._samples.lengths[row]), row))
+            start = self.steps - written
+            self._running[row] = start
+            self._base += prompt - start
+            heapq.heappush(self._ends, (start + int(self._samples.lengths[row]), row))
 
 
 def simulate(samples: Samples, speed: Speed, room: Capacity, num_engines: int, source: Source) -> Outcome:

@@ -9,7 +9,7 @@ Numbers: sharded parameters, their gradients and both moments of AdamW in float3
 and activations in bfloat16, gradients reduced in float32 (``MixedPrecisionPolicy(bfloat16, float32)``).
 Loss: cross-entropy of all tokens on logits upcast to float32, as transformers' ForCausalLMLoss. The model's output, and
 with it the bfloat16 logits, lives until the end of backward, as in ``output = model(...); output.loss.backward()``.
-Attention: flash, one causal sequence, keys and values not repeated. The mask that transformers would build under fake
+Attention: flash, one causal sequence, no repeated key and value heads. The mask that transformers builds under fake
 tensors (2 bytes a layer for every pair of tokens) does not exist on a GPU and is kept out.
 Checkpointing: non-reentrant, of each decoder layer.
 

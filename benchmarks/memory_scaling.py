@@ -189,14 +189,14 @@ def _batch(tokens: int, prompts: int, group: int) -> Minibatch:
     rows = prompts * group
     prompt_ids = Packed.from_rows(draw.integers(0, _VOCABULARY, (prompts, tokens // 2)), np.int32)
     response_ids = Packed.from_rows(draw.integers(0, _VOCABULARY, (rows, tokens // 2)), np.int32)
-    nought = response_ids.like(np.zeros(rows * (tokens // 2), np.float32))
+    zeros = response_ids.like(np.zeros(rows * (tokens // 2), np.float32))
     each = np.full(rows, 1 / (rows * (tokens // 2)), np.float32)
     return Minibatch(
         keys=np.array([[0, prompt, sample] for prompt in range(prompts) for sample in range(group)], np.int64),
         prompt_ids=prompt_ids.take(np.repeat(np.arange(prompts), group)),
         response_ids=response_ids,
         step=0,
-        columns={"old_logprobs": nought, "advantages": nought},
+        columns={"old_logprobs": zeros, "advantages": zeros},
         weights=Repeated(each, response_ids.lengths),
     )
 

@@ -96,10 +96,10 @@ def engine_of(site: Site) -> tuple[Speed, Capacity]:
     return Speed(decoder, lambda count: decoder.prefill(speed, count, count)), Capacity(SEQUENCES, tokens)
 
 
-def samples_of(run: Run, prompts: int, alike: float, seed: int) -> Samples:
+def samples_of(run: Run, prompts: int, correlation: float, seed: int) -> Samples:
     draw = np.random.default_rng(seed)
     of_prompt = np.repeat(draw.standard_normal(prompts), GROUP_SIZE)
-    scores = alike**0.5 * of_prompt + (1 - alike) ** 0.5 * draw.standard_normal(len(of_prompt))
+    scores = correlation**0.5 * of_prompt + (1 - correlation) ** 0.5 * draw.standard_normal(len(of_prompt))
     normal = NormalDist()
     places = np.array([normal.cdf(score) for score in scores])
     lengths = np.array(Lengths.log_normal(run.mean, run.limit).values)
@@ -120,10 +120,10 @@ class Compared:
     """CPU seconds of the scheduler on this machine, for the whole step."""
 
 
-def as_one(run: Run, site: Site, alike: float, seed: int) -> float:
+def as_one(run: Run, site: Site, correlation: float, seed: int) -> float:
     """Return the seconds of rlflow's scheduler with one engine that combines all of them."""
     speed, room = engine_of(site)
-    samples, count = samples_of(run, site.prompts, alike, seed), site.engines
+    samples, count = samples_of(run, site.prompts, correlation, seed), site.engines
     parts = {name: getattr(speed.decoder, name) / count for name in ("arithmetic", "each", "keys", "windowed_keys")}
     pooled = Speed(replace(speed.decoder, **parts), lambda tokens: speed.prefill(tokens) / count)
     whole = Capacity(room.sequences * count, room.tokens * count)
@@ -159,11 +159,11 @@ class Timed:
         self.seconds += time.process_time() - began
 
 
-def compare(run: Run, site: Site, alike: float, seed: int) -> Compared:
+def compare(run: Run, site: Site, correlation: float, seed: int) -> Compared:
     """Simulate all schedulers; each must generate every sample exactly once."""
     speed, room = engine_of(site)
-    samples = samples_of(run, site.prompts, alike, seed)
-    before: NDArray[np.float64] = samples_of(run, site.prompts, alike, seed + 1000).lengths.astype(np.float64)
+    samples = samples_of(run, site.prompts, correlation, seed)
+    before: NDArray[np.float64] = samples_of(run, site.prompts, correlation, seed + 1000).lengths.astype(np.float64)
     rooms = dict.fromkeys(range(site.engines), room)
     lengths = np.full(site.prompts, run.prompt)
     ours = Timed(Scheduler(lengths, GROUP_SIZE, run.limit, rooms, previous_lengths=before))
@@ -187,8 +187,8 @@ def main() -> int:
     )
     shares = []
     for run in RUNS:
-        for site, alike in CASES:
-            found = [compare(run, site, alike, seed) for seed in SEEDS]
+        for site, correlation in CASES:
+            found = [compare(run, site, correlation, seed) for seed in SEEDS]
             ways = [(each.static, each.pulled, each.scheduled) for each in found]
             oracle = np.array([each.oracle.seconds for each in found])
             share = (oracle[:, None] / [[way.seconds for way in each] for each in ways]).mean(0)
@@ -196,9 +196,9 @@ def main() -> int:
             shares.append(share)
             one = ""
             if share[2] < GOAL:
-                one = f"{(oracle / [as_one(run, site, alike, seed) for seed in SEEDS]).mean():.3f}"
+                one = f"{(oracle / [as_one(run, site, correlation, seed) for seed in SEEDS]).mean():.3f}"
             table.add_row(
-                *(run.name, str(site.engines), f"{alike}", f"{oracle.mean():.0f}"),
+                *(run.name, str(site.engines), f"{correlation}", f"{oracle.mean():.0f}"),
                 *(f"{share[0]:.3f}", f"{share[1]:.3f}", one, f"{share[2]:.3f}"),
                 *(f"{each:.0f}" for each in preempted),
                 f"{np.mean([each.scheduled.put_off for each in found]):.0f}",

@@ -99,9 +99,9 @@ class Oracle(Dealing):
         queue, running, rows = self._queues[rank], self._running[rank], list[int]()
         while queue and len(running) < self._room.sequences and len(rows) < most:
             now = self._steps[rank]
-            held, begun = list(running), [*running.values(), now]
+            held, starts = list(running), [*running.values(), now]
             # The longest row that fits; shorter rows fit too.
-            place = bisect(range(len(queue)), 0, key=lambda place: not self._fits([*held, queue[place]], begun, now))
+            place = bisect(range(len(queue)), 0, key=lambda place: not self._fits([*held, queue[place]], starts, now))
             if place == 0:
                 break
             row = queue.pop(place - 1)
@@ -114,10 +114,10 @@ class Oracle(Dealing):
         for row in rows:
             del self._running[rank][row]
 
-    def _fits(self, rows: Sequence[int], begun: Sequence[int], now: int) -> bool:
+    def _fits(self, rows: Sequence[int], starts: Sequence[int], now: int) -> bool:
         """Return whether the cache has room for all of the rows until each is complete."""
         samples = self._samples
-        written = now - np.array(begun)
+        written = now - np.array(starts)
         left = samples.lengths[rows] - written
         held = samples.prompts[rows] + written
         order = np.argsort(-left)

@@ -33,7 +33,7 @@ class Library:
     zero_stage: int
     offload: Offload
     gradient_checkpointing: bool
-    parks_policy: bool
+    offloads_policy: bool
     """Whether the policy's state is offloaded while an engine on the same GPUs generates."""
     engine_sleeps: bool
     """Whether the engine releases its weights and KV cache while the policy on the same GPUs trains."""
@@ -67,7 +67,7 @@ def of(row: Row) -> Library:
         offload=offload,
         gradient_checkpointing=_checkpoints(row),
         # NeMo-RL and slime offload before and after every refit; the others on request.
-        parks_policy=bool(re.search(r"nemo|slime", system)) or bool(row.param_offload or row.optim_offload),
+        offloads_policy=bool(re.search(r"nemo|slime", system)) or bool(row.param_offload or row.optim_offload),
         # TRL's vllm_enable_sleep_mode is off by default.
         engine_sleeps="trl" not in system,
         serves_with_share=bool(re.search(r"vllm|sglang", row.rollout_engine.lower())),
@@ -94,15 +94,15 @@ def _training(row: Row) -> tuple[TrainingMemory, int, Offload]:
     stage = re.search(r"(?:zero|stage)[-_ ]?([0-3])", f"{sharding} {row.train_backend.lower()}")
     nemo, verl = "nemo" in system, "verl" in system
     # ms-swift and verl name so what they move away while generating; DeepSpeed's own offloading is in the sharding.
-    parks = "swift" in system or verl or "slime" in system
+    offloads = "swift" in system or verl or "slime" in system
     if family == "fsdp":
         training = replace(FSDP2, logits=LOGPROB_LOGITS) if nemo else FSDP_FOREACH
         training = replace(training, logits=VERL_LOGITS) if verl else training
-        return training, 3, "weights" if row.param_offload and not parks else "none"
+        return training, 3, "weights" if row.param_offload and not offloads else "none"
     if family == "deepspeed":
         training = replace(DEEPSPEED, logits=OPENRLHF_LOGITS) if "openrlhf" in system else DEEPSPEED
-        kind: Offload = "weights" if "offload" in sharding or (row.param_offload and not parks) else "none"
-        kind = "optimizer" if kind == "none" and row.optim_offload and not parks else kind
+        kind: Offload = "weights" if "offload" in sharding or (row.param_offload and not offloads) else "none"
+        kind = "optimizer" if kind == "none" and row.optim_offload and not offloads else kind
         return training, int(stage[1]) if stage else 3, kind
     if family == "megatron":
         # NeMo-RL reduces bf16 gradients (grad_reduce_in_fp32: false); the others keep Megatron's fp32 main gradients.
@@ -133,8 +133,8 @@ def _others(row: Row) -> tuple[float, float]:
     """
     algorithm = row.algorithm.lower()
     sampled = bool(row.rollout_engine)
-    parked = sampled and bool(row.param_offload)
-    if "nemo" in row.system or row.placement.startswith("disagg") or parked:
+    offloaded = sampled and bool(row.param_offload)
+    if "nemo" in row.system or row.placement.startswith("disagg") or offloaded:
         return 0, 0
     compares = algorithm in ("dpo", "kto", "ppo", "gae") or (algorithm == "grpo" and not re.search(r"trl", row.system))
     return float(compares and not row.lora_rank), float(algorithm in ("ppo", "gae") and sampled)

@@ -65,8 +65,8 @@ def predict(case: Case) -> Prediction:
         # need at first sight when fewer tokens go through at once.
         has_room = generate["weights"] + generate["context"] < share * case.memory_gib
         if case.colocated:
-            policy = {"context": CONTEXT_GIB} | ({} if library.parks_policy else others)
-            if not library.parks_policy:
+            policy = {"context": CONTEXT_GIB} | ({} if library.offloads_policy else others)
+            if not library.offloads_policy:
                 resting = case.training if case.training.keeps_gradients else replace(case.training, gradients=0)
                 policy |= state_terms(model, case.train, resting)
             generate |= {f"resting {name}": gib for name, gib in policy.items()}

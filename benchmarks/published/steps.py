@@ -101,7 +101,7 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
     parts |= _generates(case, batch, speed)
     if case.colocated and case.habits.engine_sleeps:
         parts["wake"] = _WAKE_S
-    if case.colocated and case.habits.parks_policy:
+    if case.colocated and case.habits.offloads_policy:
         state = sum(state_terms(case.model, train, case.training).values()) * GIB
         parts["offload"] = 2 * offload_seconds(state)
     parts["host"] = host_seconds(batch.samples)
