@@ -1,10 +1,8 @@
 """Every tiny recipe with a model so small that it takes no time: two steps, before and after which it is evaluated."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,15 +35,10 @@ SAID = {
 }
 
 
-def length(texts: Sequence[str], rows: Any) -> list[float]:
-    """Something in which responses differ: no answer is right."""
-    return [float(len(text)) for text in texts]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_it_runs(algorithm: str, tmp_path: Path) -> None:
-    reward = [] if algorithm in FROM_PAIRS else [f"graph.rewards.function='{__name__}:length'"]
+    reward = [] if algorithm in FROM_PAIRS else ["graph.rewards.function='tests.integration.reward_functions:length'"]
     recipe = rlflow.load([f"recipe={algorithm}_tiny", "steps=2", "data.batch_size=4", *reward])
     small = rlflow.load(["recipe=real"], CONFIG_DIR).models["policy"]
     recipe = replace(recipe, models=dict.fromkeys(recipe.models, small), evaluation=Evaluation(every=2, num_prompts=5))

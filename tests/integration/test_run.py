@@ -27,6 +27,7 @@ from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.protocols import Observer, Report
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
+from tests.integration.reward_functions import first_digit
 
 pytestmark = pytest.mark.slow
 
@@ -91,13 +92,15 @@ def test_the_same_seed_gives_the_same_run(recipe: str, tmp_path: Path) -> None:
 def test_stopped_after_any_step_and_resumed(tmp_path: Path) -> None:
     plan = plan_of("real", "graph.update.num_minibatches=2")
     whole = go(plan, tmp_path / "whole")
+    expected = weights(whole)
     for step in range(1, 6):
         folder = tmp_path / str(step)
         assert go(plan, folder, until=step).status == "stopped"
         resumed = go(plan, folder, resume=True)
         assert (resumed.status, resumed.steps) == ("finished", 6)
-        for name, weight in weights(whole).items():
-            assert torch.equal(weights(resumed)[name], weight), (step, name)
+        again = weights(resumed)
+        for name, weight in expected.items():
+            assert torch.equal(again[name], weight), (step, name)
         assert metrics(folder) == metrics(tmp_path / "whole")
         assert (resumed.eval_before, resumed.eval_after) == (whole.eval_before, whole.eval_after)
 
@@ -125,12 +128,14 @@ def test_prompts_begun_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     keys = sorted(tuple(key) for out in trained for key in out.keys.tolist())
     prompts = [(0, prompt) for prompt in range(5)] + [(step, prompt) for step in (1, 2, 3) for prompt in range(3)]
     assert keys == [(*prompt, sample) for prompt in [*prompts, (4, 0)] for sample in range(4)]
+    expected = weights(whole)
     for step in (1, 3):
         folder = tmp_path / str(step)
         assert go(plan, folder, until=step).status == "stopped"
         resumed = go(plan, folder, resume=True)
-        for name, weight in weights(whole).items():
-            assert torch.equal(weights(resumed)[name], weight), (step, name)
+        again = weights(resumed)
+        for name, weight in expected.items():
+            assert torch.equal(again[name], weight), (step, name)
         assert metrics(folder) == metrics(tmp_path / "whole")
 
 
@@ -202,7 +207,7 @@ def test_prompts_that_are_too_long_are_counted_where_a_person_sees_it(tmp_path: 
 
 
 def test_evaluation_takes_the_likeliest_tokens_of_held_out_prompts(tmp_path: Path) -> None:
-    plan = plan_of("real", f"graph.rewards.function='{__name__}:first_digit'", "steps=1")
+    plan = plan_of("real", "graph.rewards.function='tests.integration.reward_functions:first_digit'", "steps=1")
     report = go(plan, tmp_path)
     models = models_in_use(plan.recipe)
     tokenizer = load_tokenizer("policy", models["policy"])
@@ -215,10 +220,6 @@ def test_evaluation_takes_the_likeliest_tokens_of_held_out_prompts(tmp_path: Pat
         greedy = engines["rollout"].generate(prompts, Sampling(max_tokens=4, temperature=0.0))
     assert report.eval_before == pytest.approx(sum(first_digit(greedy.texts, greedy.rows)) / 10)
     assert report.eval_before != report.eval_after
-
-
-def first_digit(texts: Any, rows: Any) -> list[float]:
-    return [sum(map(ord, text)) / 100 + len(row["prompt"]) for text, row in zip(texts, rows, strict=True)]
 
 
 @pytest.fixture
@@ -251,7 +252,8 @@ def test_the_model_loads_and_the_base_is_made_once(top_plan: Plan, tmp_path: Pat
     assert [path.name.split("-")[0] for path in cache.iterdir()] == ["real"]
     second = go(plan, tmp_path / "second")
     assert not (tmp_path / "second" / "base").exists()
-    assert all(torch.equal(weights(first)[name], weight) for name, weight in weights(second).items())
+    expected = weights(first)
+    assert all(torch.equal(expected[name], weight) for name, weight in weights(second).items())
 
 
 def test_a_reward_that_raises_names_its_place(tmp_path: Path) -> None:
@@ -277,7 +279,8 @@ def test_a_reward_that_cannot_run_here_is_told_before_the_run_begins(
 
 
 def test_responses_without_a_reward_are_left_out(tmp_path: Path) -> None:
-    parts = f"even: {{function: '{__name__}:of_even_length', on_failure: exclude}}, exact: {{weight: 0.5}}"
+    function = "tests.integration.reward_functions:of_even_length"
+    parts = f"even: {{function: '{function}', on_failure: exclude}}, exact: {{weight: 0.5}}"
     plan = plan_of("fake", "graph.rewards.function=null", f"graph.rewards.functions={{{parts}}}", "data.batch_size=20")
     go(plan, tmp_path)
     for line in metrics(tmp_path):
@@ -285,10 +288,6 @@ def test_responses_without_a_reward_are_left_out(tmp_path: Path) -> None:
             assert 0 < line["rewards/failed"] < 1
             assert line["rewards/even/mean"] == 1
             assert line["rewards/mean"] == pytest.approx(1 + 0.5 * line["rewards/exact/mean"], abs=0.05)
-
-
-def of_even_length(texts: Any, rows: Any) -> list[float]:
-    return [1 // (1 - len(text) % 2) for text in texts]
 
 
 def test_an_engine_that_fails_names_step_and_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
