@@ -25,7 +25,7 @@ from rlflow.engines.causal_lm import attention
 from rlflow.engines.causal_lm import output_layer as head
 from rlflow.resources.models.architecture import Architecture
 from rlflow.runtime.ray.cluster.machine import Device, run_command
-from tests.unit.engines.test_attention import one_row_after_another
+from tests.unit.engines.causal_lm.test_attention import one_row_after_another
 
 H100 = Device(index=0, name="NVIDIA H100 80GB HBM3", memory_gib=79.6, used_gib=0.0, driver="580.1", processes=0)
 SMALL = Architecture(

@@ -1,62 +1,83 @@
-"""Peaks of allocated memory: logits never exist together, and a batch may be of any size."""
+"""What an engine that can be tuned says of itself."""
 
-from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from rlflow.engines.causal_lm import output_layer as head
-from rlflow.engines.causal_lm.output_layer import score_targets
-from rlflow.engines.torch import TorchEngine
-from rlflow.nodes.policy_loss import LikelihoodLoss
-from tests.helpers import minibatch, sequences, spec
+from rlflow import host_memory
+from rlflow.engines.memory import TunableEngine
+from rlflow.errors import EngineError
+from tests.helpers import spec
 
-
-def peak(work: Callable[[], object]) -> int:
-    """Bytes that torch's allocator holds at the most, over those at the end."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        work()
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
-    return int(held.max() - held[-1])
+GIB = 2**30
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_never_exist_together(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    tokens, width, vocabulary = 512, 16, 8192
-    monkeypatch.setattr(head, "_CPU_LOGITS_AT_ONCE", 2**17)
-    hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
-    weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)
-    targets = torch.zeros(tokens, dtype=torch.int64)
-    logits = tokens * vocabulary * 4
-    assert peak(lambda: torch.autograd.backward(score_targets(hidden, weight, None, targets, 1.0).sum())) < logits / 5
+class Engine(TunableEngine):
+    def __init__(self) -> None:
+        self._spec = spec(micro_batch_tokens=4096)
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 1024])
-def test_few_tokens_need_no_copy_of_the_output_layer(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    width, vocabulary = 256, 8192
-    monkeypatch.setattr(head, "_CPU_LOGITS_AT_ONCE", 2**16)
-    hidden = torch.randn(tokens, width, requires_grad=True)
-    weight = torch.randn(vocabulary, width, requires_grad=True)
-    targets = torch.zeros(tokens, dtype=torch.int64)
-    own = (vocabulary + 4 * tokens) * width * 4  # gradients; of the hidden states as they are summed up too
-    taken = peak(
-        lambda: torch.autograd.grad(score_targets(hidden, weight, None, targets, 1.0)[:, 0].sum(), [hidden, weight])
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Of 64 GiB, whatever others on this machine take and give back meanwhile."""
+    used = {"by others": 0}
+    free = host_memory.free_bytes
+    monkeypatch.setattr(host_memory, "total_bytes", lambda: 64 * GIB)
+    own = "/proc/self/status"
+    read_amounts = host_memory.read_amounts
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 64 * GIB - used["by others"] - read_amounts(own)["VmRSS"])
+    assert free() > 0
+    return used
+
+
+def pass_over(engine: Engine, gib: float = 0) -> None:
+    with engine.within_memory():
+        np.ones(int(gib * 2**27))
+
+
+def test_the_memory_of_a_step_is_seen_once(host: dict[str, int]) -> None:
+    engine = Engine()
+    engine.memory_share()
+    pass_over(engine)
+    least = 64 * engine.memory_share()
+    pass_over(engine, gib=1)
+    assert 64 * engine.memory_share() == pytest.approx(least + 1, abs=0.3)
+    pass_over(engine)
+    assert 64 * engine.memory_share() == pytest.approx(least, abs=0.3)
+
+
+def test_others_count_as_they_are_while_it_works(host: dict[str, int]) -> None:
+    engine = Engine()
+    engine.memory_share()
+    pass_over(engine)
+    alone = 64 * engine.memory_share()
+    for gib in (2, 8, 4):
+        host["by others"] = gib * GIB
+        pass_over(engine)
+    # It sleeps, and another role has the memory.
+    host["by others"] = 60 * GIB
+    assert 64 * engine.memory_share() == pytest.approx(alone + 8, abs=0.3)
+    host["by others"] = 0
+    pass_over(engine)
+    assert 64 * engine.memory_share() == pytest.approx(alone, abs=0.3)
+
+
+def test_where_memory_runs_out_it_is_said_what_asks_for_less() -> None:
+    with pytest.raises(EngineError) as caught, Engine().within_memory():
+        raise torch.OutOfMemoryError("out of memory")
+    assert str(caught.value) == (
+        "role actor: its GPU ran out of memory with micro_batch_tokens 4096.\n"
+        "  Fix: roles.actor.micro_batch_tokens=2048, with resume=true from the last checkpoint."
     )
-    assert taken < own + 6 * 2**16 * 4
 
 
-@pytest.mark.parametrize("groups", [[32], [4] * 8], ids=["group_size", "prompts"])
-def test_the_peak_does_not_grow_with_the_batch(groups: list[int]) -> None:
-    engine = TorchEngine(spec(micro_batch_tokens=64))
-    small, large = (minibatch(sequences([16] * len(sizes), [[16] * size for size in sizes])) for sizes in ([4], groups))
-    for _ in range(2):
-        engine.update(small, LikelihoodLoss())
-    updates = [peak(partial(engine.update, batch, LikelihoodLoss())) for batch in (small, large)]
-    scores = [peak(partial(engine.logprobs, batch, 1.0)) for batch in (small, large)]
-    # What of it is a number for each token is 4 bytes of thousands.
-    assert updates[1] <= 1.05 * updates[0]
-    assert scores[1] <= 1.05 * scores[0]
+def test_a_container_has_what_it_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    of_the_machine = host_memory.total_bytes()
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory.total_bytes() == of_the_machine
+    for name, text in {"max": "10000", "current": "9000", "stat": "anon 5000\ninactive_file 500\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert (host_memory.total_bytes(), host_memory.free_bytes()) == (10000, 1500)

@@ -1,40 +1,19 @@
-"""The parts of the vLLM engine, without vLLM."""
+"""The thread that owns vLLM's engine, and the engine's sleep, without vLLM."""
 
-import os
-import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from rlflow.engines.causal_lm.pretrained import load_model
 from rlflow.engines.group_progress import PartialResponse
-from rlflow.engines.serving.activity import ActivityRecorder
 from rlflow.engines.serving.batching import Batcher, Request, Response
-from rlflow.engines.serving.settings import (
-    check_model,
-    engine_arguments,
-    load_config,
-    load_end_ids,
-    model_files,
-    set_environment,
-)
-from rlflow.engines.serving.weights import (
-    ExpectedWeights,
-    SharedFile,
-    write_shared_files,
-)
 from rlflow.engines.vllm import VllmEngine
-from rlflow.errors import EngineError, RecipeError
-from rlflow.resources.layout import Layout
-from rlflow.resources.models.lora import Lora
-from tests.helpers import ARCHITECTURE, CHARACTERS, MODEL, spec
+from rlflow.errors import EngineError
+from tests.helpers import spec
 
 
 @dataclass
@@ -296,188 +275,3 @@ class TestSleeps:
         engine.wake()
         assert generate(engine._batcher, requests(1))[0].version == 4
         assert inner.told == ["sleep 2", None, "sleep 2", ["weights"], "update_weights", None]
-
-
-class TestSharedFiles:
-    def test_what_went_in_comes_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rlflow.engines.serving.weights._FILE_BYTES", 300)
-        given = [
-            ("a", torch.arange(6.0).view(2, 3)),
-            ("b", torch.arange(5).to(torch.bfloat16)),
-            ("large", torch.arange(200.0)),
-            ("scalar", torch.tensor(3.0)),
-            ("transposed", torch.arange(6.0).view(2, 3).T),
-        ]
-        paths: list[str] = []
-        found: list[tuple[str, torch.Tensor]] = []
-        for file in write_shared_files(iter(given)):
-            assert isinstance(file, SharedFile)
-            assert os.path.exists(file.path)
-            paths.append(file.path)
-            found += file.tensors()
-        assert len(paths) == 3
-        assert not any(map(os.path.exists, paths))
-        assert [name for name, _ in found] == [name for name, _ in given]
-        for (_, tensor), (_, same) in zip(given, found, strict=True):
-            assert tensor.dtype == same.dtype
-            assert torch.equal(tensor, same)
-
-    def test_a_stream_that_breaks_off_leaves_no_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rlflow.engines.serving.weights._FILE_BYTES", 8)
-
-        def stream() -> Iterator[tuple[str, torch.Tensor]]:
-            yield "a", torch.zeros(4)
-            yield "b", torch.zeros(4)
-            raise OSError("gone")
-
-        files = write_shared_files(stream())
-        path = next(files).path
-        with pytest.raises(OSError, match="gone"):
-            next(files)
-        assert not os.path.exists(path)
-
-
-class TestModelFiles:
-    def test_a_new_model_is_the_one_of_the_other_engines(self) -> None:
-        with model_files(spec(seed=3)) as folder:
-            config = load_config("policy", folder)
-            again = replace(MODEL, path=folder, random_weights=False)
-            read = load_model("policy", again, device="cpu", dtype=torch.float32, seed=0).state_dict()
-            assert load_end_ids(folder, config) == [0]
-        assert not Path(folder).exists()
-        new = load_model("policy", MODEL, device="cpu", dtype=torch.float32, seed=3).state_dict()
-        assert new.keys() == read.keys()
-        assert all(torch.equal(read[name], tensor) for name, tensor in new.items())
-
-    def test_a_folder_without_a_model(self, tmp_path: Path) -> None:
-        with pytest.raises(RecipeError, match=r"models\.policy\.path: .*cannot be loaded"):
-            load_config("policy", str(tmp_path))
-
-    @pytest.mark.parametrize("tied", [False, True])
-    def test_weights_are_held_against_the_model(self, tied: bool) -> None:
-        model = replace(MODEL, architecture=replace(ARCHITECTURE, tie_word_embeddings=tied))
-        with model_files(spec(model=model)) as folder:
-            expected = ExpectedWeights.of(load_config("policy", folder), spec())
-        weights = {name: torch.zeros(shape) for name, shape in expected.shapes.items()}
-        assert dict(expected.check("rollout", weights.items())).keys() == weights.keys()
-        head = weights.pop("lm_head.weight")
-        if tied:
-            assert len(list(expected.check("rollout", weights.items()))) == len(weights)
-        else:
-            with pytest.raises(EngineError, match=r"role rollout: the weights lack 'lm_head\.weight'"):
-                list(expected.check("rollout", weights.items()))
-        for wrong in ({"lm_head.weight": head[:1]}, {"another": head}):
-            with pytest.raises(EngineError, match=f"the weight '{next(iter(wrong))}' does not fit the model"):
-                list(expected.check("rollout", (weights | wrong).items()))
-
-
-def config(**values: Any) -> SimpleNamespace:
-    usual = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2}
-    return SimpleNamespace(**(usual | {"hidden_size": 512, "max_position_embeddings": 4096} | values))
-
-
-class TestSettings:
-    def test_a_head_that_no_kernel_takes(self) -> None:
-        with pytest.raises(
-            RecipeError, match=r"models\.policy: vLLM on the CPU has no attention kernel for head_dim 8\."
-        ):
-            check_model(spec(), config(head_dim=8))
-        check_model(replace(spec(), device="cuda:0"), config(head_dim=8))
-        check_model(spec(), config(head_dim=None))
-
-    def test_heads_that_cannot_be_shared_out(self) -> None:
-        three = replace(spec("rollout"), layout=Layout(micro_batch_tokens=1, tensor_parallel_size=3))
-        with pytest.raises(RecipeError, match=r"roles\.rollout\.tensor_parallel_size: 3 does not divide the 8"):
-            check_model(three, config())
-
-    def test_on_the_cpu_the_cache_holds_all_that_is_written_at_once(self) -> None:
-        given = engine_arguments(replace(spec(), max_num_seqs=8, max_model_len=100), "folder", config())
-        blocks = (8 + 1) * (4 + 1)
-        assert given["kv_cache_memory_bytes"] == blocks * 32 * 2 * 2 * 4 * 64 * 4
-        assert (given["max_model_len"], given["max_num_seqs"]) == (100, 8)
-        assert given["enforce_eager"]
-        assert given["distributed_executor_backend"] == "uni"
-
-    def test_only_layers_with_adapters_have_room_for_them(self) -> None:
-        given = replace(spec(), lora=Lora(rank=4, target_modules=("v_proj", "q_proj")))
-        with model_files(given) as folder:
-            adapted = ExpectedWeights.of(load_config("policy", folder), given).adapted_layers
-        arguments = engine_arguments(given, "folder", config(), adapted)
-        assert (arguments["lora_target_modules"], arguments["max_lora_rank"]) == (["q_proj", "v_proj"], 8)
-
-    def test_on_gpus_it_is_as_planned(self) -> None:
-        layout = Layout(micro_batch_tokens=1, tensor_parallel_size=2, gpu_memory_utilization=0.6, sleeps=True)
-        given = engine_arguments(
-            replace(spec(), device="cuda:0", layout=layout, max_model_len=None), "folder", config()
-        )
-        assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (2, "mp")
-        assert (given["gpu_memory_utilization"], given["enable_sleep_mode"]) == (0.6, True)
-        assert given["max_model_len"] == 4096
-        assert given["max_num_batched_tokens"] == 8192
-        assert "kv_cache_memory_bytes" not in given
-
-    @pytest.mark.parametrize("eager", [True, False])
-    def test_graphs_are_as_planned(self, eager: bool) -> None:
-        layout = Layout(micro_batch_tokens=1, eager=eager)
-        given = engine_arguments(replace(spec(), device="cuda:0", layout=layout), "folder", config())
-        assert given["enforce_eager"] == eager
-
-    def test_ranks_have_cores_of_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(os, "environ", environment := dict[str, str]())
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7, 9})
-        set_environment(replace(spec(), layout=Layout(micro_batch_tokens=1, tensor_parallel_size=2)))
-        assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "4,5|6,7"
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-        with pytest.raises(RecipeError, match="needs a core for each of 2 ranks, but there are 1 cores"):
-            set_environment(replace(spec(), layout=Layout(micro_batch_tokens=1, tensor_parallel_size=2)))
-
-
-def test_the_model_of_these_tests_has_heads_that_vllm_takes() -> None:
-    assert ARCHITECTURE.head_dim == 32
-    assert len(CHARACTERS) + 1 == ARCHITECTURE.vocab_size
-
-
-class DriverError(Exception):
-    pass
-
-
-def driver(*, fails: bool) -> ModuleType:
-    """In place of pynvml, for a host of three GPUs that compute 10, 20 and 60 % of the time."""
-
-    def rates(handle: int) -> SimpleNamespace:
-        if fails:
-            raise DriverError
-        return SimpleNamespace(gpu=[10, 20, 60][handle])
-
-    module = ModuleType("pynvml")
-    vars(module).update(
-        NVMLError=DriverError,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetHandleByUUID={"GPU-c": 2}.__getitem__,
-        nvmlDeviceGetUtilizationRates=rates,
-    )
-    return module
-
-
-@pytest.mark.parametrize(
-    ("device", "visible", "fails", "share"),
-    [
-        ("cuda", "1", False, 0.2),
-        ("cuda", "0,GPU-c", False, 0.35),
-        ("cuda", "1", True, None),
-        ("cpu", "1", False, None),
-    ],
-)
-def test_how_much_gpus_compute(
-    device: str, visible: str, fails: bool, share: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = ModuleType("third_party")
-    vars(package)["pynvml"] = driver(fails=fails)
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.third_party", package)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
-    recorder = ActivityRecorder(SimpleNamespace(vllm_config=config))
-    recorder.record_step([], idle=True)
-    assert [second.gpu for second in recorder.take()] == [pytest.approx(share) if share else None]
