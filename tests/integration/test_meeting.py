@@ -49,7 +49,7 @@ def test_a_port_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     taken.mkdir()
     monkeypatch.setattr(Meeting, "folder", taken, raising=False)
     monkeypatch.setattr("rlflow.runtime.ray.role_workers.EngineWorker", Meeting)
-    monkeypatch.setattr("rlflow.runtime.ray.role_workers._ATTEMPTS", 2)
+    monkeypatch.setattr("rlflow.runtime.ray.role_workers._PORT_ATTEMPTS", 2)
     with RayRuntime().start(plan, models_in_use(plan.recipe), tmp_path) as engines:
         rollout = engines["rollout"]
         (taken / "once").touch()
