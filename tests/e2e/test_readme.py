@@ -105,7 +105,7 @@ def test_every_room_is_described() -> None:
     described = set(re.findall(r"`([\w/]+(?:\.py|/))`", table))
     inside = [Path(*path.parts[1:]) for path in tracked_files() if path.parts[0] == "rlflow"]
     real = {f"{path.parts[0]}/" if len(path.parts) > 1 else path.name for path in inside}
-    assert real - {"__init__.py", "__main__.py"} <= described
+    assert real - {"__init__.py", "__main__.py", "py.typed"} <= described
 
 
 def test_files_that_are_described_exist() -> None:
