@@ -1,6 +1,7 @@
 """The house: who may import whom, how long a file may be, what is public."""
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -151,6 +152,20 @@ def test_no_files_import_each_other_in_a_circle(part: str) -> None:
             assert known in graph[module], "no longer there: delete it here"
             graph[module].remove(known)
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the files of a circle
+
+
+def test_engines_are_named_only_in_their_room() -> None:
+    """Other rooms ask the registry for facts about an engine, so a new engine changes no other room."""
+    engines = {"vllm", "deepspeed", "transformers", "torch", "fake"}
+    for path in FILES:
+        if room(path) not in ("compiler", "runtime", "resources", "nodes"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant):
+                assert node.value not in engines, (path, node.lineno)
+            name = getattr(node, "id", getattr(node, "attr", getattr(node, "arg", getattr(node, "name", None))))
+            if isinstance(name, str) and not isinstance(node, ast.alias):
+                assert not re.search("vllm|deepspeed|transformers|fake", name, re.IGNORECASE), (path, name)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

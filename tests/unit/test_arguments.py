@@ -53,7 +53,7 @@ def test_n_is_the_size_of_a_group() -> None:
         (["graph.rewads.function=x"], "graph.rewads: the recipe has no node 'rewads'.\n.*\n  Fix: did you mean 'rewa"),
         (["recipe=7"], "recipe: no recipe '7'.\n"),
         (["recipe="], "recipe: no recipe ''.\n"),
-        (["cluster=16"], "cluster: '16' is neither a cluster of conf/cluster nor a shape.\n"),
+        (["cluster=16"], "cluster: '16' is neither a file in conf/cluster nor a shape.\n"),
         (["cluster=null"], "cluster: no cluster 'null'.\n"),
         (["cluster=1x8@a100"], "cluster: no gpu 'a100'.\n.*\n  Fix: did you mean 'a100_40gb' or 'a100_80gb'?"),
     ],

@@ -18,7 +18,7 @@ def test_clusters_by_name_and_by_shape(name: str, shape: str) -> None:
             "loca",
             "cluster: no cluster 'loca'.\n  Known: auto, local, shapes such as 2x8 or 7x8+1x7@h200.\n  Fix: did you",
         ),
-        ("2y8", "cluster: '2y8' is neither a cluster of conf/cluster nor a shape"),
+        ("2y8", "cluster: '2y8' is neither a file in conf/cluster nor a shape"),
         ("2x8@h300", "cluster: no gpu 'h300'.\n  Known: a100_40gb, a100_80gb, "),
     ],
 )

@@ -40,7 +40,7 @@ def test_than_the_room_for_keys_and_values() -> None:
         "roles.rollout.pipeline_parallel_size=1",
         cluster="1x8@a100_80gb",
     )
-    assert "room for keys and values of 32512 tokens" in told
+    assert "no KV cache room for 32512 tokens" in told
 
 
 @pytest.mark.parametrize("cluster", ["local", "1x8"])

@@ -23,7 +23,7 @@ def test_shapes(shape: str, terms: list[tuple[int, int, str]]) -> None:
 
 @pytest.mark.parametrize("shape", ["2y8", "0x8", "2x0", "2x", "x8", "", "2x8+", "2x8@", "-1x8", "2 x 8", "02x8"])
 def test_wrong_shapes(shape: str) -> None:
-    with pytest.raises(RecipeError, match="is neither a cluster of conf/cluster nor a shape"):
+    with pytest.raises(RecipeError, match="is neither a file in conf/cluster nor a shape"):
         parse_shape(shape)
 
 
@@ -48,7 +48,7 @@ def test_hosts_of_a_shape_and_back() -> None:
             {"shape": "1x8@h200+1x1@cpu", "gpus": {**GPUS, "cpu": {"source": ""}}},
             "some hosts have GPUs and",
         ),
-        ({"hosts": [{"name": "a", "gpus": 1, "gpu": "h200"}] * 2, "gpus": GPUS}, "the name 'a' is given twice"),
+        ({"hosts": [{"name": "a", "gpus": 1, "gpu": "h200"}] * 2, "gpus": GPUS}, "the name 'a' is used twice"),
         (
             {"hosts": [{"name": "a", "gpus": 2, "gpu": "h200", "free": [0, 2]}], "gpus": GPUS},
             "cluster.hosts.0.free: host 'a' has no GPU 2.\n  Known: 0, 1.",

@@ -86,7 +86,7 @@ def test_another_card_is_chosen_as_the_message_says() -> None:
 def test_a_model_that_the_planner_does_not_know(tmp_path: Path) -> None:
     """A card says nothing of it; figures that are written by hand do."""
     path = folder(tmp_path / "mine", model_type="mamba")
-    with pytest.raises(RecipeError, match="a model of the type 'mamba' is not known to the planner"):
+    with pytest.raises(RecipeError, match="the planner does not know models of type 'mamba'"):
         policy(f"models.policy.path={path}")
     by_hand = policy(f"models.policy.path={path}", "models.policy.architecture_of=null")
     assert by_hand.architecture == named("qwen2_5_7b")

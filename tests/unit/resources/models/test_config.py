@@ -127,9 +127,9 @@ def test_layers_without_experts() -> None:
     [
         (
             {"model_type": "qwen4"},
-            "m.path: a model of the type 'qwen4' is not known to the planner.\n  Known: deepseek_v3, gemma2,",
+            "m.path: the planner does not know models of type 'qwen4'.\n  Known: deepseek_v3, gemma2,",
         ),
-        ({"model_type": None}, "m.path: a model of the type 'None' is not known to the planner"),
+        ({"model_type": None}, "m.path: the planner does not know models of type 'None'"),
         ({"hidden_size": 0}, "m.path: the model's config.json has hidden_size 0, not a number from 1"),
         ({"num_hidden_layers": -1}, "m.path: the model's config.json has num_hidden_layers -1, not a number from 1"),
         ({"vocab_size": "many"}, "m.path: the model's config.json has vocab_size 'many', not a number from 1"),

@@ -140,7 +140,7 @@ def test_pinned_values_are_kept() -> None:
 @pytest.mark.parametrize(
     ("wants", "path", "said"),
     [
-        ({"tensor_parallel_size": 12}, "roles.rollout", "no host has 12 GPUs"),
+        ({"tensor_parallel_size": 12}, "roles.rollout", "12 GPUs of one tensor-parallel group do not fit on one host"),
         ({"tensor_parallel_size": 5}, "roles.rollout.tensor_parallel_size", "24 attention heads"),
         ({"gpus": 6, "tensor_parallel_size": 4}, "roles.rollout.gpus", "tensor_parallel_size 4"),
         ({"gpus": 64}, "roles.rollout.gpus", "64 does not fit"),
