@@ -175,7 +175,7 @@ def test_a_node_that_has_run_goes_to_another_process() -> None:
         (Reward(), "function: expected one of 'function' and 'functions', got neither"),
         (
             Reward(function="exact", functions={"exact": RewardTerm()}),
-            "function: one of 'function' and 'functions' is nee",
+            "function: expected one of 'function' and 'functions', got both",
         ),
         (
             Reward(functions={"exact": RewardTerm(weight=1e10, on_failure=-1e30)}),
