@@ -144,7 +144,7 @@ def test_weights_that_are_not_finite_end_the_update(two: Sequence[EngineProcess]
         process.send(call, place, "update", part, LOSS)
     for process in two:
         with pytest.raises(
-            EngineError, match=r"role actor: \S+weight and .* after an update with learning rate 1e\+39 are"
+            EngineError, match=r"role actor: \S+weight and .* not finite after an update with learning rate 1e\+39"
         ):
             raise process.answer()
 

@@ -180,7 +180,7 @@ def test_a_copy_that_fails_midway_is_never_generated_from(
 def load_unchecked(engines: list[Any], place: int, weights: Weights) -> None:
     """In the engine's process: vLLM itself meets what does not fit."""
     engine = engines[place]
-    expected, engine._expected = engine._expected, SimpleNamespace(checked=lambda role, given: given)
+    expected, engine._expected = engine._expected, SimpleNamespace(check=lambda role, given: given)
     try:
         engine.load_weights(weights, 1)
     finally:
@@ -324,7 +324,7 @@ def broken_off(engines: Sequence[Any], place: int, given: Prompts, sampling: Sam
     engine.begin_session(given, sampling)
     begun = engine.decode_steps
     with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(engine.write, rows, 0)
+        writing = pool.submit(engine.advance, rows, 0)
         while engine.decode_steps < begun + 8:
             wait([writing], timeout=0.002)
         written: Rollouts | None = engine.preempt(rows)

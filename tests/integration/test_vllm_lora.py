@@ -112,7 +112,7 @@ def test_a_copy_that_fails_midway_is_never_generated_from(
 def load_unchecked(engines: list[Any], place: int, weights: Weights) -> None:
     """In the engine's process: vLLM itself meets what does not fit."""
     engine = engines[place]
-    expected, engine._expected = engine._expected, SimpleNamespace(checked=lambda role, given: given)
+    expected, engine._expected = engine._expected, SimpleNamespace(check=lambda role, given: given)
     try:
         engine.load_weights(weights, 1)
     finally:
