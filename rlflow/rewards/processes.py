@@ -26,7 +26,7 @@ def check_result(result: int, call: str) -> None:
 
 
 def prctl(option: int, value: int) -> None:
-    """Set an option of this process with prctl(2). Raises OSError."""
+    """Set an option of this process by the system call prctl. Raises OSError."""
     check_result(libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
 
 

@@ -69,7 +69,7 @@ def evaluator_of(planned: Graph, running: Graph) -> Evaluator:
 
 
 def is_evaluation_due(plan: Plan, progress: RunProgress) -> bool:
-    """Return whether the model is to be evaluated after the steps so far."""
+    """Return whether an evaluation is due after the steps so far."""
     if plan.recipe.evaluation is None or str(progress.step) in progress.evaluations:
         return False
     return progress.step % plan.recipe.evaluation.every == 0 or progress.step == plan.recipe.steps

@@ -1,8 +1,7 @@
 """The search: who shares GPUs, how large the pools are, what each role does in its pool, and on which GPUs.
 
 Candidates are ways to share with sizes of pools. The best use of each pool is found, the step is simulated, and the
-fastest candidates are placed exactly. Of plans within one percent of the shortest step, the one with fewer GPUs wins,
-then the one that crosses fewer hosts.
+fastest candidates are placed exactly. Of plans within one percent of the shortest step, the one with fewer GPUs wins.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

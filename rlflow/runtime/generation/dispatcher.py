@@ -1,5 +1,6 @@
-"""One generation over several concurrent engines: each starts samples when it has room, and resumes those that another
-has preempted.
+"""Dispatches the samples of one generation to several concurrent engines.
+
+Each engine starts samples when it has room, and resumes those that another has preempted.
 
 Messages are few. An engine gets rows in lists and answers when some are finished, or after a second. It returns its
 rollouts at the end, or in a few parts when a subscriber works on them meanwhile, and partial rollouts when it preempts
