@@ -296,7 +296,7 @@ def test_it_goes_on_from_what_it_saved(
     with pytest.raises(EngineError, match=r"role actor: '.*' cannot be restored"):
         other.restore([tmp_path] * 2)
     all_of(two, find_nothing, other._places)
-    with pytest.raises(EngineError, match="role actor: DeepSpeed found nothing to restore in"):
+    with pytest.raises(EngineError, match="role actor: DeepSpeed found no checkpoint in"):
         other.restore([tmp_path] * 2)
 
 
