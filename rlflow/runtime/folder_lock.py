@@ -62,7 +62,7 @@ def _lock(handle: int, folder: Path) -> None:
         raise RecipeError(
             "hydra.run.dir",
             f"'{folder}' is in use by another run" + (f", {holder}" if holder else ""),
-            fix="wait until that run ends, or use another folder: hydra.run.dir=FOLDER",
+            fix="wait until that run ends; a new run can use another folder (hydra.run.dir=FOLDER)",
         ) from None
     os.truncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {platform.node()}".encode())
