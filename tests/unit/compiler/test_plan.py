@@ -67,7 +67,7 @@ def test_the_order_of_keys_and_the_hash_seed_mean_nothing() -> None:
     turned = rlflow.compile(recipe_from(dict(reversed(mapping.items()))), "2x8")
     expected = json.dumps(rlflow.compile(recipe, "2x8").to_dict(), sort_keys=True)
     assert json.dumps(turned.to_dict(), sort_keys=True) == expected
-    program = "import json, rlflow; plan = rlflow.compile(load('recipe=grpo_32b'), '2x8')"
+    program = "import json, rlflow; plan = rlflow.compile(rlflow.load(['recipe=grpo_32b']), '2x8')"
     program += "; print(json.dumps(plan.to_dict(), sort_keys=True))"
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": seed}
