@@ -30,6 +30,13 @@ ROOT = Path(__file__).parents[1]
 CONFIG_DIR = Path(__file__).parent / "conf"
 FAKE = ("--config-dir", str(CONFIG_DIR), "recipe=fake")
 
+# All recipes, for tests that are run with each of them: `make check` takes these few and `make test` all.
+FEW = {"grpo_tiny", "ppo_tiny", "dpo_7b", "grpo_32b"}
+RECIPES = [
+    pytest.param(path.stem, marks=() if path.stem in FEW else pytest.mark.slow, id=path.stem)
+    for path in sorted((ROOT / "recipes").glob("*.yaml"))
+]
+
 Typed = Callable[..., tuple[int, str, str]]
 
 

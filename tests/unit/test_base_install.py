@@ -45,6 +45,7 @@ def test_a_plan_needs_nothing_that_trains(tmp_path: Path) -> None:
     assert "16 of 16 GPUs" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_says_what_to_install(tmp_path: Path) -> None:
     done = typed("steps=1", cwd=tmp_path)
     assert done.returncode == 2

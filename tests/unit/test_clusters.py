@@ -94,6 +94,7 @@ def texts_of_rlflow() -> Iterator[str]:
                 yield "".join(re.escape(word) if isinstance(word, str) else ".*" for word in words)
 
 
+@pytest.mark.slow
 def test_messages_that_are_quoted_exist() -> None:
     quoted = messages_that_are_quoted()
     patterns = [re.compile(pattern) for pattern in texts_of_rlflow()]

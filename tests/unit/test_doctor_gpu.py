@@ -184,6 +184,7 @@ class TestReport:
             inspect.signature(getattr(import_module(f"rlflow.doctor.checks.{module}"), function)).bind("cuda", **given)
 
 
+@pytest.mark.slow
 def test_the_lines_that_need_only_torch_and_transformers_import_nothing_else() -> None:
     """A machine may have no more than these."""
     program = (

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from rlflow.compiler.checks import graph_warnings
 from rlflow.compiler.wire import wire
 from rlflow.engines.base import Generates
 from rlflow.nodes.base import Node, NodeContext
-from tests.conftest import ROOT
+from tests.conftest import RECIPES
 from tests.helpers import load
 
 BFLOAT16 = "models.policy.dtype=bfloat16"
@@ -92,10 +91,10 @@ def test_warnings_are_the_plans() -> None:
     assert plan.prediction.warnings == tuple(warned("rloo_tiny", "graph.update.num_minibatches=2"))
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
-def test_no_recipe_of_ours_warns_of_its_own_options(path: Path) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_recipe_of_ours_warns_of_its_own_options(recipe: str) -> None:
     """But for how many prompts dynamic sampling is planned for."""
-    assert [line for line in warned(path.stem) if "expect.rounds" not in line] == []
+    assert [line for line in warned(recipe) if "expect.rounds" not in line] == []
 
 
 def test_a_node_of_ones_own_warns_too() -> None:

@@ -1,7 +1,6 @@
 """``explain=true`` prints the loss of a recipe with the recipe's numbers."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from rlflow.compiler.wire import wire
 from rlflow.nodes.base import Formula, Node
 from rlflow.nodes.policy_update import PolicyGradient, PolicyUpdate
 from rlflow.nodes.policy_variants import CispoUpdate, GspoUpdate, ReinforceUpdate
-from tests.conftest import ROOT
+from tests.conftest import RECIPES
 from tests.helpers import load
 
 GROUP = "A = (r - mean of r in the group) / (std of r in the group + 0.0001)"
@@ -136,9 +135,9 @@ def test_the_loss_of_a_recipe(recipe: str, overrides: list[str], expected: list[
     assert lines(recipe, *overrides) == expected
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_recipe_has_one_for_each_trained_role(path: Path) -> None:
-    graph = wire(load(f"recipe={path.stem}"))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_has_one_for_each_trained_role(recipe: str) -> None:
+    graph = wire(load(f"recipe={recipe}"))
     losses = [line for line in loss_lines(graph) if line.startswith("loss of ")]
     assert [line.split()[2] for line in losses] == graph.trained_roles()
 

@@ -15,10 +15,8 @@ from rlflow.compose import load_cluster
 from rlflow.errors import PlacementError, RecipeError
 from rlflow.recipe import recipe_from
 from rlflow.resources.time.speed import Efficiency
-from tests.conftest import CONFIG_DIR, ROOT
+from tests.conftest import CONFIG_DIR, RECIPES
 from tests.helpers import load
-
-RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

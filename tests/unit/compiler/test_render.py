@@ -9,10 +9,10 @@ from rich.console import Console
 import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.compiler.render import WIDTH, render
+from tests.conftest import RECIPES
 from tests.helpers import load
-from tests.unit.compiler.test_plan import RECIPES
 
-CLUSTERS = ["local", "2x8", pytest.param("7x8+1x7", marks=pytest.mark.slow), "1x4+1x2@h200"]
+CLUSTERS = ["local", "2x8", *(pytest.param(each, marks=pytest.mark.slow) for each in ("7x8+1x7", "1x4+1x2@h200"))]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -103,6 +103,7 @@ print(torch._C._accelerator_getAllocatorSettings())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
 def test_torch_reads_the_variables_late_and_in_this_order(environment: dict[str, str], first: int) -> None:
     """They may be set after torch is imported, but before it allocates. Its HIP build reads the second."""

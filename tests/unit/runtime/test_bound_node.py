@@ -33,6 +33,7 @@ def test_the_coefficient_goes_after_the_target(kl: float, factor: float) -> None
     assert adapted_coefficient(0.3, kl, 0.5) == pytest.approx(0.3 * factor)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_has_the_same_coefficients(tmp_path: Path) -> None:
     plan = rlflow.compile(rlflow.load([*OVERRIDES, "checkpoints.every=1"], CONFIG_DIR))
 

@@ -114,6 +114,7 @@ def problems(draw: st.DrawFn) -> tuple[list[PoolRequest], Cluster]:
     return pools, cluster_of(*some)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("few", [50_000, -1], ids=["host by host", "alike together"])
 @settings(max_examples=500, deadline=None)
 @given(problem=problems())

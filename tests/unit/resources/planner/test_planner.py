@@ -28,6 +28,7 @@ def test_as_many_engines_as_hosts_hold(gpus: tuple[int, ...], size: int, engines
     check(placed.roles["rollout"], on)
 
 
+@pytest.mark.slow
 @given(
     gpus=st.lists(st.integers(1, 8), min_size=1, max_size=4),
     size=st.sampled_from([1, 2, 3, 4, 6, 8]),

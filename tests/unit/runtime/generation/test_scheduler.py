@@ -74,6 +74,7 @@ def scheduler(prompts: int, ranks: int, max_tokens: int, room: Capacity, before:
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40).map(lambda drawn: np.repeat(drawn, GROUP)),
