@@ -57,6 +57,7 @@ def test_equal_input_gives_equal_bytes() -> None:
     assert len(texts) == 1
 
 
+@pytest.mark.slow
 def test_the_order_of_keys_and_the_hash_seed_mean_nothing() -> None:
     recipe = load("recipe=grpo_32b")
     mapping = json.loads(json.dumps(asdict(recipe)))

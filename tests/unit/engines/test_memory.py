@@ -37,6 +37,7 @@ def pass_over(engine: Engine, gib: float = 0) -> None:
         np.ones(int(gib * 2**27))
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_step_is_seen_once(host: dict[str, int]) -> None:
     engine = Engine()
     engine.memory_share()

@@ -127,6 +127,7 @@ def test_without_other_logprobs_the_policy_is_the_sampler() -> None:
     assert GaeAdvantage().run(GIVEN, REWARDS, VALUES, reference).kl == pytest.approx(SIZE / len(GIVEN))
 
 
+@pytest.mark.slow
 def test_discounted_sums_of_long_rows_are_done_for_all_rows_at_once() -> None:
     """As many additions as there are tokens: the last of a million halves what comes after it."""
     sums = discounted_sums(Packed(np.ones(1_000_000), np.array([0, 999_000, 999_001, 1_000_000])), 0.5)
