@@ -277,6 +277,7 @@ def test_variables_are_shown_without_secrets() -> None:
     assert shown == [("NCCL_DEBUG", "INFO"), ("RAY_AUTH_TOKEN", "(set)"), ("VLLM_API_KEY", "(set)")]
 
 
+@pytest.mark.slow
 def test_recipes_name_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "available_engines", lambda: ["torch", "transformers"])
     found = {finding.name: finding for finding in doctor.recipes()}

@@ -260,6 +260,7 @@ list(pool.outcomes([Call("does", [0], ["hang on"], [{}])]))
 """
 
 
+@pytest.mark.slow
 def test_all_of_it_ends_with_a_process_that_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER.replace("MODULE", MODULE)], stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None

@@ -123,6 +123,7 @@ def test_stopped_and_resumed_it_is_the_same_to_the_bit(tmp_path: Path) -> None:
         assert metrics(folder) == metrics(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_after_so_many_rounds_it_goes_on_with_what_there_is(trained: list[Minibatch], tmp_path: Path) -> None:
     run(plan_of("begins_low", "graph.sampling.max_rounds=1"), tmp_path, LocalRuntime(), [MetricsWriter()])
     said = metrics(tmp_path)
@@ -132,6 +133,7 @@ def test_after_so_many_rounds_it_goes_on_with_what_there_is(trained: list[Miniba
     assert any(0 < few < BATCH for few in missing)
 
 
+@pytest.mark.slow
 def test_where_nothing_differs_nothing_is_trained(trained: list[Minibatch], tmp_path: Path) -> None:
     plan = plan_of("all_alike", "graph.sampling.max_rounds=3")
     report = run(plan, tmp_path, LocalRuntime(), [MetricsWriter()])
