@@ -196,7 +196,8 @@ def _read(folder: Path, run: Path, experiment: Experiment) -> RunProgress:
             raise _DamageError(f"{name} is missing")
         if _digest(folder / name) != digest:
             raise _DamageError(f"{name} has changed since it was written")
-    return progress
+    # Learning rate or batch size may have changed; the next checkpoint belongs to the experiment that continues.
+    return replace(progress, experiment=experiment)
 
 
 def _folder(run: Path, step: int) -> Path:

@@ -64,7 +64,7 @@ def test_the_users_own_modules_are_found(typed: Typed, tmp_path: Path) -> None:
 def test_a_recipe_for_gpus_is_not_started_on_a_cpu(typed: Typed) -> None:
     code, out, errors = typed("recipe=grpo_7b")
     assert code == 2
-    assert re.search(r"warning   a step takes \d\.\d days on CPUs: this recipe is for GPUs", out)
+    assert re.search(r"warning       a step takes \d\.\d days on CPUs: this recipe is for GPUs", out)
     assert errors.startswith(
         "PlacementError: cluster: grpo_7b needs GPUs, and this machine has none; a step on its CPU"
     )

@@ -155,7 +155,7 @@ def build(engines: list[Any], of: EngineSpec) -> int:
     from rlflow.engines.deepspeed import DeepSpeedEngine
 
     class Engine(DeepSpeedEngine):
-        def _optimizer(self, parameters: Any) -> Any:
+        def _build_optimizer(self, parameters: Any) -> Any:
             return returning(parameters)
 
     share_everything()

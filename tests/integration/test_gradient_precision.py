@@ -53,7 +53,7 @@ def gradients_of_one_update(
     from rlflow.engines.deepspeed import DeepSpeedEngine
 
     class Descent(DeepSpeedEngine):
-        def _optimizer(self, parameters: Any) -> Any:
+        def _build_optimizer(self, parameters: Any) -> Any:
             return torch.optim.SGD(parameters, lr=LEARNING_RATE)
 
     engine = Descent(of)

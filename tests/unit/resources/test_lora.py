@@ -112,7 +112,7 @@ def test_the_copy_takes_the_time_of_its_bytes() -> None:
         ("roles.reference.lora={}", "roles.reference.lora: the role is never trained"),
         (
             "graph.reference={node: base_logprobs, role: actor}",
-            "roles.actor.lora: is missing, and a node asks for what",
+            "roles.actor.lora: is missing, and a node asks for the logprobs",
         ),
     ],
 )
