@@ -134,7 +134,7 @@ def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             RoleWorkers.restart(rollout.workers, ranks)
 
         monkeypatch.setattr(rollout.workers, "restart", restart)
-        monkeypatch.setattr(sync, "LIMIT_S", 3.0)
+        monkeypatch.setattr(sync, "LIMIT_S", 6.0)
         attempts = Mock(wraps=sync._sync_by_buckets)
         monkeypatch.setattr(sync, "_sync_by_buckets", attempts)
         fail("hangs")
@@ -144,7 +144,7 @@ def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         rollout.workers.weight_backend = "ipc"
         rollout.load_weights(source, 3)
         assert versions(rollout) == {3}
-        monkeypatch.setattr(sync, "LIMIT_S", 3.0)
+        monkeypatch.setattr(sync, "LIMIT_S", 6.0)
         fail("transfer_hangs")
         with pytest.raises(EngineError) as error:
             rollout.load_weights(source, 4)
@@ -164,7 +164,7 @@ def test_a_source_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ki
         rollout.workers.weight_backend = backend
         restart = Mock()
         monkeypatch.setattr(rollout.workers, "restart", restart)
-        monkeypatch.setattr(sync, "LIMIT_S", 3.0)
+        monkeypatch.setattr(sync, "LIMIT_S", 6.0)
         fail(kind)
         with pytest.raises(EngineError, match=r"No answer from role actor: worker 1 on host-1\.$"):
             rollout.load_weights(source, 1)

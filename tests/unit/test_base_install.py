@@ -59,4 +59,4 @@ def test_a_run_says_what_to_install(tmp_path: Path) -> None:
 def test_the_doctor_says_that_recipes_can_be_planned(tmp_path: Path) -> None:
     done = typed("doctor", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "recipes can be planned; to train them: pip install" in done.stdout
+    assert "recipes can be planned; to train, run: pip install" in done.stdout
