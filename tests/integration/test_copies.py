@@ -122,7 +122,7 @@ def test_copies_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.soak
 def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that does is replaced where the copy can be tried again; else it is named, and nobody waits for it."""
-    silent = "weight sync: no progress for 3 s. No answer from "
+    silent = "weight sync: no progress for 6 s. No answer from "
     with engines(tmp_path, monkeypatch) as (started, fail):
         rollout, source = started["rollout"], started["actor"].weights()
         rollout.load_weights(source, 1)
@@ -150,7 +150,7 @@ def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             rollout.load_weights(source, 4)
         names = "role actor: worker 0 on host-0; role rollout: worker 1 on host-1."
         assert str(error.value) == silent + names
-        with pytest.raises(EngineError, match="worker 1 on host-1 did not answer for 3 s during a weight sync"):
+        with pytest.raises(EngineError, match="worker 1 on host-1 did not answer for 6 s during a weight sync"):
             rollout.generate(prompts((2, 2)), Sampling(max_tokens=2))
 
 

@@ -71,5 +71,5 @@ def test_the_field_of_the_recipe(tmp_path: Path) -> None:
     model = models_in_use(recipe)[recipe.roles["actor"].model]
     assert spec_of(plan, "actor", model, device="cpu").timeout_minutes == 45
     assert spec_of(plan, "reference", model, device="cpu").timeout_minutes == 10
-    with pytest.raises(PlacementError, match=r"roles\.rollout\.timeout_minutes: does not apply to this role with engine"):
+    with pytest.raises(PlacementError, match=r"roles\.rollout\.timeout_minutes: does not apply to this role"):
         rlflow.compile(rlflow.load(["recipe=grpo_7b", "roles.rollout.timeout_minutes=45"]), "2x8")
