@@ -160,7 +160,7 @@ MISTAKES = [
     (("cluster=2x8@h300",), "RecipeError: cluster: no gpu 'h300'"),
     (("data.source=nowhere.jsonl",), "RecipeError: data.source: 'nowhere.jsonl' does not exist"),
     (("data.columns.prompt=promt",), "RecipeError: data.columns.prompt: no column 'promt'"),
-    (("data.max_prompt_tokens=2",), "RecipeError: data.max_prompt_tokens: expected at most 2 tokens, got 6 in the prompt"),
+    (("data.max_prompt_tokens=2",), "RecipeError: data.max_prompt_tokens: expected at most 2 tokens, got 6 in"),
     (("data.split=no",), "RecipeError: data.source: 'rlflow.data.arithmetic:additions' failed (ValueError: expected"),
     (("models.policy.random_weights=false", "models.policy.characters=null", "models.policy.path=./no"),
      "RecipeError: models.policy.path: './no' is not a folder"),
