@@ -50,7 +50,7 @@ class Case:
     name: str
     max_tokens: int
     ends: bool
-    """Whether the model can generate the end token."""
+    """True if the model can generate the end token."""
     warmup: int
     steps: int
     most_steps: int

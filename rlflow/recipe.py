@@ -24,7 +24,7 @@ from rlflow.schema import Count, Section, parse
 
 Size = Annotated[float, Ge(0)]
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
-# Whether a run tunes the sizes that its recipe leaves open; "adaptive" keeps tuning them throughout the run.
+# A run with ``tune`` adjusts the sizes that its recipe leaves open; "adaptive" keeps tuning them throughout the run.
 Tune = bool | Literal["adaptive"]
 
 

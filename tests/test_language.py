@@ -35,8 +35,6 @@ REFUSED = {
     r"are to be": "must be",
     r"parked": "offloaded, idle",
 }
-# Rooms of rlflow whose docstrings and words are still to be checked.
-UNCHECKED: set[str] = set()
 
 
 def rooms() -> list[Path]:
@@ -93,8 +91,6 @@ def test_pages_use_plain_words(page: Path) -> None:
 
 @pytest.mark.parametrize("room", [*rooms(), ROOT / "benchmarks"], ids=lambda room: room.name)
 def test_docstrings_are_statements(room: Path) -> None:
-    if room.name in UNCHECKED:
-        pytest.skip("not yet")
     found = []
     for path in sources(room):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -108,7 +104,5 @@ def test_docstrings_are_statements(room: Path) -> None:
 
 @pytest.mark.parametrize("room", [*rooms(), ROOT / "benchmarks"], ids=lambda room: room.name)
 def test_sources_use_plain_words(room: Path) -> None:
-    if room.name in UNCHECKED:
-        pytest.skip("not yet")
     found = [f"{path.relative_to(ROOT)}: {line}" for path in sources(room) for line in refused(path.read_text())]
     assert found == []

@@ -37,7 +37,7 @@ class Case:
     """Samples per step: prompts times responses to each."""
     group_size: int
     packed: bool
-    """Whether micro-batches are filled with whole samples, or have no padding."""
+    """True if micro-batches are filled with whole samples, or have no padding."""
     assumed: frozenset[str]
     """Blank columns that were filled from the library's behaviour or a prior."""
 

@@ -34,13 +34,13 @@ class Library:
     offload: Offload
     gradient_checkpointing: bool
     offloads_policy: bool
-    """Whether the policy's state is offloaded while an engine on the same GPUs generates."""
+    """True if the policy's state is offloaded while an engine on the same GPUs generates."""
     engine_sleeps: bool
-    """Whether the engine releases its weights and KV cache while the policy on the same GPUs trains."""
+    """True if the engine releases its weights and KV cache while the policy on the same GPUs trains."""
     serves_with_share: bool
-    """Whether the engine takes a share of the GPU, as vLLM and SGLang do."""
+    """True if the engine takes a share of the GPU, as vLLM and SGLang do."""
     utilization: float
-    """That share, if it is not given."""
+    """The engine's share of the GPU when the run does not state one."""
     engine_bytes: float
     """Bytes per weight of the engine."""
     references: float

@@ -28,7 +28,7 @@ class Prediction:
     sync: Terms | None
     """Memory of a GPU that both use, during a weight copy between them."""
     has_room: bool
-    """Whether the engine's weights fit into its share."""
+    """True if the engine's weights fit into its share."""
     limit: float | None
     """GiB of the GPU that can be allocated."""
 
@@ -197,7 +197,7 @@ class Judged:
     case: Case
     prediction: Prediction
     outcome: bool | None
-    """Whether it ran; None if that is unclear."""
+    """True if the run fitted into memory; None if that is unclear."""
     measured: float | None
     bound: float | None
 

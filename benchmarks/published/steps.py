@@ -29,7 +29,7 @@ class Step:
     parts: Mapping[str, float]
     """Seconds of each part, on the GPUs of that part."""
     overlaps: bool = False
-    """Whether generation for the next step overlaps everything else."""
+    """True if generation for the next step overlaps everything else."""
     repeated: float = 1
     """The number of steps that the measurement covers."""
     assumed: frozenset[str] = field(default_factory=frozenset)

@@ -22,7 +22,7 @@ class Judged:
     step: Step
     measured: float
     is_bound: bool
-    """Whether ``measured`` is only an upper bound."""
+    """True if ``measured`` is only an upper bound."""
 
     @property
     def error(self) -> float:

@@ -115,7 +115,7 @@ def _tasks(recipe: Recipe, graph: Graph) -> tuple[Task, ...]:
 
 
 def _streaming(recipe: Recipe, graph: Graph) -> frozenset[str]:
-    """Return the nodes that start while generation still runs, on an engine that hands over finished samples."""
+    """Return the nodes that start while generation still runs, on an engine that reports finished samples."""
     generators = [node for node in graph.nodes if isinstance(node.operation, Generate) and node.role]
     concurrent = [node for node in generators if engine_kind(recipe.roles[str(node.role)].engine).concurrent]
     return frozenset(consumer.name for node in concurrent for consumer in graph.streaming_consumers(node))

@@ -53,7 +53,7 @@ def examples(split: str, seed: int = 0) -> list[Row]:
     """
     draw = random.Random(seed)
     rows = [{"prompt": row["prompt"], "response": _product_response(row, draw)} for row in products(split, seed)]
-    # As many games as products.
+    # There are as many games as products.
     games = draw.choices(guesses(split, seed), k=len(rows))
     rows += [{"prompt": row["prompt"], "response": _game_response(row, draw)} for row in games]
     draw.shuffle(rows)

@@ -213,8 +213,8 @@ HEADS: Mapping[str, Head] = {"Scores": "vocabulary", "Values": "value", "Evaluat
 WeightTransport = Literal["object_store", "ipc", "nccl"]
 """A way for weights to reach a role that follows a trained one: in buckets through the hosts' object stores, or from
 GPU to GPU, between processes on the same GPU (CUDA IPC) or on different GPUs (NCCL)."""
-WeightBackend = Literal["ipc", "nccl"]
-"""A weight transport from GPU to GPU."""
+GpuTransport = Literal["ipc", "nccl"]
+"""The weight transports that go straight from GPU to GPU."""
 ALL_TRANSPORTS: frozenset[WeightTransport] = frozenset({"object_store", "ipc", "nccl"})
 
 
@@ -246,7 +246,7 @@ class EngineSpec:
     """The most tokens of a prompt and its response together; None for a role that generates nothing."""
     max_num_seqs: int = 256
     """The most responses that one worker generates at the same time."""
-    weight_backend: WeightBackend | None = None
+    gpu_transport: GpuTransport | None = None
     """The GPU-to-GPU transport by which weights reach this worker; None if they come through ``load_weights``."""
     attention: Attention | Auto = "auto"
     deterministic: bool = False

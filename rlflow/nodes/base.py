@@ -92,13 +92,13 @@ class Node(Section):
     unit: ClassVar[Unit]
     """How much the node needs at once: one sample, the samples of a prompt, or all of a step."""
     compares_groups: ClassVar[bool]
-    """Whether the node compares the responses to a prompt, so that groups of one are refused. So does ``unit="group"``.
+    """True if the node compares the responses to a prompt, so that groups of one are refused. So does ``unit="group"``.
     """
     reads_tokens: ClassVar[bool]
-    """Whether the node reads tokens, logprobs, texts or rows, and not only keys, lengths and one number a sample.
+    """True if the node reads tokens, logprobs, texts or rows, and not only keys, lengths and one number a sample.
     Without a role, such a node runs in a process where tokens are. ``unit="sample"`` implies it."""
     required_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """By input: the options, with their values, that the node connected to this input must have."""
+    """The options with their values, for each input, that the node connected to this input must have."""
 
     def __init_subclass__(
         cls, *, kind: str, unit: Unit, compares_groups: bool | None = None, reads_tokens: bool | None = None

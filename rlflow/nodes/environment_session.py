@@ -54,7 +54,7 @@ class TurnOptions(Section):
     timeout_s: Annotated[float, Gt(0)] = 10.0
     """The time limit of one call of the environment."""
     on_failure: Literal["stop", "exclude"] = "stop"
-    """What happens where the environment fails: the run stops, or the response is excluded from training."""
+    """The result of a failing environment: the run stops, or the response is excluded from training."""
 
     @property
     def environment_spec(self) -> EnvironmentSpec:

@@ -119,7 +119,7 @@ def told(plan: Plan, recipe: str, role: str) -> dict[str, Any]:
             "sleeps": layout.sleeps,
             "utilization": layout.gpu_memory_utilization,
             "eager": layout.eager is True,
-            "backend": spec.weight_backend,
+            "backend": spec.gpu_transport,
             "tokens": spec.max_model_len,
             "sequences": spec.max_num_seqs,
             "lora": spec.lora is not None,

@@ -14,7 +14,7 @@ import ray
 
 import rlflow
 from rlflow.compiler.lower import models_in_use
-from rlflow.engines.base import EngineSpec, Sampling, WeightBackend
+from rlflow.engines.base import EngineSpec, GpuTransport, Sampling
 from rlflow.engines.buckets import Bucket
 from rlflow.errors import EngineError
 from rlflow.runtime.ray.role_workers import RoleWorkers
@@ -43,7 +43,7 @@ class Failing(EngineWorker):
         self._maybe("forgetting_hangs")
         super().disconnect_receivers()
 
-    def send_gpu_to_gpu(self, backend: WeightBackend, receivers: Receivers, rank: int, address: str) -> None:
+    def send_gpu_to_gpu(self, transport: GpuTransport, receivers: Receivers, rank: int, address: str) -> None:
         if rank == 0:
             receivers.start_weight_update()
 
@@ -141,7 +141,7 @@ def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         rollout.load_weights(source, 2)
         assert versions(rollout) == {2}
         assert attempts.call_count == 2, "one that was ended takes nothing over"
-        rollout.workers.weight_backend = "ipc"
+        rollout.workers.gpu_transport = "ipc"
         rollout.load_weights(source, 3)
         assert versions(rollout) == {3}
         monkeypatch.setattr(sync, "LIMIT_S", 6.0)
@@ -155,13 +155,13 @@ def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend"), [("source_hangs", None), pytest.param("forgetting_hangs", "ipc", marks=pytest.mark.soak)]
+    ("kind", "transport"), [("source_hangs", None), pytest.param("forgetting_hangs", "ipc", marks=pytest.mark.soak)]
 )
-def test_a_source_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, backend: str | None) -> None:
+def test_a_source_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, transport: str | None) -> None:
     """It is named, and no engines are started: they would have nothing to take over."""
     with engines(tmp_path, monkeypatch) as (started, fail):
         rollout, source = started["rollout"], started["actor"].weights()
-        rollout.workers.weight_backend = backend
+        rollout.workers.gpu_transport = transport
         restart = Mock()
         monkeypatch.setattr(rollout.workers, "restart", restart)
         monkeypatch.setattr(sync, "LIMIT_S", 6.0)

@@ -132,8 +132,8 @@ def engine_arguments(spec: EngineSpec, folder: str, config: Any, adapted_layers:
         }
     if layout.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = layout.gpu_memory_utilization
-    if spec.weight_backend is not None:
-        arguments["weight_transfer_config"] = {"backend": spec.weight_backend}
+    if spec.gpu_transport is not None:
+        arguments["weight_transfer_config"] = {"backend": spec.gpu_transport}
     return arguments | {
         "enforce_eager": layout.eager is True,
         "max_num_batched_tokens": max(MAX_BATCHED_TOKENS, spec.max_num_seqs),

@@ -96,7 +96,7 @@ class PoolPolicy:
     zero_stage: int = 3
     """The ZeRO stage of trained roles."""
     offload: Offload = "none"
-    """What trained roles offload; ``weights`` applies to scoring roles too."""
+    """The state that trained roles offload; ``weights`` applies to scoring roles too."""
     shards_scorers: bool = True
     """Models that only score are sharded, instead of complete on every GPU."""
 

@@ -81,7 +81,7 @@ class Prediction:
     data: DataPrediction
     reasons: tuple[str, ...]
     limits: tuple[str, ...]
-    """What runs out of memory first, and from which response length."""
+    """The role that runs out of memory first, and the response length from which it does."""
     warnings: tuple[str, ...]
     alternatives: tuple[Alternative, ...]
 

@@ -133,7 +133,7 @@ class StoreCalls:
         def apply(result: Any) -> None:
             try:
                 following = function(result)
-            except Exception as error:  # raised to whoever waits for the future
+            except Exception as error:  # raised again where the future is awaited
                 combined.set_exception(error)
                 return
             if isinstance(following, Future):

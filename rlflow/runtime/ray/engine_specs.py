@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rlflow.compiler.plan import Plan
-from rlflow.engines.base import EngineSpec, WeightBackend
+from rlflow.engines.base import EngineSpec, GpuTransport
 from rlflow.engines.causal_lm.kernels import check_attention
 from rlflow.engines.registry import engine_class, engine_kind
 from rlflow.errors import EngineError, PlacementError, UserError, first_line
@@ -61,7 +61,7 @@ def spec_of(plan: Plan, role: str, model: Model, *, device: str, rank: int = 0, 
         address=address,
         max_model_len=_max_model_len(plan, role),
         max_num_seqs=num_sequences(plan, role),
-        weight_backend=weight_backend(plan, role),
+        gpu_transport=gpu_transport(plan, role),
         attention=options.attention,
         deterministic=options.deterministic,
         timeout_minutes=options.timeout_minutes,
@@ -73,7 +73,7 @@ def num_sequences(plan: Plan, role: str) -> int:
     return min(plan.prediction.memory[role].sequences or _DEFAULT_SEQUENCES, _MAX_SEQUENCES)
 
 
-def weight_backend(plan: Plan, role: str) -> WeightBackend | None:
+def gpu_transport(plan: Plan, role: str) -> GpuTransport | None:
     """Return how weights reach ``role`` from GPU to GPU; None if they go through the hosts' object stores.
 
     They do for CPUs, for adapters, for engines without such a transport, and where the two roles share some of their
@@ -84,10 +84,10 @@ def weight_backend(plan: Plan, role: str) -> WeightBackend | None:
         return None
     sender, receiver = (engine_kind(plan.recipe.roles[name].engine) for name in (follows, role))
     gpus, trainer_gpus = set(plan.roles[role].bundles), set(plan.roles[follows].bundles)
-    backend: WeightBackend = "ipc" if gpus <= trainer_gpus else "nccl"
-    if backend == "nccl" and not gpus.isdisjoint(trainer_gpus):
+    transport: GpuTransport = "ipc" if gpus <= trainer_gpus else "nccl"
+    if transport == "nccl" and not gpus.isdisjoint(trainer_gpus):
         return None
-    return backend if backend in sender.sends_weights_by & receiver.receives_weights_by else None
+    return transport if transport in sender.sends_weights_by & receiver.receives_weights_by else None
 
 
 def is_on_gpu(plan: Plan) -> bool:

@@ -97,7 +97,7 @@ class GpuTurns:
 
 
 def gpu_neighbors(plan: Plan) -> dict[str, list[str]]:
-    """Return for each role the others that use one of its GPUs. On CPUs there is no memory to hand over."""
+    """Return for each role the others that use one of its GPUs. On CPUs there is no GPU memory to release."""
     bundles = {role: set(placement.bundles) if is_on_gpu(plan) else set() for role, placement in plan.roles.items()}
     return {role: [other for other in bundles if other != role and bundles[role] & bundles[other]] for role in bundles}
 

@@ -22,7 +22,7 @@ from rlflow.runtime.objects.results import RemoteCall, StoreCalls
 from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.cluster.hosts import lost_hosts
 from rlflow.runtime.ray.cluster.machine import PCI_ORDER
-from rlflow.runtime.ray.engine_specs import is_on_gpu, spec_of, weight_backend
+from rlflow.runtime.ray.engine_specs import gpu_transport, is_on_gpu, spec_of
 from rlflow.runtime.ray.role_proxy import Workers
 from rlflow.runtime.ray.watchdog import Watchdog
 from rlflow.runtime.ray.worker import EngineWorker
@@ -52,7 +52,7 @@ class RoleWorkers:
         self._end_reasons: dict[Any, str] = {}
         # Only concurrent engines count their steps. Trainers hang in collectives, which have time limits of their own.
         self._watchdog = Watchdog(self._decode_steps, self._end_actor) if self.concurrent else None
-        self.weight_backend = weight_backend(plan, role)
+        self.gpu_transport = gpu_transport(plan, role)
         """How weights reach the role from GPU to GPU; None: through the object store."""
         self.receivers_connected = False
         """The engines are connected to the role that sends them weights from GPU to GPU."""

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rlflow.engines.base import EngineSpec, WeightBackend
+from rlflow.engines.base import EngineSpec, GpuTransport
 from rlflow.engines.buckets import Bucket, build_buckets
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError
@@ -107,11 +107,13 @@ class EngineWorker(ObjectProcess):
             while not incoming.empty():
                 incoming.get_nowait()
 
-    def send_gpu_to_gpu(self, backend: WeightBackend, receivers: Receivers, rank: int, address: str) -> None:
+    def send_gpu_to_gpu(self, transport: GpuTransport, receivers: Receivers, rank: int, address: str) -> None:
         """Send all weights from GPU to GPU. All ranks of the role are called at once."""
         if self._sender is None:
-            self._sender = self._run(lambda: make_sender(self._engine, backend, receivers, rank=rank, address=address))
-        self._run(send_weights, self._sender, backend)
+            self._sender = self._run(
+                lambda: make_sender(self._engine, transport, receivers, rank=rank, address=address)
+            )
+        self._run(send_weights, self._sender, transport)
 
     def disconnect_receivers(self) -> None:
         """Disconnect from the engines that receive weights, since some of them are new."""

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from rlflow.engines.base import Trains, WeightBackend
+from rlflow.engines.base import GpuTransport, Trains
 from rlflow.engines.memory import without_expandable_segments
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Receivers:
         ray.get([actor.call.remote("transfer", method, each) for actor, each in calls])
 
 
-def make_sender(engine: Trains, backend: WeightBackend, receivers: Receivers, *, rank: int, address: str) -> Any:
+def make_sender(engine: Trains, transport: GpuTransport, receivers: Receivers, *, rank: int, address: str) -> Any:
     """Return vLLM's sender for this rank of a trainer. Rank 0 sends; the others take part in gathering the weights.
 
     ``address`` is the address of rank 0's host, where NCCL's process group meets.
@@ -90,7 +90,7 @@ def make_sender(engine: Trains, backend: WeightBackend, receivers: Receivers, *,
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
     source = WeightSource(engine)
-    if backend == "ipc":
+    if transport == "ipc":
         # Packed, since unpacked tensors all stay in memory until the last one is sent. vLLM refuses a tensor that is
         # larger than its buffer.
         size = max(IPCTrainerInitInfo.packed_buffer_size_bytes, source.largest_bytes)
@@ -99,9 +99,9 @@ def make_sender(engine: Trains, backend: WeightBackend, receivers: Receivers, *,
     return _nccl_sender(source, receivers, rank, address)
 
 
-def send_weights(sender: Any, backend: WeightBackend) -> None:
+def send_weights(sender: Any, transport: GpuTransport) -> None:
     """Send all weights once, from GPU memory that the receivers can map."""
-    with without_expandable_segments() if backend == "ipc" else nullcontext():
+    with without_expandable_segments() if transport == "ipc" else nullcontext():
         sender.send_weights()
 
 

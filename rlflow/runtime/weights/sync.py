@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Protocol
 
-from rlflow.engines.base import WeightBackend
+from rlflow.engines.base import GpuTransport
 from rlflow.errors import EngineError, UserError
 from rlflow.runtime.objects.ray_api import wait_all
 from rlflow.runtime.weights.gpu import Receivers
@@ -23,7 +23,7 @@ class SyncWorkers(Protocol):
 
     actors: list[Any]
     """The Ray handles of the workers, by rank."""
-    weight_backend: WeightBackend | None
+    gpu_transport: GpuTransport | None
     """How the role gets weights from GPU to GPU; None: through the object store."""
     receivers_connected: bool
     """Its engines are connected to the current sender of weights from GPU to GPU."""
@@ -73,8 +73,8 @@ def sync_weights(source: SyncWorkers, target: SyncWorkers, version: int) -> floa
 
     Raises EngineError when an engine has not loaded all of them.
     """
-    if target.weight_backend is not None:
-        return _sync_gpu_to_gpu(source, target, target.weight_backend, version)
+    if target.gpu_transport is not None:
+        return _sync_gpu_to_gpu(source, target, target.gpu_transport, version)
     return _sync_through_store(source, target, version)
 
 
@@ -138,7 +138,7 @@ def _next_bucket(source: SyncWorkers) -> Any | None:
     return buckets[0][0] if exists else None
 
 
-def _sync_gpu_to_gpu(source: SyncWorkers, target: SyncWorkers, backend: WeightBackend, version: int) -> float:
+def _sync_gpu_to_gpu(source: SyncWorkers, target: SyncWorkers, transport: GpuTransport, version: int) -> float:
     """Copy the weights by vLLM's own senders and receivers, and return the seconds that it took.
 
     Engines whose process has ended since the last copy are replaced first. A copy that fails is not tried again: the
@@ -152,7 +152,7 @@ def _sync_gpu_to_gpu(source: SyncWorkers, target: SyncWorkers, backend: WeightBa
         target.receivers_connected = True
     receivers = Receivers(target.actors, target.num_gpus_each)
     calls = [
-        source.call(rank, "send_gpu_to_gpu", backend, receivers, rank, source.address) for rank in range(len(source))
+        source.call(rank, "send_gpu_to_gpu", transport, receivers, rank, source.address) for rank in range(len(source))
     ]
     _wait_for(_by_worker(source, calls), receiving=target)
     _wait_for(_by_worker(target, target.call_all("call", "transferred", version)))

@@ -1,7 +1,7 @@
 """The connection of a run to Ray: one that runs already, a private one on this machine, or simulated hosts.
 
 A private Ray can only be used by its own run: it listens on this machine alone, and asks for a token that nobody else
-has. Whoever can talk to a Ray may run programs as its user, and by default Ray listens on every network interface.
+has. Anyone who can reach a Ray may run programs as its user, and by default Ray listens on every network interface.
 """
 
 import logging

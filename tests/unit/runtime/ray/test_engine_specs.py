@@ -9,7 +9,7 @@ from rlflow.compiler.plan import Plan
 from rlflow.errors import PlacementError
 from rlflow.resources.layout import Bundle, RolePlacement, Worker
 from rlflow.resources.models.lora import Lora
-from rlflow.runtime.ray.engine_specs import check_engines, spec_of, weight_backend
+from rlflow.runtime.ray.engine_specs import check_engines, gpu_transport, spec_of
 from rlflow.runtime.weights.gpu import Receivers
 from tests.helpers import load
 
@@ -27,21 +27,21 @@ def plan_of(cluster: str, *overrides: str) -> Plan:
 )
 def test_weights_go_from_gpu_to_gpu(overrides: list[str], backend: str) -> None:
     plan = plan_of("2x8", *overrides)
-    assert weight_backend(plan, "rollout") == backend
-    assert weight_backend(plan, "actor") is None
+    assert gpu_transport(plan, "rollout") == backend
+    assert gpu_transport(plan, "actor") is None
     spec = spec_of(plan, "rollout", plan.recipe.models["policy"], device="cuda:0")
-    assert spec.weight_backend == backend
+    assert spec.gpu_transport == backend
 
 
 @pytest.mark.parametrize(("cluster", "engine"), [("2x2@cpu", "vllm"), ("2x8", "transformers")])
 def test_elsewhere_they_go_through_the_hosts(cluster: str, engine: str) -> None:
-    assert weight_backend(plan_of(cluster, f"roles.rollout.engine={engine}"), "rollout") is None
+    assert gpu_transport(plan_of(cluster, f"roles.rollout.engine={engine}"), "rollout") is None
 
 
 @pytest.mark.parametrize("colocate", ["[actor]", "[]"])
 def test_adapters_go_through_the_hosts_to_who_follows(colocate: str) -> None:
     plan = plan_of("2x8", f"roles.rollout.colocate={colocate}", "roles.actor.lora={rank: 8}")
-    assert weight_backend(plan, "rollout") is None
+    assert gpu_transport(plan, "rollout") is None
     specs = {role: spec_of(plan, role, plan.recipe.models["policy"], device="cuda:0") for role in plan.recipe.roles}
     assert specs["actor"].lora == specs["rollout"].lora == Lora(rank=8)
     assert specs["reference"].lora is None
