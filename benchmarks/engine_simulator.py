@@ -20,7 +20,7 @@ from rlflow.runtime.generation.scheduler import Capacity
 
 # The time of a message to an engine and back.
 _MESSAGE_S = 0.005
-# The simulated engine, like a real one, reports finished samples when they fill a share of its slots or a second passed.
+# The simulated engine, like a real one, reports samples when they fill a share of its slots or a second has passed.
 _SHARE, _LATEST_S = 32, 1.0
 
 
