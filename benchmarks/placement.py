@@ -21,7 +21,7 @@ from rlflow.compose import load_cluster
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.layout import Bundle, Resources
-from rlflow.resources.workload import WeightCopy, Workload
+from rlflow.resources.workload import WeightSync, Workload
 from rlflow.runtime.objects.ray_api import import_ray
 from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.cluster.connection import simulated
@@ -79,7 +79,7 @@ def _asking(given: Requirements, roles: Sequence[str], cluster: Cluster, draw: r
     return Requirements(
         demands=tuple(replace(demands[ROLES[role]], role=role, pins=_wants(cluster, draw)) for role in roles),
         workload=Workload(
-            tasks=tuple(nodes[role] for role in order), copies=(WeightCopy(source="actor", target="rollout"),)
+            tasks=tuple(nodes[role] for role in order), copies=(WeightSync(source="actor", target="rollout"),)
         ),
     )
 

@@ -19,7 +19,7 @@ from rlflow.compiler.lower import Requirements, lower
 from rlflow.compiler.wire import wire
 from rlflow.compose import load_cluster
 from rlflow.resources.planner.search import Search
-from rlflow.resources.workload import WeightCopy, Workload
+from rlflow.resources.workload import WeightSync, Workload
 
 _REPEATS = 5
 
@@ -52,7 +52,7 @@ def ten_roles() -> Requirements:
                 for of in ("rollout", "reference", "actor")
                 for role in kinds[of]
             ),
-            copies=tuple(WeightCopy(source="actor", target=role) for role in written),
+            copies=tuple(WeightSync(source="actor", target=role) for role in written),
         ),
     )
 

@@ -16,7 +16,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from rlflow.errors import RecipeError, below, did_you_mean
 from rlflow.resources.layout import Resources
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.config import architecture_of_path, check_agreement
+from rlflow.resources.models.config import check_agreement, read_architecture
 from rlflow.resources.models.figures import check
 from rlflow.resources.models.lora import Lora
 from rlflow.resources.time.lengths import past_lengths
@@ -224,7 +224,7 @@ def _with_architectures(recipe: Recipe) -> Recipe:
         if model.path is not None and model.architecture is not None:
             check_agreement(model.architecture, model.architecture_of, model.path, f"models.{name}")
     architectures = {
-        name: architecture_of_path(model.path, f"models.{name}.path")
+        name: read_architecture(model.path, f"models.{name}.path")
         for name, model in recipe.models.items()
         if model.path is not None and model.architecture is None
     }

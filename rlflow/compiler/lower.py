@@ -16,7 +16,7 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.memory.state import TrainingMemory
 from rlflow.resources.models.architecture import Architecture, with_scalar_head
 from rlflow.resources.time.lengths import Lengths, lengths_from
-from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
+from rlflow.resources.workload import Task, TaskKind, WeightSync, Workload
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 # The kind of task for each capability; the first match counts.
@@ -71,12 +71,12 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
                 pins=role,
             )
         )
-    copies = tuple(
-        WeightCopy(source=role.follows, target=name) for name, role in sorted(recipe.roles.items()) if role.follows
+    syncs = tuple(
+        WeightSync(source=role.follows, target=name) for name, role in sorted(recipe.roles.items()) if role.follows
     )
     tasks = _tasks(recipe, graph)
     _check_micro_batches(recipe, tasks)
-    workload = Workload(tasks=tasks, copies=copies, edges=graph_edges(graph, tasks, _text_bytes(recipe)))
+    workload = Workload(tasks=tasks, copies=syncs, edges=graph_edges(graph, tasks, _text_bytes(recipe)))
     return Requirements(demands=tuple(demands), workload=workload)
 
 

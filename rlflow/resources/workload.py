@@ -1,4 +1,4 @@
-"""The workload of a step: tasks with sizes, the data between them and weight copies, independent of the algorithm."""
+"""The workload of a step: tasks with sizes, the data between them and weight syncs, independent of the algorithm."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -83,25 +83,26 @@ class Edge:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightCopy:
-    """A copy of weights after every step, from a trained role to a role that follows it."""
+class WeightSync:
+    """A weight sync: after every step, a trained role sends its weights to a role that follows it."""
 
     source: str
     target: str
 
     @property
     def node(self) -> str:
-        """Return the name under which the copy appears among the nodes."""
+        """Return the name under which the sync appears among the nodes."""
         return f"{self.source}->{self.target}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The tasks, weight copies and data of one step."""
+    """The tasks, data and weight syncs of one step."""
 
     tasks: tuple[Task, ...]
     """In order: each task comes after the tasks that it reads."""
-    copies: tuple[WeightCopy, ...] = ()
+    copies: tuple[WeightSync, ...] = ()
+    """One for each role that follows another."""
     edges: tuple[Edge, ...] = ()
 
     def of(self, role: str) -> tuple[Task, ...]:

@@ -87,8 +87,8 @@ def train_step(
 def copy_weights(plan: Plan, engines: Mapping[str, Any], version: int) -> float:
     """Copy the weights of trained roles to the roles that follow them, and return the seconds it took."""
     start = time.perf_counter()
-    for copy in plan.workload.copies:
-        engines[copy.target].load_weights(engines[copy.source].weights(), version)
+    for sync in plan.workload.copies:
+        engines[sync.target].load_weights(engines[sync.source].weights(), version)
     return time.perf_counter() - start
 
 

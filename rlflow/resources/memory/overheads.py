@@ -1,4 +1,4 @@
-"""Memory that a process holds on its GPU besides the state of its model, and memory during a copy of weights.
+"""Memory that a process holds on its GPU besides the state of its model, and memory during a weight sync.
 
 All terms are in GiB.
 """

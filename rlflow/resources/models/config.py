@@ -71,7 +71,7 @@ _UNCOUNTED = {
 }
 
 
-def architecture_of_path(path: str, where: str) -> Architecture | None:
+def read_architecture(path: str, where: str) -> Architecture | None:
     """Return the figures of the model at ``path``, a folder or a name on the hub; None without a ``config.json`` here.
 
     ``where`` is the place of the path in the recipe. Raises RecipeError for a file that lacks figures.
@@ -109,7 +109,7 @@ def check_agreement(given: Architecture, card: str | None, path: str, where: str
             )
         return
     try:
-        theirs = architecture_of_path(path, at)
+        theirs = read_architecture(path, at)
     except RecipeError:
         if card is not None:
             raise

@@ -217,8 +217,8 @@ def host_memory(demand: Demand, choice: RoleChoice, workload: Workload) -> Terms
     if demand.trains:
         return host_terms(model, layout, demand.training, offloads=layout.sleeps, data_gib=data)
     if demand.generates:
-        # vLLM's sleep keeps the weights in the host's memory unless a copy replaces all of them.
-        replaced = demand.follows_lora is None and demand.role in {copy.target for copy in workload.copies}
+        # vLLM's sleep keeps the weights in the host's memory unless a weight sync replaces all of them.
+        replaced = demand.follows_lora is None and demand.role in {sync.target for sync in workload.copies}
         sleeping = 0.0 if replaced or not layout.sleeps else PINNED * choice.awake["weights"]
         return {"weights": sleeping, "data": data}
     if not (layout.sleeps or layout.offload == "weights"):

@@ -106,14 +106,14 @@ def _host_shortage(pool: Pool, choices: Mapping[str, RoleChoice], workload: Work
 
 def _sync_shortage(pool: Pool, choices: Mapping[str, RoleChoice], workload: Workload) -> Shortage | None:
     demands = {demand.role: demand for demand in pool.demands}
-    for copy in workload.copies:
-        if copy.source not in choices or copy.target not in choices:
+    for sync in workload.copies:
+        if sync.source not in choices or sync.target not in choices:
             continue
-        source, target = (demands[copy.source], choices[copy.source]), (demands[copy.target], choices[copy.target])
+        source, target = (demands[sync.source], choices[sync.source]), (demands[sync.target], choices[sync.target])
         needed = sum(sync_memory(*source, *target, pool.host_set.sharp, same_gpus=True).values())
-        others = (choice for role, choice in choices.items() if role not in (copy.source, copy.target))
+        others = (choice for role, choice in choices.items() if role not in (sync.source, sync.target))
         needed += sum(sum(choice.idle.values()) for choice in others)
         if needed > pool.host_set.usable_gib:
-            what = f"{needed:.0f} GiB while its weights go to {copy.target}, of {pool.host_set.usable_gib:.0f} GiB"
-            return Shortage(copy.source, needed - pool.host_set.usable_gib, what)
+            what = f"{needed:.0f} GiB while its weights go to {sync.target}, of {pool.host_set.usable_gib:.0f} GiB"
+            return Shortage(sync.source, needed - pool.host_set.usable_gib, what)
     return None

@@ -22,7 +22,7 @@ class RoleMemory:
     phase: str
     """The phase in which the role needs most: generate, score or update."""
     phases: Mapping[str, Terms]
-    """GiB of each of its GPUs by purpose: in that phase, in ``sync`` while weights are copied, and ``resting`` while
+    """GiB of each of its GPUs by purpose: in that phase, in ``sync`` during a weight sync, and ``resting`` while
     other roles on its GPUs work."""
     peak_gib: Mapping[str, Mapping[int, float]]
     """For each GPU of each host, the peak in that phase, including what idle roles hold there."""
@@ -143,12 +143,12 @@ def _memory(search: Search, result: SearchResult, role: str) -> RoleMemory:
 
 
 def _sync(search: Search, candidate: Candidate, role: str) -> Mapping[str, Terms]:
-    """Return the memory terms of a followed role while it copies weights, for the copy that needs most."""
+    """Return the memory terms of a followed role while it syncs weights, for the sync that needs most."""
     phases: list[Terms] = []
-    for copy in search.workload.copies:
-        if copy.source == role:
-            source, target = ((search.demands[of], candidate.choices[of]) for of in (copy.source, copy.target))
-            same = candidate.pool_of[copy.source] == candidate.pool_of[copy.target]
+    for sync in search.workload.copies:
+        if sync.source == role:
+            source, target = ((search.demands[of], candidate.choices[of]) for of in (sync.source, sync.target))
+            same = candidate.pool_of[sync.source] == candidate.pool_of[sync.target]
             phases.append(sync_memory(*source, *target, search.host_set([role]).sharp, same_gpus=same))
     return {"sync": max(phases, key=lambda terms: sum(terms.values()))} if phases else {}
 

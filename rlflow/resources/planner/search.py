@@ -33,7 +33,7 @@ from rlflow.resources.workload import Workload
 
 # The number of fastest candidates that are placed and simulated on real GPUs.
 _PLACED = 6
-# The limit where many are equally fast, as for models so small that only the latency of a copy counts.
+# The limit where many are equally fast, as for models so small that only the latency of a weight sync counts.
 _MOST_PLACED = 64
 # Step times that differ by less count as equal.
 _SAME = 1.01
@@ -186,11 +186,11 @@ class Search:
             seconds[task.node] = needed + reading_seconds(self.workload, task, host_set, partition, gpus)
         pool_of = {role: index for index, pool in enumerate(partition) for role in pool}
         layouts = {role: choice.layout for used in uses for role, choice in used.choices.items()}
-        for copy in self.workload.copies:
-            seconds[copy.node] = self._copy_seconds(copy.source, copy.target, pool_of, layouts)
+        for sync in self.workload.copies:
+            seconds[sync.node] = self._sync_seconds(sync.source, sync.target, pool_of, layouts)
         return Candidate(partition, gpus, tuple(uses), simulate(self.workload, seconds, pool_of))
 
-    def _copy_seconds(
+    def _sync_seconds(
         self, source: str, target: str, pool_of: Mapping[str, int], layouts: Mapping[str, Layout]
     ) -> float:
         model = self.demands[target].architecture

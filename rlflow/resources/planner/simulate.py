@@ -61,7 +61,7 @@ class Schedule:
 def simulate(workload: Workload, seconds: Mapping[str, float], pool_of: Mapping[str, int]) -> Schedule:
     """Schedule a step. A pool does one task at a time, in order.
 
-    ``seconds`` has every node and weight copy, ``pool_of`` the pool of each role.
+    ``seconds`` has every node and weight sync, ``pool_of`` the pool of each role.
     """
     spans: dict[str, Span] = {}
     free: dict[int, tuple[float, str | None]] = {}
@@ -85,7 +85,7 @@ def simulate(workload: Workload, seconds: Mapping[str, float], pool_of: Mapping[
     for task in workload.tasks:
         pools = [pool_of[task.role]] if task.role is not None else []
         run(task.node, pools, task.after, streams=task.streams)
-    for copy in workload.copies:
-        updates = [task.node for task in workload.tasks if task.role == copy.source and task.kind == "update"]
-        run(copy.node, sorted({pool_of[copy.source], pool_of[copy.target]}), updates, streams=False)
+    for sync in workload.copies:
+        updates = [task.node for task in workload.tasks if task.role == sync.source and task.kind == "update"]
+        run(sync.node, sorted({pool_of[sync.source], pool_of[sync.target]}), updates, streams=False)
     return Schedule(tuple(spans.values()), len(set(pool_of.values())))

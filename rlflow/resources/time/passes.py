@@ -1,4 +1,4 @@
-"""The time of training and scoring passes, weight copies and data transfers on GPUs of one kind, in seconds."""
+"""The time of training and scoring passes, weight syncs and data transfers on GPUs of one kind, in seconds."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -19,7 +19,7 @@ _STORE_COPY, _STORE_TCP, _STORE_S = 3e9, 1.5e9, 5e-3
 # Python time on the controller: of a step, and of collecting, decoding, scoring by rule and packing a sample. Published
 # logs of NeMo-RL have 4 s of it in a step of 66 s.
 _HOST_STEP_S, _HOST_SAMPLE_S = 0.1, 2e-3
-# Time of a copy of weights, whatever its size: engines that wake, barriers. And the time of each tensor of the file,
+# Time of a weight sync, whatever its size: engines that wake, barriers. And the time of each tensor of the file,
 # which is gathered, renamed, looked up and copied into the engine; a model with experts has tens of thousands.
 _SYNC_S, _SYNC_TENSOR_S = 1.0, 0.7e-3
 

@@ -25,7 +25,7 @@ class GpuTurns:
     ) -> None:
         """Start with all roles awake. ``neighbors`` lists for each role the others on its GPUs.
 
-        ``replaced`` are the roles whose weights a copy replaces before they first work.
+        ``replaced`` are the roles whose weights a sync replaces before they first work.
         """
         self._workers = workers
         self._neighbors = neighbors
@@ -83,7 +83,7 @@ class GpuTurns:
         self._expired.discard(role)
 
     def weights_expired(self, role: str) -> None:
-        """Note that a copy replaces the role's weights before it works again, so that it may discard them."""
+        """Note that a sync replaces the role's weights before it works again, so that it may discard them."""
         self._expired.add(role)
 
     def _free_gpus(self, role: str, except_role: str | None = None) -> None:
@@ -108,5 +108,5 @@ def sleeping_roles(plan: Plan) -> set[str]:
 
 
 def replaced_roles(plan: Plan) -> set[str]:
-    """Return the roles to which every step copies all weights. Copies of adapters leave the other weights."""
-    return {copy.target for copy in plan.workload.copies if plan.recipe.lora_of(copy.target) is None}
+    """Return the roles that receive all weights in every step. Syncs of adapters leave the other weights."""
+    return {sync.target for sync in plan.workload.copies if plan.recipe.lora_of(sync.target) is None}

@@ -7,7 +7,7 @@ import pytest
 
 import rlflow
 from rlflow.errors import RecipeError
-from rlflow.resources.models.config import architecture_from_config, architecture_of_path, find_config
+from rlflow.resources.models.config import architecture_from_config, find_config, read_architecture
 from tests.conftest import CONFIG_DIR
 from tests.unit.resources.models.test_architecture import CARDS, card, config_fields, named
 
@@ -80,7 +80,7 @@ def test_figures_of_a_card_come_back_from_the_file_that_transformers_writes(path
     transformers = pytest.importorskip("transformers")
     of = card(path)
     transformers.AutoConfig.for_model(**config_fields(of)).save_pretrained(tmp_path)
-    assert architecture_of_path(str(tmp_path), "m") == of
+    assert read_architecture(str(tmp_path), "m") == of
 
 
 def test_a_model_that_sees_has_the_figures_of_its_text() -> None:
@@ -170,14 +170,14 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
 def test_a_damaged_file(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(RecipeError, match=message):
-        architecture_of_path(str(tmp_path), "m")
+        read_architecture(str(tmp_path), "m")
 
 
 def test_where_the_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     assert find_config("Qwen/Qwen2.5-7B") is None
-    assert architecture_of_path("Qwen/Qwen2.5-7B", "m") is None
+    assert read_architecture("Qwen/Qwen2.5-7B", "m") is None
     snapshot = tmp_path / "hub" / "models--Qwen--Qwen2.5-7B" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")

@@ -11,7 +11,7 @@ from rlflow.resources.layout import Resources, RolePlacement
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.planner.search import Search, SearchResult
 from rlflow.resources.time.lengths import Lengths
-from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
+from rlflow.resources.workload import Task, TaskKind, WeightSync, Workload
 
 ALL = frozenset({"data", "tensor", "pipeline", "sequence"})
 # Qwen2.5-7B, and a model of which a GPU holds any number.
@@ -90,8 +90,8 @@ def workload(demands: Sequence[Demand], longest: int = 1024, samples: int = 256)
     tasks = [task(role, role, "generate", **sizes) for role in generating]
     tasks += [task(role, role, "score", *generating, **sizes) for role in scoring]
     tasks += [task(role, role, "update", *generating, *scoring, **sizes) for role in training]
-    copies = tuple(WeightCopy(source=training[0], target=role) for role in generating if training)
-    return Workload(tasks=tuple(tasks), copies=copies)
+    syncs = tuple(WeightSync(source=training[0], target=role) for role in generating if training)
+    return Workload(tasks=tuple(tasks), copies=syncs)
 
 
 def search(demands: Sequence[Demand], on: Cluster, **sizes: int) -> Search:

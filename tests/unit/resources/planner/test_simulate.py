@@ -3,7 +3,7 @@
 import pytest
 
 from rlflow.resources.planner.simulate import PARTS, simulate
-from rlflow.resources.workload import Task, TaskKind, WeightCopy, Workload
+from rlflow.resources.workload import Task, TaskKind, WeightSync, Workload
 from tests.unit.resources.planner.planning import task
 
 
@@ -17,7 +17,7 @@ GRPO = Workload(
         of("reference", "score", "rollout"),
         of("actor", "update", "rollout", "reference"),
     ),
-    copies=(WeightCopy(source="actor", target="rollout"),),
+    copies=(WeightSync(source="actor", target="rollout"),),
 )
 SECONDS = {"rollout": 10.0, "reference": 4.0, "actor": 8.0, "actor->rollout": 1.0}
 
@@ -32,7 +32,7 @@ def test_on_one_pool_one_after_another() -> None:
 def test_apart_each_waits_for_what_it_reads() -> None:
     schedule = simulate(GRPO, SECONDS, {"rollout": 0, "reference": 1, "actor": 2})
     assert schedule.step_seconds == 23
-    # The weight copy keeps both ends busy.
+    # The weight sync keeps both ends busy.
     assert schedule.idle_share(0) == pytest.approx(12 / 23)
     assert schedule.idle_share(1) == pytest.approx(19 / 23)
     assert schedule.idle_share(2) == pytest.approx(14 / 23)
