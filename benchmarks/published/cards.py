@@ -29,6 +29,8 @@ def unfit(row: Row) -> str | None:
         return "a model with more than a text decoder"
     if _QUANTISED.search(name) or _QUANTISED.search(row.source_path.lower()):
         return "quantised weights"
+    if re.search(r"class|not named", name) or "identity approximate" in row.notes:
+        return "a model that is only roughly named"
     return None if model_of(row) is not None else "a model without figures"
 
 
@@ -42,7 +44,15 @@ def _cards() -> Mapping[frozenset[str], Architecture]:
             architecture = parse(Architecture, card["architecture"], str(file))
             for name in (card.get("architecture_of") or card.get("path") or "", *_ALIASES.get(file.stem, ())):
                 cards[frozenset(_words(name))] = architecture
+    for name, card in further_models().items():
+        cards[frozenset(_words(name))] = parse(Architecture, card["architecture"], name)
     return cards
+
+
+def further_models() -> Mapping[str, Any]:
+    """Return the figures of models that rlflow has no card for, by their names on the hub."""
+    content: Any = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("models.yaml")))
+    return content
 
 
 _ALIASES = {
@@ -51,6 +61,8 @@ _ALIASES = {
     "deepseek_r1_distill_qwen_1_5b": ("deepscaler-1.5b",),
     "deepseek_v3": ("deepseek-r1",),
     "llama3_1_8b": ("llama-3-8b",),
+    "deepseek_llm_7b": ("deepseek-coder-7b",),
+    "qwen3_30b_a3b": ("qwen3-moe-30b",),
     "llama3_1_70b": ("llama-3-70b",),
     "qwen2_5_0_5b": ("qwen2-0.5b",),
     "qwen2_5_1_5b": ("qwen2-1.5b",),
@@ -63,7 +75,7 @@ _ALIASES = {
 def _words(name: str) -> set[str]:
     """Return the distinguishing words of a name, such as qwen2.5 and 7b of ``Qwen/Qwen2.5-7B-Instruct``."""
     tail = name.lower().rsplit("/", 1)[-1].removesuffix(".md")
-    tail = re.sub(r"^(nvidia|meta)-", "", tail).replace("llama2", "llama-2").replace("llama3", "llama-3")
+    tail = re.sub(r"^(nvidia|meta)-", "", tail).replace("qwen-1_8b", "qwen-1.8b").replace("llama2", "llama-2").replace("llama3", "llama-3")
     words = {word for word in re.split(r"[-_() ]+", tail) if word}
     return {word for word in words if not re.fullmatch(r"instruct|base|chat|it|hf|v0\.\d|\d{4}|type", word)}
 

@@ -5,9 +5,12 @@ from collections.abc import Mapping
 import pytest
 
 from benchmarks.published import memory
+from benchmarks.published.cards import further_models
 from benchmarks.published.cases import Case, Skipped, case_of
 from benchmarks.published.libraries import sequences_per_sample
 from benchmarks.published.rows import Row, row_of
+from rlflow.resources.models.architecture import Architecture
+from rlflow.schema import parse
 
 SUPERVISED = {
     "id": "a1",
@@ -78,6 +81,12 @@ def test_models_are_found_by_the_words_of_their_names(name: str, size: str, laye
     assert case(model=name, params_b=size).model.num_hidden_layers == layers
 
 
+def test_figures_of_further_models_add_up_to_the_parameters_that_their_pages_state() -> None:
+    for name, entry in further_models().items():
+        of = parse(Architecture, entry["architecture"], name)
+        assert of.num_parameters == pytest.approx(1e9 * entry["billions"], rel=0.01), name
+
+
 @pytest.mark.parametrize(
     ("name", "size", "gib"),
     [
@@ -104,6 +113,7 @@ def test_gpus_are_found_by_kind_and_memory(name: str, size: str, gib: float | No
         ({"model": "Qwen/Qwen2.5-7B-Instruct-AWQ"}, "quantised weights"),
         ({"model": "nobody/nothing-7B"}, "a model without figures"),
         ({"params_b": "14"}, "a model without figures"),
+        ({"model": "Qwen-7B class"}, "a model that is only roughly named"),
         ({"n_gpus": ""}, "no number of GPUs"),
         ({"train_tp": "3"}, "degrees that do not divide the GPUs"),
         ({"notes": "tuner=adalora"}, "a tuner that is neither full nor LoRA"),
