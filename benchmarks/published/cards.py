@@ -75,7 +75,8 @@ _ALIASES = {
 def _words(name: str) -> set[str]:
     """Return the distinguishing words of a name, such as qwen2.5 and 7b of ``Qwen/Qwen2.5-7B-Instruct``."""
     tail = name.lower().rsplit("/", 1)[-1].removesuffix(".md")
-    tail = re.sub(r"^(nvidia|meta)-", "", tail).replace("qwen-1_8b", "qwen-1.8b").replace("llama2", "llama-2").replace("llama3", "llama-3")
+    tail = re.sub(r"^(nvidia|meta)-", "", tail).replace("1_8b", "1.8b")
+    tail = tail.replace("llama2", "llama-2").replace("llama3", "llama-3")
     words = {word for word in re.split(r"[-_() ]+", tail) if word}
     return {word for word in words if not re.fullmatch(r"instruct|base|chat|it|hf|v0\.\d|\d{4}|type", word)}
 
