@@ -52,7 +52,7 @@ def _cards() -> Mapping[frozenset[str], Architecture]:
 def further_models() -> Mapping[str, Any]:
     """Return the figures of models that rlflow has no card for, by their names on the hub."""
     content: Any = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("models.yaml")))
-    return content
+    return {str(name): entry for name, entry in content.items()}
 
 
 _ALIASES = {
