@@ -17,8 +17,7 @@ from rich.table import Table
 
 from benchmarks.reporting import Goal, finish
 from rlflow.rewards.callables import RewardTerm
-from rlflow.rewards.fork_client import Call
-from rlflow.rewards.pool import ProcessPool
+from rlflow.rewards.pool import Call, ProcessPool
 
 _REWARDS, _SECONDS, _REPEATS = 10_000, 0.001, 3
 

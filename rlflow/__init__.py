@@ -35,7 +35,7 @@ def compile(recipe: "Recipe", cluster: "Cluster | str | None" = None) -> "Plan":
     """
     import warnings
 
-    from rlflow.cluster_detection import default_cluster, detect_cluster
+    from rlflow.command_context import default_cluster, detect_cluster
     from rlflow.compiler import compile_recipe
     from rlflow.compose import load_cluster
 

@@ -24,7 +24,7 @@ from rich.console import Console
 
 import rlflow
 from rlflow.arguments import help_text, hydra_arguments
-from rlflow.cluster_detection import default_cluster, detect_cluster
+from rlflow.command_context import cluster_of_run, default_cluster, detect_cluster, find_run, num_finished_steps
 from rlflow.compiler import compile_recipe
 from rlflow.compiler.plan import Plan, format_duration, read_plan, write_plan
 from rlflow.compiler.ranking import SweepOutcome, ranking_table
@@ -39,7 +39,6 @@ from rlflow.compose import (
     register_sources,
     run_options_from_config,
 )
-from rlflow.earlier_runs import cluster_of_run, find_run, num_finished_steps
 from rlflow.errors import EngineError, PlacementError, RecipeError, UserError, storage_error
 from rlflow.recipe import Tune
 from rlflow.report.progress import WIDTH, displays, output_console, show, show_error, show_warning

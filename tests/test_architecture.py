@@ -41,17 +41,16 @@ MAY_IMPORT = {
         *("nodes", "data", "compiler"),
     },
     "report": {"errors", "nodes", "compiler", "runtime"},
-    "cluster_detection": {"errors", "resources", "compose", "runtime"},
-    "earlier_runs": {"errors", "resources", "recipe", "compiler", "runtime"},
+    "command_context": {"errors", "resources", "recipe", "compiler", "compose", "runtime"},
     "cli": {
-        *("arguments", "cluster_detection", "earlier_runs", "errors", "resources", "recipe", "compiler", "compose"),
+        *("arguments", "command_context", "errors", "resources", "recipe", "compiler", "compose"),
         *("runtime", "report"),
     },
     "doctor": {
         *("errors", "extras", "host_memory", "batch", "resources", "recipe", "engines", "compiler", "compose"),
         "runtime",
     },
-    "__init__": {"cluster_detection", "resources", "recipe", "compiler", "compose", "runtime", "report"},
+    "__init__": {"command_context", "resources", "recipe", "compiler", "compose", "runtime", "report"},
     "__main__": {"cli"},
 }
 # The parts of resources in their order: each may import those before it.

@@ -3,10 +3,10 @@
 Data goes through the room in this order:
 
 1. ``generate`` samples responses to prompts (``environment_session``: in turns with an environment).
-2. ``scoring`` computes logprobs and values of them; ``reward`` and ``reward_model`` give rewards.
+2. ``scoring`` computes logprobs, values and rewards of them by models, ``reward`` rewards by functions.
 3. ``reward_shaping`` subtracts penalties (``kl``); ``dynamic_sampling`` selects prompts.
-4. ``advantages`` and ``gae`` turn rewards into advantages.
-5. ``policy_update`` and ``policy_variants`` (loss: ``policy_loss``), ``value_update`` and ``preference`` train, in
+4. ``advantages`` and ``critic`` turn rewards into advantages.
+5. ``policy_update`` and ``policy_variants`` (loss: ``policy_loss``), ``critic`` and ``preference`` train, in
    ``minibatches``.
 
 ``base`` defines what a node declares.
@@ -14,18 +14,16 @@ Data goes through the room in this order:
 
 from rlflow.nodes import (
     advantages,
+    critic,
     dynamic_sampling,
-    gae,
     generate,
     policy_update,
     policy_variants,
     preference,
     reward,
-    reward_model,
     reward_shaping,
     scoring,
-    value_update,
 )
 
-__all__ = ["advantages", "dynamic_sampling", "gae", "generate", "policy_update", "policy_variants", "preference"]
-__all__ += ["reward", "reward_model", "reward_shaping", "scoring", "value_update"]
+__all__ = ["advantages", "critic", "dynamic_sampling", "generate", "policy_update", "policy_variants"]
+__all__ += ["preference", "reward", "reward_shaping", "scoring"]

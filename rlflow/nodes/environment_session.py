@@ -19,8 +19,7 @@ from rlflow.environments.turn import EnvironmentSpec, TurnResult
 from rlflow.errors import EngineError, RecipeError, first_line
 from rlflow.recipe import Model
 from rlflow.rewards.base import Failure
-from rlflow.rewards.fork_client import Call
-from rlflow.rewards.pool import ProcessPool
+from rlflow.rewards.pool import Call, ProcessPool
 from rlflow.schema import Count, Section
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Training on pairs of a chosen and a rejected response: what all kinds share, and direct preference optimization.
+"""Training on pairs of a chosen and a rejected response: direct preference optimization, and reward models.
 
 Shapes: P pairs, T response tokens of a micro-batch, which has both responses of each of its pairs next to each other.
 """
@@ -13,10 +13,11 @@ from annotated_types import Ge, Gt, Lt
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Metrics, Pairs
-from rlflow.engines.base import Scores, TokenLoss, TrainsLogprobs
+from rlflow.engines.base import Evaluates, Scores, TokenLoss, TrainsLogprobs, TrainsReward
 from rlflow.nodes.base import Formula, Node, times
 from rlflow.nodes.minibatches import Weighting, mean_metrics, train
 from rlflow.nodes.policy_loss import sums_over_responses
+from rlflow.nodes.scoring import REWARD_OUTPUT
 from rlflow.schema import Section
 
 if TYPE_CHECKING:
@@ -127,3 +128,39 @@ class DpoUpdate(Preference, Node, kind="dpo_update", unit="batch"):
         policy = engine.logprobs(pairs, 1.0).values
         differences = policy.values.astype(np.float64) - reference.values.values
         return np.add.reduceat(differences, policy.offsets[:-1]).astype(np.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankingLoss:
+    """-log sigmoid(r_chosen - r_rejected), r being the output of the reward head at a response's last token.
+
+    Each token has the loss of its pair. Column: ``rows``. Source: InstructGPT (arXiv 2203.02155), equation 1.
+    """
+
+    temperature: float = 1.0
+
+    def __call__(self, rewards: "Tensor", columns: "Mapping[str, Tensor]") -> "tuple[Tensor, Mapping[str, Tensor]]":
+        """Return the loss of each token's pair [T], and metrics."""
+        rows = columns["rows"]
+        is_last = rows.diff(append=rows[-1:] + 1) != 0
+        return preference_loss(margins(rewards * is_last, rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelUpdate(Preference, Node, kind="reward_model_update", unit="batch"):
+    """Train a reward model. Every pair has the same weight.
+
+    The metric ``margin`` is the difference of the rewards, and ``accuracy`` the share of pairs in which it is above 0.
+    """
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        term = "-log sigmoid(r of the chosen response - r of the rejected one)"
+        return Formula(symbol="L", expression=f"mean over a minibatch's pairs of [{term}]", where={"r": REWARD_OUTPUT})
+
+    def run(self, engine: TrainsReward, pairs: Pairs) -> Metrics:
+        weighting = Weighting(aggregation="sequence")
+        steps = train(engine, pairs, {}, RankingLoss(), num_minibatches=self.num_minibatches, weighting=weighting)
+        return Metrics(values=mean_metrics(steps))
+
+    def scores(self, engine: Evaluates, pairs: Pairs) -> NDArray[np.float32]:  # type: ignore[override]
+        return engine.evaluate(pairs).values

@@ -17,8 +17,7 @@ from rlflow.errors import EngineError, RecipeError, below
 from rlflow.nodes.base import Formula, Node, times
 from rlflow.rewards.base import MAX_FLOAT32, Failure, Outcome
 from rlflow.rewards.callables import RewardTerm
-from rlflow.rewards.fork_client import Call
-from rlflow.rewards.pool import ProcessPool
+from rlflow.rewards.pool import Call, ProcessPool
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

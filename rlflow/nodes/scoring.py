@@ -1,11 +1,17 @@
-"""Scores of existing responses by a role's model: logprobs and values."""
+"""Scores of existing responses by a role's model: logprobs, values and rewards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlflow.batch import Logprobs, Rollouts, Sequences, ValueEstimates
-from rlflow.engines.base import Scores, ScoresBase, Values
+import numpy as np
+
+from rlflow.batch import Logprobs, Rewards, Rollouts, Sequences, ValueEstimates
+from rlflow.engines.base import Evaluates, Scores, ScoresBase, Values
+from rlflow.errors import EngineError
 from rlflow.nodes.base import Formula, Node
+
+REWARD_OUTPUT = "the output of the reward model's head at the last token"
+"""The reward in the formulas of losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +42,21 @@ class ScoreValues(Node, kind="values", unit="sample"):
 
     def run(self, engine: Values, rollouts: Rollouts) -> ValueEstimates:
         return engine.values(rollouts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModel(Node, kind="reward_model", unit="sample"):
+    """The reward of each response by the role's model, at the last token; none for a failed conversation."""
+
+    def formula(self, symbols: Mapping[str, str]) -> Formula:
+        return Formula(symbol="r", expression=REWARD_OUTPUT)
+
+    def run(self, engine: Evaluates, rollouts: Rollouts) -> Rewards:
+        rewards = engine.evaluate(rollouts)
+        if not np.isfinite(rewards.values).all():
+            count = int(np.sum(~np.isfinite(rewards.values)))
+            raise EngineError(f"the reward model gives no finite number for {count} of {len(rollouts)} responses.")
+        return Rewards(values=np.where(rollouts.failed, np.float32(np.nan), rewards.values))
 
 
 def _temperature(sequences: Sequences) -> float:

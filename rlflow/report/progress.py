@@ -20,7 +20,7 @@ from rlflow.nodes.generate import Generate
 from rlflow.nodes.policy_update import PolicyGradient, SftUpdate
 from rlflow.nodes.preference import Preference
 from rlflow.nodes.reward import Reward
-from rlflow.nodes.reward_model import RewardModel
+from rlflow.nodes.scoring import RewardModel
 from rlflow.runtime.protocols import Observer, Report
 
 WIDTH = 100

@@ -5,19 +5,163 @@ imports what the functions need, and forks workers from itself, which takes a mi
 deadline or dies is killed with everything that it started, and another one takes its place.
 """
 
+import pickle
 import selectors
 import signal
+import socket
+import subprocess
+import sys
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from rlflow.errors import EngineError
 from rlflow.rewards.base import CallableSpec, Failure
-from rlflow.rewards.fork_client import Call, ForkedWorker, ForkServer
-from rlflow.rewards.processes import num_usable_cpus
+from rlflow.rewards.fork_server import NUMBER
+from rlflow.rewards.processes import Channel, num_usable_cpus
+
+# Well below the buffer of a socket, so that sending to a worker whose function hangs does not block.
+_MAX_UNREAD_BYTES = 1 << 15
+# A socket's buffer holds a few hundred messages, however small they are.
+_MAX_UNREAD_CALLS = 64
+# The server may import libraries as large as torch before it starts; forking and killing are quick.
+_START_TIMEOUT_S, _ANSWER_TIMEOUT_S = 300.0, 30.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """Some responses for one callable of a pool."""
+
+    name: str
+    """The callable's name in the pool."""
+    indices: Sequence[int]
+    """Where the responses stand in the caller's batch."""
+    texts: Sequence[str]
+    rows: Sequence[Any]
+    """One argument for each text: a row of the data set, or an environment's row and state."""
+
+    def split(self) -> "list[Call]":
+        """Return a call for each response."""
+        entries = zip(self.indices, self.texts, self.rows, strict=True)
+        return [Call(self.name, [index], [text], [row]) for index, text, row in entries]
+
+
+class ForkServer:
+    """The fork server process. It ends with its workers on ``stop``, with this object, or with this process."""
+
+    def __init__(self, specs: Mapping[str, CallableSpec]) -> None:
+        """Start the server and wait until it has loaded the callables. Raises EngineError."""
+        self._socket, server_socket = socket.socketpair()
+        command = [sys.executable, "-m", "rlflow.rewards.fork_server", str(server_socket.fileno())]
+        with server_socket:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[server_socket.fileno()], start_new_session=True
+            )
+        self.pid = process.pid
+        self.stop = weakref.finalize(self, _stop_server, self._socket, process)
+        self._socket.settimeout(_START_TIMEOUT_S)
+        channel = Channel(self._socket)
+        try:
+            channel.send(pickle.dumps((sys.path, dict(specs))))
+            answers = channel.receive()
+        except OSError:
+            answers = None
+        if not answers:
+            raise EngineError("the fork server of reward functions did not start.")
+        if answers[0] is not None:
+            raise answers[0]
+        self._socket.settimeout(_ANSWER_TIMEOUT_S)
+
+    def fork(self) -> tuple[int, socket.socket]:
+        """Fork a worker; return its process id and our end of its socket. Raises EngineError."""
+        our_end, worker_end = socket.socketpair()
+        with worker_end:
+            try:
+                return self._request(0, [worker_end.fileno()]), our_end
+            except BaseException:
+                our_end.close()
+                raise
+
+    def end(self, pid: int) -> int:
+        """Kill a worker with all that it started; return its exit code, or minus the number of its signal."""
+        return self._request(pid, [])
+
+    def _request(self, number: int, descriptors: list[int]) -> int:
+        answer = b""
+        try:
+            with suppress(OSError):
+                socket.send_fds(self._socket, [NUMBER.pack(number)], descriptors)
+                answer = self._socket.recv(NUMBER.size, socket.MSG_WAITALL)
+        finally:
+            if len(answer) < NUMBER.size:
+                # A late answer would be read as the answer to the next request.
+                self._socket.close()
+        if len(answer) < NUMBER.size:
+            raise EngineError("the fork server of reward functions has died.")
+        return int(NUMBER.unpack(answer)[0])
+
+
+def _stop_server(control: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+    control.close()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_ANSWER_TIMEOUT_S)
+        return
+    process.kill()
+    process.wait()
+
+
+class ForkedWorker:
+    """A worker process with its queue of calls. It processes the first call of the queue."""
+
+    def __init__(self, pid: int, end: socket.socket) -> None:
+        self.pid = pid
+        self.socket = end
+        self.pending: deque[Call] = deque()
+        """Calls that were sent and are not answered yet."""
+        self._channel = Channel(end)
+        self._sizes: deque[int] = deque()
+        self._limits: deque[float] = deque()
+        self._call_started = 0.0
+
+    @property
+    def deadline(self) -> float:
+        """Return when the current call must end, on the monotonic clock."""
+        return self._call_started + self._limits[0]
+
+    def submit(self, call: Call, limit_s: float) -> bool:
+        """Send a call if the queue has room, and return whether it had. Raises OSError when the worker has died."""
+        now = time.monotonic()
+        if self.pending and (len(self.pending) > _MAX_UNREAD_CALLS or self.deadline <= now):
+            return False
+        message = pickle.dumps((call.name, call.texts, call.rows))
+        if self.pending and sum(self._sizes) - self._sizes[0] + len(message) > _MAX_UNREAD_BYTES:
+            return False
+        if not self.pending:
+            self._call_started = now
+        self.socket.settimeout(limit_s)
+        with suppress(TimeoutError):  # the call has then missed its deadline, which makes it fail
+            self._channel.send(message)
+        self.pending.append(call)
+        self._sizes.append(len(message))
+        self._limits.append(limit_s)
+        return True
+
+    def receive(self) -> list[Any] | None:
+        """Return the answers that have arrived; None when the worker has died."""
+        return self._channel.receive()
+
+    def pop_answered(self) -> tuple[Call, float]:
+        """Remove the call that was just answered from the queue; return it and the seconds that it took."""
+        now = time.monotonic()
+        seconds, self._call_started = now - self._call_started, now
+        self._sizes.popleft()
+        self._limits.popleft()
+        return self.pending.popleft(), seconds
+
 
 # Seconds of work that are queued at a worker, so that it need not wait for the next call.
 _QUEUED_S = 0.01
@@ -37,7 +181,7 @@ class ProcessPool:
         self.workers: list[ForkedWorker] = []
         self._call_seconds: defaultdict[str, float] = defaultdict(lambda: _FIRST_CALL_S)
         """A moving average of the duration of a call, for each callable."""
-        self.stop = weakref.finalize(self, _stop, self.workers, self.fork_server)
+        self.stop = weakref.finalize(self, _stop_pool, self.workers, self.fork_server)
 
     def outcomes(self, calls: Iterable[Call]) -> Generator[tuple[Call, list[Any]], None, None]:
         """Yield each call with its outcomes, in the order in which calls finish.
@@ -131,7 +275,7 @@ def _describe_exit(exit_code: int) -> str:
     return known.get(-exit_code, f"signal {-exit_code}")
 
 
-def _stop(workers: list[ForkedWorker], fork_server: ForkServer) -> None:
+def _stop_pool(workers: list[ForkedWorker], fork_server: ForkServer) -> None:
     for worker in workers:
         worker.socket.close()
     workers.clear()

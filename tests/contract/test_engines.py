@@ -15,8 +15,8 @@ from rlflow.engines.base import Sampling, Sleeps
 from rlflow.engines.group_progress import GroupProgress, is_done
 from rlflow.engines.registry import engine_class, engine_kind, engine_names
 from rlflow.errors import EngineError
+from rlflow.nodes.critic import ValueLoss
 from rlflow.nodes.policy_loss import LikelihoodLoss
-from rlflow.nodes.value_update import ValueLoss
 from rlflow.recipe import Model, Optimizer
 from tests.helpers import minibatch, prompts, sequences, spec
 from tests.integration.engine_process import EngineProcess, free_address, processes

@@ -13,8 +13,7 @@ import pytest
 from rlflow.batch import Metrics, Minibatch
 from rlflow.engines.torch import TorchEngine
 from rlflow.nodes.minibatches import Weighting
-from rlflow.nodes.preference import DpoLoss
-from rlflow.nodes.reward_model import RankingLoss
+from rlflow.nodes.preference import DpoLoss, RankingLoss
 from rlflow.recipe import Model
 from tests.helpers import minibatch, pairs
 from tests.integration.engine_process import EngineProcess, all_of, free_address

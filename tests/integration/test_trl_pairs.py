@@ -9,8 +9,7 @@ import torch
 
 from rlflow.batch import Logprobs, Packed
 from rlflow.engines.torch import TorchEngine
-from rlflow.nodes.preference import DpoUpdate
-from rlflow.nodes.reward_model import RewardModelUpdate
+from rlflow.nodes.preference import DpoUpdate, RewardModelUpdate
 from rlflow.recipe import Model, Optimizer
 from tests.helpers import pairs, spec
 from tests.integration.test_trl_loss import compare, padded

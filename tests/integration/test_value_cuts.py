@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rlflow.batch import Metrics, Minibatch
+from rlflow.nodes.critic import ValueLoss
 from rlflow.nodes.minibatches import Weighting
-from rlflow.nodes.value_update import ValueLoss
 from tests.helpers import minibatch
 from tests.integration.engine_process import EngineProcess, all_of, free_address
 from tests.integration.test_cuts import (

@@ -7,8 +7,7 @@ import pytest
 
 from rlflow.environments.turn import EnvironmentSpec, TurnResult
 from rlflow.rewards.base import Failure, Kind
-from rlflow.rewards.fork_client import Call
-from rlflow.rewards.pool import ProcessPool
+from rlflow.rewards.pool import Call, ProcessPool
 from tests.unit.environments import misbehaving
 
 DEADLINE_S = 0.5

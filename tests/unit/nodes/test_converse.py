@@ -17,7 +17,7 @@ from rlflow.nodes.advantages import TeacherAdvantage
 from rlflow.nodes.environment_session import EnvironmentSession
 from rlflow.nodes.generate import Converse, Generate
 from rlflow.nodes.reward import Reward, SummedRewards
-from rlflow.nodes.reward_model import RewardModel
+from rlflow.nodes.scoring import RewardModel
 from rlflow.rewards.callables import RewardTerm
 from tests.helpers import MODEL, keys, prompts, spec
 from tests.unit.environments import echo

@@ -18,10 +18,9 @@ from rlflow.batch import (
 )
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.torch import TorchEngine
-from rlflow.nodes.gae import GaeAdvantage
+from rlflow.nodes.critic import GaeAdvantage, ValueUpdate
 from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.nodes.policy_variants import GspoUpdate
-from rlflow.nodes.value_update import ValueUpdate
 from rlflow.runtime.step import check_advantages, metrics_of
 from tests.helpers import rollouts, sequences, spec
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlflow.batch import Logprobs, Packed, Rewards, ValueEstimates
 from rlflow.errors import GraphError
-from rlflow.nodes.gae import GaeAdvantage, GaeAdvantages, discounted_sums
+from rlflow.nodes.critic import GaeAdvantage, GaeAdvantages, discounted_sums
 from tests.helpers import rollouts, sequences
 
 DRAW = np.random.default_rng(0)

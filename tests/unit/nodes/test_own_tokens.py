@@ -21,7 +21,7 @@ from rlflow.batch import (
 )
 from rlflow.engines.torch import TorchEngine
 from rlflow.nodes.advantages import BatchAdvantage, TokenAdvantage
-from rlflow.nodes.gae import GaeAdvantage
+from rlflow.nodes.critic import GaeAdvantage
 from rlflow.nodes.policy_loss import Correction
 from rlflow.nodes.policy_update import PolicyGradient, PolicyUpdate
 from rlflow.nodes.policy_variants import CispoUpdate, GspoUpdate, ReinforceUpdate

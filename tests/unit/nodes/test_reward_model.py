@@ -14,7 +14,8 @@ from rlflow.engines.fake import FakeEngine
 from rlflow.engines.torch import TorchEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.nodes.minibatches import Weighting
-from rlflow.nodes.reward_model import RankingLoss, RewardModel, RewardModelUpdate
+from rlflow.nodes.preference import RankingLoss, RewardModelUpdate
+from rlflow.nodes.scoring import RewardModel
 from rlflow.recipe import Model, Optimizer
 from tests.helpers import pairs, rollouts, sequences, spec
 

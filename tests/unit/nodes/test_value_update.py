@@ -8,10 +8,9 @@ import torch
 
 from rlflow.batch import Minibatch, Packed, ValueEstimates
 from rlflow.engines.causal_lm.totals import LossTotals
-from rlflow.nodes.gae import GaeAdvantages
+from rlflow.nodes.critic import GaeAdvantages, ValueLoss, ValueUpdate
 from rlflow.nodes.minibatches import Weighting
 from rlflow.nodes.policy_update import PolicyUpdate
-from rlflow.nodes.value_update import ValueLoss, ValueUpdate
 from tests.helpers import minibatch, rollouts, sequences
 from tests.unit.nodes.test_update import Recorder, columns
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlflow.batch import Logprobs, Rewards, ValueEstimates
 from rlflow.nodes.advantages import BatchAdvantage, GroupAdvantage, TokenAdvantage
-from rlflow.nodes.gae import GaeAdvantage
+from rlflow.nodes.critic import GaeAdvantage
 from tests.helpers import rollouts, sequences
 
 DRAW = np.random.default_rng(0)

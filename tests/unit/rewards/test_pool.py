@@ -18,8 +18,7 @@ from rlflow.errors import EngineError
 from rlflow.rewards import callables
 from rlflow.rewards.base import Failure, Kind, Outcome
 from rlflow.rewards.callables import RewardTerm
-from rlflow.rewards.fork_client import Call, ForkedWorker
-from rlflow.rewards.pool import ProcessPool
+from rlflow.rewards.pool import Call, ForkedWorker, ProcessPool
 from rlflow.rewards.processes import Channel, children, descendants
 from tests.unit.rewards import misbehaving
 
@@ -250,7 +249,7 @@ def test_the_pool_is_whole_after_many_hangs(hangs: int, pool: ProcessPool) -> No
 
 OWNER = """
 from rlflow.rewards.callables import RewardTerm
-from rlflow.rewards.fork_client import Call
+from rlflow.rewards.pool import Call
 from rlflow.rewards.pool import ProcessPool
 
 pool = ProcessPool({"does": RewardTerm(function="MODULE:reward", timeout_s=100.0)}, num_workers=1)

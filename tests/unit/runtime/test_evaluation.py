@@ -14,7 +14,7 @@ from rlflow.engines.base import TokenLoss
 from rlflow.engines.fake import FakeEngine
 from rlflow.nodes.base import Node
 from rlflow.nodes.reward import Reward
-from rlflow.nodes.reward_model import RewardModel
+from rlflow.nodes.scoring import RewardModel
 from rlflow.runtime.evaluation import RewardEvaluator, evaluator_of
 from rlflow.runtime.protocols import Engines
 from tests.conftest import CONFIG_DIR
