@@ -9,9 +9,11 @@ from typing import Any
 
 from benchmarks.published.cases import Case, case_of
 from benchmarks.published.rows import Row
+from rlflow.resources.memory.allocator import ALLOCATOR, Allocator
 from rlflow.resources.memory.overheads import CONTEXT_GIB, asleep_terms, sync_terms
-from rlflow.resources.memory.phases import generate_memory, update_terms, usable_gib
+from rlflow.resources.memory.phases import cached_gib, generate_memory, update_terms, usable_gib
 from rlflow.resources.memory.state import Terms, TrainingMemory, state_terms
+from rlflow.resources.planner.confidence import Band, Kind, Verdict, kind_of
 
 _MAX_BATCHED_TOKENS = 8192
 # Columns that a bisection may search, in order: the first one that differs was searched.
@@ -31,6 +33,9 @@ class Prediction:
     """True if the engine's weights fit into its share."""
     limit: float | None
     """GiB of the GPU that can be allocated."""
+    cached: float
+    """GiB that the allocator keeps besides ``update`` as long as there is room."""
+    kind: Kind
 
     @property
     def update_gib(self) -> float:
@@ -39,15 +44,25 @@ class Prediction:
     @property
     def fits(self) -> bool:
         """Return whether the case fits its GPU, which must be known."""
+        return self.verdict(Band(1.0, 1.0)) is Verdict.FITS
+
+    def verdict(self, band: Band) -> Verdict:
+        """Return the verdict for a GPU, which must be known.
+
+        An engine's share of its GPU is exact, so that only what trains has a band.
+        """
         assert self.limit is not None
-        others = [sum(terms.values()) for terms in (self.generate, self.sync) if terms is not None]
-        return max(self.update_gib, *others, 0.0) <= self.limit and self.has_room
+        engine = sum(self.generate.values()) if self.generate is not None else 0.0
+        if not self.has_room or engine > self.limit:
+            return Verdict.DOES_NOT_FIT
+        return band.verdict(max(self.update_gib, sum((self.sync or {}).values())), self.limit)
 
 
-def predict(case: Case) -> Prediction:
+def predict(case: Case, allocator: Allocator = ALLOCATOR) -> Prediction:
     model, library = case.model, case.habits
     tokens = float(case.train.micro_batch_tokens)
-    update = dict(update_terms(model, case.train, case.training, tokens))
+    update = dict(update_terms(model, case.train, case.training, tokens, allocator=allocator))
+    cached = cached_gib(model, case.train, case.training, tokens, allocator=allocator)
     others = _others(case)
     update |= others
     generate, sync, has_room = None, None, True
@@ -75,7 +90,8 @@ def predict(case: Case) -> Prediction:
                 sync = sync_terms(model, case.train, case.training, case.rollout, weight_bytes=library.engine_bytes)
             update |= {f"engine {name}": gib for name, gib in left.items()}
     limit = usable_gib(case.memory_gib) if case.memory_gib else None
-    return Prediction(update, generate, sync, has_room, limit)
+    kind = kind_of(case.train, case.training, beside_engine=case.colocated)
+    return Prediction(update, generate, sync, has_room, limit, cached, kind)
 
 
 def _others(case: Case) -> dict[str, float]:
@@ -134,15 +150,21 @@ def _bound(row: Row) -> float | None:
 
 
 def comparable(case: Case, prediction: Prediction) -> float:
-    """Return the part of the prediction that the row's kind of measurement covers."""
+    """Return the part of the prediction that the row's kind of measurement covers.
+
+    The driver refuses what exceeds the GPU, so that no more than its limit is ever reserved.
+    """
     kind = case.row.peak_mem_kind.lower()
     unseen: set[str] = set()
-    if "alloc" in kind:
+    if "alloc" in kind or "active" in kind:
         unseen = {"context", "nccl", "fragmentation"}
         unseen |= {term for term in prediction.update if term.startswith("engine ")}
     elif "reserved" in kind:
         unseen = {"context", "nccl"}
-    return sum(gib for term, gib in prediction.update.items() if term not in unseen)
+    seen = sum(gib for term, gib in prediction.update.items() if term not in unseen)
+    if "fragmentation" in unseen or prediction.limit is None:
+        return seen if "fragmentation" in unseen else seen + prediction.cached
+    return max(seen, min(seen + prediction.cached, prediction.limit - (prediction.update_gib - seen)))
 
 
 @dataclass(frozen=True)
@@ -207,7 +229,7 @@ class Judged:
         return None if self.measured is None else comparable(self.case, self.prediction) / self.measured - 1
 
 
-def judge(cases: Sequence[Case]) -> tuple[list[Judged], dict[str, str]]:
+def judge(cases: Sequence[Case], allocator: Allocator = ALLOCATOR) -> tuple[list[Judged], dict[str, str]]:
     """Return the cases that say something about memory, and the reasons why others do not, by id."""
     judged, skipped = [], {}
     for case in cases:
@@ -216,7 +238,7 @@ def judge(cases: Sequence[Case]) -> tuple[list[Judged], dict[str, str]]:
             skipped[case.row.id] = reason
             continue
         outcome = case.row.outcome != "oom" if _decides(case) else None
-        judged.append(Judged(case, predict(case), outcome, _measured(case.row), _bound(case.row)))
+        judged.append(Judged(case, predict(case, allocator), outcome, _measured(case.row), _bound(case.row)))
     return judged, skipped
 
 

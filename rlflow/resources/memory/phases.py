@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.memory.allocator import ALLOCATOR, Allocator
 from rlflow.resources.memory.overheads import NO_SHARP, Sharp, graphs_gib, process_terms
 from rlflow.resources.memory.state import (
     MIXED_PRECISION,
@@ -26,9 +27,6 @@ from rlflow.resources.models.lora import Lora, adapter_parameters
 
 # Memory that the driver reserves: torch's reports of exhausted memory give cards of 79.6 and 80 GiB 79.1 to 79.3.
 DRIVER_GIB = 0.5
-# The caching allocator holds this share more than what is allocated and freed all the time. NeMo-RL measured
-# 71.2 GiB reserved for 62.5 GiB in use, state included, with packed micro-batches (NVIDIA-NeMo/RL, pull request 3476).
-FRAGMENTATION = 0.12
 # Tokens in a step of vLLM. The engine gets this value, because its default depends on the kind of GPU.
 MAX_BATCHED_TOKENS = 8192
 # Ranks of adapters that vLLM reserves room for; smaller ranks are padded.
@@ -47,7 +45,7 @@ def update_terms(
     tokens: float,
     *,
     accumulates: bool = True,
-    fragmentation: float = FRAGMENTATION,
+    allocator: Allocator = ALLOCATOR,
     sharp: Sharp = NO_SHARP,
 ) -> dict[str, float]:
     """Return the terms of a trained role at the peak of its update.
@@ -60,10 +58,36 @@ def update_terms(
         for moment in _moments(model, layout, training, stage, tokens):
             gradients = state["gradients"] * (1 if accumulates else moment.gradients)
             moving = {name: size / GIB for name, size in moment.terms.items()}
-            moving["fragmentation"] = fragmentation * sum(moving.values())
+            moving["fragmentation"] = allocator.fragmentation * sum(moving.values())
             fixed = persistent_buffers(layout, training) | process_terms(layout, sharp)
             candidates.append(state | {"gradients": gradients} | moving | fixed)
     return max(candidates, key=total_gib)
+
+
+def cached_gib(
+    model: Architecture,
+    layout: Layout,
+    training: TrainingMemory,
+    tokens: float,
+    *,
+    allocator: Allocator = ALLOCATOR,
+    sharp: Sharp = NO_SHARP,
+) -> float:
+    """Return what the allocator keeps reserved after an update besides the terms of its peak.
+
+    At most that is what every kind of tensor needed at some moment. It is released where memory runs out.
+    """
+    most = 0.0
+    for stage in pipeline_stages(model, layout):
+        moments = list(_moments(model, layout, training, stage, tokens))
+        names = {name for moment in moments for name in moment.terms}
+        moving = sum(max(moment.terms.get(name, 0.0) for moment in moments) for name in names) / GIB
+        fixed = persistent_buffers(layout, training) | process_terms(layout, sharp)
+        state = total_gib(stage_state(model, layout, training, stage)) + total_gib(fixed)
+        most = max(most, state + (1 + allocator.fragmentation) * moving)
+    peak = total_gib(update_terms(model, layout, training, tokens, allocator=allocator, sharp=sharp))
+    shards = layout.data_parallel_size * layout.sequence_parallel_size > 1
+    return allocator.kept(shards=shards) * max(0.0, most - peak)
 
 
 @dataclass(frozen=True)
@@ -127,7 +151,8 @@ def _moments(
     yield Moment(1 - computed, {"activations": 0.0, "logits": output, "gathered": at_ends})
     if full and layout.offload in (None, "none"):
         stepping = min(sharded_parameters(layout, stage) if zero else whole, training.step_parameters)
-        yield Moment(1.0, {"activations": 0.0, "logits": 0.0, "gathered": training.step * stepping})
+        nothing = {"activations": 0.0, "logits": 0.0, "gathered": 0.0}
+        yield Moment(1.0, nothing | {"step": training.step * stepping})
 
 
 def _reduced_at_once(training: TrainingMemory, stage: Stage, zero: int) -> float:
@@ -175,7 +200,7 @@ def score_terms(
         "logits": logit_bytes * min(logits, training.logits_at_once) / GIB,
         "gathered": gathered / GIB,
     }
-    moving["fragmentation"] = FRAGMENTATION * sum(moving.values())
+    moving["fragmentation"] = ALLOCATOR.fragmentation * sum(moving.values())
     weights = weight_bytes * (sharded_parameters(layout, stage) if zero == 3 else whole) / GIB
     weights *= layout.offload != "weights"
     return {"weights": weights} | moving | process_terms(layout, sharp)

@@ -1,0 +1,58 @@
+"""Verdicts on memory: the error bands of a predicted peak, from published runs that it was not fitted to."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rlflow.resources.layout import Layout
+from rlflow.resources.memory.state import TrainingMemory
+
+
+class Verdict(StrEnum):
+    """A statement on whether a predicted peak fits into a limit, given the errors of such predictions."""
+
+    FITS = "FITS"
+    TIGHT = "TIGHT"
+    DOES_NOT_FIT = "DOES NOT FIT"
+
+
+@dataclass(frozen=True)
+class Band:
+    """The range in which nine of ten measured peaks lie, as factors of the predicted one."""
+
+    low: float
+    high: float
+
+    def verdict(self, peak_gib: float, limit_gib: float) -> Verdict:
+        """Return ``FITS`` or ``DOES_NOT_FIT`` where the whole range is on one side of the limit, else ``TIGHT``."""
+        if peak_gib * self.high <= limit_gib:
+            return Verdict.FITS
+        return Verdict.TIGHT if peak_gib * self.low <= limit_gib else Verdict.DOES_NOT_FIT
+
+
+class Kind(StrEnum):
+    """The kinds of configurations whose errors are counted apart."""
+
+    ADAPTERS_ALONE = "LoRA on one GPU"
+    ALONE = "all weights on one GPU"
+    SHARDED = "several GPUs"
+    BESIDE_ENGINE = "beside an engine"
+
+
+def kind_of(layout: Layout, training: TrainingMemory, *, beside_engine: bool) -> Kind:
+    """Return the kind of a role that trains or scores; ``beside_engine``: an engine sleeps on the same GPUs."""
+    if beside_engine:
+        return Kind.BESIDE_ENGINE
+    if layout.num_gpus > 1:
+        return Kind.SHARDED
+    return Kind.ALONE if training.lora is None else Kind.ADAPTERS_ALONE
+
+
+# The 5th and 95th percentiles of measured over predicted memory, every system with the same weight and predicted
+# without it: ``python -m benchmarks.published`` prints them for its table ("bands").
+MEMORY_BANDS: Mapping[Kind, Band] = {
+    Kind.ADAPTERS_ALONE: Band(0.85, 1.2),
+    Kind.ALONE: Band(0.85, 1.2),
+    Kind.SHARDED: Band(0.8, 1.25),
+    Kind.BESIDE_ENGINE: Band(0.8, 1.25),
+}
