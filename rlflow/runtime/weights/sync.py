@@ -155,7 +155,7 @@ def _sync_gpu_to_gpu(source: SyncWorkers, target: SyncWorkers, transport: GpuTra
         source.call(rank, "send_gpu_to_gpu", transport, receivers, rank, source.address) for rank in range(len(source))
     ]
     _wait_for(_by_worker(source, calls), receiving=target)
-    _wait_for(_by_worker(target, target.call_all("call", "transferred", version)))
+    _wait_for(_by_worker(target, target.call_all("call", "finish_transfer", version)))
     return time.perf_counter() - start
 
 
