@@ -178,10 +178,12 @@ class Boundary:
 
     @property
     def error(self) -> float:
-        return abs(self.predicted / self.true - 1)
+        """Return how far the prediction is from the interval of the largest run and the smallest failure."""
+        largest = max(self.true, self.smallest_that_died - 1)
+        return max(self.true / max(1, self.predicted), self.predicted / largest, 1.0) - 1
 
 
-def boundaries(rows: Iterable[Row]) -> Iterator[Boundary]:
+def boundaries(rows: Iterable[Row], allocator: Allocator = ALLOCATOR) -> Iterator[Boundary]:
     """Yield, for each series of runs that differ in one size, the largest that ran and the largest predicted to fit."""
     bisected = [row for row in rows if row.evidence == "author_oom_bisect"]
     for _, found in groupby(sorted(bisected, key=_but_size), key=_but_size):
@@ -192,7 +194,7 @@ def boundaries(rows: Iterable[Row]) -> Iterator[Boundary]:
             continue
         true = max(getattr(row, name) for row in ran)
         died = min((getattr(row, name) for row in series if row.outcome == "oom"), default=0)
-        largest = _largest_that_fits(ran[0], name, 16 * true)
+        largest = _largest_that_fits(ran[0], name, 16 * true, allocator)
         yield Boundary(ran[0].system, tuple(row.id for row in series), name, true, died, largest)
 
 
@@ -200,13 +202,13 @@ def _but_size(row: Row) -> tuple[str, ...]:
     return tuple(str(getattr(row, field.name)) for field in fields(row) if field.name not in _OUTCOMES)
 
 
-def _largest_that_fits(row: Row, name: str, most: int) -> int:
+def _largest_that_fits(row: Row, name: str, most: int, allocator: Allocator) -> int:
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
         size: dict[str, Any] = {name: middle}
         case = case_of(replace(row, **size))
-        fits = isinstance(case, Case) and predict(case).fits
+        fits = isinstance(case, Case) and predict(case, allocator).fits
         low, high = (middle, high) if fits else (low, middle)
     return low
 

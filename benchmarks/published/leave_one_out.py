@@ -1,0 +1,233 @@
+"""Judge each system of published runs with constants and error bands that were fitted without it.
+
+The constants are those of torch's allocator; a band is the range of measured over predicted memory of the other
+systems, each of them predicted without itself as well. Every system has the same weight, whatever its number of rows.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from math import exp, log
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.published import memory
+from benchmarks.published.cases import Case
+from benchmarks.published.memory import Boundary, Judged
+from benchmarks.published.rows import Row
+from rlflow.resources.memory.allocator import ALLOCATOR, Allocator
+from rlflow.resources.planner.confidence import Band, Kind, Verdict
+
+GRID = tuple(
+    Allocator(fragmentation=fragmentation, cached=cached, cached_alone=alone)
+    for fragmentation, cached, alone in product(
+        (0.0, 0.04, 0.08, 0.12, 0.16), (0.0, 0.25, 0.5, 0.75, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0)
+    )
+)
+"""The allocators to choose from."""
+COVERED = (0.05, 0.95)
+"""The quantiles at the ends of a band."""
+_ENOUGH_SYSTEMS = 3
+"""A kind of configuration that fewer systems have measured gets the band of all kinds."""
+LARGE = 10
+"""A system needs so many used rows to be named as the worst."""
+
+
+def system_of(row: Row) -> str:
+    """Return the name of the row's system without the name of what it builds on."""
+    return row.system.split("(")[0].strip()
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A system that was left out, and what the other systems say of it."""
+
+    system: str
+    allocator: Allocator
+    bands: Mapping[Kind, Band]
+    judged: tuple[Judged, ...]
+
+    def verdict(self, one: Judged) -> Verdict:
+        """Return the verdict on a row of the system, whose GPU must be known."""
+        return one.prediction.verdict(self.bands[one.prediction.kind])
+
+    def rate(self, outcome: bool, test: Callable[[Verdict], bool]) -> float | None:
+        """Return the share of runs with an outcome whose verdict passes a test; None without such runs."""
+        verdicts = [self.verdict(one) for one in self.judged if one.outcome is outcome]
+        return sum(map(test, verdicts)) / len(verdicts) if verdicts else None
+
+    @property
+    def oom_recall(self) -> float | None:
+        """Return the share of runs out of memory that are not said to fit."""
+        return self.rate(False, lambda verdict: verdict is not Verdict.FITS)
+
+    @property
+    def false_oom(self) -> float | None:
+        """Return the share of working runs that are said not to fit."""
+        return self.rate(True, lambda verdict: verdict is Verdict.DOES_NOT_FIT)
+
+    @property
+    def tight(self) -> float | None:
+        """Return the share of working runs that are said to be tight."""
+        return self.rate(True, lambda verdict: verdict is Verdict.TIGHT)
+
+    @property
+    def memory_error(self) -> float | None:
+        """Return the median relative error of measured memory."""
+        errors = self.errors
+        return median(errors) if errors else None
+
+    @property
+    def errors(self) -> list[float]:
+        """Return the relative errors of measured memory, without their signs."""
+        return [abs(one.error) for one in self.judged if one.error is not None]
+
+
+class Errors:
+    """The errors of all measured rows for every allocator of the grid."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        self._ratios: list[Mapping[str, list[tuple[Kind, float]]]] = []
+        judged, _ = memory.judge(cases)
+        measured = [one.case for one in judged if one.measured is not None]
+        for allocator in GRID:
+            ratios: dict[str, list[tuple[Kind, float]]] = {}
+            for one in memory.judge(measured, allocator)[0]:
+                assert one.measured is not None
+                ratio = log(one.measured / memory.comparable(one.case, one.prediction))
+                ratios.setdefault(system_of(one.case.row), []).append((one.prediction.kind, ratio))
+            self._ratios.append(ratios)
+        self.systems = sorted(self._ratios[0])
+        self._fit = cache(self._fit_without)
+
+    def fit(self, *without: str) -> int:
+        """Return the index of the allocator with the smallest mean error over systems, some of which are left out."""
+        return self._fit(frozenset(without))
+
+    def _fit_without(self, without: frozenset[str]) -> int:
+        def cost(index: int) -> float:
+            rows = (rows for system, rows in self._ratios[index].items() if system not in without)
+            return sum(sum(abs(ratio) for _, ratio in each) / len(each) for each in rows)
+
+        return min(range(len(GRID)), key=cost)
+
+    def bands(self, *without: str) -> Mapping[Kind, Band]:
+        """Return the bands of systems that are not left out, each of them predicted without itself."""
+        found: list[tuple[str, Kind, float]] = []
+        for system in self.systems:
+            if system not in without:
+                ratios = self._ratios[self.fit(system, *without)][system]
+                found += [(system, kind, ratio) for kind, ratio in ratios]
+        bands = {}
+        for kind in Kind:
+            mine = [(system, ratio) for system, of, ratio in found if of is kind]
+            enough = len({system for system, _ in mine}) >= _ENOUGH_SYSTEMS
+            bands[kind] = _band(mine if enough else [(system, ratio) for system, _, ratio in found])
+        return bands
+
+
+def _band(ratios: Sequence[tuple[str, float]]) -> Band:
+    """Return the band of ratios, in which every system has the same weight; it contains 1."""
+    rows: dict[str, int] = {}
+    for system, _ in ratios:
+        rows[system] = rows.get(system, 0) + 1
+    weighted = [(ratio, 1 / rows[system]) for system, ratio in ratios]
+    low, high = (weighted_quantile(weighted, share) for share in COVERED)
+    return Band(exp(min(0.0, low)), exp(max(0.0, high)))
+
+
+def weighted_quantile(weighted: Iterable[tuple[float, float]], share: float) -> float:
+    """Return the smallest value up to which the values have at least a ``share`` of all weight."""
+    ordered = sorted(weighted)
+    total, seen = sum(weight for _, weight in ordered), 0.0
+    for value, weight in ordered:
+        seen += weight
+        if seen >= share * total:
+            return value
+    raise ValueError("expected a share of at most 1")
+
+
+def folds(cases: Sequence[Case]) -> tuple[list[Fold], Errors]:
+    """Leave out each system in turn."""
+    errors = Errors(cases)
+    mine: dict[str, list[Case]] = {}
+    for case in cases:
+        mine.setdefault(system_of(case.row), []).append(case)
+    found = []
+    for system, own in sorted(mine.items()):
+        allocator = GRID[errors.fit(system)]
+        judged, _ = memory.judge(own, allocator)
+        if judged:
+            found.append(Fold(system, allocator, errors.bands(system), tuple(judged)))
+    return found, errors
+
+
+def boundaries(rows: Sequence[Row], found: Sequence[Fold]) -> list[Boundary]:
+    """Return the boundaries that runs were searched for, each predicted without its own system."""
+    allocators = {fold.system: fold.allocator for fold in found}
+    by_system: dict[str, list[Row]] = {}
+    for row in rows:
+        by_system.setdefault(system_of(row), []).append(row)
+    return [
+        boundary
+        for system, own in by_system.items()
+        for boundary in memory.boundaries(own, allocators.get(system, ALLOCATOR))
+    ]
+
+
+def figures(found: Sequence[Fold], searched: Sequence[Boundary]) -> dict[str, float | int | None]:
+    """Return the figures over all systems, each with the same weight, and of the worst system with enough rows."""
+    large = [fold for fold in found if len(fold.judged) >= LARGE]
+    errors = [(error, 1 / len(fold.errors)) for fold in found for error in fold.errors]
+    return {
+        "loo_oom_recall": _mean(fold.oom_recall for fold in found),
+        "loo_oom_recall_worst": min((rate for fold in large if (rate := fold.oom_recall) is not None), default=None),
+        "loo_false_oom": _mean(fold.false_oom for fold in found),
+        "loo_false_oom_worst": max((rate for fold in large if (rate := fold.false_oom) is not None), default=None),
+        "loo_tight_of_working": _mean(fold.tight for fold in found),
+        "loo_boundary_error_max": max((one.error for one in searched), default=None),
+        "loo_memory_error_median": weighted_quantile(errors, 0.5) if errors else None,
+        "loo_memory_error_agilerl": next((fold.memory_error for fold in found if fold.system == "agilerl"), None),
+    }
+
+
+def deepspeed_with_vllm(found: Sequence[Fold]) -> list[Fold]:
+    """Return the folds reduced to runs that train with DeepSpeed and generate with vLLM, as rlflow does."""
+    reduced = []
+    for fold in found:
+        mine = tuple(one for one in fold.judged if _is_rlflow_like(one.case.row))
+        if mine:
+            reduced.append(Fold(fold.system, fold.allocator, fold.bands, mine))
+    return reduced
+
+
+def write(console: Console, found: Sequence[Fold], errors: Errors) -> None:
+    """Print the figures of each system that was left out, and the constants and bands that all systems give."""
+    table = Table("left out", "rows", "out of memory", "recall", "ran", "false", "tight", "measured", "median error")
+    both = [replace(fold, system=f"{fold.system}, DeepSpeed + vLLM") for fold in deepspeed_with_vllm(found)]
+    for fold in (*found, *both):
+        outcomes = [one.outcome for one in fold.judged]
+        counts = [len(outcomes), outcomes.count(False), fold.oom_recall, outcomes.count(True)]
+        counts += [fold.false_oom, fold.tight, len(fold.errors), fold.memory_error]
+        table.add_row(
+            fold.system, *("" if v is None else f"{v:.2f}" if isinstance(v, float) else str(v) for v in counts)
+        )
+    console.print(table)
+    console.print(f"constants from all systems: {GRID[errors.fit()]}", highlight=False)
+    others = {fold.allocator for fold in found}
+    console.print(f"constants without one of them: {len(others)} different", highlight=False)
+    for kind, band in errors.bands().items():
+        console.print(f"band {kind}: measured {band.low:.2f} to {band.high:.2f} of predicted", highlight=False)
+
+
+def _is_rlflow_like(row: Row) -> bool:
+    trains = f"{row.train_backend} {row.sharding}".lower()
+    return "vllm" in row.rollout_engine.lower() and ("deepspeed" in trains or trains.strip().startswith("zero"))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
