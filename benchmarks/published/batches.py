@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from benchmarks.published import libraries
+from benchmarks.published import settings
 from benchmarks.published.cases import Case
 from benchmarks.published.rows import Row
 from rlflow.resources.time.lengths import Lengths
@@ -68,9 +68,9 @@ def batch_of(case: Case) -> Batch | None:
         limit = 2.0 * COMPARED_LENGTH
     elif is_full(row):
         responses = Lengths((limit,))
-    elif "mean_response_len" in case.assumed and not libraries.data_lengths(row):
+    elif "mean_response_len" in case.assumed and not settings.data_lengths(row):
         responses = _responses(row, samples, prompts.mean, responses.longest)
-    samples *= libraries.sequences_per_sample(row) if not row.rollout_engine else 1
+    samples *= settings.sequences_per_sample(row) if not row.rollout_engine else 1
     return Batch(
         samples,
         max(1, case.group_size),
@@ -113,7 +113,7 @@ def _micro_batch(row: Row, mean: float, limit: float) -> float:
     """Return the tokens of a micro-batch; NeMo-RL's performance recipes and packed rows fill the limit."""
     if row.max_tokens_per_gpu:
         return float(row.max_tokens_per_gpu)
-    sequences = (row.micro_batch_per_gpu or 1) * libraries.sequences_per_sample(row)
+    sequences = (row.micro_batch_per_gpu or 1) * settings.sequences_per_sample(row)
     if "performance-summary" in row.source_path or is_full(row):
         return limit * sequences
     return sequences * mean

@@ -19,7 +19,7 @@ CONF = Path(__file__).parents[2] / "conf"
 _MORE_THAN_TEXT = re.compile(
     r"vl|vlm|omni|audio|vision|multimodal|internvl\S*|ovis\S*|keye|llava\S*|minicpm-?v\S*|diffusiongemma|gme|llama-?4|scout"
 )
-_QUANTISED = re.compile(r"awq|gptq|qlora|bnb|hqq|int4|int8|nvfp4|mxfp4")
+_QUANTISED = re.compile(r"hqq|int8|eetq|nvfp4|mxfp4")
 
 
 def unfit(row: Row) -> str | None:
@@ -28,7 +28,7 @@ def unfit(row: Row) -> str | None:
     if any(_MORE_THAN_TEXT.fullmatch(word) for word in re.split(r"[-_/() ]+", name)):
         return "a model with more than a text decoder"
     if _QUANTISED.search(name) or _QUANTISED.search(row.source_path.lower()):
-        return "quantised weights"
+        return "quantised weights of other than four bits"
     if re.search(r"class|not named", name) or "identity approximate" in row.notes:
         return "a model that is only roughly named"
     return None if model_of(row) is not None else "a model without figures"
@@ -102,6 +102,8 @@ def gpu_of(row: Row) -> Gpu | None:
     found = [gpu for stem, gpu in _gpus().items() if kinds[stem] == kind and gpu.memory_gib]
     named = re.search(r"[^a-z0-9](\d{2,3}) ?gb?\b", row.gpu_type.lower())
     size = row.gpu_mem_gb or (float(named[1]) if named else None)
+    if size is None and "equals card" in row.peak_mem_kind:
+        size = row.peak_mem_gb
     near = [gpu for gpu in found if not size or abs((gpu.memory_gib or 0) / size - 1) < 0.1]
     if len(near) == 1:
         return near[0]

@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from benchmarks.published import cards, libraries
+from benchmarks.published import cards, libraries, settings
 from benchmarks.published.cards import gpu_of, model_of
 from benchmarks.published.rows import Row
-from benchmarks.published.texts import largest_micro_batch, lengths_of
+from benchmarks.published.texts import largest_micro_batch, lengths_of, micro_batch_sequences
 from rlflow.resources.cluster import Gpu
 from rlflow.resources.layout import Layout
 from rlflow.resources.memory.state import TrainingMemory
@@ -38,8 +38,12 @@ class Case:
     group_size: int
     packed: bool
     """True if micro-batches are filled with whole samples, or have no padding."""
+    accumulates: bool
+    """Gradients of earlier micro-batches exist when a micro-batch begins."""
+    unknown: frozenset[str]
+    """Blank columns that decide about memory and for which the library has no default: what it needs is not judged."""
     assumed: frozenset[str]
-    """Blank columns that were filled from the library's behaviour or a prior."""
+    """Blank columns that were filled from a prior, unknown ones among them."""
 
     @property
     def memory_gib(self) -> float | None:
@@ -59,29 +63,31 @@ def case_of(row: Row) -> Case | Skipped:
         return Skipped(row, reason)
     model = model_of(row)
     assert model is not None
-    library = libraries.of(row)
-    assumed = set(libraries.assumed(row))
-    gpus = _train_gpus(row)
+    unknown, gpus = set(libraries.unknown(row)), _train_gpus(row)
     if row.placement == "disaggregate" and not (row.train_gpus or row.rollout_gpus):
-        assumed.add("train_gpus")
-    tensor = libraries.tensor_parallel_size(row)
-    group = tensor * (row.train_pp or 1) * (row.train_cp or 1) * (row.train_sp or 1)
+        unknown.add("train_gpus")
+    tensor = settings.tensor_parallel_size(row)
+    sequence_parallel = (row.train_cp or 1) * (row.train_sp or 1)
+    group = tensor * (row.train_pp or 1) * sequence_parallel
     experts = (row.train_ep or 1) if model.num_experts else 1
     # Experts are spread over the GPUs of a pipeline stage.
     if gpus < group or gpus % group or gpus // (row.train_pp or 1) % experts:
         return Skipped(row, "degrees that do not divide the GPUs")
-    packed = libraries.is_packed(row)
+    profile, samples = libraries.profile_of(row), _samples(row)
     prompts, responses, guessed = lengths_of(row)
-    assumed |= guessed
+    each, pair = samples * group / gpus if samples else None, settings.sequences_per_sample(row)
+    sequences = micro_batch_sequences(row, profile.pipeline_sequences, each)
+    tokens = largest_micro_batch(row, prompts, responses, sequences, fills=profile.fills)
+    library = libraries.library_of(row, model, tokens / sequence_parallel)
     train = Layout(
         tensor_parallel_size=tensor,
         pipeline_parallel_size=row.train_pp or 1,
         data_parallel_size=gpus // group,
-        sequence_parallel_size=(row.train_cp or 1) * (row.train_sp or 1),
+        sequence_parallel_size=sequence_parallel,
         expert_parallel_size=experts,
         zero_stage=library.zero_stage,
         offload=library.offload,
-        micro_batch_tokens=round(largest_micro_batch(row, prompts, responses, packed)),
+        micro_batch_tokens=round(tokens),
         gradient_checkpointing=library.gradient_checkpointing,
         gpu_memory_utilization=None,
     )
@@ -98,10 +104,12 @@ def case_of(row: Row) -> Case | Skipped:
         colocated=colocated,
         prompts=prompts,
         responses=responses,
-        samples=_samples(row),
+        samples=samples,
         group_size=row.n_samples or 1,
-        packed=packed,
-        assumed=frozenset(assumed),
+        packed=settings.is_packed(row),
+        accumulates=library.training.keeps_gradients or (each is not None and each * pair > sequences),
+        unknown=frozenset(unknown),
+        assumed=frozenset(unknown | guessed),
     )
 
 
@@ -115,7 +123,7 @@ def _unfit(row: Row) -> str | None:
         return reason
     if row.n_gpus is None:
         return "no number of GPUs"
-    return libraries.unfit(row)
+    return settings.unfit(row)
 
 
 def _train_gpus(row: Row) -> int:
@@ -156,7 +164,10 @@ def _samples(row: Row) -> float | None:
     generated = re.search(r"generation GBS (\d+)", row.notes)
     if generated:
         return float(generated[1])
-    return float(row.train_batch) if row.train_batch else None
+    if row.train_batch is None:
+        return None
+    # verl and its forks count prompts.
+    return float(row.train_batch * (row.n_samples or 1 if "verl" in row.system else 1))
 
 
 def cases(rows: Iterable[Row]) -> tuple[list[Case], list[Skipped]]:

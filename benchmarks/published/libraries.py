@@ -1,34 +1,123 @@
-"""The default behaviour of training libraries, for what a published row does not say."""
+"""Profiles of training libraries: how each stores a model, and what it does where a published row says nothing."""
 
 import re
 from dataclasses import dataclass, replace
 
+from benchmarks.published import settings
 from benchmarks.published.rows import Row
 from rlflow.resources.layout import Offload
 from rlflow.resources.memory.state import TrainingMemory
+from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.lora import Lora
 
 DEEPSPEED = TrainingMemory(step=4, step_parameters=1e9, live_parameters=1e9, bucket_elements=5e8)
 """ds_config defaults: sub_group_size, stage3_max_live_parameters, reduce_bucket_size. A step widens its gradients."""
-FSDP2 = TrainingMemory(weights=4, gradients=4, optimizer=8, keeps_gradients=False)
-"""Sharded fp32 parameters, gathered as bf16; AdamW parameter by parameter (``foreach=False``)."""
 MEGATRON = TrainingMemory(gradients=4, fused_layers=True, shards_norms=True, logits=8, offloads_gradients_from=4)
 """Megatron's distributed optimizer, a ``zero_stage`` of 1 with fp32 main gradients: 6 + 12 / ranks bytes."""
-HUGGING_FACE = TrainingMemory(weights=2, gradients=2, optimizer=4, step=2, bucket_elements=25e6, keeps_gradients=False)
-"""Trainer under DDP with a model loaded in bf16: gradients and Adam's moments have the weights' type, and AdamW's
-``foreach`` makes a denominator for all parameters at once. DDP's buckets are a copy of the gradients."""
-HUGGING_FACE_FP32 = replace(HUGGING_FACE, weights=4, gradients=4, optimizer=8, step=4)
-"""TRL's default, and what LLaMA-Factory casts trained parameters to: fp32, computed in bf16 by autocast."""
-FSDP_FOREACH = replace(FSDP2, step=4)
-"""AdamW as torch has it by default. NeMo-RL sets ``foreach: False``, which DTensor needs."""
-VERL_LOGITS, OPENRLHF_LOGITS, LOGPROB_LOGITS = 6, 10, 14
-"""verl (workers/actor/dp_actor.py): bf16 logits, and their gradients by the kernel for cross-entropy and by the
-entropy. OpenRLHF: the same kernel on fp32 logits besides those in bf16. NeMo-RL, and others' sampling on Megatron:
-log-softmax of each tensor-parallel rank's share in fp32, its exponential and gradients."""
+PURE_BF16 = TrainingMemory(weights=2, gradients=2, optimizer=4, step=2, bucket_elements=25e6, keeps_gradients=False)
+"""A model loaded in bf16 and trained without a master copy: gradients and Adam's moments have the weights' type, and
+AdamW's ``foreach`` makes a denominator for all parameters at once. DDP's buckets are a copy of the gradients."""
+FP32 = replace(PURE_BF16, weights=4, gradients=4, optimizer=8, step=4)
+"""A model loaded in fp32 and computed in bf16 by autocast: TRL's default."""
+FSDP = TrainingMemory(weights=4, gradients=4, optimizer=8, step=4, keeps_gradients=False)
+"""Sharded fp32 parameters, gathered as bf16, and torch's AdamW with ``foreach``."""
+LOGPROB_LOGITS, VERL_LOGITS, OPENRLHF_LOGITS, FAST_LOGITS = 14, 6, 10, 6
+"""Bytes of a logit at the peak of a loss. NeMo-RL, and others' sampling on Megatron: log-softmax of each
+tensor-parallel rank's share in fp32, its exponential and gradients. verl (workers/actor/dp_actor.py): bf16 logits, and
+their gradients by the kernel for cross-entropy and by the entropy. OpenRLHF: the same kernel on fp32 logits besides
+those in bf16. Kernels for cross-entropy alone (Unsloth's, Liger's, torch.compile's): bf16 logits, and one copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """The habits of a library, which count where a row does not say otherwise."""
+
+    training: TrainingMemory
+    frozen_bytes: float | None = 2
+    """Bytes of a frozen parameter beside adapters; None: as many as of a trained one."""
+    checkpoints: bool | None = None
+    """The default of gradient checkpointing; None: every recipe sets it."""
+    fills: bool = False
+    """Samples are padded or packed to the maximum length."""
+    chunk_tokens: int | None = None
+    """Tokens whose logits exist at a time."""
+    chunk_vocabulary: int | None = None
+    """Outputs whose logits exist at a time, of all tokens."""
+    pipeline_sequences: int | None = None
+    """Sequences of a micro-batch where there are pipeline stages."""
+    offloads_between_phases: bool = False
+    """``param_offload`` and ``optim_offload`` move state away while an engine generates, not while the role trains."""
+    engine_sleeps: bool = True
+    """The engine releases its weights and KV cache while the policy on the same GPUs trains."""
+    utilization: float | None = None
+    """The engine's share of the GPU by default."""
+    engine_tensor_parallel: int | None = None
+    """The engine's tensor-parallel size by default."""
+
+
+_NEMO = Profile(training=replace(MEGATRON, gradients=2, logits=LOGPROB_LOGITS), utilization=0.6)
+_TRAINER = Profile(training=PURE_BF16)
+_TRL = Profile(training=FP32, engine_sleeps=False, utilization=0.3, engine_tensor_parallel=1)
+_SWIFT = Profile(
+    training=PURE_BF16, checkpoints=True, offloads_between_phases=True, utilization=0.9, engine_tensor_parallel=1
+)
+_VERL = Profile(
+    training=replace(FSDP, logits=VERL_LOGITS), frozen_bytes=None, offloads_between_phases=True, utilization=0.5
+)
+_PROFILES: tuple[tuple[str, str, Profile], ...] = (
+    # NeMo-RL reduces bf16 gradients (grad_reduce_in_fp32: false), and sets ``foreach: False``, which DTensor needs.
+    ("nemo-rl", "megatron", _NEMO),
+    ("nemo-rl", "fsdp", replace(_NEMO, training=replace(FSDP, step=0, logits=LOGPROB_LOGITS))),
+    ("nemo-automodel", "fsdp", replace(_TRAINER, fills=True, pipeline_sequences=1)),
+    # The RL loss goes over the vocabulary in chunks of 8192 (trainer/models/layers/lm_head.py); torch.compile.
+    ("prime-rl", "fsdp", Profile(training=FSDP, frozen_bytes=None, fills=True, chunk_vocabulary=8192)),
+    ("torchtitan", "fsdp", Profile(training=replace(FSDP, shards_norms=True), fills=True, pipeline_sequences=1)),
+    # Logits are in bf16 as a whole, and widened in eighths (modules/loss/ce_chunked_output_loss.py); AdamW is fused.
+    ("torchtune", "", replace(_TRAINER, training=replace(PURE_BF16, step=0, logits=3), checkpoints=True)),
+    # Activation checkpointing comes with FSDP alone (litgpt/finetune/full.py, lora.py).
+    ("litgpt", "fsdp", replace(_TRAINER, checkpoints=True)),
+    ("litgpt", "trainer", replace(_TRAINER, checkpoints=False)),
+    # GRPO computes log-probabilities of 1024 tokens at a time (algorithms/core/llm_ops/fused_logprobs.py).
+    ("agilerl", "trainer", replace(_TRAINER, chunk_tokens=1024, utilization=0.9, engine_tensor_parallel=1)),
+    ("qwen finetune", "", replace(_TRAINER, fills=True)),
+    ("fms-acceleration", "trainer", _TRAINER),
+    ("fms-acceleration", "fsdp", Profile(training=FSDP)),
+    ("swift", "megatron", replace(_SWIFT, training=MEGATRON, checkpoints=False)),
+    ("swift", "deepspeed", replace(_SWIFT, training=DEEPSPEED)),
+    ("swift", "fsdp", replace(_SWIFT, training=FSDP)),
+    ("swift", "trainer", _SWIFT),
+    ("verl", "fsdp", _VERL),
+    ("verl", "megatron", replace(_VERL, training=replace(MEGATRON, logits=LOGPROB_LOGITS), frozen_bytes=2)),
+    (
+        "slime|miles",
+        "megatron",
+        Profile(training=replace(MEGATRON, logits=LOGPROB_LOGITS), offloads_between_phases=True),
+    ),
+    ("openrlhf", "deepspeed", Profile(training=replace(DEEPSPEED, logits=OPENRLHF_LOGITS))),
+    ("deepspeed-chat", "deepspeed", Profile(training=DEEPSPEED, checkpoints=True)),
+    ("factory", "trainer", Profile(training=FP32, checkpoints=True)),
+    ("factory", "deepspeed", Profile(training=DEEPSPEED, checkpoints=True)),
+    ("trl", "trainer", _TRL),
+    ("trl", "fsdp", replace(_TRL, training=FSDP)),
+    ("trl", "deepspeed", replace(_TRL, training=DEEPSPEED)),
+    ("", "fsdp", Profile(training=FSDP)),
+    ("", "deepspeed", Profile(training=DEEPSPEED)),
+    ("", "megatron", Profile(training=MEGATRON)),
+    ("", "trainer", _TRAINER),
+)
+"""By a part of the system's name and the family of the library; the first that matches counts."""
+
+
+def profile_of(row: Row) -> Profile:
+    """Return the profile of the row's library."""
+    system, family = row.system.lower(), settings.family_of(row)
+    return next(found for name, kind, found in _PROFILES if re.search(name, system) and kind in ("", family))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
+    """The settings of a row, completed by the profile of its library."""
+
     training: TrainingMemory
     zero_stage: int
     offload: Offload
@@ -36,7 +125,6 @@ class Library:
     offloads_policy: bool
     """True if the policy's state is offloaded while an engine on the same GPUs generates."""
     engine_sleeps: bool
-    """True if the engine releases its weights and KV cache while the policy on the same GPUs trains."""
     serves_with_share: bool
     """True if the engine takes a share of the GPU, as vLLM and SGLang do."""
     utilization: float
@@ -49,80 +137,98 @@ class Library:
     """Trained copies, such as critics, on the training GPUs."""
 
 
-def of(row: Row) -> Library:
-    system = row.system.lower()
-    training, zero, offload = _training(row)
-    if row.lora_rank:
-        training = replace(training, lora=Lora(rank=row.lora_rank))
-    if re.search(r"liger|fused_linear|fused_kernels|chunked_loss", row.text) and "not using use_liger" not in row.text:
-        training = replace(training, fused_loss=True)
-    if re.search(r"seq_cls|embedding|\brm\b", f"{row.text} {row.algorithm.lower()}"):
-        # A head with a few outputs in the place of the vocabulary.
-        training = replace(training, logits=0)
+def library_of(row: Row, model: Architecture, tokens: float) -> Library:
+    """Return what the row and its library's profile say; ``tokens`` are those of the largest micro-batch of a rank."""
+    profile = profile_of(row)
     references, critics = _others(row)
-    colocated = row.placement.startswith("coloc")
+    checkpoints = settings.checkpoints(row)
     return Library(
-        training=training,
-        zero_stage=zero,
-        offload=offload,
-        gradient_checkpointing=_checkpoints(row),
+        training=_training(row, model, profile, tokens),
+        zero_stage=_zero_stage(row),
+        offload=_offload(row, profile),
+        gradient_checkpointing=bool(profile.checkpoints if checkpoints is None else checkpoints),
         # NeMo-RL and slime offload before and after every refit; the others on request.
-        offloads_policy=bool(re.search(r"nemo|slime", system)) or bool(row.param_offload or row.optim_offload),
-        # TRL's vllm_enable_sleep_mode is off by default.
-        engine_sleeps="trl" not in system,
+        offloads_policy=bool(re.search(r"nemo|slime", row.system.lower()) or row.param_offload or row.optim_offload),
+        engine_sleeps=profile.engine_sleeps,
         serves_with_share=bool(re.search(r"vllm|sglang", row.rollout_engine.lower())),
-        utilization=0.5 if colocated else 0.9,
+        utilization=profile.utilization or (0.5 if row.placement.startswith("coloc") else 0.9),
         engine_bytes=1 if "fp8" in row.text else 2,
         references=references,
         critics=critics,
     )
 
 
-def _family(row: Row) -> str:
-    """Return the family of the library; the sharding's name is more precise than the backend's."""
-    backend, sharding = row.train_backend.lower(), row.sharding.lower()
-    if re.search(r"fsdp|dtensor", f"{backend} {sharding}"):
-        return "fsdp"
-    if "deepspeed" in backend or re.search(r"zero[-_ ]?[23]", f"{sharding} {backend}"):
-        return "deepspeed"
-    return "megatron" if re.search(r"megatron|mcore|dist-opt", f"{backend} {sharding}") else "trainer"
+def _training(row: Row, model: Architecture, profile: Profile, tokens: float) -> TrainingMemory:
+    training = profile.training
+    if re.search(r"no mixed precision|pure_bf16|bf16-true", row.notes):
+        training = replace(PURE_BF16, logits=training.logits)
+    if settings.has_8bit_optimizer(row):
+        training = replace(training, optimizer=2, step=0)
+    if "optimizer in backward" in row.text or settings.adopts(row, "fuse optimizer step into backward"):
+        training = replace(training, gradients=0, step=0)
+    if settings.is_compiled(row):
+        training = replace(training, fused_layers=True)
+    training = _loss(row, training, profile, tokens, model)
+    if not settings.lora_rank(row):
+        return training
+    frozen = profile.frozen_bytes or training.weights
+    if settings.is_4bit(row):
+        frozen = _four_bit(model, ends=4 if "qwen" in row.system else 2)
+    targets = settings.lora_targets(row)
+    lora = Lora(rank=settings.lora_rank(row), target_modules=targets or "all-linear")
+    return replace(training, lora=lora, weights=frozen)
 
 
-def _training(row: Row) -> tuple[TrainingMemory, int, Offload]:
-    """Return how the state is stored, the equivalent ZeRO stage, and what stays offloaded throughout."""
-    family, sharding, system = _family(row), row.sharding.lower(), row.system.lower()
-    stage = re.search(r"(?:zero|stage)[-_ ]?([0-3])", f"{sharding} {row.train_backend.lower()}")
-    nemo, verl = "nemo" in system, "verl" in system
-    # ms-swift and verl name so what they move away while generating; DeepSpeed's own offloading is in the sharding.
-    offloads = "swift" in system or verl or "slime" in system
-    if family == "fsdp":
-        training = replace(FSDP2, logits=LOGPROB_LOGITS) if nemo else FSDP_FOREACH
-        training = replace(training, logits=VERL_LOGITS) if verl else training
-        return training, 3, "weights" if row.param_offload and not offloads else "none"
+def _four_bit(model: Architecture, *, ends: float) -> float:
+    """Return the mean bytes of a parameter, of which all but embeddings and head have four bits and their scales.
+
+    Scales take another 0.03 bytes, in groups of 64 or 128 weights. Embeddings and head have ``ends`` bytes:
+    ``peft.prepare_model_for_kbit_training`` widens them to four.
+    """
+    outside = (model.embedding_parameters + model.head_parameters) / model.num_parameters
+    return 0.53 * (1 - outside) + ends * outside
+
+
+def _loss(row: Row, training: TrainingMemory, profile: Profile, tokens: float, model: Architecture) -> TrainingMemory:
+    if (
+        re.search(r"seq_cls|embedding|\brm\b", f"{row.text} {row.algorithm.lower()}")
+        and "embedding and" not in row.text
+    ):
+        # A head with a few outputs in the place of the vocabulary.
+        return replace(training, logits=0)
+    if settings.has_fused_loss(row):
+        return replace(training, fused_loss=True)
+    if "before the fused lm head" in row.text or (row.algorithm.lower() == "sft" and "prime" in row.system):
+        return training
+    if profile.chunk_vocabulary:
+        return replace(training, logits=8, logits_at_once=tokens * profile.chunk_vocabulary)
+    if profile.chunk_tokens:
+        return replace(training, logits=8, logits_at_once=float(profile.chunk_tokens * model.num_outputs))
+    if re.search(r"foak|fused cross entropy", row.notes.lower()):
+        return replace(training, logits=FAST_LOGITS)
+    if "cumulative" in row.notes and not settings.adopts(row, "chunked cross entropy") and not settings.lora_rank(row):
+        return replace(training, logits=TrainingMemory.logits)
+    return training
+
+
+def _zero_stage(row: Row) -> int:
+    """Return the equivalent stage of ZeRO; FSDP shards everything, Megatron the optimizer."""
+    named = re.search(r"(?:zero|stage)[-_ ]?([0-3])", f"{row.sharding} {row.train_backend}".lower())
+    family = settings.family_of(row)
     if family == "deepspeed":
-        training = replace(DEEPSPEED, logits=OPENRLHF_LOGITS) if "openrlhf" in system else DEEPSPEED
-        kind: Offload = "weights" if "offload" in sharding or (row.param_offload and not offloads) else "none"
-        kind = "optimizer" if kind == "none" and row.optim_offload and not offloads else kind
-        return training, int(stage[1]) if stage else 3, kind
-    if family == "megatron":
-        # NeMo-RL reduces bf16 gradients (grad_reduce_in_fp32: false); the others keep Megatron's fp32 main gradients.
-        training = replace(MEGATRON, gradients=2) if nemo else MEGATRON
-        if nemo or row.rollout_engine:
-            training = replace(training, logits=LOGPROB_LOGITS)
-        # optimizer_cpu_offload holds during the step too.
-        return training, 1, "optimizer" if row.optim_offload and not (verl or "slime" in system) else "none"
-    fp32 = bool(re.search(r"trl|llama-?factory", system)) and not (row.lora_rank and "factory" in system)
-    return (HUGGING_FACE_FP32 if fp32 else HUGGING_FACE), 0, "none"
+        return int(named[1]) if named else 3
+    return {"fsdp": 3, "megatron": 1}.get(family, 0)
 
 
-def _checkpoints(row: Row) -> bool:
-    value = row.grad_ckpt.lower()
-    if value:
-        return value in ("true", "full", "1", "unsloth")
-    if "nemo-rl" in row.system and row.algorithm == "sft":
-        return False
-    # Megatron's own default recomputes nothing but the attention's core, which flash attention never saves.
-    return _family(row) != "megatron" or "nemo" in row.system
+def _offload(row: Row, profile: Profile) -> Offload:
+    """Return what stays on the host during training, too."""
+    if settings.family_of(row) == "deepspeed" and "offload" in row.sharding.lower():
+        return "weights"
+    if row.param_offload and not profile.offloads_between_phases:
+        return "weights"
+    # ms-swift's Megatron and others have optimizer_cpu_offload, which holds during the step too.
+    stays = not profile.offloads_between_phases or "swift-megatron" in row.system
+    return "optimizer" if row.optim_offload and stays else "none"
 
 
 def _others(row: Row) -> tuple[float, float]:
@@ -137,76 +243,32 @@ def _others(row: Row) -> tuple[float, float]:
     if "nemo" in row.system or row.placement.startswith("disagg") or offloaded:
         return 0, 0
     compares = algorithm in ("dpo", "kto", "ppo", "gae") or (algorithm == "grpo" and not re.search(r"trl", row.system))
-    return float(compares and not row.lora_rank), float(algorithm in ("ppo", "gae") and sampled)
+    return float(compares and not settings.lora_rank(row)), float(algorithm in ("ppo", "gae") and sampled)
 
 
-def unfit(row: Row) -> str | None:
-    """Return why the row does not determine the library's work; None if it does."""
-    text = row.text
-    tuner = re.search(r"tuner=(\w+)", text)
-    if tuner and tuner[1] not in ("lora", "full"):
-        return "a tuner that is neither full nor LoRA"
-    if re.search(r"galore|\blisa\b|muon|adafactor|adam_?w?_?8bit|paged_adam|\bsgd\b", text) and "adam(w)" not in text:
-        return "an optimizer other than Adam"
-    if row.algorithm.lower() == "gkd" or (row.algorithm.lower() == "ppo" and not row.rollout_engine):
-        return "further models that are not named"
-    if "device_map" in text:
-        return "layers spread over GPUs by device_map"
-    return None
-
-
-def assumed(row: Row) -> list[str]:
-    """Return the blank columns for which the library has no default."""
-    backend = row.train_backend.lower()
+def unknown(row: Row) -> list[str]:
+    """Return the blank columns that decide about memory and for which the library has no default."""
+    profile, backend = profile_of(row), row.train_backend.lower()
     found = []
     if "deepspeed" in backend and not re.search(r"[0-3]", row.sharding + backend):
         found.append("sharding")
     if not row.train_backend:
         found.append("train_backend")
-    if not row.grad_ckpt and "swift" not in row.system:
+    if settings.checkpoints(row) is None and profile.checkpoints is None:
         found.append("grad_ckpt")
     if not row.micro_batch_per_gpu and not row.max_tokens_per_gpu:
         found.append("micro_batch_per_gpu")
-    if not row.max_total_len and not row.max_response_len:
+    if not row.max_total_len and not row.max_response_len and "swift" not in row.system:
         found.append("max_total_len")
     if "megatron" in backend and row.train_tp is None and row.train_pp is None and row.train_ep is None:
         found.append("train_tp")
+    if "selective" in row.grad_ckpt and settings.family_of(row) == "fsdp":
+        found.append("operations that checkpointing saves")
+    if (row.train_pp or 1) > 1 and settings.family_of(row) == "fsdp":
+        found.append("weights and gradients that FSDP keeps between pipeline stages")
+    shared = row.placement.startswith("coloc") and re.search(r"vllm|sglang", row.rollout_engine.lower())
+    if shared and row.rollout_tp is None and profile.engine_tensor_parallel is None and row.n_gpus != 1:
+        found.append("rollout_tp")
+    if shared and row.gpu_memory_utilization is None and profile.utilization is None:
+        found.append("gpu_memory_utilization")
     return found
-
-
-def tensor_parallel_size(row: Row) -> int:
-    """Return the degree; NeMo-RL's example of supervised 8B training has 4 (sft_openmathinstruct2.yaml)."""
-    if row.train_tp is None and "nemo-rl" in row.system and row.algorithm == "sft":
-        return 4
-    return row.train_tp or 1
-
-
-def is_packed(row: Row) -> bool:
-    """Return whether there is no padding: by name, by micro-batches in tokens, or by verl's use_remove_padding."""
-    text = row.text
-    if re.search(r"(without|not using)[^:;]*(padding_free|packing)|remove_padding (off|=? ?false)", text):
-        return False
-    named = re.search(r"packing|padding_free|packed|remove_padding|seqpack", text)
-    return bool(row.max_tokens_per_gpu or named) or "verl" in row.system
-
-
-def tokens_per_group(row: Row) -> int:
-    """Return the tokens of a micro-batch that is given in tokens.
-
-    verl, slime and AReaL count the tokens of one GPU, NeMo-RL those of all GPUs that share sequences.
-    """
-    each = 1 if "nemo" in row.system else (row.train_cp or 1) * (row.train_sp or 1)
-    return (row.max_tokens_per_gpu or 0) * each
-
-
-def sequences_per_sample(row: Row) -> int:
-    """Return the sequences per sample: two for preference pairs."""
-    return 2 if re.search(r"dpo|\brm\b|simpo|orpo|cpo|kto", row.algorithm.lower()) else 1
-
-
-_DATA = {"gsm8k": (105.0, 230.0), "openmathinstruct": (100.0, 350.0)}
-"""Mean tokens of prompts with the chat template, and of their answers: what models of 7B write, or the data's own."""
-
-
-def data_lengths(row: Row) -> tuple[float, float] | None:
-    return next((lengths for name, lengths in _DATA.items() if name in row.text), None)

@@ -61,8 +61,10 @@ class Prediction:
 def predict(case: Case, allocator: Allocator = ALLOCATOR) -> Prediction:
     model, library = case.model, case.habits
     tokens = float(case.train.micro_batch_tokens)
-    update = dict(update_terms(model, case.train, case.training, tokens, allocator=allocator))
-    cached = cached_gib(model, case.train, case.training, tokens, allocator=allocator)
+    update = dict(
+        update_terms(model, case.train, case.training, tokens, accumulates=case.accumulates, allocator=allocator)
+    )
+    cached = cached_gib(model, case.train, case.training, tokens, accumulates=case.accumulates, allocator=allocator)
     others = _others(case)
     update |= others
     generate, sync, has_room = None, None, True
@@ -109,10 +111,8 @@ def _others(case: Case) -> dict[str, float]:
 def unfit(case: Case) -> str | None:
     """Return why a case says nothing about memory; None if it does."""
     row = case.row
-    if "sharding" in case.assumed:
-        return "how the state is sharded is not given"
-    if "train_tp" in case.assumed:
-        return "degrees of parallelism not given"
+    if case.unknown:
+        return f"not given: {', '.join(sorted(case.unknown))}"
     if not _decides(case) and _measured(row) is None and _bound(row) is None:
         return "no GPU named" if case.gpu is None else "neither outcome nor memory"
     return None

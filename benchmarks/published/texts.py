@@ -1,10 +1,10 @@
 """The lengths of a row's samples, and its largest micro-batch."""
 
 import re
-from math import exp
+from math import ceil, exp
 from statistics import NormalDist
 
-from benchmarks.published import libraries
+from benchmarks.published import settings
 from benchmarks.published.rows import Row
 from rlflow.resources.time.lengths import Lengths
 
@@ -29,15 +29,15 @@ def lengths_of(row: Row) -> tuple[Lengths, Lengths, set[str]]:
         mean = row.mean_response_len or row.mean_prompt_len
         if mean is None:
             guessed.add("mean_response_len")
-            known = libraries.data_lengths(row)
-            sequences = (row.micro_batch_per_gpu or 1) * libraries.sequences_per_sample(row)
+            known = settings.data_lengths(row)
+            sequences = (row.micro_batch_per_gpu or 1) * settings.sequences_per_sample(row)
             mean = max(_TEXT_LENGTH, (total or 0) / _LIMIT_TO_MEAN / sequences)
             mean = min(sum(known) if known else mean, limit / 2)
         return Lengths((1.0,)), _texts(mean, limit), guessed
     response_limit = float(row.max_response_len or total or 2048)
     prompt_limit = float(row.max_prompt_len or (total or 4096) / 2)
     average = re.search(r"average seq len \(prompt\+response\) ([\d,]+)", row.notes, re.I)
-    known = libraries.data_lengths(row)
+    known = settings.data_lengths(row)
     prompt, response = row.mean_prompt_len, row.mean_response_len
     if known and response is None:
         prompt, response = known
@@ -61,20 +61,38 @@ def _texts(mean: float, limit: float) -> Lengths:
     return Lengths(tuple(min(limit, max(1.0, length)) for length in lengths))
 
 
-def largest_micro_batch(row: Row, prompts: Lengths, responses: Lengths, packed: bool) -> float:
+def micro_batch_sequences(row: Row, in_pipeline: int | None, samples_per_rank: float | None) -> int:
+    """Return the sequences of a micro-batch, of which a rank never has more than its samples."""
+    samples = row.micro_batch_per_gpu or 1
+    if in_pipeline and (row.train_pp or 1) > 1:
+        samples = in_pipeline
+    if samples_per_rank is not None:
+        samples = max(1, min(samples, ceil(samples_per_rank)))
+    return samples * settings.sequences_per_sample(row)
+
+
+def largest_micro_batch(row: Row, prompts: Lengths, responses: Lengths, sequences: int, *, fills: bool) -> float:
     """Return the tokens of the largest micro-batch of a GPU (or its group) in a run."""
-    per_sample = libraries.sequences_per_sample(row)
-    sequences = (row.micro_batch_per_gpu or 1) * per_sample
     limit = float(row.max_total_len or (row.max_prompt_len or 0) + (row.max_response_len or 0) or 32768)
+    packed = settings.is_packed(row)
     if row.max_tokens_per_gpu and packed:
-        return float(libraries.tokens_per_group(row))
-    if packed and "packing" in row.text and not row.rollout_engine:
-        return limit * (row.micro_batch_per_gpu or 1)
-    if re.search(r"padded to|\d+k context", row.text):
-        return limit * sequences
+        return float(settings.tokens_per_group(row))
+    if fills or settings.fills_limit(row):
+        return limit * sequences / (settings.sequences_per_sample(row) if packed else 1)
     mean = prompts.mean + responses.mean
     if packed:
         # Without padding: the sum of what is drawn, three standard deviations above its mean at most.
         variance = responses.mean_square - responses.mean**2
         return float(min(limit * sequences, max(mean * sequences + 3 * (variance * sequences) ** 0.5, mean)))
+    if _reaches_limit(row):
+        return limit * sequences
     return float(min(limit, prompts.longest + responses.longest) * sequences)
+
+
+def _reaches_limit(row: Row) -> bool:
+    """Return whether the longest of a run's supervised samples is as long as the limit.
+
+    It usually is among thousands. ms-swift's examples train on some hundred instructions, which are short.
+    """
+    named = re.search(r"well below|not filled", row.text)
+    return not (row.rollout_engine or "swift" in row.system or named or settings.data_lengths(row))

@@ -7,8 +7,8 @@ import pytest
 from benchmarks.published import memory
 from benchmarks.published.cards import further_models
 from benchmarks.published.cases import Case, Skipped, case_of
-from benchmarks.published.libraries import sequences_per_sample
 from benchmarks.published.rows import Row, row_of
+from benchmarks.published.settings import sequences_per_sample
 from rlflow.resources.models.architecture import Architecture
 from rlflow.schema import parse
 
@@ -110,7 +110,9 @@ def test_gpus_are_found_by_kind_and_memory(name: str, size: str, gib: float | No
     [
         ({"outcome": "not_shown"}, "a blank cell: no evidence"),
         ({"model": "Qwen/Qwen2.5-VL-7B-Instruct"}, "a model with more than a text decoder"),
-        ({"model": "Qwen/Qwen2.5-7B-Instruct-AWQ"}, "quantised weights"),
+        ({"source_path": "examples/train/qlora/hqq.sh"}, "quantised weights of other than four bits"),
+        ({"notes": "LoRA (emb); embedding and output layer trained too"}, "a tuner that is neither full nor LoRA"),
+        ({"notes": "optimizer_cpu_offload_fraction=0.5"}, "an optimizer of which a part is offloaded"),
         ({"model": "nobody/nothing-7B"}, "a model without figures"),
         ({"params_b": "14"}, "a model without figures"),
         ({"model": "Qwen-7B class"}, "a model that is only roughly named"),

@@ -70,6 +70,7 @@ def cached_gib(
     training: TrainingMemory,
     tokens: float,
     *,
+    accumulates: bool = True,
     allocator: Allocator = ALLOCATOR,
     sharp: Sharp = NO_SHARP,
 ) -> float:
@@ -85,7 +86,8 @@ def cached_gib(
         fixed = persistent_buffers(layout, training) | process_terms(layout, sharp)
         state = total_gib(stage_state(model, layout, training, stage)) + total_gib(fixed)
         most = max(most, state + (1 + allocator.fragmentation) * moving)
-    peak = total_gib(update_terms(model, layout, training, tokens, allocator=allocator, sharp=sharp))
+    terms = update_terms(model, layout, training, tokens, accumulates=accumulates, allocator=allocator, sharp=sharp)
+    peak = total_gib(terms)
     shards = layout.data_parallel_size * layout.sequence_parallel_size > 1
     return allocator.kept(shards=shards) * max(0.0, most - peak)
 
