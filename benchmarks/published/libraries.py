@@ -19,8 +19,10 @@ PURE_BF16 = TrainingMemory(weights=2, gradients=2, optimizer=4, step=2, bucket_e
 AdamW's ``foreach`` makes a denominator for all parameters at once. DDP's buckets are a copy of the gradients."""
 FP32 = replace(PURE_BF16, weights=4, gradients=4, optimizer=8, step=4)
 """A model loaded in fp32 and computed in bf16 by autocast: TRL's default."""
-FSDP = TrainingMemory(weights=4, gradients=4, optimizer=8, step=4, keeps_gradients=False)
-"""Sharded fp32 parameters, gathered as bf16, and torch's AdamW with ``foreach``."""
+FSDP2 = TrainingMemory(weights=4, gradients=4, optimizer=8, keeps_gradients=False)
+"""Sharded fp32 parameters, gathered as bf16; AdamW parameter by parameter (``foreach=False``)."""
+FSDP = replace(FSDP2, step=4)
+"""The same with torch's own AdamW, which steps all parameters at once."""
 LOGPROB_LOGITS, VERL_LOGITS, OPENRLHF_LOGITS, FAST_LOGITS = 14, 6, 10, 6
 """Bytes of a logit at the peak of a loss. NeMo-RL, and others' sampling on Megatron: log-softmax of each
 tensor-parallel rank's share in fp32, its exponential and gradients. verl (workers/actor/dp_actor.py): bf16 logits, and
@@ -67,7 +69,7 @@ _VERL = Profile(
 _PROFILES: tuple[tuple[str, str, Profile], ...] = (
     # NeMo-RL reduces bf16 gradients (grad_reduce_in_fp32: false), and sets ``foreach: False``, which DTensor needs.
     ("nemo-rl", "megatron", _NEMO),
-    ("nemo-rl", "fsdp", replace(_NEMO, training=replace(FSDP, step=0, logits=LOGPROB_LOGITS))),
+    ("nemo-rl", "fsdp", replace(_NEMO, training=replace(FSDP2, logits=LOGPROB_LOGITS))),
     ("nemo-automodel", "fsdp", replace(_TRAINER, fills=True, pipeline_sequences=1)),
     # The RL loss goes over the vocabulary in chunks of 8192 (trainer/models/layers/lm_head.py); torch.compile.
     ("prime-rl", "fsdp", Profile(training=FSDP, frozen_bytes=None, fills=True, chunk_vocabulary=8192)),
