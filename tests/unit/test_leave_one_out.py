@@ -11,7 +11,13 @@ from tests.unit.test_published import case
 
 def measured(system: str, factor: float, tokens: str = "2048") -> Case:
     """Return a run that measured ``factor`` times what the model predicts."""
-    cells = {"system": system, "notes": "packing", "max_total_len": tokens, "peak_mem_kind": "GiB, nvidia-smi"}
+    cells = {
+        "system": system,
+        "grad_ckpt": "True",
+        "notes": "packing",
+        "max_total_len": tokens,
+        "peak_mem_kind": "GiB, nvidia-smi",
+    }
     bare = case(**cells)
     gib = memory.comparable(bare, memory.predict(bare))
     return case(**cells, peak_mem_gb=str(round(factor * gib, 4)))
@@ -42,8 +48,8 @@ def test_every_system_has_the_same_weight() -> None:
 def test_verdicts_of_a_system_that_was_left_out() -> None:
     """Others measure up to 1.5 times the prediction, so a run that is predicted to fill its GPU is tight."""
     others = [measured(system, 1.5) for system in ("a", "b", "c")]
-    died = case(system="d", outcome="oom", n_gpus="2")
-    ran = case(system="d", n_gpus="64", n_nodes="8")
+    died = case(system="d", outcome="oom", n_gpus="2", grad_ckpt="True")
+    ran = case(system="d", n_gpus="64", n_nodes="8", grad_ckpt="True")
     found, _ = folds([*others, died, ran])
     fold = next(fold for fold in found if fold.system == "d")
     assert (fold.oom_recall, fold.false_oom) == (1.0, 0.0)
