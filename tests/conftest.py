@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -167,15 +168,17 @@ def _hosts_of(module: Any) -> str:
     return getattr(module, "HOSTS", "2x1@cpu")
 
 
-# Test files that share what takes long to start run in one process, one after another. They are known by these words.
-SHARED = {"hosts: None": "hosts", "vllm_process": "vLLM", "integration.engine_process": "DeepSpeed"}
+# Test files that use the same processes name them as SHARED_PROCESSES, except for hosts of their own (HOSTS). One process of ``pytest -n`` runs them all, one
+# file after another, because the processes take long to start.
+_SHARED_PROCESSES = re.compile(r'^SHARED_PROCESSES = "(.+)"$', re.MULTILINE)
+_FIXTURES_OF_PROCESSES = {"hosts", "vllm_process", "two", "single"}
 
 
 @functools.cache
 def _group(file: str) -> str:
-    """Return the name of the group that a test file is in: its own where it shares nothing."""
-    text = (ROOT / file).read_text()
-    return next((group for word, group in SHARED.items() if word in text), file)
+    """Return the processes that a test file shares with others, or the file itself if it shares none."""
+    named = _SHARED_PROCESSES.search((ROOT / file).read_text())
+    return named[1] if named else file
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -190,8 +193,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Groups(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the groups that share something first: they take longest."""
-    order = list(SHARED.values())
-    groups = {item: _group(item.nodeid.split("::")[0]) for item in items}
-    items.sort(key=lambda item: order.index(groups[item]) if groups[item] in order else len(order))
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Put the files that share processes first, because they take longest."""
+    files = {item: item.nodeid.split("::")[0] for item in items}
+    for item, file in files.items():
+        used = _FIXTURES_OF_PROCESSES.intersection(item.fixturenames)
+        has_its_own = hasattr(item.module, "hosts") or hasattr(item.module, "HOSTS")
+        if used and not has_its_own and _group(file) == file:
+            raise pytest.UsageError(f"{file} uses {', '.join(sorted(used))}, and needs a constant SHARED_PROCESSES")
+    items.sort(key=lambda item: (_group(files[item]) == files[item], _group(files[item])))

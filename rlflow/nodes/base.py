@@ -1,7 +1,8 @@
 """The base of all nodes: functions with options, which declare everything that others must know about them.
 
 A node is a frozen dataclass. Its fields are the options of a recipe, the parameters of ``run`` are the inputs (one with
-a default is optional), and the return type is the output. The runtime itself passes three further parameters:
+a default is optional), and the return type is the output. Keyword-only parameters are not inputs: a subclass may pass
+them to the ``run`` that it overrides. The runtime itself passes three further parameters:
 
 - ``engine`` asks the node's role for the capability that the annotation names;
 - ``state`` holds what the node remembers from step to step: a ``State``, saved in checkpoints;
@@ -198,8 +199,10 @@ def _signature(cls: type[Node]) -> tuple[tuple[Input, ...], type]:
         output = output or hints["return"]
         parameters = inspect.signature(run).parameters.values()
         for each in parameters:
-            if each.name != "self" and each.kind is not inspect.Parameter.VAR_KEYWORD:
-                required = each.default is inspect.Parameter.empty
+            required = each.default is inspect.Parameter.empty
+            if each.kind is inspect.Parameter.KEYWORD_ONLY and required:
+                raise TypeError(f"{each.name} is keyword-only, so it is not an input, and needs a default")
+            if each.name != "self" and each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
                 inputs.setdefault(each.name, Input(each.name, _without_none(hints[each.name]), required))
         if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
             return tuple(inputs.values()), output

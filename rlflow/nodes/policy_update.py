@@ -107,17 +107,7 @@ class PolicyGradient(Section):
         reference: Logprobs | None = None,
         old_logprobs: Logprobs | None = None,
         state: KlCoefficient | None = None,
-    ) -> Metrics:
-        return self.train_on(engine, rollouts, advantages, reference, old_logprobs, state)
-
-    def train_on(
-        self,
-        engine: Trains,
-        rollouts: Rollouts,
-        advantages: Advantages,
-        reference: Logprobs | None = None,
-        old_logprobs: Logprobs | None = None,
-        state: KlCoefficient | None = None,
+        *,
         columns: Mapping[str, Packed] = MappingProxyType({}),
     ) -> Metrics:
         """Train on the rollouts that have an advantage.

@@ -21,6 +21,8 @@ from rlflow.recipe import Model, Optimizer
 from tests.helpers import minibatch, prompts, sequences, spec
 from tests.integration.engine_process import EngineProcess, free_address, processes
 
+SHARED_PROCESSES = "vLLM"
+
 # Builds an engine by its name, from the options of ``tests.helpers.spec``.
 Build = Callable[..., Any]
 

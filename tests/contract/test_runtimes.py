@@ -20,7 +20,7 @@ from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load, prompts
 
-# On which every plan of this file has room.
+# Every plan of this file fits on these hosts.
 HOSTS = "1x3@cpu+2x2@cpu"
 RUNTIMES: dict[str, type[Runtime]] = {"local": LocalRuntime, "ray": RayRuntime}
 # Of conf/recipe/fake the roles, and where a plan can have them.

@@ -14,6 +14,7 @@ from rlflow.runtime.prepare import runtime_of
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 
+SHARED_PROCESSES = "hosts"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 HERE = "tests.unit.environments.misbehaving"
 

@@ -25,6 +25,7 @@ from rlflow.runtime.weights.gpu import Receivers
 from tests.conftest import CONFIG_DIR
 from tests.helpers import prompts
 
+SHARED_PROCESSES = "hosts"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 

@@ -23,6 +23,7 @@ from tests.helpers import minibatch, sequences, spec
 from tests.integration.engine_process import EngineProcess, all_of, free_address
 from tests.integration.test_deepspeed import share_everything
 
+SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
 
 # Nodes in whose losses tokens have nothing to do with each other, or all of their response.

@@ -33,6 +33,7 @@ from rlflow.runtime.run import run
 from rlflow.runtime.step import run_graph, train_step
 from tests.conftest import CONFIG_DIR
 
+SHARED_PROCESSES = "hosts"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 PROMPTS, GROUP_SIZE = 64, 8
 

@@ -22,6 +22,7 @@ from rlflow.resources.layout import Layout
 from tests.helpers import ARCHITECTURE, MODEL, minibatch, sequences, spec
 from tests.integration.engine_process import EngineProcess, all_of, call, free_address, processes
 
+SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
 
 GIVEN = sequences([3, 6, 2], [[4, 9, 1], [2, 7], [5]])

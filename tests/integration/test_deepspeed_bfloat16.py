@@ -13,6 +13,7 @@ from tests.helpers import MODEL
 from tests.integration.engine_process import EngineProcess, all_of, free_address, processes
 from tests.integration.test_deepspeed import LOSS, Ranks, actor, park, policy_minibatch, split
 
+SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
 
 

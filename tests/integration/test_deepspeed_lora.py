@@ -26,6 +26,7 @@ from tests.integration.test_deepspeed import (
 )
 from tests.integration.test_deepspeed import actor as full
 
+SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
 
 LORA = Lora(rank=4, alpha=6)

@@ -28,6 +28,7 @@ WRITTEN = (
 )
 
 
+SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.soak
 
 

@@ -19,6 +19,7 @@ from rlflow.resources.layout import Layout
 from tests.helpers import MODEL, minibatch, sequences, spec
 from tests.integration.engine_process import EngineProcess, all_of, free_address, processes
 
+SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
 
 RANKS, ROWS_OF_A_RANK = 2, 32

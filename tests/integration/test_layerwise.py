@@ -17,6 +17,7 @@ from rlflow.resources.layout import Layout
 from tests.helpers import spec
 from tests.integration.engine_process import EngineProcess, all_of, free_address, processes
 
+SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
 
 LAYERS = 12

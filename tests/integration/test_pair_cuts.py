@@ -29,6 +29,7 @@ from tests.integration.test_cuts import (
     spec_of,
 )
 
+SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
 
 # As nodes: what ``gradients`` asks of one is its loss.

@@ -16,6 +16,7 @@ from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 
+SHARED_PROCESSES = "hosts"
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600), pytest.mark.usefixtures("hosts")]
 
 

@@ -18,6 +18,7 @@ from rlflow.runtime.ray.engine_specs import spec_of
 from tests.integration.engine_process import all_of, build, free_address, processes
 from tests.integration.test_deepspeed import actor
 
+SHARED_PROCESSES = "DeepSpeed"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 

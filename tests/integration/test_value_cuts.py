@@ -29,6 +29,7 @@ from tests.integration.test_cuts import (
     ten_and_one,
 )
 
+SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
 
 

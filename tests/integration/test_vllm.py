@@ -23,6 +23,7 @@ from rlflow.resources.layout import Layout
 from tests.helpers import ARCHITECTURE, CHARACTERS, MODEL, prompts, spec
 from tests.integration.engine_process import EngineProcess, RemoteEngine, processes
 
+SHARED_PROCESSES = "vLLM"
 pytestmark = pytest.mark.slow
 
 NUM_COPIES = pytest.mark.parametrize("copies", [3, pytest.param(20, marks=pytest.mark.soak)])

@@ -27,6 +27,7 @@ from tests.integration.test_vllm import (
     serving,
 )
 
+SHARED_PROCESSES = "vLLM"
 pytestmark = pytest.mark.slow
 
 # Of a rank that vLLM has no room of its own for.

@@ -28,6 +28,7 @@ from tests import helpers
 from tests.conftest import CONFIG_DIR
 from tests.helpers import WritingEngine, prompts, spec
 
+SHARED_PROCESSES = "hosts"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 

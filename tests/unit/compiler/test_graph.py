@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 
 import rlflow
-from rlflow.batch import Advantages, Metrics, Rewards, RolloutAdvantages
+from rlflow.batch import Advantages, Metrics, Rewards, RolloutAdvantages, Rollouts
 from rlflow.compiler.wire import wire
-from rlflow.errors import UserError
+from rlflow.errors import GraphError, UserError
 from rlflow.nodes.advantages import GroupAdvantage
 from rlflow.nodes.base import KINDS, Node
 from rlflow.nodes.reward import Reward
@@ -167,6 +167,22 @@ def test_nodes_of_the_users_own() -> None:
     assert next(node for node in graph.nodes if node.name == "advantages").operation.output() is RolloutAdvantages
     with pytest.raises(UserError, match=r"^graph\.advantages\.node: 'untyped': the types of run cannot be read"):
         wired(f"graph.advantages.node='{__name__}:Untyped'")
+
+
+def test_keyword_only_parameters_are_not_inputs() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Scaled(Node, kind="scaled_for_test", unit="sample"):
+        def run(self, rollouts: Rollouts, *, factor: float = 2.0) -> Rewards:
+            raise AssertionError
+
+    @dataclass(frozen=True, kw_only=True)
+    class Refused(Node, kind="refused_for_test", unit="sample"):
+        def run(self, *, rollouts: Rollouts) -> Rewards:
+            raise AssertionError
+
+    assert [each.name for each in Scaled.inputs()] == ["rollouts"]
+    with pytest.raises(GraphError, match="rollouts is keyword-only, so it is not an input, and needs a default"):
+        Refused.check_signature()
 
 
 def test_two_nodes_of_one_kind() -> None:
