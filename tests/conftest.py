@@ -168,8 +168,8 @@ def _hosts_of(module: Any) -> str:
     return getattr(module, "HOSTS", "2x1@cpu")
 
 
-# Test files that use the same processes name them as SHARED_PROCESSES, except for hosts of their own (HOSTS). One process of ``pytest -n`` runs them all, one
-# file after another, because the processes take long to start.
+# Test files that use the same processes name them as SHARED_PROCESSES, except for hosts of their own (HOSTS). One
+# process of ``pytest -n`` runs them all, one file after another, because the processes take long to start.
 _SHARED_PROCESSES = re.compile(r'^SHARED_PROCESSES = "(.+)"$', re.MULTILINE)
 _FIXTURES_OF_PROCESSES = {"hosts", "vllm_process", "two", "single"}
 
