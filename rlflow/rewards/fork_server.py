@@ -4,7 +4,8 @@ FD is a socket. The first message says what to import. After that, each request 
 new worker, is answered with the worker's process id; a worker's process id ends that worker and is answered with its
 exit code. When the other end of the socket closes, the server ends with all of its workers.
 
-A worker reads calls from its socket and answers each with its outcomes, in order.
+A worker sends a first message when it is ready, reads calls from its socket and answers each with its outcomes, in
+order.
 """
 
 import os
@@ -110,6 +111,7 @@ def _run_worker(channel: Channel, callables: Mapping[str, LoadedCallable], serve
     with suppress(OSError):
         # Let the kernel kill this process before all others of the host when memory runs out.
         Path("/proc/self/oom_score_adj").write_text("1000")
+    channel.send(pickle.dumps(None))
     while (calls := channel.receive()) is not None:
         for name, texts, rows in calls:
             channel.send(pickle.dumps(_call_batch(callables[name], texts, rows)))

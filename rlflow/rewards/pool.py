@@ -1,8 +1,9 @@
 """A pool of worker processes for reward functions and environments, with a deadline for each call.
 
 A user's function may hang, crash or exit, so any worker may be killed at any time. A *fork server* is started once,
-imports what the functions need, and forks workers from itself, which takes a millisecond. A worker that misses its
-deadline or dies is killed with everything that it started, and another one takes its place.
+imports what the functions need, and forks workers from itself, which takes a millisecond. A call's deadline counts from
+when a worker that is ready takes it. A worker that misses its deadline or dies is killed with everything that it
+started, and another one takes its place.
 """
 
 import pickle
@@ -28,7 +29,7 @@ from rlflow.rewards.processes import Channel, num_usable_cpus
 _MAX_UNREAD_BYTES = 1 << 15
 # A socket's buffer holds a few hundred messages, however small they are.
 _MAX_UNREAD_CALLS = 64
-# The server may import libraries as large as torch before it starts; forking and killing are quick.
+# The server may import libraries as large as torch before it starts; to fork, start and kill a worker is quick.
 _START_TIMEOUT_S, _ANSWER_TIMEOUT_S = 300.0, 30.0
 
 
@@ -115,7 +116,7 @@ def _stop_server(control: socket.socket, process: "subprocess.Popen[bytes]") -> 
 
 
 class ForkedWorker:
-    """A worker process with its queue of calls. It processes the first call of the queue."""
+    """A worker process with its queue of calls. When it is ready it processes the first call of the queue."""
 
     def __init__(self, pid: int, end: socket.socket) -> None:
         self.pid = pid
@@ -125,12 +126,15 @@ class ForkedWorker:
         self._channel = Channel(end)
         self._sizes: deque[int] = deque()
         self._limits: deque[float] = deque()
-        self._call_started = 0.0
+        self.is_ready = False
+        """Whether the process has started and takes calls."""
+        self._started = time.monotonic()
+        """When the current call was started; the process, until it is ready."""
 
     @property
     def deadline(self) -> float:
-        """Return when the current call must end, on the monotonic clock."""
-        return self._call_started + self._limits[0]
+        """Return when the current call must end, or the process be ready, on the monotonic clock."""
+        return self._started + (self._limits[0] if self.is_ready else _ANSWER_TIMEOUT_S)
 
     def submit(self, call: Call, limit_s: float) -> bool:
         """Send a call if the queue has room, and return whether it had. Raises OSError when the worker has died."""
@@ -141,7 +145,7 @@ class ForkedWorker:
         if self.pending and sum(self._sizes) - self._sizes[0] + len(message) > _MAX_UNREAD_BYTES:
             return False
         if not self.pending:
-            self._call_started = now
+            self._started = now
         self.socket.settimeout(limit_s)
         with suppress(TimeoutError):  # the call has then missed its deadline, which makes it fail
             self._channel.send(message)
@@ -151,13 +155,17 @@ class ForkedWorker:
         return True
 
     def receive(self) -> list[Any] | None:
-        """Return the answers that have arrived; None when the worker has died."""
-        return self._channel.receive()
+        """Return the answers that have arrived; None when the worker has died. The first message makes it ready."""
+        messages = self._channel.receive()
+        if messages and not self.is_ready:
+            self.is_ready = True
+            return messages[1:]
+        return messages
 
     def pop_answered(self) -> tuple[Call, float]:
         """Remove the call that was just answered from the queue; return it and the seconds that it took."""
         now = time.monotonic()
-        seconds, self._call_started = now - self._call_started, now
+        seconds, self._started = now - self._started, now
         self._sizes.popleft()
         self._limits.popleft()
         return self.pending.popleft(), seconds
@@ -215,7 +223,7 @@ class ProcessPool:
         while queue and len(self.workers) < self.num_workers:
             pid, end = self.fork_server.fork()
             self.workers.append(ForkedWorker(pid, end))
-        for worker in list(self.workers):
+        for worker in [worker for worker in self.workers if worker.is_ready]:
             while queue and sum(self._call_seconds[call.name] for call in worker.pending) < _QUEUED_S:
                 call = queue.popleft()
                 try:
@@ -229,8 +237,11 @@ class ProcessPool:
                     break
 
     def _finished_calls(self, queue: deque[Call]) -> Iterator[tuple[Call, list[Any]]]:
-        """Wait for answers until the next deadline; yield the answered calls, and failures for those that are late."""
-        busy = [worker for worker in self.workers if worker.pending]
+        """Wait for answers until the next deadline; yield the answered calls, and failures for those that are late.
+
+        Raises EngineError when a worker does not get ready.
+        """
+        busy = [worker for worker in self.workers if worker.pending or not worker.is_ready]
         if not busy:
             return
         with selectors.DefaultSelector() as selector:
@@ -252,7 +263,14 @@ class ProcessPool:
                 yield self._fail(worker, queue, is_late=True)
 
     def _fail(self, worker: ForkedWorker, queue: deque[Call], is_late: bool = False) -> tuple[Call, list[Any]]:
-        """End a worker; return its current call as failed, and put its other calls back into the queue."""
+        """End a worker; return its current call as failed, and put its other calls back into the queue.
+
+        Raises EngineError for a worker that was never ready, since no call is at fault.
+        """
+        if not worker.is_ready:
+            exit_code = self._end(worker)
+            fact = "it was not ready in time" if is_late else f"it ended ({_describe_exit(exit_code)})"
+            raise EngineError(f"a worker process of reward functions did not start: {fact}.")
         call, *others = worker.pending
         queue.extendleft(reversed(others))
         exit_code = self._end(worker)

@@ -7,8 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +17,7 @@ import pytest
 
 from rlflow.errors import EngineError
 from rlflow.rewards import callables
+from rlflow.rewards import pool as pool_module
 from rlflow.rewards.base import Failure, Kind, Outcome
 from rlflow.rewards.callables import RewardTerm
 from rlflow.rewards.pool import Call, ForkedWorker, ProcessPool
@@ -24,6 +26,8 @@ from tests.unit.rewards import misbehaving
 
 DEADLINE_S = 0.5
 MODULE = misbehaving.__name__
+# The first message of a worker.
+READY = pickle.dumps(None)
 
 
 def part(function: str = "reward", timeout_s: float = DEADLINE_S) -> RewardTerm:
@@ -122,8 +126,99 @@ def test_a_worker_that_reads_nothing_is_given_few_calls() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         worker = ForkedWorker(0, ours)
+        Channel(theirs).send(READY)
+        assert worker.receive() == []
         while worker.submit(Call("does", [0], ["good"], [{}]), 5.0):
             assert len(worker.pending) < 100
+
+
+class Clock:
+    """A clock in place of the module ``time``, which goes on by ``step`` seconds at each look."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: float = 0.0) -> None:
+        self.now, self.step = 0.0, step
+        self._looks, self._looked = 0, threading.Condition()
+        monkeypatch.setattr(pool_module, "time", self)
+
+    def monotonic(self) -> float:
+        self.now += self.step
+        with self._looked:
+            now, self._looks = self.now, self._looks + 1
+            self._looked.notify()
+        return now
+
+    def wait_for(self, looks: int) -> None:
+        """Return when it has been looked at so many times."""
+        with self._looked:
+            self._looked.wait_for(lambda: self._looks >= looks)
+
+
+class SlowStart:
+    """A pool's fork server whose one worker is a thread of this process, played by ``work``."""
+
+    def __init__(self, work: Callable[[Channel], object]) -> None:
+        self._work = work
+        self.ended: list[int] = []
+
+    def fork(self) -> tuple[int, socket.socket]:
+        ours, theirs = socket.socketpair()
+        threading.Thread(target=self._run, args=[theirs], daemon=True).start()
+        return 1, ours
+
+    def _run(self, end: socket.socket) -> None:
+        with end:
+            self._work(Channel(end))
+
+    def end(self, pid: int) -> int:
+        self.ended.append(pid)
+        return 3
+
+
+def test_the_time_that_a_worker_needs_to_start_is_not_the_calls(
+    pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+
+    def work(channel: Channel) -> None:
+        # The process was started, and the pool waits for it: a call sent by now would be late.
+        clock.wait_for(looks=2)
+        clock.now += 10 * DEADLINE_S
+        channel.send(READY)
+        while not (calls := channel.receive()):
+            assert calls is not None
+        # The pool has read that the process is ready, has sent the call and waits for the answer.
+        clock.wait_for(looks=5)
+        channel.send(pickle.dumps([1.5]))
+
+    monkeypatch.setattr(pool, "workers", [])
+    monkeypatch.setattr(pool, "num_workers", 1)
+    monkeypatch.setattr(pool, "fork_server", SlowStart(work))
+    assert outcomes(pool, ["good"]) == [1.5]
+    pool.workers[0].socket.close()
+
+
+@pytest.mark.parametrize(
+    ("work", "seconds", "reason"),
+    [
+        pytest.param(Channel.receive, 20.0, "it was not ready in time", id="late"),
+        pytest.param(id, 0.0, r"it ended \(exit code 3\)", id="dead"),
+    ],
+)
+def test_a_worker_that_is_never_ready_is_an_error(
+    pool: ProcessPool,
+    monkeypatch: pytest.MonkeyPatch,
+    work: Callable[[Channel], object],
+    seconds: float,
+    reason: str,
+) -> None:
+    Clock(monkeypatch, step=seconds)
+    server = SlowStart(work)
+    monkeypatch.setattr(pool, "workers", [])
+    monkeypatch.setattr(pool, "num_workers", 1)
+    monkeypatch.setattr(pool, "fork_server", server)
+    with pytest.raises(EngineError, match=f"a worker process of reward functions did not start: {reason}"):
+        outcomes(pool, ["good"])
+    assert (server.ended, pool.workers) == ([1], [])
 
 
 def test_a_worker_that_does_not_read_its_first_call(pool: ProcessPool) -> None:
