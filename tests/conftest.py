@@ -174,6 +174,17 @@ _SHARED_PROCESSES = re.compile(r'^SHARED_PROCESSES = "(.+)"$', re.MULTILINE)
 _FIXTURES_OF_PROCESSES = {"hosts", "vllm_process", "two", "single"}
 
 
+# A whole file that is slow.
+_SLOW_FILE = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave slow files out of ``make check`` before they are imported, which takes each process seconds."""
+    if collection_path.suffix != ".py" or "not slow" not in config.option.markexpr:
+        return None
+    return _SLOW_FILE.search(collection_path.read_text()) is not None or None
+
+
 @functools.cache
 def _group(file: str) -> str:
     """Return the processes that a test file shares with others, or the file itself if it shares none."""

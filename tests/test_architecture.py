@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from statistics import median
@@ -66,6 +67,11 @@ LAZY = {
 }
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
@@ -112,7 +118,7 @@ def runtime_imports(tree: ast.Module) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_one_way(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     rooms = {name.split(".")[1] for name in imports(tree) if name.startswith("rlflow.")}
     assert rooms - {room(path)} <= MAY_IMPORT[room(path)]
 
@@ -120,7 +126,7 @@ def test_imports_point_one_way(path: Path) -> None:
 def test_the_parts_of_resources_point_one_way() -> None:
     for path in (PACKAGE / "resources").rglob("*.py"):
         part = path.relative_to(PACKAGE / "resources").parts[0].removesuffix(".py")
-        names = [name.split(".") for name in imports(ast.parse(path.read_text()))]
+        names = [name.split(".") for name in imports(tree_of(path))]
         parts = {name[2] for name in names if name[:2] == ["rlflow", "resources"] and len(name) > 2}
         if part != "__init__":
             assert parts <= set(PARTS_OF_RESOURCES[: PARTS_OF_RESOURCES.index(part) + 1]), path
@@ -131,7 +137,7 @@ def test_the_parts_of_runtime_point_one_way() -> None:
         allowed = set(PARTS_OF_RUNTIME[: PARTS_OF_RUNTIME.index(part) + 1])
         for path in FILES:
             if module_name(path).startswith(f"rlflow.runtime.{part}"):
-                names = [name.split(".") for name in imports(ast.parse(path.read_text()))]
+                names = [name.split(".") for name in imports(tree_of(path))]
                 parts = {name[2] for name in names if name[:2] == ["rlflow", "runtime"] and len(name) > 2}
                 assert parts <= allowed, path
 
@@ -142,7 +148,7 @@ def test_no_files_import_each_other_in_a_circle(part: str) -> None:
     paths = {module_name(path): path for path in FILES if room(path) == part}
     graph = {}
     for module, path in paths.items():
-        names = {name for node in executed(ast.parse(path.read_text())) for name in imported_names(node)}
+        names = {name for node in executed(tree_of(path)) for name in imported_names(node)}
         graph[module] = names & paths.keys() - {module}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the files of a circle
 
@@ -153,7 +159,7 @@ def test_engines_are_named_only_in_their_room() -> None:
     for path in FILES:
         if room(path) not in ("compiler", "runtime", "resources", "nodes"):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Constant):
                 assert node.value not in engines, (path, node.lineno)
             name = getattr(node, "id", getattr(node, "attr", getattr(node, "arg", getattr(node, "name", None))))
@@ -164,14 +170,14 @@ def test_engines_are_named_only_in_their_room() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_model_libraries_are_imported_when_needed(path: Path) -> None:
     name = str(path.relative_to(PACKAGE))
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     heavy = {module.split(".")[0] for module in runtime_imports(tree)} & MODEL_LIBRARIES
     assert not heavy or name in LAZY
     assert room(path) == "runtime" or "ray" not in {module.split(".")[0] for module in imports(tree)}
 
 
 def test_only_what_reads_recipes_sees_omegaconf() -> None:
-    seeing = {room(p) for p in FILES if any(n.split(".")[0] == "omegaconf" for n in imports(ast.parse(p.read_text())))}
+    seeing = {room(p) for p in FILES if any(n.split(".")[0] == "omegaconf" for n in imports(tree_of(p)))}
     assert seeing == {"recipe", "yaml_files", "recipe_files", "compose", "cli"}
 
 
@@ -196,7 +202,7 @@ def test_public_names() -> None:
 def test_a_public_class_name_exists_once() -> None:
     places: dict[str, list[Path]] = {}
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(path.relative_to(PACKAGE))
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}

@@ -135,6 +135,7 @@ class _Scan:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names |= dict(_imported(node))
         self._names = names
+        self._imports_ray = any(isinstance(node, ast.Name) and node.id == "import_ray" for node in ast.walk(tree))
 
     def calls(self) -> Iterator[Call]:
         for node, names in self._nodes():
@@ -151,7 +152,9 @@ class _Scan:
                 yield known.path
 
     def _nodes(self) -> Iterator[tuple[ast.AST, Mapping[str, _Known]]]:
-        """Give each node with the names that hold where it is."""
+        """Give each node with the names that hold where it is. None of a file that names nothing of the libraries."""
+        if not self._names and not self._calls_workers and not self._imports_ray:
+            return
         waiting: list[tuple[ast.AST, dict[str, _Known]]] = [(self._tree, self._names)]
         while waiting:
             node, names = waiting.pop()
@@ -198,6 +201,8 @@ def _assign(target: ast.expr, value: ast.expr, names: dict[str, _Known]) -> None
 
 def _known(node: ast.expr, names: Mapping[str, _Known]) -> _Known | None:
     """Return what the libraries call the value of an expression, if they know it."""
+    if not isinstance(node, ast.Name | ast.Attribute | ast.Call):
+        return None
     if (known := names.get(ast.unparse(node))) is not None:
         return known
     if isinstance(node, ast.Attribute) and (known := _known(node.value, names)) is not None:

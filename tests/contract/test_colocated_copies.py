@@ -12,7 +12,7 @@ import torch
 
 from rlflow.engines.causal_lm.adapters import transfer_name
 from rlflow.runtime.weights.gpu import Receivers, make_sender, send_weights
-from tests.unit.resources.models.test_architecture import CARDS, card, config_fields
+from tests.unit.resources.models.test_architecture import EACH_CARD, card, config_fields
 
 GIB = 2**30
 
@@ -67,7 +67,7 @@ def weights_of(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("path", CARDS, ids=lambda path: path.stem)
+@EACH_CARD
 def test_every_card_passes_through_the_sender(path: Path, dtype: torch.dtype, gpu: Torch) -> None:
     weights = weights_of(path, dtype)
 

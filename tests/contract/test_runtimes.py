@@ -82,6 +82,7 @@ class TestRuntime:
         assert Path(report.models["actor"]).is_dir()
         assert metrics(tmp_path / "run") == expected
 
+    @pytest.mark.slow
     def test_steps_that_ask_for_more_prompts(
         self, runtime: type[Runtime], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

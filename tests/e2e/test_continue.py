@@ -1,6 +1,7 @@
 """Training goes on: for more steps, and with what may change between two steps."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,23 @@ def manifest(folder: Path, step: int) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where the first ``run`` is kept for the tests that follow."""
+    return tmp_path_factory.mktemp("finished") / "run"
+
+
 @pytest.fixture
-def run(typed: Typed, tmp_path: Path) -> Path:
-    """A run of 4 steps of 3 prompts that has ended."""
-    code, _, errors = typed(*FAKE, *SHORT, "steps=4")
-    assert code == 0, errors
-    return tmp_path / "run"
+def run(typed: Typed, tmp_path: Path, finished: Path) -> Path:
+    """Return the folder of a run of 4 steps of 3 prompts that has ended."""
+    folder = tmp_path / "run"
+    if not finished.exists():
+        code, _, errors = typed(*FAKE, *SHORT, "steps=4")
+        assert code == 0, errors
+        shutil.copytree(folder, finished)
+    else:
+        shutil.copytree(finished, folder)
+    return folder
 
 
 def test_more_steps(typed: Typed, run: Path) -> None:
@@ -41,6 +53,7 @@ def test_more_steps(typed: Typed, run: Path) -> None:
     assert steps(run)[-1] == 8
 
 
+@pytest.mark.slow
 def test_another_batch_size_takes_the_rows_that_come_next(typed: Typed, run: Path) -> None:
     code, _, errors = typed("resume=run", "steps=+2", "data.batch_size=5", "lr=1.0e-4")
     assert code == 0, errors
@@ -51,6 +64,7 @@ def test_another_batch_size_takes_the_rows_that_come_next(typed: Typed, run: Pat
     assert manifest(run, 7)["experiment"]["roles"]["actor"]["optimizer"]["learning_rate"] == 1.0e-4
 
 
+@pytest.mark.slow
 def test_the_last_run_of_a_recipe_for_more_steps(typed: Typed, tmp_path: Path) -> None:
     given = (*FAKE, "evaluation=null")
     assert typed(*given, "hydra.run.dir=outputs/a/b", "steps=2")[0] == 0

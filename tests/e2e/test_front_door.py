@@ -84,6 +84,7 @@ def test_a_run_that_fails_is_no_sweep(typed: Typed) -> None:
     assert "GPU-hours" not in out
 
 
+@pytest.mark.slow
 def test_each_job_of_a_sweep_is_ranked_once(typed: Typed) -> None:
     code, out, _ = typed("-m", *FAKE, "data.source=nowhere.jsonl", "seed=1,2")
     assert code == 2
@@ -95,6 +96,7 @@ def test_each_job_of_a_sweep_is_ranked_once(typed: Typed) -> None:
     assert typed("-m", *FAKE, "dry_run=true")[1].count("GPU-hours") == 0, "one job is ranked against none"
 
 
+@pytest.mark.slow
 def test_a_recipe_of_ones_own_in_a_sweep(typed: Typed, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [grpo_tiny, _self_]\nname: mine\n")
     code, out, errors = typed("-m", "recipe=mine.yaml,grpo_tiny", "dry_run=true")
@@ -167,6 +169,7 @@ def test_a_plan_and_an_error_on_a_terminal(width: int, tmp_path: Path) -> None:
     assert "RolloutAdvantages" in node, "no word is divided"
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_sees_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m rlflow cluster=2x8 dry_run=true | head -1"
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)

@@ -8,6 +8,9 @@ from benchmarks.fsdp_memory import Config, measure, predicted_gib
 from rlflow.resources.layout import GIB
 from tests.conftest import ROOT
 
+# Torch's tracker takes seconds to import.
+pytestmark = pytest.mark.slow
+
 MEASURED = json.loads((ROOT / "benchmarks" / "fsdp_memory.json").read_text())
 
 

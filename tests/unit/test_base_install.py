@@ -39,6 +39,7 @@ def typed(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.slow
 def test_a_plan_needs_nothing_that_trains(tmp_path: Path) -> None:
     done = typed("recipe=grpo_32b", "cluster=2x8", "dry_run=true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -54,6 +54,7 @@ def test_gpus_without_figures_leave_the_cpu(gpus: Callable[..., None]) -> None:
         detect_cluster()  # as asked for by cluster=auto
 
 
+@pytest.mark.slow
 def test_looking_imports_neither_torch_nor_ray(gpus: Callable[..., None], tmp_path: Path) -> None:
     gpus("NVIDIA H200")
     code = (

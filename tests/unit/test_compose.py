@@ -28,6 +28,7 @@ def test_unknown_clusters(name: str, message: str) -> None:
     assert str(raised.value).startswith(message)
 
 
+@pytest.mark.slow
 def test_this_machine() -> None:
     assert cluster_of_hosts({"host-0": []}).shape == "1x1@cpu"
     assert cluster_of_hosts({"host-0": ["NVIDIA H200"] * 4}).shape == "1x4@h200"

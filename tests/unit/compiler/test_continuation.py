@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-import rlflow
 from rlflow.compiler.continuation import check_continuation, experiment_of, is_same_but_longer
 from rlflow.errors import RecipeError
+from tests.helpers import load
 
 
 def experiment(*overrides: str) -> dict[str, Any]:
-    return experiment_of(rlflow.load(overrides))
+    return experiment_of(load(*overrides))
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ def test_a_critic_has_no_logits_in_the_plan() -> None:
     assert not isinstance(demands["actor"].architecture, ScalarModel)
 
 
+@pytest.mark.slow
 def test_the_plan_has_the_memory_of_all_four() -> None:
     """Eighteen bytes a parameter of what is trained, and the head of the critic is smaller by a vocabulary."""
     pins = [f"roles.{role}.zero_stage=3" for role in ("actor", "critic")]

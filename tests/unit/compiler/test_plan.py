@@ -40,6 +40,7 @@ def test_the_fingerprint_is_of_the_experiment_in_the_recipe_of_a_model_too() -> 
     assert fingerprint(seed=7) != plan.fingerprint
 
 
+@pytest.mark.slow
 def test_the_fingerprint_is_of_the_experiment() -> None:
     recipe = load("recipe=grpo_32b")
     assert rlflow.compile(recipe, "2x8").fingerprint == rlflow.compile(recipe, "4x8").fingerprint

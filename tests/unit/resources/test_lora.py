@@ -134,6 +134,7 @@ def test_fewer_gpus_are_enough() -> None:
     assert rlflow.compile(load("recipe=grpo_lora_32b"), cluster(2)).prediction.num_gpus == 2
 
 
+@pytest.mark.slow
 def test_runs_without_adapters_keep_their_fingerprint() -> None:
     """Checkpoints say by it what they are of."""
     plans = [

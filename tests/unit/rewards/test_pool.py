@@ -334,7 +334,9 @@ def test_no_call_is_lost_when_workers_die(deaths: int, pool: ProcessPool) -> Non
     assert found[3::4] == [2.5] * deaths
 
 
-@pytest.mark.parametrize("hangs", [20, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "hangs", [4, pytest.param(20, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)]
+)
 def test_the_pool_is_whole_after_many_hangs(hangs: int, pool: ProcessPool) -> None:
     assert outcomes(pool, ["hang"] * hangs, "brief") == [Failure("timeout", "took longer than 0.02 s")] * hangs
     assert outcomes(pool, ["good"] * hangs, "patient") == [1.5] * hangs

@@ -43,6 +43,7 @@ def test_flash_attention_is_told(monkeypatch: pytest.MonkeyPatch, deterministic:
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
+@pytest.mark.slow
 def test_it_is_an_option_of_roles_that_train_and_no_other_experiment() -> None:
     usual = rlflow.compile(load("recipe=grpo_7b"), "2x8")
     asked = rlflow.compile(load("recipe=grpo_7b", "roles.actor.deterministic=true"), "2x8")

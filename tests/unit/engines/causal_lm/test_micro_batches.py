@@ -59,6 +59,7 @@ def test_prompts_are_divided_where_that_saves_enough_passes() -> None:
     assert len(build_micro_batches(sequences([9] * 4, [[1] * 3] * 4), 40)) == 4
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(groups=GROUPS, limit=st.integers(1, 120), more=st.integers(0, 9))
 def test_every_row_once_within_the_limit(groups: list[tuple[int, list[int]]], limit: int, more: int) -> None:

@@ -35,7 +35,7 @@ def test_logits_never_exist_together(monkeypatch: pytest.MonkeyPatch, dtype: tor
     assert peak(lambda: torch.autograd.backward(score_targets(hidden, weight, None, targets, 1.0).sum())) < logits / 5
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 1024])
+@pytest.mark.parametrize("tokens", [1, 64, pytest.param(1024, marks=pytest.mark.slow)])
 def test_few_tokens_need_no_copy_of_the_output_layer(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     width, vocabulary = 256, 8192
     monkeypatch.setattr(head, "_CPU_LOGITS_AT_ONCE", 2**16)
@@ -49,7 +49,7 @@ def test_few_tokens_need_no_copy_of_the_output_layer(monkeypatch: pytest.MonkeyP
     assert taken < own + 6 * 2**16 * 4
 
 
-@pytest.mark.parametrize("groups", [[32], [4] * 8], ids=["group_size", "prompts"])
+@pytest.mark.parametrize("groups", [[32], pytest.param([4] * 8, marks=pytest.mark.slow)], ids=["group_size", "prompts"])
 def test_the_peak_does_not_grow_with_the_batch(groups: list[int]) -> None:
     engine = TorchEngine(spec(micro_batch_tokens=64))
     small, large = (minibatch(sequences([16] * len(sizes), [[16] * size for size in sizes])) for sizes in ([4], groups))

@@ -159,6 +159,7 @@ def test_the_gradient_does_not_depend_on_the_cut() -> None:
         assert (values - weights[0][1]).abs().max() < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capabilities", [[], ["Values"]])
 def test_an_update_repeats_itself_to_the_bit(capabilities: list[str]) -> None:
     """Large enough for several threads to share the work, with one prompt that all of them add to."""

@@ -23,7 +23,7 @@ from rlflow.resources.memory.phases import generate_memory, score_terms, update_
 from rlflow.resources.memory.state import persistent_buffers
 from tests.helpers import load
 from tests.unit.resources.memory.test_phases import QWEN, layout
-from tests.unit.resources.models.test_architecture import CARDS, card, weights
+from tests.unit.resources.models.test_architecture import EACH_CARD, card, weights
 
 # Of eight H100, as vllm-project/vllm's issue 9699 and NCCL's logs have hosts.
 HOPPER = Sharp(channels=16, gpus=8)
@@ -31,7 +31,7 @@ EMBEDDING = 152064 * 3584
 """Of Qwen2.5 7B, its largest tensor."""
 
 
-@pytest.mark.parametrize("path", CARDS, ids=lambda path: path.stem)
+@EACH_CARD
 def test_the_largest_tensor_is_that_of_the_modules(path: Path) -> None:
     of = card(path)
     assert of.largest_tensor == max(weights(of).values())

@@ -13,6 +13,12 @@ from tests.conftest import ROOT
 from tests.helpers import ARCHITECTURE
 
 CARDS = sorted((ROOT / "conf" / "model").glob("*.yaml"))
+# All cards, for tests that are run with each of them: `make check` takes these few and `make test` all.
+FEW = {"gemma2_2b", "llama3_1_8b", "qwen2_5_7b", "qwen3_30b_a3b"}
+EACH_CARD = pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=() if path.stem in FEW else pytest.mark.slow, id=path.stem) for path in CARDS],
+)
 # Sources: the counts of the weights on the models' pages on the hub; for OpenAI's and DeepSeek's, of which the weights
 # are quantized there or hold more than the model, the developers' own.
 PUBLISHED = {
@@ -106,10 +112,11 @@ def weights(of: Architecture) -> dict[str, int]:
 
 def test_there_are_cards() -> None:
     assert len(CARDS) >= 30
+    assert {path.stem for path in CARDS} >= FEW
     assert set(PUBLISHED) <= {path.stem for path in CARDS}
 
 
-@pytest.mark.parametrize("path", CARDS, ids=lambda path: path.stem)
+@EACH_CARD
 def test_parameters_of_a_card_are_those_of_the_modules(path: Path) -> None:
     of = card(path)
     check(of, "architecture")

@@ -9,7 +9,7 @@ import rlflow
 from rlflow.errors import RecipeError
 from rlflow.resources.models.config import architecture_from_config, find_config, read_architecture
 from tests.conftest import CONFIG_DIR
-from tests.unit.resources.models.test_architecture import CARDS, card, config_fields, named
+from tests.unit.resources.models.test_architecture import EACH_CARD, card, config_fields, named
 
 # As on the hub: of Qwen2.5 without what the figures do not hang on, of Gemma 3 what differs from its class.
 QWEN: dict[str, Any] = {
@@ -75,7 +75,7 @@ def test_figures_of_a_file_on_the_hub(config: dict[str, Any], name: str) -> None
     assert architecture_from_config(config, "m") == named(name)
 
 
-@pytest.mark.parametrize("path", CARDS, ids=lambda path: path.stem)
+@EACH_CARD
 def test_figures_of_a_card_come_back_from_the_file_that_transformers_writes(path: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     of = card(path)

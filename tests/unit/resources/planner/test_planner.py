@@ -212,6 +212,7 @@ def test_more_hosts_never_make_a_slower_plan() -> None:
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.slow
 def test_of_very_many_that_are_as_fast_not_all_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four roles whose step is the latency of a copy."""
     placed: list[Candidate] = []

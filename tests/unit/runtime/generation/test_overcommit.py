@@ -122,10 +122,11 @@ class Late(Stepwise):
         return super().preempt(rows)
 
 
-def test_what_is_done_before_it_is_preempted_is_there_once() -> None:
+@pytest.mark.parametrize("tries", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_what_is_done_before_it_is_preempted_is_there_once(tries: int) -> None:
     """Also where an engine had put it off before, and handed over what was written then: that is so in some runs, by
     the turns of threads."""
-    for _ in range(20):
+    for _ in range(tries):
         first, operation = go(Threads([Stepwise(spec(), (16, 90))]), end=2)
         rest, _ = go(Threads([Late(spec(), (16, 90))]), 2, operation)
         check([*first, *rest])

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from rlflow.runtime.step import run_graph
 from tests.conftest import CONFIG_DIR
-from tests.helpers import spec
+from tests.helpers import load, spec
 
 BATCH, GROUP, STEPS = 4, 3, 5
 
@@ -39,13 +40,14 @@ def all_alike(texts: Sequence[str], rows: Any) -> list[float]:
     return [1.0] * len(texts)
 
 
+@cache
 def plan_of(reward: str, *overrides: str, recipe: str = "fake") -> Plan:
     given = [
         *(f"recipe={recipe}", f"steps={STEPS}", f"data.batch_size={BATCH}", f"graph.rollouts.group_size={GROUP}"),
         f"graph.rewards.function='{__name__}:{reward}'",
         *("+graph.sampling={node: dynamic_sampling}", "checkpoints.every=1", *overrides),
     ]
-    return rlflow.compile(rlflow.load(given, CONFIG_DIR), "local")
+    return rlflow.compile(load(*given, config_dir=CONFIG_DIR), "local")
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -185,7 +187,7 @@ def test_a_coefficient_does_not_change_within_a_step() -> None:
 
 def test_rounds_that_there_are_not() -> None:
     with pytest.raises(RecipeError, match=r"^expect\.rounds: no node 'dynamic_sampling' asks for more prompts"):
-        rlflow.compile(rlflow.load(["recipe=fake", "expect.rounds=2"], CONFIG_DIR), "local")
+        rlflow.compile(load("recipe=fake", "expect.rounds=2", config_dir=CONFIG_DIR), "local")
 
 
 def test_prompts_begun_ahead_are_not_chosen() -> None:
@@ -195,7 +197,7 @@ def test_prompts_begun_ahead_are_not_chosen() -> None:
 
 
 def test_the_order_of_what_is_done() -> None:
-    recipe = rlflow.load(["recipe=dapo_tiny"])
+    recipe = load("recipe=dapo_tiny")
     graph = wire(recipe)
     assert [node.name for node in resampled_nodes(graph)] == ["rollouts", "rewards", "sampling"]
     assert [node.name for node in without_resampled(graph).nodes] == ["shaped", "advantages", "update"]
