@@ -2,12 +2,16 @@
 
     Recipe --wire--> Graph --lower--> Requirements --plan (x Cluster)--> Plan
 
-``render`` draws a plan for a person. Compiling imports neither torch nor ray.
+``infeasible`` says why there is no plan and what would fit, and ``render`` draws a plan for a person. Compiling imports
+neither torch nor ray.
 """
 
+from rlflow.compiler.infeasible import infeasible_error
 from rlflow.compiler.lower import lower
 from rlflow.compiler.plan import Plan, plan
+from rlflow.compiler.problem import Problem
 from rlflow.compiler.wire import wire
+from rlflow.errors import PlacementError
 from rlflow.recipe import Recipe
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.time.speed import Calibration
@@ -19,5 +23,7 @@ def compile_recipe(recipe: Recipe, cluster: Cluster, calibration: Calibration | 
     Raises RecipeError, GraphError and PlacementError.
     """
     graph = wire(recipe)
-    requirements = lower(recipe, graph)
-    return plan(recipe, graph, requirements, cluster, calibration or {})
+    try:
+        return plan(recipe, graph, lower(recipe, graph), cluster, calibration or {})
+    except PlacementError as error:
+        raise infeasible_error(Problem(recipe, cluster, calibration or {}), error) from None

@@ -170,7 +170,7 @@ def _check_lengths(recipe: Recipe, graph: Graph) -> None:
                 f"graph.{node.name}.max_tokens",
                 f"prompts of {prompt} and responses of {response} tokens are longer than the model's "
                 f"{positions} positions",
-                fix=f"max_tokens {max(1, positions - prompt)}, or a smaller max_prompt_tokens",
+                fix=f"graph.{node.name}.max_tokens={max(1, positions - prompt)}, or a smaller data.max_prompt_tokens",
             )
 
 
@@ -190,7 +190,7 @@ def _check_micro_batches(recipe: Recipe, tasks: tuple[Task, ...]) -> None:
                 f"roles.{name}.micro_batch_tokens",
                 f"{role.micro_batch_tokens} tokens have no room for the longest {what}, which has {longest}: "
                 f"{twice}{prompt} in its prompt (data.max_prompt_tokens) and {twice}{each - prompt} in its response",
-                fix=f"roles.{name}.micro_batch_tokens={longest}, or shorter sequences",
+                fix=f"roles.{name}.micro_batch_tokens={longest}",
             )
 
 

@@ -13,11 +13,10 @@ from rlflow.compiler.continuation import experiment_of
 from rlflow.compiler.graph import Graph
 from rlflow.compiler.lower import Requirements
 from rlflow.compiler.wire import wire
-from rlflow.errors import RecipeError
+from rlflow.errors import PlacementError, RecipeError
 from rlflow.recipe import Recipe, recipe_from, to_yaml
 from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.resources.layout import Bundle, Layout, RolePlacement, Worker
-from rlflow.resources.planner.explain import placement_error
 from rlflow.resources.planner.prediction import Prediction, predict
 from rlflow.resources.planner.search import Search
 from rlflow.resources.time.speed import Calibration
@@ -25,6 +24,8 @@ from rlflow.resources.workload import Workload
 from rlflow.schema import parse
 
 SCHEMA_VERSION = 6
+# The path of the error for a search that found nothing, where no value of the recipe alone is to blame.
+NOTHING_FITS = "roles"
 # Seconds. If a step on CPUs takes longer, the recipe is meant for GPUs.
 _LONG_STEP = 600.0
 
@@ -74,7 +75,7 @@ def plan(recipe: Recipe, graph: Graph, requirements: Requirements, cluster: Clus
     search = Search(requirements.demands, requirements.workload, cluster, calibration)
     result = search.best()
     if result is None:
-        raise placement_error(search)
+        raise PlacementError(NOTHING_FITS, f"nothing fits {cluster.shape}")
     prediction = predict(search, result)
     found = Plan(
         recipe=recipe,

@@ -246,7 +246,8 @@ def _served(
     if share <= 0:
         return Shortage(demand.role, -available, "the other roles on its GPUs leave no memory")
     if share * memory_gib > available + 1e-9:
-        what = f"gpu_memory_utilization {share:g} is more than the {max(0.0, left):g} that is left"
+        rest = max(0, floor(available / memory_gib * 100)) / 100
+        what = f"gpu_memory_utilization {share:g}, which is more than the {rest:g} that is left"
         return Shortage(demand.role, share * memory_gib - available, what)
     layout = replace(layout, gpu_memory_utilization=share)
     memory = generate_memory(
@@ -263,6 +264,6 @@ def _served(
         rest = sum(gib for term, gib in memory.terms.items() if term != "kv")
         lacks = f"{rest:.0f} GiB on each GPU before the KV cache"
         lacks = f"no KV cache room for {longest} tokens" if rest < share * memory_gib else lacks
-        what = f"{groups}: {lacks}, of {share * memory_gib:.0f} GiB available"
+        what = f"{groups}, {lacks}, of {share * memory_gib:.0f} GiB available"
         return Shortage(demand.role, rest - share * memory_gib, what)
     return layout, memory

@@ -91,10 +91,10 @@ class Search:
         return SearchResult(chosen, self._on_gpus(chosen, shares), others, tuple(self.rejected))
 
     def fits(self) -> bool:
-        """Return whether any plan fits, on a coarser grid of pool sizes."""
+        """Return whether any plan fits."""
         try:
             self._check()
-            return any(self._place(candidate) is not None for candidate in self.candidates(coarse=True))
+            return any(self._place(candidate) is not None for candidate in self.candidates())
         except PlacementError:
             return False
 
@@ -109,7 +109,7 @@ class Search:
                     fix="a card of conf/model, models.<name>.architecture, or a path to a folder with a config.json",
                 )
 
-    def candidates(self, *, coarse: bool = False) -> Iterator[Candidate]:
+    def candidates(self) -> Iterator[Candidate]:
         """Yield every way to share with all sizes on the grid that fit, and add the others to ``rejected``."""
         contradiction: PlacementError | None = None
         consistent = 0
@@ -122,9 +122,7 @@ class Search:
                 contradiction = contradiction or error
                 continue
             consistent += 1
-            for gpus in pool_sizes(
-                wanted, [self.host_set(pool).num_gpus for pool in ordered], self._total(ordered), coarse=coarse
-            ):
+            for gpus in pool_sizes(wanted, [self.host_set(pool).num_gpus for pool in ordered], self._total(ordered)):
                 uses = []
                 for roles, count in zip(ordered, gpus, strict=True):
                     used = self.pool_use(roles, count, whole=len(ordered) == 1)

@@ -145,22 +145,18 @@ def _sizes_of(demand: Demand) -> frozenset[int] | None:
     return frozenset(copies * stages * one * other for one in tensor for other in sequence)
 
 
-def pool_sizes(
-    wanted: Sequence[frozenset[int] | None], most: Sequence[int], total: int, *, coarse: bool = False
-) -> Iterator[tuple[int, ...]]:
+def pool_sizes(wanted: Sequence[frozenset[int] | None], most: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
     """Yield the GPUs of each pool: one of the sizes it pins (None: any), within its hosts and within ``total``.
 
-    Open pools share the remaining GPUs on a grid, or on a ``coarse`` one. A single pool is also tried with a half of
-    its GPUs, a quarter, and so on.
+    Open pools share the remaining GPUs on a grid. A single pool is also tried with a half of its GPUs, a quarter, and
+    so on.
     """
     if list(wanted) == [None]:
-        yield from ((most[0] >> halvings,) for halvings in range(1 if coarse else most[0].bit_length()))
+        yield from ((most[0] >> halvings,) for halvings in range(most[0].bit_length()))
         return
     grain = max(1, 2 ** ((total // _SHARES).bit_length() - 1)) if total > _SHARES else (1 if total <= 8 else 2)
     if len(wanted) > 2 and total > 8:
         grain = max(grain, 2 ** ((total // 8).bit_length() - 1))
-    if coarse:
-        grain = max(grain, 2 ** ((total // 4).bit_length() - 1))
     free = [limit for limit, size in zip(most, wanted, strict=True) if size is None]
     for pinned in product(*(sorted(size) for size in wanted if size is not None)):
         left = total - sum(pinned)

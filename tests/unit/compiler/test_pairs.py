@@ -44,7 +44,7 @@ def test_the_work_of_a_step(name: str, kinds: list[str]) -> None:
             "roles.actor.micro_batch_tokens=1000",
             "roles.actor.micro_batch_tokens: 1000 tokens have no room for the longest pair, which has 1824: "
             "twice 512 in its prompt (data.max_prompt_tokens) and twice 400 in its response.\n"
-            "  Fix: roles.actor.micro_batch_tokens=1824, or shorter sequences.",
+            "  Free: 8 GPUs.\n  Fix: roles.actor.micro_batch_tokens=1824.",
         ),
         (
             "rm_7b",

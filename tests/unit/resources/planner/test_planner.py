@@ -144,34 +144,12 @@ def test_pinned_values_are_kept() -> None:
         ({"tensor_parallel_size": 12}, "roles.rollout", "12 GPUs of one tensor-parallel group do not fit on one host"),
         ({"tensor_parallel_size": 5}, "roles.rollout.tensor_parallel_size", "24 attention heads"),
         ({"gpus": 6, "tensor_parallel_size": 4}, "roles.rollout.gpus", "tensor_parallel_size 4"),
-        ({"gpus": 64}, "roles.rollout.gpus", "64 does not fit"),
     ],
 )
-def test_pins_that_cannot_be_met(wants: dict[str, Any], path: str, said: str) -> None:
-    from rlflow.resources.planner.explain import placement_error
-
-    found = search([demand("actor"), demand("rollout", **wants)], cluster(8, 8))
-    try:
-        assert found.best() is None
-        error = placement_error(found)
-    except PlacementError as raised:
-        error = raised
-    assert error.path == path
-    assert said in error.fact
-    assert error.notes["Fix"]
-
-
-def test_the_smallest_set_of_pins_that_clash() -> None:
-    """7B with 16 B a parameter is 114 GiB: one GPU cannot hold it without offload, two can share it."""
-    from rlflow.resources.planner.explain import placement_error
-
-    demands = [demand("actor", SEVEN_B, gpus=1, offload="none", zero_stage=3), demand("rollout", SEVEN_B)]
-    found = search(demands, cluster(8))
-    assert found.best() is None
-    error = placement_error(found)
-    assert "roles.actor.gpus=1 and roles.actor.offload=none" in error.fact
-    assert "zero_stage" not in error.fact
-    assert "gpus" in str(error.notes["Fix"])
+def test_pins_that_contradict_themselves(wants: dict[str, Any], path: str, said: str) -> None:
+    with pytest.raises(PlacementError, match=said) as caught:
+        place([demand("actor"), demand("rollout", **wants)], cluster(8, 8))
+    assert caught.value.path == path
 
 
 def test_what_sleeps_makes_room() -> None:

@@ -1,0 +1,122 @@
+"""The error for a recipe that does not fit a cluster: the pins that conflict, what the roles lack, and fixes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import floor
+
+from rlflow.compiler.fixes import fixes
+from rlflow.compiler.plan import NOTHING_FITS
+from rlflow.compiler.problem import Pin, Problem
+from rlflow.errors import PlacementError
+from rlflow.resources.planner.pool import Shortage
+
+# GiB with which no role lacks memory.
+_PLENTY = 2**20
+
+
+def infeasible_error(problem: Problem, raised: PlacementError) -> PlacementError:
+    """Return the error with a reason and fixes that planning again confirms, for the error that planning raised."""
+    conflict = _conflicting_pins(problem)
+    found = fixes(problem, conflict)
+    path, fact = raised.path, raised.fact
+    if not _is_about(raised, conflict):
+        role, lack = _lack(problem.without([pin for pin in problem.pins if pin not in conflict]))
+        path = conflict[0].path if conflict else f"roles.{role}" if role else NOTHING_FITS
+        what = f"{conflict[0].text} does not fit" if conflict else "nothing fits"
+        if len(conflict) > 1:
+            what = f"{' and '.join(map(str, conflict))} conflict on"
+        fact = f"{what} {problem.cluster.shape}" + (f" ({lack})" if lack else "")
+    total = sum(len(host.usable) for host in problem.cluster.hosts)
+    fix = ", or ".join(found) or raised.notes["Fix"]
+    error = PlacementError(path, fact, free=f"{total} GPU{'s' if total > 1 else ''}", fix=fix)
+    error.notes["Known"] = raised.notes["Known"]
+    return error
+
+
+def _conflicting_pins(problem: Problem) -> list[Pin]:
+    """Return a smallest set of pins that conflict; empty where the recipe does not fit without any pin either."""
+    pins = problem.pins
+    if not pins or not problem.without(pins).fits():
+        return []
+    conflict = list(pins)
+    for pin in pins:
+        fewer = [other for other in conflict if other != pin]
+        if not problem.without([other for other in pins if other not in fewer]).fits():
+            conflict = fewer
+    return conflict
+
+
+def _is_about(raised: PlacementError, conflict: Sequence[Pin]) -> bool:
+    """Return whether an error names a pin of the conflict or its role, or what no pin has to do with."""
+    if raised.path == NOTHING_FITS or not conflict:
+        return raised.path != NOTHING_FITS
+    return raised.path in {pin.path for pin in conflict} | {f"roles.{pin.role}" for pin in conflict}
+
+
+def _lack(problem: Problem) -> tuple[str | None, str]:
+    """Return what the roles lack, and the role that lacks it in the plan that comes nearest: memory, or whole groups.
+
+    With so much more memory of one kind as it says, the recipe fits.
+    """
+    cluster = problem.cluster
+    gpus = [gib for host in cluster.hosts if (gib := cluster.memory_gib(host)) is not None]
+    hosts = [host.memory_gib for host in cluster.hosts if host.memory_gib is not None]
+    for what, having, most in (
+        ("GPUs with {} GiB", _with_gpu_memory, min(gpus, default=None)),
+        ("hosts with {} GiB of memory", _with_host_memory, min(hosts, default=None)),
+    ):
+        if most is None or not having(problem, _PLENTY).fits():
+            continue
+        low, high = floor(most), _PLENTY
+        while high - low > max(1, low // 64):
+            middle = (low + high) // 2
+            low, high = (low, middle) if having(problem, middle).fits() else (middle, high)
+        role = _nearest_shortage(having(problem, low)).role
+        shortage = _nearest_shortage(problem, role)
+        return role, f"{role} needs {what.format(high)}; nearest layout: {shortage.what}"
+    return _missing_groups(_with_gpu_memory(problem, _PLENTY))
+
+
+def _with_gpu_memory(problem: Problem, gib: int) -> Problem:
+    """Return the problem with at least so much memory on each GPU."""
+    gpus = {
+        kind: gpu if gpu.memory_gib is None else replace(gpu, memory_gib=max(gpu.memory_gib, float(gib)))
+        for kind, gpu in problem.cluster.gpus.items()
+    }
+    return replace(problem, cluster=replace(problem.cluster, gpus=gpus))
+
+
+def _with_host_memory(problem: Problem, gib: int) -> Problem:
+    """Return the problem with at least so much memory on each host that states its own."""
+    hosts = tuple(
+        host if host.memory_gib is None else replace(host, memory_gib=max(host.memory_gib, float(gib)))
+        for host in problem.cluster.hosts
+    )
+    return replace(problem, cluster=replace(problem.cluster, hosts=hosts))
+
+
+def _nearest_shortage(problem: Problem, role: str | None = None) -> Shortage:
+    """Return the smallest shortage, of this role if it has one."""
+    search = problem.search()
+    search.fits()
+    shortages = [rejected.shortage for rejected in search.rejected]
+    return min([each for each in shortages if each.role == role] or shortages, key=lambda shortage: shortage.gib)
+
+
+def _missing_groups(problem: Problem) -> tuple[str | None, str]:
+    """Return why a role cannot have its groups of GPUs in the largest pool that was tried for it."""
+    search = problem.search()
+    try:
+        search.fits()
+    except PlacementError:
+        return None, ""
+    rejected = [
+        (count, each.shortage)
+        for each in search.rejected
+        for roles, count in zip(each.partition, each.gpus, strict=True)
+        if each.shortage.role in roles
+    ]
+    if not rejected:
+        return None, ""
+    _, shortage = max(rejected, key=lambda each: each[0])
+    return shortage.role, str(shortage)

@@ -1,0 +1,95 @@
+"""A recipe on a cluster that may not fit, and the changes to it that can be tried: planning again tells what helps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+from rlflow.compiler.lower import lower
+from rlflow.compiler.wire import wire
+from rlflow.errors import UserError
+from rlflow.recipe import Recipe
+from rlflow.resources.cluster import Cluster
+from rlflow.resources.layout import Resources
+from rlflow.resources.planner.search import Search, SearchResult
+from rlflow.resources.time.speed import Calibration
+
+OPEN = Resources()
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A value that the recipe pins for a role."""
+
+    role: str
+    field: str
+    value: object
+
+    @property
+    def path(self) -> str:
+        """Return the path of the value in the recipe."""
+        return f"roles.{self.role}.{self.field}"
+
+    @property
+    def text(self) -> str:
+        """Return the value as the command line takes it."""
+        value = self.value
+        text = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else "null" if value is None else str(value)
+        return text.lower() if isinstance(value, bool) else text
+
+    def __str__(self) -> str:
+        return f"{self.path}={self.text}"
+
+    @property
+    def opened(self) -> "Pin":
+        """Return the same option with the value that leaves the choice to the planner."""
+        return replace(self, value=getattr(OPEN, self.field))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A recipe, the cluster it is planned for, and the efficiencies that times are predicted with."""
+
+    recipe: Recipe
+    cluster: Cluster
+    calibration: Calibration
+
+    @property
+    def pins(self) -> list[Pin]:
+        """Return all values that the recipe pins."""
+        return [
+            Pin(name, field.name, value)
+            for name, role in self.recipe.roles.items()
+            for field in fields(Resources)
+            if (value := getattr(role, field.name)) != getattr(OPEN, field.name)
+        ]
+
+    def search(self) -> Search:
+        """Return the search for a plan. Raises UserError for a recipe that no cluster can run."""
+        needs = lower(self.recipe, wire(self.recipe))
+        return Search(needs.demands, needs.workload, self.cluster, self.calibration)
+
+    def best(self) -> SearchResult | None:
+        """Return the best plan, or None."""
+        try:
+            return self.search().best()
+        except UserError:
+            return None
+
+    def fits(self) -> bool:
+        """Return whether there is a plan."""
+        try:
+            return self.search().fits()
+        except UserError:
+            return False
+
+    def with_pins(self, pins: Sequence[Pin]) -> "Problem":
+        """Return the problem with these values of pins, and all others as they are."""
+        roles = {
+            name: replace(role, **cast(Any, {pin.field: pin.value for pin in pins if pin.role == name}))
+            for name, role in self.recipe.roles.items()
+        }
+        return replace(self, recipe=replace(self.recipe, roles=roles))
+
+    def without(self, pins: Sequence[Pin]) -> "Problem":
+        """Return the problem with these pins open."""
+        return self.with_pins([pin.opened for pin in pins])

@@ -1,0 +1,85 @@
+"""Recipes that do not fit: the pins that are named, the memory that is missing, and fixes that work."""
+
+import pytest
+
+import rlflow
+from benchmarks.fixes import Case, applied, broken_fixes, infeasible_cases, is_true
+from rlflow.compose import load_cluster
+from rlflow.errors import PlacementError
+from tests.helpers import load
+
+
+def refused(*overrides: str, cluster: str) -> PlacementError:
+    """Return why a recipe does not fit, after its fixes were applied and found to work."""
+    with pytest.raises(PlacementError) as caught:
+        rlflow.compile(load(*overrides), cluster)
+    base: list[str] = []
+    pins: list[str] = []
+    for override in overrides:
+        (pins if override.startswith("roles.") else base).append(override)
+    case = Case(tuple(base), tuple(pins), load_cluster(cluster))
+    assert broken_fixes(case, caught.value) == []
+    return caught.value
+
+
+@pytest.mark.slow
+def test_a_smallest_set_of_pins_that_conflict() -> None:
+    """The state of a 7B model is 18 bytes a parameter, 128 GiB: one GPU cannot hold it without offload."""
+    pins = ("roles.actor.gpus=1", "roles.actor.offload=none", "roles.actor.zero_stage=3")
+    error = refused("recipe=grpo_7b", *pins, cluster="1x8")
+    assert "roles.actor.gpus=1 and roles.actor.offload=none conflict on 1x8" in error.fact
+    assert "zero_stage" not in error.fact
+    assert str(error.notes["Fix"]).startswith("roles.actor.gpus=2, or roles.actor.offload=optimizer")
+
+
+def test_a_number_of_gpus_that_the_cluster_does_not_have() -> None:
+    error = refused("recipe=grpo_7b", "roles.rollout.gpus=64", cluster="2x8")
+    assert (error.path, error.fact) == ("roles.rollout.gpus", "64 does not fit 2x8@h100_80gb")
+    assert error.notes["Fix"] == "roles.rollout.gpus=16"
+
+
+def test_the_nearest_group_is_proposed() -> None:
+    error = refused("recipe=grpo_7b", "roles.rollout.tensor_parallel_size=12", cluster="2x8")
+    # The model has 28 heads and 4 key-value heads: of the degrees up to 8, four is the largest that divides both.
+    assert "12 GPUs of one tensor-parallel group do not fit on one host" in error.fact
+    assert error.notes["Fix"] == "roles.rollout.tensor_parallel_size=4"
+
+
+def test_two_conflicts_are_solved_together() -> None:
+    """Without one of two labels that no host has, the other still has no host."""
+    error = refused("recipe=grpo_7b", "roles.actor.label=fast", "roles.rollout.label=slow", cluster="1x8")
+    assert error.notes["Fix"] == "roles.actor.label=null roles.rollout.label=null"
+
+
+def test_the_memory_that_is_missing_is_measured_by_planning() -> None:
+    """An engine on one GPU holds all weights of 32.8B parameters there, 61 GiB, and some room for one sequence."""
+    error = refused("recipe=grpo_lora_32b", cluster="1x1@a100_40gb")
+    assert error.path == "roles.rollout"
+    assert error.fact.startswith("nothing fits 1x1@a100_40gb (rollout needs GPUs with ")
+    needed = int(error.fact.split("needs GPUs with ")[1].split(" GiB")[0])
+    assert 61 < needed < 80
+    assert error.notes["Fix"] == "cluster=2x1@a100_40gb"
+
+
+def test_shorter_responses() -> None:
+    """What a pass over 64,096 tokens needs on one GPU, a pass over 31,000 does not."""
+    error = refused("recipe=rm_7b", "expect.response_tokens=[30000]", cluster="1x1@rtx_4090")
+    assert str(error.notes["Fix"]).startswith("expect.response_tokens=[1")
+
+
+@pytest.mark.slow
+def test_random_recipes() -> None:
+    """A few of those that ``benchmarks.fixes`` draws, from another seed."""
+    for case, error in infeasible_cases(3, seed=11):
+        assert broken_fixes(case, error) == []
+        assert is_true(case, error)
+
+
+def test_a_fix_is_applied_as_printed() -> None:
+    case = Case(("recipe=grpo_7b",), ("roles.actor.gpus=3",), load_cluster("1x2@h200"))
+    recipe, cluster = applied(case, "roles.actor.gpus=4 and 2 more hosts like host-0 with all 2 GPUs free")
+    assert recipe.roles["actor"].gpus == 4
+    assert [host.gpus for host in cluster.hosts] == [2, 2, 2]
+    recipe, cluster = applied(case, "3 hosts of 8 GPUs with 100 GiB each")
+    assert [host.gpus for host in cluster.hosts] == [8, 8, 8]
+    assert cluster.memory_gib(cluster.hosts[0]) == 100
