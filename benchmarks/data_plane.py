@@ -53,7 +53,7 @@ from rlflow.runtime.objects.slices import SharedBatch
 from rlflow.runtime.objects.store import blocks_of
 from rlflow.runtime.ray.cluster.connection import simulated
 from rlflow.runtime.ray.engine_set import RayEngines
-from rlflow.runtime.ray.role_workers import ALLOCATION, as_future
+from rlflow.runtime.ray.role_workers import as_future
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.step import train_step
 
@@ -110,11 +110,13 @@ class Holder(Padding):
 
 
 class Workers:
-    """Four worker processes, started as rlflow starts them or with Ray's defaults."""
+    """Four worker processes, which reuse memory as rlflow's do, or allocate it as Python does."""
 
-    def __init__(self, lengths: NDArray[np.int64], variables: Mapping[str, str]) -> None:
-        remote = import_ray().remote(ObjectProcess).options(num_cpus=0, runtime_env={"env_vars": dict(variables)})
+    def __init__(self, lengths: NDArray[np.int64], *, reuse_memory: bool) -> None:
+        remote = import_ray().remote(ObjectProcess).options(num_cpus=0)
         self.actors = [remote.remote() for _ in range(WORKERS)]
+        if reuse_memory:
+            import_ray().get([actor.reuse_memory.remote() for actor in self.actors])
         holders = [import_ray().cloudpickle.dumps(Holder(rank, lengths)) for rank in range(WORKERS)]
         import_ray().get([actor.load_object.remote(holder) for actor, holder in zip(self.actors, holders, strict=True)])
         self.store_calls = StoreCalls(Budget(store_limits()))
@@ -190,7 +192,8 @@ def moved() -> tuple[Mapping[str, float], int]:
     lengths = lengths_of(SAMPLES)
     taken: dict[str, list[float]] = {}
     sums = set()
-    workers, controller = Workers(lengths, ALLOCATION), Controller(Workers(lengths, {}).actors)
+    workers = Workers(lengths, reuse_memory=True)
+    controller = Controller(Workers(lengths, reuse_memory=False).actors)
     ways: Mapping[str, Callable[[], int]] = {
         "packed": workers.ours,
         "padded torch": lambda: controller.through_it(as_torch=True),

@@ -26,7 +26,7 @@ from rlflow.runtime.protocols import Engines, StoreUse, Subscriber, T
 from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.gpu_turns import GpuTurns, gpu_neighbors, replaced_roles, sleeping_roles
 from rlflow.runtime.ray.role_proxy import RoleProxy
-from rlflow.runtime.ray.role_workers import ALLOCATION, RoleWorkers, as_future
+from rlflow.runtime.ray.role_workers import RoleWorkers, as_future
 
 
 @contextmanager
@@ -135,15 +135,12 @@ class RemoteObjects:
         """
         if id(local) not in self._proxies:
             affinity = NodeAffinitySchedulingStrategy(this_host(), soft=False)
-            runtime_env = {"env_vars": ALLOCATION}
-            actor = (
-                ray.remote(ObjectProcess)
-                .options(num_cpus=0, max_restarts=0, scheduling_strategy=affinity, runtime_env=runtime_env)
-                .remote()
-            )
+            options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": affinity}
+            actor = ray.remote(ObjectProcess).options(**options).remote()
             proxy = _RemoteObject(actor, type(local).__name__, self._store_calls)
             self._proxies[id(local)] = (local, proxy)
-            wait_all([proxy.call_process("load_object", ray.cloudpickle.dumps(local))])
+            pickled = ray.cloudpickle.dumps(local)
+            wait_all([proxy.call_process("reuse_memory"), proxy.call_process("load_object", pickled)])
         return self._proxies[id(local)][1]
 
     def __enter__(self) -> "RemoteObjects":

@@ -30,8 +30,6 @@ from rlflow.runtime.weights.sync import sync_weights
 
 # Calls that run in one worker at a time: some push weights while others load them.
 _CONCURRENT_CALLS = 8
-# Memory that micro-batches are copied into is reused: allocating new memory takes longer than the copy.
-ALLOCATION = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 # The concurrency group of calls about the process itself, which wait for none of its other calls.
 _STATUS_GROUP = "status"
 # A port that was free may be taken before an engine listens there; then another one is tried.
@@ -177,7 +175,7 @@ class RoleWorkers:
     def _build(self, ranks: Sequence[int]) -> None:
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             # Workers on a host that has died since it was bound would never answer.
-            self._wait_for([self.call(rank, "ready") for rank in ranks])
+            self._wait_for([self.call(rank, "prepare", self._variables(self._workers[rank])) for rank in ranks])
             address = f"{self.address}:{wait_all([self.call(0, 'free_port')])[0]}"
             calls = [self.call(rank, "build", self._engine, self._spec(rank, address)) for rank in ranks]
             try:
@@ -213,21 +211,22 @@ class RoleWorkers:
         For Ray it has no GPUs of its own: those of its bundles are reserved already, and roles share them.
         """
         bundle = self._bound.bundle_indices[worker.bundles[0]]
-        # Waiting threads spin through the pauses within a step, and leave the cores to other roles after it.
-        variables = {**ALLOCATION, "OMP_NUM_THREADS": str(self._num_threads(worker)), "GOMP_SPINCOUNT": "10000"}
-        if is_on_gpu(self._plan):
-            # A cluster may be configured to hide all GPUs from an actor that has none for Ray.
-            variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-            variables |= PCI_ORDER
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._bound.gpu_ids[each] for each in worker.bundles)
         return {
             "num_cpus": 0,
             "num_gpus": 0,
             "max_concurrency": _CONCURRENT_CALLS,
             "max_restarts": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._bound.group, bundle),
-            "runtime_env": {"env_vars": variables},
         }
+
+    def _variables(self, worker: Worker) -> dict[str, str]:
+        """Return the environment variables of the worker."""
+        # Waiting threads spin through the pauses within a step, and leave the cores to other roles after it.
+        variables = {"OMP_NUM_THREADS": str(self._num_threads(worker)), "GOMP_SPINCOUNT": "10000"}
+        if is_on_gpu(self._plan):
+            variables |= PCI_ORDER
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._bound.gpu_ids[each] for each in worker.bundles)
+        return variables
 
     def _num_threads(self, worker: Worker) -> int:
         """Return the worker's part of its host's cores. Simulated hosts share the cores of one machine."""

@@ -140,7 +140,7 @@ class TestNumbers:
         )
         actors = RoleWorkers(plan, "rollout", plan.recipe.models["policy"], placed, StoreCalls(Budget({})))
         worker = plan.roles["rollout"].workers[0]
-        variables = actors._options(worker)["runtime_env"]["env_vars"]
+        variables = actors._variables(worker)
         assert variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
         assert variables["CUDA_VISIBLE_DEVICES"] == ",".join(str(7 - bundle.gpu) for bundle in worker.bundles)
 
