@@ -29,11 +29,13 @@ NEW_MODELS = {"llama", "qwen2", "qwen3"}
 
 def load_tokenizer(name: str, model: Model) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of ``models.<name>``. Raises RecipeError."""
-    from transformers import AutoTokenizer
-
     if model.characters is not None:
         return _character_tokenizer(model.characters)
     assert model.path is not None
+    _check_folder(name, model)
+    # Imported late, because it takes seconds: it imports the models of transformers, and torch.
+    from transformers import AutoTokenizer
+
     load = partial(AutoTokenizer.from_pretrained, trust_remote_code=model.trust_remote_code)
     return _load(name, model.path, load)
 
@@ -54,6 +56,7 @@ def load_model(
     ``seed`` initializes random weights and a new value head. A new reward head is accepted only for a role that
     ``trains`` it; a reward model that just evaluates must bring its own.
     """
+    _check_folder(name, model)
     import torch
     from transformers import (
         AutoConfig,
@@ -191,10 +194,14 @@ def _config_fields(name: str, model: Model) -> dict[str, Any]:
     return config | {"rope_parameters": {"rope_type": "default", "rope_theta": values["rope_theta"]}}
 
 
+def _check_folder(name: str, model: Model) -> None:
+    """Raise RecipeError if the path of ``models.<name>`` is no folder, before the libraries that load it."""
+    if model.path and model.path.startswith((".", "/", "~")) and not Path(model.path).is_dir():
+        fact = f"'{model.path}' is not a folder"
+        raise RecipeError(f"models.{name}.path", fact, fix="name a folder that save_pretrained wrote")
+
+
 def _load(name: str, path: str, load: Callable[[str], Any]) -> Any:
-    where = f"models.{name}.path"
-    if path.startswith((".", "/", "~")) and not Path(path).is_dir():
-        raise RecipeError(where, f"'{path}' is not a folder", fix="name a folder that save_pretrained wrote")
     try:
         return load(path)
     except Exception as error:  # the libraries below raise errors of many kinds for a damaged file
