@@ -38,6 +38,9 @@ RECIPES = [
     for path in sorted((ROOT / "recipes").glob("*.yaml"))
 ]
 
+# The simulated hosts that test files share, where most plans have room.
+HOSTS = "1x3@cpu+1x2@cpu"
+
 Typed = Callable[..., tuple[int, str, str]]
 
 
@@ -133,7 +136,7 @@ _RUNNING = _Running()
 
 @pytest.fixture(scope="module")
 def hosts(request: pytest.FixtureRequest) -> None:
-    """Start simulated hosts for a test file, which says how many in ``HOSTS``; two of one GPU by default.
+    """Start simulated hosts for a test file, which may say how many in ``HOSTS``.
 
     A file that follows and wants the same ones goes on with them.
     """
@@ -165,7 +168,7 @@ def _goes_on_with_hosts(item: pytest.Function, nextitem: pytest.Function | None)
 
 
 def _hosts_of(module: Any) -> str:
-    return getattr(module, "HOSTS", "2x1@cpu")
+    return getattr(module, "HOSTS", HOSTS)
 
 
 # Test files that use the same processes name them as SHARED_PROCESSES, except for hosts of their own (HOSTS). One

@@ -76,55 +76,65 @@ def workers_of_this_module(hosts: None) -> None:
 
 
 @contextmanager
-def engines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Mapping[str, Any], Callable[..., None]]]:
-    """Two engines that follow a role of two ranks, and what puts failures in their way."""
-    pins = [f"roles.{role}.gpus=2" for role in ("actor", "rollout", "reference")]
+def engines(folder: Path) -> Iterator[tuple[Mapping[str, Any], Callable[..., None]]]:
+    """Start two engines that follow a role of two ranks, and yield them with a function that makes calls fail."""
+    pins = ["roles.actor.gpus=2", "roles.rollout.gpus=2", "algorithm=dr_grpo", "~roles.reference"]
     plan = rlflow.compile(rlflow.load(["recipe=fake", *pins], CONFIG_DIR), "2x1@cpu")
     waiting = folder / "failures"
     waiting.mkdir()
-    monkeypatch.setattr(Failing, "folder", waiting, raising=False)
-    monkeypatch.setattr("rlflow.runtime.ray.role_workers.EngineWorker", Failing)
-    with RayRuntime().start(plan, models_in_use(plan.recipe), folder) as started:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Failing, "folder", waiting, raising=False)
+        patch.setattr("rlflow.runtime.ray.role_workers.EngineWorker", Failing)
+        with RayRuntime().start(plan, models_in_use(plan.recipe), folder) as started:
 
-        def fail(*kinds: str) -> None:
-            assert not list(waiting.iterdir()), "what was to fail has not"
-            for index, kind in enumerate(kinds):
-                (waiting / f"{kind}-{index}").touch()
+            def fail(*kinds: str) -> None:
+                assert not list(waiting.iterdir()), "an earlier failure has not happened"
+                for index, kind in enumerate(kinds):
+                    (waiting / f"{kind}-{index}").touch()
 
-        yield started, fail
+            yield started, fail
+
+
+@pytest.fixture(scope="module")
+def shared(
+    tmp_path_factory: pytest.TempPathFactory, workers_of_this_module: None
+) -> Iterator[tuple[Mapping[str, Any], Callable[..., None]]]:
+    """Start engines for the tests that leave them usable."""
+    with engines(tmp_path_factory.mktemp("shared")) as started:
+        yield started
 
 
 def versions(rollout: Any) -> set[int]:
     return set(rollout.generate(prompts((2, 2, 2, 2)), Sampling(max_tokens=2)).versions.values.tolist())
 
 
-def test_copies_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_fail(shared: tuple[Mapping[str, Any], Callable[..., None]]) -> None:
     """Once and twice, the second time with a new engine, they go through; three times are an error."""
-    with engines(tmp_path, monkeypatch) as (started, fail):
-        rollout, source = started["rollout"], started["actor"].weights()
-        good, failing = rollout.workers.actors
-        kinds = [(), ("fails",), ("fails", "fails"), ("dies",), ("source_fails",), ("source_fails", "fails"), ()]
-        for version, failures in enumerate(kinds, start=1):
-            fail(*failures)
-            rollout.load_weights(source, version)
-            assert versions(rollout) == {version}, failures
-            replaced = rollout.workers.actors[1] != failing
-            assert replaced == (failures in (("fails", "fails"), ("dies",))), failures
-            assert rollout.workers.actors[0] == good, "an engine that has not failed goes on"
-            failing = rollout.workers.actors[1]
-        for kind in ("fails", "source_fails"):
-            fail(kind, kind, kind)
-            with pytest.raises(EngineError, match=f"it {kind}"):
-                rollout.load_weights(source, 20)
-        rollout.load_weights(source, 21)
-        assert versions(rollout) == {21}
+    started, fail = shared
+    rollout, source = started["rollout"], started["actor"].weights()
+    good, failing = rollout.workers.actors
+    kinds = [(), ("fails",), ("fails", "fails"), ("dies",), ("source_fails",), ("source_fails", "fails"), ()]
+    for version, failures in enumerate(kinds, start=1):
+        fail(*failures)
+        rollout.load_weights(source, version)
+        assert versions(rollout) == {version}, failures
+        replaced = rollout.workers.actors[1] != failing
+        assert replaced == (failures in (("fails", "fails"), ("dies",))), failures
+        assert rollout.workers.actors[0] == good, "an engine that has not failed goes on"
+        failing = rollout.workers.actors[1]
+    for kind in ("fails", "source_fails"):
+        fail(kind, kind, kind)
+        with pytest.raises(EngineError, match=f"it {kind}"):
+            rollout.load_weights(source, 20)
+    rollout.load_weights(source, 21)
+    assert versions(rollout) == {21}
 
 
 @pytest.mark.soak
 def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that does is replaced where the copy can be tried again; else it is named, and nobody waits for it."""
     silent = "weight sync: no progress for 6 s. No answer from "
-    with engines(tmp_path, monkeypatch) as (started, fail):
+    with engines(tmp_path) as (started, fail):
         rollout, source = started["rollout"], started["actor"].weights()
         rollout.load_weights(source, 1)
 
@@ -155,18 +165,31 @@ def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             rollout.generate(prompts((2, 2)), Sampling(max_tokens=2))
 
 
-@pytest.mark.parametrize(
-    ("kind", "transport"), [("source_hangs", None), pytest.param("forgetting_hangs", "ipc", marks=pytest.mark.soak)]
-)
-def test_a_source_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, transport: str | None) -> None:
-    """It is named, and no engines are started: they would have nothing to take over."""
-    with engines(tmp_path, monkeypatch) as (started, fail):
-        rollout, source = started["rollout"], started["actor"].weights()
-        rollout.workers.gpu_transport = transport
-        restart = Mock()
-        monkeypatch.setattr(rollout.workers, "restart", restart)
-        monkeypatch.setattr(sync, "LIMIT_S", 6.0)
-        fail(kind)
-        with pytest.raises(EngineError, match=r"No answer from role actor: worker 1 on host-1\.$"):
-            rollout.load_weights(source, 1)
-        assert not restart.called
+def check_that_a_hanging_source_is_named(
+    started: Mapping[str, Any], transport: GpuTransport | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that no engine is replaced either, since a new one would have nothing to load."""
+    rollout, source = started["rollout"], started["actor"].weights()
+    rollout.workers.gpu_transport = transport
+    restart = Mock()
+    monkeypatch.setattr(rollout.workers, "restart", restart)
+    monkeypatch.setattr(sync, "LIMIT_S", 6.0)
+    with pytest.raises(EngineError, match=r"No answer from role actor: worker 1 on host-1\.$"):
+        rollout.load_weights(source, 1)
+    assert not restart.called
+
+
+@pytest.mark.soak
+def test_a_source_that_hangs_over_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engines(tmp_path) as (started, fail):
+        fail("forgetting_hangs")
+        check_that_a_hanging_source_is_named(started, "ipc", monkeypatch)
+
+
+# The last test: the engines are not usable after it.
+def test_a_source_that_hangs(
+    shared: tuple[Mapping[str, Any], Callable[..., None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, fail = shared
+    fail("source_hangs")
+    check_that_a_hanging_source_is_named(started, None, monkeypatch)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rlflow.batch import Logprobs, Packed, Sequences
 from rlflow.compiler.graph import without_resampled
 from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
-from rlflow.data.source import load_rows, open_training_data
+from rlflow.data.source import DataSource, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import EngineError, PlacementError, RecipeError
 from rlflow.runtime.generation.resampling import ResamplingRounds
@@ -38,10 +38,26 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 PROMPTS, GROUP_SIZE = 64, 8
 
 
-def plan_of(*overrides: str) -> Plan:
-    pins = [f"roles.{role}.gpus=2" for role in ("actor", "rollout", "reference")]
+# Nodes of many kinds that read tokens.
+READING = (
+    f"graph.rewards.function='{__name__}:lengths'",
+    "graph.old_logprobs={node: logprobs, role: actor}",
+    "graph.kl={node: kl_divergence, kl_estimator: k3}",
+    "graph.penalized={node: kl_penalty, kl_coef: 0.1}",
+    "graph.advantages={node: token_advantage, kl_coef: 0.1, rewards: penalized}",
+    "graph.update={node: gspo_update, correction: {level: sequence, max_ratio: 1.5}, aggregation: sequence}",
+)
+
+
+def plan_of(*overrides: str, trainers: int = 2, cluster: str = "2x1@cpu") -> Plan:
+    """Return a plan with two engines that generate, and so many for training and for the reference."""
+    pins = ["roles.rollout.gpus=2", *(f"roles.{role}.gpus={trainers}" for role in ("actor", "reference"))]
     sizes = [f"data.batch_size={PROMPTS}", f"graph.rollouts.group_size={GROUP_SIZE}"]
-    return rlflow.compile(rlflow.load(["recipe=fake", *pins, *sizes, *overrides], CONFIG_DIR), "2x1@cpu")
+    return rlflow.compile(rlflow.load(["recipe=fake", *pins, *sizes, *overrides], CONFIG_DIR), cluster)
+
+
+def lengths(texts: Any, rows: Any) -> list[float]:
+    return [float(len(text)) for text in texts]
 
 
 def fails(texts: Any, rows: Any) -> list[float]:
@@ -53,43 +69,61 @@ def workers_of_this_module(hosts: None) -> None:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
+@dataclass(frozen=True)
+class Started:
+    """The engines of a plan, with its training data in this process and on a host."""
+
+    plan: Plan
+    engines: RayEngines
+    local_data: DataSource
+    data: Any
+
+
 @pytest.fixture(scope="class")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Plan, RayEngines, Any]]:
-    plan = plan_of()
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    plan = plan_of(*READING)
     models, options = models_in_use(plan.recipe), plan.recipe.data
     tokenizer = load_tokenizer("policy", models["policy"])
     data = open_training_data(options, tokenizer, load_rows(options, "split"), 0, with_responses=False)
     with RayRuntime().start(plan, models, tmp_path_factory.mktemp("run")) as engines:
         assert isinstance(engines, RayEngines)
-        yield plan, engines, engines.place_with_tokens(data)
+        yield Started(plan, engines, data, engines.place_with_tokens(data))
 
 
 class TestSteps:
-    def test_the_messages_of_a_step_are_short(self, started: tuple[Plan, RayEngines, Any]) -> None:
-        plan, engines, data = started
-        train_step(plan, engines, data, 0)
+    def test_nodes_that_read_tokens_compute_the_same_as_in_one_process(
+        self, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They run on the hosts where the tokens are, and no token comes to the controller."""
+        plan, engines = started.plan, started.engines
+        with LocalRuntime().start(plan, models_in_use(plan.recipe), tmp_path) as local:
+            expected = train_step(plan, local, started.local_data, 0)
+        read: list[Any] = []
+        with monkeypatch.context() as patched:
+            patched.setattr("rlflow.runtime.objects.store.fetch", read.append)
+            metrics = train_step(plan, engines, started.data, 0)
+        assert read == []
+        assert metrics["store/advantages_bytes"] == 4 * metrics["tokens"]
+        measured = {name: value for name, value in expected.items() if name.startswith(("kl/", "penalized/"))}
+        assert {name: metrics[name] for name in measured} == pytest.approx(measured)
+        assert expected["penalized/mean"] > 1
+
+    def test_the_messages_of_a_step_are_short(self, started: Started) -> None:
+        train_step(started.plan, started.engines, started.data, 0)
         with counted() as traffic:
-            train_step(plan, engines, data, 1)
+            train_step(started.plan, started.engines, started.data, 1)
         samples = PROMPTS * GROUP_SIZE
         assert 0 < traffic.nbytes <= 65536 + 100 * samples
 
-    def test_nothing_is_left_in_the_stores_after_a_step(self, started: tuple[Plan, RayEngines, Any]) -> None:
-        plan, engines, data = started
-        metrics = train_step(plan, engines, data, 2)
-        assert set(engines.store_calls.budget.used.values()) == {0}
+    def test_nothing_is_left_in_the_stores_after_a_step(self, started: Started) -> None:
+        metrics = train_step(started.plan, started.engines, started.data, 2)
+        assert set(started.engines.store_calls.budget.used.values()) == {0}
         # The ids and logprobs of the rollouts are four bytes a token each, and their texts are there too.
         assert metrics["store/rollouts_bytes"] > 8 * metrics["rollouts/length_mean"] * PROMPTS * GROUP_SIZE
         assert metrics["store/reference_bytes"] == 4 * metrics["tokens"]
 
-    def test_no_token_comes_to_the_controller(self, started: tuple[Plan, RayEngines, Any], monkeypatch: Any) -> None:
-        plan, engines, data = started
-        read: list[Any] = []
-        monkeypatch.setattr("rlflow.runtime.objects.store.fetch", read.append)
-        train_step(plan, engines, data, 3)
-        assert read == []
-
-    def test_a_store_that_is_full(self, started: tuple[Plan, RayEngines, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        plan, engines, data = started
+    def test_a_store_that_is_full(self, started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+        plan, engines, data = started.plan, started.engines, started.data
         budget = engines.store_calls.budget
         with monkeypatch.context() as patched:
             small = {host: StoreLimit(limit.name, 10_000) for host, limit in budget.limits.items()}
@@ -100,49 +134,13 @@ class TestSteps:
                 train_step(plan, engines, data, 4)
         assert train_step(plan, engines, data, 4)["tokens"] > 0, "it goes on when there is room again"
 
-    def test_a_block_that_is_lost(self, started: tuple[Plan, RayEngines, Any]) -> None:
-        _, engines, data = started
-        prompts = data.prompts(0)
+    def test_a_block_that_is_lost(self, started: Started) -> None:
+        prompts = started.data.prompts(0)
         block = prompts.ids.blocks[0]
         block.count -= 1
         lost = Sequences(keys=prompts.keys, prompt_ids=prompts.ids, response_ids=prompts.ids)
         with pytest.raises(EngineError, match=r"object store: expected a block of \d+ values of int32, got int32 of"):
-            engines["reference"].logprobs(lost, 1.0)
-
-
-def lengths(texts: Any, rows: Any) -> list[float]:
-    return [float(len(text)) for text in texts]
-
-
-TOKENS_ARE_READ = (
-    f"graph.rewards.function='{__name__}:lengths'",
-    "graph.old_logprobs={node: logprobs, role: actor}",
-    "graph.kl={node: kl_divergence, kl_estimator: k3}",
-    "graph.penalized={node: kl_penalty, kl_coef: 0.1}",
-    "graph.advantages={node: token_advantage, kl_coef: 0.1, rewards: penalized}",
-    "graph.update={node: gspo_update, correction: {level: sequence, max_ratio: 1.5}, aggregation: sequence}",
-)
-
-
-def test_nodes_that_read_tokens_go_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And say the same there as in one process."""
-    plan = plan_of(*TOKENS_ARE_READ)
-    models, options = models_in_use(plan.recipe), plan.recipe.data
-    tokenizer = load_tokenizer("policy", models["policy"])
-    data = open_training_data(options, tokenizer, load_rows(options, "split"), 0, with_responses=False)
-    with LocalRuntime().start(plan, models, tmp_path) as engines:
-        expected = train_step(plan, engines, data, 0)
-    read: list[Any] = []
-    with RayRuntime().start(plan, models, tmp_path) as engines, monkeypatch.context() as patched:
-        assert isinstance(engines, RayEngines)
-        patched.setattr("rlflow.runtime.objects.store.fetch", read.append)
-        metrics = train_step(plan, engines, engines.place_with_tokens(data), 0)
-        assert set(engines.store_calls.budget.used.values()) == {0}
-    assert read == []
-    assert metrics["store/advantages_bytes"] == 4 * metrics["tokens"]
-    measured = {name: value for name, value in expected.items() if name.startswith(("kl/", "penalized/"))}
-    assert {name: metrics[name] for name in measured} == pytest.approx(measured)
-    assert expected["penalized/mean"] > 1
+            started.engines["reference"].logprobs(lost, 1.0)
 
 
 def begins_low(texts: Any, rows: Any) -> list[float]:
@@ -240,7 +238,8 @@ def test_a_reward_that_fails_is_the_recipes(tmp_path: Path) -> None:
 
 
 def test_the_report_has_what_was_predicted_beside_what_was_measured(tmp_path: Path) -> None:
-    report = run(plan_of("steps=1", "evaluation=null", "expect.response_tokens=2.5"), tmp_path, RayRuntime())
+    settings = ("steps=1", "evaluation=null", "expect.response_tokens=2.5")
+    report = run(plan_of(*settings, trainers=1, cluster="1x2@cpu+1x1@cpu"), tmp_path, RayRuntime())
     assert report.store.keys() == {"prompts", "rollouts", "reference", "peak of host-0", "peak of host-1"}
     for name in ("rollouts", "reference"):
         figures = report.store[name]
