@@ -20,20 +20,28 @@ from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load, prompts
 
-# Every plan of this file fits on these hosts.
-HOSTS = "1x3@cpu+2x2@cpu"
+SHARED_PROCESSES = "hosts"
+
 RUNTIMES: dict[str, type[Runtime]] = {"local": LocalRuntime, "ray": RayRuntime}
-# Of conf/recipe/fake the roles, and where a plan can have them.
+# Clusters, and where on them the roles of conf/recipe/fake are.
 PLACEMENTS = {
     "all on the same GPUs": ("2x1@cpu", "actor.gpus=2", "rollout.colocate=[actor,reference]"),
     "rollout apart": ("2x2@cpu", "actor.colocate=[reference]", "rollout.colocate=[]"),
-    "each apart": ("3x1@cpu", "actor.colocate=[]", "rollout.colocate=[]", "reference.colocate=[]"),
+    "each apart": ("1x2@cpu+1x1@cpu", "actor.colocate=[]", "rollout.colocate=[]", "reference.colocate=[]"),
     "uneven hosts": ("1x3@cpu+1x2@cpu", "rollout.tensor_parallel_size=2", "rollout.gpus=4", "rollout.colocate=[]"),
 }
 
 
 def plan_of(cluster: str, *overrides: str) -> Plan:
     return rlflow.compile(load("recipe=fake", *overrides, config_dir=CONFIG_DIR), cluster)
+
+
+def placed(kind: str) -> Plan:
+    """Return a plan with roles on several GPUs."""
+    cluster, *pins = PLACEMENTS[kind]
+    plan = plan_of(cluster, *(f"roles.{pin}" for pin in pins))
+    assert len({bundle for placement in plan.roles.values() for bundle in placement.bundles}) > 1
+    return plan
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -74,9 +82,10 @@ class TestRuntime:
     def test_a_run_is_the_same_and_goes_on_where_it_stopped(
         self, runtime: type[Runtime], expected: list[dict[str, Any]], tmp_path: Path
     ) -> None:
-        plan = plan_of("local")
-        stopped = run(plan, tmp_path / "run", runtime(), [MetricsWriter()], stop=lambda: True)
+        """With Ray on other hosts than before."""
+        stopped = run(plan_of("local"), tmp_path / "run", runtime(), [MetricsWriter()], stop=lambda: True)
         assert stopped.status == "stopped"
+        plan = placed("uneven hosts") if runtime is RayRuntime else plan_of("local")
         report = run(plan, tmp_path / "run", runtime(), [MetricsWriter()], resume=True)
         assert report.status == "finished"
         assert Path(report.models["actor"]).is_dir()
@@ -114,17 +123,12 @@ def begins_low(texts: Sequence[str], rows: Any) -> list[float]:
     return [float(text[:1] < "3") for text in texts]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("hosts")
-@pytest.mark.parametrize(
-    "kind",
-    ["uneven hosts", *(pytest.param(kind, marks=pytest.mark.soak) for kind in PLACEMENTS if kind != "uneven hosts")],
-)
-def test_a_run_does_not_depend_on_where_roles_are(kind: str, expected: list[dict[str, Any]], tmp_path: Path) -> None:
-    cluster, *pins = PLACEMENTS[kind]
-    plan = plan_of(cluster, *(f"roles.{pin}" for pin in pins))
-    assert len({bundle for placement in plan.roles.values() for bundle in placement.bundles}) > 1
-    run(plan, tmp_path / "ray", RayRuntime(), [MetricsWriter()])
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", PLACEMENTS)
+def test_a_run_does_not_depend_on_where_roles_are(
+    kind: str, expected: list[dict[str, Any]], tmp_path: Path, hosts: None
+) -> None:
+    run(placed(kind), tmp_path / "ray", RayRuntime(), [MetricsWriter()])
     assert metrics(tmp_path / "ray") == expected
 
 
