@@ -46,7 +46,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, RayRuntime().start(plan, models, Path(folder)) as engines:
         source, target = engines["actor"].workers, engines["rollout"].workers
         assert isinstance(target, RoleWorkers)
-        target.copy_weights(source, 0)
+        target.sync_weights(source, 0)
         for version in range(1, _REPEATS + 1):
             began = time.perf_counter()
             copied = {name: tensor.clone() for name, tensor in own.items()}
@@ -57,7 +57,7 @@ def main() -> int:
                 again[name].copy_(tensor)
             used_s.append(time.perf_counter() - began)
             began = time.perf_counter()
-            of_vllm = target.copy_weights(source, version)
+            of_vllm = target.sync_weights(source, version)
             syncs.append(time.perf_counter() - began)
             shares.append(of_vllm / syncs[-1])
     size = sum(tensor.nbytes for tensor in own.values())

@@ -28,7 +28,7 @@ class Prediction:
     generate: Terms | None
     """The same of a generating GPU."""
     sync: Terms | None
-    """Memory of a GPU that both use, during a weight copy between them."""
+    """Memory of a GPU that both use, during a weight sync between them."""
     has_room: bool
     """True if the engine's weights fit into its share."""
     limit: float | None

@@ -93,9 +93,9 @@ def plan(recipe: Recipe, graph: Graph, requirements: Requirements, cluster: Clus
 
 
 def format_duration(seconds: float) -> str:
-    """Return seconds in the largest unit that gives at least one: "4.1 days"."""
-    units = ((365 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "minutes"))
-    size, name = next((unit for unit in units if seconds >= unit[0]), (1, "seconds"))
+    """Return seconds, minutes, hours, days or years, the largest of them that gives at least one: "4.1 days"."""
+    scales = ((365 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "minutes"))
+    size, name = next((scale for scale in scales if seconds >= scale[0]), (1, "seconds"))
     return f"{seconds / size:.1f} {name}"
 
 

@@ -272,8 +272,8 @@ def _data(plan: Plan) -> str:
 
 def _size(count: float) -> str:
     """Format a number of bytes."""
-    unit, name = next((u, n) for u, n in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if count >= u or n == "KiB")
-    return f"{count / unit:.3g} {name}" if count < 1000 * unit else f"{count / unit:.0f} {name}"
+    scale, name = next((u, n) for u, n in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if count >= u or n == "KiB")
+    return f"{count / scale:.3g} {name}" if count < 1000 * scale else f"{count / scale:.0f} {name}"
 
 
 def _alternatives(plan: Plan, *, explain: bool) -> Iterator[str]:

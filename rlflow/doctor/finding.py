@@ -55,11 +55,11 @@ class Measurement:
     passed: bool
 
     @classmethod
-    def at_most(cls, name: str, value: float, limit: float, unit: str = "") -> "Measurement":
+    def at_most(cls, name: str, value: float, limit: float, suffix: str = "") -> "Measurement":
         """Return a measurement that passes when ``value`` is finite and not above ``limit``."""
-        return cls(name, f"{value:.3g}{unit}", f"at most {limit:.3g}{unit}", value <= limit)
+        return cls(name, f"{value:.3g}{suffix}", f"at most {limit:.3g}{suffix}", value <= limit)
 
     @classmethod
-    def at_least(cls, name: str, value: float, limit: float, unit: str = "") -> "Measurement":
+    def at_least(cls, name: str, value: float, limit: float, suffix: str = "") -> "Measurement":
         """Return a measurement that passes when ``value`` is not below ``limit``."""
-        return cls(name, f"{value:.3g}{unit}", f"at least {limit:.3g}{unit}", value >= limit)
+        return cls(name, f"{value:.3g}{suffix}", f"at least {limit:.3g}{suffix}", value >= limit)

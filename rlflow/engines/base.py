@@ -145,8 +145,8 @@ class Follows(Protocol):
     def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
         """Replace the weights, and mark all tokens generated from now on with ``version``.
 
-        A tensor stays valid until the call returns. After a failed copy the engine refuses to generate until another
-        copy succeeds. Raises EngineError.
+        A tensor stays valid until the call returns. After a failed weight sync the engine refuses to generate until
+        another one succeeds. Raises EngineError.
         """
 
 
@@ -172,7 +172,7 @@ class Sleeps(Protocol):
     def sleep(self, discard_weights: bool = False) -> None:
         """Move weights and state to host memory, and release the memory that torch caches.
 
-        With ``discard_weights`` an engine that follows a trained role drops its weights: a copy replaces them before
+        With ``discard_weights`` an engine that follows a trained role drops its weights: a sync replaces them before
         it works again.
         """
 

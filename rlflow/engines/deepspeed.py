@@ -211,7 +211,7 @@ class DeepSpeedEngine(TunableEngine):
 
     def sleep(self, discard_weights: bool = False) -> None:
         """Move weights and optimizer state to the host; on a CPU there is no memory to release."""
-        assert not discard_weights, "no copy replaces the weights of this engine"
+        assert not discard_weights, "no weight sync replaces the weights of this engine"
         if self._device.type == "cuda":
             self.release_memory()
             self._offload()

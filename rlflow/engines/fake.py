@@ -50,9 +50,7 @@ class FakeEngine:
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         if self._version is None or not self._awake:
-            raise EngineError(
-                f"role {self._spec.role}: cannot generate: it is asleep, or the last copy of its weights failed."
-            )
+            raise EngineError(f"role {self._spec.role}: cannot generate: it is asleep, or the last weight sync failed.")
         samples = prompts.repeat(sampling.group_size)
         draws = [np.random.default_rng(sample_seed(self._spec.seed, key)) for key in samples.keys]
         ids = [draw.integers(0, 10, draw.integers(1, min(4, sampling.max_tokens), endpoint=True)) for draw in draws]

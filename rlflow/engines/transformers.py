@@ -144,7 +144,7 @@ class TransformersEngine(TunableEngine):
     def _check_version(self) -> None:
         if self._version is None:
             raise EngineError(
-                f"role {self._spec.role}: the last copy of weights failed, so its model mixes old and new weights."
+                f"role {self._spec.role}: the last weight sync failed, so its model mixes old and new weights."
             )
 
     def _decoding_batches(self, lengths: NDArray[np.int64], group_size: int) -> Iterator[_DecodingBatch]:

@@ -55,7 +55,7 @@ class VllmEngine(SessionEngine):
         """Start vLLM. Raises RecipeError for a model that it cannot run here, EngineError if it does not start."""
         self._spec = spec
         self._weights_asleep = False
-        self._num_adapter_copies = 0
+        self._num_adapter_syncs = 0
         set_environment(spec)
         self._tokenizer = load_tokenizer(spec.model_name, spec.model)
         with model_files(spec) as folder:
@@ -178,7 +178,7 @@ class VllmEngine(SessionEngine):
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(f"role {role}: the copy of weights {version} failed ({first_line(error)}).") from error
+            raise EngineError(f"role {role}: weight sync {version} failed ({first_line(error)}).") from error
         if missing:
             raise EngineError(f"role {role}: the weights lack vLLM's '{min(missing)}'.")
         self._accept_weights(engine, version)
@@ -196,9 +196,9 @@ class VllmEngine(SessionEngine):
 
         assert self._spec.lora is not None
         # vLLM does not load adapters again whose name and number it knows.
-        number = self._num_adapter_copies = self._num_adapter_copies + 1
+        number = self._num_adapter_syncs = self._num_adapter_syncs + 1
         with adapter_folder(self._spec.lora, weights) as folder:
-            request = LoRARequest(f"copy {number}", number, folder)
+            request = LoRARequest(f"sync {number}", number, folder)
             _on_ranks(engine, "add_lora", request)
         self._batcher.adapters = request
         return set()
@@ -217,7 +217,7 @@ class VllmEngine(SessionEngine):
         self._batcher.call(lambda engine: self._accept_weights(engine, version))
 
     def _invalidate_weights(self) -> None:
-        """Refuse to generate until a copy succeeds. Raises EngineError while the engine sleeps."""
+        """Refuse to generate until a weight sync succeeds. Raises EngineError while the engine sleeps."""
         if self._weights_asleep:
             raise EngineError(f"role {self._spec.role}: it cannot load weights: it is asleep.")
         self._batcher.version = None

@@ -50,7 +50,7 @@ class Engines(dict[str, Any]):
         return nullcontext()
 
     def mark_idle(self, role: str) -> None:
-        """Note that the role is idle until the next copy of weights, so that it need not keep its own."""
+        """Note that the role is idle until the next weight sync, so that it need not keep its own."""
 
     def place_with_tokens(self, instance: T) -> T:
         """Return an object with the methods of ``instance``, which lives where tokens are.
@@ -70,7 +70,7 @@ class Runtime(Protocol):
     def start(self, plan: Plan, models: Mapping[str, Model], directory: Path) -> AbstractContextManager[Engines]:
         """Start an engine for each role, with the capabilities that the graph asks of it; stop all on exit.
 
-        A role that follows another works only after weights were copied to it. ``models`` are the recipe's, each with a
+        A role that follows another works only after its first weight sync. ``models`` are the recipe's, each with a
         path or random weights; ``directory`` is the run's folder. Raises PlacementError for a cluster that is not as
         planned, EngineError for an engine that does not start.
         """

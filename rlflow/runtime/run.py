@@ -14,7 +14,7 @@ from rlflow.runtime.checkpoint import RunProgress, is_checkpoint_due, write_fold
 from rlflow.runtime.evaluation import is_evaluation_due
 from rlflow.runtime.prepare import Training, prepare
 from rlflow.runtime.protocols import Observer, Report, Runtime, StoreUse
-from rlflow.runtime.step import copy_weights, train_step
+from rlflow.runtime.step import sync_followers, train_step
 
 
 def run(
@@ -39,7 +39,7 @@ def run(
     with prepare(plan, directory, runtime, observers, run=run, resume=resume, stop=stop, tune=tune) as training:
         engines, data, observer, progress = training.engines, training.data, training.observer, training.progress
         metrics: Mapping[str, float] = {}
-        copy_weights(plan, engines, version=progress.step)
+        sync_followers(plan, engines, version=progress.step)
         while True:
             if training.evaluator and is_evaluation_due(plan, progress):
                 measure = training.evaluator.run(engines, data)

@@ -38,7 +38,7 @@ def train_step(
     observer: Observer | None = None,
     rounds: PromptSelection | None = None,
 ) -> dict[str, float]:
-    """Run the graph once on the data of ``step``, copy the weights, and return the metrics.
+    """Run the graph once on the data of ``step``, sync the weights, and return the metrics.
 
     ``rounds`` run before the rest of the graph, where it has any. Metrics of time are named ``seconds`` or
     ``per_second``. The ``observer`` gets the reasons why samples could not be judged.
@@ -69,7 +69,7 @@ def train_step(
             on_output(name, edges[name])
         if edges:
             seconds |= run_graph(plan.graph, engines, edges, on_output)
-        seconds["copy"] = copy_weights(plan, engines, version=step + 1)
+        seconds["copy"] = sync_followers(plan, engines, version=step + 1)
     except EngineError as error:
         raise EngineError(f"step {step + 1}: {error}") from error
     total = time.perf_counter() - start
@@ -84,8 +84,8 @@ def train_step(
     }
 
 
-def copy_weights(plan: Plan, engines: Mapping[str, Any], version: int) -> float:
-    """Copy the weights of trained roles to the roles that follow them, and return the seconds it took."""
+def sync_followers(plan: Plan, engines: Mapping[str, Any], version: int) -> float:
+    """Sync the weights of trained roles to the roles that follow them, and return the seconds it took."""
     start = time.perf_counter()
     for sync in plan.workload.copies:
         engines[sync.target].load_weights(engines[sync.source].weights(), version)
@@ -101,7 +101,7 @@ def run_graph(
     consumer has run. ``on_output`` is called with each output; a caller that keeps one keeps its columns in memory.
 
     Nodes that can work on single responses start before generation ends. A role that has run its last node need not
-    keep its weights until the next copy.
+    keep its weights until the next weight sync.
     """
     seconds: dict[str, float] = {}
     consumers = {origin: node.name for node in graph.nodes for origin in node.inputs.values()}

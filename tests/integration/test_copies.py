@@ -1,4 +1,4 @@
-"""Copies of weights between processes, of which some fail or hang."""
+"""Weight syncs between processes, of which some fail or hang."""
 
 import os
 import sys

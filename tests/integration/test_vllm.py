@@ -1,4 +1,4 @@
-"""vLLM against transformers: the same weights give the same logprobs, whatever became of the copies before."""
+"""vLLM against transformers: the same weights give the same logprobs, whatever became of earlier weight syncs."""
 
 import multiprocessing
 from collections.abc import Iterator, Sequence
@@ -119,7 +119,7 @@ def test_after_each_copy_logprobs_are_those_of_the_new_weights(
     """After each copy the tokens, drawn and likeliest, are those of a vLLM engine on one rank that has just
     been built from files with the same weights, and the logprobs equal to 1e-5; these are those of transformers too.
     The soak compares the engine on two ranks with new ones on two ranks as well, which take long to start, after the
-    first copy and the last.
+    first sync and the last.
     """
     texts = set()
     for version in range(1, copies + 1):
@@ -195,7 +195,7 @@ def test_a_copy_that_fails_inside_vllm(engine: RemoteEngine, reference: Transfor
         name, tensor = weights[place]
         bad = [*weights[:place], (name, tensor[:3, :3]), *weights[place + 1 :]]
         engine._process.send(load_unchecked, engine._place, bad)
-        with pytest.raises(EngineError, match="role rollout: the copy of weights 1 failed"):
+        with pytest.raises(EngineError, match="role rollout: weight sync 1 failed"):
             engine._process.receive()
         with pytest.raises(EngineError, match="it cannot generate: its weights are incomplete"):
             engine.generate(GIVEN, SAMPLING)

@@ -1,4 +1,4 @@
-"""vLLM with adapters against transformers: the same ones give the same logprobs, whatever became of copies before."""
+"""vLLM with adapters against transformers: the same logprobs, whatever became of earlier weight syncs."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -124,7 +124,7 @@ def test_a_copy_that_fails_inside_vllm(engine: RemoteEngine, reference: Transfor
     for attempt in range(3):
         (name, _), *others = new_adapters(3000 + attempt)
         engine._process.send(load_unchecked, engine._place, [(name, torch.zeros(3, 100)), *others])
-        with pytest.raises(EngineError, match="role rollout: the copy of weights 1 failed"):
+        with pytest.raises(EngineError, match="role rollout: weight sync 1 failed"):
             engine._process.receive()
         with pytest.raises(EngineError, match="it cannot generate: its weights are incomplete"):
             engine.generate(GIVEN, SAMPLING)

@@ -16,7 +16,7 @@ _MIN_SHARE = 0.5
 
 
 def ipc_copy(device: str, *, shape: tuple[int, int] = _EMBEDDING) -> list[Measurement]:
-    """Send a tensor of 1.09 GB to another process on the same GPU, as colocated weight copies do; compare the sums."""
+    """Send a tensor of 1.09 GB to another process on the same GPU, as a weight sync does; compare the sums."""
     import torch
     import torch.multiprocessing as processes
 

@@ -15,6 +15,7 @@ from rlflow.doctor.checks.models import (
     spec_of,
 )
 from rlflow.doctor.finding import Measurement
+from rlflow.engines.base import Sleeps
 from rlflow.engines.registry import engine_class
 from rlflow.recipe import Role
 from rlflow.resources.layout import Layout
@@ -43,13 +44,14 @@ def update(
 ) -> list[Measurement]:
     """Train two steps on one GPU; compare the loss with ln(vocabulary) and the peak memory with the plan.
 
-    A DeepSpeed engine then sleeps and wakes: the freed memory is measured from another process.
+    An engine that can sleep then sleeps and wakes: the freed memory is measured from another process.
     """
+    sleeps = issubclass(engine_class(engine), Sleeps)
     layout = Layout(
         micro_batch_tokens=rows * (prompt_tokens + response_tokens),
         zero_stage=zero_stage,
         gradient_checkpointing=True,
-        sleeps=engine == "deepspeed",
+        sleeps=sleeps,
     )
     with free_memory_in_another_process(device) as free_gib:
         before = free_gib()
@@ -70,7 +72,7 @@ def update(
         if device.startswith("cuda"):
             role = Role(model="policy", engine=engine)
             measurements.append(_peak(label, device, architecture, layout, training_memory(role, spec.model)))
-        if engine == "deepspeed":
+        if sleeps:
             measurements += _sleep(label, device, trainer, minibatch, before, free_gib)
     return measurements
 

@@ -187,7 +187,7 @@ class Batcher:
 
     def _add(self, engine: Any, group: _RequestGroup) -> None:
         if self.version is None or self.asleep:
-            why = "it is asleep" if self.asleep else "its weights are incomplete, because no copy has succeeded"
+            why = "it is asleep" if self.asleep else "its weights are incomplete, because no weight sync has succeeded"
             group.fail(EngineError(f"role {self._role}: it cannot generate: {why}."))
             return
         group.version = self.version

@@ -46,7 +46,7 @@ class WorkerExtension:
             return (error if is_alone else RuntimeError(first_line(error))), None
 
     def begin_reload(self) -> None:
-        """Prepare for new weights, and clean up what a failed copy has left."""
+        """Prepare for new weights, and clean up what a failed weight sync has left."""
         from vllm.model_executor.model_loader.reload import layerwise
 
         model = self.model_runner.get_model()

@@ -28,11 +28,11 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class ExpectedWeights:
-    """The weights that a copy must bring: those of the model, or of its adapters, by their transfer names."""
+    """The weights that a weight sync must bring: those of the model, or of its adapters, by their transfer names."""
 
     shapes: dict[str, tuple[int, ...]]
     required: frozenset[str]
-    """All names but those of tied weights, which a copy may leave out."""
+    """All names but those of tied weights, which a sync may leave out."""
 
     @classmethod
     def of(cls, config: Any, spec: EngineSpec) -> "ExpectedWeights":

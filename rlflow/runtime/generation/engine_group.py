@@ -34,7 +34,7 @@ class EngineGroup:
     """Generation by the engines of one role, of which some may fail."""
 
     def __init__(self, role: str, engines: RestartableEngines, resync_weights: Callable[[], None]) -> None:
-        """Take the engines of a role. ``resync_weights`` copies the current weights to all of them.
+        """Take the engines of a role. ``resync_weights`` syncs the current weights to all of them.
 
         It calls ``weights_synced`` when it has done so.
         """

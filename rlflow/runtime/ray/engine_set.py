@@ -74,7 +74,7 @@ class RayEngines(Engines):
         turns: GpuTurns,
         replaced: Collection[str],
     ) -> None:
-        """Take the parts; ``replaced`` are the roles to which every step copies all weights."""
+        """Take the parts; ``replaced`` are the roles that receive all weights in every step."""
         super().__init__(engines)
         self.store_calls = store_calls
         self._remote_objects = remote_objects

@@ -52,7 +52,7 @@ class Workers(Protocol):
     def restart(self, ranks: Sequence[int]) -> None:
         """Replace the engines of these ranks by new ones; the others keep running. Raises EngineError."""
 
-    def copy_weights(self, source: "Workers", version: int) -> object:
+    def sync_weights(self, source: "Workers", version: int) -> object:
         """Copy the weights of ``source`` to all workers. Raises EngineError when one has not loaded all of them."""
 
 
@@ -145,7 +145,7 @@ class RoleProxy:
     def load_weights(self, weights: Workers, version: int) -> None:
         """Copy weights to all workers. Raises EngineError when one has not loaded all of them."""
         self._turns.prepare_receiver(self._role)
-        self.workers.copy_weights(weights, version)
+        self.workers.sync_weights(weights, version)
         self._turns.weights_loaded(self._role)
         self._last_sync = weights, version
         if self.engine_group is not None:

@@ -131,8 +131,8 @@ class RoleWorkers:
     def call_all(self, method: str, *arguments: Any) -> "list[Future[Any]]":
         return [self.call(rank, method, *arguments) for rank in range(len(self))]
 
-    def copy_weights(self, source: Workers, version: int) -> float:
-        """Copy the weights of ``source`` to all workers, and return the seconds that this took them."""
+    def sync_weights(self, source: Workers, version: int) -> float:
+        """Sync the weights of ``source`` to all workers, and return the seconds that this took them."""
         assert isinstance(source, RoleWorkers)
         return sync_weights(source, self, version)
 

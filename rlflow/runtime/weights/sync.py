@@ -1,4 +1,4 @@
-"""Copying weights from the workers of one role to those of another, with limits on time and attempts."""
+"""Weight sync from the workers of one role to those of another, with limits on time and attempts."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ _Worker = tuple[SyncWorkers, int]
 
 
 class WeightsNotLoadedError(EngineError):
-    """A copy of weights that some engines did not load."""
+    """A weight sync whose weights some engines did not load."""
 
     def __init__(self, reason: str, ranks: Sequence[int]) -> None:
         super().__init__(reason)
@@ -69,7 +69,7 @@ class WeightsNotLoadedError(EngineError):
 
 
 def sync_weights(source: SyncWorkers, target: SyncWorkers, version: int) -> float:
-    """Copy the weights of ``source`` to all engines of ``target``, and return the seconds that this took them.
+    """Sync the weights of ``source`` to all engines of ``target``, and return the seconds that this took them.
 
     Raises EngineError when an engine has not loaded all of them.
     """
@@ -79,7 +79,7 @@ def sync_weights(source: SyncWorkers, target: SyncWorkers, version: int) -> floa
 
 
 def _sync_through_store(source: SyncWorkers, target: SyncWorkers, version: int) -> float:
-    """Copy the weights through the object store, and again when that fails.
+    """Transfer the weights through the object store, and again when that fails.
 
     An engine whose process has ended is replaced at once, one that fails otherwise before the last attempt; the others
     keep running. Raises EngineError, at once where a worker of ``source`` had to be ended.
@@ -132,17 +132,17 @@ def _sync_by_buckets(source: SyncWorkers, target: SyncWorkers, version: int) -> 
 
 
 def _next_bucket(source: SyncWorkers) -> Any | None:
-    """Have all ranks gather the next bucket. Return Ray's reference to rank 0's copy, or None after the last bucket."""
+    """Have all ranks gather the next bucket. Return Ray's reference to rank 0's, or None after the last bucket."""
     buckets = [source.next_bucket(rank) for rank in range(len(source))]
     exists = _wait_for(_by_worker(source, [more for _, more in buckets]))[0]
     return buckets[0][0] if exists else None
 
 
 def _sync_gpu_to_gpu(source: SyncWorkers, target: SyncWorkers, transport: GpuTransport, version: int) -> float:
-    """Copy the weights by vLLM's own senders and receivers, and return the seconds that it took.
+    """Transfer the weights by vLLM's own senders and receivers, and return the seconds that it took.
 
-    Engines whose process has ended since the last copy are replaced first. A copy that fails is not tried again: the
-    failed process has left the others waiting in a collective operation. Raises EngineError.
+    Engines whose process has ended since the last sync are replaced first. A transfer that fails is not tried again:
+    the failed process has left the others waiting in a collective operation. Raises EngineError.
     """
     start = time.perf_counter()
     if dead := target.dead_ranks():

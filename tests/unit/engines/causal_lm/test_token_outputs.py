@@ -274,7 +274,7 @@ def test_after_half_a_copy_of_weights_nothing_is_generated() -> None:
     wrong = weights | {last: weights[last][:1]}
     with pytest.raises(EngineError, match=f"role actor: the weight '{last}' does not fit the model"):
         engine.load_weights(wrong.items(), 1)
-    with pytest.raises(EngineError, match="role actor: the last copy of weights failed"):
+    with pytest.raises(EngineError, match="role actor: the last weight sync failed"):
         engine.generate(prompts(), sampling)
     del wrong[last]
     with pytest.raises(EngineError, match=f"role actor: the weights lack '{last}'"):

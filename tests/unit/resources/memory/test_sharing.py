@@ -1,4 +1,4 @@
-"""Memory of GPUs that roles share: buffers of weight copies, NVLink SHARP, what stays at rest."""
+"""Memory of GPUs that roles share: buffers of weight syncs, NVLink SHARP, what stays at rest."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -108,7 +108,7 @@ def test_a_plan_counts_what_stays_and_what_is_sent() -> None:
     assert actor.phases["resting"]["buckets"] == pytest.approx(8e8 / GIB)
     assert actor.phases["resting"]["nccl"] == pytest.approx(NCCL_COMMUNICATOR_GIB + 0.25)
     assert actor.phases["resting"]["context"] == CONTEXT_GIB
-    assert rollout.host_gib["weights"] == 0, "a copy replaces them"
+    assert rollout.host_gib["weights"] == 0, "a weight sync replaces them"
 
 
 def test_torch_drops_its_gradients() -> None:

@@ -19,7 +19,7 @@ from rlflow.resources.layout import Bundle
 from rlflow.runtime.ray.engine_set import RayEngines
 from rlflow.runtime.ray.gpu_turns import GpuTurns, gpu_neighbors, replaced_roles, sleeping_roles
 from rlflow.runtime.ray.role_proxy import RoleProxy, Workers
-from rlflow.runtime.step import copy_weights, run_graph
+from rlflow.runtime.step import run_graph, sync_followers
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Spy:
         assert (self.weights, self.rest) == ("here", True)
         self.cached = True
 
-    def copy_weights(self, source: Workers, version: int) -> None:
+    def sync_weights(self, source: Workers, version: int) -> None:
         assert isinstance(source, Spy)
         assert source.weights == "here"
         self._has_the_gpus(but_weights=True)
@@ -135,12 +135,12 @@ def test_caches_are_released_at_every_hand_over(recipe: str, cluster: str, overr
     plan = rlflow.compile(rlflow.load([f"recipe={recipe}", *overrides]), cluster)
     with spies(plan) as (engines, found, log):
         assert any(spy.beside for spy in found.values()), "nothing to see: no role shares its GPUs"
-        copy_weights(plan, engines, version=0)
+        sync_followers(plan, engines, version=0)
         for step in range(1, 4):
             log.clear()
             engines["rollout"].save(Path("an evaluation"))
             run_graph(working(plan.graph), engines, {})
-            copy_weights(plan, engines, version=step)
+            sync_followers(plan, engines, version=step)
         # Of every role beside another, in every step.
         given_up = {line.partition(" ")[0] for line in log if line.partition(" ")[2] in GIVE_UP}
         assert given_up >= {spy.role for spy in found.values() if spy.beside}
@@ -181,7 +181,7 @@ def test_who_sleeps_and_who_releases() -> None:
     assert told() == ["actor release_memory", "rollout wake"]
     turns.take("rollout")
     assert told() == []
-    # It may generate again before the next copy.
+    # It may generate again before the next weight sync.
     turns.take("actor")
     assert told() == ["rollout sleep"]
     turns.take("rollout")

@@ -50,7 +50,7 @@ class Threads:
         for rank in ranks:
             self.engines[rank] = type(self.engines[rank])(spec())
 
-    def copy_weights(self, source: Workers, version: int) -> None:
+    def sync_weights(self, source: Workers, version: int) -> None:
         assert isinstance(source, Threads)
         for engine in self.engines:
             engine.load_weights(source.engines[0].weights(), version)
@@ -191,7 +191,7 @@ class TestWorker:
             with pytest.raises(EngineError, match="the source died"):
                 taken.result(timeout=20)
             pool.submit(target.push_bucket, None).result(timeout=20)
-        with pytest.raises(EngineError, match="the last copy of weights failed"):
+        with pytest.raises(EngineError, match="the last weight sync failed"):
             target.call("generate", prompts(), Sampling(max_tokens=3))
 
     def test_an_engine_is_called_from_one_thread(self) -> None:
