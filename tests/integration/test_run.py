@@ -90,14 +90,14 @@ def test_the_same_seed_gives_the_same_run(recipe: str, tmp_path: Path) -> None:
 
 
 def test_stopped_after_any_step_and_resumed(tmp_path: Path) -> None:
-    plan = plan_of("real", "graph.update.num_minibatches=2")
+    plan = plan_of("real", "graph.update.num_minibatches=2", "steps=4")
     whole = go(plan, tmp_path / "whole")
     expected = weights(whole)
-    for step in range(1, 6):
+    for step in (1, 2, 3):
         folder = tmp_path / str(step)
         assert go(plan, folder, until=step).status == "stopped"
         resumed = go(plan, folder, resume=True)
-        assert (resumed.status, resumed.steps) == ("finished", 6)
+        assert (resumed.status, resumed.steps) == ("finished", 4)
         again = weights(resumed)
         for name, weight in expected.items():
             assert torch.equal(again[name], weight), (step, name)
