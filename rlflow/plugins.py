@@ -1,9 +1,24 @@
-"""Loads a user's own objects, which a recipe names as ``package.module:name``."""
+"""Loads what a recipe names: built-in modules by their names, a user's own objects as ``package.module:name``."""
 
+import pkgutil
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
-from rlflow.errors import RecipeError, first_line
+from rlflow.errors import RecipeError, did_you_mean, first_line
+
+
+def builtin_module(package: ModuleType, name: str, path: str, kind: str) -> ModuleType:
+    """Import the module ``name`` of ``package``. Raises RecipeError at ``path`` when it does not exist.
+
+    ``kind`` is the word for such modules in the error.
+    """
+    known = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    if name not in known:
+        raise RecipeError(
+            path, f"no {kind} '{name}'", known=[*known, "package.module:name"], fix=did_you_mean(name, known)
+        )
+    return import_module(f"{package.__name__}.{name}")
 
 
 def load_object(name: str, path: str) -> Any:

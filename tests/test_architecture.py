@@ -183,7 +183,7 @@ def test_only_what_reads_recipes_sees_omegaconf() -> None:
 
 def test_sizes() -> None:
     lengths = {path.relative_to(PACKAGE): len(path.read_text().splitlines()) for path in FILES}
-    assert median(lengths.values()) <= 125
+    assert median(lengths.values()) <= 124
     large = {"engines", "runtime/ray/runtime.py"}
     for path, length in lengths.items():
         assert length <= (400 if path.parts[0] in large or str(path) in large else 300), path

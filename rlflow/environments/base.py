@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 from rlflow.environments import classes
 from rlflow.errors import RecipeError
-from rlflow.plugins import load_object
+from rlflow.plugins import builtin_module, load_object
 from rlflow.rewards.base import Row
-from rlflow.rewards.callables import builtin_module
 from rlflow.schema import Section, parse
 
 

@@ -79,8 +79,7 @@ def train(
     first_steps = sequences.keys[:, 0]
     own, lengths = sequences.own_tokens(), sequences.own_lengths
     counting = lengths > 0 if counting is None else counting & (lengths > 0)
-    epochs = (_cut(sequences, num_minibatches, epoch) for epoch in range(num_epochs))
-    for rows in chain.from_iterable(epochs):
+    for rows in chain.from_iterable(_cut(sequences, num_minibatches, epoch) for epoch in range(num_epochs)):
         if not counting[rows].any():
             steps.append({})
             continue

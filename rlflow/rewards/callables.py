@@ -4,19 +4,16 @@
 """
 
 import inspect
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from functools import partial
-from importlib import import_module
-from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt
 
-from rlflow.errors import RecipeError, did_you_mean, first_line
+from rlflow.errors import RecipeError, first_line
 from rlflow.extras import check_extra
-from rlflow.plugins import load_object
+from rlflow.plugins import builtin_module, load_object
 from rlflow.rewards import functions
 from rlflow.rewards.base import LoadedCallable, no_preparation
 from rlflow.schema import Section, parse
@@ -85,19 +82,6 @@ def load_reward(name: str, options: Mapping[str, Any], timeout_s: float) -> Load
         limit_s += _GRACE_S
     call = partial(function, **arguments)
     return LoadedCallable(call, getattr(function, "batch_size", 1), limit_s, enforces_timeout, prepare)
-
-
-def builtin_module(package: ModuleType, name: str, path: str, kind: str) -> ModuleType:
-    """Import the module ``name`` of ``package``. Raises RecipeError at ``path`` when it does not exist.
-
-    ``kind`` is the word for such modules in the error.
-    """
-    known = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-    if name not in known:
-        raise RecipeError(
-            path, f"no {kind} '{name}'", known=[*known, "package.module:name"], fix=did_you_mean(name, known)
-        )
-    return import_module(f"{package.__name__}.{name}")
 
 
 def _option_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
