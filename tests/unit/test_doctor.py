@@ -57,12 +57,12 @@ def tool(folder: Path, name: str, script: str) -> None:
 
 
 class TestNvidiaSmi:
-    def test_gpus_and_who_uses_them(self) -> None:
+    def test_gpus_and_their_users(self) -> None:
         used, silent = machine.devices_from(LISTING, USERS)
         assert used == Device(0, "NVIDIA H100 80GB HBM3", 81559 / 1024, 40321 / 1024, "550.54.15", 2)
         assert (silent.memory_gib, silent.used_gib, silent.processes) == (None, None, 0)
 
-    def test_what_is_no_gpu_is_left_out(self) -> None:
+    def test_lines_without_a_gpu_are_left_out(self) -> None:
         assert machine.devices_from("No devices were found\n", "") == []
 
     def test_links(self) -> None:
@@ -70,9 +70,7 @@ class TestNvidiaSmi:
         assert machine.links_from(PCIE) == {"PHB": 1, "SYS": 2}
         assert machine.links_from("\tGPU0\tCPU Affinity\nGPU0\t X \t0-15\n") == {}
 
-    def test_a_driver_that_fails_is_told_in_its_own_words(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_error_of_the_driver_is_shown(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tool(tmp_path, "nvidia-smi", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
         assert machine.devices() == ([], "Failed to initialize NVML: Driver/library version mismatch")
@@ -109,14 +107,14 @@ esac"""
             ("GPU-5e", ["B"]),
         ],
     )
-    def test_those_that_a_process_may_see(self, visible: str | None, names: list[str]) -> None:
+    def test_gpus_that_a_process_sees(self, visible: str | None, names: list[str]) -> None:
         gpus = "GPU 0: A (UUID: GPU-1f00)\nGPU 1: B (UUID: GPU-5e00)\nGPU 2: C (UUID: GPU-7a00)\n"
         listing = f"{gpus}No devices were found\n"
         assert machine.gpus_from(listing, visible) == names
 
 
 class TestAsking:
-    def test_a_command_that_hangs_is_left_behind(self) -> None:
+    def test_a_command_that_hangs_is_abandoned(self) -> None:
         began = time.monotonic()
         assert machine.run_command(["sleep", "100"], 0.2).problem == "no answer within 0.2 s"
         assert time.monotonic() - began < 5
@@ -134,7 +132,7 @@ class TestAsking:
         problem = "ModuleNotFoundError: No module named 'no_such_library'"
         assert probes.probe("importing", "no_such_library", seconds=60) == (None, problem)
 
-    def test_a_probe_that_crashes_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_error_of_a_crashed_probe_is_shown(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "executable", "false")
         assert probes.probe("importing", "json", seconds=60) == (None, "it ended with 1")
         monkeypatch.setattr(sys, "executable", "true")
@@ -172,7 +170,7 @@ class TestGpus:
         assert "stop the processes that use it" in str(busy.fix)
         assert not busy.broken
 
-    def test_pcie_is_told(self) -> None:
+    def test_gpus_without_nvlink_are_reported(self) -> None:
         linked = doctor.gpu_findings([H100], None, Counter({"NV4": 1, "SYS": 2}))[-1]
         assert linked.fact == "PCIe between some of them, which is slower; pairs: 1 x NV4, 2 x SYS"
 

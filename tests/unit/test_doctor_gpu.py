@@ -151,7 +151,7 @@ class TestReport:
         assert finding.broken
         assert "no answer within 0.3 s" in finding.fact
 
-    def test_what_is_not_installed_is_skipped(self, check: Check) -> None:
+    def test_checks_of_missing_libraries_are_skipped(self, check: Check) -> None:
         (finding,) = run_check(replace(check, libraries=("torch", "no-such-library")), [H100], 100)
         assert finding.skipped
         assert finding.fact == "not installed: no-such-library"

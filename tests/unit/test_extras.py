@@ -71,7 +71,7 @@ def test_what_fits_passes(packages: dict[str, str], distribution: str, version: 
     extras.check_extra(distribution.removesuffix("-cpu"), "roles.actor.engine", "it")
 
 
-def test_what_is_missing_says_which_extra_brings_it(packages: dict[str, str]) -> None:
+def test_an_error_names_the_extra_of_a_missing_library(packages: dict[str, str]) -> None:
     assert error_of("deepspeed") == (
         "roles.actor.engine: engine 'deepspeed' needs deepspeed>=0.19.8,<0.20, which is not installed.\n"
         "  Fix: pip install 'rlflow[deepspeed]'."
@@ -86,7 +86,7 @@ def test_missing_vllm_comes_for_gpus_or_for_the_processor(packages: dict[str, st
 
 
 @pytest.mark.parametrize("version", ["2.59.9", "2.61.0", "3.0"])
-def test_a_version_outside_the_range_is_told(packages: dict[str, str], version: str) -> None:
+def test_a_version_outside_the_range_is_an_error(packages: dict[str, str], version: str) -> None:
     packages["ray"] = version
     assert error_of("ray") == (
         f"roles.actor.engine: engine 'ray' needs ray>=2.60,<2.61, but ray {version} is installed.\n"

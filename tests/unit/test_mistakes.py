@@ -110,7 +110,7 @@ def test_a_full_disk_under_torch_is_named(tmp_path: Path) -> None:
         (AssertionError("a mistake of rlflow's own"), AssertionError),
     ],
 )
-def test_only_errors_of_the_disk_are_taken_for_it(error: Exception, expected: type[Exception], tmp_path: Path) -> None:
+def test_only_disk_errors_become_storage_errors(error: Exception, expected: type[Exception], tmp_path: Path) -> None:
     def save(folder: Path) -> None:
         raise error
 

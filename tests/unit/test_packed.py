@@ -34,7 +34,7 @@ class TestKinds:
         assert len(column.values) == ends[-1]
 
     @pytest.mark.parametrize("rows", [[2, 0], [0, 0, 1], []])
-    def test_rows_are_taken(self, kind: str, rows: list[int]) -> None:
+    def test_take_returns_the_rows(self, kind: str, rows: list[int]) -> None:
         taken = KINDS[kind].take(np.array(rows, np.int64))
         assert rows_of(taken) == [rows_of(KINDS[kind])[row] for row in rows]
         assert taken.values.dtype == KINDS[kind].values.dtype
@@ -54,7 +54,7 @@ class TestKinds:
 
 
 @pytest.mark.parametrize("rows", [[[7, 7], [], [9, 9, 8]], [[1], [1], [1, 1]], [[], []], [], [[1, 2], [2, 1]]])
-def test_what_is_repeated_is_held_once(rows: list[list[int]]) -> None:
+def test_repeated_values_are_stored_once(rows: list[list[int]]) -> None:
     column = Repeated.from_packed(Packed.from_rows(rows, np.int32))
     assert rows_of(column) == rows
     assert len(column.run_values) == sum(len(list(itertools.groupby(row))) for row in rows)
@@ -72,7 +72,7 @@ def test_kinds_are_joined_as_values() -> None:
 
 
 @pytest.mark.parametrize("items", [("a", "", "déjà"), ({"answer": "1", "n": None}, {"answer": [2]}), ()])
-def test_records_are_what_was_given(items: Sequence[Any]) -> None:
+def test_records_are_the_given_rows(items: Sequence[Any]) -> None:
     records = Records.from_items(items)
     assert tuple(records) == items
     assert len(records) == len(items)
@@ -124,7 +124,7 @@ def told(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["prompts", "rollouts", "minibatch"])
-def test_every_field_of_a_batch_is_taken_joined_and_sent(kind: str) -> None:
+def test_every_field_of_a_batch_is_taken_concatenated_and_sent(kind: str) -> None:
     whole = batches()[kind]
     pieces = [whole.take(np.array([row])) for row in range(len(whole))]
     for again in (
@@ -136,7 +136,7 @@ def test_every_field_of_a_batch_is_taken_joined_and_sent(kind: str) -> None:
         assert {n: told(v) for n, v in vars(again).items()} == {n: told(v) for n, v in vars(whole).items()}
 
 
-def test_a_subclass_is_taken_whole_and_can_be_stripped() -> None:
+def test_a_subclass_keeps_its_fields_and_converts_to_sequences() -> None:
     of = batches()["minibatch"]
     assert isinstance(of, Minibatch)
     assert of.take(np.array([0])).columns["advantages"].lengths.tolist() == [4]

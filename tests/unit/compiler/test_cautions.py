@@ -66,7 +66,7 @@ def warned(recipe: str, *overrides: str) -> list[str]:
         ),
     ],
 )
-def test_what_is_warned_of(recipe: str, overrides: list[str], expected: str) -> None:
+def test_options_that_are_warned_of(recipe: str, overrides: list[str], expected: str) -> None:
     assert warned(recipe, *overrides) == [expected]
 
 

@@ -27,7 +27,7 @@ def experiment(*overrides: str) -> dict[str, Any]:
         "roles.actor.micro_batch_tokens=512",
     ],
 )
-def test_what_a_step_reads_anew_may_change(override: str) -> None:
+def test_options_that_each_step_reads_may_change(override: str) -> None:
     check_continuation(experiment(), experiment(override), "runs/a")
 
 
@@ -59,7 +59,7 @@ def test_unfinished_rollouts_hold_the_batch_size() -> None:
         check_continuation(before, now, "runs/a")
 
 
-def test_an_optimizer_that_is_not_written_has_the_defaults() -> None:
+def test_a_missing_optimizer_has_the_defaults() -> None:
     before, now = experiment("~roles.actor.optimizer"), experiment("~roles.actor.optimizer", "lr=1.0e-3")
     assert before["roles"]["actor"]["optimizer"] is None
     check_continuation(before, now, "runs/a")

@@ -47,7 +47,7 @@ def test_of_grpo() -> None:
     assert "update" not in found
 
 
-def test_what_is_begun_ahead_lies_beside_the_rest() -> None:
+def test_prompts_started_ahead_are_stored_too() -> None:
     usual, more = (edges("recipe=grpo_7b", *LENGTHS, f"graph.rollouts.overcommit={share}") for share in (0, 0.25))
     assert more["rollouts"].stored == 1.25 * usual["rollouts"].stored
     assert more["reference"] == usual["reference"]
@@ -88,7 +88,7 @@ def test_as_many_bytes_as_an_engine_puts_into_the_store(monkeypatch: pytest.Monk
     assert sum(values.nbytes for values in held.values()) == of_prompts + of_rollouts
 
 
-def test_prompts_are_needed_as_long_as_what_was_written_to_them() -> None:
+def test_prompts_are_stored_as_long_as_their_responses() -> None:
     found = edges("recipe=grpo_7b")
     assert found["prompts"].readers[0] == "rollouts"
     assert set(found["prompts"].readers) == {"rollouts", "advantages", "old_logprobs", "reference", "rewards", "update"}

@@ -142,7 +142,7 @@ def test_every_recipe_has_one_for_each_trained_role(recipe: str) -> None:
     assert [line.split()[2] for line in losses] == graph.trained_roles()
 
 
-def test_what_is_said_is_what_is_computed() -> None:
+def test_the_stated_formula_is_what_is_computed() -> None:
     """The surrogates' expressions, read as Python, on random numbers."""
     draw = np.random.default_rng(0)
     for node in (
@@ -208,7 +208,7 @@ def test_smoothed_labels() -> None:
     assert lines("dpo_tiny", "graph.update.label_smoothing=0.1")[0] == expected
 
 
-def test_a_node_without_one_stands_by_its_name() -> None:
+def test_a_node_without_a_formula_appears_by_name() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Unsaid(PolicyGradient, Node, kind="unsaid_update", unit="batch"):
         """Neither its surrogate nor its advantage has a formula."""

@@ -18,7 +18,7 @@ def wired(*overrides: str) -> Any:
     return wire(load("recipe=fake", *overrides, config_dir=CONFIG_DIR))
 
 
-def test_every_node_stands_behind_those_it_reads() -> None:
+def test_every_node_comes_after_its_inputs() -> None:
     graph = wired()
     names = [node.name for node in graph.nodes]
     for node in graph.nodes:
@@ -46,13 +46,13 @@ def test_an_input_can_be_named() -> None:
         ["~graph.rewards.function", "graph.rewards.functions={exact: {on_failure: exclude}, number: {weight: 0}}"],
     ],
 )
-def test_the_baseline_of_remax_is_judged_as_the_responses_are(overrides: list[str]) -> None:
+def test_remax_scores_its_baseline_like_the_responses(overrides: list[str]) -> None:
     nodes = {node.name: node.operation for node in wire(load("recipe=remax_tiny", *overrides)).nodes}
     assert isinstance(nodes["rewards"], Reward)
     assert nodes["greedy_rewards"] == nodes["rewards"]
 
 
-def test_a_reward_for_evaluation_alone() -> None:
+def test_a_reward_that_only_evaluation_uses() -> None:
     assert {node.name for node in wire(load("recipe=distill_tiny")).nodes} >= {"rewards", "advantages"}
     with pytest.raises(UserError, match=r"^graph\.rewards: no node reads its Rewards"):
         wire(load("recipe=distill_tiny", "evaluation=null"))
@@ -150,7 +150,7 @@ class Untyped(Node, kind="untyped", unit="group"):
         raise AssertionError
 
 
-def test_prompts_of_a_step_are_read_once_where_they_are_begun_before_it() -> None:
+def test_only_one_node_reads_prompts_with_overcommit() -> None:
     more = "graph.more={node: generate, role: rollout, max_tokens: 4}"
     judged = "graph.judged={node: reward, function: exact, rollouts: more}"
     given = "graph.advantages.rewards=judged"

@@ -58,7 +58,7 @@ def test_a_folder_with_a_reward_model(tmp_path: Path) -> None:
     check_reward_folders(recipe, wire(load("recipe=rm_tiny")))
 
 
-def test_another_tokenizer_is_told_before_anything_runs(tmp_path: Path) -> None:
+def test_a_different_tokenizer_is_an_error_before_anything_runs(tmp_path: Path) -> None:
     """Also that of a model which is yet to be made."""
     judge = load("recipe=rm_tiny")
     judge = replace(judge, models={"policy": replace(MODEL, characters="+=0123456789")})

@@ -74,7 +74,7 @@ def test_a_system_prompt_is_before_every_prompt_without_its_own(tmp_path: Path, 
         ({"prompt": [{"from": "human", "value": "1"}], "response": "1"}, "has a prompt that is neither a text nor a"),
     ],
 )  # fmt: skip
-def test_what_is_no_text_is_never_made_one(tmp_path: Path, row: dict[str, Any], fact: str) -> None:
+def test_values_that_are_not_text_are_refused(tmp_path: Path, row: dict[str, Any], fact: str) -> None:
     with pytest.raises(RecipeError, match=rf"data\.source: row 0 of '.*' {fact}"):
         opened(tmp_path, [row])
 

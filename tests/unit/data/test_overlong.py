@@ -75,5 +75,5 @@ def test_nothing_is_left(tmp_path: Path) -> None:
         opened(tmp_path, overlong="drop", max_prompt_tokens=3)
 
 
-def test_nothing_is_said_where_nothing_is_too_long(tmp_path: Path) -> None:
+def test_there_is_no_warning_without_long_rows(tmp_path: Path) -> None:
     assert opened(tmp_path, overlong="drop", max_prompt_tokens=8).warnings == ()

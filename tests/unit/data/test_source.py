@@ -160,7 +160,7 @@ def test_additions_are_right_and_the_splits_share_nothing() -> None:
     assert not sums["train"] & sums["test"]
 
 
-def test_prompts_given_ahead_are_those_of_the_run_and_can_be_asked_for_again(tmp_path: Path) -> None:
+def test_prompts_read_ahead_are_those_of_the_run_and_can_be_read_again(tmp_path: Path) -> None:
     source = opened(data(write(tmp_path / "a.jsonl", ROWS)))
     ahead = replace(source, ahead=2, steps=4)
     given = [ahead.prompts(step) for step in range(4)]

@@ -43,7 +43,7 @@ def test_a_tensor_need_not_outlive_the_next() -> None:
     assert arrived == {"0": [0, 0], "1": [1, 1], "2": [2, 2]}
 
 
-def test_who_only_gathers_has_the_same_buckets_empty() -> None:
+def test_ranks_that_only_gather_have_the_same_buckets_without_data() -> None:
     full, empty = (list(build_buckets(WEIGHTS.items(), 130, copy_data=copy)) for copy in (True, False))
     assert [bucket.entries for bucket in empty] == [bucket.entries for bucket in full]
     assert all(len(bucket.data) == 0 for bucket in empty)

@@ -65,7 +65,7 @@ def test_others_count_as_they_are_while_it_works(host: dict[str, int]) -> None:
     assert 64 * engine.memory_share() == pytest.approx(alone, abs=0.3)
 
 
-def test_where_memory_runs_out_it_is_said_what_asks_for_less() -> None:
+def test_running_out_of_memory_is_an_error_with_a_fix() -> None:
     with pytest.raises(EngineError) as caught, Engine().within_memory():
         raise torch.OutOfMemoryError("out of memory")
     assert str(caught.value) == (

@@ -48,7 +48,7 @@ def test_other_settings_stay(settings: str, enabled: bool, expected: str) -> Non
 
 
 @pytest.mark.parametrize("variable", VARIABLES)
-def test_trainers_have_them_unless_told_otherwise(environment: dict[str, str], variable: str) -> None:
+def test_trainers_expand_segments_by_default(environment: dict[str, str], variable: str) -> None:
     enable_expandable_segments("cpu")
     assert set_in(environment) == {}
     enable_expandable_segments("cuda:0")

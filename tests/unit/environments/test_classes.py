@@ -78,7 +78,7 @@ class Unfinished(Environment):
         ),
     ],
 )
-def test_what_cannot_be_found(name: str, options: dict[str, object], message: str) -> None:
+def test_environments_that_cannot_be_found(name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_environment(name, options)
     assert str(caught.value) == message

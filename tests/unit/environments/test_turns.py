@@ -62,7 +62,7 @@ def test_what_goes_wrong_is_a_failure_of_that_turn_alone(does: str, kind: Kind, 
     assert given.reason.startswith(reason)
 
 
-def test_a_conversation_goes_on_from_its_state_in_any_worker(pool: ProcessPool) -> None:
+def test_a_conversation_continues_from_its_state_in_any_worker(pool: ProcessPool) -> None:
     (first,) = answers(pool, ["good"])
     assert isinstance(first, TurnResult)
     again = answers(pool, ["good", "end"], [({}, first.state)] * 2)
@@ -78,7 +78,7 @@ def test_a_beginning_may_fail(pool: ProcessPool) -> None:
     assert bad == Failure("raised", "failed (KeyError: 'number')")
 
 
-def test_what_is_derived_from_a_text_is_a_text(pool: ProcessPool) -> None:
+def test_subclasses_of_text_count_as_text(pool: ProcessPool) -> None:
     (answer,) = answers(pool, ["its own kind"])
     assert isinstance(answer, TurnResult)
     assert type(answer.text) is str

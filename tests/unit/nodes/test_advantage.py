@@ -172,7 +172,7 @@ def test_all_estimators_are_tested_for_rewards_that_are_missing() -> None:
 
 
 @pytest.mark.parametrize("node", ESTIMATORS)
-def test_without_a_reward_it_is_as_if_it_had_not_been_written(node: Any) -> None:
+def test_rollouts_without_a_reward_change_nothing(node: Any) -> None:
     """A whole group has none, and of the others some."""
     missing = (RAGGED.keys[:, 1] == 3) | (np.arange(len(RAGGED)) % 5 == 0)
     kept = np.flatnonzero(~missing)

@@ -117,7 +117,7 @@ def test_the_rounds_of_a_step_have_keys_of_their_own() -> None:
     assert engine.asked[1].keys[:, 1].tolist() == [2**40 + 2 * 2**20, 2**40 + 3 * 2**20]
 
 
-def test_a_group_begins_together_and_goes_on_one_by_one() -> None:
+def test_a_group_shares_its_first_turn_and_then_differs() -> None:
     engine = Scripted(["1|", "9|", "2|", "9|"], ["9|", "9|"])
     out = conversations(engine, converse(group_size=2, stop=("+",)))
     assert [(each.group_size, each.max_tokens, each.stop_ids) for each in engine.samplings] == [

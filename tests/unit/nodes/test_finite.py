@@ -42,7 +42,7 @@ def run(node: Node, rewards: list[float], **more: object) -> RolloutAdvantages:
     return output
 
 
-def test_groups_of_one_are_refused_when_compiling_whoever_wrote_the_node() -> None:
+def test_compiling_refuses_groups_of_one_for_any_node() -> None:
     overrides = [f"graph.advantages.node='{__name__}:LeaveOneOut'", "graph.rollouts.group_size=1"]
     with pytest.raises(GraphError, match=r"^graph\.advantages: compares .*, but group_size is 1"):
         rlflow.compile(rlflow.load(["recipe=grpo_tiny", *overrides]))
@@ -96,7 +96,7 @@ def test_a_loss_that_is_not_finite_names_its_samples_and_their_cause() -> None:
     assert all((value == before[name]).all() for name, value in engine.weights())
 
 
-def test_what_a_model_says_is_a_cause_too() -> None:
+def test_outputs_of_the_model_are_named_as_causes() -> None:
     advantages = RolloutAdvantages(values=Repeated(np.ones(4, np.float32), WRITTEN.response_ids.lengths))
     reference = Logprobs(values=WRITTEN.response_ids.like(np.full(10, np.nan, np.float32)))
     with pytest.raises(EngineError, match=r"and 1 more\); not finite there: reference\."):

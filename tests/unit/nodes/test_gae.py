@@ -135,14 +135,14 @@ def test_discounted_sums_of_long_rows_are_done_for_all_rows_at_once() -> None:
     assert discounted_sums(Packed(np.zeros(0), np.array([0])), 0.5).tolist() == []
 
 
-def test_what_the_kl_is_taken_from() -> None:
+def test_the_logprobs_that_the_kl_uses() -> None:
     with pytest.raises(GraphError, match=r"^kl_coef: 0\.1 needs the reference's logprobs"):
         GaeAdvantage(kl_coef=0.1).check(frozenset({"rollouts", "rewards", "values"}))
     with pytest.raises(GraphError, match=r"^kl_coef: expected a start value above 0 for kl_target, got 0"):
         GaeAdvantage(kl_target=0.1).check(frozenset({"reference"}))
 
 
-def test_rows_keep_what_is_theirs() -> None:
+def test_rows_keep_their_values() -> None:
     out = GaeAdvantage().run(GIVEN, REWARDS, VALUES, REFERENCE, OWN)
     taken = out.take(np.array([3, 0]))
     assert isinstance(taken, GaeAdvantages)

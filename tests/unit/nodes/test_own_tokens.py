@@ -60,7 +60,7 @@ def of_tokens(seed: int, garbage: float = np.nan) -> Logprobs:
     return Logprobs(values=GIVEN.response_ids.like(column(seed, garbage)))
 
 
-def test_own_tokens_are_told_by_row() -> None:
+def test_own_tokens_are_counted_by_row() -> None:
     assert [GIVEN.own_tokens()[row].tolist() for row in range(4)] == [own.tolist() for own in OWN]
     assert GIVEN.own_lengths.tolist() == [3, 4, 6, 3]
     assert GIVEN.take(np.array([2, 0])).own_lengths.tolist() == [6, 3]

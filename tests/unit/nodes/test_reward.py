@@ -130,7 +130,7 @@ def test_infinite_rewards_of_any_node_end_the_run() -> None:
         metrics_of("shaped", rewards)
 
 
-def test_what_is_only_watched_excludes_nothing() -> None:
+def test_a_term_that_is_only_a_metric_excludes_nothing() -> None:
     given = run(
         good=RewardTerm(function=named(good)),
         out=RewardTerm(function=named(one_fails), weight=0.0, on_failure="exclude"),

@@ -74,7 +74,7 @@ def test_it_learns_its_pairs() -> None:
     assert metrics["margin"] > 1
 
 
-def test_what_is_exported_is_a_reward_model_of_transformers(tmp_path: Path) -> None:
+def test_the_export_is_a_reward_model_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
     ours, given = engine(), sequences([3, 2], [[4, 1], [2]])

@@ -80,7 +80,7 @@ def test_tokens_have_advantages_of_their_own() -> None:
     assert [columns(minibatch)["advantages"] for minibatch, _ in engine.seen] == [list(range(6)), list(range(6, 15))]
 
 
-def test_excluded_rollouts_are_as_if_they_had_not_been_written() -> None:
+def test_excluded_rollouts_change_nothing() -> None:
     reference = Logprobs(values=WHOLE.response_ids.like(np.arange(15, dtype=np.float32)))
     excluded = np.array([False, True, False, False, True])
     of_tokens = WHOLE.response_ids.like(np.repeat(np.array([1, np.nan, 3, 4, np.nan], np.float32), [1, 2, 3, 4, 5]))
@@ -104,7 +104,7 @@ def test_excluded_rollouts_are_as_if_they_had_not_been_written() -> None:
         ({"aggregation": "constant", "constant_length": 8}, [1 / 40] * 5),
     ],
 )
-def test_what_a_token_counts(options: Any, weights: list[float]) -> None:
+def test_the_weight_of_a_token(options: Any, weights: list[float]) -> None:
     """Responses of 1, 2, 3, 4 and 5 tokens."""
     engine = Recorder()
     PolicyUpdate(**options).run(engine, WHOLE, ADVANTAGES)
@@ -120,7 +120,7 @@ def test_what_a_token_counts(options: Any, weights: list[float]) -> None:
         ({"aggregation": "constant", "constant_length": 8}, [0, 1 / 16, 0, 1 / 16, 0]),
     ],
 )
-def test_what_is_truncated_is_as_if_it_were_not_there(options: Any, weights: list[float]) -> None:
+def test_truncated_responses_change_nothing(options: Any, weights: list[float]) -> None:
     engine = Recorder()
     given = replace(WHOLE, finished=np.array([False, True, False, True, False]))
     PolicyUpdate(skip_truncated=True, **options).run(engine, given, ADVANTAGES)
@@ -191,7 +191,7 @@ def test_sft_takes_the_examples_as_they_are() -> None:
     assert minibatch.response_ids.lengths.tolist() == [2, 1]
 
 
-def test_what_was_begun_earlier_is_spread_over_the_minibatches_of_the_latest_step() -> None:
+def test_resumed_rollouts_are_spread_over_the_minibatches() -> None:
     recorder = Recorder()
     given = rollouts(sequences([2] * 8, [[4]] * 8))
     given.keys[:, 0] = [3, 3, 3, 3, 4, 4, 4, 4]

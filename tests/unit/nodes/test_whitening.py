@@ -46,7 +46,7 @@ def test_the_variance_is_by_n_or_by_n_minus_one(kind: Any, unbiased: bool) -> No
     assert tokens(kind(unbiased=unbiased, **options), rewards) == pytest.approx(expected, abs=1e-5)
 
 
-def test_what_is_added_to_a_groups_deviation() -> None:
+def test_the_constant_added_to_the_deviation_of_a_group() -> None:
     """Rewards 1 and 0 have the standard deviation sqrt(1/2) by n - 1; verl adds 1e-6 to it."""
     pair = rollouts(sequences([1], [[1, 1]]))
     rewards = Rewards(values=np.array([1, 0], np.float32))

@@ -10,13 +10,13 @@ def line(engine: int, step: int = 1, **values: Any) -> dict[str, Any]:
     return {"engine": engine, "step": step, **usual, **values}
 
 
-def test_engines_that_end_together_are_not_told_of() -> None:
+def test_engines_that_end_together_are_not_reported() -> None:
     assert describe_lagging([]) == []
     assert describe_lagging([line(0), line(1)]) == []
     assert describe_lagging([line(0)] * 3) == []
 
 
-def test_the_one_that_ends_last_is_told_of_with_its_cause() -> None:
+def test_the_engine_that_ends_last_is_reported_with_the_cause() -> None:
     others = [line(0), line(1)]
     long = [*others, *[line(2, running=5, tokens=50)] * 4]
     assert describe_lagging(long) == [
@@ -32,7 +32,7 @@ def test_the_one_that_ends_last_is_told_of_with_its_cause() -> None:
     )
 
 
-def test_those_that_failed_are_told_of() -> None:
+def test_failed_engines_are_reported() -> None:
     lines = [line(0), {"role": "rollout", "engine": 1, "step": 1, "failed": "worker 1 died."}]
     assert describe_replaced(lines) == ["rollout: engine 1 replaced in step 1: worker 1 died."]
     assert describe_lagging(lines) == []

@@ -10,7 +10,7 @@ from rich.console import Console
 from rlflow.report.records import FailureLog
 
 
-def test_each_reason_is_said_once_and_all_are_written(tmp_path: Path) -> None:
+def test_each_reason_is_printed_once_and_all_are_logged(tmp_path: Path) -> None:
     told = io.StringIO()
     failures = FailureLog(Console(file=told, width=200))
     nothing: Any = None
@@ -27,7 +27,7 @@ def test_each_reason_is_said_once_and_all_are_written(tmp_path: Path) -> None:
     assert [(line["step"], sum(line["reasons"].values())) for line in lines] == [(1, 4), (2, 2)]
 
 
-def test_what_a_resumed_run_does_again_does_not_stand_there_twice(tmp_path: Path) -> None:
+def test_repeated_steps_of_a_resumed_run_are_logged_once(tmp_path: Path) -> None:
     nothing: Any = None
     for step in (0, 2):
         failures = FailureLog(Console(file=io.StringIO()))

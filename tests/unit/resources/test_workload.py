@@ -9,7 +9,7 @@ from rlflow.resources.time.speed import Efficiency, gpu_speed
 from tests.unit.resources.planner.planning import H100, SEVEN_B, demand, task
 
 
-def test_turns_write_equal_parts_and_read_what_is_there() -> None:
+def test_turns_generate_equal_parts_and_read_the_context() -> None:
     whole = replace(task("rollout", "rollout", "generate"), prompts=Lengths((10, 30)), responses=Lengths((30, 90)))
     assert whole.turn_lengths == ((whole.prompts, whole.responses),)
     in_turns = replace(whole, turns=3)
@@ -20,7 +20,7 @@ def test_turns_write_equal_parts_and_read_what_is_there() -> None:
     ]
 
 
-def test_turns_take_longer_than_writing_at_once() -> None:
+def test_turns_take_longer_than_one_generation() -> None:
     """Prompts are read again, and each turn waits for its longest."""
     asked = demand("rollout", SEVEN_B)
     seconds = [

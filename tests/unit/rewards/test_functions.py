@@ -116,7 +116,7 @@ def test_code(text: str, tests: object, reward: float) -> None:
     assert found.call([text], [{"tests": tests}]) == [reward]
 
 
-def test_what_is_long_is_judged_quickly() -> None:
+def test_long_responses_are_graded_quickly() -> None:
     began = time.monotonic()
     assert not code._same_lines("\n" * 2**24 + "3", "3")
     assert code._same_lines("3" + " " * 2**24, "3\n\n")

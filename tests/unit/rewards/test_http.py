@@ -63,7 +63,7 @@ def test_what_passes_is_asked_again() -> None:
         (lambda *_: {"rewards": "no"}, "invalid", r"expected 'rewards' for 2 responses from", 1),
     ],
 )
-def test_what_a_service_does_wrong(answer: Any, kind: Kind, reason: str, tries: int) -> None:
+def test_invalid_answers_of_a_service(answer: Any, kind: Kind, reason: str, tries: int) -> None:
     began = time.monotonic()
     with serving(answer) as service:
         first, second = remote.reward(["x", "y"], [{}] * 2, url=service.url, timeout_s=TIMEOUT_S)
@@ -75,7 +75,7 @@ def test_what_a_service_does_wrong(answer: Any, kind: Kind, reason: str, tries: 
     assert len(service.asked) == tries
 
 
-def test_what_is_said_of_one_response_is_of_it_alone() -> None:
+def test_an_error_about_one_response_does_not_affect_others() -> None:
     given = [1, None, True, {"error": "too long"}, "1.0", 10**400]
     with serving(lambda *_: {"rewards": given}) as service:
         number, *failures = remote.reward(["x"] * 6, [{}] * 6, url=service.url, timeout_s=TIMEOUT_S)
@@ -90,7 +90,7 @@ def test_what_is_said_of_one_response_is_of_it_alone() -> None:
     ]
 
 
-def test_nobody_there() -> None:
+def test_a_service_that_is_not_running() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     (failure,) = remote.reward(["x"], [{}], url=f"http://127.0.0.1:{port}", timeout_s=TIMEOUT_S)

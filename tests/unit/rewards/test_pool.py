@@ -109,7 +109,7 @@ def test_of_a_batch_only_the_response_that_hangs_fails(pool: ProcessPool) -> Non
     assert found == [1.0, 1.0, Failure("timeout", "took longer than 0.5 s"), 1.0, 1.0]
 
 
-def test_of_functions_that_are_told_their_time_no_call_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_functions_with_their_own_timeout_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callables, "_GRACE_S", 0.2)
     pool = ProcessPool({"told": part("told_its_time", 0.3)}, num_workers=1)
     began = time.monotonic()
@@ -122,7 +122,7 @@ def test_reasons_are_cut() -> None:
     assert Failure("raised", "x" * 1000).reason == "x" * 300
 
 
-def test_a_worker_that_reads_nothing_is_given_few_calls() -> None:
+def test_a_worker_that_reads_nothing_gets_few_calls() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         worker = ForkedWorker(0, ours)
@@ -234,7 +234,7 @@ def test_a_worker_that_does_not_read_its_first_call(pool: ProcessPool) -> None:
     assert outcomes(pool, ["good"] * 9) == [1.5] * 9
 
 
-def test_large_texts_behind_one_that_hangs(pool: ProcessPool) -> None:
+def test_large_texts_queued_after_a_call_that_hangs(pool: ProcessPool) -> None:
     """More than a socket holds: nobody waits for a worker to read."""
     calls = [
         Call("does", [place], [text], [{"blob": "x" * 10**6}]) for place, text in enumerate(["hang", *["good"] * 20])
@@ -245,7 +245,7 @@ def test_large_texts_behind_one_that_hangs(pool: ProcessPool) -> None:
     assert time.monotonic() - began < DEADLINE_S + 1
 
 
-def test_who_wants_no_more_leaves_no_answers_behind(pool: ProcessPool) -> None:
+def test_abandoned_calls_leave_no_answers(pool: ProcessPool) -> None:
     calls = [Call("does", [0], [text], [{}]) for text in ["good", "NaN", "infinite"] * 10]
     found = pool.outcomes(calls)
     next(found)
@@ -292,7 +292,7 @@ def test_a_dead_fork_server_is_an_error() -> None:
     pool.stop()
 
 
-def test_a_late_answer_of_the_fork_server_is_not_taken_for_the_next() -> None:
+def test_a_late_answer_of_the_fork_server_is_not_confused_with_the_next() -> None:
     pool = ProcessPool({"does": part()}, num_workers=1)
     pool.fork_server._socket.settimeout(0.1)
     os.kill(pool.fork_server.pid, signal.SIGSTOP)
@@ -304,7 +304,7 @@ def test_a_late_answer_of_the_fork_server_is_not_taken_for_the_next() -> None:
     pool.stop()
 
 
-def test_what_a_module_has_started_ends_with_the_pool_and_with_no_worker() -> None:
+def test_processes_of_a_module_end_with_the_pool() -> None:
     pool = ProcessPool({"helped": RewardTerm(function="tests.unit.rewards.helped:reward")}, num_workers=1)
     started_here = sys.modules["tests.unit.rewards.helped"].HELPER
     started_here.kill()
@@ -317,7 +317,7 @@ def test_what_a_module_has_started_ends_with_the_pool_and_with_no_worker() -> No
     assert state(helper) in (None, "Z")
 
 
-def test_a_function_that_is_there_for_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_only_this_process_can_import(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here its module has been made by hand; where workers are forked there is no such file."""
     module = ModuleType("made_here")
     module.reward = misbehaving.reward  # type: ignore[attr-defined]

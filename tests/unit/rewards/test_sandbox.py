@@ -58,7 +58,7 @@ def test_each_has_an_empty_home_of_its_own() -> None:
     assert [run(program, b"", LIMITS).output for _ in range(2)] == [b"False\n"] * 2
 
 
-def test_a_host_without_namespaces_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_namespaces_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: int) -> int:
         ctypes.set_errno(errno.EPERM)
         return -1
@@ -99,7 +99,7 @@ def test_a_guard_that_does_not_start_says_nothing_of_the_program(monkeypatch: py
 
 
 @needs_sandbox
-def test_a_sandbox_in_which_python_does_not_start_is_told() -> None:
+def test_a_sandbox_in_which_python_does_not_start_is_an_error() -> None:
     # Python is refused memory, or takes more than its share before the guard sees it.
     how = r"\((exited, code -?\d+|memory, code None)\)"
     with pytest.raises(SandboxError, match=rf"Python does not start in the sandbox {how}: memory_mib is 4"):

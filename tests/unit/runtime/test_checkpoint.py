@@ -122,7 +122,7 @@ def test_other_names_beside_checkpoints_are_ignored(tmp_path: Path) -> None:
     assert last.progress.step == 3
 
 
-def test_what_a_killed_run_had_begun_to_write_goes(tmp_path: Path) -> None:
+def test_unfinished_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     save(tmp_path, 1, Engine(1))
     for unfinished in ("checkpoints/.step-000002-abc/step-000002", "model/.actor-abc/actor", "model/actor"):
         (tmp_path / unfinished).mkdir(parents=True)

@@ -44,7 +44,7 @@ def test_than_a_micro_batch() -> None:
     assert "Fix: roles.actor.micro_batch_tokens=60010, or remove such rows." in message
 
 
-def test_a_micro_batch_that_is_nobodys_limit() -> None:
+def test_examples_within_all_limits_pass() -> None:
     check(10, 60000, *LONG)
     check(10, 60000, *LONG, "expect.response_tokens=[10]")
     check(10, 4000, *LONG, "roles.actor.micro_batch_tokens=4096")

@@ -83,7 +83,7 @@ class Writer:
         return tokens / min(500, self.places)
 
 
-def test_engines_that_take_samples_while_they_write_are_given_more_at_once(
+def test_concurrent_engines_are_tuned_by_their_number_of_sequences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny", "roles.rollout.engine=vllm"]))
@@ -99,13 +99,13 @@ def test_engines_that_take_samples_while_they_write_are_given_more_at_once(
     assert engines["rollout"].places == found["best"] == 512
 
 
-def test_what_is_pinned_stays(tmp_path: Path) -> None:
+def test_pinned_settings_are_not_tuned(tmp_path: Path) -> None:
     engines = stubs()
     assert set(tuned(plan_of("roles.actor.micro_batch_tokens=2048"), tmp_path, engines)) == {"reference"}
     assert engines["actor"].tokens == 2048
 
 
-def test_what_was_found_stands_beside_what_was_predicted(tmp_path: Path) -> None:
+def test_the_table_has_measured_and_predicted_values(tmp_path: Path) -> None:
     tuned(plan_of(), tmp_path, stubs())
     table = tuning_table(tmp_path)
     console = Console(width=100, file=io.StringIO(), highlight=False)
@@ -133,7 +133,7 @@ def test_with_dynamic_sampling_a_trainer_is_measured_by_what_it_trains_on(tmp_pa
     assert predicted["tokens_per_second"] == pytest.approx(planned)
 
 
-def test_where_nothing_is_tuned_it_is_said_why(tmp_path: Path) -> None:
+def test_the_report_says_why_nothing_was_tuned(tmp_path: Path) -> None:
     tuned(plan_of(), tmp_path, stubs(), steps=1)
     assert tuning_table(tmp_path) == "nothing was tuned: the first trial takes three steps"
     pinned = plan_of("roles.actor.micro_batch_tokens=2048", "roles.reference.micro_batch_tokens=2048")
@@ -167,7 +167,7 @@ def test_what_has_settled_is_left_alone(tmp_path: Path) -> None:
     assert written.st_size == (tmp_path / "tuning.json").stat().st_size
 
 
-def test_of_many_workers_the_fullest_counts_and_all_are_told() -> None:
+def test_the_fullest_worker_counts_and_all_get_the_setting() -> None:
     workers = Threads([Stub(1000), Stub(3000)])
     role = proxy(workers)
     assert role.memory_share() == 0.15

@@ -33,7 +33,7 @@ def test_it_goes_up_while_throughput_grows_and_keeps_the_best() -> None:
     assert list(climb.trials) == [1000, 1500, 2250, 3375, 5063, 7594]
 
 
-def test_what_gains_nothing_is_left_at_once() -> None:
+def test_a_setting_without_a_gain_is_left_at_once() -> None:
     climb = HillClimb(2048, 100, 10**6)
     settings = run(climb, lambda setting: 100.0, little)
     assert set(settings) == {2048, 3072}
@@ -108,7 +108,7 @@ def test_without_it_nothing_changes_any_more() -> None:
     shares=st.lists(st.floats(0, 1), min_size=1, max_size=50),
     adaptive=st.booleans(),
 )
-def test_whatever_it_is_told_it_stays_within_bounds(
+def test_any_measurement_keeps_the_setting_within_bounds(
     start: int, rates: list[float], shares: list[float], adaptive: bool
 ) -> None:
     climb = HillClimb(start, max(1, start // 4), 4 * start, adaptive=adaptive)

@@ -35,7 +35,7 @@ def test_a_teacher_may_know_more() -> None:
         ("0123456789+", "'=' has number 12; here it has no such token"),
     ],
 )
-def test_another_vocabulary_is_told_before_anything_runs(characters: str, fact: str, tmp_path: Path) -> None:
+def test_a_different_vocabulary_is_an_error_before_anything_runs(characters: str, fact: str, tmp_path: Path) -> None:
     with pytest.raises(
         RecipeError, match=f"^roles.teacher.model: 'teacher' reads the tokens of 'policy', where .*{fact}"
     ):

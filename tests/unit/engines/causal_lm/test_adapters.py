@@ -151,7 +151,7 @@ def test_layers_that_are_not_there(names: tuple[str, ...]) -> None:
     )
 
 
-def test_a_checkpoint_has_adapters_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_checkpoint_has_adapters_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     engine, base = trained(), TorchEngine(actor())._model.state_dict()
     engine.save(tmp_path)
     saved = torch.load(tmp_path / "state.pt", weights_only=True)

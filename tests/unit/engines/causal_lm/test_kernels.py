@@ -25,7 +25,7 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_flash_attention_is_told(monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
+def test_flash_attention_gets_the_deterministic_option(monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
     """flash-attn takes an argument; torch's own kernel asks torch, and only where that does more than warn."""
     told: list[bool] = []
 

@@ -67,7 +67,7 @@ def test_large_logits_of_either_sign(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("at_once", [2**20, 130])
-def test_what_is_impossible_counts_nothing(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+def test_impossible_tokens_do_not_count(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     """As where a vocabulary is larger than the tokenizer's, and the rest is forbidden."""
     monkeypatch.setattr(head, "_CPU_LOGITS_AT_ONCE", at_once)
     hidden, weight, _ = inputs(bias=False)

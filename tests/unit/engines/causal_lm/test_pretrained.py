@@ -66,7 +66,7 @@ def test_a_recipe_may_trust_a_model(foreign: Model, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_vllm_is_told_whether_to_trust_a_model(trusted: bool, tmp_path: Path) -> None:
+def test_vllm_gets_trust_remote_code(trusted: bool, tmp_path: Path) -> None:
     class Config:
         max_position_embeddings, head_dim, num_hidden_layers, num_key_value_heads = 64, 32, 2, 2
 

@@ -115,7 +115,7 @@ def test_sequences_end_at_the_end_token_and_leave_the_others_alone() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "live"), [(4096, 4), (8, 256), (8, 3), (1, 1), (4096, 20)])
-def test_what_is_written_at_once_changes_nothing(tokens: int, live: int) -> None:
+def test_responses_do_not_depend_on_the_batch(tokens: int, live: int) -> None:
     given, sampling = prompts((3, 7, 1, 2)), Sampling(max_tokens=6, group_size=5)
     whole = TransformersEngine(spec()).generate(given, sampling)
     engine = TransformersEngine(replace(spec(micro_batch_tokens=tokens), max_num_seqs=live))
@@ -267,7 +267,7 @@ def test_checkpointing_changes_nothing() -> None:
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
-def test_after_half_a_copy_of_weights_nothing_is_generated() -> None:
+def test_after_a_failed_weight_sync_nothing_is_generated() -> None:
     engine, sampling = TransformersEngine(spec()), Sampling(max_tokens=2)
     weights = {name: tensor.clone() for name, tensor in engine._model.state_dict().items()}
     last = list(weights)[-1]

@@ -79,7 +79,7 @@ def test_weights_that_overflow_in_the_type_they_are_exported_in(tmp_path: Path) 
     assert not any(tmp_path.iterdir())
 
 
-def test_what_is_behind_the_last_value_of_a_shard_is_not_checked() -> None:
+def test_the_padding_of_a_shard_is_not_checked() -> None:
     """Seven values over three ranks are shards of three: the last has two values that nobody has written."""
     shards = torch.tensor([[1.0, 2, 3], [4, 5, 6], [7, float("nan"), float("nan")]])
     weights = [SimpleNamespace(ds_tensor=shards[rank], ds_numel=7, ds_zero_partition_rank=rank) for rank in range(3)]

@@ -111,7 +111,7 @@ class TestBatcher:
         assert engine.most == 12
         assert engine.threads.isdisjoint({threading.get_ident()})
 
-    def test_breaking_off_answers_those_that_are_named(
+    def test_abort_completes_the_named_requests(
         self, engine: FakeEngine, batcher: Batcher, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def so_far(of: FakeEngine, names: Collection[str]) -> list[Output]:
@@ -153,7 +153,7 @@ class TestBatcher:
         assert live == [0]
         assert [written.version for (written,) in first + second] == [0, 1]
 
-    def test_nothing_is_generated_from_weights_that_are_not_whole(self, batcher: Batcher) -> None:
+    def test_nothing_is_generated_from_incomplete_weights(self, batcher: Batcher) -> None:
         def fail(_: FakeEngine) -> None:
             batcher.version = None
             raise OSError("gone")
@@ -263,7 +263,7 @@ class TestSleeps:
         assert inner.told == ["sleep 1", ["weights"], "sleep 1", None]
         assert generate(engine._batcher, requests(1))[0].version == 0
 
-    def test_weights_that_a_copy_replaces_are_not_kept(self, engine: VllmEngine, inner: SleepingEngine) -> None:
+    def test_weights_that_a_sync_replaces_are_discarded(self, engine: VllmEngine, inner: SleepingEngine) -> None:
         engine.sleep(discard_weights=True)
         engine.wake()
         with pytest.raises(EngineError, match="role rollout: it cannot generate: its weights are incomplete"):

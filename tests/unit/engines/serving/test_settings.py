@@ -63,7 +63,7 @@ class TestSettings:
         with pytest.raises(RecipeError, match=r"roles\.rollout\.tensor_parallel_size: 3 does not divide the 8"):
             check_model(three, config())
 
-    def test_on_the_cpu_the_cache_holds_all_that_is_written_at_once(self) -> None:
+    def test_on_the_cpu_the_cache_holds_all_concurrent_sequences(self) -> None:
         given = engine_arguments(replace(spec(), max_num_seqs=8, max_model_len=100), "folder", config())
         blocks = (8 + 1) * (4 + 1)
         assert given["kv_cache_memory_bytes"] == blocks * 32 * 2 * 2 * 4 * 64 * 4

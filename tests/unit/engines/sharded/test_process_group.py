@@ -31,7 +31,7 @@ def test_ranks_meet_at_one_address_that_listens_there_alone() -> None:
     assert [place.split(":")[0] in LOOPBACK for place in new] == [True]
 
 
-def test_a_port_that_is_taken_is_an_error_that_says_so() -> None:
+def test_a_port_in_use_is_a_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(OSError, match="ddress already in use"):

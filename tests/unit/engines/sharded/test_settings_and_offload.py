@@ -38,7 +38,7 @@ def config(dtype: str = "float32", trains: bool = True, **layout: Any) -> dict[s
         ({"offload": "optimizer", "trains": False}, {"stage": 0}),
     ],
 )
-def test_the_layout_is_what_deepspeed_is_told(options: dict[str, Any], zero: dict[str, Any]) -> None:
+def test_deepspeed_gets_the_layout(options: dict[str, Any], zero: dict[str, Any]) -> None:
     assert config(**options)["zero_optimization"] == zero | {"reduce_bucket_size": 200_000_000}
 
 
@@ -64,7 +64,7 @@ class TestParked:
     def small_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("rlflow.engines.sharded.cpu_offload._CHUNK_BYTES", 64)
 
-    def test_views_of_what_was_given_up_are_what_they_were(self) -> None:
+    def test_views_of_offloaded_tensors_are_restored(self) -> None:
         whole = torch.arange(50.0)
         other, empty = torch.arange(5, dtype=torch.int8), torch.empty(0)
         views = [whole[:20].view(4, 5), whole[30:], other, empty]

@@ -173,7 +173,7 @@ def gone_on(engines: Sequence[Stepwise]) -> list[tuple[int, tuple[int, ...]]]:
     return [(rank, tuple(key)) for rank, engine in enumerate(engines) for key, written in engine.begun if written]
 
 
-def test_what_a_full_cache_puts_off_goes_on_in_any_engine() -> None:
+def test_preempted_samples_resume_in_any_engine() -> None:
     """The caches have room for three of the longest samples, and for many that have just begun."""
     workers = Threads([Stepwise(spec(), (16, 150)) for _ in range(2)])
     check_long(writing_of(workers).generate(GIVEN, LONG))
@@ -192,7 +192,7 @@ def test_every_generation_begins_anew() -> None:
 
 
 @pytest.mark.parametrize(("when", "at"), [("preempt", 1), ("preempt", 2), ("advance", 4), ("finish_session", 1)])
-def test_what_is_put_off_is_not_lost_with_an_engine(when: str, at: int) -> None:
+def test_preempted_samples_survive_the_failure_of_an_engine(when: str, at: int) -> None:
     """Others begin again what it had written and had not handed over, or had handed over and nobody had finished."""
 
     class Here(StepwiseDying):
@@ -206,7 +206,7 @@ def test_what_is_put_off_is_not_lost_with_an_engine(when: str, at: int) -> None:
     assert workers.engines[1] is not dying
 
 
-def test_what_engines_did_is_told_once() -> None:
+def test_activity_is_reported_once() -> None:
     writing = writing_of(Threads([WritingEngine(spec()) for _ in range(2)]))
     writing.generate(GIVEN, SAMPLING)
     lines = writing.take_activity()

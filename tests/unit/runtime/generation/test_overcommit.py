@@ -82,7 +82,7 @@ def test_every_prompt_once_and_whole(engines: int, room: tuple[int, int]) -> Non
     assert "generate_rows" not in {method for _, method in workers.calls}
 
 
-def test_what_is_begun_comes_first() -> None:
+def test_partial_rollouts_resume_first() -> None:
     workers = Threads([Stepwise(spec(), (3, 10_000))])
     _, operation = go(workers, end=1)
     assert operation._partial is not None
@@ -96,7 +96,7 @@ def test_what_is_begun_comes_first() -> None:
 @pytest.mark.parametrize(
     ("when", "at"), [("advance", 1), ("advance", 4), ("preempt", 1), ("finish_session", 1), ("finish_session", 2)]
 )
-def test_what_an_engine_that_fails_had_written_is_written_again(when: str, at: int) -> None:
+def test_samples_of_a_failed_engine_are_generated_again(when: str, at: int) -> None:
     class Here(Dying):
         pass
 
@@ -123,7 +123,7 @@ class Late(Stepwise):
 
 
 @pytest.mark.parametrize("tries", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_what_is_done_before_it_is_preempted_is_there_once(tries: int) -> None:
+def test_a_sample_that_finishes_before_its_preemption_appears_once(tries: int) -> None:
     """Also where an engine had put it off before, and handed over what was written then: that is so in some runs, by
     the turns of threads."""
     for _ in range(tries):

@@ -113,7 +113,7 @@ class Waiting(WritingEngine):
 
 
 @pytest.mark.parametrize("room", [8, 100])
-def test_scoring_begins_before_writing_has_ended(room: int) -> None:
+def test_scoring_starts_before_generation_ends(room: int) -> None:
     """Or this hangs."""
     Waiting.scored.clear()
     check(outputs([Waiting(spec(), (room, 10_000)) for _ in range(2)], graph(4, Releasing())))
@@ -134,7 +134,7 @@ def test_parts_are_few_and_each_sample_is_scored_once() -> None:
 
 
 @pytest.mark.parametrize(("when", "at"), [("preempt", 3), ("advance", 4), ("take_rollouts", 2), ("finish_session", 1)])
-def test_what_is_lost_with_an_engine_is_scored_anew(when: str, at: int) -> None:
+def test_samples_lost_with_an_engine_are_scored_again(when: str, at: int) -> None:
 
     class Here(Dying):
         pass

@@ -126,7 +126,7 @@ def test_stopped_and_resumed_it_is_the_same_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_after_so_many_rounds_it_goes_on_with_what_there_is(trained: list[Minibatch], tmp_path: Path) -> None:
+def test_after_max_rounds_a_step_trains_on_fewer_prompts(trained: list[Minibatch], tmp_path: Path) -> None:
     run(plan_of("begins_low", "graph.sampling.max_rounds=1"), tmp_path, LocalRuntime(), [MetricsWriter()])
     said = metrics(tmp_path)
     assert [step["sampling/rounds"] for step in said] == [1] * STEPS
@@ -136,7 +136,7 @@ def test_after_so_many_rounds_it_goes_on_with_what_there_is(trained: list[Miniba
 
 
 @pytest.mark.slow
-def test_where_nothing_differs_nothing_is_trained(trained: list[Minibatch], tmp_path: Path) -> None:
+def test_without_differing_rewards_nothing_is_trained(trained: list[Minibatch], tmp_path: Path) -> None:
     plan = plan_of("all_alike", "graph.sampling.max_rounds=3")
     report = run(plan, tmp_path, LocalRuntime(), [MetricsWriter()])
     assert report.status == "finished"
@@ -168,7 +168,7 @@ def test_more_rounds_are_planned_where_they_are_expected() -> None:
         ),
     ],
 )
-def test_what_cannot_be_done_in_rounds(override: str, message: str) -> None:
+def test_nodes_that_cannot_run_in_rounds(override: str, message: str) -> None:
     with pytest.raises(GraphError) as raised:
         plan_of("begins_low", override)
     assert str(raised.value).startswith(message)
@@ -190,13 +190,13 @@ def test_rounds_that_there_are_not() -> None:
         rlflow.compile(load("recipe=fake", "expect.rounds=2", config_dir=CONFIG_DIR), "local")
 
 
-def test_prompts_begun_ahead_are_not_chosen() -> None:
+def test_prompts_started_ahead_are_not_chosen() -> None:
     pinned = ["roles.rollout.engine=vllm", "graph.rollouts.overcommit=0.5"]
     with pytest.raises(GraphError, match=r"^graph\.rollouts\.overcommit: some prompts start before their step, but"):
         plan_of("begins_low", *pinned)
 
 
-def test_the_order_of_what_is_done() -> None:
+def test_the_order_of_the_nodes_in_rounds() -> None:
     recipe = load("recipe=dapo_tiny")
     graph = wire(recipe)
     assert [node.name for node in resampled_nodes(graph)] == ["rollouts", "rewards", "sampling"]

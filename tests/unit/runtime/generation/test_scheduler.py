@@ -83,7 +83,7 @@ def scheduler(prompts: int, ranks: int, max_tokens: int, room: Capacity, before:
     tokens=st.integers(55, 1000),
     lose=st.dictionaries(st.integers(1, 4), st.integers(1, 60)),
 )
-def test_every_sample_is_written_once(
+def test_every_sample_is_generated_once(
     lengths: Ints, ranks: int, sequences: int, tokens: int, lose: Mapping[int, int]
 ) -> None:
     """Whatever room there is and whichever engines fail, as long as one is left; and the same again."""
@@ -118,7 +118,7 @@ def test_one_of_each_group_comes_first_and_then_the_longest() -> None:
     assert np.corrcoef(ranks, -np.arange(len(ranks)))[0, 1] > 0.8
 
 
-def test_when_the_cache_is_full_those_with_most_written_wait() -> None:
+def test_a_full_cache_preempts_the_longest_samples() -> None:
     """Of 110 tokens four samples of 5 + 20 leave too few for 10 more of each, and three do not."""
     made = scheduler(1, 1, 100, Capacity(8, 110))
     assert made.assign() == {0: [0, 1, 2, 3]}
@@ -132,7 +132,7 @@ def test_when_the_cache_is_full_those_with_most_written_wait() -> None:
     assert made.assign() == {0: [0]}
 
 
-def test_what_is_put_off_goes_on_where_there_is_room() -> None:
+def test_preempted_samples_resume_where_there_is_room() -> None:
     made = scheduler(1, 2, 100, Capacity(4, 110))
     assert made.assign() == {0: [0, 2], 1: [1, 3]}
     made.finished(0, [], [], 40)
@@ -147,7 +147,7 @@ def test_what_is_put_off_goes_on_where_there_is_room() -> None:
     assert made.assign() == {1: [0]}
 
 
-def test_of_those_that_are_put_off_the_least_written_goes_on_first() -> None:
+def test_the_shortest_preempted_sample_resumes_first() -> None:
     made = scheduler(1, 1, 100, Capacity(1, 1000))
     for row, written in ((0, 30), (1, 50), (2, 10), (3, 20)):
         assert made.assign() == {0: [row]}
@@ -172,7 +172,7 @@ def test_the_fullest_hands_over_to_the_emptiest() -> None:
     assert made.assign() == {1: [0]}
 
 
-def test_what_can_hardly_become_longer_is_not_handed_over() -> None:
+def test_samples_near_their_limit_do_not_migrate() -> None:
     made = scheduler(2, 2, 100, Capacity(8, 1000))
     made.assign()
     made.finished(0, [], [], 90)
@@ -208,7 +208,7 @@ def test_the_cache_is_filled_and_does_not_overflow(draw: Callable[[np.random.Gen
     assert np.mean(held[: len(held) // 2]) > 0.6 * room.tokens
 
 
-def test_one_that_is_alone_is_written_whatever_becomes_of_it() -> None:
+def test_the_only_sample_of_an_engine_is_never_preempted() -> None:
     made = scheduler(1, 1, 100, Capacity(8, 9))
     assert made.assign() == {0: [0]}
     made.finished(0, [], [], 50)
@@ -222,7 +222,7 @@ class TestExpectation:
         made.update(np.arange(len(tokens)), np.array(tokens), np.array(done))
         return made
 
-    def test_who_writes_on_is_longer_than_who_has_ended(self) -> None:
+    def test_running_samples_are_expected_to_be_longer_than_finished_ones(self) -> None:
         factors = self.learned([10, 50, 50, 100], [True, True, False, True]).factors
         assert factors[0] > factors[1] > factors[2] > factors[3]
 

@@ -129,7 +129,7 @@ def test_two_lengths_alone_are_divided_within_a_few_percent() -> None:
         assert set_sums(balance(costs, count), costs, count).max() <= 1.02 * lower_bound(costs, count)
 
 
-def test_exchanges_make_even_what_is_not() -> None:
+def test_exchanges_even_out_the_shares() -> None:
     costs = np.random.default_rng(0).lognormal(7, 0.8, 4096)
     begun = np.arange(4096) * 64 // 4096
     assert not is_even(begun, costs, 64)

@@ -29,7 +29,7 @@ def budget(mib: float = 10) -> Budget:
 
 
 class TestBudget:
-    def test_room_is_given_in_the_order_in_which_it_is_asked_for(self) -> None:
+    def test_room_is_granted_in_the_order_of_requests(self) -> None:
         of = budget()
         for _ in range(3):
             of.begin_call()
@@ -100,7 +100,7 @@ class TestBudget:
         assert 0 < of.peaks["host-0"] <= MIB
 
 
-def test_edges_are_named_by_those_around() -> None:
+def test_an_edge_is_named_within_its_context() -> None:
     with edge("rollouts"):
         assert current_edge() == "rollouts"
     assert current_edge() == "other"
@@ -161,7 +161,7 @@ class TestHandover:
         threads.engine.go_on.set()
         threads.pool.shutdown()
 
-    def test_a_result_is_in_the_store_as_long_as_somebody_has_it(self, threads: Threads) -> None:
+    def test_a_result_stays_in_the_store_while_it_is_referenced(self, threads: Threads) -> None:
         with edge("prompts"):
             made = threads.call("make", 4).result(timeout=20)
         assert [block.nbytes for block in blocks_of(made)] == [4 * MIB]
@@ -178,7 +178,7 @@ class TestHandover:
         assert threads.call("make", 40, wanted=False).result(timeout=20) is None
         assert threads.store_calls.budget.peaks["host-0"] == 0
 
-    def test_who_makes_more_waits_for_a_reader(self, threads: Threads) -> None:
+    def test_a_producer_waits_until_a_reader_makes_room(self, threads: Threads) -> None:
         """The reader's call alone holds what is in the way."""
         made = threads.call("make", 8).result(timeout=20)
         reading = threads.call("wait", made)
@@ -193,7 +193,7 @@ class TestHandover:
         assert len(more.result(timeout=20)) == 1
         assert threads.store_calls.budget.peaks["host-0"] == 8 * MIB
 
-    def test_a_store_that_is_full_is_an_error_and_nothing_is_lost(self, threads: Threads) -> None:
+    def test_a_full_store_is_an_error_without_losses(self, threads: Threads) -> None:
         made = threads.call("make", 8).result(timeout=20)
         with pytest.raises(EngineError, match=r"object store of host-0: other needs 8\.0 MiB"):
             threads.call("make", 8).result(timeout=20)

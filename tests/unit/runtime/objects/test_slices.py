@@ -85,7 +85,7 @@ def values_of(batch: Logprobs) -> list[int]:
     return found
 
 
-def test_only_what_is_read_comes(elsewhere: Elsewhere) -> None:
+def test_only_rows_that_are_read_are_fetched(elsewhere: Elsewhere) -> None:
     whole = Logprobs(values=column(elsewhere, [0, 5, 8, 7, 13, 5]))
     read = localize(whole, "here")
     assert values_of(read) == [0, 1, 2, 100, 101, 102, 105, 106, 107, 108, 103, 104, 205, 206, 207, 208, 100, 101, 102]
@@ -106,7 +106,7 @@ def test_any_rows_are_the_same(rows: list[int], draw: Any) -> None:
             assert values_of(read.take(picked)) == values_of(plain.take(picked))
 
 
-def test_ranks_that_share_sequences_share_what_is_cut_out(elsewhere: Elsewhere) -> None:
+def test_ranks_that_share_sequences_share_a_slice(elsewhere: Elsewhere) -> None:
     whole = Logprobs(values=column(elsewhere, [5, 8]))
     assert values_of(localize(whole, "here")) == values_of(localize(whole, "d"))
     assert len(elsewhere.cut) == 1
@@ -119,14 +119,14 @@ def test_a_block_of_which_all_is_read_comes_whole(elsewhere: Elsewhere) -> None:
     assert elsewhere.fetched == ["b 100"]
 
 
-def test_nothing_is_asked_for_that_is_not_read(elsewhere: Elsewhere) -> None:
+def test_columns_that_are_not_read_are_not_fetched(elsewhere: Elsewhere) -> None:
     read = localize(Logprobs(values=column(elsewhere, [5, 10])), "here")
     assert read.values.lengths.tolist() == [3, 3]
     assert not elsewhere.cut
     assert not elsewhere.fetched
 
 
-def test_where_nobody_cuts_the_block_comes_whole(elsewhere: Elsewhere) -> None:
+def test_without_a_slicer_the_complete_block_is_fetched(elsewhere: Elsewhere) -> None:
     elsewhere.fails = True
     read = localize(Logprobs(values=column(elsewhere, [5, 0])), "here")
     assert values_of(read) == [100, 101, 102, 0, 1, 2]
@@ -134,7 +134,7 @@ def test_where_nobody_cuts_the_block_comes_whole(elsewhere: Elsewhere) -> None:
 
 
 @pytest.mark.parametrize("error", [ray.exceptions.RaySystemError("no Ray"), ValueError("the name is taken")])
-def test_where_nobody_who_cuts_can_be_started_the_block_comes_whole(
+def test_the_complete_block_is_fetched_when_no_slicer_starts(
     elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def start(host: str) -> Any:
@@ -145,7 +145,7 @@ def test_where_nobody_who_cuts_can_be_started_the_block_comes_whole(
     assert elsewhere.fetched == ["b 100", "here 0"]
 
 
-def test_who_cuts_does_not_hold_the_block(elsewhere: Elsewhere) -> None:
+def test_a_slicer_does_not_keep_the_block(elsewhere: Elsewhere) -> None:
     reference = Reference("b 100")
     elsewhere.objects["b 100"] = np.arange(10)
     cutter, spans = Slicer(), (np.array([2]), np.array([4]))

@@ -108,7 +108,7 @@ def test_only_blocks_that_are_asked_for_are_fetched(objects: dict[int, Any], wri
         _ = whole.take(np.array([0])).response_ids.values
 
 
-def test_results_of_many_calls_are_handed_over_as_one(objects: dict[int, Any], written: Any) -> None:
+def test_results_of_many_calls_are_put_together(objects: dict[int, Any], written: Any) -> None:
     held_results = HeldResults()
     sizes = [held_results.add(3, written.take(np.array([row]))).nbytes for row in (4, 0, 1)]
     assert objects == {}
@@ -120,7 +120,7 @@ def test_results_of_many_calls_are_handed_over_as_one(objects: dict[int, Any], w
         held_results.put(3)
 
 
-def test_columns_are_kept_as_they_are_declared(objects: dict[int, Any], written: Any) -> None:
+def test_columns_are_stored_in_their_declared_type(objects: dict[int, Any], written: Any) -> None:
     """Whatever an engine gives, what several of them have made can be joined without its values."""
     held_results = HeldResults()
     count = len(written.versions.values)
@@ -135,7 +135,7 @@ def test_columns_are_kept_as_they_are_declared(objects: dict[int, Any], written:
     assert sum(sizes) == sum(values.nbytes for values in objects.values())
 
 
-def test_what_has_no_columns_is_given_back(objects: dict[int, Any]) -> None:
+def test_results_without_columns_are_returned_as_they_are(objects: dict[int, Any]) -> None:
     held_results = HeldResults()
     rewards = Rewards(values=np.ones(2, np.float32))
     for result in (rewards, None, 0.5):

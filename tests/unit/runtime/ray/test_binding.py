@@ -66,7 +66,7 @@ class TestMatchHosts:
         there = [live("gpu10"), live("gpu2"), live("cpu", gpus=0)]
         assert chosen(of_shape(2), {"host-0": 8, "host-1": 8}, there) == {"host-0": "gpu2", "host-1": "gpu10"}
 
-    def test_a_host_that_is_so_called_is_taken(self) -> None:
+    def test_a_host_is_bound_by_its_name(self) -> None:
         there = [live("host-1"), live("host-0"), live("a")]
         assert chosen(of_shape(2), {"host-0": 8, "host-1": 8}, there) == {"host-0": "host-0", "host-1": "host-1"}
 
@@ -74,7 +74,7 @@ class TestMatchHosts:
     def test_by_name_host_name_address_or_id(self, name: str) -> None:
         assert chosen(hosts(name), {name: 8}, [live("b"), live("other")]) == {name: "b"}
 
-    def test_one_host_is_not_taken_for_two(self) -> None:
+    def test_a_host_is_bound_only_once(self) -> None:
         with pytest.raises(PlacementError, match=r"Ray has none for '10\.0\.0\.1'"):
             match_hosts(hosts("b", "10.0.0.1"), {"b": 4, "10.0.0.1": 4}, [live("b")])
 
@@ -86,7 +86,7 @@ class TestMatchHosts:
     def test_hosts_with_gpus_free_come_first(self) -> None:
         assert chosen(of_shape(1), {"host-0": 4}, [live("a", free=2), live("b")]) == {"host-0": "b"}
 
-    def test_where_all_are_taken_it_is_for_others_to_say_so(self) -> None:
+    def test_a_host_with_gpus_in_use_is_still_chosen(self) -> None:
         assert chosen(of_shape(1), {"host-0": 4}, [live("a", free=2)]) == {"host-0": "a"}
 
     def test_a_dead_host_is_none(self) -> None:
@@ -116,7 +116,7 @@ class TestMatchHosts:
 
 
 class TestCheckFree:
-    def test_taken_gpus_and_who_has_them(self) -> None:
+    def test_gpus_in_use_and_their_users(self) -> None:
         there = {"host-0": live("a", free=3), "host-1": live("b", free=8)}
         with pytest.raises(PlacementError) as raised:
             check_free({"host-0": 8, "host-1": 8}, there, {"id of a": ["5 by actor 'Other' of job 07000000"]})
@@ -145,7 +145,7 @@ class TestCheckBound:
         indices = check_bound(of_shape(2), self.wanted, self.wanted, self.there, told)
         assert indices == {self.wanted[0]: 1, self.wanted[1]: 0, self.wanted[2]: 2}
 
-    def test_other_numbers_are_given_in_their_order(self) -> None:
+    def test_gpu_numbers_are_mapped_in_order(self) -> None:
         told = self.bound(("a", "10"), ("a", "9"), ("b", "GPU-7f"))
         indices = check_bound(of_shape(2), self.wanted, self.wanted, self.there, told)
         assert indices == {self.wanted[0]: 1, self.wanted[1]: 0, self.wanted[2]: 2}
@@ -200,7 +200,7 @@ class TestCheckKinds:
 class TestSpareBundles:
     wanted = (Bundle("host-0", 0), Bundle("host-0", 3), Bundle("host-1", 0), Bundle("host-1", 1))
 
-    def test_those_below_the_last_that_is_used(self) -> None:
+    def test_unused_gpus_below_the_last_planned_one_are_reserved(self) -> None:
         there = {"host-0": live("a"), "host-1": live("b")}
         spare = spare_bundles(of_shape(2), self.wanted, there)
         assert spare == [Bundle("host-0", 1), Bundle("host-0", 2)]
@@ -215,7 +215,7 @@ class TestSpareBundles:
         there = {"host-0": live("a", free=3), "host-1": live("b")}
         assert spare_bundles(of_shape(2), self.wanted, there) == []
 
-    def test_not_those_that_the_plan_may_not_use(self) -> None:
+    def test_gpus_outside_the_plan_are_left_out(self) -> None:
         planned = [*hosts("host-0", free=(0, 2, 3)), *hosts("host-1")]
         there = {"host-0": live("a"), "host-1": live("b")}
         assert spare_bundles(planned, self.wanted, there) == [Bundle("host-0", 2)]

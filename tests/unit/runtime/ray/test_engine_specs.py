@@ -39,7 +39,7 @@ def test_elsewhere_they_go_through_the_hosts(cluster: str, engine: str) -> None:
 
 
 @pytest.mark.parametrize("colocate", ["[actor]", "[]"])
-def test_adapters_go_through_the_hosts_to_who_follows(colocate: str) -> None:
+def test_adapters_go_through_the_object_store(colocate: str) -> None:
     plan = plan_of("2x8", f"roles.rollout.colocate={colocate}", "roles.actor.lora={rank: 8}")
     assert gpu_transport(plan, "rollout") is None
     specs = {role: spec_of(plan, role, plan.recipe.models["policy"], device="cuda:0") for role in plan.recipe.roles}
@@ -47,7 +47,7 @@ def test_adapters_go_through_the_hosts_to_who_follows(colocate: str) -> None:
     assert specs["reference"].lora is None
 
 
-def test_an_engine_is_told_its_lengths() -> None:
+def test_an_engine_gets_its_maximum_length() -> None:
     plan = plan_of("2x8", "data.max_prompt_tokens=100", "graph.rollouts.max_tokens=900")
     model = plan.recipe.models["policy"]
     assert spec_of(plan, "rollout", model, device="cuda:0").max_model_len == 1000

@@ -24,7 +24,7 @@ def test_of_several_kinds_it_is_not_known_which_are_free() -> None:
         cluster_of_hosts(free)
 
 
-def test_hosts_of_one_name_are_told_apart() -> None:
+def test_hosts_with_the_same_name_are_distinguished() -> None:
     one, other = live("a"), replace(live("a"), node_id="id of other", address="10.0.0.2")
     devices = {"id of a": ["X"] * 8, "id of other": ["Y"] * 8}
     assert select_free([one, other], devices) == {"10.0.0.1": ["X"] * 8, "10.0.0.2": ["Y"] * 8}
@@ -42,7 +42,7 @@ def test_none_free() -> None:
     )
 
 
-def test_without_ray_those_that_this_process_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_gpus_that_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "running_ray", lambda: None)
     monkeypatch.setattr("rlflow.runtime.ray.cluster.machine.gpu_listing", lambda: LISTING)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")

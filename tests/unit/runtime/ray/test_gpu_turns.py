@@ -152,7 +152,7 @@ def test_caches_are_released_at_every_hand_over(recipe: str, cluster: str, overr
 GIVE_UP = ("release_memory", "sleep", "sleep True")
 
 
-def test_who_sleeps_and_who_releases() -> None:
+def test_which_roles_sleep_and_which_release_memory() -> None:
     log: list[str] = []
     gpus = {Bundle("host-0", 0)}
     roles = {
@@ -196,7 +196,7 @@ def test_who_sleeps_and_who_releases() -> None:
     assert told() == ["critic wake"]
 
 
-def test_on_cpus_nothing_is_handed_over() -> None:
+def test_on_cpus_roles_do_not_take_turns() -> None:
     plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny_cluster"]), "2x1@cpu")
     assert not any(gpu_neighbors(plan).values())
     assert not sleeping_roles(plan)

@@ -66,7 +66,7 @@ def fakes(count: int) -> Threads:
 
 @pytest.mark.parametrize("room", [None, 1, 4, 100])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_what_is_generated_does_not_depend_on_the_workers(count: int, room: int | None) -> None:
+def test_responses_do_not_depend_on_the_number_of_workers(count: int, room: int | None) -> None:
     given, sampling = prompts((3, 5, 2, 4)), Sampling(max_tokens=4, group_size=3)
     alone = FakeEngine(spec()).generate(given, sampling)
     workers = fakes(count) if room is None else Threads([WritingEngine(spec(), (room, 1000)) for _ in range(count)])
@@ -182,7 +182,7 @@ class TestWorker:
         assert set(out.versions.values.tolist()) == {4}
         assert source.call("update", minibatch(sequences([3], [[4]])), LikelihoodLoss()).values["loss"] == 1 / 2
 
-    def test_weights_that_break_off_are_an_error_and_nobody_waits(self) -> None:
+    def test_an_interrupted_weight_sync_is_an_error_at_once(self) -> None:
         target = self.worker("transformers")
         target.start_receiving()
         with ThreadPoolExecutor(1) as pool:
