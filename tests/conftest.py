@@ -1,6 +1,7 @@
 """Options and fixtures of all tests."""
 
 import functools
+import gc
 import os
 import re
 import sys
@@ -14,6 +15,10 @@ import pytest
 from hypothesis import settings
 
 from tests.integration.engine_process import EngineProcess, free_address, processes
+
+# Libraries leave millions of objects behind as they are imported, which the garbage collector would look through many
+# times. What is there when the tests have been collected stays, and only what comes later is looked through.
+gc.disable()
 
 # Nothing is fetched in a test, and texts are as wide as in a pipe.
 os.environ.update(
@@ -205,6 +210,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return _group(super()._split_scope(nodeid))
 
     return Groups(config, log)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:

@@ -96,6 +96,7 @@ def test_what_cannot_go_on(arguments: tuple[str, ...], message: str, typed: Type
     assert json.loads((run / "report.json").read_text())["steps"] == 4
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_was_unless_told(typed: Typed, tmp_path: Path) -> None:
     assert typed(*FAKE, "hydra.run.dir=run", "steps=1", "cluster=1x2@cpu", "roles.actor.gpus=1", "dry_run=true")[0] == 0
     assert "fake on 1x2@cpu" in typed("resume=run", "steps=+1", "dry_run=true")[1]

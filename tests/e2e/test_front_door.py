@@ -53,6 +53,7 @@ def test_no_traceback_for_a_slip(argument: str, message: str, typed: Typed) -> N
     assert errors.startswith(message)
 
 
+@pytest.mark.slow
 def test_the_users_own_modules_are_found(typed: Typed, tmp_path: Path) -> None:
     # A console command has its own folder in sys.path, and not the working directory.
     sys.path[:] = [path for path in sys.path if path not in ("", str(tmp_path))]

@@ -39,6 +39,7 @@ def test_a_run_shows_its_progress_and_returns_its_metrics(
     assert json.loads((tmp_path / "run" / "report.json").read_text())["metrics"] == report.metrics
 
 
+@pytest.mark.slow
 def test_observers_take_the_place_of_the_display(
     plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

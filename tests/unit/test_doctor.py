@@ -127,6 +127,7 @@ class TestAsking:
     def test_a_command_that_says_nothing(self) -> None:
         assert machine.run_command(["false"], 5).problem == "it ended with 1"
 
+    @pytest.mark.slow
     def test_a_probe_finds_or_says_why_not(self) -> None:
         assert probes.probe("importing", "json", seconds=60) == (None, None)
         problem = "ModuleNotFoundError: No module named 'no_such_library'"
@@ -312,6 +313,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
+@pytest.mark.slow
 def test_a_probe_prints_json_alone(capfd: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "rlflow.runtime.ray.cluster.probes", "importing", "json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

@@ -100,6 +100,7 @@ def test_an_input_of_each_token_without_a_copied_run(written: Any) -> None:
     assert ours["loss"] == pytest.approx(plain["loss"] / 4, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_state_a_group_comparison_and_metrics_in_one_file(written: Any, tmp_path: Path) -> None:
     """The run is stopped after a step and resumed, and its state goes on from the checkpoint."""
     assert len(FILES[4].splitlines()) <= 40

@@ -114,6 +114,7 @@ def test_what_every_run_needs_comes_with_one_extra(packages: dict[str, str]) -> 
     assert not extras.is_supported("torch", "2.14.0")
 
 
+@pytest.mark.slow
 def test_a_run_without_what_trains_says_all_that_it_needs(packages: dict[str, str]) -> None:
     packages["datasets"] = "5.0"
     plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny"]), "local")

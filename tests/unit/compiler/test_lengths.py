@@ -32,6 +32,7 @@ def test_than_the_models_positions() -> None:
     assert "prompts of 512 and responses of 40000 tokens are longer than the model's 32768 positions" in told
 
 
+@pytest.mark.slow
 def test_than_the_room_for_keys_and_values() -> None:
     told = refused(
         "graph.rollouts.max_tokens=32000",

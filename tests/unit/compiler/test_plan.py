@@ -50,6 +50,7 @@ def test_the_fingerprint_is_of_the_experiment() -> None:
     assert rlflow.compile(recipe, "2x8").fingerprint != rlflow.compile(other, "2x8").fingerprint
 
 
+@pytest.mark.slow
 def test_equal_input_gives_equal_bytes() -> None:
     texts = {
         json.dumps(rlflow.compile(load("recipe=fake", *order, config_dir=CONFIG_DIR), "2x8").to_dict(), sort_keys=True)
@@ -77,6 +78,7 @@ def test_the_order_of_keys_and_the_hash_seed_mean_nothing() -> None:
         assert done.stdout.strip() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cluster", "tokens"), [("1x8@a100_80gb", 16384), ("3x8@a100_80gb", 20480)])
 def test_7b_fits_at_the_lengths_that_people_reach_by_hand(cluster: str, tokens: int) -> None:
     plan = rlflow.compile(load("recipe=grpo_7b", f"graph.rollouts.max_tokens={tokens}"), cluster)

@@ -69,6 +69,7 @@ def test_a_reward_model_by_its_rewards() -> None:
     assert accuracy("rm_tiny", reward=Untrained) == pytest.approx(share)
 
 
+@pytest.mark.slow
 def test_a_function_judges_before_a_model_does() -> None:
     graph = wire(rlflow.load(["recipe=reward_model"], CONFIG_DIR))
     assert isinstance(judge(graph), Reward)

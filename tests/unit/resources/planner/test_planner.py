@@ -160,6 +160,7 @@ def test_what_sleeps_makes_room() -> None:
     assert placed.roles["actor"].layout.sleeps
 
 
+@pytest.mark.slow
 def test_the_same_plan_for_the_same_input_in_any_order() -> None:
     demands = [demand("actor", SEVEN_B), demand("reference", SEVEN_B), demand("rollout", SEVEN_B)]
     plans: set[str] = set()
@@ -180,6 +181,7 @@ def test_faster_links_never_make_a_slower_plan() -> None:
     assert faster.candidate.schedule.step_seconds <= slower.candidate.schedule.step_seconds
 
 
+@pytest.mark.slow
 def test_more_hosts_never_make_a_slower_plan() -> None:
     demands = [demand("actor", SEVEN_B), demand("reference", SEVEN_B), demand("rollout", SEVEN_B)]
     times = []

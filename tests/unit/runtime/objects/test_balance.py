@@ -58,6 +58,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(**CASES)
 def test_every_number_once_and_sums_are_even(shape: str, n: int, count: int, seed: int) -> None:
