@@ -53,5 +53,6 @@ def test_it_is_an_option_of_roles_that_train_and_no_other_experiment() -> None:
         rlflow.compile(load("recipe=grpo_7b", "roles.rollout.deterministic=true"), "2x8")
     assert str(raised.value) == (
         "roles.rollout.deterministic: does not apply to this role with engine 'vllm'.\n"
+        "  Free: 16 GPUs.\n"
         "  Fix: roles.rollout.deterministic=false."
     )
