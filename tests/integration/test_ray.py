@@ -15,7 +15,6 @@ from uuid import uuid4
 import pytest
 
 import rlflow
-from benchmarks.placement import random_plans, tried
 from rlflow.compiler.plan import Plan
 from rlflow.compose import load_cluster
 from rlflow.errors import EngineError, PlacementError
@@ -64,24 +63,6 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv(MARK, value)
     yield value
     seconds_until(lambda: not processes(value))
-
-
-# Starting hosts takes most of the time: few of them, with many plans each.
-@pytest.mark.parametrize(
-    ("shape", "plans"),
-    [
-        ("1x4@cpu+1x3@cpu", 20),
-        *(pytest.param(shape, 100, marks=pytest.mark.soak) for shape in ("2x8@cpu", "1x4@cpu+1x8@cpu+1x7@cpu+1x2@cpu")),
-    ],
-)
-def test_random_plans_are_bound_as_planned(shape: str, plans: int, mark: str) -> None:
-    cluster = load_cluster(shape)
-    with simulated(cluster):
-        outcome = tried(random_plans(cluster, plans, seed=len(shape)))
-    print(f"{shape}: {outcome}")
-    assert outcome.plans == plans
-    assert outcome.mismatches == outcome.split == 0
-    assert outcome.engines > 0
 
 
 @pytest.mark.soak
