@@ -11,6 +11,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
@@ -73,8 +74,19 @@ def become_a_gpu_machine() -> None:
     platforms._current_platform = H100()
     from vllm.model_executor.models.registry import _LazyRegisteredModel
 
-    # What it finds of a model's class, it finds in a process of its own; to keep it takes kernels of a GPU.
-    _LazyRegisteredModel._save_modelinfo_to_cache = lambda *found: None
+    _LazyRegisteredModel._save_modelinfo_to_cache = save_to_cache
+
+
+def save_to_cache(model: Any, info: Any, module_hash: str) -> None:
+    """Write what vLLM found out about a model's class, in a process that takes ten seconds, into vLLM's cache.
+
+    vLLM's own function does the same, and imports kernels of a GPU for it.
+    """
+    file = model._get_cache_dir() / model._get_cache_filename()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps({"hash": module_hash, "modelinfo": asdict(info)}))
+    part.replace(file)
 
 
 def plans(recipe: str) -> Iterator[Plan]:
