@@ -3,7 +3,7 @@
 Recipes are drawn at random until 200 of them do not fit: algorithms, models, clusters, pins, lengths and batches. Each
 alternative of each *Fix* is applied as it is printed, and the recipe is compiled again. Each stated reason is compared
 with plans: pins that conflict must fail together and fit when any one of them is open, and with the memory that a role
-is said to need, but not with 5% less, the recipe must fit.
+is said to need, but not with 5% or one GiB less, the recipe must fit.
 """
 
 import argparse
@@ -143,7 +143,8 @@ def broken_fixes(case: Case, error: PlacementError) -> list[str]:
 
 def applied(case: Case, fix: str) -> tuple[Recipe, Cluster]:
     """Return the recipe and the cluster with a fix, which is overrides or describes hosts."""
-    overrides, cluster = fix, case.cluster
+    overrides = fix = fix.removesuffix(" (tight)")
+    cluster = case.cluster
     if more := re.search(r"(?: and )?(\d+) more hosts? like (\S+) with all \d+ GPUs free$", fix):
         overrides = fix[: more.start()]
         like = next(host for host in cluster.hosts if host.name == more[2])
@@ -175,8 +176,9 @@ def is_true(case: Case, error: PlacementError) -> bool:
         rest = [other for other in stated if other != pin]
         if planning_error(loaded(*case.base, *rest), case.cluster) is not None:
             return False
-    if needs := re.search(r"needs (GPUs|hosts) with (\d+) GiB", error.fact):
-        enough, less = (_with_memory(case.cluster, needs[1], float(needs[2]) * share) for share in (1, 0.95))
+    if needs := re.search(r"needs (GPUs|hosts) with at least (\d+) GiB", error.fact):
+        gib = float(needs[2])
+        enough, less = (_with_memory(case.cluster, needs[1], each) for each in (gib, gib - max(1.0, 0.05 * gib)))
         return planning_error(recipe, enough) is None and planning_error(recipe, less) is not None
     return True
 

@@ -6,7 +6,9 @@
 neither torch nor ray.
 """
 
-from rlflow.compiler.infeasible import infeasible_error
+from dataclasses import replace
+
+from rlflow.compiler.infeasible import infeasible_error, safer_changes
 from rlflow.compiler.lower import lower
 from rlflow.compiler.plan import Plan, plan
 from rlflow.compiler.problem import Problem
@@ -14,6 +16,7 @@ from rlflow.compiler.wire import wire
 from rlflow.errors import PlacementError
 from rlflow.recipe import Recipe
 from rlflow.resources.cluster import Cluster
+from rlflow.resources.planner.confidence import Verdict
 from rlflow.resources.time.speed import Calibration
 
 
@@ -23,7 +26,11 @@ def compile_recipe(recipe: Recipe, cluster: Cluster, calibration: Calibration | 
     Raises RecipeError, GraphError and PlacementError.
     """
     graph = wire(recipe)
+    problem = Problem(recipe, cluster, calibration or {})
     try:
-        return plan(recipe, graph, lower(recipe, graph), cluster, calibration or {})
+        found = plan(recipe, graph, lower(recipe, graph), cluster, problem.calibration)
     except PlacementError as error:
-        raise infeasible_error(Problem(recipe, cluster, calibration or {}), error) from None
+        raise infeasible_error(problem, error) from None
+    if found.prediction.verdict is not Verdict.TIGHT:
+        return found
+    return replace(found, prediction=replace(found.prediction, safer_with=safer_changes(problem)))

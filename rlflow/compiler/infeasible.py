@@ -8,6 +8,7 @@ from rlflow.compiler.fixes import fixes
 from rlflow.compiler.plan import NOTHING_FITS
 from rlflow.compiler.problem import Pin, Problem
 from rlflow.errors import PlacementError
+from rlflow.resources.planner.confidence import Margin
 from rlflow.resources.planner.pool import Shortage
 
 # GiB with which no role lacks memory.
@@ -17,7 +18,7 @@ _PLENTY = 2**20
 def infeasible_error(problem: Problem, raised: PlacementError) -> PlacementError:
     """Return the error with a reason and fixes that planning again confirms, for the error that planning raised."""
     conflict = _conflicting_pins(problem)
-    found = fixes(problem, conflict)
+    found = _fixes(problem, conflict)
     path, fact = raised.path, raised.fact
     if not _is_about(raised, conflict):
         role, lack = _lack(problem.without([pin for pin in problem.pins if pin not in conflict]))
@@ -31,6 +32,25 @@ def infeasible_error(problem: Problem, raised: PlacementError) -> PlacementError
     error = PlacementError(path, fact, free=f"{total} GPU{'s' if total > 1 else ''}", fix=fix)
     error.notes["Known"] = raised.notes["Known"]
     return error
+
+
+def safer_changes(problem: Problem) -> tuple[str, ...]:
+    """Return changes of which each makes a tight plan safe."""
+    problem = replace(problem, margin=Margin.SAFE)
+    return tuple(fixes(problem, _conflicting_pins(problem)))
+
+
+def _fixes(problem: Problem, conflict: Sequence[Pin]) -> list[str]:
+    """Return changes that give a safe plan; and those that give a tight one, if a safe one needs other hosts."""
+    levels = {margin: replace(problem, margin=margin) for margin in Margin}
+    if conflict:
+        # The pins are all that is wrong.
+        return fixes(next(each for each in levels.values() if each.without(problem.pins).fits()), conflict)
+    safe = fixes(levels.pop(Margin.SAFE), conflict)
+    if any("=" in text for text in safe):
+        return safe
+    tight = next((found for each in levels.values() if (found := fixes(each, conflict))), [])
+    return [*safe, *(f"{text} (tight)" for text in tight if text not in safe)]
 
 
 def _conflicting_pins(problem: Problem) -> list[Pin]:
@@ -56,25 +76,28 @@ def _is_about(raised: PlacementError, conflict: Sequence[Pin]) -> bool:
 def _lack(problem: Problem) -> tuple[str | None, str]:
     """Return what the roles lack, and the role that lacks it in the plan that comes nearest: memory, or whole groups.
 
-    With so much more memory of one kind as it says, the recipe fits.
+    Of GPU and host memory, it is the one of which less more would do.
     """
     cluster = problem.cluster
     gpus = [gib for host in cluster.hosts if (gib := cluster.memory_gib(host)) is not None]
     hosts = [host.memory_gib for host in cluster.hosts if host.memory_gib is not None]
-    for what, having, most in (
-        ("GPUs with {} GiB", _with_gpu_memory, min(gpus, default=None)),
-        ("hosts with {} GiB of memory", _with_host_memory, min(hosts, default=None)),
+    needs = []
+    for what, having, given in (
+        ("GPUs with at least {} GiB", _with_gpu_memory, gpus),
+        ("hosts with at least {} GiB of memory", _with_host_memory, hosts),
     ):
-        if most is None or not having(problem, _PLENTY).fits():
+        if not given or not having(problem, _PLENTY).fits():
             continue
-        low, high = floor(most), _PLENTY
+        low, high = floor(min(given)), _PLENTY
         while high - low > max(1, low // 64):
             middle = (low + high) // 2
             low, high = (low, middle) if having(problem, middle).fits() else (middle, high)
-        role = _nearest_shortage(having(problem, low)).role
-        shortage = _nearest_shortage(problem, role)
-        return role, f"{role} needs {what.format(high)}; nearest layout: {shortage.what}"
-    return _missing_groups(_with_gpu_memory(problem, _PLENTY))
+        needs.append((high / min(given), what.format(high), having(problem, low)))
+    if not needs:
+        return _missing_groups(_with_gpu_memory(problem, _PLENTY))
+    _, what, nearly = min(needs, key=lambda need: need[0])
+    role = _nearest_shortage(nearly).role
+    return role, f"{role} needs {what}; predicted: {_nearest_shortage(problem, role).what}"
 
 
 def _with_gpu_memory(problem: Problem, gib: int) -> Problem:

@@ -23,7 +23,7 @@ from rlflow.resources.time.speed import Calibration
 from rlflow.resources.workload import Workload
 from rlflow.schema import parse
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 # The path of the error for a search that found nothing, where no value of the recipe alone is to blame.
 NOTHING_FITS = "roles"
 # Seconds. If a step on CPUs takes longer, the recipe is meant for GPUs.

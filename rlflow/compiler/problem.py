@@ -10,6 +10,7 @@ from rlflow.errors import UserError
 from rlflow.recipe import Recipe
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.layout import Resources
+from rlflow.resources.planner.confidence import Margin
 from rlflow.resources.planner.search import Search, SearchResult
 from rlflow.resources.time.speed import Calibration
 
@@ -52,6 +53,8 @@ class Problem:
     recipe: Recipe
     cluster: Cluster
     calibration: Calibration
+    margin: Margin = Margin.POSSIBLE
+    """The room for the error of predictions with which a plan counts."""
 
     @property
     def pins(self) -> list[Pin]:
@@ -71,14 +74,15 @@ class Problem:
     def best(self) -> SearchResult | None:
         """Return the best plan, or None."""
         try:
-            return self.search().best()
+            best = self.search().best()
         except UserError:
             return None
+        return best if best is not None and best.candidate.margin <= self.margin else None
 
     def fits(self) -> bool:
         """Return whether there is a plan."""
         try:
-            return self.search().fits()
+            return self.search().fits(self.margin)
         except UserError:
             return False
 

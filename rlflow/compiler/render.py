@@ -13,6 +13,7 @@ from rlflow.compiler.graph import SOURCES, GraphNode
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Role
 from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.planner.confidence import Verdict
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 # The most hosts, and GPUs of a host, that are drawn; larger clusters are described in words.
@@ -50,12 +51,12 @@ def _table(*headings: str) -> Table:
 
 def _verdict(plan: Plan) -> Text:
     prediction = plan.prediction
-    counted = prediction.headroom_gib is not None
-    verdict = ("FITS", "bold green") if counted else ("PLACED", "bold yellow")
+    verdict = (prediction.verdict or "PLACED", "bold green" if prediction.verdict is Verdict.FITS else "bold yellow")
     text = Text.assemble((plan.recipe.name, "bold"), f" on {plan.cluster.shape}   ", verdict)
-    text.append(
-        f", {format_seconds(prediction.step_seconds)}/step, {prediction.tokens_per_second_per_gpu:.0f} tokens/s/GPU"
-    )
+    low, high = prediction.step_seconds_range
+    between = f"{format_seconds(low).removesuffix(' s')} to {format_seconds(high)}"
+    text.append(f", {format_seconds(prediction.step_seconds)}/step ({between}),")
+    text.append(f" {prediction.tokens_per_second_per_gpu:.0f} tokens/s/GPU")
     used = {bundle for placement in plan.roles.values() for bundle in placement.bundles}
     text.append(f"\n{len(used)} of {sum(len(host.usable) for host in plan.cluster.hosts)} ")
     if prediction.headroom_gib is None:
@@ -244,6 +245,10 @@ def _facts(plan: Plan, width: int, *, explain: bool) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold", width=_LABEL)
     table.add_column(overflow="fold", width=width - _LABEL - 2)
+    for risk in prediction.risks:
+        table.add_row("tight", Text(risk, "yellow"))
+    for index, change in enumerate(prediction.safer_with):
+        table.add_row("" if index else "safer with", change)
     for reason in prediction.reasons:
         table.add_row("why", reason)
     fullest = max(prediction.host_gib, key=lambda host: prediction.host_gib[host], default=None)

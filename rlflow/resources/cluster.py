@@ -53,7 +53,7 @@ class Host(Section):
     reserved: bool = False
     """No role may use this host."""
     memory_gib: Annotated[float, Gt(0)] | None = None
-    """The host's memory, for offloaded and sleeping roles; None: assumed sufficient."""
+    """The host's memory, for offloaded and sleeping roles; None: unknown, and assumed to equal that of its GPUs."""
     labels: tuple[str, ...] = ()
     """Labels that a role may ask for."""
 

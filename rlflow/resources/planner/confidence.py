@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 from rlflow.resources.layout import Layout
 from rlflow.resources.memory.state import TrainingMemory
@@ -16,12 +16,27 @@ class Verdict(StrEnum):
     DOES_NOT_FIT = "DOES NOT FIT"
 
 
+class Margin(IntEnum):
+    """The part of an error band for which there is room, the safest first."""
+
+    SAFE = 0
+    """The whole band fits."""
+    EXPECTED = 1
+    """The prediction fits, but not the upper end of its band."""
+    POSSIBLE = 2
+    """Only the lower end of the band fits."""
+
+
 @dataclass(frozen=True)
 class Band:
     """The range in which nine of ten measured peaks lie, as factors of the predicted one."""
 
     low: float
     high: float
+
+    def factor(self, margin: Margin) -> float:
+        """Return the factor of the predicted value that has to fit for a margin."""
+        return {Margin.SAFE: self.high, Margin.EXPECTED: 1.0, Margin.POSSIBLE: self.low}[margin]
 
     def verdict(self, peak_gib: float, limit_gib: float) -> Verdict:
         """Return ``FITS`` or ``DOES_NOT_FIT`` where the whole range is on one side of the limit, else ``TIGHT``."""
@@ -56,3 +71,7 @@ MEMORY_BANDS: Mapping[Kind, Band] = {
     Kind.SHARDED: Band(0.8, 1.25),
     Kind.BESIDE_ENGINE: Band(0.8, 1.25),
 }
+
+# The 10th and 90th percentiles of measured over predicted step times, and the median error.
+TIME_BAND = Band(0.7, 1.8)
+TIME_ERROR = 0.27

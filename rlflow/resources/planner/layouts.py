@@ -10,6 +10,7 @@ from rlflow.resources.layout import Layout
 from rlflow.resources.memory.phases import EngineMemory, generate_memory, score_terms, update_terms
 from rlflow.resources.memory.state import Terms
 from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.planner.confidence import TIME_ERROR
 from rlflow.resources.planner.pool import (
     CPU_MICRO_BATCH_TOKENS,
     HostSet,
@@ -38,10 +39,19 @@ def best_layout(
     fitting = [option for option in options if isinstance(option, RoleChoice)]
     if fitting:
         # Among equally fast choices, the first has the least tensor and sequence parallelism.
-        return min(fitting, key=lambda choice: sum(choice.seconds.values()))
+        return min(fitting, key=_cautious_seconds)
     shortages = [option for option in options if isinstance(option, Shortage)]
     no_way = Shortage(demand.role, float("inf"), f"its degrees do not fit {pool.gpus} GPUs")
     return min(shortages, key=lambda shortage: shortage.gib, default=no_way)
+
+
+def _cautious_seconds(choice: RoleChoice) -> float:
+    """Return the seconds of a choice, plus the error of predicted times where an update keeps all activations.
+
+    Gradient checkpointing saves memory for certain, and costs time only as far as the prediction is right.
+    """
+    keeps = choice.phase == "update" and not choice.layout.gradient_checkpointing
+    return sum(choice.seconds.values()) * (1 + TIME_ERROR * keeps)
 
 
 def _sequence_layouts(demand: Demand, policy: PoolPolicy, pool: Pool) -> Iterator[Layout | Shortage]:

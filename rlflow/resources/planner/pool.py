@@ -1,7 +1,8 @@
 """A pool: roles that share GPUs, the hosts they may use, what each role chooses, and what it holds while idle."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster, Host
@@ -11,13 +12,9 @@ from rlflow.resources.memory.overheads import Sharp, asleep_terms, process_terms
 from rlflow.resources.memory.phases import host_terms, score_terms, usable_gib
 from rlflow.resources.memory.state import Terms, TrainingMemory, persistent_buffers, state_terms
 from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.planner.confidence import MEMORY_BANDS, Band, Kind, Margin, kind_of
 from rlflow.resources.time.speed import Calibration, Efficiency, Speed, gpu_speed, slowest
 from rlflow.resources.workload import Workload
-
-# A plan leaves this share of a GPU's memory free for what the model does not know.
-_MARGIN = 0.05
-# Host memory for each GPU where it is not given: hosts of 8 GPUs have 1 to 2 TiB.
-_HOST_GIB = 200.0
 
 
 @dataclass(frozen=True)
@@ -30,14 +27,16 @@ class HostSet:
     speed: Speed
     """The slowest speed in each respect."""
     host_gib: float
-    """Host memory for each GPU, on the host that has least."""
+    """Host memory for each GPU, on the host that states least."""
+    assumed_host_gib: float
+    """The same for hosts that do not state theirs: as much as their GPUs have, which is less than machines have."""
     sharp: Sharp
     """The largest buffers for NVLink SHARP on any of the hosts."""
 
     @property
     def usable_gib(self) -> float:
         """Return the memory of each GPU that a plan may use."""
-        return usable_gib(self.memory_gib) * (1 - _MARGIN) if self.memory_gib is not None else float("inf")
+        return usable_gib(self.memory_gib) if self.memory_gib is not None else float("inf")
 
     @property
     def num_gpus(self) -> int:
@@ -73,9 +72,12 @@ def select_hosts(cluster: Cluster, label: str | None, calibration: Calibration) 
         for kind in sorted(kinds)
     ]
     memories = [memory for kind in kinds if (memory := cluster.gpus[kind].memory_gib) is not None]
-    shares = [host.memory_gib / len(host.usable) if host.memory_gib else _HOST_GIB for host in hosts]
+    stated = [host.memory_gib / len(host.usable) for host in hosts if host.memory_gib is not None]
+    assumed = [gib for host in hosts if host.memory_gib is None and (gib := cluster.memory_gib(host)) is not None]
     sharp = Sharp(max(cluster.gpus[kind].nvls_channels for kind in kinds), max(host.gpus for host in hosts))
-    return HostSet(hosts, min(memories, default=None), slowest(speeds), min(shares), sharp)
+    return HostSet(
+        hosts, min(memories, default=None), slowest(speeds), min(stated, default=inf), min(assumed, default=inf), sharp
+    )
 
 
 # Micro-batches on CPUs, where memory is not modelled.
@@ -140,6 +142,8 @@ class RoleChoice:
     """Tokens in the KV cache of one engine."""
     concurrency: float | None = None
     """Sequences that one engine generates at once."""
+    margin: Margin = Margin.SAFE
+    """The room that is left for the error of its predicted memory."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +178,26 @@ def base_layout(demand: Demand, policy: PoolPolicy, pool: Pool) -> Layout:
         micro_batch_tokens=CPU_MICRO_BATCH_TOKENS,
         sleeps=policy.sleeps and pool.shared and spread and not demand.generates,
     )
+
+
+def memory_band(demand: Demand, layout: Layout, together: Iterable[Demand]) -> Band:
+    """Return the error band of a GPU's memory while one of several roles works.
+
+    An engine takes exactly what it is given, so that its band is that of the idle roles beside it.
+    """
+    if demand.generates and not demand.trains:
+        return MEMORY_BANDS[Kind.BESIDE_ENGINE]
+    beside_engine = any(other.generates and not other.trains for other in together)
+    return MEMORY_BANDS[kind_of(layout, demand.training, beside_engine=beside_engine)]
+
+
+def available_gib(demand: Demand, pool: Pool, beside: float, error: float) -> float:
+    """Return the memory that the role may take on each GPU if predictions are wrong by the factor ``error``.
+
+    ``beside`` are the GiB of idle roles. Beside an engine, only theirs can be wrong.
+    """
+    usable = pool.host_set.usable_gib
+    return usable - error * beside if demand.generates and not demand.trains else usable / error - beside
 
 
 def idle_terms(demand: Demand, policy: PoolPolicy, pool: Pool) -> Terms:

@@ -1,22 +1,28 @@
 """The best use of one pool by its roles."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from math import isinf
 
+from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout, Offload
+from rlflow.resources.memory.overheads import Sharp
+from rlflow.resources.planner.confidence import MEMORY_BANDS, Kind, Margin
 from rlflow.resources.planner.layouts import best_layout
 from rlflow.resources.planner.pool import (
     Pool,
     PoolPolicy,
     RoleChoice,
     Shortage,
+    available_gib,
     base_layout,
     host_memory,
     idle_terms,
+    memory_band,
     sync_memory,
 )
-from rlflow.resources.workload import Workload
+from rlflow.resources.workload import WeightSync, Workload
 
 _OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights")
 
@@ -26,6 +32,8 @@ class PoolUse:
     """The choices of all roles of a pool."""
 
     choices: Mapping[str, RoleChoice]
+    margin: Margin
+    """The smallest room that is left for the error of a predicted memory."""
 
     @property
     def unit(self) -> int:
@@ -42,22 +50,24 @@ def best_use(pool: Pool, workload: Workload) -> PoolUse | Shortage:
     """Return the fastest way in which all roles of a pool fit together, or the shortage of the nearest one.
 
     What roles keep on the GPUs while others work is decided for the whole pool, then each role's own layout. Offloading
-    is tried only where nothing fits without it.
+    is tried only where nothing fits safely without it.
     """
     shortages: list[Shortage] = []
+    found: list[tuple[Margin, int, PoolUse]] = []
     known: _Known = {}
-    for offload in _OFFLOADS:
-        found = []
+    for index, offload in enumerate(_OFFLOADS):
         for policy in _policies(pool, offload):
             one = _use_by(policy, pool, workload, known)
             if isinstance(one, Shortage):
                 shortages.append(one)
             else:
-                found.append(one)
-        if found:
-            return min(found, key=lambda use: sum(use.seconds.values()))
+                found.append((one.margin, index, one))
+        if any(margin is Margin.SAFE for margin, _, _ in found):
+            break
         if not any(demand.trains and "data" in demand.parallel for demand in pool.demands):
             break
+    if found:
+        return min(found, key=lambda each: (*each[:2], sum(each[2].seconds.values())))[2]
     return min(shortages, key=lambda shortage: shortage.gib)
 
 
@@ -75,7 +85,7 @@ def _policies(pool: Pool, offload: Offload) -> Iterator[PoolPolicy]:
         yield PoolPolicy(sleeps=sleeps, zero_stage=stage, offload=offload, shards_scorers=shards)
 
 
-_Known = dict[tuple[Layout, float, str], RoleChoice | Shortage]
+_Known = dict[tuple[Layout, float, Margin, str], RoleChoice | Shortage]
 
 
 def _use_by(policy: PoolPolicy, pool: Pool, workload: Workload, known: _Known) -> PoolUse | Shortage:
@@ -84,36 +94,73 @@ def _use_by(policy: PoolPolicy, pool: Pool, workload: Workload, known: _Known) -
     all_idle = sum(idle.values())
     choices = {}
     for demand in pool.demands:
-        available = pool.host_set.usable_gib - (all_idle - idle[demand.role])
-        key = (base_layout(demand, policy, pool), available, demand.role)
-        if key not in known:
-            known[key] = best_layout(demand, workload.of(demand.role), policy, pool, available)
-        chosen = known[key]
+        chosen = _safest(demand, policy, pool, workload, all_idle - idle[demand.role], known)
         if isinstance(chosen, Shortage):
             return chosen
         choices[demand.role] = chosen
-    shortage = _host_shortage(pool, choices, workload) or _sync_shortage(pool, choices, workload)
-    return PoolUse(choices) if shortage is None else shortage
+    margins = [choice.margin for choice in choices.values()]
+    for rest in (_host_margin(pool, choices, workload), _sync_margin(pool, choices, workload)):
+        if isinstance(rest, Shortage):
+            return rest
+        margins.append(rest)
+    return PoolUse(choices, max(margins))
 
 
-def _host_shortage(pool: Pool, choices: Mapping[str, RoleChoice], workload: Workload) -> Shortage | None:
+def _safest(
+    demand: Demand, policy: PoolPolicy, pool: Pool, workload: Workload, beside: float, known: _Known
+) -> RoleChoice | Shortage:
+    """Return the best choice with the safest margin that any has; ``beside``: GiB of idle roles on its GPUs."""
+    layout = base_layout(demand, policy, pool)
+    band = memory_band(demand, layout, pool.demands)
+    shortage: Shortage | None = None
+    for margin in Margin:
+        key = (layout, beside, margin, demand.role)
+        if key not in known:
+            available = available_gib(demand, pool, beside, band.factor(margin))
+            known[key] = best_layout(demand, workload.of(demand.role), policy, pool, available)
+        chosen = known[key]
+        if isinstance(chosen, RoleChoice):
+            return replace(chosen, margin=margin)
+        if margin is Margin.EXPECTED or shortage is None:
+            shortage = chosen
+        if isinf(chosen.gib):
+            break
+    assert shortage is not None
+    return shortage
+
+
+def _host_margin(pool: Pool, choices: Mapping[str, RoleChoice], workload: Workload) -> Margin | Shortage:
+    """Return the margin of host memory: what hosts state is a limit, what they are assumed to have is not."""
     offloaded = sum(sum(host_memory(d, choices[d.role], workload).values()) for d in pool.demands)
-    if offloaded <= pool.host_set.host_gib:
-        return None
-    what = f"{offloaded:.0f} GiB of host memory for each GPU, of {pool.host_set.host_gib:.0f}"
-    return Shortage(pool.demands[0].role, offloaded - pool.host_set.host_gib, what)
+    if offloaded > pool.host_set.host_gib:
+        what = f"{offloaded:.0f} GiB of host memory for each GPU, of {pool.host_set.host_gib:.0f}"
+        return Shortage(pool.demands[0].role, offloaded - pool.host_set.host_gib, what)
+    return Margin.SAFE if offloaded <= pool.host_set.assumed_host_gib else Margin.EXPECTED
 
 
-def _sync_shortage(pool: Pool, choices: Mapping[str, RoleChoice], workload: Workload) -> Shortage | None:
+def _sync_margin(pool: Pool, choices: Mapping[str, RoleChoice], workload: Workload) -> Margin | Shortage:
+    """Return the margin of the weight sync that needs most."""
+    usable = pool.host_set.usable_gib
+    band = MEMORY_BANDS[Kind.BESIDE_ENGINE]
     demands = {demand.role: demand for demand in pool.demands}
+    worst = Margin.SAFE
+    for sync, needed in sync_needs(demands, choices, workload, pool.host_set.sharp):
+        margin = next((margin for margin in Margin if needed * band.factor(margin) <= usable), None)
+        if margin is None:
+            what = f"{needed:.0f} GiB while its weights go to {sync.target}, of {usable:.0f} GiB"
+            return Shortage(sync.source, needed - usable, what)
+        worst = max(worst, margin)
+    return worst
+
+
+def sync_needs(
+    demands: Mapping[str, Demand], choices: Mapping[str, RoleChoice], workload: Workload, sharp: Sharp
+) -> Iterator[tuple[WeightSync, float]]:
+    """Yield each weight sync between roles of a pool with the memory that it needs, idle roles included."""
     for sync in workload.copies:
         if sync.source not in choices or sync.target not in choices:
             continue
         source, target = (demands[sync.source], choices[sync.source]), (demands[sync.target], choices[sync.target])
-        needed = sum(sync_memory(*source, *target, pool.host_set.sharp, same_gpus=True).values())
+        needed = sum(sync_memory(*source, *target, sharp, same_gpus=True).values())
         others = (choice for role, choice in choices.items() if role not in (sync.source, sync.target))
-        needed += sum(sum(choice.idle.values()) for choice in others)
-        if needed > pool.host_set.usable_gib:
-            what = f"{needed:.0f} GiB while its weights go to {sync.target}, of {pool.host_set.usable_gib:.0f} GiB"
-            return Shortage(sync.source, needed - pool.host_set.usable_gib, what)
-    return None
+        yield sync, needed + sum(sum(choice.idle.values()) for choice in others)

@@ -6,9 +6,11 @@ from math import ceil, floor
 
 from rlflow.resources.memory.phases import score_terms, update_terms
 from rlflow.resources.memory.state import Terms
+from rlflow.resources.planner.confidence import TIME_BAND, Margin, Verdict
 from rlflow.resources.planner.data_placement import DataPrediction, predict_data
 from rlflow.resources.planner.layouts import largest_micro_batch
 from rlflow.resources.planner.pool import RoleChoice, host_memory, sync_memory
+from rlflow.resources.planner.risks import plan_risks
 from rlflow.resources.planner.search import Search, SearchResult
 from rlflow.resources.planner.sharing import Candidate, RejectedCandidate, describe_pools
 from rlflow.resources.planner.warnings import plan_warnings
@@ -65,7 +67,15 @@ class Alternative:
 class Prediction:
     """All predicted figures of a plan."""
 
+    verdict: Verdict | None
+    """Whether memory suffices, given how wrong such predictions are; None where memory is not modelled."""
+    risks: tuple[str, ...]
+    """Why the plan is tight."""
+    safer_with: tuple[str, ...] = ()
+    """Changes to the recipe or the cluster of which each makes a tight plan safe."""
     step_seconds: float
+    step_seconds_range: tuple[float, float]
+    """The range in which the step time is, of eight of ten runs."""
     tokens_per_second_per_gpu: float
     num_gpus: int
     """GPUs in use."""
@@ -98,8 +108,13 @@ def predict(search: Search, result: SearchResult) -> Prediction:
         for span in schedule.spans
     }
     headroom, fullest = _headroom(search, memory)
+    host_gib = _on_hosts(result, memory)
+    safe = Verdict.FITS if candidate.margin is Margin.SAFE else Verdict.TIGHT
     return Prediction(
+        verdict=None if headroom is None else safe,
+        risks=plan_risks(search, result, host_gib),
         step_seconds=schedule.step_seconds,
+        step_seconds_range=(schedule.step_seconds * TIME_BAND.low, schedule.step_seconds * TIME_BAND.high),
         tokens_per_second_per_gpu=search.workload.generated_tokens / schedule.step_seconds / gpus
         if schedule.step_seconds
         else 0.0,
@@ -112,7 +127,7 @@ def predict(search: Search, result: SearchResult) -> Prediction:
         ),
         headroom_gib=headroom,
         fullest=fullest,
-        host_gib=_on_hosts(result, memory),
+        host_gib=host_gib,
         data=predict_data(search.workload, result.roles, search.cluster.hosts[0].name),
         reasons=_reasons(candidate),
         limits=_limits(search, candidate),
@@ -258,6 +273,7 @@ def _alternatives(result: SearchResult) -> tuple[Alternative, ...]:
         cost = "equally fast" if other.used_gpus == chosen.used_gpus else f"uses {other.used_gpus} GPUs"
         loses = f"{slower:.0%} slower" if slower >= 0.005 else cost
         loses += f", GPUs idle {idle:.0%}" if len(other.partition) > 1 else ""
+        loses += ", tight" if other.margin > chosen.margin else ""
         alternatives.append(
             Alternative(
                 what=describe_pools(other.partition, other.gpus), step_seconds=other.schedule.step_seconds, loses=loses

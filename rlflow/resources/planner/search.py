@@ -11,8 +11,8 @@ from functools import partial
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.demand import Demand
-from rlflow.resources.layout import Layout, PoolGpus, RolePlacement, workers
-from rlflow.resources.models.lora import adapter_parameters, adapter_tensors
+from rlflow.resources.layout import PoolGpus, RolePlacement, workers
+from rlflow.resources.planner.confidence import Margin
 from rlflow.resources.planner.data_placement import reading_seconds
 from rlflow.resources.planner.placement_solver import PoolRequest, place_pools
 from rlflow.resources.planner.pool import HostSet, Pool, Shortage, select_hosts
@@ -27,7 +27,7 @@ from rlflow.resources.planner.sharing import (
     sharing_partitions,
 )
 from rlflow.resources.planner.simulate import simulate
-from rlflow.resources.time.passes import sync_seconds
+from rlflow.resources.planner.task_times import weight_sync_seconds
 from rlflow.resources.time.speed import Calibration
 from rlflow.resources.workload import Workload
 
@@ -77,6 +77,8 @@ class Search:
         found: list[tuple[int, Candidate, list[PoolGpus]]] = []
         for index, candidate in enumerate(fitting):
             quickest = min((_time(settled) for _, settled, _ in found), default=float("inf"))
+            if found and candidate.margin > min(settled.margin for _, settled, _ in found):
+                break
             if len(found) >= (_PLACED if _time(candidate) > quickest * _SAME else _MOST_PLACED):
                 break
             placed = self._place(candidate)
@@ -84,17 +86,20 @@ class Search:
                 found.append((index, *placed))
         if not found:
             return None
+        safest = min(settled.margin for _, settled, _ in found)
+        found = [each for each in found if each[1].margin == safest]
         quickest = min(_time(settled) for _, settled, _ in found)
         near = [each for each in found if _time(each[1]) <= quickest * _SAME]
         index, chosen, shares = min(near, key=lambda each: (each[1].used_gpus, sum(map(len, each[2])), each[0]))
         others = (*fitting[:index], *fitting[index + 1 :])
         return SearchResult(chosen, self._on_gpus(chosen, shares), others, tuple(self.rejected))
 
-    def fits(self) -> bool:
-        """Return whether any plan fits."""
+    def fits(self, margin: Margin = Margin.POSSIBLE) -> bool:
+        """Return whether any plan fits with at least this margin."""
         try:
             self._check()
-            return any(self._place(candidate) is not None for candidate in self.candidates())
+            placed = (self._place(candidate) for candidate in self.candidates() if candidate.margin <= margin)
+            return any(each is not None and each[0].margin <= margin for each in placed)
         except PlacementError:
             return False
 
@@ -185,24 +190,11 @@ class Search:
         pool_of = {role: index for index, pool in enumerate(partition) for role in pool}
         layouts = {role: choice.layout for used in uses for role, choice in used.choices.items()}
         for sync in self.workload.copies:
-            seconds[sync.node] = self._sync_seconds(sync.source, sync.target, pool_of, layouts)
+            source, target = self.demands[sync.source], self.demands[sync.target]
+            same = pool_of[sync.source] == pool_of[sync.target]
+            speed = self.host_set([sync.target]).speed
+            seconds[sync.node] = weight_sync_seconds(source, target, layouts, speed, same_gpus=same)
         return Candidate(partition, gpus, tuple(uses), simulate(self.workload, seconds, pool_of))
-
-    def _sync_seconds(
-        self, source: str, target: str, pool_of: Mapping[str, int], layouts: Mapping[str, Layout]
-    ) -> float:
-        model = self.demands[target].architecture
-        if model is None:
-            return 0.0
-        parameters, tensors, speed = model.num_parameters, model.num_tensors, self.host_set([target]).speed
-        if (lora := self.demands[source].training.lora) is not None:
-            parameters, tensors = adapter_parameters(model, lora), adapter_tensors(model, lora)
-        size = parameters * self.demands[target].weight_bytes
-        gpus = layouts[source].num_gpus, layouts[target].num_gpus
-        same = pool_of[source] == pool_of[target]
-        if same and gpus == (1, 1):
-            return 2 * size / speed.memory
-        return sync_seconds(size, *gpus, speed, same_gpus=same, tensors=tensors)
 
     def _place(self, candidate: Candidate) -> tuple[Candidate, list[PoolGpus]] | None:
         """Place a candidate on GPUs, with smaller groups where the hosts cannot hold larger ones."""
@@ -294,5 +286,12 @@ def _time(candidate: Candidate) -> float:
     return candidate.schedule.step_seconds
 
 
-def _order(candidate: Candidate) -> tuple[float, int, int, Partition, tuple[int, ...]]:
-    return (_time(candidate), candidate.used_gpus, len(candidate.partition), candidate.partition, candidate.gpus)
+def _order(candidate: Candidate) -> tuple[Margin, float, int, int, Partition, tuple[int, ...]]:
+    return (
+        candidate.margin,
+        _time(candidate),
+        candidate.used_gpus,
+        len(candidate.partition),
+        candidate.partition,
+        candidate.gpus,
+    )

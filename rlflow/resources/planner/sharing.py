@@ -6,6 +6,7 @@ from itertools import product
 
 from rlflow.errors import PlacementError
 from rlflow.resources.demand import Demand
+from rlflow.resources.planner.confidence import Margin
 from rlflow.resources.planner.pool import RoleChoice, Shortage
 from rlflow.resources.planner.pool_search import PoolUse
 from rlflow.resources.planner.simulate import Schedule
@@ -200,6 +201,11 @@ class Candidate:
     def choices(self) -> dict[str, RoleChoice]:
         """Return the choice of each role."""
         return {role: choice for use in self.uses for role, choice in use.choices.items()}
+
+    @property
+    def margin(self) -> Margin:
+        """Return the smallest room that is left for the error of a predicted memory."""
+        return max(use.margin for use in self.uses)
 
     @property
     def used_gpus(self) -> int:

@@ -1,12 +1,13 @@
 """The seconds that a role's tasks take in a layout."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.models.lora import adapter_parameters, adapter_tensors
 from rlflow.resources.time.decoding import generation
-from rlflow.resources.time.passes import offload_seconds, scoring, training
+from rlflow.resources.time.passes import offload_seconds, scoring, sync_seconds, training
 from rlflow.resources.time.speed import Speed
 from rlflow.resources.workload import Task
 
@@ -74,3 +75,20 @@ def _seconds_of(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tok
         ).seconds
         for turn, (prompts, responses) in enumerate(task.turn_lengths)
     )
+
+
+def weight_sync_seconds(
+    source: Demand, target: Demand, layouts: Mapping[str, Layout], speed: Speed, *, same_gpus: bool
+) -> float:
+    """Return the seconds in which the weights of a trained role reach a role that follows it."""
+    model = target.architecture
+    if model is None:
+        return 0.0
+    parameters, tensors = model.num_parameters, model.num_tensors
+    if (lora := source.training.lora) is not None:
+        parameters, tensors = adapter_parameters(model, lora), adapter_tensors(model, lora)
+    size = parameters * target.weight_bytes
+    gpus = layouts[source.role].num_gpus, layouts[target.role].num_gpus
+    if same_gpus and gpus == (1, 1):
+        return 2 * size / speed.memory
+    return sync_seconds(size, *gpus, speed, same_gpus=same_gpus, tensors=tensors)

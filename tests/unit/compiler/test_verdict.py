@@ -1,0 +1,68 @@
+"""Verdicts: plans with room for the error of predictions, plans without, and host memory that nobody stated."""
+
+from dataclasses import replace
+
+import pytest
+
+import rlflow
+from rlflow.compiler.plan import Plan
+from rlflow.compose import load_cluster
+from rlflow.errors import PlacementError
+from rlflow.resources.planner.confidence import MEMORY_BANDS, Kind
+from tests.helpers import load
+from tests.unit.compiler.test_render import drawn
+
+
+def fullest(plan: Plan, role: str) -> float:
+    """Return the GiB of the role's fullest GPU."""
+    return max(max(gpus.values()) for gpus in plan.prediction.memory[role].peak_gib.values())
+
+
+def test_a_plan_that_fits_has_room_for_the_whole_error() -> None:
+    plan = rlflow.compile(load("recipe=grpo_7b"), "1x8")
+    assert (plan.prediction.verdict, plan.prediction.risks, plan.prediction.safer_with) == ("FITS", (), ())
+    for role in ("actor", "reference"):
+        assert fullest(plan, role) * MEMORY_BANDS[Kind.BESIDE_ENGINE].high < 79.6
+    assert plan.roles["actor"].layout.gradient_checkpointing
+    low, high = plan.prediction.step_seconds_range
+    assert low < plan.prediction.step_seconds < high
+
+
+def test_a_pinned_size_may_be_tight() -> None:
+    """Micro-batches as large as this need most of what the GPUs have; the change that is proposed makes them safe."""
+    pinned = ("recipe=grpo_7b", "roles.actor.micro_batch_tokens=65536", "roles.actor.sequence_parallel_size=1")
+    plan = rlflow.compile(load(*pinned), "1x8@l40s")
+    assert plan.prediction.verdict == "TIGHT"
+    assert any(risk.startswith("actor needs") for risk in plan.prediction.risks)
+    safer = plan.prediction.safer_with[0]
+    assert safer.startswith("roles.actor.")
+    assert rlflow.compile(load(*pinned, *safer.split()), "1x8@l40s").prediction.verdict == "FITS"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cluster", "state_gib"),
+    [
+        # Masters and moments of AdamW, 12 bytes a parameter, 7.6 and 72.7 billion of them.
+        (("recipe=grpo_7b",), "1x1@rtx_4090", 12 * 7.6e9 / 2**30),
+        (("recipe=grpo_7b", "model@models.policy=qwen2_5_72b"), "1x8", 12 * 72.7e9 / 2**30),
+    ],
+)
+def test_host_memory_that_nobody_stated(recipe: tuple[str, ...], cluster: str, state_gib: float) -> None:
+    plan = rlflow.compile(load(*recipe), cluster)
+    assert plan.prediction.verdict == "TIGHT"
+    (needed,) = (risk for risk in plan.prediction.risks if "of host memory on host-0" in risk)
+    assert float(needed.split()[1]) > state_gib
+    assert "TIGHT" in drawn(plan, 100)
+    assert "GiB of host memory on host-0; the cluster does not state it" in " ".join(drawn(plan, 100).split())
+
+
+def test_host_memory_that_is_stated() -> None:
+    cluster = load_cluster("1x8")
+    recipe = load("recipe=grpo_7b", "model@models.policy=qwen2_5_72b")
+
+    def planned(gib: float) -> Plan:
+        return rlflow.compile(recipe, replace(cluster, hosts=(replace(cluster.hosts[0], memory_gib=gib),)))
+
+    assert not any("host memory" in risk for risk in planned(2000).prediction.risks)
+    with pytest.raises(PlacementError, match="hosts with at least"):
+        planned(1000)
