@@ -4,6 +4,7 @@ The constants are those of torch's allocator; a band is the range of measured ov
 systems, each of them predicted without itself as well. Every system has the same weight, whatever its number of rows.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,16 +19,15 @@ from benchmarks.published import memory
 from benchmarks.published.cases import Case
 from benchmarks.published.memory import Boundary, Judged
 from benchmarks.published.rows import Row
-from rlflow.resources.memory.allocator import ALLOCATOR, Allocator
-from rlflow.resources.planner.confidence import Band, Kind, Verdict
+from rlflow.resources.layout import Layout
+from rlflow.resources.memory.allocator import Allocator, allocator_of
+from rlflow.resources.planner.confidence import Band, Kind, Verdict, kind_of
 
 GRID = tuple(
-    Allocator(fragmentation=fragmentation, cached=cached, cached_alone=alone)
-    for fragmentation, cached, alone in product(
-        (0.0, 0.04, 0.08, 0.12, 0.16), (0.0, 0.25, 0.5, 0.75, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0)
-    )
+    Allocator(fragmentation, cached)
+    for fragmentation, cached in product((0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3), (0.0, 0.25, 0.5, 0.75, 1.0))
 )
-"""The allocators to choose from."""
+"""The allocators to choose from, on one GPU and on several."""
 COVERED = (0.05, 0.95)
 """The quantiles at the ends of a band."""
 _ENOUGH_SYSTEMS = 3
@@ -42,11 +42,30 @@ def system_of(row: Row) -> str:
 
 
 @dataclass(frozen=True)
+class Fitted:
+    """The constants that some systems give, as indices of the grid."""
+
+    alone: int
+    sharded: int
+
+    def index(self, layout: Layout) -> int:
+        """Return the index for a role with a layout."""
+        return self.sharded if layout.num_gpus > 1 else self.alone
+
+    def allocator(self, layout: Layout) -> Allocator:
+        """Return the allocator of a role with a layout."""
+        return GRID[self.index(layout)]
+
+    def __str__(self) -> str:
+        return f"one GPU: {GRID[self.alone]}, several: {GRID[self.sharded]}"
+
+
+@dataclass(frozen=True)
 class Fold:
     """A system that was left out, and what the other systems say of it."""
 
     system: str
-    allocator: Allocator
+    fitted: Fitted
     bands: Mapping[Kind, Band]
     judged: tuple[Judged, ...]
 
@@ -86,41 +105,43 @@ class Fold:
         return [abs(one.error) for one in self.judged if one.error is not None]
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A row with measured memory, and the logarithms of measured over predicted for every allocator of the grid."""
+
+    system: str
+    kind: Kind
+    layout: Layout
+    ratios: tuple[float, ...]
+
+
 class Errors:
     """The errors of all measured rows for every allocator of the grid."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
-        self._ratios: list[Mapping[str, list[tuple[Kind, float]]]] = []
         judged, _ = memory.judge(cases)
-        measured = [one.case for one in judged if one.measured is not None]
-        for allocator in GRID:
-            ratios: dict[str, list[tuple[Kind, float]]] = {}
-            for one in memory.judge(measured, allocator)[0]:
-                assert one.measured is not None
-                ratio = log(one.measured / memory.comparable(one.case, one.prediction))
-                ratios.setdefault(system_of(one.case.row), []).append((one.prediction.kind, ratio))
-            self._ratios.append(ratios)
-        self.systems = sorted(self._ratios[0])
+        self._rows = [_measured(one.case, one.measured) for one in judged if one.measured is not None]
+        self.systems = sorted({row.system for row in self._rows})
         self._fit = cache(self._fit_without)
 
-    def fit(self, *without: str) -> int:
-        """Return the index of the allocator with the smallest mean error over systems, some of which are left out."""
+    def fit(self, *without: str) -> Fitted:
+        """Return the allocators with the smallest mean error over systems, some of which are left out."""
         return self._fit(frozenset(without))
 
-    def _fit_without(self, without: frozenset[str]) -> int:
-        def cost(index: int) -> float:
-            rows = (rows for system, rows in self._ratios[index].items() if system not in without)
-            return sum(sum(abs(ratio) for _, ratio in each) / len(each) for each in rows)
-
-        return min(range(len(GRID)), key=cost)
+    def _fit_without(self, without: frozenset[str]) -> Fitted:
+        alone, sharded = [
+            [row for row in self._rows if row.system not in without and (row.layout.num_gpus > 1) is several]
+            for several in (False, True)
+        ]
+        return Fitted(_best(alone), _best(sharded))
 
     def bands(self, *without: str) -> Mapping[Kind, Band]:
         """Return the bands of systems that are not left out, each of them predicted without itself."""
         found: list[tuple[str, Kind, float]] = []
-        for system in self.systems:
-            if system not in without:
-                ratios = self._ratios[self.fit(system, *without)][system]
-                found += [(system, kind, ratio) for kind, ratio in ratios]
+        for row in self._rows:
+            if row.system not in without:
+                index = self.fit(row.system, *without).index(row.layout)
+                found.append((row.system, row.kind, row.ratios[index]))
         bands = {}
         for kind in Kind:
             mine = [(system, ratio) for system, of, ratio in found if of is kind]
@@ -129,11 +150,24 @@ class Errors:
         return bands
 
 
+def _measured(case: Case, measured: float) -> Measured:
+    ratios = []
+    for index in range(len(GRID)):
+        prediction = memory.predict(case, Fitted(index, index).allocator)
+        ratios.append(log(measured / memory.comparable(case, prediction)))
+    kind = kind_of(case.train, case.training, beside_engine=case.colocated)
+    return Measured(system_of(case.row), kind, case.train, tuple(ratios))
+
+
+def _best(rows: Sequence[Measured]) -> int:
+    """Return the index with the smallest mean error, in which every system has the same weight."""
+    counts = Counter(row.system for row in rows)
+    return min(range(len(GRID)), key=lambda index: sum(abs(row.ratios[index]) / counts[row.system] for row in rows))
+
+
 def _band(ratios: Sequence[tuple[str, float]]) -> Band:
     """Return the band of ratios, in which every system has the same weight; it contains 1."""
-    rows: dict[str, int] = {}
-    for system, _ in ratios:
-        rows[system] = rows.get(system, 0) + 1
+    rows = Counter(system for system, _ in ratios)
     weighted = [(ratio, 1 / rows[system]) for system, ratio in ratios]
     low, high = (weighted_quantile(weighted, share) for share in COVERED)
     return Band(exp(min(0.0, low)), exp(max(0.0, high)))
@@ -158,23 +192,23 @@ def folds(cases: Sequence[Case]) -> tuple[list[Fold], Errors]:
         mine.setdefault(system_of(case.row), []).append(case)
     found = []
     for system, own in sorted(mine.items()):
-        allocator = GRID[errors.fit(system)]
-        judged, _ = memory.judge(own, allocator)
+        fitted = errors.fit(system)
+        judged, _ = memory.judge(own, fitted.allocator)
         if judged:
-            found.append(Fold(system, allocator, errors.bands(system), tuple(judged)))
+            found.append(Fold(system, fitted, errors.bands(system), tuple(judged)))
     return found, errors
 
 
 def boundaries(rows: Sequence[Row], found: Sequence[Fold]) -> list[Boundary]:
     """Return the boundaries that runs were searched for, each predicted without its own system."""
-    allocators = {fold.system: fold.allocator for fold in found}
+    allocators = {fold.system: fold.fitted.allocator for fold in found}
     by_system: dict[str, list[Row]] = {}
     for row in rows:
         by_system.setdefault(system_of(row), []).append(row)
     return [
         boundary
         for system, own in by_system.items()
-        for boundary in memory.boundaries(own, allocators.get(system, ALLOCATOR))
+        for boundary in memory.boundaries(own, allocators.get(system, allocator_of))
     ]
 
 
@@ -200,7 +234,7 @@ def deepspeed_with_vllm(found: Sequence[Fold]) -> list[Fold]:
     for fold in found:
         mine = tuple(one for one in fold.judged if _is_rlflow_like(one.case.row))
         if mine:
-            reduced.append(Fold(fold.system, fold.allocator, fold.bands, mine))
+            reduced.append(Fold(fold.system, fold.fitted, fold.bands, mine))
     return reduced
 
 
@@ -216,8 +250,8 @@ def write(console: Console, found: Sequence[Fold], errors: Errors) -> None:
             fold.system, *("" if v is None else f"{v:.2f}" if isinstance(v, float) else str(v) for v in counts)
         )
     console.print(table)
-    console.print(f"constants from all systems: {GRID[errors.fit()]}", highlight=False)
-    others = {fold.allocator for fold in found}
+    console.print(f"constants from all systems: {errors.fit()}", highlight=False)
+    others = {fold.fitted for fold in found}
     console.print(f"constants without one of them: {len(others)} different", highlight=False)
     for kind, band in errors.bands().items():
         console.print(f"band {kind}: measured {band.low:.2f} to {band.high:.2f} of predicted", highlight=False)

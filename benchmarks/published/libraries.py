@@ -23,11 +23,12 @@ FSDP2 = TrainingMemory(weights=4, gradients=4, optimizer=8, keeps_gradients=Fals
 """Sharded fp32 parameters, gathered as bf16; AdamW parameter by parameter (``foreach=False``)."""
 FSDP = replace(FSDP2, step=4)
 """The same with torch's own AdamW, which steps all parameters at once."""
-LOGPROB_LOGITS, VERL_LOGITS, OPENRLHF_LOGITS, FAST_LOGITS = 14, 6, 10, 6
+LOGPROB_LOGITS, VERL_LOGITS, OPENRLHF_LOGITS, FAST_LOGITS = 14, 6, 10, 8
 """Bytes of a logit at the peak of a loss. NeMo-RL, and others' sampling on Megatron: log-softmax of each
 tensor-parallel rank's share in fp32, its exponential and gradients. verl (workers/actor/dp_actor.py): bf16 logits, and
 their gradients by the kernel for cross-entropy and by the entropy. OpenRLHF: the same kernel on fp32 logits besides
-those in bf16. Kernels for cross-entropy alone (Unsloth's, Liger's, torch.compile's): bf16 logits, and one copy."""
+those in bf16. Kernels for cross-entropy alone (Unsloth's, Liger's): bf16 logits, their copy in
+fp32, and gradients in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,9 @@ class Profile:
     """The habits of a library, which count where a row does not say otherwise."""
 
     training: TrainingMemory
+    adapter_inputs: float = 0
+    """Bytes of a value of an adapted layer's input in the copy that peft makes for adapters in fp32; autocast converts
+    it to bf16."""
     frozen_bytes: float | None = 2
     """Bytes of a frozen parameter beside adapters; None: as many as of a trained one."""
     checkpoints: bool | None = None
@@ -51,17 +55,24 @@ class Profile:
     """``param_offload`` and ``optim_offload`` move state away while an engine generates, not while the role trains."""
     engine_sleeps: bool = True
     """The engine releases its weights and KV cache while the policy on the same GPUs trains."""
+    engine_process: bool = False
+    """The engine on the policy's GPUs has a process of its own."""
     utilization: float | None = None
     """The engine's share of the GPU by default."""
     engine_tensor_parallel: int | None = None
     """The engine's tensor-parallel size by default."""
 
 
-_NEMO = Profile(training=replace(MEGATRON, gradients=2, logits=LOGPROB_LOGITS), utilization=0.6)
-_TRAINER = Profile(training=PURE_BF16)
-_TRL = Profile(training=FP32, engine_sleeps=False, utilization=0.3, engine_tensor_parallel=1)
+_NEMO = Profile(training=replace(MEGATRON, gradients=2, logits=LOGPROB_LOGITS), engine_process=True, utilization=0.6)
+_TRAINER = Profile(training=PURE_BF16, adapter_inputs=2)
+_TRL = Profile(training=FP32, adapter_inputs=2, engine_sleeps=False, utilization=0.3, engine_tensor_parallel=1)
 _SWIFT = Profile(
-    training=PURE_BF16, checkpoints=True, offloads_between_phases=True, utilization=0.9, engine_tensor_parallel=1
+    training=PURE_BF16,
+    adapter_inputs=2,
+    checkpoints=True,
+    offloads_between_phases=True,
+    utilization=0.9,
+    engine_tensor_parallel=1,
 )
 _VERL = Profile(
     training=replace(FSDP, logits=VERL_LOGITS), frozen_bytes=None, offloads_between_phases=True, utilization=0.5
@@ -75,15 +86,24 @@ _PROFILES: tuple[tuple[str, str, Profile], ...] = (
     ("prime-rl", "fsdp", Profile(training=FSDP, frozen_bytes=None, fills=True, chunk_vocabulary=8192)),
     ("torchtitan", "fsdp", Profile(training=replace(FSDP, shards_norms=True), fills=True, pipeline_sequences=1)),
     # Logits are in bf16 as a whole, and widened in eighths (modules/loss/ce_chunked_output_loss.py); AdamW is fused.
-    ("torchtune", "", replace(_TRAINER, training=replace(PURE_BF16, step=0, logits=3), checkpoints=True)),
+    (
+        "torchtune",
+        "",
+        replace(_TRAINER, adapter_inputs=0, training=replace(PURE_BF16, step=0, logits=3), checkpoints=True),
+    ),
     # Activation checkpointing comes with FSDP alone (litgpt/finetune/full.py, lora.py).
-    ("litgpt", "fsdp", replace(_TRAINER, checkpoints=True)),
-    ("litgpt", "trainer", replace(_TRAINER, checkpoints=False)),
-    # GRPO computes log-probabilities of 1024 tokens at a time (algorithms/core/llm_ops/fused_logprobs.py).
-    ("agilerl", "trainer", replace(_TRAINER, chunk_tokens=1024, utilization=0.9, engine_tensor_parallel=1)),
+    ("litgpt", "fsdp", replace(_TRAINER, adapter_inputs=0, checkpoints=True)),
+    ("litgpt", "trainer", replace(_TRAINER, adapter_inputs=0, checkpoints=False)),
+    # GRPO computes log-probabilities of at most 1024 tokens of a sequence at a time, without autocast
+    # (algorithms/core/llm_ops/fused_logprobs.py).
+    (
+        "agilerl",
+        "trainer",
+        replace(_TRAINER, adapter_inputs=4, chunk_tokens=1024, utilization=0.9, engine_tensor_parallel=1),
+    ),
     ("qwen finetune", "", replace(_TRAINER, fills=True)),
     ("fms-acceleration", "trainer", _TRAINER),
-    ("fms-acceleration", "fsdp", Profile(training=FSDP)),
+    ("fms-acceleration", "fsdp", Profile(training=FSDP, adapter_inputs=2)),
     ("swift", "megatron", replace(_SWIFT, training=MEGATRON, checkpoints=False)),
     ("swift", "deepspeed", replace(_SWIFT, training=DEEPSPEED)),
     ("swift", "fsdp", replace(_SWIFT, training=FSDP)),
@@ -93,9 +113,9 @@ _PROFILES: tuple[tuple[str, str, Profile], ...] = (
     (
         "slime|miles",
         "megatron",
-        Profile(training=replace(MEGATRON, logits=LOGPROB_LOGITS), offloads_between_phases=True),
+        Profile(training=replace(MEGATRON, logits=LOGPROB_LOGITS), offloads_between_phases=True, engine_process=True),
     ),
-    ("openrlhf", "deepspeed", Profile(training=replace(DEEPSPEED, logits=OPENRLHF_LOGITS))),
+    ("openrlhf", "deepspeed", Profile(training=replace(DEEPSPEED, logits=OPENRLHF_LOGITS), engine_process=True)),
     ("deepspeed-chat", "deepspeed", Profile(training=DEEPSPEED, checkpoints=True)),
     ("factory", "trainer", Profile(training=FP32, checkpoints=True)),
     ("factory", "deepspeed", Profile(training=DEEPSPEED, checkpoints=True)),
@@ -127,6 +147,7 @@ class Library:
     offloads_policy: bool
     """True if the policy's state is offloaded while an engine on the same GPUs generates."""
     engine_sleeps: bool
+    engine_process: bool
     serves_with_share: bool
     """True if the engine takes a share of the GPU, as vLLM and SGLang do."""
     utilization: float
@@ -152,6 +173,7 @@ def library_of(row: Row, model: Architecture, tokens: float) -> Library:
         # NeMo-RL and slime offload before and after every refit; the others on request.
         offloads_policy=bool(re.search(r"nemo|slime", row.system.lower()) or row.param_offload or row.optim_offload),
         engine_sleeps=profile.engine_sleeps,
+        engine_process=profile.engine_process,
         serves_with_share=bool(re.search(r"vllm|sglang", row.rollout_engine.lower())),
         utilization=profile.utilization or (0.5 if row.placement.startswith("coloc") else 0.9),
         engine_bytes=1 if "fp8" in row.text else 2,
@@ -178,7 +200,7 @@ def _training(row: Row, model: Architecture, profile: Profile, tokens: float) ->
         frozen = _four_bit(model, ends=4 if "qwen" in row.system else 2)
     targets = settings.lora_targets(row)
     lora = Lora(rank=settings.lora_rank(row), target_modules=targets or "all-linear")
-    return replace(training, lora=lora, weights=frozen)
+    return replace(training, lora=lora, weights=frozen, adapter_inputs=profile.adapter_inputs)
 
 
 def _four_bit(model: Architecture, *, ends: float) -> float:
@@ -205,7 +227,8 @@ def _loss(row: Row, training: TrainingMemory, profile: Profile, tokens: float, m
     if profile.chunk_vocabulary:
         return replace(training, logits=8, logits_at_once=tokens * profile.chunk_vocabulary)
     if profile.chunk_tokens:
-        return replace(training, logits=8, logits_at_once=float(profile.chunk_tokens * model.num_outputs))
+        chunk = min(profile.chunk_tokens, row.max_total_len or profile.chunk_tokens)
+        return replace(training, logits=8, logits_at_once=float(chunk * model.num_outputs))
     if re.search(r"foak|fused cross entropy", row.notes.lower()):
         return replace(training, logits=FAST_LOGITS)
     if "cumulative" in row.notes and not settings.adopts(row, "chunked cross entropy") and not settings.lora_rank(row):

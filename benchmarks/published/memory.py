@@ -1,7 +1,7 @@
 """Compare predicted memory with published runs: which fit, which ran out of memory, and what was measured."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from statistics import median
@@ -9,11 +9,15 @@ from typing import Any
 
 from benchmarks.published.cases import Case, case_of
 from benchmarks.published.rows import Row
-from rlflow.resources.memory.allocator import ALLOCATOR, Allocator
+from rlflow.resources.layout import Layout
+from rlflow.resources.memory.allocator import Allocator, allocator_of
 from rlflow.resources.memory.overheads import CONTEXT_GIB, asleep_terms, sync_terms
 from rlflow.resources.memory.phases import cached_gib, generate_memory, update_terms, usable_gib
 from rlflow.resources.memory.state import Terms, TrainingMemory, state_terms
 from rlflow.resources.planner.confidence import Band, Kind, Verdict, kind_of
+
+Allocators = Callable[[Layout], Allocator]
+"""The allocator of a role with a layout."""
 
 _MAX_BATCHED_TOKENS = 8192
 # Columns that a bisection may search, in order: the first one that differs was searched.
@@ -58,8 +62,8 @@ class Prediction:
         return band.verdict(max(self.update_gib, sum((self.sync or {}).values())), self.limit)
 
 
-def predict(case: Case, allocator: Allocator = ALLOCATOR) -> Prediction:
-    model, library = case.model, case.habits
+def predict(case: Case, allocators: Allocators = allocator_of) -> Prediction:
+    model, library, allocator = case.model, case.habits, allocators(case.train)
     tokens = float(case.train.micro_batch_tokens)
     update = dict(
         update_terms(model, case.train, case.training, tokens, accumulates=case.accumulates, allocator=allocator)
@@ -82,14 +86,17 @@ def predict(case: Case, allocator: Allocator = ALLOCATOR) -> Prediction:
         # need at first sight when fewer tokens go through at once.
         has_room = generate["weights"] + generate["context"] < share * case.memory_gib
         if case.colocated:
-            policy = {"context": CONTEXT_GIB} | ({} if library.offloads_policy else others)
+            policy = {"context": CONTEXT_GIB} if library.engine_process else {}
+            policy |= {} if library.offloads_policy else others
             if not library.offloads_policy:
                 resting = case.training if case.training.keeps_gradients else replace(case.training, gradients=0)
                 policy |= state_terms(model, case.train, resting)
             generate |= {f"resting {name}": gib for name, gib in policy.items()}
-            left = asleep_terms(model) if library.engine_sleeps else engine.terms
+            left = asleep_terms(model, case.rollout.tensor_parallel_size) if library.engine_sleeps else engine.terms
             if case.training.lora is None:  # with adapters the engine has the rest already
                 sync = sync_terms(model, case.train, case.training, case.rollout, weight_bytes=library.engine_bytes)
+            if not library.engine_process:
+                left = {name: gib for name, gib in left.items() if name != "context"}
             update |= {f"engine {name}": gib for name, gib in left.items()}
     limit = usable_gib(case.memory_gib) if case.memory_gib else None
     kind = kind_of(case.train, case.training, beside_engine=case.colocated)
@@ -132,11 +139,11 @@ def is_contested(row: Row) -> bool:
 def _measured(row: Row) -> float | None:
     """Return the GiB that a successful run measured on a training GPU. The GB that tools print are GiB."""
     kind = row.peak_mem_kind.lower()
-    if not row.peak_mem_gb or row.outcome == "oom" or re.search(r"equals card|bound|at oom", kind):
+    if not row.peak_mem_gb or row.outcome.startswith("oom") or re.search(r"equals card|bound|at oom", kind):
         return None
     if row.gpu_mem_gb and row.peak_mem_gb > 0.97 * row.gpu_mem_gb:
         return None
-    if row.placement.startswith("coloc") and row.rollout_engine:
+    if row.placement.startswith("coloc") and row.rollout_engine and "training window" not in kind:
         return None
     return row.peak_mem_gb
 
@@ -183,7 +190,7 @@ class Boundary:
         return max(self.true / max(1, self.predicted), self.predicted / largest, 1.0) - 1
 
 
-def boundaries(rows: Iterable[Row], allocator: Allocator = ALLOCATOR) -> Iterator[Boundary]:
+def boundaries(rows: Iterable[Row], allocators: Allocators = allocator_of) -> Iterator[Boundary]:
     """Yield, for each series of runs that differ in one size, the largest that ran and the largest predicted to fit."""
     bisected = [row for row in rows if row.evidence == "author_oom_bisect"]
     for _, found in groupby(sorted(bisected, key=_but_size), key=_but_size):
@@ -194,7 +201,7 @@ def boundaries(rows: Iterable[Row], allocator: Allocator = ALLOCATOR) -> Iterato
             continue
         true = max(getattr(row, name) for row in ran)
         died = min((getattr(row, name) for row in series if row.outcome == "oom"), default=0)
-        largest = _largest_that_fits(ran[0], name, 16 * true, allocator)
+        largest = _largest_that_fits(ran[0], name, 16 * true, allocators)
         yield Boundary(ran[0].system, tuple(row.id for row in series), name, true, died, largest)
 
 
@@ -202,13 +209,13 @@ def _but_size(row: Row) -> tuple[str, ...]:
     return tuple(str(getattr(row, field.name)) for field in fields(row) if field.name not in _OUTCOMES)
 
 
-def _largest_that_fits(row: Row, name: str, most: int, allocator: Allocator) -> int:
+def _largest_that_fits(row: Row, name: str, most: int, allocators: Allocators) -> int:
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
         size: dict[str, Any] = {name: middle}
         case = case_of(replace(row, **size))
-        fits = isinstance(case, Case) and predict(case, allocator).fits
+        fits = isinstance(case, Case) and predict(case, allocators).fits
         low, high = (middle, high) if fits else (low, middle)
     return low
 
@@ -231,7 +238,7 @@ class Judged:
         return None if self.measured is None else comparable(self.case, self.prediction) / self.measured - 1
 
 
-def judge(cases: Sequence[Case], allocator: Allocator = ALLOCATOR) -> tuple[list[Judged], dict[str, str]]:
+def judge(cases: Sequence[Case], allocators: Allocators = allocator_of) -> tuple[list[Judged], dict[str, str]]:
     """Return the cases that say something about memory, and the reasons why others do not, by id."""
     judged, skipped = [], {}
     for case in cases:
@@ -240,7 +247,7 @@ def judge(cases: Sequence[Case], allocator: Allocator = ALLOCATOR) -> tuple[list
             skipped[case.row.id] = reason
             continue
         outcome = case.row.outcome != "oom" if _decides(case) else None
-        judged.append(Judged(case, predict(case, allocator), outcome, _measured(case.row), _bound(case.row)))
+        judged.append(Judged(case, predict(case, allocators), outcome, _measured(case.row), _bound(case.row)))
     return judged, skipped
 
 

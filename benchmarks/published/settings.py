@@ -66,8 +66,8 @@ def has_8bit_optimizer(row: Row) -> bool:
 
 def has_fused_loss(row: Row) -> bool:
     """Return whether the head and the loss are one kernel that never has all logits."""
-    # One table of fms-acceleration has runs with and without it; its notes tell them apart.
-    named = row.notes.lower() if row.source_path.endswith(".csv") else row.text
+    # The address of the evidence may name what other rows of the same table have.
+    named = row.notes.lower().split("evidence:")[0] if row.source_path.endswith(".csv") else row.text
     if re.search(r"(not using|no) (use_)?liger", named):
         return False
     return bool(re.search(r"liger|fused_linear|fused_kernels|chunked_loss", named))

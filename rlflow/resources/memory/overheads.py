@@ -70,7 +70,7 @@ def asleep_terms(
     """Return what vLLM's sleep mode leaves on the GPU: context, CUDA graphs, and the largest possible communicator."""
     return {
         "context": CONTEXT_GIB,
-        "nccl": NCCL_COMMUNICATOR_GIB + sharp.gib(largest_group),
+        "nccl": NCCL_COMMUNICATOR_GIB + sharp.gib(largest_group) if largest_group > 1 else 0.0,
         "graphs": 0.0 if eager else graphs_gib(model),
     }
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rlflow.resources.layout import GIB, Layout
-from rlflow.resources.memory.allocator import ALLOCATOR, Allocator
+from rlflow.resources.memory.allocator import Allocator, allocator_of
 from rlflow.resources.memory.overheads import NO_SHARP, Sharp, graphs_gib, process_terms
 from rlflow.resources.memory.state import (
     MIXED_PRECISION,
@@ -23,7 +23,7 @@ from rlflow.resources.memory.state import (
     total_gib,
 )
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.lora import Lora, adapter_parameters
+from rlflow.resources.models.lora import Lora, adapter_inputs, adapter_parameters
 
 # Memory that the driver reserves: torch's reports of exhausted memory give cards of 79.6 and 80 GiB 79.1 to 79.3.
 DRIVER_GIB = 0.5
@@ -45,20 +45,21 @@ def update_terms(
     tokens: float,
     *,
     accumulates: bool = True,
-    allocator: Allocator = ALLOCATOR,
+    allocator: Allocator | None = None,
     sharp: Sharp = NO_SHARP,
 ) -> dict[str, float]:
     """Return the terms of a trained role at the peak of its update.
 
     ``accumulates``: gradients of earlier micro-batches are held from the start.
     """
+    fragmentation = (allocator or allocator_of(layout)).fragmentation
     candidates = []
     for stage in pipeline_stages(model, layout):
         state = stage_state(model, layout, training, stage)
         for moment in _moments(model, layout, training, stage, tokens):
             gradients = state["gradients"] * (1 if accumulates else moment.gradients)
             moving = {name: size / GIB for name, size in moment.terms.items()}
-            moving["fragmentation"] = allocator.fragmentation * sum(moving.values())
+            moving["fragmentation"] = fragmentation * sum(moving.values())
             fixed = persistent_buffers(layout, training) | process_terms(layout, sharp)
             candidates.append(state | {"gradients": gradients} | moving | fixed)
     return max(candidates, key=total_gib)
@@ -71,13 +72,14 @@ def cached_gib(
     tokens: float,
     *,
     accumulates: bool = True,
-    allocator: Allocator = ALLOCATOR,
+    allocator: Allocator | None = None,
     sharp: Sharp = NO_SHARP,
 ) -> float:
     """Return what the allocator keeps reserved after an update besides the terms of its peak.
 
     At most that is what every kind of tensor needed at some moment. It is released where memory runs out.
     """
+    allocator = allocator or allocator_of(layout)
     most = 0.0
     for stage in pipeline_stages(model, layout):
         moments = list(_moments(model, layout, training, stage, tokens))
@@ -87,9 +89,7 @@ def cached_gib(
         state = total_gib(stage_state(model, layout, training, stage)) + total_gib(fixed)
         most = max(most, state + (1 + allocator.fragmentation) * moving)
     terms = update_terms(model, layout, training, tokens, accumulates=accumulates, allocator=allocator, sharp=sharp)
-    peak = total_gib(terms)
-    shards = layout.data_parallel_size * layout.sequence_parallel_size > 1
-    return allocator.kept(shards=shards) * max(0.0, most - peak)
+    return allocator.cached * max(0.0, most - total_gib(terms))
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,18 @@ def _moments(
     yield Moment(0.0, {"activations": saved_activations + layer, "logits": output, "gathered": in_layers})
     yield Moment(1 - computed, {"activations": saved + layer, "logits": output, "gathered": in_layers})
     yield Moment(1 - computed, {"activations": 0.0, "logits": output, "gathered": at_ends})
-    if full and layout.offload in (None, "none"):
-        stepping = min(sharded_parameters(layout, stage) if zero else whole, training.step_parameters)
+    if layout.offload in (None, "none"):
         nothing = {"activations": 0.0, "logits": 0.0, "gathered": 0.0}
-        yield Moment(1.0, nothing | {"step": training.step * stepping})
+        yield Moment(1.0, nothing | {"step": _step_bytes(model, layout, training, stage)})
+
+
+def _step_bytes(model: Architecture, layout: Layout, training: TrainingMemory, stage: Stage) -> float:
+    """Return the temporary bytes of the optimizer's step; adapters are in fp32."""
+    shards = sharded_parameters(layout, stage) / (stage.dense + stage.experts) if layout.zero_stage else 1.0
+    if training.lora is None:
+        return training.step * min(shards * (stage.dense + stage.experts), training.step_parameters)
+    trained = adapter_parameters(model, training.lora) * stage.num_layers / model.num_hidden_layers
+    return (4.0 if training.step else 0.0) * shards * trained / layout.tensor_parallel_size
 
 
 def _reduced_at_once(training: TrainingMemory, stage: Stage, zero: int) -> float:
@@ -171,6 +179,8 @@ def _layer_bytes(model: Architecture, layout: Layout, training: TrainingMemory, 
     bytes_ = layer_activations(model, fused=training.fused_layers)
     around = tensor if training.shards_norms else 1
     everything = tokens * (bytes_.whole / around + bytes_.split / tensor)
+    if training.lora is not None:
+        everything += tokens * training.adapter_inputs * adapter_inputs(model, training.lora) / tensor
     # The gradient that goes through the MLP's product.
     gradient = tokens * 2 * model.mlp_width / tensor
     if layout.gradient_checkpointing:
@@ -202,7 +212,7 @@ def score_terms(
         "logits": logit_bytes * min(logits, training.logits_at_once) / GIB,
         "gathered": gathered / GIB,
     }
-    moving["fragmentation"] = ALLOCATOR.fragmentation * sum(moving.values())
+    moving["fragmentation"] = allocator_of(layout).fragmentation * sum(moving.values())
     weights = weight_bytes * (sharded_parameters(layout, stage) if zero == 3 else whole) / GIB
     weights *= layout.offload != "weights"
     return {"weights": weights} | moving | process_terms(layout, sharp)

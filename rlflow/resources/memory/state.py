@@ -70,6 +70,8 @@ class TrainingMemory:
     """An fp32 master copy and Adam's two moments (Rajbhandari et al. 2020, ZeRO, section 3.1)."""
     lora: Lora | None = None
     """Adapters; the weights are frozen and have no gradients."""
+    adapter_inputs: float = 0
+    """Bytes of a value in the copy of an adapted layer's input that is made in the adapter's type; 0: there is none."""
     fused_layers: bool = False
     """Norms and activations are fused (Transformer Engine) and save less for the backward pass."""
     shards_norms: bool = False

@@ -34,6 +34,14 @@ def adapter_parameters(model: Architecture, lora: Lora) -> int:
     return lora.rank * model.num_hidden_layers * sum(_target_widths(model, lora).values())
 
 
+def adapter_inputs(model: Architecture, lora: Lora) -> int:
+    """Return how many values of one token go into the adapted layers of one decoder layer."""
+    hidden, experts = model.hidden_size, model.num_experts_per_tok or 1
+    inputs = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden) | {"o_proj": model.output_width}
+    inputs |= {"gate_proj": experts * hidden, "up_proj": experts * hidden, "down_proj": model.mlp_width}
+    return sum(inputs[name] for name in _target_widths(model, lora))
+
+
 def adapter_tensors(model: Architecture, lora: Lora) -> int:
     """Return the number of tensors: A and B of each layer that has an adapter."""
     return 2 * model.num_hidden_layers * len(_target_widths(model, lora))

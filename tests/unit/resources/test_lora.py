@@ -12,7 +12,7 @@ from rlflow.errors import UserError
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.overheads import sync_terms
 from rlflow.resources.memory.phases import generate_memory, update_terms
-from rlflow.resources.models.lora import Lora, adapter_parameters, adapter_tensors
+from rlflow.resources.models.lora import Lora, adapter_inputs, adapter_parameters, adapter_tensors
 from rlflow.resources.planner.search import Search
 from rlflow.resources.planner.task_times import task_seconds
 from tests.helpers import load
@@ -48,6 +48,19 @@ def test_an_update_has_state_for_adapters_alone() -> None:
     # Activations are those of a model all of whose weights are trained.
     whole = update_terms(SEVEN_B, ON_ONE, DEEPSPEED, 4096)
     assert sum(terms.values()) < sum(whole.values()) / 3
+
+
+def test_inputs_are_copied_where_adapters_have_another_type() -> None:
+    """peft converts each adapted layer's input to float32; six of them have 3584 values and the last one 18944."""
+    assert adapter_inputs(SEVEN_B, RANK_16) == 6 * 3584 + 18944
+    assert adapter_inputs(SEVEN_B, Lora(rank=16, target_modules=("q_proj", "v_proj"))) == 2 * 3584
+    adapters = replace(DEEPSPEED, lora=RANK_16, fused_loss=True)
+    same, copied = (
+        update_terms(SEVEN_B, ON_ONE, replace(adapters, adapter_inputs=bytes_), 4096)["activations"]
+        for bytes_ in (0.0, 4.0)
+    )
+    # One layer is recomputed at a time.
+    assert copied - same == pytest.approx(4 * 4096 * (6 * 3584 + 18944) / GIB)
 
 
 def test_an_engine_holds_them_beside_its_weights() -> None:

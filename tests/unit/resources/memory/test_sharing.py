@@ -74,7 +74,7 @@ def test_every_phase_counts_them() -> None:
         (sync_terms(QWEN, eight, DEEPSPEED, sharp=HOPPER), sync_terms(QWEN, eight, DEEPSPEED)),
         (generate_memory(QWEN, engine, 79.6, sharp=HOPPER).terms, generate_memory(QWEN, engine, 79.6).terms),
         (process_terms(eight, HOPPER), process_terms(eight)),
-        (asleep_terms(QWEN, 8, HOPPER), asleep_terms(QWEN)),
+        (asleep_terms(QWEN, 8, HOPPER), asleep_terms(QWEN, 8)),
     ):
         assert with_them["nccl"] - without["nccl"] == pytest.approx(0.25)
     cache = [generate_memory(QWEN, engine, 79.6, sharp=sharp).terms["kv"] for sharp in (Sharp(), HOPPER)]
