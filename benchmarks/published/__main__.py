@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.published import leave_one_out, memory, times
+from benchmarks.published import boundaries, leave_one_out, memory, times
 from benchmarks.published.cases import cases
 from benchmarks.published.rows import Row, read
 from benchmarks.reporting import Goal, finish
@@ -50,15 +50,15 @@ def main() -> int:
     reasons = {skipped.row.id: skipped.reason for skipped in unusable} | no_memory
     used = {one.case.row.id for one in fits} | {one.case.row.id for one in steps}
     skipped = {row.id: reasons[row.id] for row in rows if row.id not in used}
-    found = list(memory.boundaries(rows))
+    found = list(boundaries.boundaries(rows))
     folds, errors = leave_one_out.folds(made)
-    figures = _counts(rows, skipped) | memory.figures(fits, found) | times.figures(steps)
-    figures |= leave_one_out.figures(folds, leave_one_out.boundaries(rows, folds))
+    figures = _counts(rows, skipped) | memory.figures(fits) | boundaries.figures(found) | times.figures(steps)
+    figures |= leave_one_out.figures(folds, leave_one_out.searched_boundaries(rows, folds))
     systems = {}
     for system in sorted({row.system for row in rows}):
         mine = [one for one in fits if one.case.row.system == system]
         systems[system] = _counts([row for row in rows if row.system == system], skipped)
-        systems[system] |= memory.figures(mine, [one for one in found if one.system == system])
+        systems[system] |= memory.figures(mine) | boundaries.figures([one for one in found if one.system == system])
         systems[system] |= times.by_system(steps).get(system, {})
     console = Console(width=160)
     _print(console, figures, systems)
@@ -66,7 +66,7 @@ def main() -> int:
     for reason, count in Counter(skipped.values()).most_common():
         console.print(f"skipped {count:4}  {reason}", highlight=False)
     for boundary in found:
-        console.print(memory.boundary_line(boundary), highlight=False)
+        console.print(boundaries.line(boundary), highlight=False)
     for kind, judged in memory.worst(fits).items():
         console.print(f"\n{kind}: {len(judged)}", highlight=False)
         for one in judged[: arguments.worst]:

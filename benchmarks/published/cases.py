@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.published import cards, libraries, settings
 from benchmarks.published.cards import gpu_of, model_of
 from benchmarks.published.rows import Row
-from benchmarks.published.texts import largest_micro_batch, lengths_of, micro_batch_sequences
+from benchmarks.published.texts import largest_micro_batch, lengths_of, micro_batch_sequences, possible_micro_batches
 from rlflow.resources.cluster import Gpu
 from rlflow.resources.layout import Layout
 from rlflow.resources.memory.state import TrainingMemory
@@ -26,6 +26,8 @@ class Case:
     gpus_per_host: int
     train: Layout
     """``micro_batch_tokens`` is the largest micro-batch of the run."""
+    token_range: tuple[float, float]
+    """The smallest and the largest that it may have been, where the row gives no lengths."""
     training: TrainingMemory
     habits: libraries.Library
     rollout: Layout | None
@@ -98,6 +100,7 @@ def case_of(row: Row) -> Case | Skipped:
         gpu=gpu_of(row),
         gpus_per_host=row.gpus_per_node or min(8, row.n_gpus or 8),
         train=train,
+        token_range=possible_micro_batches(row, prompts, responses, sequences, round(tokens), fills=profile.fills),
         training=library.training,
         habits=library,
         rollout=_rollout(row, gpus, colocated),

@@ -1,39 +1,36 @@
 """Judge each system of published runs with constants and error bands that were fitted without it.
 
-The constants are those of torch's allocator; a band is the range of measured over predicted memory of the other
-systems, each of them predicted without itself as well. Every system has the same weight, whatever its number of rows.
+The constants are the shares that torch's allocator caches on one GPU and on several. A band is the range of measured
+over predicted memory of the other systems, each of them predicted without itself as well. However many rows a system
+has, they weigh as much as ten.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 from math import exp, log
 from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.published import memory
+from benchmarks.published import boundaries, memory
 from benchmarks.published.cases import Case
-from benchmarks.published.memory import Boundary, Judged
+from benchmarks.published.memory import Judged
 from benchmarks.published.rows import Row
 from rlflow.resources.layout import Layout
-from rlflow.resources.memory.allocator import Allocator, allocator_of
-from rlflow.resources.planner.confidence import Band, Kind, Verdict, kind_of
+from rlflow.resources.memory.allocator import FRAGMENTATION, Allocator, allocator_of
+from rlflow.resources.planner.confidence import Band, Kind, Verdict
 
-GRID = tuple(
-    Allocator(fragmentation, cached)
-    for fragmentation, cached in product((0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3), (0.0, 0.25, 0.5, 0.75, 1.0))
-)
+GRID = tuple(Allocator(FRAGMENTATION, eighths / 8) for eighths in range(9))
 """The allocators to choose from, on one GPU and on several."""
 COVERED = (0.05, 0.95)
 """The quantiles at the ends of a band."""
 _ENOUGH_SYSTEMS = 3
 """A kind of configuration that fewer systems have measured gets the band of all kinds."""
 LARGE = 10
-"""A system needs so many used rows to be named as the worst."""
+"""A system needs so many used rows to be named as the worst, and has no more weight than these."""
 
 
 def system_of(row: Row) -> str:
@@ -106,8 +103,8 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A row with measured memory, and the logarithms of measured over predicted for every allocator of the grid."""
+class Evidence:
+    """A row's measured memory over the predicted one, as logarithms for every allocator of the grid."""
 
     system: str
     kind: Kind
@@ -116,12 +113,10 @@ class Measured:
 
 
 class Errors:
-    """The errors of all measured rows for every allocator of the grid."""
+    """The errors of all rows for every allocator of the grid."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
-        judged, _ = memory.judge(cases)
-        self._rows = [_measured(one.case, one.measured) for one in judged if one.measured is not None]
-        self.systems = sorted({row.system for row in self._rows})
+        self._rows = [evidence for case in cases for evidence in _evidence(case)]
         self._fit = cache(self._fit_without)
 
     def fit(self, *without: str) -> Fitted:
@@ -150,25 +145,37 @@ class Errors:
         return bands
 
 
-def _measured(case: Case, measured: float) -> Measured:
-    ratios = []
-    for index in range(len(GRID)):
-        prediction = memory.predict(case, Fitted(index, index).allocator)
-        ratios.append(log(measured / memory.comparable(case, prediction)))
-    kind = kind_of(case.train, case.training, beside_engine=case.colocated)
-    return Measured(system_of(case.row), kind, case.train, tuple(ratios))
+def _evidence(case: Case) -> Iterator[Evidence]:
+    """Yield what a row says of memory and, where it has that besides, of the whole device.
+
+    Rows that do not give their lengths are no evidence: their error is that of the lengths.
+    """
+    least, most = case.token_range
+    judged, _ = memory.judge([case])
+    if not judged or most > least:
+        return
+    predictions = [memory.predict(case, Fitted(index, index).allocator) for index in range(len(GRID))]
+    for measured, reading in ((judged[0].measured, ""), (judged[0].whole_device, "nvidia-smi")):
+        if measured is not None:
+            ratios = (log(measured / memory.comparable(case, prediction, reading)) for prediction in predictions)
+            yield Evidence(system_of(case.row), judged[0].prediction.kind, case.train, tuple(ratios))
 
 
-def _best(rows: Sequence[Measured]) -> int:
-    """Return the index with the smallest mean error, in which every system has the same weight."""
-    counts = Counter(row.system for row in rows)
-    return min(range(len(GRID)), key=lambda index: sum(abs(row.ratios[index]) / counts[row.system] for row in rows))
+def _best(rows: Sequence[Evidence]) -> int:
+    """Return the index with the smallest weighted error."""
+    weights = _row_weights(row.system for row in rows)
+    return min(range(len(GRID)), key=lambda index: sum(weights[row.system] * abs(row.ratios[index]) for row in rows))
+
+
+def _row_weights(systems: Iterable[str]) -> Mapping[str, float]:
+    """Return the weight of a row of each system: together the rows of a large system weigh as much as ten."""
+    return {system: min(count, LARGE) / count for system, count in Counter(systems).items()}
 
 
 def _band(ratios: Sequence[tuple[str, float]]) -> Band:
-    """Return the band of ratios, in which every system has the same weight; it contains 1."""
-    rows = Counter(system for system, _ in ratios)
-    weighted = [(ratio, 1 / rows[system]) for system, ratio in ratios]
+    """Return the band of ratios by system; it contains 1."""
+    weights = _row_weights(system for system, _ in ratios)
+    weighted = [(ratio, weights[system]) for system, ratio in ratios]
     low, high = (weighted_quantile(weighted, share) for share in COVERED)
     return Band(exp(min(0.0, low)), exp(max(0.0, high)))
 
@@ -199,7 +206,7 @@ def folds(cases: Sequence[Case]) -> tuple[list[Fold], Errors]:
     return found, errors
 
 
-def boundaries(rows: Sequence[Row], found: Sequence[Fold]) -> list[Boundary]:
+def searched_boundaries(rows: Sequence[Row], found: Sequence[Fold]) -> list[boundaries.Boundary]:
     """Return the boundaries that runs were searched for, each predicted without its own system."""
     allocators = {fold.system: fold.fitted.allocator for fold in found}
     by_system: dict[str, list[Row]] = {}
@@ -208,20 +215,21 @@ def boundaries(rows: Sequence[Row], found: Sequence[Fold]) -> list[Boundary]:
     return [
         boundary
         for system, own in by_system.items()
-        for boundary in memory.boundaries(own, allocators.get(system, allocator_of))
+        for boundary in boundaries.boundaries(own, allocators.get(system, allocator_of))
     ]
 
 
-def figures(found: Sequence[Fold], searched: Sequence[Boundary]) -> dict[str, float | int | None]:
-    """Return the figures over all systems, each with the same weight, and of the worst system with enough rows."""
+def figures(found: Sequence[Fold], searched: Sequence[boundaries.Boundary]) -> dict[str, float | int | None]:
+    """Return the figures over all systems, and of the worst system with enough rows."""
     large = [fold for fold in found if len(fold.judged) >= LARGE]
-    errors = [(error, 1 / len(fold.errors)) for fold in found for error in fold.errors]
+    weights = _row_weights(fold.system for fold in found for _ in fold.errors)
+    errors = [(error, weights[fold.system]) for fold in found for error in fold.errors]
     return {
-        "loo_oom_recall": _mean(fold.oom_recall for fold in found),
+        "loo_oom_recall": _mean(found, lambda fold: fold.oom_recall, False),
         "loo_oom_recall_worst": min((rate for fold in large if (rate := fold.oom_recall) is not None), default=None),
-        "loo_false_oom": _mean(fold.false_oom for fold in found),
+        "loo_false_oom": _mean(found, lambda fold: fold.false_oom, True),
         "loo_false_oom_worst": max((rate for fold in large if (rate := fold.false_oom) is not None), default=None),
-        "loo_tight_of_working": _mean(fold.tight for fold in found),
+        "loo_tight_of_working": _mean(found, lambda fold: fold.tight, True),
         "loo_boundary_error_max": max((one.error for one in searched), default=None),
         "loo_memory_error_median": weighted_quantile(errors, 0.5) if errors else None,
         "loo_memory_error_agilerl": next((fold.memory_error for fold in found if fold.system == "agilerl"), None),
@@ -262,6 +270,8 @@ def _is_rlflow_like(row: Row) -> bool:
     return "vllm" in row.rollout_engine.lower() and ("deepspeed" in trains or trains.strip().startswith("zero"))
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def _mean(found: Iterable[Fold], rate: Callable[[Fold], float | None], outcome: bool) -> float | None:
+    """Return the mean of a rate of runs with an outcome; a system weighs as much as ten such rows at most."""
+    rows = [(rate(fold), min(LARGE, sum(one.outcome is outcome for one in fold.judged))) for fold in found]
+    total = sum(weight for _, weight in rows)
+    return sum((value or 0.0) * weight for value, weight in rows) / total if total else None

@@ -103,13 +103,13 @@ _PROFILES: tuple[tuple[str, str, Profile], ...] = (
     ),
     ("qwen finetune", "", replace(_TRAINER, fills=True)),
     ("fms-acceleration", "trainer", _TRAINER),
-    ("fms-acceleration", "fsdp", Profile(training=FSDP, adapter_inputs=2)),
+    ("fms-acceleration", "fsdp", Profile(training=FSDP)),
     ("swift", "megatron", replace(_SWIFT, training=MEGATRON, checkpoints=False)),
     ("swift", "deepspeed", replace(_SWIFT, training=DEEPSPEED)),
     ("swift", "fsdp", replace(_SWIFT, training=FSDP)),
     ("swift", "trainer", _SWIFT),
     ("verl", "fsdp", _VERL),
-    ("verl", "megatron", replace(_VERL, training=replace(MEGATRON, logits=LOGPROB_LOGITS), frozen_bytes=2)),
+    ("verl", "megatron", replace(_VERL, training=MEGATRON, frozen_bytes=2)),
     (
         "slime|miles",
         "megatron",
@@ -190,6 +190,8 @@ def _training(row: Row, model: Architecture, profile: Profile, tokens: float) ->
         training = replace(training, optimizer=2, step=0)
     if "optimizer in backward" in row.text or settings.adopts(row, "fuse optimizer step into backward"):
         training = replace(training, gradients=0, step=0)
+    if settings.offloads_activations(row):
+        training = replace(training, offloads_activations=True)
     if settings.is_compiled(row):
         training = replace(training, fused_layers=True)
     training = _loss(row, training, profile, tokens, model)
@@ -289,6 +291,8 @@ def unknown(row: Row) -> list[str]:
         found.append("train_tp")
     if "selective" in row.grad_ckpt and settings.family_of(row) == "fsdp":
         found.append("operations that checkpointing saves")
+    if "sequence_parallel" in row.source_path and row.train_sp is None:
+        found.append("train_sp")
     if (row.train_pp or 1) > 1 and settings.family_of(row) == "fsdp":
         found.append("weights and gradients that FSDP keeps between pipeline stages")
     shared = row.placement.startswith("coloc") and re.search(r"vllm|sglang", row.rollout_engine.lower())

@@ -1,15 +1,13 @@
 """Compare predicted memory with published runs: which fit, which ran out of memory, and what was measured."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
-from benchmarks.published.cases import Case, case_of
+from benchmarks.published.cases import Case
 from benchmarks.published.rows import Row
-from rlflow.resources.layout import Layout
+from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.allocator import Allocator, allocator_of
 from rlflow.resources.memory.overheads import CONTEXT_GIB, asleep_terms, sync_terms
 from rlflow.resources.memory.phases import cached_gib, generate_memory, update_terms, usable_gib
@@ -20,9 +18,6 @@ Allocators = Callable[[Layout], Allocator]
 """The allocator of a role with a layout."""
 
 _MAX_BATCHED_TOKENS = 8192
-# Columns that a bisection may search, in order: the first one that differs was searched.
-_SEARCHED = ("micro_batch_per_gpu", "max_tokens_per_gpu", "max_response_len", "max_total_len")
-_OUTCOMES = {"id", "outcome", "notes", "prompts_per_step", "train_batch", "mini_batch", *_SEARCHED}
 
 
 @dataclass(frozen=True)
@@ -40,6 +35,8 @@ class Prediction:
     cached: float
     """GiB that the allocator keeps besides ``update`` as long as there is room."""
     kind: Kind
+    update_range: tuple[float, float]
+    """``update_gib`` for the shortest and the longest lengths that a row allows, where it does not give them."""
 
     @property
     def update_gib(self) -> float:
@@ -48,29 +45,36 @@ class Prediction:
     @property
     def fits(self) -> bool:
         """Return whether the case fits its GPU, which must be known."""
-        return self.verdict(Band(1.0, 1.0)) is Verdict.FITS
+        one = replace(self, update_range=(self.update_gib, self.update_gib))
+        return one.verdict(Band(1.0, 1.0)) is Verdict.FITS
 
     def verdict(self, band: Band) -> Verdict:
         """Return the verdict for a GPU, which must be known.
 
-        An engine's share of its GPU is exact, so that only what trains has a band.
+        An engine's share of its GPU is exact, so that only what trains has a band. Where lengths are unknown, all of
+        them must fit, or none.
         """
         assert self.limit is not None
         engine = sum(self.generate.values()) if self.generate is not None else 0.0
         if not self.has_room or engine > self.limit:
             return Verdict.DOES_NOT_FIT
-        return band.verdict(max(self.update_gib, sum((self.sync or {}).values())), self.limit)
+        sync = sum((self.sync or {}).values())
+        verdicts = {band.verdict(max(gib, sync), self.limit) for gib in self.update_range}
+        return verdicts.pop() if len(verdicts) == 1 else Verdict.TIGHT
 
 
 def predict(case: Case, allocators: Allocators = allocator_of) -> Prediction:
     model, library, allocator = case.model, case.habits, allocators(case.train)
+
+    def terms(tokens: float) -> dict[str, float]:
+        accumulates = case.accumulates
+        return update_terms(model, case.train, case.training, tokens, accumulates=accumulates, allocator=allocator)
+
     tokens = float(case.train.micro_batch_tokens)
-    update = dict(
-        update_terms(model, case.train, case.training, tokens, accumulates=case.accumulates, allocator=allocator)
-    )
+    alone = update = terms(tokens)
     cached = cached_gib(model, case.train, case.training, tokens, accumulates=case.accumulates, allocator=allocator)
     others = _others(case)
-    update |= others
+    update = update | others
     generate, sync, has_room = None, None, True
     if case.rollout is not None and case.memory_gib and library.serves_with_share:
         share = case.rollout.gpu_memory_utilization or library.utilization
@@ -100,7 +104,9 @@ def predict(case: Case, allocators: Allocators = allocator_of) -> Prediction:
             update |= {f"engine {name}": gib for name, gib in left.items()}
     limit = usable_gib(case.memory_gib) if case.memory_gib else None
     kind = kind_of(case.train, case.training, beside_engine=case.colocated)
-    return Prediction(update, generate, sync, has_room, limit, cached, kind)
+    beside = sum(update.values()) - sum(alone.values())
+    least, most = (sum((alone if size == tokens else terms(size)).values()) + beside for size in case.token_range)
+    return Prediction(update, generate, sync, has_room, limit, cached, kind, (least, most))
 
 
 def _others(case: Case) -> dict[str, float]:
@@ -115,11 +121,23 @@ def _others(case: Case) -> dict[str, float]:
 # --- what a row is evidence of
 
 
+_OUT_OF_SCOPE = {
+    r"(no|without) flash attention": "attention that keeps its scores",
+    r"unified memory|unified cpu": "memory that the CPU shares",
+    r"setup fault|far above max_tokens_per_gpu": "a failure whose cause may be software",
+    r"/pending/": "held back by its authors",
+}
+"""What notes or paths say, and why such a row says nothing about the model of memory."""
+
+
 def unfit(case: Case) -> str | None:
     """Return why a case says nothing about memory; None if it does."""
     row = case.row
     if case.unknown:
         return f"not given: {', '.join(sorted(case.unknown))}"
+    for said, reason in _OUT_OF_SCOPE.items():
+        if re.search(said, row.text):
+            return reason
     if not _decides(case) and _measured(row) is None and _bound(row) is None:
         return "no GPU named" if case.gpu is None else "neither outcome nor memory"
     return None
@@ -128,6 +146,11 @@ def unfit(case: Case) -> str | None:
 def _decides(case: Case) -> bool:
     """Return whether the row says clearly that it fits its GPU or that it does not."""
     return case.memory_gib is not None and case.row.outcome in ("ok", "ok_ci", "oom") and not is_contested(case.row)
+
+
+def is_inferred(case: Case) -> bool:
+    """Return whether a run out of memory is inferred from a full GPU and missing figures, which is scored apart."""
+    return case.memory_gib is not None and case.row.outcome == "oom_inferred" and not case.unknown
 
 
 def is_contested(row: Row) -> bool:
@@ -145,7 +168,8 @@ def _measured(row: Row) -> float | None:
         return None
     if row.placement.startswith("coloc") and row.rollout_engine and "training window" not in kind:
         return None
-    return row.peak_mem_gb
+    # litgpt prints what torch allocated, in units of 1e9 bytes (finetune/lora.py).
+    return row.peak_mem_gb * 1e9 / GIB if "litgpt" in kind else row.peak_mem_gb
 
 
 def _bound(row: Row) -> float | None:
@@ -156,14 +180,20 @@ def _bound(row: Row) -> float | None:
     return row.peak_mem_gb
 
 
-def comparable(case: Case, prediction: Prediction) -> float:
-    """Return the part of the prediction that the row's kind of measurement covers.
+def _whole_device(row: Row) -> float | None:
+    """Return what nvidia-smi showed beside the memory that torch allocated, if a row has both."""
+    shown = re.search(r"allocated.*nvidia-smi ([\d.]+)", row.peak_mem_kind)
+    return float(shown[1]) if shown and row.outcome == "ok" else None
+
+
+def comparable(case: Case, prediction: Prediction, kind: str = "") -> float:
+    """Return the part of the prediction that a kind of measurement covers; by default the kind of the row's.
 
     The driver refuses what exceeds the GPU, so that no more than its limit is ever reserved.
     """
-    kind = case.row.peak_mem_kind.lower()
+    kind = kind or case.row.peak_mem_kind.lower()
     unseen: set[str] = set()
-    if "alloc" in kind or "active" in kind:
+    if re.search("alloc|active|litgpt", kind):
         unseen = {"context", "nccl", "fragmentation"}
         unseen |= {term for term in prediction.update if term.startswith("engine ")}
     elif "reserved" in kind:
@@ -172,52 +202,6 @@ def comparable(case: Case, prediction: Prediction) -> float:
     if "fragmentation" in unseen or prediction.limit is None:
         return seen if "fragmentation" in unseen else seen + prediction.cached
     return max(seen, min(seen + prediction.cached, prediction.limit - (prediction.update_gib - seen)))
-
-
-@dataclass(frozen=True)
-class Boundary:
-    system: str
-    ids: tuple[str, ...]
-    searched: str
-    true: int
-    smallest_that_died: int
-    predicted: int
-
-    @property
-    def error(self) -> float:
-        """Return how far the prediction is from the interval of the largest run and the smallest failure."""
-        largest = max(self.true, self.smallest_that_died - 1)
-        return max(self.true / max(1, self.predicted), self.predicted / largest, 1.0) - 1
-
-
-def boundaries(rows: Iterable[Row], allocators: Allocators = allocator_of) -> Iterator[Boundary]:
-    """Yield, for each series of runs that differ in one size, the largest that ran and the largest predicted to fit."""
-    bisected = [row for row in rows if row.evidence == "author_oom_bisect"]
-    for _, found in groupby(sorted(bisected, key=_but_size), key=_but_size):
-        series = list(found)
-        name = next((n for n in _SEARCHED if len({getattr(row, n) for row in series}) > 1), None)
-        ran = [row for row in series if row.outcome != "oom"]
-        if name is None or not ran or isinstance(case_of(ran[0]), Case) is False:
-            continue
-        true = max(getattr(row, name) for row in ran)
-        died = min((getattr(row, name) for row in series if row.outcome == "oom"), default=0)
-        largest = _largest_that_fits(ran[0], name, 16 * true, allocators)
-        yield Boundary(ran[0].system, tuple(row.id for row in series), name, true, died, largest)
-
-
-def _but_size(row: Row) -> tuple[str, ...]:
-    return tuple(str(getattr(row, field.name)) for field in fields(row) if field.name not in _OUTCOMES)
-
-
-def _largest_that_fits(row: Row, name: str, most: int, allocators: Allocators) -> int:
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        size: dict[str, Any] = {name: middle}
-        case = case_of(replace(row, **size))
-        fits = isinstance(case, Case) and predict(case, allocators).fits
-        low, high = (middle, high) if fits else (low, middle)
-    return low
 
 
 # --- figures
@@ -231,6 +215,8 @@ class Judged:
     """True if the run fitted into memory; None if that is unclear."""
     measured: float | None
     bound: float | None
+    whole_device: float | None
+    """What nvidia-smi showed, where ``measured`` is what torch allocated."""
 
     @property
     def error(self) -> float | None:
@@ -247,11 +233,15 @@ def judge(cases: Sequence[Case], allocators: Allocators = allocator_of) -> tuple
             skipped[case.row.id] = reason
             continue
         outcome = case.row.outcome != "oom" if _decides(case) else None
-        judged.append(Judged(case, predict(case, allocators), outcome, _measured(case.row), _bound(case.row)))
+        judged.append(
+            Judged(
+                case, predict(case, allocators), outcome, _measured(case.row), _bound(case.row), _whole_device(case.row)
+            )
+        )
     return judged, skipped
 
 
-def figures(judged: Sequence[Judged], found: Sequence[Boundary]) -> dict[str, float | int | None]:
+def figures(judged: Sequence[Judged]) -> dict[str, float | int | None]:
     died = [one.prediction.fits for one in judged if one.outcome is False]
     ran = [one.prediction.fits for one in judged if one.outcome is True]
     errors = [abs(one.error) for one in judged if one.error is not None]
@@ -262,8 +252,6 @@ def figures(judged: Sequence[Judged], found: Sequence[Boundary]) -> dict[str, fl
         "oom_rows": len(died),
         "false_oom_rate": ran.count(False) / len(ran) if ran else None,
         "working_rows": len(ran),
-        "boundary_error_max": max((one.error for one in found), default=None),
-        "boundaries": len(found),
         "memory_error_median": median(errors) if errors else None,
         "memory_rows": len(errors),
         "bounds_violated": len(over) if bounds else None,
@@ -291,11 +279,4 @@ def line(one: Judged) -> str:
     return (
         f"{row.id} {row.system} {row.model} on {row.n_gpus}, {train.micro_batch_tokens} tokens: "
         f"{one.prediction.update_gib:.1f} GiB for {seen}{error} = {made_of}"
-    )
-
-
-def boundary_line(boundary: Boundary) -> str:
-    return (
-        f"boundary {boundary.ids[0]} to {boundary.ids[-1]}, {boundary.searched}: {boundary.predicted} predicted, "
-        f"{boundary.true} ran, {boundary.smallest_that_died} ran out of memory"
     )

@@ -78,6 +78,11 @@ def is_compiled(row: Row) -> bool:
     return bool(re.search(r"torch\.compile|\bcompile,", row.notes)) or adopts(row, "+ compile")
 
 
+def offloads_activations(row: Row) -> bool:
+    """Return whether what layers save for the backward pass goes to the host."""
+    return "activations offloaded to cpu" in row.notes.lower() or adopts(row, "activation offloading")
+
+
 def adopts(row: Row, technique: str) -> bool:
     """Return whether a row of a cumulative table has a technique that an earlier row added."""
     text = row.notes.lower()

@@ -89,6 +89,21 @@ def largest_micro_batch(row: Row, prompts: Lengths, responses: Lengths, sequence
     return float(min(limit, prompts.longest + responses.longest) * sequences)
 
 
+def possible_micro_batches(
+    row: Row, prompts: Lengths, responses: Lengths, sequences: int, tokens: int, *, fills: bool
+) -> tuple[float, float]:
+    """Return the range of the largest micro-batch, around ``tokens``.
+
+    Without lengths, all samples may be of the mean length or of the maximum.
+    """
+    limit = row.max_total_len or (row.max_prompt_len or 0) + (row.max_response_len or 0)
+    is_fixed = bool(row.max_tokens_per_gpu and settings.is_packed(row)) or fills or settings.fills_limit(row)
+    if is_fixed or not limit or row.mean_response_len or row.mean_prompt_len or settings.data_lengths(row):
+        return tokens, tokens
+    mean = prompts.mean + responses.mean
+    return min(tokens, mean * sequences), max(tokens, float(limit) * sequences)
+
+
 def _reaches_limit(row: Row) -> bool:
     """Return whether the longest of a run's supervised samples is as long as the limit.
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.published import leave_one_out, memory
+from benchmarks.published import boundaries, leave_one_out, memory
 from benchmarks.published.cases import Case
 from benchmarks.published.leave_one_out import Errors, folds, weighted_quantile
 from rlflow.resources.planner.confidence import Kind, Verdict
@@ -65,7 +65,7 @@ def test_forks_are_left_out_together() -> None:
 
 def test_an_interval_that_was_searched_contains_the_truth() -> None:
     def error(predicted: int) -> float:
-        return memory.Boundary("a", ("x", "y"), "micro_batch_per_gpu", 8, 16, predicted).error
+        return boundaries.Boundary("a", ("x", "y"), "micro_batch_per_gpu", 8, 16, predicted).error
 
     assert error(8) == error(15) == 0
     assert error(18) == pytest.approx(18 / 15 - 1)

@@ -1,15 +1,17 @@
 """How rows of published runs become cases, and what they say of memory."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
-from benchmarks.published import memory
+from benchmarks.published import boundaries, memory
 from benchmarks.published.cards import further_models
 from benchmarks.published.cases import Case, Skipped, case_of
 from benchmarks.published.rows import Row, row_of
 from benchmarks.published.settings import sequences_per_sample
 from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.planner.confidence import Band, Verdict
 from rlflow.schema import parse
 
 SUPERVISED = {
@@ -224,15 +226,15 @@ def test_torch_does_not_count_the_process() -> None:
 def test_a_bound_is_kept_or_not() -> None:
     bound = judge(peak_mem_gb="50", peak_mem_kind="ci_upper_bound_max_device_used_gb")
     assert (bound.bound, bound.measured) == (50, None)
-    assert memory.figures([bound], [])["bounds_violated"] == 0
+    assert memory.figures([bound])["bounds_violated"] == 0
     low = judge(peak_mem_gb="5", peak_mem_kind="ci_upper_bound_max_device_used_gb")
-    assert memory.figures([low], [])["bounds_violated"] == 1
+    assert memory.figures([low])["bounds_violated"] == 1
 
 
 def test_outcomes() -> None:
     fits, died = judge(), judge(outcome="oom", n_gpus="1")
     missed = judge(outcome="oom")
-    figures = memory.figures([fits, died, missed], [])
+    figures = memory.figures([fits, died, missed])
     assert (figures["oom_recall"], figures["oom_rows"]) == (0.5, 2)
     assert (figures["false_oom_rate"], figures["working_rows"]) == (0, 1)
     contested = memory.judge([case(outcome="oom", notes="node count not stated")])[1]
@@ -259,13 +261,47 @@ def test_boundaries_are_searched_in_what_differs() -> None:
             id=f"b{size}",
             evidence="author_oom_bisect",
             micro_batch_per_gpu=str(size),
+            grad_ckpt="True",
             outcome="ok" if size < 96 else "oom",
         )
         for size in (32, 64, 96)
     ]
-    (found,) = memory.boundaries(series)
+    (found,) = boundaries.boundaries(series)
     assert (found.searched, found.true, found.smallest_that_died) == ("micro_batch_per_gpu", 64, 96)
-    largest = case(SAMPLED, micro_batch_per_gpu=str(found.predicted))
-    one_more = case(SAMPLED, micro_batch_per_gpu=str(found.predicted + 1))
+    largest, one_more = (
+        case(SAMPLED, micro_batch_per_gpu=str(found.predicted + more), grad_ckpt="True") for more in (0, 1)
+    )
     assert memory.predict(largest).fits
     assert not memory.predict(one_more).fits
+
+
+def test_rows_without_lengths_have_a_range() -> None:
+    """Sixteen samples may all be of the mean length or of the maximum, 2048; packed ones are of the maximum."""
+    least, most = case(micro_batch_per_gpu="16").token_range
+    assert least < case(micro_batch_per_gpu="16").train.micro_batch_tokens
+    assert most == 16 * 2048
+    assert case(micro_batch_per_gpu="16", notes="packing").token_range == (16 * 2048, 16 * 2048)
+    # Short samples would fit on one GPU with adapters, and 64 long ones would not.
+    unsure = memory.predict(case(micro_batch_per_gpu="64", n_gpus="1", n_nodes="1", sharding="zero2", lora_rank="8"))
+    assert unsure.verdict(Band(1, 1)) is Verdict.TIGHT
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"notes": "no flash attention on V100"}, "attention that keeps its scores"),
+        ({"notes": "128 GB unified CPU+GPU memory"}, "memory that the CPU shares"),
+        ({"source_path": "fixtures/pending/a.json"}, "held back by its authors"),
+    ],
+)
+def test_rows_that_say_nothing_about_the_model_of_memory(cells: dict[str, str], reason: str) -> None:
+    assert memory.unfit(case(**cells)) == reason
+
+
+def test_what_nvidia_smi_showed_beside_torch() -> None:
+    both = judge(peak_mem_gb="40", peak_mem_kind="torch max_memory_allocated GiB (nvidia-smi 52.5 GiB)")
+    assert (both.measured, both.whole_device) == (40, 52.5)
+    device = memory.comparable(both.case, both.prediction, "nvidia-smi")
+    assert device == pytest.approx(both.prediction.update_gib + both.prediction.cached)
+    full = replace(both.prediction, cached=1000.0)
+    assert memory.comparable(both.case, full, "nvidia-smi") == both.prediction.limit

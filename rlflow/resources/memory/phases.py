@@ -14,7 +14,7 @@ from rlflow.resources.memory.state import (
     MIXED_PRECISION,
     Stage,
     TrainingMemory,
-    layer_activations,
+    layer_bytes,
     persistent_buffers,
     pipeline_stages,
     sharded_parameters,
@@ -23,7 +23,7 @@ from rlflow.resources.memory.state import (
     total_gib,
 )
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.lora import Lora, adapter_inputs, adapter_parameters
+from rlflow.resources.models.lora import Lora, adapter_parameters
 
 # Memory that the driver reserves: torch's reports of exhausted memory give cards of 79.6 and 80 GiB 79.1 to 79.3.
 DRIVER_GIB = 0.5
@@ -110,8 +110,8 @@ def _moments(
     step.
     """
     per_rank = tokens / layout.sequence_parallel_size
-    layer, saved = _layer_bytes(model, layout, training, per_rank)
-    saved_activations = saved * stage.num_layers * stage.in_flight
+    layer, saved = layer_bytes(model, layout, training, per_rank)
+    saved_activations = 0.0 if training.offloads_activations else saved * stage.num_layers * stage.in_flight
     logits = per_rank * model.num_outputs / layout.tensor_parallel_size if stage.head else 0.0
     full = training.lora is None
     trained = 1.0 if full else 0.0
@@ -129,9 +129,10 @@ def _moments(
     if zero == 3 and training.live_parameters is None:
         ahead = 2 * stage.layer if shared else 0.0
         at_loss = 2 * stage.ends + ahead
-        # The layer, the one gathered ahead, its gradient in bf16 and in fp32 to be reduced, and the head's gradient.
-        in_layers = 2 * stage.ends + 2 * stage.layer + ahead + trained * (6 * stage.layer + 2 * stage.head)
-        at_ends = trained * 6 * stage.ends
+        # The layer, the one gathered ahead, its gradient in bf16 and once more to be reduced, and the head's gradient.
+        reducing = 2 + training.gradients
+        in_layers = 2 * stage.ends + 2 * stage.layer + ahead + trained * (reducing * stage.layer + 2 * stage.head)
+        at_ends = trained * reducing * stage.ends
     elif zero == 3:
         largest = 2 * max(stage.head, stage.ends - stage.head, 2 * stage.layer)
         live = 2 * min(whole, training.live_parameters or 0)
@@ -171,21 +172,6 @@ def _reduced_at_once(training: TrainingMemory, stage: Stage, zero: int) -> float
     # The experts of a layer are two tensors, one of them with two thirds of it.
     largest = max(stage.head, stage.ends - stage.head, stage.layer if stage.experts else 0.0) if widened else 0.0
     return min(max(training.bucket_elements, largest), stage.dense + stage.experts)
-
-
-def _layer_bytes(model: Architecture, layout: Layout, training: TrainingMemory, tokens: float) -> tuple[float, float]:
-    """Return a layer's bytes while its gradients are computed, and the bytes saved for it until then."""
-    tensor = layout.tensor_parallel_size
-    bytes_ = layer_activations(model, fused=training.fused_layers)
-    around = tensor if training.shards_norms else 1
-    everything = tokens * (bytes_.whole / around + bytes_.split / tensor)
-    if training.lora is not None:
-        everything += tokens * training.adapter_inputs * adapter_inputs(model, training.lora) / tensor
-    # The gradient that goes through the MLP's product.
-    gradient = tokens * 2 * model.mlp_width / tensor
-    if layout.gradient_checkpointing:
-        return everything + gradient, tokens * 2 * model.hidden_size / around
-    return gradient, everything
 
 
 def score_terms(
