@@ -4,6 +4,9 @@ BIN := .venv/bin
 # Three processes share the test files, since many tests wait. The slow ones come first (see tests/conftest.py).
 PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
+# The tests start hundreds of processes: each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test check soak lint
 
 demo: .venv/runtime
