@@ -155,7 +155,7 @@ def test_pins_that_contradict_themselves(wants: dict[str, Any], path: str, said:
 def test_what_sleeps_makes_room() -> None:
     """32 GiB of state a GPU beside an engine: on one host of 4 the engine's keys and values need the actor asleep."""
     demands = [demand("actor", SEVEN_B), demand("rollout", SEVEN_B)]
-    placed = place(demands, cluster(4), longest=8192, samples=2048)
+    placed = place(demands, cluster(4), longest=16384, samples=2048)
     assert placed is not None
     assert placed.roles["actor"].layout.sleeps
 
