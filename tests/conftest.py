@@ -187,8 +187,13 @@ _SLOW_FILE = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow\b", re.MULT
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave slow files out of ``make check`` before they are imported, which takes each process seconds."""
+    """Leave slow files out of ``make check`` before they are imported, which takes each process seconds.
+
+    Files that are named on the command line are collected: pytest then says which of their tests are left out.
+    """
     if collection_path.suffix != ".py" or "not slow" not in config.option.markexpr:
+        return None
+    if any(argument.partition("::")[0].endswith(".py") for argument in config.args):
         return None
     return _SLOW_FILE.search(collection_path.read_text()) is not None or None
 
