@@ -57,9 +57,9 @@ class Host(Section):
     labels: tuple[str, ...] = ()
     """Labels that a role may ask for."""
 
-    def has(self, label: str | None) -> bool:
-        """Return whether the host has a label; its kind of GPU counts as one. None matches every host."""
-        return label is None or label in self.labels or label == self.gpu
+    def has(self, label: str) -> bool:
+        """Return whether the host has a label; its kind of GPU counts as one."""
+        return label in self.labels or label == self.gpu
 
     @cached_property
     def usable(self) -> tuple[int, ...]:
@@ -82,10 +82,6 @@ class Cluster(Section):
         """Return the shortest ``HOSTSxGPUS@KIND`` text that describes the hosts in order."""
         runs = [(len(list(run)), *like) for like, run in groupby(self.hosts, lambda host: (host.gpus, host.gpu))]
         return "+".join(f"{count}x{gpus}@{gpu}" for count, gpus, gpu in runs)
-
-    def hosts_with(self, label: str | None) -> tuple[Host, ...]:
-        """Return the hosts with a label or kind of GPU; None: all hosts."""
-        return tuple(host for host in self.hosts if host.has(label))
 
     def memory_gib(self, host: Host) -> float | None:
         """Return the memory of each of the host's GPUs."""

@@ -70,6 +70,11 @@ class Layout:
         return self.data_parallel_size * self.model_parallel_size * self.sequence_parallel_size
 
     @property
+    def group_size(self) -> int:
+        """Return the number of GPUs of a group that must be inside one host."""
+        return self.tensor_parallel_size * self.sequence_parallel_size
+
+    @property
     def model_parallel_size(self) -> int:
         """Return the number of GPUs that hold one copy of the weights, however its state is sharded."""
         return self.tensor_parallel_size * self.pipeline_parallel_size

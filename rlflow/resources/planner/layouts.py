@@ -55,17 +55,31 @@ def _cautious_seconds(choice: RoleChoice) -> float:
 
 
 def _sequence_layouts(demand: Demand, policy: PoolPolicy, pool: Pool) -> Iterator[Layout | Shortage]:
-    """Yield layouts with sequence parallelism in powers of two that divide the heads and fit a host (Jacobs et al.
-
-    2023).
-    """
+    """Yield layouts with each sequence parallelism that divides the heads and fits a host (Jacobs et al. 2023)."""
     static = base_layout(demand, policy, pool)
     pinned = demand.pinned("sequence_parallel_size")
-    most = min(pool.largest_group, pool.gpus)
-    sizes = [pinned] if pinned else [2**n for n in range(10) if 2**n <= most and demand.shares_heads(2**n)]
+    sizes = [pinned] if pinned else _group_sizes(demand, min(pool.largest_group, pool.gpus))
     for size in sizes if demand.architecture else sizes[:1]:
-        groups = pool.groups(static.tensor_parallel_size * size) // static.pipeline_parallel_size
-        yield with_data_parallel_size(demand, pool, replace(static, sequence_parallel_size=size), groups)
+        stages = _stages(demand, static.tensor_parallel_size * size) or static.pipeline_parallel_size
+        layout = replace(static, sequence_parallel_size=size, pipeline_parallel_size=stages)
+        yield with_data_parallel_size(demand, pool, layout, pool.groups(layout.group_size) // stages)
+
+
+def _group_sizes(demand: Demand, most: int) -> list[int]:
+    """Return the sizes of groups that can share the heads: powers of two, and divisors of a pinned number of GPUs."""
+    gpus = demand.pinned("gpus")
+    sizes = {2**n for n in range(most.bit_length())} | {n for n in range(1, most + 1) if gpus and gpus % n == 0}
+    return [size for size in sorted(sizes) if size <= most and demand.shares_heads(size)]
+
+
+def _stages(demand: Demand, group: int) -> int | None:
+    """Return the pipeline stages that follow from pinned GPUs and copies for groups of a size; None: any."""
+    gpus, copies = demand.pinned("gpus"), demand.pinned("data_parallel_size")
+    is_open = demand.pinned("pipeline_parallel_size") is None
+    if gpus is None or copies is None or not is_open or gpus % (copies * group):
+        return None
+    stages = gpus // (copies * group)
+    return stages if demand.architecture is None or stages <= demand.architecture.num_hidden_layers else None
 
 
 def with_data_parallel_size(demand: Demand, pool: Pool, layout: Layout, groups: int) -> Layout | Shortage:
@@ -183,10 +197,13 @@ def _engines(
 ) -> Iterator[RoleChoice | Shortage]:
     """Yield the choices of a role that generates: tensor parallelism, and pipeline stages if a host is too small."""
     pinned_stages = demand.pinned("pipeline_parallel_size")
+    sequence = demand.pinned("sequence_parallel_size") or 1
     sizes = _tensor_sizes(demand, pool)
     fits = False
     for size in sizes:
-        one = _engine(demand, tasks, policy, pool, available, size, pinned_stages or 1)
+        one = _engine(
+            demand, tasks, policy, pool, available, size, pinned_stages or _stages(demand, size * sequence) or 1
+        )
         fits = fits or isinstance(one, RoleChoice)
         yield one
     if not fits and pinned_stages is None:
@@ -194,12 +211,10 @@ def _engines(
 
 
 def _tensor_sizes(demand: Demand, pool: Pool) -> list[int]:
-    """Return the pinned size, or the powers of two that divide the heads and fit a host."""
+    """Return the pinned size, or those that divide the heads and fit a host."""
     if (pinned := demand.pinned("tensor_parallel_size")) is not None:
         return [pinned]
-    if demand.architecture is None:
-        return [1]
-    return [2**n for n in range(10) if 2**n <= pool.largest_group and demand.shares_heads(2**n)]
+    return _group_sizes(demand, pool.largest_group) if demand.architecture else [1]
 
 
 def _engine(
@@ -207,6 +222,7 @@ def _engine(
 ) -> RoleChoice | Shortage:
     tokens = demand.pins.micro_batch_tokens
     serves = "tensor" in demand.parallel
+    sequence = demand.pinned("sequence_parallel_size") or 1
     eager = not pool.counts_memory if demand.pins.eager == "auto" else demand.pins.eager
     layout = with_data_parallel_size(
         demand,
@@ -214,11 +230,12 @@ def _engine(
         Layout(
             tensor_parallel_size=tensor,
             pipeline_parallel_size=stages,
+            sequence_parallel_size=sequence,
             micro_batch_tokens=CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens,
             eager=eager if serves else None,
             sleeps=pool.shared and serves and pool.counts_memory,
         ),
-        pool.groups(tensor) // stages,
+        pool.groups(tensor * sequence) // stages,
     )
     if isinstance(layout, Shortage):
         return layout

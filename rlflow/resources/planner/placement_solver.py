@@ -1,38 +1,38 @@
-"""The exact placement of pools on hosts, in whole units.
+"""The exact placement of pools on hosts: how many GPUs of each host each pool gets.
 
-A pool's unit is a group of GPUs inside one host. The goal is lexicographic: most units for the pool that takes what is
-left, then fewest (pool, host) pairs, then earlier hosts.
+A pool asks for a number of GPUs that contain groups, each inside one host. The goal is lexicographic: as many of the
+groups that are of use as possible, for the pools of a given size before the pool that takes what is left; then fewest
+(pool, host) pairs; then earlier hosts.
 
-There are three methods, from the cheapest. One pool is counted. A few pools on a few hosts are a dynamic programme over
-the hosts. Anything larger is an integer programme, whose size does not grow with the hosts, since equal hosts are
-counted, not told apart. It rests on this argument: call what one host gives to pools of one unit a slot. Where two
-pools meet in two slots, a unit of one pool can be exchanged for a unit of the other until one pair is gone, and longer
-cycles can be resolved in the same way. In the best answer pools and slots form a forest, so of n pools with the same
-unit at most n - 1 slots are shared. All other slots have one pool each, and only their number of each size matters.
+There are two methods. The first places one pool after another, in a few orders, and compares with what each pool would
+get if it were alone. No placement is better than one that reaches these bounds, and nearly all do. Anything else is an
+integer programme, whose size does not grow with the hosts, since equal hosts are counted, not told apart. It counts for
+each pool and kind of host on how many such hosts the pool has g GPUs, and packs these parts into hosts as a cutting
+stock problem: a host is a path from 0 to the number of its GPUs, whose steps are parts (Valerio de Carvalho 1999). Two
+parts of one pool may meet on a host, which is as if they were one larger part: it contains at least as many groups.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, product
-from math import prod
+from itertools import accumulate, permutations, product
 from typing import TYPE_CHECKING
 
-from rlflow.resources.cluster import Cluster
+from rlflow.resources.cluster import Cluster, Host
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, CpSolver, IntVar, LinearExprT
 
-# The most options for the dynamic programme, which then takes less time than importing the solver.
-_FEW = 50_000
 # A safeguard in the solver's own unit of time, which does not depend on the machine and is about a second.
 _LIMIT = 20.0
+# Up to so many pools are placed in every order.
+_ALL_ORDERS = 4
 
 Counts = list[tuple[int, ...]]
-"""The units of each pool on each host."""
+"""The GPUs of each pool on each host."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,20 @@ class PoolRequest:
     """The GPUs that a pool needs."""
 
     name: str
-    unit: int
-    """GPUs of the largest group that must be inside one host."""
-    units: int | None
-    """The number of units; None: as many as possible, and at least one."""
-    label: str | None = None
-    """Use only hosts with this label."""
+    gpus: int | None
+    """The number of GPUs; None: any number that contains its groups."""
+    size: int = 1
+    """GPUs of its largest group that must be inside one host."""
+    groups: int | None = None
+    """How many groups of that size are of use; None: as many as possible. Fewer do where hosts hold fewer."""
+    needs: tuple[tuple[int, int], ...] = ()
+    """Groups that its GPUs must contain: the size of each, and how many. Groups of different sizes may overlap."""
+    labels: frozenset[str] = frozenset()
+    """Use only hosts with all of these labels."""
+
+    def may_use(self, host: Host) -> bool:
+        """Return whether the pool may have GPUs of the host."""
+        return all(host.has(label) for label in self.labels)
 
 
 @dataclass(frozen=True)
@@ -56,244 +64,235 @@ class _Room:
     allowed: tuple[bool, ...]
     """For each pool, whether it may use the host."""
 
-    def units(self, pools: Sequence[PoolRequest], index: int) -> int:
-        """Return how many of the pool's units the empty host holds."""
-        return self.gpus // pools[index].unit if self.allowed[index] else 0
 
+def place_pools(pools: Sequence[PoolRequest], cluster: Cluster) -> Counts | None:
+    """Return the GPUs of each pool on each host of the cluster; None if impossible.
 
-def place_pools(pools: Sequence[PoolRequest], cluster: Cluster) -> list[list[tuple[str, tuple[int, ...]]]] | None:
-    """Return for each pool its (host, GPU ids) in the order of hosts, with the ids unit after unit; None if impossible.
-
-    At most one pool may leave its units open. The same pools in another order get the same GPUs. If the solver reaches
-    its limit, which is generous, the best solution so far is used.
+    At most one pool may take as many groups as possible. The same pools in another order get the same GPUs. If the
+    solver reaches its limit, which is generous, the best solution so far is used.
     """
-    ordered = sorted(pools, key=lambda pool: (pool.units is None, pool.name))
     assert len({pool.name for pool in pools}) == len(pools), "names tell pools apart"
-    assert all(pool.units is not None for pool in ordered[:-1]), "one pool at most is open"
-    rooms = [_Room(len(host.usable), tuple(host.has(pool.label) for pool in ordered)) for host in cluster.hosts]
-    counts = _count(ordered, rooms)
-    if counts is None:
+    order = sorted(range(len(pools)), key=lambda index: (pools[index].groups is None, pools[index].name))
+    ordered = [pools[index] for index in order]
+    assert all(pool.groups is not None for pool in ordered[:-1]), "one pool at most takes what is left"
+    rooms = [_Room(len(host.usable), tuple(pool.may_use(host) for pool in ordered)) for host in cluster.hosts]
+    bounds = [_bound(ordered, index, rooms) for index in range(len(ordered))]
+    if any(bound is None for bound in bounds) or sum(pool.gpus or 0 for pool in ordered) > sum(r.gpus for r in rooms):
         return None
-    shares: dict[str, list[tuple[str, tuple[int, ...]]]] = {pool.name: [] for pool in pools}
+    counts = _one_by_one(ordered, rooms, [bound for bound in bounds if bound])
+    counts = counts or _solve_integer_programme(ordered, rooms)
+    places = [order.index(index) for index in range(len(pools))]
+    return [tuple(taken[place] for place in places) for taken in counts] if counts is not None else None
+
+
+def gpu_ids(pools: Sequence[PoolRequest], cluster: Cluster, counts: Counts) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """Return for each pool its (host, GPU ids) in the order of hosts, with the ids group after group."""
+    shares: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in pools]
+    largest_first = sorted(range(len(pools)), key=lambda index: (-pools[index].size, pools[index].name))
     for host, taken in zip(cluster.hosts, counts, strict=True):
         free = list(host.usable)
-        for pool, units in sorted(zip(ordered, taken, strict=True), key=lambda each: (-each[0].unit, each[0].name)):
-            if units:
-                groups = sorted(_take(free, pool.unit) for _ in range(units))
-                shares[pool.name].append((host.name, tuple(gpu for group in groups for gpu in group)))
-    return [shares[pool.name] for pool in pools]
+        groups = {
+            index: sorted(_take(free, pools[index].size) for _ in range(taken[index] // pools[index].size))
+            for index in largest_first
+        }
+        for index in largest_first:
+            groups[index].append(_take(free, taken[index] % pools[index].size))
+            if taken[index]:
+                shares[index].append((host.name, tuple(gpu for group in groups[index] for gpu in group)))
+    return shares
 
 
-def _take(free: list[int], unit: int) -> list[int]:
-    """Take a group out of ``free``: neighbours from a multiple of the unit, else neighbours, else the first."""
-    starts = [gpu for gpu in free if set(range(gpu, gpu + unit)) <= set(free)]
-    start = min(starts, key=lambda gpu: (gpu % unit > 0, gpu), default=None)
-    group = free[:unit] if start is None else list(range(start, start + unit))
+def _take(free: list[int], size: int) -> list[int]:
+    """Take a group out of ``free``: neighbours from a multiple of its size, else neighbours, else the first."""
+    starts = [gpu for gpu in free if set(range(gpu, gpu + size)) <= set(free)]
+    start = min(starts, key=lambda gpu: (gpu % max(1, size) > 0, gpu), default=None)
+    group = free[:size] if start is None else list(range(start, start + size))
     for gpu in group:
         free.remove(gpu)
     return group
 
 
-def _count(pools: Sequence[PoolRequest], rooms: Sequence[_Room]) -> Counts | None:
-    if len(pools) == 1:
-        return _one_pool([room.units(pools, 0) for room in rooms], pools[0].units)
-    states = prod((pool.units or 0) + 1 for pool in pools)
-    options = sum(prod(room.units(pools, i) + 1 for i, pool in enumerate(pools) if pool.units) for room in rooms)
-    return _host_by_host(pools, rooms) if states * options <= _FEW else _solve_integer_programme(pools, rooms)
+def _bound(pools: Sequence[PoolRequest], index: int, rooms: Sequence[_Room]) -> tuple[int, int] | None:
+    """Return the most groups of use, and the fewest hosts that hold them, if others take no more than they must.
 
-
-def _one_pool(most: Sequence[int], wanted: int | None) -> Counts | None:
-    """Place one pool. ``most`` has the units that each host holds."""
-    missing = sum(most) if wanted is None else wanted
-    if missing > sum(most) or (wanted is None and missing == 0):
+    None where the pool does not even fit alone.
+    """
+    pool, mine = pools[index], [room.gpus for room in rooms if room.allowed[index]]
+    if any(sum(gpus // size for gpus in mine) < number for size, number in pool.needs) or sum(mine) < (pool.gpus or 0):
         return None
-    counts: Counts = []
-    for index, units in enumerate(most):
-        taken, later = min(units, missing), most[index + 1 :]
-        if _fewest(later, missing - taken) + 1 > _fewest(later, missing):
-            taken = 0
-        counts.append((taken,))
-        missing -= taken
-    return counts
+    others = sum(other.gpus or 0 for other in pools) - (pool.gpus or 0)
+    left = sum(mine) - max(0, others - sum(room.gpus for room in rooms if not room.allowed[index]))
+    groups = min(sum(gpus // pool.size for gpus in mine), (left if pool.gpus is None else pool.gpus) // pool.size)
+    if pool.groups is not None:
+        groups = min(groups, pool.groups)
+    wanted = [(pool.size, groups), *pool.needs, *([(1, pool.gpus)] if pool.gpus is not None else [])]
+    return groups, max(_fewest([gpus // size for gpus in mine], number) for size, number in wanted)
 
 
 def _fewest(most: Sequence[int], wanted: int) -> int:
-    """Return the fewest hosts that hold so many units; one more than there are if all together do not."""
+    """Return the fewest hosts that hold so many; one more than there are if all together do not."""
     return bisect_left(list(accumulate(sorted(most, reverse=True), initial=0)), wanted)
 
 
-def _host_by_host(pools: Sequence[PoolRequest], rooms: Sequence[_Room]) -> Counts | None:
-    """Solve from the last host to the first: for whatever is still missing, find the best way from there on."""
-    rest = pools[-1] if pools and pools[-1].units is None else None
-    wanted = tuple(pool.units for pool in pools if pool.units is not None)
-    # (units of the open pool, minus the pairs, this host's units)
-    best: list[dict[tuple[int, ...], tuple[int, int, tuple[int, ...]]]] = [{(0,) * len(wanted): (0, 0, ())}]
-    for room in reversed(rooms):
-        after, here = best[-1], {}
-        for missing in product(*(range(units + 1) for units in wanted)):
-            options = []
-            for counts, left in _fillings(pools, room, missing):
-                then = after.get(tuple(m - c for m, c in zip(missing, counts, strict=False)))
-                if then is not None:
-                    gained = left // rest.unit if rest and room.allowed[-1] else 0
-                    taken = (*counts, gained) if rest else counts
-                    options.append((then[0] + gained, then[1] - sum(units > 0 for units in taken), taken))
-            if options:
-                here[missing] = max(options)
-        best.append(here)
-    found = best[-1].get(wanted)
-    if found is None or (rest and found[0] == 0):
-        return None
-    result: Counts = []
-    for table in reversed(best[1:]):
-        result.append(table[wanted][2])
-        wanted = tuple(m - c for m, c in zip(wanted, result[-1], strict=False))
-    return result
+def _one_by_one(
+    pools: Sequence[PoolRequest], rooms: Sequence[_Room], bounds: Sequence[tuple[int, int]]
+) -> Counts | None:
+    """Place one pool after another; None unless all get as many groups on as few hosts as each would alone."""
+    for order, tight in product(_orders(pools, rooms), (False, True)):
+        left = [room.gpus for room in rooms]
+        taken = [[0] * len(pools) for _ in rooms]
+        for index in order:
+            usable = [gpus if room.allowed[index] else 0 for gpus, room in zip(left, rooms, strict=True)]
+            mine = _alone(pools[index], usable, tight=tight)
+            groups = sum(gpus // pools[index].size for gpus in mine)
+            if (groups, sum(gpus > 0 for gpus in mine)) != bounds[index] or not _contains(pools[index], mine):
+                break
+            for host, gpus in enumerate(mine):
+                taken[host][index] = gpus
+                left[host] -= gpus
+        else:
+            return [tuple(counts) for counts in taken]
+    return None
 
 
-def _fillings(
-    pools: Sequence[PoolRequest], room: _Room, missing: Sequence[int]
-) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield every (units of each pinned pool on this host, GPUs left over)."""
-    most = [min(units, room.units(pools, index)) for index, units in enumerate(missing)]
-    for counts in product(*(range(units + 1) for units in most)):
-        left = room.gpus - sum(units * pool.unit for units, pool in zip(counts, pools, strict=False))
-        if left >= 0:
-            yield counts, left
+def _orders(pools: Sequence[PoolRequest], rooms: Sequence[_Room]) -> Iterator[tuple[int, ...]]:
+    """Yield orders of the pools, the most promising first. The pool that takes what is left is always the last."""
+    hosts = [sum(room.allowed[index] for room in rooms) for index in range(len(pools))]
+    given = [index for index, pool in enumerate(pools) if pool.groups is not None]
+    given.sort(key=lambda index: (hosts[index], -pools[index].size, -(pools[index].gpus or 0)))
+    last = [index for index, pool in enumerate(pools) if pool.groups is None]
+    for order in permutations(given) if len(given) <= _ALL_ORDERS else [tuple(given), tuple(given[::-1])]:
+        yield (*order, *last)
 
 
-_Alike = tuple[_Room, int]  # and how many there are
-_Slot = tuple[int, int]  # the kind of host, that is its place among the alike, and how many units it gives
+def _alone(pool: PoolRequest, most: Sequence[int], *, tight: bool) -> list[int]:
+    """Return the GPUs of one pool on each host, of at most ``most``: all groups of use, on few hosts."""
+    mine = [0] * len(most)
+    missing = sum(gpus // pool.size for gpus in most)
+    if pool.gpus is not None:
+        missing = min(missing, pool.gpus // pool.size)
+    if pool.groups is not None:
+        missing = min(missing, pool.groups)
+    _fill(mine, most, pool.size, missing, tight=tight)
+    if pool.gpus is not None:
+        extra = pool.gpus - sum(mine)
+        for host in range(len(most)):  # first on hosts that it uses anyway
+            if mine[host]:
+                more = min(extra, most[host] - mine[host])
+                mine[host] += more
+                extra -= more
+        _fill(mine, most, 1, extra, tight=tight)
+    return mine
+
+
+def _fill(mine: list[int], most: Sequence[int], size: int, missing: int, *, tight: bool) -> None:
+    """Add groups on hosts that the pool does not use, those with most room first.
+
+    The last host is the earliest with enough room; ``tight``: the one with the least room of those.
+    """
+    free = [host for host in range(len(most)) if not mine[host] and most[host] >= size]
+    for host in sorted(free, key=lambda host: (-(most[host] // size), most[host])):
+        if most[host] // size >= missing:
+            break
+        mine[host] = most[host] // size * size
+        missing -= most[host] // size
+    if missing > 0:
+        fits = [host for host in free if not mine[host] and most[host] // size >= missing]
+        if fits:
+            mine[min(fits, key=lambda host: most[host]) if tight else fits[0]] = missing * size
+
+
+def _contains(pool: PoolRequest, mine: Sequence[int]) -> bool:
+    """Return whether GPUs on hosts are as many as the pool asks for, and contain the groups that it needs."""
+    enough = all(sum(gpus // size for gpus in mine) >= number for size, number in pool.needs)
+    return enough and pool.gpus in (None, sum(mine))
 
 
 @dataclass(frozen=True)
-class _Family:
-    """The pools with one unit. Its lists of variables are meant to be summed."""
+class _Kind:
+    """Equal hosts, and the parts of pools on them."""
 
-    unit: int
-    alone: dict[int, dict[_Slot, IntVar]]
-    """For each pool, the number of slots that it has to itself."""
-    shared: list[tuple[dict[_Slot, IntVar], dict[int, IntVar]]]
-    """For each shared slot: which slot it is, and the units of each pool in it."""
-    pairs: dict[int, list[IntVar]]
-    """The hosts of each pool."""
-
-    def units(self, index: int) -> LinearExprT:
-        alone = sum(n * number for (_, n), number in self.alone[index].items())
-        return alone + sum(parts[index] for _, parts in self.shared)
-
-    def filled(self, slot: _Slot) -> LinearExprT:
-        return sum(
-            slots[slot] for slots in (*self.alone.values(), *(which for which, _ in self.shared)) if slot in slots
-        )
-
-
-def _family(model: CpModel, unit: int, pools: Sequence[PoolRequest], alike: Sequence[_Alike]) -> _Family:
-    slots = [(kind, n) for kind, (room, _) in enumerate(alike) for n in range(1, room.gpus // unit + 1)]
-    alone = {
-        index: {slot: model.new_int_var(0, alike[slot[0]][1], "") for slot in slots if alike[slot[0]][0].allowed[index]}
-        for index, pool in enumerate(pools)
-        if pool.unit == unit
-    }
-    family = _Family(unit, alone, [], {index: list(numbers.values()) for index, numbers in alone.items()})
-    largest = max((n for _, n in slots), default=0)
-    sizes = []
-    for _ in range(len(alone) - 1 if largest > 1 else 0):
-        which = {slot: model.new_bool_var("") for slot in slots if slot[1] > 1}
-        parts = {index: model.new_int_var(0, largest - 1, "") for index in alone}
-        insides = {index: model.new_bool_var("") for index in alone}
-        model.add(sum(insides.values()) >= 2 * sum(which.values()))
-        for index, inside in insides.items():
-            family.pairs[index].append(inside)
-            model.add(parts[index] >= inside)
-            model.add(parts[index] <= (largest - 1) * inside)
-            for slot, chosen in which.items():
-                if slot not in alone[index]:
-                    model.add_implication(chosen, ~inside)
-        sizes.append(sum(n * chosen for (_, n), chosen in which.items()))
-        model.add_at_most_one(which.values())
-        model.add(sum(parts.values()) == sizes[-1])
-        family.shared.append((which, parts))
-    for larger, smaller in pairwise(sizes):  # nothing else tells them apart
-        model.add(larger >= smaller)
-    return family
+    room: _Room
+    hosts: int
+    parts: dict[tuple[int, int], IntVar]
+    """For each pool and number of GPUs, on how many of these hosts the pool has so many."""
+    steps: dict[tuple[int, int], IntVar]
+    """For each first GPU and number of GPUs, how many of these hosts are cut so."""
 
 
 def _solve_integer_programme(pools: Sequence[PoolRequest], rooms: Sequence[_Room]) -> Counts | None:
-    """Find how many hosts of each kind are cut in which way, and what fills the slots."""
+    """Find how many hosts of each kind are cut in which way, and what each pool gets of the parts."""
     from ortools.sat.python import cp_model
 
-    model = cp_model.CpModel()
-    alike = list(Counter(rooms).items())
-    families = [_family(model, unit, pools, alike) for unit in sorted({pool.unit for pool in pools}, reverse=True)]
-    # Of each kind, the hosts that are cut into so many units of each family.
-    units = [family.unit for family in families]
-    cuts = [{cut: model.new_int_var(0, number, "") for cut in _cuts(room.gpus, units)} for room, number in alike]
-    late: list[LinearExprT] = []
-    for kind, (room, number) in enumerate(alike):
-        model.add(sum(cuts[kind].values()) == number)
-        for place, family in enumerate(families):
-            for n in range(1, room.gpus // family.unit + 1):
-                filled = family.filled((kind, n))
-                model.add(filled == sum(hosts for cut, hosts in cuts[kind].items() if cut[place] == n))
-                late += [kind * n * family.unit * filled] if kind else []
-    goals: list[LinearExprT] = [sum(pair for family in families for pairs in family.pairs.values() for pair in pairs)]
+    model, solver = cp_model.CpModel(), cp_model.CpSolver()
+    solver.parameters.num_workers, solver.parameters.random_seed = 1, 0
+    solver.parameters.linearization_level, solver.parameters.max_deterministic_time = 2, _LIMIT
+    kinds = [_kind(model, room, hosts) for room, hosts in Counter(rooms).items()]
+    gained: list[IntVar] = []
     for index, pool in enumerate(pools):
-        family = families[units.index(pool.unit)]
-        got = family.units(index)
-        goals = [-got, *goals] if pool.units is None else goals
-        model.add(got >= 1 if pool.units is None else got == pool.units)
-        # It follows from the rest, and is what bounds the search.
-        fewest = _fewest([room.units(pools, index) for room in rooms], 1 if pool.units is None else pool.units)
-        model.add(sum(family.pairs[index]) >= fewest)
-
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
-    solver.parameters.linearization_level = 2
-    solver.parameters.max_deterministic_time = _LIMIT
+        if pool.gpus is not None:
+            model.add(_groups(kinds, index, 1) == pool.gpus)
+        for size, number in pool.needs:
+            model.add(_groups(kinds, index, size) >= number)
+        most = sum(kind.room.gpus // pool.size * kind.hosts for kind in kinds)
+        gained.append(model.new_int_var(0, most if pool.groups is None else min(most, pool.groups), ""))
+        model.add(gained[-1] <= _groups(kinds, index, pool.size))
+    given = [pool.size * got for pool, got in zip(pools, gained, strict=True) if pool.groups is not None]
+    goals: list[LinearExprT] = [-sum(given)] if given else []
+    goals += [-got for pool, got in zip(pools, gained, strict=True) if pool.groups is None]
+    goals.append(sum(hosts for kind in kinds for hosts in kind.parts.values()))
+    if len(kinds) > 1:
+        goals.append(
+            sum(place * gpus * hosts for place, kind in enumerate(kinds) for (_, gpus), hosts in kind.parts.items())
+        )
     counts: Counts | None = None
-    for goal in [*goals, *([sum(late)] if late else [])]:
+    for goal in goals:
         model.minimize(goal)
         if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             break
-        counts = _read(solver, families, cuts, rooms)
+        counts = _read(solver, kinds, rooms)
         model.add(goal == solver.value(goal))
     return counts
 
 
-def _cuts(gpus: int, units: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to cut GPUs into units; some GPUs may be left over."""
-    if not units:
-        yield ()
-        return
-    for n in range(gpus // units[0] + 1):
-        for others in _cuts(gpus - n * units[0], units[1:]):
-            yield (n, *others)
+def _kind(model: CpModel, room: _Room, hosts: int) -> _Kind:
+    pools = [index for index, allowed in enumerate(room.allowed) if allowed]
+    sizes = range(1, room.gpus + 1)
+    parts = {(index, gpus): model.new_int_var(0, hosts, "") for index in pools for gpus in sizes}
+    steps = {
+        (first, gpus): model.new_int_var(0, hosts, "")
+        for first in range(room.gpus)
+        for gpus in range(1, room.gpus - first + 1)
+    }
+    for gpus in sizes:
+        cut = sum(number for (_, step), number in steps.items() if step == gpus)
+        model.add(sum(parts[index, gpus] for index in pools) == cut)
+    for first in range(room.gpus):
+        arriving = sum(number for (start, gpus), number in steps.items() if start + gpus == first) if first else hosts
+        model.add(sum(number for (start, _), number in steps.items() if start == first) <= arriving)
+    return _Kind(room, hosts, parts, steps)
 
 
-def _read(
-    solver: CpSolver, families: Sequence[_Family], cuts: Sequence[dict[tuple[int, ...], IntVar]], rooms: Sequence[_Room]
-) -> Counts:
-    """Return the units of each pool on each host.
+def _groups(kinds: Sequence[_Kind], pool: int, size: int) -> LinearExprT:
+    """Return how many groups of a size the pool's GPUs contain."""
+    return sum(gpus // size * hosts for kind in kinds for (index, gpus), hosts in kind.parts.items() if index == pool)
 
-    Among equal hosts, the earlier ones have more of the earlier pools.
-    """
-    filled: dict[tuple[int, _Slot], list[dict[int, int]]] = defaultdict(list)
-    for place, family in enumerate(families):
-        for index, numbers in family.alone.items():
-            for slot, number in numbers.items():
-                filled[place, slot] += [{index: slot[1]}] * solver.value(number)
-        for which, parts in family.shared:
-            for slot, chosen in which.items():
-                if solver.value(chosen):
-                    filled[place, slot].append({index: solver.value(units) for index, units in parts.items()})
-    hosts: dict[_Room, Counts] = {}
-    for kind, room in enumerate(dict.fromkeys(rooms)):
+
+def _read(solver: CpSolver, kinds: Sequence[_Kind], rooms: Sequence[_Room]) -> Counts:
+    """Return the GPUs of each pool on each host. Of equal hosts, the earlier ones have more of the earlier pools."""
+    found: dict[_Room, Counts] = {}
+    for kind in kinds:
+        steps = Counter({step: solver.value(number) for step, number in kind.steps.items()})
+        parts: dict[int, list[int]] = {}
+        for (index, gpus), number in kind.parts.items():
+            parts.setdefault(gpus, []).extend([index] * solver.value(number))
         contents = []
-        for cut in (cut for cut, number in cuts[kind].items() for _ in range(solver.value(number))):
-            slots = [filled[place, (kind, n)].pop() for place, n in enumerate(cut) if n]
-            units = {index: n for slot in slots for index, n in slot.items()}
-            contents.append(tuple(units.get(index, 0) for index in range(len(room.allowed))))
-        hosts[room] = sorted(contents)
-    return [hosts[room].pop() for room in rooms]
+        for _ in range(kind.hosts):
+            taken, first = [0] * len(kind.room.allowed), 0
+            while step := next((step for step in steps if step[0] == first and steps[step] > 0), None):
+                steps[step] -= 1
+                first += step[1]
+                taken[parts[step[1]].pop()] += step[1]
+            contents.append(tuple(taken))
+        found[kind.room] = sorted(contents)
+    return [found[room].pop() for room in rooms]

@@ -1,7 +1,8 @@
 """A pool: roles that share GPUs, the hosts they may use, what each role chooses, and what it holds while idle."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 
 from rlflow.errors import PlacementError
@@ -38,12 +39,12 @@ class HostSet:
         """Return the memory of each GPU that a plan may use."""
         return usable_gib(self.memory_gib) if self.memory_gib is not None else float("inf")
 
-    @property
+    @cached_property
     def num_gpus(self) -> int:
         """Return the number of usable GPUs."""
         return sum(len(host.usable) for host in self.hosts)
 
-    @property
+    @cached_property
     def largest_host(self) -> int:
         """Return the number of usable GPUs of the largest host."""
         return max(len(host.usable) for host in self.hosts)
@@ -53,15 +54,16 @@ class HostSet:
         return sum(len(host.usable) // size for host in self.hosts)
 
 
-def select_hosts(cluster: Cluster, label: str | None, calibration: Calibration) -> HostSet:
-    """Return the hosts with a label. Raises PlacementError when there are none, or when figures are missing."""
-    labelled = cluster.hosts_with(label)
+def select_hosts(cluster: Cluster, labels: Collection[str], calibration: Calibration) -> HostSet:
+    """Return the hosts with all labels. Raises PlacementError when there are none, or when figures are missing."""
+    labelled = [host for host in cluster.hosts if all(host.has(label) for label in labels)]
+    named = ("label " if len(labels) == 1 else "labels ") + " and ".join(f"'{label}'" for label in sorted(labels))
     if not labelled:
         names = sorted({name for host in cluster.hosts for name in (*host.labels, host.gpu)})
-        raise PlacementError("label", f"no host has the label '{label}'", known=names)
+        raise PlacementError("label", f"no host has the {named}", known=names)
     hosts = tuple(host for host in labelled if host.usable)
     if not hosts:
-        raise PlacementError("label", f"the hosts with the label '{label}' are reserved, or have no free GPU")
+        raise PlacementError("label", f"the hosts with the {named} are reserved, or have no free GPU")
     kinds = {host.gpu for host in hosts}
     speeds = [
         gpu_speed(

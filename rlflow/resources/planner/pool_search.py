@@ -38,7 +38,12 @@ class PoolUse:
     @property
     def unit(self) -> int:
         """Return the size of the largest group that must be inside one host."""
-        return max(max(c.layout.tensor_parallel_size, c.layout.sequence_parallel_size) for c in self.choices.values())
+        return max(choice.layout.group_size for choice in self.choices.values())
+
+    @property
+    def num_gpus(self) -> int:
+        """Return the number of GPUs that at least one role uses."""
+        return max(choice.layout.num_gpus for choice in self.choices.values())
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -6,13 +6,13 @@ from math import ceil, floor
 
 from rlflow.resources.memory.phases import score_terms, update_terms
 from rlflow.resources.memory.state import Terms
+from rlflow.resources.planner.candidate import Candidate, RejectedCandidate, describe_pools
 from rlflow.resources.planner.confidence import TIME_BAND, Margin, Verdict
 from rlflow.resources.planner.data_placement import DataPrediction, predict_data
 from rlflow.resources.planner.layouts import largest_micro_batch
 from rlflow.resources.planner.pool import RoleChoice, host_memory, sync_memory
 from rlflow.resources.planner.risks import plan_risks
 from rlflow.resources.planner.search import Search, SearchResult
-from rlflow.resources.planner.sharing import Candidate, RejectedCandidate, describe_pools
 from rlflow.resources.planner.warnings import plan_warnings
 from rlflow.resources.workload import Task
 

@@ -1,15 +1,12 @@
 """Ways for roles to share GPUs: which roles form a pool, and how many GPUs each pool may have."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 
 from rlflow.errors import PlacementError
 from rlflow.resources.demand import Demand
-from rlflow.resources.planner.confidence import Margin
-from rlflow.resources.planner.pool import RoleChoice, Shortage
-from rlflow.resources.planner.pool_search import PoolUse
-from rlflow.resources.planner.simulate import Schedule
 
 Partition = tuple[tuple[str, ...], ...]
 """The pools, each with its roles, sorted."""
@@ -42,14 +39,7 @@ def sharing_partitions(demands: Sequence[Demand]) -> list[Partition]:
                 )
             )
         )
-    labels = {demand.role: demand.pins.label for demand in demands}
-    allowed = [way for way in found if all(len({labels[role] for role in pool}) == 1 for pool in way)]
-    if not allowed:
-        role = next(demand.role for demand in demands if demand.pins.label is not None)
-        raise PlacementError(
-            f"roles.{role}.label", "differs from that of a role it shares GPUs with", fix="one label for both"
-        )
-    return sorted(allowed, key=lambda way: (len(way), way))
+    return sorted(found, key=lambda way: (len(way), way))
 
 
 def _blocks(demands: Sequence[Demand]) -> list[tuple[str, ...]]:
@@ -107,13 +97,30 @@ def _usual_ways(blocks: Sequence[tuple[str, ...]], demands: Sequence[Demand]) ->
 
 
 # Degrees that are tried where they are open.
-_GROUPS = [1, 2, 4, 8]
+_DEGREES = [1, 2, 4, 8]
 # A cluster is divided into so many parts to get the sizes of pools.
 _SHARES = 16
 
 
-def pinned_pool_sizes(demands: Sequence[Demand]) -> frozenset[int] | None:
-    """Return the sizes that a pool's roles pin; None: any size. A role with fewer copies uses a part of its pool.
+@dataclass(frozen=True)
+class PoolPins:
+    """The GPUs that the pinned values of a pool's roles ask for."""
+
+    sizes: frozenset[int] | None
+    """The numbers of GPUs to try; None: any."""
+    gpus: int | None
+    """The number of GPUs, if it is pinned."""
+    needs: tuple[tuple[int, int], ...]
+    """Groups that the GPUs must contain, each inside one host: the size of each, and how many."""
+
+    @property
+    def least(self) -> int:
+        """Return the fewest GPUs that are enough."""
+        return max(size * number for size, number in self.needs)
+
+
+def pool_pins(demands: Sequence[Demand]) -> PoolPins:
+    """Return what a pool's roles pin. A role that does not pin ``gpus`` may use a part of its pool.
 
     Raises PlacementError when they pin different numbers of GPUs.
     """
@@ -125,105 +132,76 @@ def pinned_pool_sizes(demands: Sequence[Demand]) -> frozenset[int] | None:
             f"{more} and {less} share GPUs, but pin {pinned[more]} and {pinned[less]} of them",
             fix=f"ask for the same number, or give {more} its own with colocate=[]",
         )
+    needs = tuple(sorted({_group(demand) for demand in demands}, reverse=True))
     if pinned:
-        return frozenset(pinned.values())
-    needed = [sizes for demand in demands if (sizes := _sizes_of(demand)) is not None]
-    if not needed:
-        return None
-    least = max(min(sizes) for sizes in needed)
-    return frozenset(size for sizes in needed for size in sizes if size >= least)
+        return PoolPins(frozenset(pinned.values()), next(iter(pinned.values())), needs)
+    found = PoolPins(None, None, needs)
+    sizes = [_sizes_of(demand) for demand in demands]
+    if any(size is None for size in sizes):
+        return found
+    return replace(found, sizes=frozenset(size for of in sizes for size in of or () if size >= found.least))
+
+
+def _group(demand: Demand) -> tuple[int, int]:
+    """Return the size and number of the groups that a role has at least."""
+    size = (demand.pinned("tensor_parallel_size") or 1) * (demand.pinned("sequence_parallel_size") or 1)
+    gpus = demand.pinned("gpus")
+    if gpus is not None and "data" in demand.parallel:
+        return size, gpus // size
+    return size, (demand.pinned("data_parallel_size") or 1) * (demand.pinned("pipeline_parallel_size") or 1)
 
 
 def _sizes_of(demand: Demand) -> frozenset[int] | None:
-    """Return the sizes that follow from a pinned data-parallel size."""
+    """Return the sizes that follow from a pinned data-parallel size; None: any."""
     copies = demand.pinned("data_parallel_size")
-    if copies is None or "data" not in demand.parallel:
+    if copies is None:
         return None
-    stages = demand.pinned("pipeline_parallel_size") or 1
-    tensor, sequence = (
-        [pinned] if (pinned := demand.pinned(f"{way}_parallel_size")) else _GROUPS for way in ("tensor", "sequence")
-    )
-    return frozenset(copies * stages * one * other for one in tensor for other in sequence)
+    degrees = [
+        [pinned] if (pinned := demand.pinned(f"{way}_parallel_size")) else _DEGREES
+        for way in ("tensor", "sequence", "pipeline")
+    ]
+    return frozenset(copies * prod(each) for each in product(*degrees))
 
 
-def pool_sizes(wanted: Sequence[frozenset[int] | None], most: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
-    """Yield the GPUs of each pool: one of the sizes it pins (None: any), within its hosts and within ``total``.
+def pool_sizes(pins: Sequence[PoolPins], most: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
+    """Yield the GPUs of each pool: one of its pinned sizes, if any, within its hosts and within ``total``.
 
     Open pools share the remaining GPUs on a grid. A single pool is also tried with a half of its GPUs, a quarter, and
     so on.
     """
-    if list(wanted) == [None]:
-        yield from ((most[0] >> halvings,) for halvings in range(most[0].bit_length()))
+    if len(pins) == 1 and pins[0].sizes is None:
+        halves = ((most[0] >> halvings,) for halvings in range(most[0].bit_length()))
+        yield from (half for half in halves if half[0] >= pins[0].least)
         return
-    grain = max(1, 2 ** ((total // _SHARES).bit_length() - 1)) if total > _SHARES else (1 if total <= 8 else 2)
-    if len(wanted) > 2 and total > 8:
-        grain = max(grain, 2 ** ((total // 8).bit_length() - 1))
-    free = [limit for limit, size in zip(most, wanted, strict=True) if size is None]
-    for pinned in product(*(sorted(size) for size in wanted if size is not None)):
-        left = total - sum(pinned)
-        if left < 0 or (free and left < len(free)):
-            continue
-        for shares in _shares(left, free, grain):
+    grain = _grain(len(pins), total)
+    free = [(of.least, limit) for of, limit in zip(pins, most, strict=True) if of.sizes is None]
+    for pinned in product(*(sorted(of.sizes) for of in pins if of.sizes is not None)):
+        for shares in _shares(total - sum(pinned), free, grain):
             given, open_ = iter(pinned), iter(shares)
-            yield tuple(next(given) if size is not None else next(open_) for size in wanted)
+            yield tuple(next(open_) if of.sizes is None else next(given) for of in pins)
 
 
-def _shares(left: int, most: Sequence[int], grain: int) -> Iterator[tuple[int, ...]]:
-    """Yield for each pool a multiple of the grain, or all that its hosts have; the last pool gets what is left."""
-    if not most:
-        yield ()
-    elif len(most) == 1:
-        yield (min(left, most[0]),)
-    else:
-        highest = min(most[0], left - len(most) + 1)
-        firsts = list(range(grain, highest + 1, grain))
-        for first in [*firsts, *([highest] if highest == most[0] and highest % grain else [])]:
-            for others in _shares(left - first, most[1:], grain):
-                yield (first, *others)
+def _grain(pools: int, total: int) -> int:
+    """Return the step between sizes of a pool."""
+    grain = max(1, 2 ** ((total // _SHARES).bit_length() - 1)) if total > _SHARES else (1 if total <= 8 else 2)
+    if pools > 2 and total > 8:
+        grain = max(grain, 2 ** ((total // 8).bit_length() - 1))
+    return grain
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A way to share with pool sizes, with the best use of each pool and the simulated step."""
+def _shares(left: int, free: Sequence[tuple[int, int]], grain: int) -> Iterator[tuple[int, ...]]:
+    """Yield for each pool its least, a multiple of the grain, or all of its hosts; the last pool gets what is left.
 
-    partition: Partition
-    gpus: tuple[int, ...]
-    """The size of each pool."""
-    uses: tuple[PoolUse, ...]
-    schedule: Schedule
-
-    @property
-    def pool_of(self) -> dict[str, int]:
-        """Return the index of each role's pool."""
-        return {role: index for index, pool in enumerate(self.partition) for role in pool}
-
-    @property
-    def choices(self) -> dict[str, RoleChoice]:
-        """Return the choice of each role."""
-        return {role: choice for use in self.uses for role, choice in use.choices.items()}
-
-    @property
-    def margin(self) -> Margin:
-        """Return the smallest room that is left for the error of a predicted memory."""
-        return max(use.margin for use in self.uses)
-
-    @property
-    def used_gpus(self) -> int:
-        """Return the number of GPUs that at least one role uses."""
-        return sum(max(choice.layout.num_gpus for choice in use.choices.values()) for use in self.uses)
-
-
-@dataclass(frozen=True)
-class RejectedCandidate:
-    """A way to share with pool sizes that does not fit."""
-
-    partition: Partition
-    gpus: tuple[int, ...]
-    shortage: Shortage
-
-
-def describe_pools(partition: Sequence[Sequence[str]], gpus: Sequence[int]) -> str:
-    """Describe pools with their GPUs: ``rollout on 4, actor + reference on 12``."""
-    if len(partition) == 1:
-        return f"all roles colocated on {gpus[0]}" if len(partition[0]) > 1 else f"{partition[0][0]} on {gpus[0]}"
-    return ", ".join(f"{' + '.join(roles)} on {count}" for roles, count in zip(partition, gpus, strict=True))
+    ``free`` has the least and the most GPUs of each pool.
+    """
+    if left < sum(least for least, _ in free):
+        return
+    if len(free) < 2:
+        yield tuple(min(left, most) for _, most in free)
+        return
+    least, most = free[0]
+    highest = min(most, left - sum(least for least, _ in free[1:]))
+    sizes = {least, *range(-(-least // grain) * grain, highest + 1, grain), *([most] if most == highest else [])}
+    for first in sorted(size for size in sizes if least <= size <= highest):
+        for others in _shares(left - first, free[1:], grain):
+            yield (first, *others)

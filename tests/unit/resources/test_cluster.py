@@ -91,7 +91,6 @@ def test_usable_gpus_and_labels() -> None:
     ]
     cluster = cluster_from({"hosts": hosts, "gpus": GPUS})
     assert [host.usable for host in cluster.hosts] == [(1, 6, 7), (0, 1), ()]
-    assert cluster.hosts_with(None) == cluster.hosts
-    assert [host.name for host in cluster.hosts_with("fast")] == ["a", "b"]
-    assert cluster.hosts_with("far") == ()
+    assert [host.name for host in cluster.hosts if host.has("fast")] == ["a", "b"]
+    assert all(host.has("h200") and not host.has("far") for host in cluster.hosts)
     assert cluster.shape == "1x8@h200+1x2@h200+1x8@h200", "all GPUs, whoever may use them"

@@ -7,8 +7,9 @@ import pytest
 from rlflow.resources.layout import GIB, Bundle, Layout, RolePlacement, Worker
 from rlflow.resources.planner.data_placement import predict_data, reading_seconds
 from rlflow.resources.planner.prediction import predict
+from rlflow.resources.planner.search import Search
 from rlflow.resources.workload import Edge, Workload
-from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, search, task
+from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, search, task, workload
 
 LAYOUT = Layout(micro_batch_tokens=1)
 
@@ -80,12 +81,11 @@ def test_reading_takes_time_between_hosts() -> None:
 
 def test_the_plan_tells_and_the_hosts_memory_counts_it() -> None:
     demands = [demand("actor", SEVEN_B), demand("reference", SEVEN_B), demand("rollout", SEVEN_B)]
-    found = search(demands, cluster(8, 8), longest=4096, samples=1024)
+    given = workload(demands, longest=4096, samples=1024)
 
     def data(gib: float) -> tuple[float, float, float]:
         edges = (edge("rollout", "rollout", gib, "reference", "actor"), edge("reference", "reference", gib, "actor"))
-        found.workload = replace(found.workload, edges=edges)
-        found._uses.clear()
+        found = Search(demands, replace(given, edges=edges), cluster(8, 8), {})
         best = found.best()
         assert best is not None
         prediction = predict(found, best)

@@ -1,11 +1,8 @@
 """Ways to share and sizes of pools, counted; and one pool's use."""
 
-import pytest
-
-from rlflow.errors import PlacementError
 from rlflow.resources.planner.pool import Pool, Shortage, select_hosts
 from rlflow.resources.planner.pool_search import PoolUse, best_use
-from rlflow.resources.planner.sharing import pool_sizes, sharing_partitions
+from rlflow.resources.planner.sharing import PoolPins, pool_pins, pool_sizes, sharing_partitions
 from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, workload
 
 
@@ -31,28 +28,41 @@ def test_the_ways_of_the_field_are_tried_for_many_roles() -> None:
     assert tuple((name,) for name in sorted(names)) in found
 
 
-def test_labels_keep_roles_apart() -> None:
-    demands = [demand("actor", label="a"), demand("rollout", label="b")]
-    assert sharing_partitions(demands) == [(("actor",), ("rollout",))]
-    with pytest.raises(PlacementError, match="differs"):
-        sharing_partitions([demand("actor", label="a", colocate=("rollout",)), demand("rollout")])
+def pins(*sizes: int) -> PoolPins:
+    """Return what a pool of one of these sizes pins; without any, a pool of any size."""
+    return PoolPins(frozenset(sizes) or None, None, ((1, 1),))
 
 
 def test_sizes() -> None:
-    assert list(pool_sizes([None], [8], 8)) == [(8,), (4,), (2,), (1,)]
-    assert list(pool_sizes([None, None], [4, 4], 4)) == [(1, 3), (2, 2), (3, 1)]
-    assert (12, 4) in pool_sizes([None, None], [16, 16], 16)
-    assert list(pool_sizes([frozenset({4}), None], [16, 16], 16)) == [(4, 12)]
-    assert list(pool_sizes([frozenset({4}), frozenset({12})], [16, 16], 16)) == [(4, 12)]
-    assert list(pool_sizes([frozenset({4}), frozenset({16})], [16, 16], 16)) == []
-    assert all(sum(split) == 63 for split in pool_sizes([None] * 3, [63] * 3, 63))
+    assert list(pool_sizes([pins()], [8], 8)) == [(8,), (4,), (2,), (1,)]
+    assert list(pool_sizes([pins(), pins()], [4, 4], 4)) == [(1, 3), (2, 2), (3, 1)]
+    assert (12, 4) in pool_sizes([pins(), pins()], [16, 16], 16)
+    assert list(pool_sizes([pins(4), pins()], [16, 16], 16)) == [(4, 12)]
+    assert list(pool_sizes([pins(4), pins(12)], [16, 16], 16)) == [(4, 12)]
+    assert list(pool_sizes([pins(4), pins(16)], [16, 16], 16)) == []
+    assert all(sum(split) == 63 for split in pool_sizes([pins()] * 3, [63] * 3, 63))
 
 
 def test_sizes_within_the_hosts_of_a_label() -> None:
     """One pool may have 5 of the 12 GPUs, the other the 7 others."""
-    found = list(pool_sizes([None, None], [5, 7], 12))
+    found = list(pool_sizes([pins(), pins()], [5, 7], 12))
     assert (5, 7) in found
     assert all(first <= 5 and second <= 7 for first, second in found)
+
+
+def test_sizes_from_the_least_on() -> None:
+    """The least of a pool is tried even where it is not on the grid, and the others keep at least theirs."""
+    some = [PoolPins(None, None, ((3, 1),)), PoolPins(None, None, ((1, 5), (2, 1)))]
+    assert list(pool_sizes(some, [12, 12], 12)) == [(3, 9), (4, 8), (6, 6)]
+    assert list(pool_sizes(some, [12, 12], 7)) == []
+
+
+def test_pins_of_a_pool() -> None:
+    """Groups that the pool must contain, and its sizes where all of its roles pin how many copies they have."""
+    engine = demand("rollout", parallel=frozenset({"data", "tensor"}), tensor_parallel_size=4, data_parallel_size=3)
+    assert pool_pins([engine]) == PoolPins(frozenset({12}), None, ((4, 3),))
+    assert pool_pins([engine, demand("actor")]) == PoolPins(None, None, ((4, 3), (1, 1)))
+    assert pool_pins([engine, demand("actor", gpus=63)]) == PoolPins(frozenset({63}), 63, ((4, 3), (1, 63)))
 
 
 def pool(gpus: int, *roles: str) -> Pool:
@@ -61,7 +71,7 @@ def pool(gpus: int, *roles: str) -> Pool:
         demands=tuple(demand(role, SEVEN_B) for role in roles),
         gpus=gpus,
         groups=lambda size: gpus // size,
-        host_set=select_hosts(on, None, {}),
+        host_set=select_hosts(on, (), {}),
         largest_group=gpus,
     )
 

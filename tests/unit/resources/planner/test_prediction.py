@@ -2,8 +2,8 @@
 
 import pytest
 
+from rlflow.resources.planner.candidate import describe_pools
 from rlflow.resources.planner.prediction import Prediction, predict
-from rlflow.resources.planner.sharing import describe_pools
 from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, search
 
 

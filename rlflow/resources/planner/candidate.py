@@ -1,0 +1,113 @@
+"""Candidates: ways to share GPUs with sizes of pools, the best use of each pool, and the simulated step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlflow.resources.layout import RolePlacement, workers
+from rlflow.resources.planner.confidence import Margin
+from rlflow.resources.planner.data_placement import reading_seconds
+from rlflow.resources.planner.placement_solver import Counts, PoolRequest, gpu_ids
+from rlflow.resources.planner.pool import RoleChoice, Shortage
+from rlflow.resources.planner.pool_search import PoolUse
+from rlflow.resources.planner.pool_uses import PoolUses
+from rlflow.resources.planner.sharing import Partition
+from rlflow.resources.planner.simulate import Schedule, simulate
+from rlflow.resources.planner.task_times import weight_sync_seconds
+
+# Seconds for a sample on the host: the reward `exact` takes 5 us and an advantage 1. The time of a reward that runs
+# programs or calls a service is not known in advance.
+_HOST_TASK_S = 5e-6
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to share with pool sizes, with the best use of each pool and the simulated step."""
+
+    partition: Partition
+    gpus: tuple[int, ...]
+    """The size of each pool."""
+    uses: tuple[PoolUse, ...]
+    schedule: Schedule
+
+    @property
+    def pool_of(self) -> dict[str, int]:
+        """Return the index of each role's pool."""
+        return {role: index for index, pool in enumerate(self.partition) for role in pool}
+
+    @property
+    def choices(self) -> dict[str, RoleChoice]:
+        """Return the choice of each role."""
+        return {role: choice for use in self.uses for role, choice in use.choices.items()}
+
+    @property
+    def margin(self) -> Margin:
+        """Return the smallest room that is left for the error of a predicted memory."""
+        return max(use.margin for use in self.uses)
+
+    @property
+    def used_gpus(self) -> int:
+        """Return the number of GPUs that at least one role uses."""
+        return sum(use.num_gpus for use in self.uses)
+
+
+@dataclass(frozen=True)
+class PlacedCandidate:
+    """A candidate with the groups that its hosts hold."""
+
+    candidate: Candidate
+    requests: tuple[PoolRequest, ...]
+    counts: Counts
+    """The GPUs of each pool on each host."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the length of a step."""
+        return self.candidate.schedule.step_seconds
+
+    @property
+    def crossed(self) -> int:
+        """Return the number of (pool, host) pairs."""
+        return sum(gpus > 0 for taken in self.counts for gpus in taken)
+
+    def roles(self, of: PoolUses) -> Mapping[str, RolePlacement]:
+        """Return the layout of each role, and its workers on their GPUs."""
+        shares = gpu_ids(self.requests, of.cluster, self.counts)
+        placed = {
+            role: RolePlacement(choice.layout, tuple(workers(choice.layout, share)))
+            for share, used in zip(shares, self.candidate.uses, strict=True)
+            for role, choice in used.choices.items()
+        }
+        return dict(sorted(placed.items()))
+
+
+@dataclass(frozen=True)
+class RejectedCandidate:
+    """A way to share with pool sizes that does not fit."""
+
+    partition: Partition
+    gpus: tuple[int, ...]
+    shortage: Shortage
+
+
+def describe_pools(partition: Sequence[Sequence[str]], gpus: Sequence[int]) -> str:
+    """Describe pools with their GPUs: ``rollout on 4, actor + reference on 12``."""
+    if len(partition) == 1:
+        return f"all roles colocated on {gpus[0]}" if len(partition[0]) > 1 else f"{partition[0][0]} on {gpus[0]}"
+    return ", ".join(f"{' + '.join(roles)} on {count}" for roles, count in zip(partition, gpus, strict=True))
+
+
+def simulated(partition: Partition, gpus: tuple[int, ...], uses: Sequence[PoolUse], of: PoolUses) -> Candidate:
+    """Return the candidate with these uses of its pools."""
+    seconds = {node: value for used in uses for node, value in used.seconds.items()}
+    pool_of = {role: index for index, pool in enumerate(partition) for role in pool}
+    for task in of.workload.tasks:
+        host_set = of.host_set(partition[0 if task.role is None else pool_of[task.role]])
+        needed = task.samples * _HOST_TASK_S if task.role is None else seconds[task.node]
+        seconds[task.node] = needed + reading_seconds(of.workload, task, host_set, partition, gpus)
+    layouts = {role: choice.layout for used in uses for role, choice in used.choices.items()}
+    for sync in of.workload.copies:
+        speed = of.host_set(partition[pool_of[sync.target]]).speed
+        same_gpus = pool_of[sync.source] == pool_of[sync.target]
+        source, target = of.demands[sync.source], of.demands[sync.target]
+        seconds[sync.node] = weight_sync_seconds(source, target, layouts, speed, same_gpus=same_gpus)
+    return Candidate(partition, gpus, tuple(uses), simulate(of.workload, seconds, pool_of))

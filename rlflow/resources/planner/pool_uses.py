@@ -1,0 +1,94 @@
+"""The pools that a search meets: their hosts, what their roles pin, and their best uses, each found once."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from rlflow.errors import PlacementError
+from rlflow.resources.cluster import Cluster
+from rlflow.resources.demand import Demand
+from rlflow.resources.planner.pool import HostSet, Pool, Shortage, select_hosts
+from rlflow.resources.planner.pool_search import PoolUse, best_use
+from rlflow.resources.planner.sharing import Partition, PoolPins, pool_pins
+from rlflow.resources.time.speed import Calibration
+from rlflow.resources.workload import Workload
+
+
+class PoolUses:
+    """The best uses of all pools that a search meets, each found once."""
+
+    def __init__(
+        self, demands: Sequence[Demand], workload: Workload, cluster: Cluster, calibration: Calibration
+    ) -> None:
+        self.demands = {demand.role: demand for demand in sorted(demands, key=lambda demand: demand.role)}
+        self.workload = workload
+        self.cluster = cluster
+        self.calibration = calibration
+        self._host_sets: dict[frozenset[str], HostSet] = {}
+        self._uses: dict[object, PoolUse | Shortage] = {}
+
+    def labels(self, roles: Sequence[str]) -> frozenset[str]:
+        """Return the labels that the hosts of a pool with these roles have."""
+        return frozenset(label for role in roles if (label := self.demands[role].pins.label) is not None)
+
+    def host_set(self, roles: Sequence[str]) -> HostSet:
+        """Return the hosts that the roles may use together. Raises PlacementError when there are none."""
+        labels = self.labels(roles)
+        if labels not in self._host_sets:
+            try:
+                self._host_sets[labels] = select_hosts(self.cluster, labels, self.calibration)
+            except PlacementError as error:
+                labelled = next((role for role in roles if self.demands[role].pins.label is not None), roles[0])
+                error.path = f"roles.{labelled}.{error.path}" if error.path == "label" else error.path
+                raise
+        return self._host_sets[labels]
+
+    def total(self, partition: Partition) -> int:
+        """Return the number of GPUs that any of the pools may use."""
+        hosts = {host.name: len(host.usable) for pool in partition for host in self.host_set(pool).hosts}
+        return sum(hosts.values())
+
+    def pins(self, roles: Sequence[str]) -> PoolPins:
+        """Return what the roles of a pool pin. Raises PlacementError when they contradict each other."""
+        return pool_pins([self.demands[role] for role in roles])
+
+    def ideal(self, roles: Sequence[str], gpus: int, *, largest_group: int | None = None) -> PoolUse | Shortage:
+        """Return the best use of a pool whose groups lie inside hosts without remainders."""
+        host_set = self.host_set(roles)
+        if gpus > host_set.num_gpus:
+            return Shortage(roles[0], float(gpus - host_set.num_gpus), f"{gpus} of {host_set.num_gpus} GPUs")
+        largest = min(gpus, host_set.largest_host if largest_group is None else largest_group)
+        return self._use(roles, gpus, lambda size: gpus // size, largest, host_set, (gpus, largest))
+
+    def whole(self, roles: Sequence[str]) -> PoolUse | Shortage:
+        """Return the best use of a pool that has all GPUs of its hosts."""
+        host_set = self.host_set(roles)
+        gpus = host_set.num_gpus
+        return self._use(roles, gpus, host_set.groups, min(gpus, host_set.largest_host), host_set, "whole")
+
+    def on_hosts(self, roles: Sequence[str], counts: Sequence[int]) -> PoolUse | Shortage:
+        """Return the best use of a pool that has so many GPUs of each of several hosts."""
+        equal = Counter(counts)
+        host_set, largest = self.host_set(roles), max(counts)
+        # On a host that it shares with others, only its own GPUs count.
+        host_set = replace(host_set, speed=replace(host_set.speed, gpus_per_host=largest))
+
+        def groups(size: int) -> int:
+            return sum(count // size * hosts for count, hosts in equal.items())
+
+        return self._use(roles, sum(counts), groups, largest, host_set, tuple(sorted(equal.items())))
+
+    def _use(
+        self,
+        roles: Sequence[str],
+        gpus: int,
+        groups: Callable[[int], int],
+        largest: int,
+        host_set: HostSet,
+        shape: object,
+    ) -> PoolUse | Shortage:
+        key = (tuple(roles), shape)
+        if key not in self._uses:
+            pool = Pool(tuple(self.demands[role] for role in roles), gpus, groups, host_set, largest)
+            self._uses[key] = best_use(pool, self.workload)
+        return self._uses[key]
