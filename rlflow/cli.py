@@ -24,6 +24,7 @@ from rich.console import Console
 
 import rlflow
 from rlflow.arguments import help_text, hydra_arguments
+from rlflow.calibrate.fit import calibration_of_run
 from rlflow.command_context import cluster_of_run, default_cluster, detect_cluster, find_run, num_finished_steps
 from rlflow.compiler import compile_recipe
 from rlflow.compiler.plan import Plan, format_duration, read_plan, write_plan
@@ -43,6 +44,7 @@ from rlflow.errors import EngineError, PlacementError, RecipeError, UserError, s
 from rlflow.recipe import Tune
 from rlflow.report.progress import WIDTH, displays, output_console, show, show_error, show_warning
 from rlflow.resources.cluster import Cluster, cluster_from
+from rlflow.resources.time.calibration import Calibration
 
 STOPPED = 130
 STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again stops at once"
@@ -185,7 +187,14 @@ def _plan(config: DictConfig, options: RunOptions, root: Path) -> tuple[Plan, Pa
     if resumed and more_steps:
         recipe = replace(recipe, steps=num_finished_steps(resumed) + more_steps)
     cluster = _cluster(options, resumed, config_dir)
-    return compile_recipe(recipe, cluster, load_calibration(options, cluster)), resumed
+    return compile_recipe(recipe, cluster, _calibration(options, cluster)), resumed
+
+
+def _calibration(options: RunOptions, cluster: Cluster) -> Calibration:
+    """Return the measured efficiencies of a file, or those that a finished run shows."""
+    if options.calibration is None or not Path(options.calibration).is_dir():
+        return load_calibration(options, cluster)
+    return calibration_of_run(Path(options.calibration), cluster)
 
 
 def _take_more_steps(config: DictConfig) -> int:

@@ -28,7 +28,7 @@ from rlflow.arguments import hydra_arguments
 from rlflow.errors import FileError, RecipeError, did_you_mean
 from rlflow.recipe import Recipe, Tune, load, to_mapping
 from rlflow.resources.cluster import Cluster, cluster_from, parse_shape
-from rlflow.resources.time.speed import Calibration, calibration_from
+from rlflow.resources.time.calibration import Calibration, calibration_from
 from rlflow.schema import Section, parse
 from rlflow.yaml_files import read_yaml
 
@@ -44,7 +44,7 @@ class RunOptions(Section):
     explain: bool
     tune: Tune
     calibration: str | None
-    """A YAML file with measured efficiencies for each kind of GPU."""
+    """A YAML file with measured efficiencies for each kind of GPU, or the folder of a finished run."""
 
 
 class ShapeSource(ConfigSource):

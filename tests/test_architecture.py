@@ -45,8 +45,9 @@ MAY_IMPORT = {
     "command_context": {"errors", "resources", "recipe", "compiler", "compose", "runtime"},
     "cli": {
         *("arguments", "command_context", "errors", "resources", "recipe", "compiler", "compose"),
-        *("runtime", "report"),
+        *("calibrate", "runtime", "report"),
     },
+    "calibrate": {"errors", "host_memory", "resources", "compiler"},
     "doctor": {
         *("errors", "extras", "host_memory", "batch", "resources", "recipe", "engines", "compiler", "compose"),
         "runtime",

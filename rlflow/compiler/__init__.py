@@ -17,7 +17,7 @@ from rlflow.errors import PlacementError
 from rlflow.recipe import Recipe
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.planner.confidence import Verdict
-from rlflow.resources.time.speed import Calibration
+from rlflow.resources.time.calibration import Calibration
 
 
 def compile_recipe(recipe: Recipe, cluster: Cluster, calibration: Calibration | None = None) -> Plan:

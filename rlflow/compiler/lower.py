@@ -67,6 +67,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
                 architecture=role_architecture(recipe, graph, name),
                 weight_bytes=_BYTES[model.dtype],
                 training=training_memory(role, model),
+                own_process=engine_kind(role.engine).package is not None,
                 follows_lora=recipe.lora_of(name) if role.follows else None,
                 pins=role,
             )
@@ -83,8 +84,10 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
 def training_memory(role: Role, model: Model) -> TrainingMemory:
     """Return how the role's engine keeps weights, gradients and optimizer, for the memory model."""
     training = engine_kind(role.engine).training_memory
-    # Frozen weights keep the model's own type.
-    return training if role.lora is None else replace(training, weights=_BYTES[model.dtype], lora=role.lora)
+    # Frozen weights keep the model's own type, and trained ones at least its size.
+    if role.lora is not None:
+        return replace(training, weights=_BYTES[model.dtype], lora=role.lora)
+    return replace(training, weights=max(training.weights, _BYTES[model.dtype]))
 
 
 def _tasks(recipe: Recipe, graph: Graph) -> tuple[Task, ...]:

@@ -19,7 +19,7 @@ from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.resources.layout import Bundle, Layout, RolePlacement, Worker
 from rlflow.resources.planner.prediction import Prediction, predict
 from rlflow.resources.planner.search import Search
-from rlflow.resources.time.speed import Calibration
+from rlflow.resources.time.calibration import Calibration
 from rlflow.resources.workload import Workload
 from rlflow.schema import parse
 

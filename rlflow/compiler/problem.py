@@ -12,7 +12,7 @@ from rlflow.resources.cluster import Cluster
 from rlflow.resources.layout import Resources
 from rlflow.resources.planner.confidence import Margin
 from rlflow.resources.planner.search import Search, SearchResult
-from rlflow.resources.time.speed import Calibration
+from rlflow.resources.time.calibration import Calibration
 
 OPEN = Resources()
 

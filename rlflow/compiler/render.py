@@ -13,6 +13,7 @@ from rlflow.compiler.graph import SOURCES, GraphNode
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Role
 from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.memory.processes import largest_process
 from rlflow.resources.planner.confidence import Verdict
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -62,7 +63,8 @@ def _verdict(plan: Plan) -> Text:
     if prediction.headroom_gib is None:
         # Hosts of CPUs are simulated on this machine where a plan uses several.
         simulated = " on simulated hosts" if len(used) > 1 else ""
-        return text.append(f"CPUs{simulated} (memory is not modelled on CPUs)")
+        gib, process = largest_process(prediction.processes)
+        return text.append(f"CPUs{simulated}" + (f", largest process {gib:.1f} GiB ({process})" if process else ""))
     return text.append(f"GPUs, least headroom {prediction.headroom_gib:.1f} GiB ({prediction.fullest})")
 
 

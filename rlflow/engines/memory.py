@@ -2,10 +2,13 @@
 
 import gc
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 from rlflow import host_memory
 from rlflow.engines.base import EngineSpec
@@ -14,6 +17,67 @@ from rlflow.errors import EngineError
 # torch reads the first of these that is set. vLLM reads them in another order, so rlflow keeps only the last one.
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _OPTION = "expandable_segments"
+
+# The phase of a role's work that each method of an engine belongs to.
+_PHASES: Mapping[str, str] = {
+    **dict.fromkeys(("generate", "continue_rollouts", "advance"), "generate"),
+    **dict.fromkeys(("logprobs", "base_logprobs", "values", "evaluate"), "score"),
+    "update": "update",
+    "load_weights": "sync",
+}
+
+
+class PhasePeaks:
+    """The peak memory of this process in each phase of its engines' work.
+
+    On a GPU that is what torch reserves, on a CPU the resident memory of the process.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.bytes: dict[str, int] = {}
+        """The largest peak by phase, over all calls so far."""
+        self._device = device
+        self._calls = 0
+        self._lock = threading.Lock()
+
+    def record(self, engine: object) -> None:
+        """Record the peak of each call of the engine's methods from now on."""
+        for method, phase in _PHASES.items():
+            if hasattr(engine, method):
+                setattr(engine, method, self._recorded(phase, getattr(engine, method)))
+
+    def _recorded(self, phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*arguments: Any, **named: Any) -> Any:
+            with self._during(phase):
+                return method(*arguments, **named)
+
+        return call
+
+    @contextmanager
+    def _during(self, phase: str) -> Iterator[None]:
+        with self._lock:
+            # Calls at the same time share their peak.
+            if not self._calls:
+                _start_peak(self._device)
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock, suppress(OSError, KeyError):
+                self._calls -= 1
+                self.bytes[phase] = max(self.bytes.get(phase, 0), _memory_bytes(self._device)[1])
+
+
+_earlier_peaks: dict[str, int] = {}
+"""By device, the peak of the calls since ``memory_share`` was last asked, which later calls have reset."""
+
+
+def _start_peak(device: str) -> None:
+    """Reset the peak, and keep the peak so far for ``memory_share``."""
+    with suppress(OSError, KeyError):
+        _earlier_peaks[device] = max(_earlier_peaks.get(device, 0), _memory_bytes(device)[1])
+        _reset_peak(device)
 
 
 class TunableEngine:
@@ -32,6 +96,7 @@ class TunableEngine:
         # The peak of passes of another size says nothing about passes of this one.
         TunableEngine.release_memory(self)
         if self._spec.device != "cpu":
+            _earlier_peaks.pop(self._spec.device, None)
             _reset_peak(self._spec.device)
 
     def release_memory(self) -> None:
@@ -54,6 +119,7 @@ class TunableEngine:
             _, peak, total = _memory_bytes(self._spec.device)
         except (OSError, KeyError):
             return 0.0
+        peak = max(peak, _earlier_peaks.pop(self._spec.device, 0))
         share = min(1.0, (self._peak_other_bytes + peak) / total)
         self._peak_other_bytes = 0
         _reset_peak(self._spec.device)

@@ -28,6 +28,8 @@ class Demand:
     """Bytes of a parameter, where the role is not trained."""
     training: TrainingMemory = MIXED_PRECISION
     """How the engine keeps the state of a model that it trains."""
+    own_process: bool = False
+    """Its engine runs in a process of its own wherever it is placed."""
     follows_lora: Lora | None = None
     """The adapters that it takes over from the role it follows."""
     pins: Resources

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlflow.compiler.plan import Plan
+from rlflow.engines.memory import PhasePeaks
 from rlflow.errors import PlacementError
 from rlflow.recipe import Model
 from rlflow.runtime.protocols import Engines
@@ -36,4 +37,6 @@ class LocalRuntime:
             gpu = plan.roles[name].bundles[0].gpu
             device = f"cuda:{gpu}" if is_on_gpu(plan) else "cpu"
             engines[name] = build(role.engine, spec_of(plan, name, models[role.model], device=device))
+            engines.peaks = engines.peaks or PhasePeaks(device)
+            engines.peaks.record(engines[name])
         yield engines

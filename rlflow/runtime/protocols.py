@@ -9,7 +9,9 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from rlflow.batch import Rollouts
 from rlflow.compiler.plan import Plan
+from rlflow.engines.memory import PhasePeaks
 from rlflow.recipe import Model
+from rlflow.resources.memory.processes import LOCAL_PROCESS
 
 T = TypeVar("T")
 
@@ -37,6 +39,9 @@ class Subscriber(Protocol):
 class Engines(dict[str, Any]):
     """The engine of each role, and what the runtime offers besides. Here all engines are in this process."""
 
+    peaks: PhasePeaks | None = None
+    """The peak memory of this process, where it is recorded."""
+
     def step_metrics(self, step: int) -> dict[str, float]:
         """Return the metrics that the engines measured in this step, counted from 1."""
         return {}
@@ -44,6 +49,10 @@ class Engines(dict[str, Any]):
     def store_use(self) -> StoreUse:
         """Return the use of object stores in all measured steps so far; empty in a single process."""
         return StoreUse(edges={}, peaks={})
+
+    def peak_bytes(self) -> dict[str, dict[str, int]]:
+        """Return the peak memory of each process in each phase so far."""
+        return {LOCAL_PROCESS: dict(self.peaks.bytes)} if self.peaks else {}
 
     def stream_to(self, subscriber: Subscriber, role: str) -> AbstractContextManager[None]:
         """Stream the role's finished responses to the subscriber within the context, from engines that can."""
@@ -157,6 +166,12 @@ class Report:
     """The time of training and evaluation in this process."""
     eval_before: float | None
     eval_after: float | None
+    step: Mapping[str, float | None] = field(default_factory=dict)
+    """The seconds of a step, ``predicted`` and ``measured``: the median without the first step."""
+    nodes: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    """The seconds of each node in a step, ``predicted`` and ``measured``; ``copy`` stands for all weight copies."""
+    memory: Mapping[str, Mapping[str, Mapping[str, float | None]]] = field(default_factory=dict)
+    """GiB at the peak of each phase of each process, ``predicted`` and ``measured``."""
     store: Mapping[str, Mapping[str, float]]
     """MiB of each edge, and the peak of each host: ``predicted`` and ``measured``. Empty for a run in one process."""
     warnings: Sequence[str]

@@ -12,6 +12,7 @@ from rlflow.recipe import Tune
 from rlflow.resources.layout import GIB
 from rlflow.runtime.checkpoint import RunProgress, is_checkpoint_due, write_folder
 from rlflow.runtime.evaluation import is_evaluation_due
+from rlflow.runtime.measurements import StepTimes, compare_memory
 from rlflow.runtime.prepare import Training, prepare
 from rlflow.runtime.protocols import Observer, Report, Runtime, StoreUse
 from rlflow.runtime.step import sync_followers, train_step
@@ -39,6 +40,7 @@ def run(
     with prepare(plan, directory, runtime, observers, run=run, resume=resume, stop=stop, tune=tune) as training:
         engines, data, observer, progress = training.engines, training.data, training.observer, training.progress
         metrics: Mapping[str, float] = {}
+        times = StepTimes()
         sync_followers(plan, engines, version=progress.step)
         while True:
             if training.evaluator and is_evaluation_due(plan, progress):
@@ -51,12 +53,13 @@ def run(
             if is_over:
                 break
             metrics = train_step(training.plan, engines, data, progress.step, observer, training.rounds)
+            times.add(metrics)
             progress = progress.stepped(plan.recipe.data.batch_size)
             observer.stepped(progress.step, metrics)
-        return _finish(training, progress, metrics)
+        return _finish(training, progress, metrics, times)
 
 
-def _finish(training: Training, progress: RunProgress, metrics: Mapping[str, float]) -> Report:
+def _finish(training: Training, progress: RunProgress, metrics: Mapping[str, float], times: StepTimes) -> Report:
     """Export the trained models of a run that made all its steps, and write and return its report.
 
     ``metrics`` are those of the last step.
@@ -74,6 +77,9 @@ def _finish(training: Training, progress: RunProgress, metrics: Mapping[str, flo
         seconds=time.perf_counter() - training.started_at,
         eval_before=measures[0] if measures else None,
         eval_after=measures[-1] if measures and is_finished else None,
+        step=times.step(plan),
+        nodes=times.nodes(plan),
+        memory=compare_memory(plan, training.engines.peak_bytes()),
         store=_compare_store_use(plan, training.engines.store_use()),
         warnings=training.warnings,
         models=models,

@@ -10,7 +10,7 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.planner.pool import HostSet, Pool, Shortage, select_hosts
 from rlflow.resources.planner.pool_search import PoolUse, best_use
 from rlflow.resources.planner.sharing import Partition, PoolPins, pool_pins
-from rlflow.resources.time.speed import Calibration
+from rlflow.resources.time.calibration import Calibration
 from rlflow.resources.workload import Workload
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
+from typing import Any
 
 from rlflow.resources.memory.phases import score_terms, update_terms
 from rlflow.resources.memory.state import Terms
@@ -11,9 +12,11 @@ from rlflow.resources.planner.confidence import TIME_BAND, Margin, Verdict
 from rlflow.resources.planner.data_placement import DataPrediction, predict_data
 from rlflow.resources.planner.layouts import largest_micro_batch
 from rlflow.resources.planner.pool import RoleChoice, host_memory, sync_memory
+from rlflow.resources.planner.process_memory import memory_of_hosts, predict_processes
 from rlflow.resources.planner.risks import plan_risks
 from rlflow.resources.planner.search import Search, SearchResult
 from rlflow.resources.planner.warnings import plan_warnings
+from rlflow.resources.time.calibration import calibration_figures
 from rlflow.resources.workload import Task
 
 
@@ -94,6 +97,10 @@ class Prediction:
     """The role that runs out of memory first, and the response length from which it does."""
     warnings: tuple[str, ...]
     alternatives: tuple[Alternative, ...]
+    processes: Mapping[str, Mapping[str, Terms]]
+    """GiB of each process, by phase and purpose: on a GPU what torch reserves, on a CPU what is resident."""
+    calibration: Mapping[str, Mapping[str, Any]]
+    """The measured figures that the plan is based on, as in the file of ``calibration=``."""
 
 
 def predict(search: Search, result: SearchResult) -> Prediction:
@@ -108,7 +115,7 @@ def predict(search: Search, result: SearchResult) -> Prediction:
         for span in schedule.spans
     }
     headroom, fullest = _headroom(search, memory)
-    host_gib = _on_hosts(result, memory)
+    host_gib = memory_of_hosts(result.roles, {role: found.host_gib for role, found in memory.items()})
     safe = Verdict.FITS if candidate.margin is Margin.SAFE else Verdict.TIGHT
     return Prediction(
         verdict=None if headroom is None else safe,
@@ -133,6 +140,8 @@ def predict(search: Search, result: SearchResult) -> Prediction:
         limits=_limits(search, candidate),
         warnings=plan_warnings(search, result),
         alternatives=_alternatives(result),
+        processes=predict_processes(search, result.roles, {role: found.phases for role, found in memory.items()}),
+        calibration=calibration_figures(search.calibration),
     )
 
 
@@ -166,15 +175,6 @@ def _sync(search: Search, candidate: Candidate, role: str) -> Mapping[str, Terms
             same = candidate.pool_of[sync.source] == candidate.pool_of[sync.target]
             phases.append(sync_memory(*source, *target, search.host_set([role]).sharp, same_gpus=same))
     return {"sync": max(phases, key=lambda terms: sum(terms.values()))} if phases else {}
-
-
-def _on_hosts(result: SearchResult, memory: Mapping[str, RoleMemory]) -> Mapping[str, float]:
-    hosts: dict[str, float] = {}
-    for role, placement in result.roles.items():
-        each = sum(memory[role].host_gib.values())
-        for bundle in placement.bundles if each else ():
-            hosts[bundle.host] = hosts.get(bundle.host, 0.0) + each
-    return hosts
 
 
 def _headroom(search: Search, memory: Mapping[str, RoleMemory]) -> tuple[float | None, str]:

@@ -18,7 +18,7 @@ from rlflow.resources.planner.host_placement import place, place_least
 from rlflow.resources.planner.pool import HostSet, Shortage
 from rlflow.resources.planner.pool_uses import PoolUses
 from rlflow.resources.planner.sharing import Partition, pool_sizes, sharing_partitions
-from rlflow.resources.time.speed import Calibration
+from rlflow.resources.time.calibration import Calibration
 from rlflow.resources.workload import Workload
 
 # The number of fastest candidates that are placed and simulated on real GPUs.

@@ -1,6 +1,6 @@
 """The seconds that a role's tasks take in a layout."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 
 from rlflow.resources.demand import Demand
@@ -13,6 +13,8 @@ from rlflow.resources.workload import Task
 
 # vLLM's default for a batch on GPUs of 70 GiB and more (EngineArgs.get_batch_defaults).
 MAX_NUM_SEQS = 1024
+DEFAULT_NUM_SEQS = 256
+"""Sequences that an engine generates at once where its memory is not planned."""
 _ENGINE_WAKES_S = 2.0
 
 
@@ -26,6 +28,7 @@ def task_seconds(
     """
     if demand.architecture is None:
         return {task.node: 0.0 for task in tasks}
+    speed = speed.of_engine(demand.engine)
     seconds = {task.node: _seconds_of(demand, task, layout, speed, kv_tokens) for task in tasks}
     if layout.sleeps and tasks:
         # State moves from the host before the first task, and back after the last.
@@ -34,10 +37,19 @@ def task_seconds(
 
 
 def _seconds_of(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> float:
+    """Return the time of a task: its calls, the host's work for each sample, and the model's work."""
+    calls = task.minibatches if task.kind == "update" else 1
+    each = task.samples * task.epochs / layout.data_parallel_size * speed.efficiency.pass_sample_s
+    return calls * speed.efficiency.call_s + each + _work_seconds(demand, task, layout, speed, kv_tokens)
+
+
+def _work_seconds(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> float:
     model = demand.architecture
     assert model is not None
     length = task.typical_length
     workers = layout.data_parallel_size
+    # Rows of a prompt share its tokens in a pass.
+    computed = task.samples * (task.prompts.mean / task.group_size + task.responses.mean) / task.tokens
     if task.kind == "update":
         tokens, minibatches = task.tokens * task.epochs, task.minibatches
         return training(
@@ -49,9 +61,10 @@ def _seconds_of(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tok
             minibatches=minibatches,
             adapters=demand.training.lora is not None,
             gradient_bytes=demand.training.gradients,
+            computed=computed,
         ).seconds
     if task.kind == "score":
-        return scoring(model, layout, speed, tokens=task.tokens, length=length).seconds
+        return scoring(model, layout, speed, tokens=task.tokens, length=length, computed=computed).seconds
     # Serving engines get samples as they have room, so all end together; the samples of a prompt go to several engines,
     # and each of these reads the prompt. Other engines get whole groups from the start.
     shared = "tensor" in demand.parallel
@@ -69,12 +82,18 @@ def _seconds_of(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tok
             prompts=prompts,
             responses=responses,
             kv_tokens=kv_tokens,
-            max_num_seqs=MAX_NUM_SEQS,
+            max_num_seqs=DEFAULT_NUM_SEQS if speed.is_cpu else MAX_NUM_SEQS,
             engines=workers,
             weight_bytes=demand.weight_bytes,
         ).seconds
         for turn, (prompts, responses) in enumerate(task.turn_lengths)
     )
+
+
+def host_task_seconds(task: Task, demands: Iterable[Demand], speed: Speed) -> float:
+    """Return the seconds of a node without a role, which has a process of its own where engines have."""
+    calls = [speed.of_engine(each.engine).efficiency.call_s for each in demands if each.own_process]
+    return task.samples * speed.efficiency.host_sample_s + max(calls, default=0.0)
 
 
 def weight_sync_seconds(
@@ -84,11 +103,13 @@ def weight_sync_seconds(
     model = target.architecture
     if model is None:
         return 0.0
+    speed = speed.of_engine(target.engine)
     parameters, tensors = model.num_parameters, model.num_tensors
     if (lora := source.training.lora) is not None:
         parameters, tensors = adapter_parameters(model, lora), adapter_tensors(model, lora)
     size = parameters * target.weight_bytes
     gpus = layouts[source.role].num_gpus, layouts[target.role].num_gpus
-    if same_gpus and gpus == (1, 1):
+    # Processes on a CPU share none of its memory.
+    if same_gpus and gpus == (1, 1) and not (speed.is_cpu and target.own_process):
         return 2 * size / speed.memory
     return sync_seconds(size, *gpus, speed, same_gpus=same_gpus, tensors=tensors)

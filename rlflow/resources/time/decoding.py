@@ -173,7 +173,7 @@ def decoder_of(
 
     The stages work on different sequences: every sequence passes all weights, and the other times are shared.
     """
-    efficiency, work = speed.efficiency, forward_work(model)
+    efficiency, work, matmul = speed.efficiency, forward_work(model), speed.matmul_of(model.hidden_size)
     layers = model.num_hidden_layers
     # Each GPU has its share of the heads. Key-value heads are copied if there are fewer than GPUs; latents always.
     copies = 1 if model.kv_lora_rank else min(model.num_key_value_heads, width)
@@ -196,7 +196,7 @@ def decoder_of(
         dense=weight_bytes * dense / width / speed.memory,
         experts=weight_bytes * model.num_expert_parameters / width / speed.memory,
         chosen=(model.num_experts_per_tok or 0) / (model.num_experts or 1),
-        arithmetic=(work.dense_flops + work.expert_flops / efficiency.expert_matmul) / (width * stages * speed.matmul),
+        arithmetic=(work.dense_flops + work.expert_flops / efficiency.expert_matmul) / (width * stages * matmul),
         each=each,
         step=step,
         keys=(layers - windowed) * cached / stages,

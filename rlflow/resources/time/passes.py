@@ -21,7 +21,7 @@ _STORE_COPY, _STORE_TCP, _STORE_S = 3e9, 1.5e9, 5e-3
 _HOST_STEP_S, _HOST_SAMPLE_S = 0.1, 2e-3
 # Time of a weight sync, whatever its size: engines that wake, barriers. And the time of each tensor of the file,
 # which is gathered, renamed, looked up and copied into the engine; a model with experts has tens of thousands.
-_SYNC_S, _SYNC_TENSOR_S = 1.0, 0.7e-3
+_SYNC_TENSOR_S = 0.7e-3
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,12 @@ def training(
     fused_loss: bool = False,
     flash: bool = True,
     adapters: bool = False,
+    computed: float = 1.0,
 ) -> Pass:
     """Predict forward, backward (twice that) and optimizer over ``tokens`` of sequences of ``length``, over all ranks.
 
-    With ``adapters`` only these have gradients, which halves the backward pass.
+    With ``adapters`` only these have gradients, which halves the backward pass. ``computed`` is the share of the tokens
+    that pass through the model, where the rows of a prompt share its tokens.
     """
     forward = 2 if layout.gradient_checkpointing else 1
     step = _passes(
@@ -70,6 +72,7 @@ def training(
         fused=fused_layers,
         flash=flash,
         logit_bytes=8 if fused_loss else 24,
+        computed=computed,
     )
     if adapters:
         return step
@@ -96,8 +99,9 @@ def scoring(
     length: float,
     fused_layers: bool = False,
     flash: bool = True,
+    computed: float = 1.0,
 ) -> Pass:
-    """Predict a forward pass over ``tokens``, over all ranks."""
+    """Predict a forward pass over ``tokens``, over all ranks. ``computed`` is as in ``training``."""
     return _passes(
         model,
         layout,
@@ -111,6 +115,7 @@ def scoring(
         fused=fused_layers,
         flash=flash,
         logit_bytes=12,
+        computed=computed,
     )
 
 
@@ -128,6 +133,7 @@ def _passes(
     fused: bool,
     flash: bool,
     logit_bytes: float,
+    computed: float,
 ) -> Pass:
     """Return the time of passes over the model.
 
@@ -139,12 +145,15 @@ def _passes(
     # The rank with the most work decides.
     share = tokens / layout.data_parallel_size / efficiency.balance
     micro_batches = max(minibatches, ceil(share / layout.micro_batch_tokens))
-    here = share / micro_batches / sequence
-    arithmetic = (forward + backward) * forward_work(model).seconds(speed, here, length, fused=fused, flash=flash)
+    attending = share / micro_batches / sequence
+    here = attending * computed
+    work = forward_work(model).seconds(speed, here, length, fused=fused, flash=flash, attending=attending)
+    arithmetic = (forward + backward) * work
     compute = arithmetic / (width * stages) + here * model.num_outputs * logit_bytes / width / speed.memory
     launch = efficiency.train_layer_s * (0.5 if fused else 1.0)
     launch += efficiency.expert_layer_s * model.num_sparse_layers / model.num_hidden_layers
-    compute = max(compute, (forward + backward) * layers * launch)
+    launches = (forward + backward) * layers * launch
+    compute = compute + launches if speed.is_cpu else max(compute, launches)
 
     sent = 2 * here * model.hidden_size  # the bytes of a micro-batch's hidden states
     # Each collective of a forward pass has its like in the backward pass, and is repeated where that recomputes.
@@ -215,7 +224,7 @@ def sync_seconds(
     """
     gpus = source_gpus if same_gpus else source_gpus + target_gpus
     rate = speed.link if gpus <= speed.gpus_per_host else min(speed.link, speed.network)
-    return _SYNC_S + max(weight_bytes / (rate * speed.efficiency.link), tensors * _SYNC_TENSOR_S)
+    return speed.efficiency.sync_s + max(weight_bytes / (rate * speed.efficiency.link), tensors * _SYNC_TENSOR_S)
 
 
 def gather_seconds(model: Architecture, layout: Layout, speed: Speed) -> float:

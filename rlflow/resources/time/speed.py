@@ -3,15 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
-from rlflow.errors import PlacementError, RecipeError
-from rlflow.resources.cluster import Cluster, Gpu
+from rlflow.errors import PlacementError
+from rlflow.resources.cluster import Gpu
 from rlflow.resources.models.architecture import Architecture
-from rlflow.schema import Section, parse
+from rlflow.schema import Section
 
+Positive = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Gt(0), Le(1)]
 Seconds = Annotated[float, Ge(0)]
 
@@ -61,10 +62,25 @@ class Efficiency(Section):
     """Least time of a layer's experts: routing, permutation, and the host's waiting for their numbers of tokens.
 
     Published steps of Qwen3-30B-A3B on Megatron take 3 to 5 ms for each layer, on H100 and on GB200."""
-
-
-Calibration = Mapping[str, Efficiency]
-"""Measured efficiencies by kind of GPU."""
+    pass_sample_s: Seconds = 0.0
+    """Host time of each sample in a pass or a generation besides its tokens: packing, seeds, texts."""
+    call_s: Seconds = 0.0
+    """Time of a call of a role besides its work: messages to its workers, results in the object store."""
+    host_sample_s: Seconds = 5e-6
+    """Time of a sample in a node without a role: the reward ``exact`` takes 5 us and an advantage 1. The time of a
+    reward that runs programs or calls a service is not known in advance."""
+    sync_s: Seconds = 1.0
+    """Time of a weight sync, whatever its size: engines that wake, barriers."""
+    process_gib: Annotated[float, Ge(0)] = 0.7
+    """Host memory of a process without a model: the interpreter with its libraries. Counted on CPUs."""
+    peak_tflops: Positive | None = None
+    """The best matrix products that were measured, in place of the data sheet's."""
+    narrow: Annotated[float, Ge(0)] = 0.0
+    """The width of matrices whose products reach half of the speed of wide ones."""
+    memory_gb_s: Positive | None = None
+    """The measured bandwidth of memory, in place of the data sheet's."""
+    link_gb_s: Positive | None = None
+    """The measured bandwidth between processes of a host, in place of the data sheet's."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +94,25 @@ class Speed:
     """A GPU's share of its host's links to other hosts."""
     gpus_per_host: int
     efficiency: Efficiency
+    engines: tuple[tuple[str, Efficiency], ...] = ()
+    """Efficiencies of single engines, in place of ``efficiency``."""
+    is_cpu: bool = False
+    """Kernels run one after another with the host's work, which hides none of it."""
+
+    def of_engine(self, engine: str) -> "Speed":
+        """Return the speed that an engine reaches."""
+        return replace(self, efficiency=dict(self.engines).get(engine, self.efficiency))
 
     @property
     def matmul(self) -> float:
-        """Return the operations per second of a model's dense matrix products."""
+        """Return the operations per second of wide dense matrix products."""
+        if self.efficiency.peak_tflops is not None:
+            return self.efficiency.matmul * self.flops
         return self.efficiency.matmul / (1 / self.flops + 1 / (_FEED * self.bytes))
+
+    def matmul_of(self, width: float) -> float:
+        """Return the operations per second of products of a model with hidden states of ``width``."""
+        return self.matmul / (1 + self.efficiency.narrow / width)
 
     @property
     def memory(self) -> float:
@@ -113,24 +143,41 @@ class Speed:
         return self.efficiency.message_s * (3 if slower else 1)
 
 
-def gpu_speed(gpu: Gpu, gpus_per_host: int, efficiency: Efficiency, dtype: str = "bfloat16") -> Speed:
-    """Return the speed of a kind of GPU. Raises PlacementError where figures for predicting times are missing."""
+def gpu_speed(
+    gpu: Gpu,
+    gpus_per_host: int,
+    efficiency: Efficiency,
+    dtype: str = "bfloat16",
+    *,
+    engines: Mapping[str, Efficiency] | None = None,
+    share: float = 1.0,
+) -> Speed:
+    """Return the speed of a kind of GPU. Raises PlacementError where figures for predicting times are missing.
+
+    ``share`` is the part of a CPU that each of several simulated hosts has.
+    """
     peaks = gpu.peak_tflops or {}
-    peak = peaks.get(dtype) or peaks.get("float16") or peaks.get("float32")
-    if peak is None or gpu.memory_gb_s is None:
+    peak = efficiency.peak_tflops or peaks.get(dtype) or peaks.get("float16") or peaks.get("float32")
+    memory = efficiency.memory_gb_s or gpu.memory_gb_s
+    if peak is None or memory is None:
         raise PlacementError(
             "cluster.gpus",
             f"a kind of GPU has no {'peak_tflops' if peak is None else 'memory_gb_s'}",
             fix="add its figures, as the files of conf/gpu have them",
         )
-    link = (gpu.link_gb_s or 25.0) * 1e9
+    link = (efficiency.link_gb_s or gpu.link_gb_s or 25.0) * 1e9
+    is_cpu = gpu.memory_gib is None
+    # Several hosts of CPUs are simulated on one machine.
+    network = link if is_cpu and efficiency.link_gb_s else (gpu.network_gb_s or 1.25) * 1e9
     return Speed(
-        flops=peak * 1e12,
-        bytes=gpu.memory_gb_s * 1e9,
+        flops=share * peak * 1e12,
+        bytes=share * memory * 1e9,
         link=link,
-        network=(gpu.network_gb_s or 1.25) * 1e9,
+        network=network,
         gpus_per_host=gpus_per_host,
         efficiency=efficiency,
+        engines=tuple(sorted((engines or {}).items())),
+        is_cpu=is_cpu,
     )
 
 
@@ -144,21 +191,6 @@ def slowest(speeds: Sequence[Speed]) -> Speed:
         network=min(speed.network for speed in speeds),
         gpus_per_host=min(speed.gpus_per_host for speed in speeds),
     )
-
-
-def calibration_from(mapping: Mapping[str, Any], cluster: Cluster) -> Calibration:
-    """Read measured efficiencies; a kind of GPU that ``mapping`` lacks keeps the defaults. Raises RecipeError."""
-    if not mapping:
-        raise RecipeError("calibration", "the file names no kind of GPU", known=list(cluster.gpus))
-    unknown = [kind for kind in mapping if kind not in cluster.gpus]
-    if unknown and len(unknown) == len(mapping):
-        raise RecipeError(
-            "calibration", f"has no figures for this cluster, only for {unknown}", known=list(cluster.gpus)
-        )
-    return {
-        kind: parse(Efficiency, mapping[kind], f"calibration.{kind}") if kind in mapping else Efficiency()
-        for kind in cluster.gpus
-    }
 
 
 @dataclass(frozen=True)
@@ -179,18 +211,28 @@ class Work:
         """Return the operations for ``tokens`` in sequences of ``length``."""
         return tokens * (self.dense_flops + self.expert_flops + self.key_flops * self.model.attention_span(length))
 
-    def seconds(self, speed: Speed, tokens: float, length: float, *, fused: bool = False, flash: bool = True) -> float:
+    def seconds(
+        self,
+        speed: Speed,
+        tokens: float,
+        length: float,
+        *,
+        fused: bool = False,
+        flash: bool = True,
+        attending: float | None = None,
+    ) -> float:
         """Return the time on one GPU with enough memory.
 
         Fused kernels move half as many bytes. Without ``flash`` attention, every query is multiplied with every key,
-        and the matrix goes through memory.
+        and the matrix goes through memory. ``attending`` is the number of queries, where it is not that of tokens.
         """
         efficiency = speed.efficiency
         span = self.model.attention_span(length) if flash else length
-        attention = self.key_flops * span / efficiency.attention
+        attention = self.key_flops * span / efficiency.attention * (1.0 if attending is None else attending / tokens)
         experts = self.expert_flops / (efficiency.expert_matmul * efficiency.expert_balance)
         moved = self.moved_bytes * (0.5 if fused else 1.0) + (0 if flash else self.matrix_bytes * length)
-        return tokens * ((self.dense_flops + experts + attention) / speed.matmul + moved / speed.memory)
+        operations = self.dense_flops + experts + attention
+        return tokens * (operations / speed.matmul_of(self.model.hidden_size) + moved / speed.memory)
 
 
 @lru_cache(maxsize=256)

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -102,6 +102,17 @@ class RayEngines(Engines):
         self._stored.update(stored)
         self._num_steps += 1
         return metrics | {f"store/{edge}_bytes": size for edge, size in stored.items()}
+
+    def peak_bytes(self) -> dict[str, dict[str, int]]:
+        calls = {
+            f"{role}/{rank}": call
+            for role, engine in self.items()
+            if isinstance(engine.workers, RoleWorkers)
+            for rank, call in enumerate(engine.workers.call_all("peak_bytes"))
+        }
+        wait(calls.values())
+        # A worker that has died since its last work has no figures.
+        return {name: call.result() for name, call in calls.items() if call.exception() is None}
 
     def store_use(self) -> StoreUse:
         return StoreUse(

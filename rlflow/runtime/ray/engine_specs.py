@@ -11,9 +11,10 @@ from rlflow.errors import EngineError, PlacementError, UserError, first_line
 from rlflow.extras import check_extra, check_training
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Optimizer
+from rlflow.resources.planner.task_times import DEFAULT_NUM_SEQS
 
-# Responses that one engine generates at once: where the memory model says nothing, and at most.
-_DEFAULT_SEQUENCES, _MAX_SEQUENCES = 256, 1024
+# The most responses that one engine generates at once.
+_MAX_SEQUENCES = 1024
 
 
 def check_engines(plan: Plan, extras: Iterable[str] = ()) -> None:
@@ -70,7 +71,7 @@ def spec_of(plan: Plan, role: str, model: Model, *, device: str, rank: int = 0, 
 
 def num_sequences(plan: Plan, role: str) -> int:
     """Return the number of responses that one engine of the role generates at once."""
-    return min(plan.prediction.memory[role].sequences or _DEFAULT_SEQUENCES, _MAX_SEQUENCES)
+    return min(plan.prediction.memory[role].sequences or DEFAULT_NUM_SEQS, _MAX_SEQUENCES)
 
 
 def gpu_transport(plan: Plan, role: str) -> GpuTransport | None:

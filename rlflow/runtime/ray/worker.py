@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec, GpuTransport
 from rlflow.engines.buckets import Bucket, build_buckets
+from rlflow.engines.memory import PhasePeaks
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError
 from rlflow.runtime.objects.results import ObjectProcess
@@ -69,6 +70,12 @@ class EngineWorker(ObjectProcess):
         if engine_kind(engine).concurrent:
             self._engine_thread = None
         self._engine = self._run(build, engine, spec)
+        self._peaks = PhasePeaks(spec.device)
+        self._peaks.record(self._engine)
+
+    def peak_bytes(self) -> dict[str, int]:
+        """Return the peak memory of the process in each phase so far."""
+        return dict(self._peaks.bytes)
 
     def call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
         """Call a method of the engine."""

@@ -2,7 +2,8 @@ import pytest
 
 from rlflow.errors import PlacementError, RecipeError
 from rlflow.resources.cluster import Gpu, cluster_from
-from rlflow.resources.time.speed import Efficiency, Speed, calibration_from, gpu_speed
+from rlflow.resources.time.calibration import calibration_from
+from rlflow.resources.time.speed import Efficiency, Speed, gpu_speed
 
 H100 = Gpu(
     memory_gib=79.6, peak_tflops={"bfloat16": 989.4}, memory_gb_s=3350, link_gb_s=450, network_gb_s=50, source="here"

@@ -1,0 +1,196 @@
+"""Efficiencies from finished runs: the figures with which the planner would have predicted what a run measured.
+
+The planner's own formulas are fitted, so that nothing is modelled twice. A figure that a run says little about stays
+near its earlier value.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlflow.compiler.lower import lower
+from rlflow.compiler.plan import Plan, read_plan
+from rlflow.errors import RecipeError
+from rlflow.resources.cluster import Cluster
+from rlflow.resources.demand import Demand
+from rlflow.resources.planner.pool import select_hosts
+from rlflow.resources.planner.task_times import task_seconds, weight_sync_seconds
+from rlflow.resources.time.calibration import Calibration, calibration_figures, calibration_from, engine_key
+from rlflow.resources.time.speed import Efficiency, Speed
+from rlflow.resources.workload import Task
+
+# The figures that a measured node says something about, and the factor by which each may be expected to change.
+_SHARES = {"matmul": 2.0, "memory": 2.0}
+_TIMES = {"call_s": 10.0, "pass_sample_s": 10.0}
+_IN_PASSES = _SHARES | _TIMES | {"train_layer_s": 10.0}
+_IN_GENERATION = _SHARES | _TIMES | {"decode_layer_s": 10.0, "decode_step_s": 10.0, "decode_sequence_s": 10.0}
+# Where the search starts for times that are zero unless they were measured.
+_UNMEASURED = {"call_s": 2e-3, "pass_sample_s": 5e-5}
+# Below this a time says nothing, and a measured node differs from run to run by more than this share.
+_LEAST_S, _NOISE = 1e-6, 0.05
+_ROUNDS = 40
+
+
+@dataclass(frozen=True)
+class MeasuredNode:
+    """The measured time of a node, and the planner's formula for it."""
+
+    engine: str
+    """The engine; empty for a node without a role."""
+    names: tuple[str, ...]
+    """The figures that the time depends on."""
+    predict: Callable[[Efficiency], float]
+    seconds: float
+
+
+def fit_efficiency(nodes: Sequence[MeasuredNode], start: Efficiency) -> Efficiency:
+    """Return the efficiency that predicts ``nodes`` best without leaving ``start`` for no reason.
+
+    Levenberg's method on logarithms, since times of all sizes count the same.
+    """
+    expected = _IN_PASSES | _IN_GENERATION | {"sync_s": 10.0, "host_sample_s": 10.0}
+    names = sorted({name for node in nodes for name in node.names})
+    if not names:
+        return start
+    first = np.log([getattr(start, name) or _UNMEASURED.get(name, _LEAST_S) for name in names])
+    spread = np.log([expected[name] for name in names])
+    highest = np.array([0.0 if name in _SHARES else np.inf for name in names])
+
+    def at(point: NDArray[np.float64]) -> Efficiency:
+        return replace(start, **{name: float(value) for name, value in zip(names, np.exp(point), strict=True)})
+
+    def misses(point: NDArray[np.float64]) -> NDArray[np.float64]:
+        found = at(point)
+        errors = [np.log(max(node.predict(found), _LEAST_S) / max(node.seconds, _LEAST_S)) for node in nodes]
+        return np.concatenate([np.array(errors) / _NOISE, (point - first) / spread])
+
+    point, damping = np.minimum(first, highest), 1.0
+    current = misses(point)
+    for _ in range(_ROUNDS):
+        slopes = np.stack([(misses(point + step) - current) / 1e-4 for step in 1e-4 * np.eye(len(names))], axis=1)
+        normal = slopes.T @ slopes
+        change = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slopes.T @ current)
+        tried = np.minimum(point + np.clip(change, -2, 2), highest)
+        after = misses(tried)
+        if after @ after < current @ current:
+            point, current, damping = tried, after, damping / 3
+        else:
+            damping *= 4
+    return at(point)
+
+
+def read_run(folder: Path) -> tuple[Plan, Mapping[str, Any]]:
+    """Return the plan and the report of a run. Raises RecipeError for a folder without a report that has times."""
+    plan = read_plan(folder / "plan.json")
+    try:
+        report = json.loads((folder / "report.json").read_text())
+    except (OSError, ValueError):
+        report = {}
+    if not isinstance(report, dict) or not report.get("nodes"):
+        raise RecipeError(
+            "calibration",
+            f"the run in '{folder}' has no report with measured times",
+            fix="the folder of a run that ended after at least one step",
+        )
+    return plan, report
+
+
+def calibration_of_run(folder: Path, cluster: Cluster) -> Calibration:
+    """Return what the run in ``folder`` measured, for a plan on ``cluster``; other figures stay as they were for it.
+
+    Raises RecipeError for a folder without a report, and for a run on other kinds of GPU.
+    """
+    plan, report = read_run(folder)
+    figures = plan.prediction.calibration
+    start = calibration_from(figures, plan.cluster) if figures else {}
+    return calibration_from(calibration_figures(calibration_from_runs([(plan, report)], start)), cluster)
+
+
+def calibration_from_runs(runs: Sequence[tuple[Plan, Mapping[str, Any]]], start: Calibration) -> Calibration:
+    """Return ``start`` with what the runs measured: times of nodes, and memory of processes."""
+    found = dict(start)
+    for kind in sorted({host.gpu for plan, _ in runs for host in plan.cluster.hosts}):
+        base = start.get(kind, Efficiency())
+        of_kind = [run for run in runs if any(host.gpu == kind for host in run[0].cluster.hosts)]
+        nodes = [node for plan, report in of_kind for node in measured_nodes(plan, report, start)]
+        found[kind] = fit_efficiency([node for node in nodes if not node.engine], base)
+        for engine in sorted({role.engine for plan, _ in of_kind for role in plan.recipe.roles.values()}):
+            own = start.get(engine_key(kind, engine), base)
+            fitted = fit_efficiency([node for node in nodes if node.engine == engine], own)
+            differences = [gib for plan, report in of_kind for gib in _unexplained_gib(plan, report, engine)]
+            if differences:
+                fitted = replace(fitted, process_gib=max(0.0, fitted.process_gib + median(differences)))
+            found[engine_key(kind, engine)] = fitted
+    return found
+
+
+def measured_nodes(plan: Plan, report: Mapping[str, Any], calibration: Calibration) -> list[MeasuredNode]:
+    """Return the nodes of a run that have both a formula and a measured time."""
+    measured = {name: pair["measured"] for name, pair in report["nodes"].items() if pair["measured"]}
+    demands = {demand.role: demand for demand in lower(plan.recipe, plan.graph).demands}
+    nodes = []
+    for task in plan.workload.tasks:
+        if task.node not in measured or task.streams:
+            continue
+        if task.role is None:
+            nodes.append(MeasuredNode("", ("host_sample_s",), _host_formula(task), measured[task.node]))
+        elif demands[task.role].architecture is not None:
+            names = tuple(_IN_GENERATION if task.kind == "generate" else _IN_PASSES)
+            predict = _formula(plan, demands[task.role], task, _speed(plan, task.role, calibration))
+            nodes.append(MeasuredNode(demands[task.role].engine, names, predict, measured[task.node]))
+    if len(plan.workload.copies) == 1 and "copy" in measured:
+        [sync] = plan.workload.copies
+        source, target = demands[sync.source], demands[sync.target]
+        layouts = {role: placement.layout for role, placement in plan.roles.items()}
+        same = set(plan.roles[sync.source].bundles) == set(plan.roles[sync.target].bundles)
+        speed = _speed(plan, sync.target, calibration)
+
+        def predict_sync(efficiency: Efficiency) -> float:
+            return weight_sync_seconds(source, target, layouts, _with(speed, efficiency), same_gpus=same)
+
+        nodes.append(MeasuredNode(target.engine, ("sync_s",), predict_sync, measured["copy"]))
+    return nodes
+
+
+def _host_formula(task: Task) -> Callable[[Efficiency], float]:
+    return lambda efficiency: task.samples * efficiency.host_sample_s
+
+
+def _formula(plan: Plan, demand: Demand, task: Task, speed: Speed) -> Callable[[Efficiency], float]:
+    layout = plan.roles[demand.role].layout
+    sequences = plan.prediction.memory[demand.role].sequences
+    kv_tokens = float("inf") if sequences is None else sequences * task.typical_length
+
+    def predict(efficiency: Efficiency) -> float:
+        return task_seconds(demand, [task], layout, _with(speed, efficiency), kv_tokens=kv_tokens)[task.node]
+
+    return predict
+
+
+def _speed(plan: Plan, role: str, calibration: Calibration) -> Speed:
+    label = plan.recipe.roles[role].label
+    return select_hosts(plan.cluster, [label] if label else [], calibration).speed
+
+
+def _with(speed: Speed, efficiency: Efficiency) -> Speed:
+    return replace(speed, efficiency=efficiency, engines=())
+
+
+def _unexplained_gib(plan: Plan, report: Mapping[str, Any], engine: str) -> list[float]:
+    """Return by how much each phase of each process with this engine held more on a CPU than was predicted."""
+    if plan.prediction.headroom_gib is not None:
+        return []
+    names = {name for name, role in plan.recipe.roles.items() if role.engine == engine}
+    return [
+        pair["measured"] - pair["predicted"]
+        for process, phases in report.get("memory", {}).items()
+        if process.partition("/")[0] in names or "/" not in process
+        for pair in phases.values()
+        if pair["measured"] and pair["predicted"]
+    ]

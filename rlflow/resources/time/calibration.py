@@ -1,0 +1,57 @@
+"""Measured efficiencies: by kind of GPU and by engine, and as the content of a file."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from rlflow.errors import RecipeError
+from rlflow.resources.cluster import Cluster
+from rlflow.resources.time.speed import Efficiency
+from rlflow.schema import parse
+
+Calibration = Mapping[str, Efficiency]
+"""Measured efficiencies by kind of GPU, and by ``engine_key`` where they differ between engines."""
+
+
+def engine_key(kind: str, engine: str) -> str:
+    """Return the key of a calibration for one engine on a kind of GPU."""
+    return f"{kind}/{engine}"
+
+
+def calibration_from(mapping: Mapping[str, Any], cluster: Cluster) -> Calibration:
+    """Read measured efficiencies; a kind of GPU that ``mapping`` lacks keeps the defaults. Raises RecipeError."""
+    if not mapping:
+        raise RecipeError("calibration", "the file names no kind of GPU", known=list(cluster.gpus))
+    unknown = [kind for kind in mapping if kind not in cluster.gpus]
+    if unknown and len(unknown) == len(mapping):
+        raise RecipeError(
+            "calibration", f"has no figures for this cluster, only for {unknown}", known=list(cluster.gpus)
+        )
+    found = {}
+    for kind in cluster.gpus:
+        figures = dict(mapping.get(kind) or {})
+        engines = figures.pop("engines", {})
+        found[kind] = parse(Efficiency, figures, f"calibration.{kind}")
+        for engine, own in engines.items():
+            path = f"calibration.{kind}.engines.{engine}"
+            found[engine_key(kind, engine)] = parse(Efficiency, figures | own, path)
+    return found
+
+
+def calibration_figures(calibration: Calibration) -> dict[str, Any]:
+    """Return the figures that differ from the defaults, as ``calibration_from`` reads them."""
+    content: dict[str, Any] = {}
+    for key, efficiency in sorted(calibration.items()):
+        kind, _, engine = key.partition("/")
+        default = calibration.get(kind, Efficiency()) if engine else Efficiency()
+        own = {
+            field.name: float(f"{value:.4g}")
+            for field in fields(Efficiency)
+            if (value := getattr(efficiency, field.name)) != getattr(default, field.name)
+        }
+        figures = content.setdefault(kind, {})
+        if engine:
+            figures.setdefault("engines", {})[engine] = own
+        else:
+            figures.update(own)
+    return content

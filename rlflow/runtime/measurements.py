@@ -1,0 +1,62 @@
+"""Measurements of a run beside the predictions of its plan: the time of each node, the memory of each process."""
+
+from collections.abc import Mapping
+from statistics import median
+
+from rlflow.compiler.plan import Plan
+from rlflow.resources.layout import GIB
+
+Pair = Mapping[str, float | None]
+"""A figure as it was ``predicted`` and ``measured``; None where only the other one is known."""
+_COPY = "copy"
+
+
+class StepTimes:
+    """The times of all steps of a run in this process."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, list[float]] = {}
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a step."""
+        for name, value in metrics.items():
+            if name == "seconds" or name.startswith("seconds/"):
+                self._seconds.setdefault(name, []).append(value)
+
+    def step(self, plan: Plan) -> Pair:
+        """Return the predicted and measured seconds of a step."""
+        return {"predicted": plan.prediction.step_seconds, "measured": self._median("seconds")}
+
+    def nodes(self, plan: Plan) -> dict[str, Pair]:
+        """Return the predicted and measured seconds of each node; ``copy`` stands for all weight syncs."""
+        syncs = {sync.node for sync in plan.workload.copies}
+        predicted = {name: time.seconds for name, time in plan.prediction.nodes.items() if name not in syncs}
+        if syncs:
+            predicted[_COPY] = sum(plan.prediction.nodes[name].seconds for name in syncs)
+        return {
+            name: {"predicted": value, "measured": self._median(f"seconds/{name}")} for name, value in predicted.items()
+        }
+
+    def _median(self, name: str) -> float | None:
+        """Return the median without the first step, which loads, compiles and allocates."""
+        values = self._seconds.get(name, ())
+        return median(values[1:] or values) if values else None
+
+
+def compare_memory(plan: Plan, peaks: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, Pair]]:
+    """Return the predicted and measured GiB of each process at the peak of each phase.
+
+    ``peaks`` are the measured bytes.
+    """
+    predicted = plan.prediction.processes
+    names = dict.fromkeys((*predicted, *peaks))
+    return {
+        name: {
+            phase: {
+                "predicted": sum(terms.values()) if (terms := predicted.get(name, {}).get(phase)) else None,
+                "measured": peak / GIB if (peak := peaks.get(name, {}).get(phase)) else None,
+            }
+            for phase in dict.fromkeys((*predicted.get(name, ()), *peaks.get(name, ())))
+        }
+        for name in names
+    }

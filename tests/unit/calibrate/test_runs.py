@@ -1,0 +1,73 @@
+"""Calibration from the reports of runs, with reports written by hand."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import rlflow
+from rlflow.calibrate.fit import calibration_from_runs
+from rlflow.compiler import compile_recipe
+from rlflow.compiler.plan import Plan
+from rlflow.compose import load_cluster
+from rlflow.resources.time.calibration import calibration_figures, calibration_from
+from rlflow.resources.time.speed import Efficiency
+from rlflow.runtime.measurements import StepTimes, compare_memory
+
+LOCAL = load_cluster("local")
+
+
+def plan() -> Plan:
+    return rlflow.compile(rlflow.load(["recipe=sft_tiny"]), "local")
+
+
+def report(planned: Plan, *, slower: float, more_gib: float = 0.0) -> dict[str, Any]:
+    seconds = planned.prediction.nodes["update"].seconds
+    held = sum(planned.prediction.processes["local"]["update"].values())
+    return {
+        "nodes": {"update": {"predicted": seconds, "measured": slower * seconds}},
+        "memory": {"local": {"update": {"predicted": held, "measured": held + more_gib}}},
+    }
+
+
+@pytest.mark.parametrize("slower", [0.8, 3.0, 20.0])
+def test_the_next_plan_predicts_what_the_run_measured(slower: float) -> None:
+    first = plan()
+    found = calibration_from_runs([(first, report(first, slower=slower, more_gib=0.25))], {})
+    again = compile_recipe(first.recipe, LOCAL, found)
+    assert again.prediction.nodes["update"].seconds == pytest.approx(
+        slower * first.prediction.nodes["update"].seconds, rel=0.1
+    )
+    assert sum(again.prediction.processes["local"]["update"].values()) == pytest.approx(
+        sum(first.prediction.processes["local"]["update"].values()) + 0.25
+    )
+
+
+def test_a_plan_states_its_calibration_and_the_file_reads_it_back() -> None:
+    calibration = calibration_from({"cpu": {"matmul": 0.5, "engines": {"torch": {"call_s": 0.25}}}}, LOCAL)
+    assert calibration["cpu/torch"] == Efficiency(matmul=0.5, call_s=0.25)
+    figures = calibration_figures(calibration)
+    assert figures == {"cpu": {"matmul": 0.5, "engines": {"torch": {"call_s": 0.25}}}}
+    planned = compile_recipe(plan().recipe, LOCAL, calibration)
+    assert planned.prediction.calibration == figures
+    slow = planned.prediction.nodes["update"].seconds - plan().prediction.nodes["update"].seconds
+    # One call of the trainer in a step.
+    assert slow >= 0.25
+
+
+def test_the_measured_step_is_the_median_without_the_first() -> None:
+    times = StepTimes()
+    for seconds in (9.0, 1.0, 3.0, 2.0):
+        times.add({"seconds": seconds, "seconds/update": seconds / 2, "reward": 1.0})
+    planned = plan()
+    assert times.step(planned) == {"predicted": planned.prediction.step_seconds, "measured": 2.0}
+    assert times.nodes(planned)["update"]["measured"] == 1.0
+
+
+def test_a_process_is_compared_phase_by_phase() -> None:
+    planned = plan()
+    prediction = replace(planned.prediction, processes={"actor/0": {"update": {"weights": 1.0, "process": 0.5}}})
+    compared = compare_memory(replace(planned, prediction=prediction), {"actor/0": {"update": 2**31, "score": 2**30}})
+    assert compared == {
+        "actor/0": {"update": {"predicted": 1.5, "measured": 2.0}, "score": {"predicted": None, "measured": 1.0}}
+    }
