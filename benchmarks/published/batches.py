@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from benchmarks.published import settings
 from benchmarks.published.cases import Case
+from benchmarks.published.libraries import profile_of
 from benchmarks.published.rows import Row
 from rlflow.resources.time.lengths import Lengths
 
@@ -44,9 +45,8 @@ class Batch:
 
 
 def is_full(row: Row) -> bool:
-    """Return whether supervised samples fill the limit: packed (ms-swift), or described as a context of that length."""
-    named = re.search(r"pack" if "swift" in row.system else "packed samples", row.text)
-    return bool(named or re.search(r"\d+k context|long_text", row.text)) and not row.rollout_engine
+    """Return whether supervised samples, or packs of them, fill the limit."""
+    return not row.rollout_engine and (profile_of(row).fills or settings.fills_limit(row))
 
 
 def is_compared(row: Row) -> bool:
@@ -60,6 +60,9 @@ def batch_of(case: Case) -> Batch | None:
     samples, prompts, responses = case.samples, case.prompts, case.responses
     if samples is None and "swift" in row.system and not row.rollout_engine:
         samples = float(_SWIFT_BATCH)
+    if samples is None and not row.rollout_engine and "tokens per s" in row.step_time_kind:
+        # A time that was derived from throughput is that of one micro-batch of each rank.
+        samples = float((row.micro_batch_per_gpu or 1) * case.train.data_parallel_size)
     if samples is None:
         return None
     limit = float(row.max_total_len or 0) or prompts.longest + responses.longest
@@ -111,9 +114,14 @@ def _minibatches(row: Row, samples: float) -> int:
 
 def _micro_batch(row: Row, mean: float, limit: float) -> float:
     """Return the tokens of a micro-batch; NeMo-RL's performance recipes and packed rows fill the limit."""
-    if row.max_tokens_per_gpu:
+    if row.max_tokens_per_gpu and "dynamic batch false" not in row.text:
         return float(row.max_tokens_per_gpu)
+    if not row.micro_batch_per_gpu and settings.is_packed(row):
+        # A budget of tokens has room for the longest sequence.
+        return limit
     sequences = (row.micro_batch_per_gpu or 1) * settings.sequences_per_sample(row)
+    if (row.train_pp or 1) > 1 and profile_of(row).pipeline_sequences:
+        sequences = profile_of(row).pipeline_sequences or 1
     if "performance-summary" in row.source_path or is_full(row):
         return limit * sequences
     return sequences * mean

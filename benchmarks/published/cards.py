@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,12 @@ def gpu_of(row: Row) -> Gpu | None:
     near = [gpu for gpu in found if not size or abs((gpu.memory_gib or 0) / size - 1) < 0.1]
     if len(near) == 1:
         return near[0]
-    # GB as sold are GiB, as far as the driver leaves them.
-    return Gpu(memory_gib=size * 0.99, source="the row") if size else None
+    # GB as sold are GiB, as far as the driver leaves them. Cards of a kind compute alike, whatever their memory.
+    memory = size * 0.99 if size else None
+    if found:
+        slowest = min(found, key=lambda gpu: gpu.memory_gb_s or 0.0)
+        return replace(slowest, memory_gib=memory, source="the row")
+    return Gpu(memory_gib=memory, source="the row") if memory else None
 
 
 @cache

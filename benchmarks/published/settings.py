@@ -124,6 +124,8 @@ def is_packed(row: Row) -> bool:
     text = row.text
     if re.search(r"(without|not using)[^:;]*(padding_free|packing)|remove_padding (off|=? ?false)|packing false", text):
         return False
+    if "dynamic batch false" in text:
+        return False
     named = re.search(r"packing|padding_free|padding-free-|packed to|remove_padding|seqpack", text)
     return bool(row.max_tokens_per_gpu or named) or "verl" in row.system or adopts(row, "packed dataset")
 

@@ -45,12 +45,18 @@ class Step:
 def unfit(case: Case) -> str | None:
     """Return why the row does not say enough to predict its time; None if it does."""
     row = case.row
+    if re.search(r"whole run|sync_time_only|per ppo sample", row.step_time_kind.lower()):
+        return "not the time of a step"
+    if row.train_ep is None and case.model.num_experts and "automodel" in row.system:
+        return "expert parallelism not given"
     if case.gpu is None:
         return "no GPU named"
     if case.gpu.peak_tflops is None or case.gpu.memory_gb_s is None:
         return "a GPU without figures"
     if not row.rollout_engine and re.search(r"grpo|ppo|dapo|rloo|distill|swe", row.algorithm.lower()):
         return "generation that the row does not describe"
+    if row.rollout_engine and case.memory_gib is None:
+        return "the memory of the GPU is not given"
     if row.rollout_engine and case.rollout is None:
         return "no GPUs for generating"
     if batch_of(case) is None and not row.rollout_engine.startswith("ds"):
@@ -60,11 +66,25 @@ def unfit(case: Case) -> str | None:
     return None
 
 
+def has_unknown_rounds(row: Row) -> bool:
+    """Return whether DAPO resamples prompts until a batch is full, so that the generated samples are unknown.
+
+    NeMo-RL's tables state them.
+    """
+    return row.algorithm.lower() == "dapo" and "generation GBS" not in row.notes
+
+
 def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
     assert case.gpu is not None
-    speed = gpu_speed(case.gpu, case.gpus_per_host, efficiency or Efficiency())
     batch = batch_of(case)
     assert batch is not None
+    efficiency = efficiency or Efficiency()
+    if is_full(case.row):
+        # All samples are equally long.
+        efficiency = replace(efficiency, balance=1.0)
+    if "balanced fake expert gate" in case.row.notes:
+        efficiency = replace(efficiency, expert_balance=1.0)
+    speed = gpu_speed(case.gpu, case.gpus_per_host, efficiency)
     train = _layout(case, batch)
     fused = case.training.fused_layers
 
@@ -84,7 +104,7 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
             gradient_bytes=case.training.gradients,
             fused_layers=fused,
             fused_loss=case.training.fused_loss,
-            adapters=bool(case.row.lora_rank),
+            adapters=case.training.lora is not None,
         ).seconds
 
     parts = {"training": update(case.model), "scoring": _scored(case.row) * score(case.model)}

@@ -10,6 +10,7 @@ from statistics import mean, median
 from benchmarks.published import deepspeed_chat, steps
 from benchmarks.published.cases import Case, case_of
 from benchmarks.published.steps import Step
+from rlflow.resources.time.speed import Efficiency
 
 # Measured times that differ by less count as equal: repeated runs of one configuration differ by this much.
 _NOISE = 0.05
@@ -43,7 +44,7 @@ class Judged:
         return row.system, row.source_path, row.gpu_type
 
 
-def judge(cases: Iterable[Case]) -> tuple[list[Judged], dict[str, str]]:
+def judge(cases: Iterable[Case], efficiency: Efficiency | None = None) -> tuple[list[Judged], dict[str, str]]:
     """Return the cases whose step time can be predicted, and the reasons why others cannot, by id."""
     judged, skipped = [], {}
     for case in cases:
@@ -58,9 +59,22 @@ def judge(cases: Iterable[Case]) -> tuple[list[Judged], dict[str, str]]:
         if reason:
             skipped[row.id] = reason
             continue
-        step = deepspeed_chat.predict(case) if deepspeed_chat.is_hybrid(case) else steps.predict(case)
-        judged.append(Judged(case, step, row.step_time_s, "bound" in row.step_time_kind))
+        measured = row.step_time_s
+        if steps.has_unknown_rounds(row):
+            if row.train_time_s is None:
+                skipped[row.id] = "the number of sampling rounds is not given"
+                continue
+            measured = row.train_time_s
+        judged.append(Judged(case, predict(case, efficiency), measured, "bound" in row.step_time_kind))
     return judged, skipped
+
+
+def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
+    """Predict the step, or its update alone if the number of sampling rounds is not given."""
+    if deepspeed_chat.is_hybrid(case):
+        return deepspeed_chat.predict(case, efficiency)
+    step = steps.predict(case, efficiency)
+    return replace(step, parts={"training": step.parts["training"]}) if steps.has_unknown_rounds(case.row) else step
 
 
 def figures(judged: Sequence[Judged]) -> dict[str, float | int | None]:

@@ -162,7 +162,9 @@ class Decoder:
         model, gpus = self.forward
         message = 4 * model.num_hidden_layers * 2 * model.hidden_size * (self.width - 1) / self.width
         moved = tokens * message / speed.ring(self.width)
-        return forward_work(model).seconds(speed, tokens, length, fused=True) / gpus + moved
+        work = forward_work(model)
+        computed = work.product_seconds(speed, tokens) + work.other_seconds(speed, tokens, length, fused=True)
+        return computed / gpus + moved
 
 
 @lru_cache(maxsize=1024)

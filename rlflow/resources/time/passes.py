@@ -7,6 +7,9 @@ from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.speed import Speed, forward_work
 
+# Kernels of a layer with adapters, for each of one without. Qwen-7B with micro-batches of 256 tokens takes 4.7 ms for
+# each layer of LoRA steps (QwenLM/Qwen, README.md), which is bound by launches.
+_ADAPTER_LAUNCHES = 2.3
 # Parameters per second that the CPUs of a host update. Adam is bound by their memory: 28 bytes each at about
 # 200 GB/s (Ren et al. 2021, ZeRO-Offload, table 4: 10 billion in about a second).
 _HOST_ADAM = 8e9
@@ -55,7 +58,7 @@ def training(
 ) -> Pass:
     """Predict forward, backward (twice that) and optimizer over ``tokens`` of sequences of ``length``, over all ranks.
 
-    With ``adapters`` only these have gradients, which halves the backward pass. ``computed`` is the share of the tokens
+    With ``adapters`` only these have gradients, which halves the matrix products of the backward pass. ``computed`` is the share of the tokens
     that pass through the model, where the rows of a prompt share its tokens.
     """
     forward = 2 if layout.gradient_checkpointing else 1
@@ -67,6 +70,7 @@ def training(
         length,
         forward=forward,
         backward=1 if adapters else 2,
+        adapters=adapters,
         minibatches=minibatches,
         gradient_bytes=0 if adapters else gradient_bytes,
         fused=fused_layers,
@@ -128,6 +132,7 @@ def _passes(
     *,
     forward: int,
     backward: int,
+    adapters: bool = False,
     minibatches: int,
     gradient_bytes: float,
     fused: bool,
@@ -137,7 +142,8 @@ def _passes(
 ) -> Pass:
     """Return the time of passes over the model.
 
-    ``forward`` and ``backward`` are in forward passes' worth of arithmetic; ``logit_bytes`` are moved for each logit.
+    ``forward`` and ``backward`` are in forward passes' worth of matrix products; all else takes twice as long backward.
+    ``logit_bytes`` are moved for each logit.
     """
     efficiency = speed.efficiency
     width, stages, sequence = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.sequence_parallel_size
@@ -147,12 +153,16 @@ def _passes(
     micro_batches = max(minibatches, ceil(share / layout.micro_batch_tokens))
     attending = share / micro_batches / sequence
     here = attending * computed
-    work = forward_work(model).seconds(speed, here, length, fused=fused, flash=flash, attending=attending)
-    arithmetic = (forward + backward) * work
+    work, passes = forward_work(model), forward + (2 if backward else 0)
+    products = (forward + backward) * work.product_seconds(speed, here)
+    if here and not speed.is_cpu:
+        products *= 1 + efficiency.small_batch_tokens / here
+    other = work.other_seconds(speed, here, length, fused=fused, flash=flash, adapters=adapters, attending=attending)
+    arithmetic = products + passes * other
     compute = arithmetic / (width * stages) + here * model.num_outputs * logit_bytes / width / speed.memory
-    launch = efficiency.train_layer_s * (0.5 if fused else 1.0)
+    launch = efficiency.train_layer_s * (0.5 if fused else 1.0) * (_ADAPTER_LAUNCHES if adapters else 1.0)
     launch += efficiency.expert_layer_s * model.num_sparse_layers / model.num_hidden_layers
-    launches = (forward + backward) * layers * launch
+    launches = passes * layers * launch
     compute = compute + launches if speed.is_cpu else max(compute, launches)
 
     sent = 2 * here * model.hidden_size  # the bytes of a micro-batch's hidden states
@@ -180,13 +190,19 @@ def _passes(
         # From the host for every pass over the layers, each GPU the part that it owns.
         owned = model.num_parameters / layout.num_gpus
         communication += 2 * (forward + (1 if backward else 0)) * owned / _PINNED
+    once = 0.0
     if layout.zero_stage == 3:
-        # Weights gathered forward and backward, gradients scattered (Rajbhandari et al. 2020), beside the arithmetic.
-        bytes_spread = 2 * (2 if backward else 1) + gradient_bytes
-        communication += max(0.0, bytes_spread * _spread_seconds(model, layout, speed) - compute)
+        # Weights gathered forward, recomputing and backward, gradients scattered (Rajbhandari et al. 2020).
+        bytes_spread = 2 * (forward + (1 if backward else 0)) + gradient_bytes
+        spread = bytes_spread * _spread_seconds(model, layout, speed)
+        if stages > 1:
+            # Between the micro-batches of a pipeline a stage keeps its weights and gradients.
+            once = minibatches * spread
+        else:
+            communication += max((1 - efficiency.overlap) * spread, spread - compute)
     # The pipeline fills and drains once a minibatch (Narayanan et al. 2021, section 2.2).
     idle = minibatches * (stages - 1)
-    return Pass(micro_batches * compute, (micro_batches + idle) * communication + idle * compute)
+    return Pass(micro_batches * compute, (micro_batches + idle) * communication + idle * compute + once)
 
 
 def _spread_seconds(model: Architecture, layout: Layout, speed: Speed) -> float:

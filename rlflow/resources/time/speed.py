@@ -32,6 +32,8 @@ class Efficiency(Section):
     With norms, activations and attention, whose time is counted apart, whole training steps of 7B to 70B then reach
     half of the peak of an A100 and two fifths of an H100's (torchtitan, docs/performance.md: 0.52 to 0.58 on A100;
     Llama 3 Herd, table 4: 0.38 to 0.43 on H100)."""
+    small_batch_tokens: Annotated[float, Ge(0)] = 128.0
+    """Tokens of a micro-batch with which matrix products reach half of that share."""
     expert_matmul: Fraction = 0.5
     """Share that the narrow, grouped products of experts reach of what dense products reach."""
     expert_balance: Fraction = 0.5
@@ -43,6 +45,8 @@ class Efficiency(Section):
     """Share of the memory bandwidth that decoding and elementwise kernels reach; published values are 0.6 to 0.85."""
     link: Fraction = 0.7
     """Share of a link's bandwidth in collectives over large messages (nccl-tests, bus bandwidth over data sheet)."""
+    overlap: Fraction = 0.5
+    """Share of ZeRO-3's gathers and reductions that can overlap with computation."""
     balance: Fraction = 0.9
     """Work of the average rank, as a share of the busiest rank's; packed micro-batches are about as full."""
     message_s: Seconds = 15e-6
@@ -57,7 +61,9 @@ class Efficiency(Section):
     decode_sequence_s: Seconds = 10e-6
     """Host time of each sequence in a decoding step: its sampling parameters, its token, its text."""
     train_layer_s: Seconds = 0.5e-3
-    """Least time of a layer's forward pass, to launch its kernels; the backward pass takes twice as long."""
+    """Least time of a layer's forward pass, to launch its kernels; the backward pass takes twice as long.
+
+    With adapters there are 2.3 times as many."""
     expert_layer_s: Seconds = 3e-3
     """Least time of a layer's experts: routing, permutation, and the host's waiting for their numbers of tokens.
 
@@ -203,6 +209,8 @@ class Work:
     """Operations for each key that a query attends to, over all layers."""
     moved_bytes: float
     """Bytes that elementwise kernels read and write if each is a kernel of its own."""
+    adapter_bytes: float
+    """Bytes that adapters of all linear layers add to them: casts to fp32 and back, dropout, scale, sum."""
     matrix_bytes: float
     """Bytes that attention reads and writes for each key over all layers, where it stores its whole matrix."""
     model: Architecture
@@ -211,7 +219,12 @@ class Work:
         """Return the operations for ``tokens`` in sequences of ``length``."""
         return tokens * (self.dense_flops + self.expert_flops + self.key_flops * self.model.attention_span(length))
 
-    def seconds(
+    def product_seconds(self, speed: Speed, tokens: float) -> float:
+        """Return the time of matrix products with weights on one GPU with enough memory, for large micro-batches."""
+        experts = self.expert_flops / (speed.efficiency.expert_matmul * speed.efficiency.expert_balance)
+        return tokens * (self.dense_flops + experts) / speed.matmul_of(self.model.hidden_size)
+
+    def other_seconds(
         self,
         speed: Speed,
         tokens: float,
@@ -219,20 +232,21 @@ class Work:
         *,
         fused: bool = False,
         flash: bool = True,
+        adapters: bool = False,
         attending: float | None = None,
     ) -> float:
-        """Return the time on one GPU with enough memory.
+        """Return the time of attention and elementwise kernels on one GPU with enough memory.
 
         Fused kernels move half as many bytes. Without ``flash`` attention, every query is multiplied with every key,
         and the matrix goes through memory. ``attending`` is the number of queries, where it is not that of tokens.
         """
-        efficiency = speed.efficiency
         span = self.model.attention_span(length) if flash else length
-        attention = self.key_flops * span / efficiency.attention * (1.0 if attending is None else attending / tokens)
-        experts = self.expert_flops / (efficiency.expert_matmul * efficiency.expert_balance)
+        attention = (
+            self.key_flops * span / speed.efficiency.attention * (1.0 if attending is None else attending / tokens)
+        )
         moved = self.moved_bytes * (0.5 if fused else 1.0) + (0 if flash else self.matrix_bytes * length)
-        operations = self.dense_flops + experts + attention
-        return tokens * (operations / speed.matmul_of(self.model.hidden_size) + moved / speed.memory)
+        moved += self.adapter_bytes * (0.5 if fused else 1.0) if adapters else 0.0
+        return tokens * (attention / speed.matmul_of(self.model.hidden_size) + moved / speed.memory)
 
 
 @lru_cache(maxsize=256)
@@ -258,6 +272,11 @@ def forward_work(model: Architecture) -> Work:
         expert_flops=2 * experts,
         key_flops=2.0 * model.num_hidden_layers * (model.query_width + model.output_width),
         moved_bytes=2.0 * model.num_hidden_layers * values,
+        # Of every layer: its input read and cast; what A and B give, cast, scaled and added to the output.
+        adapter_bytes=model.num_hidden_layers
+        * (
+            6.0 * (5 * hidden + model.output_width + model.mlp_width) + 8.0 * (heads + 2 * model.mlp_width + 2 * hidden)
+        ),
         # Scores, their sum with the mask, softmax by way of fp32: written and read.
         matrix_bytes=16.0 * model.num_hidden_layers * model.num_attention_heads,
         model=model,
