@@ -72,7 +72,7 @@ def batch_of(case: Case) -> Batch | None:
     elif is_full(row):
         responses = Lengths((limit,))
     elif "mean_response_len" in case.assumed and not settings.data_lengths(row):
-        responses = _responses(row, samples, prompts.mean, responses.longest)
+        responses = _responses(case, samples, prompts.mean, responses.longest)
     samples *= settings.sequences_per_sample(row) if not row.rollout_engine else 1
     return Batch(
         samples,
@@ -84,16 +84,37 @@ def batch_of(case: Case) -> Batch | None:
     )
 
 
-def _responses(row: Row, samples: float, prompt: float, limit: float) -> Lengths:
+def stated_tokens(case: Case) -> float | None:
+    """Return the tokens of a step that follow from what the row measured.
+
+    Published throughput is tokens per GPU and second. An MFU of the update counts six operations per parameter and
+    token.
+    """
+    row = case.row
+    if row.tokens_per_s_per_gpu and row.step_time_s and row.n_gpus:
+        return row.tokens_per_s_per_gpu * row.step_time_s * row.n_gpus
+    if row.mfu and row.train_time_s and row.rollout_engine and case.gpu and case.gpu.peak_tflops:
+        operations = row.mfu * 1e12 * case.gpu.peak_tflops["bfloat16"] * case.train.num_gpus * row.train_time_s
+        return operations / 6 / case.model.num_active_parameters
+    return None
+
+
+def lengths_are_given(case: Case) -> bool:
+    """Return whether the mean length of responses is stated, or follows from what the row says."""
+    stated = "mean_response_len" not in case.assumed or settings.data_lengths(case.row) or is_compared(case.row)
+    return bool(stated) or stated_tokens(case) is not None
+
+
+def _responses(case: Case, samples: float, prompt: float, limit: float) -> Lengths:
     """Return response lengths for a row without a mean.
 
-    Published throughput is tokens per GPU and second, so it gives the number of tokens of a step. Otherwise the lengths
-    are those that such models usually generate, truncated at the limit.
+    They follow from the tokens of a step. Otherwise they are those that such models usually generate, truncated at the
+    limit.
     """
-    if row.tokens_per_s_per_gpu and row.step_time_s and row.n_gpus:
-        mean = row.tokens_per_s_per_gpu * row.step_time_s * row.n_gpus / samples
-        return Lengths.log_normal(max(1.0, mean - prompt), limit)
-    name = row.model.lower()
+    tokens = stated_tokens(case)
+    if tokens is not None:
+        return Lengths.log_normal(max(1.0, tokens / samples - prompt), limit)
+    name = case.row.model.lower()
     reasons = _REASONS.search(name) and not (_ANSWERS.search(name) and "distill" not in name)
     mean = _REASONED if reasons else _ANSWERED
     return Lengths((*(min(limit, value) for value in Lengths.log_normal(mean, 8 * mean).values[:-1]), limit))

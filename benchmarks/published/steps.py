@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from benchmarks.published.batches import Batch, batch_of, is_compared, is_full
+from benchmarks.published import settings
+from benchmarks.published.batches import Batch, batch_of, is_compared, is_full, lengths_are_given
 from benchmarks.published.cards import model_of
 from benchmarks.published.cases import Case
 from benchmarks.published.rows import Row
@@ -13,15 +14,16 @@ from rlflow.resources.memory.phases import generate_memory
 from rlflow.resources.memory.state import state_terms
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.decoding import generation, padded_generation
-from rlflow.resources.time.passes import host_seconds, offload_seconds, scoring, sync_seconds, training
+from rlflow.resources.time.passes import ENGINE_WAKE_S, host_seconds, offload_seconds, scoring, sync_seconds, training
 from rlflow.resources.time.speed import Efficiency, Speed, gpu_speed
 
 # The share of a GPU's memory for weights, gradients and optimizer; activations and logits get the rest.
 _STATE_SHARE = 0.85
 # Seconds per module under ZeRO-3: Python, and a gather of few bytes.
 _HOOK_S = 0.7e-3
-# vLLM's log reports 1.5 s to fall asleep and 1.5 s to wake up; its weights are copied besides.
-_WAKE_S = 3.0
+# Bytes that a kernel moves to widen a weight of four bits: 10 ms for a billion of them on an A100 (QwenLM/Qwen,
+# README.md, Q-LoRA beside LoRA, which differ by as much for every length).
+_WIDENED = 15.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,10 @@ def unfit(case: Case) -> str | None:
     row = case.row
     if re.search(r"whole run|sync_time_only|per ppo sample", row.step_time_kind.lower()):
         return "not the time of a step"
+    if "prime" in row.system and row.gpu_type.startswith("B200"):
+        return "kernels that were not ready for the GPU"
+    if "sharding" in case.unknown and case.train.num_gpus > 1 and not row.rollout_engine:
+        return "how the state is sharded is not given"
     if row.train_ep is None and case.model.num_experts and "automodel" in row.system:
         return "expert parallelism not given"
     if case.gpu is None:
@@ -63,6 +69,8 @@ def unfit(case: Case) -> str | None:
         return "no size of a step"
     if not row.rollout_engine and not is_full(row) and "mean_response_len" in case.assumed:
         return "lengths of supervised data unknown"
+    if row.rollout_engine and not row.rollout_engine.startswith("ds") and not lengths_are_given(case):
+        return "lengths of responses are not given"
     return None
 
 
@@ -113,6 +121,10 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
         # forward, recomputed and backward.
         micro_batches = max(1, round(batch.tokens / train.data_parallel_size / train.micro_batch_tokens))
         parts["hooks"] = 3 * micro_batches * _tensors(case.model) * _HOOK_S
+    if settings.is_4bit(case.row) and case.training.lora is not None:
+        micro_batches = max(1, round(batch.tokens / train.data_parallel_size / train.micro_batch_tokens))
+        passes = 3 if train.gradient_checkpointing else 2
+        parts["dequantisation"] = passes * micro_batches * case.model.num_parameters * _WIDENED / speed.memory
     if case.row.algorithm.lower() == "ppo" and case.row.rollout_engine:
         critic = critic_of(case)
         parts |= {"critic": update(critic), "values and rewards": 2 * score(critic)}
@@ -120,7 +132,7 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
         return Step(parts, assumed=case.assumed)
     parts |= _generates(case, batch, speed)
     if case.colocated and case.habits.engine_sleeps:
-        parts["wake"] = _WAKE_S
+        parts["wake"] = ENGINE_WAKE_S
     if case.colocated and case.habits.offloads_policy:
         state = sum(state_terms(case.model, train, case.training).values()) * GIB
         parts["offload"] = 2 * offload_seconds(state)

@@ -12,7 +12,7 @@ from rlflow.resources.planner.pool_search import PoolUse
 from rlflow.resources.planner.pool_uses import PoolUses
 from rlflow.resources.planner.sharing import Partition
 from rlflow.resources.planner.simulate import Schedule, simulate
-from rlflow.resources.planner.task_times import host_task_seconds, weight_sync_seconds
+from rlflow.resources.planner.task_times import collecting_seconds, host_task_seconds, weight_sync_seconds
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,10 @@ def simulated(partition: Partition, gpus: tuple[int, ...], uses: Sequence[PoolUs
     pool_of = {role: index for index, pool in enumerate(partition) for role in pool}
     for task in of.workload.tasks:
         host_set = of.host_set(partition[0 if task.role is None else pool_of[task.role]])
-        needed = seconds[task.node] if task.role else host_task_seconds(task, of.demands.values(), host_set.speed)
-        seconds[task.node] = needed + reading_seconds(of.workload, task, host_set, partition, gpus)
+        if task.role is None:
+            seconds[task.node] = host_task_seconds(task, of.demands.values(), host_set.speed)
+            seconds[task.node] += collecting_seconds(of.workload, task, host_set.speed)
+        seconds[task.node] += reading_seconds(of.workload, task, host_set, partition, gpus)
     layouts = {role: choice.layout for used in uses for role, choice in used.choices.items()}
     for sync in of.workload.copies:
         speed = of.host_set(partition[pool_of[sync.target]]).speed

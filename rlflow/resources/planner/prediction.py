@@ -8,7 +8,7 @@ from typing import Any
 from rlflow.resources.memory.phases import score_terms, update_terms
 from rlflow.resources.memory.state import Terms
 from rlflow.resources.planner.candidate import Candidate, RejectedCandidate, describe_pools
-from rlflow.resources.planner.confidence import TIME_BAND, Margin, Verdict
+from rlflow.resources.planner.confidence import TIME_BANDS, Margin, TimeKind, Verdict
 from rlflow.resources.planner.data_placement import DataPrediction, predict_data
 from rlflow.resources.planner.layouts import largest_micro_batch
 from rlflow.resources.planner.pool import RoleChoice, host_memory, sync_memory
@@ -107,6 +107,8 @@ def predict(search: Search, result: SearchResult) -> Prediction:
     """Return all figures of the plan that a search has found."""
     candidate = result.candidate
     schedule = candidate.schedule
+    generates = any(task.kind == "generate" for task in search.workload.tasks)
+    band = TIME_BANDS[TimeKind.GENERATES if generates else TimeKind.TRAINS]
     path = schedule.critical_path
     gpus = len({bundle for placement in result.roles.values() for bundle in placement.bundles})
     memory = {role: _memory(search, result, role) for role in result.roles}
@@ -121,7 +123,7 @@ def predict(search: Search, result: SearchResult) -> Prediction:
         verdict=None if headroom is None else safe,
         risks=plan_risks(search, result, host_gib),
         step_seconds=schedule.step_seconds,
-        step_seconds_range=(schedule.step_seconds * TIME_BAND.low, schedule.step_seconds * TIME_BAND.high),
+        step_seconds_range=(schedule.step_seconds * band.low, schedule.step_seconds * band.high),
         tokens_per_second_per_gpu=search.workload.generated_tokens / schedule.step_seconds / gpus
         if schedule.step_seconds
         else 0.0,

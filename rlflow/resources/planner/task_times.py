@@ -7,15 +7,14 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.models.lora import adapter_parameters, adapter_tensors
 from rlflow.resources.time.decoding import generation
-from rlflow.resources.time.passes import offload_seconds, scoring, sync_seconds, training
+from rlflow.resources.time.passes import ENGINE_WAKE_S, host_seconds, offload_seconds, scoring, sync_seconds, training
 from rlflow.resources.time.speed import Speed
-from rlflow.resources.workload import Task
+from rlflow.resources.workload import Task, Workload
 
 # vLLM's default for a batch on GPUs of 70 GiB and more (EngineArgs.get_batch_defaults).
 MAX_NUM_SEQS = 1024
 DEFAULT_NUM_SEQS = 256
 """Sequences that an engine generates at once where its memory is not planned."""
-_ENGINE_WAKES_S = 2.0
 
 
 def task_seconds(
@@ -32,7 +31,7 @@ def task_seconds(
     seconds = {task.node: _seconds_of(demand, task, layout, speed, kv_tokens) for task in tasks}
     if layout.sleeps and tasks:
         # State moves from the host before the first task, and back after the last.
-        seconds[tasks[0].node] += 2 * offload_seconds(moved_gib * GIB) + (_ENGINE_WAKES_S if demand.generates else 0)
+        seconds[tasks[0].node] += 2 * offload_seconds(moved_gib * GIB) + (ENGINE_WAKE_S if demand.generates else 0)
     return seconds
 
 
@@ -94,6 +93,13 @@ def host_task_seconds(task: Task, demands: Iterable[Demand], speed: Speed) -> fl
     """Return the seconds of a node without a role, which has a process of its own where engines have."""
     calls = [speed.of_engine(each.engine).efficiency.call_s for each in demands if each.own_process]
     return task.samples * speed.efficiency.host_sample_s + max(calls, default=0.0)
+
+
+def collecting_seconds(workload: Workload, task: Task, speed: Speed) -> float:
+    """Return the time in which a node without a role collects and packs what GPUs generated, for the first such node."""
+    generating = {other.node for other in workload.tasks if other.kind == "generate"}
+    first = next((one for one in workload.tasks if one.role is None and generating.intersection(one.after)), None)
+    return host_seconds(task.samples) if task is first and not speed.is_cpu else 0.0
 
 
 def weight_sync_seconds(

@@ -19,6 +19,8 @@ _PINNED, _PAGEABLE = 20e9, 6e9
 # Bytes per second that a host copies into its object store or out of it (176 MB, in and out, took 0.10 to 0.13 s on two
 # cores), bytes per second that it sends to others over TCP, and seconds until the first byte.
 _STORE_COPY, _STORE_TCP, _STORE_S = 3e9, 1.5e9, 5e-3
+# vLLM's log reports 1.5 s to fall asleep and 1.5 s to wake up; its weights are copied besides.
+ENGINE_WAKE_S = 3.0
 # Python time on the controller: of a step, and of collecting, decoding, scoring by rule and packing a sample. Published
 # logs of NeMo-RL have 4 s of it in a step of 66 s.
 _HOST_STEP_S, _HOST_SAMPLE_S = 0.1, 2e-3

@@ -3,6 +3,7 @@
 import pytest
 
 from rlflow.resources.planner.simulate import PARTS, simulate
+from rlflow.resources.planner.task_times import controller_seconds
 from rlflow.resources.workload import Task, TaskKind, WeightSync, Workload
 from tests.unit.resources.planner.planning import task
 
@@ -67,3 +68,19 @@ def test_host_tasks_keep_no_gpu_busy() -> None:
     schedule = simulate(Workload(tasks=(of("write", "generate"), host)), {"write": 2.0, "reward": 1.0}, {"write": 0})
     assert schedule.step_seconds == 3
     assert schedule.idle_share(0) == pytest.approx(1 / 3)
+
+
+def test_the_first_task_of_the_controller_collects_what_was_generated() -> None:
+    """0.1 s, and 2 ms for each of 4 samples; 5 us for each where nothing is collected, and on CPUs."""
+    from dataclasses import replace
+
+    tasks = [
+        of("rollout", "generate"),
+        of("rewards", "host", "rollout"),
+        of("advantages", "host", "rewards", "rollout"),
+    ]
+    tasks[1:] = [replace(task, role=None) for task in tasks[1:]]
+    workload = Workload(tasks=tuple(tasks))
+    samples = tasks[1].samples
+    found = [controller_seconds(workload, task, on_gpus) for on_gpus in (True, False) for task in tasks[1:]]
+    assert found == pytest.approx([0.1 + 2e-3 * samples, 5e-6 * samples, 5e-6 * samples, 5e-6 * samples])
