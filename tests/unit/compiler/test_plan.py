@@ -163,5 +163,5 @@ def test_graphs_on_gpus_and_none_on_processors() -> None:
     eager, graphs, without, slower = planned("1x8", "true")
     assert (eager, graphs) == (True, [0.0, 0.0])
     assert without["generate"]["kv"] == pytest.approx(memory["generate"]["kv"] + 0.68)
-    assert slower > seconds
+    assert slower >= seconds
     assert planned("2x2@cpu", "auto")[0] is True

@@ -92,7 +92,10 @@ def test_weights_that_stand_still_have_the_type_of_the_model(engine: str, full: 
 
 
 def test_the_backward_pass_makes_no_gradients_of_weights() -> None:
-    """Of 6 operations a parameter and token the 2 for these: with checkpointing, which adds 2, 6 of 8 are left."""
+    """The kernels of adapters take what these save: on H100, LoRA steps of Qwen3-4B take 1.07 times as long as full ones.
+
+    prime-rl, benchmarks/baselines: 5.38 and 5.01 s with micro-batches of 16,384 tokens.
+    """
 
     def seconds(*overrides: str) -> float:
         requirements = required(*overrides)
@@ -102,7 +105,7 @@ def test_the_backward_pass_makes_no_gradients_of_weights() -> None:
         layout = replace(ON_ONE, data_parallel_size=8, zero_stage=2, micro_batch_tokens=16384)
         return sum(task_seconds(demand, tasks, layout, speed, kv_tokens=0).values())
 
-    assert 0.7 < seconds("roles.actor.lora={}") / seconds() < 0.75
+    assert seconds("roles.actor.lora={}") / seconds() == pytest.approx(1.07, abs=0.1)
 
 
 def test_the_copy_takes_the_time_of_its_bytes() -> None:

@@ -100,7 +100,7 @@ def plan_of(recipe: str, cluster: str, *overrides: str) -> Plan:
 
 
 def test_a_plan_counts_what_stays_and_what_is_sent() -> None:
-    plan = plan_of("grpo_7b", "1x8")
+    plan = plan_of("grpo_7b", "1x8", "roles.actor.zero_stage=3")
     actor, rollout = (plan.prediction.memory[role] for role in ("actor", "rollout"))
     assert not plan.roles["actor"].layout.sleeps
     assert actor.phases["sync"]["buffer"] == pytest.approx(packed_gib(QWEN, 2))

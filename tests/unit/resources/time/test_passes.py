@@ -156,6 +156,12 @@ def test_windowed_layers_read_no_more_than_their_window() -> None:
     assert far / near == pytest.approx((2000 + 128) / 256)
 
 
+def test_small_models_without_graphs_wait_for_launches() -> None:
+    small = replace(LLAMA, hidden_size=1024, intermediate_size=2816, num_attention_heads=8, num_key_value_heads=8)
+    graphs, eager = (decoder_of(small, 1, 1, SPEED, 2, eager).seconds(1, 0) for eager in (False, True))
+    assert graphs < eager == pytest.approx(32 * 0.2e-3 + 2.5e-3)
+
+
 def test_few_tokens_touch_few_experts() -> None:
     decoder = decoder_of(EXPERTS, 1, 1, SPEED, 2)
     one, many = decoder.seconds(1, 0), decoder.seconds(64, 0)
