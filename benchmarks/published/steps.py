@@ -92,7 +92,9 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
         efficiency = replace(efficiency, balance=1.0)
     if "balanced fake expert gate" in case.row.notes:
         efficiency = replace(efficiency, expert_balance=1.0)
-    speed = gpu_speed(case.gpu, case.gpus_per_host, efficiency)
+    # A card of unknown size computes like others of its kind; without any memory it would be a CPU.
+    gpu = case.gpu if case.gpu.memory_gib else replace(case.gpu, memory_gib=80.0)
+    speed = gpu_speed(gpu, case.gpus_per_host, efficiency)
     train = _layout(case, batch)
     fused = case.training.fused_layers
 

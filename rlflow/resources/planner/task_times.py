@@ -96,7 +96,7 @@ def host_task_seconds(task: Task, demands: Iterable[Demand], speed: Speed) -> fl
 
 
 def collecting_seconds(workload: Workload, task: Task, speed: Speed) -> float:
-    """Return the time in which a node without a role collects and packs what GPUs generated, for the first such node."""
+    """Return the time in which the first node without a role collects and packs what GPUs have generated."""
     generating = {other.node for other in workload.tasks if other.kind == "generate"}
     first = next((one for one in workload.tasks if one.role is None and generating.intersection(one.after)), None)
     return host_seconds(task.samples) if task is first and not speed.is_cpu else 0.0

@@ -60,8 +60,8 @@ def training(
 ) -> Pass:
     """Predict forward, backward (twice that) and optimizer over ``tokens`` of sequences of ``length``, over all ranks.
 
-    With ``adapters`` only these have gradients, which halves the matrix products of the backward pass. ``computed`` is the share of the tokens
-    that pass through the model, where the rows of a prompt share its tokens.
+    With ``adapters`` only these have gradients, which halves the matrix products of the backward pass. ``computed`` is
+    the share of the tokens that pass through the model, where the rows of a prompt share its tokens.
     """
     forward = 2 if layout.gradient_checkpointing else 1
     step = _passes(

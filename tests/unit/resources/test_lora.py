@@ -92,7 +92,7 @@ def test_weights_that_stand_still_have_the_type_of_the_model(engine: str, full: 
 
 
 def test_the_backward_pass_makes_no_gradients_of_weights() -> None:
-    """The kernels of adapters take what these save: on H100, LoRA steps of Qwen3-4B take 1.07 times as long as full ones.
+    """The kernels of adapters take what these save: LoRA steps of Qwen3-4B on H100 are 1.07 times as long as full ones.
 
     prime-rl, benchmarks/baselines: 5.38 and 5.01 s with micro-batches of 16,384 tokens.
     """

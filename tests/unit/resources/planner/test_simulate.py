@@ -1,9 +1,13 @@
 """List scheduling, against schedules worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
+from rlflow.resources.cluster import Gpu
 from rlflow.resources.planner.simulate import PARTS, simulate
-from rlflow.resources.planner.task_times import controller_seconds
+from rlflow.resources.planner.task_times import collecting_seconds
+from rlflow.resources.time.speed import Efficiency, gpu_speed
 from rlflow.resources.workload import Task, TaskKind, WeightSync, Workload
 from tests.unit.resources.planner.planning import task
 
@@ -50,8 +54,6 @@ def test_independent_tasks_run_at_the_same_time_on_pools_of_their_own() -> None:
 
 def test_a_task_that_streams_begins_with_parts() -> None:
     """It ends a part's time after the last part is there, or when its own work is done from the first on."""
-    from dataclasses import replace
-
     tasks = (of("write", "generate"), replace(of("judge", "score", "write"), streams=True))
     short = simulate(Workload(tasks=tasks), {"write": 8.0, "judge": 4.0}, {"write": 0, "judge": 1})
     assert short.step_seconds == pytest.approx(8 + 4 / PARTS)
@@ -62,8 +64,6 @@ def test_a_task_that_streams_begins_with_parts() -> None:
 
 
 def test_host_tasks_keep_no_gpu_busy() -> None:
-    from dataclasses import replace
-
     host = replace(of("reward", "host", "write"), role=None)
     schedule = simulate(Workload(tasks=(of("write", "generate"), host)), {"write": 2.0, "reward": 1.0}, {"write": 0})
     assert schedule.step_seconds == 3
@@ -71,16 +71,16 @@ def test_host_tasks_keep_no_gpu_busy() -> None:
 
 
 def test_the_first_task_of_the_controller_collects_what_was_generated() -> None:
-    """0.1 s, and 2 ms for each of 4 samples; 5 us for each where nothing is collected, and on CPUs."""
-    from dataclasses import replace
-
-    tasks = [
-        of("rollout", "generate"),
-        of("rewards", "host", "rollout"),
-        of("advantages", "host", "rewards", "rollout"),
-    ]
+    """0.1 s, and 2 ms for each sample; nothing on CPUs, whose steps are measured."""
+    tasks = [of("rollout", "generate"), of("rewards", "host", "rollout")]
+    tasks.append(of("advantages", "host", "rewards", "rollout"))
     tasks[1:] = [replace(task, role=None) for task in tasks[1:]]
-    workload = Workload(tasks=tuple(tasks))
-    samples = tasks[1].samples
-    found = [controller_seconds(workload, task, on_gpus) for on_gpus in (True, False) for task in tasks[1:]]
-    assert found == pytest.approx([0.1 + 2e-3 * samples, 5e-6 * samples, 5e-6 * samples, 5e-6 * samples])
+    workload, gpu = (
+        Workload(tasks=tuple(tasks)),
+        Gpu(memory_gib=80, peak_tflops={"bfloat16": 1.0}, memory_gb_s=1, source=""),
+    )
+    speed = gpu_speed(gpu, 8, Efficiency())
+    found = [
+        collecting_seconds(workload, task, on) for on in (speed, replace(speed, is_cpu=True)) for task in tasks[1:]
+    ]
+    assert found == pytest.approx([0.1 + 2e-3 * tasks[1].samples, 0.0, 0.0, 0.0])
