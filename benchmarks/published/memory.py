@@ -9,7 +9,7 @@ from benchmarks.published.cases import Case
 from benchmarks.published.rows import Row
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.allocator import Allocator, allocator_of
-from rlflow.resources.memory.overheads import CONTEXT_GIB, asleep_terms, sync_terms
+from rlflow.resources.memory.overheads import CONTEXT_GIB, NCCL_GIB, asleep_terms, sync_terms
 from rlflow.resources.memory.phases import cached_gib, generate_memory, update_terms, usable_gib
 from rlflow.resources.memory.state import Terms, TrainingMemory, state_terms
 from rlflow.resources.planner.confidence import Band, Kind, Verdict, kind_of
@@ -101,6 +101,7 @@ def predict(case: Case, allocators: Allocators = allocator_of) -> Prediction:
                 sync = sync_terms(model, case.train, case.training, case.rollout, weight_bytes=library.engine_bytes)
             if not library.engine_process:
                 left = {name: gib for name, gib in left.items() if name != "context"}
+                left["nccl"] = max(0.0, left["nccl"] - (NCCL_GIB if update["nccl"] else 0.0))
             update |= {f"engine {name}": gib for name, gib in left.items()}
     limit = usable_gib(case.memory_gib) if case.memory_gib else None
     kind = kind_of(case.train, case.training, beside_engine=case.colocated)

@@ -14,6 +14,9 @@ from rlflow.resources.models.lora import adapter_parameters
 CONTEXT_GIB = 0.55
 # An NCCL communicator: the buffers of its channels, 2 x 4 MiB for each of about 24 channels.
 NCCL_COMMUNICATOR_GIB = 0.2
+# NCCL's kernels and what else it takes with the first communicator of a process: FSDP with adapters on 2 and 4 A100
+# has 1.2 to 1.9 GiB more in nvidia-smi than one GPU, extrapolated to no tokens (fms-acceleration, 18 runs).
+NCCL_GIB = 1.2
 # All-to-all between the GPUs of experts has buffers for every peer: 4 channels, both ways, of about 5 MiB (4 MiB of
 # NCCL_BUFFSIZE, and those of the protocols for short messages). Over 10 GB with some hundred peers.
 NCCL_PEER_GIB = 0.04
@@ -55,7 +58,7 @@ def process_terms(layout: Layout, sharp: Sharp = NO_SHARP) -> dict[str, float]:
         if size > 1
     ]
     peers = layout.expert_parallel_size if layout.expert_parallel_size > 1 else 0
-    nccl = NCCL_COMMUNICATOR_GIB * len(ways) + NCCL_PEER_GIB * peers
+    nccl = NCCL_GIB * bool(ways) + NCCL_COMMUNICATOR_GIB * len(ways) + NCCL_PEER_GIB * peers
     return {"nccl": nccl + sum(sharp.gib(size) for size in ways), "context": CONTEXT_GIB}
 
 
@@ -70,7 +73,7 @@ def asleep_terms(
     """Return what vLLM's sleep mode leaves on the GPU: context, CUDA graphs, and the largest possible communicator."""
     return {
         "context": CONTEXT_GIB,
-        "nccl": NCCL_COMMUNICATOR_GIB + sharp.gib(largest_group) if largest_group > 1 else 0.0,
+        "nccl": NCCL_GIB + NCCL_COMMUNICATOR_GIB + sharp.gib(largest_group) if largest_group > 1 else 0.0,
         "graphs": 0.0 if eager else graphs_gib(model),
     }
 

@@ -68,8 +68,8 @@ def kind_of(layout: Layout, training: TrainingMemory, *, beside_engine: bool) ->
 MEMORY_BANDS: Mapping[Kind, Band] = {
     Kind.ADAPTERS_ALONE: Band(0.81, 1.26),
     Kind.ALONE: Band(0.96, 1.14),
-    Kind.SHARDED: Band(0.79, 1.32),
-    Kind.BESIDE_ENGINE: Band(0.80, 1.24),
+    Kind.SHARDED: Band(0.76, 1.27),
+    Kind.BESIDE_ENGINE: Band(0.80, 1.18),
 }
 
 

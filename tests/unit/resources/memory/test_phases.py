@@ -11,6 +11,7 @@ from rlflow.resources.memory.allocator import ALONE, SHARDED, Allocator, allocat
 from rlflow.resources.memory.overheads import (
     CONTEXT_GIB,
     NCCL_COMMUNICATOR_GIB,
+    NCCL_GIB,
     NCCL_PEER_GIB,
     asleep_terms,
     process_terms,
@@ -303,7 +304,7 @@ def test_sleepers_keep_their_process() -> None:
     engine = asleep_terms(QWEN)
     assert engine["context"] == CONTEXT_GIB
     assert sum(engine.values()) - CONTEXT_GIB == pytest.approx(0.86 - 0.23, rel=0.1)
-    assert asleep_terms(QWEN, 2)["nccl"] == NCCL_COMMUNICATOR_GIB
+    assert asleep_terms(QWEN, 2)["nccl"] == NCCL_GIB + NCCL_COMMUNICATOR_GIB
 
 
 def test_both_copies_of_the_weights_are_there_while_they_are_moved() -> None:
@@ -318,7 +319,7 @@ def test_both_copies_of_the_weights_are_there_while_they_are_moved() -> None:
 def test_a_process_has_a_communicator_for_every_way_it_is_spread() -> None:
     assert process_terms(layout()) == {"nccl": 0, "context": CONTEXT_GIB}
     spread = layout(tensor_parallel_size=2, data_parallel_size=4, expert_parallel_size=4)
-    assert process_terms(spread)["nccl"] == pytest.approx(2 * NCCL_COMMUNICATOR_GIB + 4 * NCCL_PEER_GIB)
+    assert process_terms(spread)["nccl"] == pytest.approx(NCCL_GIB + 2 * NCCL_COMMUNICATOR_GIB + 4 * NCCL_PEER_GIB)
 
 
 def test_the_driver_keeps_a_part() -> None:

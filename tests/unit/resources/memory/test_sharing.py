@@ -13,6 +13,7 @@ from rlflow.resources.layout import GIB
 from rlflow.resources.memory.overheads import (
     CONTEXT_GIB,
     NCCL_COMMUNICATOR_GIB,
+    NCCL_GIB,
     Sharp,
     asleep_terms,
     packed_gib,
@@ -106,7 +107,7 @@ def test_a_plan_counts_what_stays_and_what_is_sent() -> None:
     assert actor.phases["sync"]["buffer"] == pytest.approx(packed_gib(QWEN, 2))
     # 2e8 gradients in float32.
     assert actor.phases["resting"]["buckets"] == pytest.approx(8e8 / GIB)
-    assert actor.phases["resting"]["nccl"] == pytest.approx(NCCL_COMMUNICATOR_GIB + 0.25)
+    assert actor.phases["resting"]["nccl"] == pytest.approx(NCCL_GIB + NCCL_COMMUNICATOR_GIB + 0.25)
     assert actor.phases["resting"]["context"] == CONTEXT_GIB
     assert rollout.host_gib["weights"] == 0, "a weight sync replaces them"
 
