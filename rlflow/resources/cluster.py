@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Annotated, Any
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from rlflow.errors import RecipeError
 from rlflow.schema import Section, parse
@@ -28,6 +28,11 @@ class Gpu(Section):
     """The name that nvidia-smi shows."""
     peak_tflops: Mapping[str, Annotated[float, Gt(0)]] | None = None
     """Dense matrix products in TFLOP/s, by number type; ``float32`` is TF32 where the GPU has it."""
+    sustained: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Share of ``peak_tflops`` that its power allows for long, while matrix products lower the clock.
+
+    H100 and H200: 0.8, fitted to published training steps (prime-rl, torchtitan, verl), which reach that much less of
+    the peak than those on A100 and H20."""
     memory_gb_s: Annotated[float, Gt(0)] | None = None
     """Bandwidth of its own memory in GB/s."""
     link_gb_s: Annotated[float, Gt(0)] | None = None

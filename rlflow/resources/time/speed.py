@@ -26,7 +26,7 @@ _FEED = 1080
 class Efficiency(Section):
     """The shares of a data sheet that are reached. The defaults apply to a kind of GPU that was not measured."""
 
-    matmul: Fraction = 0.8
+    matmul: Fraction = 0.9
     """Share that a model's matrix products reach of what the best ones reach.
 
     With norms, activations and attention, whose time is counted apart, whole training steps of 7B to 70B then reach
@@ -180,7 +180,7 @@ def gpu_speed(
     # Several hosts of CPUs are simulated on one machine.
     network = link if is_cpu and efficiency.link_gb_s else (gpu.network_gb_s or 1.25) * 1e9
     return Speed(
-        flops=share * peak * 1e12,
+        flops=share * peak * 1e12 * (1.0 if efficiency.peak_tflops else gpu.sustained),
         bytes=share * memory * 1e9,
         link=link,
         network=network,

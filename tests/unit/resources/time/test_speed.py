@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from rlflow.errors import PlacementError, RecipeError
@@ -58,3 +60,9 @@ def test_calibration_is_by_kind_and_strict() -> None:
         calibration_from({"a": {"matmul": 1.5}}, cluster)
     with pytest.raises(RecipeError, match="no figures for this cluster"):
         calibration_from({"c": {}}, cluster)
+
+
+def test_power_that_does_not_sustain_the_peak_makes_matrix_products_slower() -> None:
+    gpu = replace(H100, sustained=0.5)
+    assert gpu_speed(gpu, 8, Efficiency()).flops == 0.5 * gpu_speed(H100, 8, Efficiency()).flops
+    assert gpu_speed(gpu, 8, Efficiency(peak_tflops=100.0)).flops == 100e12
