@@ -244,7 +244,8 @@ def generate_memory(
         rank = next((rank for rank in LORA_RANKS if rank >= lora.rank), lora.rank)
         room = adapter_parameters(model, replace(lora, rank=rank))
         terms["adapters"] = weight_bytes * room / layout.pipeline_parallel_size / GIB
-    terms |= process_terms(layout, sharp)
+    # Copies of an engine do not communicate.
+    terms |= process_terms(replace(layout, data_parallel_size=1), sharp)
     left = budget - sum(terms.values())
     # Each GPU holds its share of the heads. Key-value heads are copied if there are fewer than GPUs; latents always.
     heads = 1 if model.kv_lora_rank else min(model.num_key_value_heads, width)
