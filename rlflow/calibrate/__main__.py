@@ -18,7 +18,7 @@ from rlflow.calibrate.fit import calibration_from_runs, read_run
 from rlflow.calibrate.machine import MachineFigures, measure
 from rlflow.calibrate.probes import probes, run_probes
 from rlflow.errors import EngineError, UserError
-from rlflow.resources.time.calibration import calibration_figures
+from rlflow.resources.time.calibration import calibration_figures, default_efficiency
 from rlflow.resources.time.speed import Efficiency
 
 
@@ -51,8 +51,8 @@ def calibrate(cluster: str, output: Path) -> None:
             plan, report = read_run(directory)
             print(f"run {probe.name:<12} {report['step']['measured']:.3f} s/step", flush=True)
             runs.append((plan, report))
-    kinds = {host.gpu for plan, _ in runs for host in plan.cluster.hosts} or {"cpu"}
-    known = {kind: with_machine(Efficiency(), machine) for kind in kinds}
+    kinds = {host.gpu: plan.cluster.gpus[host.gpu] for plan, _ in runs for host in plan.cluster.hosts}
+    known = {kind: with_machine(default_efficiency(gpu), machine) for kind, gpu in kinds.items()}
     content = yaml.safe_dump(calibration_figures(calibration_from_runs(runs, known)), sort_keys=False)
     output.write_text("".join(f"# {line}\n" for line in describe(machine)) + content)
     print(f"{output} in {time.perf_counter() - start:.0f} s; use it with calibration={output}")

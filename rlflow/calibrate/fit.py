@@ -21,7 +21,13 @@ from rlflow.resources.cluster import Cluster
 from rlflow.resources.demand import Demand
 from rlflow.resources.planner.pool import select_hosts
 from rlflow.resources.planner.task_times import task_seconds, weight_sync_seconds
-from rlflow.resources.time.calibration import Calibration, calibration_figures, calibration_from, engine_key
+from rlflow.resources.time.calibration import (
+    Calibration,
+    calibration_figures,
+    calibration_from,
+    default_efficiency,
+    engine_key,
+)
 from rlflow.resources.time.speed import Efficiency, Speed
 from rlflow.resources.workload import Task
 
@@ -115,8 +121,9 @@ def calibration_of_run(folder: Path, cluster: Cluster) -> Calibration:
 def calibration_from_runs(runs: Sequence[tuple[Plan, Mapping[str, Any]]], start: Calibration) -> Calibration:
     """Return ``start`` with what the runs measured: times of nodes, and memory of processes."""
     found = dict(start)
-    for kind in sorted({host.gpu for plan, _ in runs for host in plan.cluster.hosts}):
-        base = start.get(kind, Efficiency())
+    kinds = {host.gpu: plan.cluster.gpus[host.gpu] for plan, _ in runs for host in plan.cluster.hosts}
+    for kind, gpu in sorted(kinds.items()):
+        base = start.get(kind) or default_efficiency(gpu)
         of_kind = [run for run in runs if any(host.gpu == kind for host in run[0].cluster.hosts)]
         nodes = [node for plan, report in of_kind for node in measured_nodes(plan, report, start)]
         found[kind] = fit_efficiency([node for node in nodes if not node.engine], base)

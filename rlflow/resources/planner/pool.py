@@ -14,8 +14,8 @@ from rlflow.resources.memory.phases import host_terms, score_terms, usable_gib
 from rlflow.resources.memory.state import Terms, TrainingMemory, persistent_buffers, state_terms
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.planner.confidence import MEMORY_BANDS, Band, Kind, Margin, kind_of
-from rlflow.resources.time.calibration import Calibration, engine_key
-from rlflow.resources.time.speed import Efficiency, Speed, gpu_speed, slowest
+from rlflow.resources.time.calibration import Calibration, default_efficiency, engine_key
+from rlflow.resources.time.speed import Speed, gpu_speed, slowest
 from rlflow.resources.workload import Workload
 
 
@@ -70,7 +70,7 @@ def select_hosts(cluster: Cluster, labels: Collection[str], calibration: Calibra
         gpu_speed(
             cluster.gpus[kind],
             max(host.gpus for host in hosts if host.gpu == kind),
-            calibration.get(kind, Efficiency()),
+            calibration.get(kind) or default_efficiency(cluster.gpus[kind]),
             engines={
                 key.partition("/")[2]: own for key, own in calibration.items() if key.startswith(engine_key(kind, ""))
             },

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from math import ceil
 
 from rlflow.resources.demand import Demand
-from rlflow.resources.layout import RolePlacement
+from rlflow.resources.layout import Layout, RolePlacement
 from rlflow.resources.memory.processes import LOCAL_PROCESS, Phase, RoleOnCpu, process_phases
 from rlflow.resources.memory.state import Terms
 from rlflow.resources.planner.search import Search
 from rlflow.resources.planner.task_times import DEFAULT_NUM_SEQS
 from rlflow.resources.time.speed import Speed
-from rlflow.resources.workload import Workload
+from rlflow.resources.workload import Task, Workload
 
 # Memory of a process on a GPU that torch's allocator does not count.
 _OUTSIDE_TORCH = ("context", "nccl", "graphs")
@@ -70,6 +70,13 @@ def _on_cpus(
     }
 
 
+def _pass_tokens(task: Task, layout: Layout) -> float:
+    """Return the tokens that a micro-batch computes: those of a prompt once for its samples."""
+    share = task.samples * (task.prompts.mean / task.group_size + task.responses.mean) / task.tokens
+    of_rank = task.tokens * task.epochs / task.minibatches / layout.data_parallel_size
+    return share * min(of_rank, layout.micro_batch_tokens)
+
+
 def _role_on_cpu(demand: Demand, workload: Workload, placement: RolePlacement) -> RoleOnCpu | None:
     """Return the work of one process of a role; None for a model without figures."""
     if demand.architecture is None:
@@ -81,7 +88,7 @@ def _role_on_cpu(demand: Demand, workload: Workload, placement: RolePlacement) -
         phases.add("sync")
     workers = layout.data_parallel_size
     passes = [task for task in tasks if task.kind in ("score", "update")]
-    tokens = max((task.tokens * task.epochs / task.minibatches / workers for task in passes), default=0.0)
+    tokens = max((_pass_tokens(task, layout) for task in passes), default=0.0)
     samples = max((task.samples / workers for task in tasks if task.kind == "generate"), default=0.0)
     longest = max((task.longest for task in tasks), default=0)
     if "tensor" in demand.parallel:
@@ -93,7 +100,7 @@ def _role_on_cpu(demand: Demand, workload: Workload, placement: RolePlacement) -
         trains=demand.trains,
         weight_bytes=demand.weight_bytes,
         phases=frozenset(phases),
-        tokens=min(tokens, layout.micro_batch_tokens),
+        tokens=tokens,
         sequences=min(samples, DEFAULT_NUM_SEQS),
         longest=longest,
     )

@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from rlflow.errors import RecipeError
-from rlflow.resources.cluster import Cluster
+from rlflow.resources.cluster import Cluster, Gpu
 from rlflow.resources.time.speed import Efficiency
 from rlflow.schema import parse
 
@@ -18,6 +18,23 @@ def engine_key(kind: str, engine: str) -> str:
     return f"{kind}/{engine}"
 
 
+CPU_EFFICIENCY = Efficiency(
+    memory=0.3,
+    train_layer_s=1e-3,
+    decode_layer_s=0.3e-3,
+    pass_sample_s=2e-5,
+    call_s=3e-3,
+    sync_s=0.05,
+    process_gib=0.45,
+)
+"""The efficiency of a CPU that was not measured: what ``python -m rlflow.calibrate`` finds on two cores of a Xeon."""
+
+
+def default_efficiency(gpu: Gpu) -> Efficiency:
+    """Return the efficiency of a kind of GPU, or of CPU, that was not measured."""
+    return CPU_EFFICIENCY if gpu.memory_gib is None else Efficiency()
+
+
 def calibration_from(mapping: Mapping[str, Any], cluster: Cluster) -> Calibration:
     """Read measured efficiencies; a kind of GPU that ``mapping`` lacks keeps the defaults. Raises RecipeError."""
     if not mapping:
@@ -28,8 +45,11 @@ def calibration_from(mapping: Mapping[str, Any], cluster: Cluster) -> Calibratio
             "calibration", f"has no figures for this cluster, only for {unknown}", known=list(cluster.gpus)
         )
     found = {}
-    for kind in cluster.gpus:
-        figures = dict(mapping.get(kind) or {})
+    for kind, gpu in cluster.gpus.items():
+        if kind not in mapping:
+            found[kind] = default_efficiency(gpu)
+            continue
+        figures = dict(mapping[kind] or {})
         engines = figures.pop("engines", {})
         found[kind] = parse(Efficiency, figures, f"calibration.{kind}")
         for engine, own in engines.items():
