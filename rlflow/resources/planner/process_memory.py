@@ -91,7 +91,8 @@ def _role_on_cpu(demand: Demand, workload: Workload, placement: RolePlacement) -
     tokens = max((_pass_tokens(task, layout) for task in passes), default=0.0)
     samples = max((task.samples / workers for task in tasks if task.kind == "generate"), default=0.0)
     longest = max((task.longest for task in tasks), default=0)
-    if "tensor" in demand.parallel:
+    serves = "tensor" in demand.parallel
+    if serves:
         longest = _BLOCK_TOKENS * (ceil(longest / _BLOCK_TOKENS) + 1)
     return RoleOnCpu(
         model=demand.architecture,
@@ -101,6 +102,7 @@ def _role_on_cpu(demand: Demand, workload: Workload, placement: RolePlacement) -
         weight_bytes=demand.weight_bytes,
         phases=frozenset(phases),
         tokens=tokens,
-        sequences=min(samples, DEFAULT_NUM_SEQS),
+        # A serving engine reserves its KV cache when it starts.
+        sequences=DEFAULT_NUM_SEQS + 1 if serves else min(samples, DEFAULT_NUM_SEQS),
         longest=longest,
     )
