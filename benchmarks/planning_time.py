@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.planning_time [--json FILE]``
 
-The cases are the 32B recipe on two clusters, and ten roles on a thousand GPUs: two policies with a critic, three
+The cases are recipes on even and uneven clusters, and ten roles on a thousand GPUs: two policies with a critic, three
 engines and four scoring models. Each figure is the median of five runs after a first one, which imports the solver.
 """
 
@@ -27,11 +27,19 @@ _REPEATS = 5
 @dataclass(frozen=True)
 class Case:
     cluster: str
-    roles: int
+    recipe: str | None
+    """None: ten roles."""
     goal_s: float
 
 
-CASES = (Case("2x8", 3, 0.3), Case("16x8", 3, 1.0), Case("128x8", 10, 3.0))
+CASES = (
+    Case("2x8", "grpo_32b", 0.3),
+    Case("16x8", "grpo_32b", 1.0),
+    Case("128x8", None, 3.0),
+    Case("127x8+1x7", None, 2.0),
+    Case("7x8+1x7", "ppo_7b", 0.5),
+    Case("1000x8", "grpo_7b", 3.0),
+)
 
 
 def ten_roles() -> Requirements:
@@ -59,12 +67,12 @@ def ten_roles() -> Requirements:
 
 def seconds(case: Case) -> float:
     cluster = load_cluster(case.cluster)
-    recipe = rlflow.load(["recipe=grpo_32b"])
+    recipe = rlflow.load([f"recipe={case.recipe or 'grpo_32b'}"])
     many = ten_roles()
     times = []
     for _ in range(_REPEATS + 1):
         start = time.perf_counter()
-        if case.roles == 3:
+        if case.recipe is not None:
             compile_recipe(recipe, cluster)
         else:
             assert Search(many.demands, many.workload, cluster, {}).best() is not None

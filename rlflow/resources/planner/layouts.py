@@ -1,19 +1,19 @@
 """The layouts of one role in its pool: degrees, ZeRO stages and micro-batches. Memory is checked before time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from math import ceil, floor
+from math import ceil, floor, inf
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout
-from rlflow.resources.memory.phases import EngineMemory, generate_memory, score_terms, update_terms
+from rlflow.resources.memory.phases import score_terms, update_terms
 from rlflow.resources.memory.state import Terms
-from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.planner.confidence import TIME_ERROR
+from rlflow.resources.planner.degrees import group_sizes, pipeline_stages, with_data_parallel_size
+from rlflow.resources.planner.engine_layouts import engine_choices
 from rlflow.resources.planner.pool import (
     CPU_MICRO_BATCH_TOKENS,
-    HostSet,
     Pool,
     PoolPolicy,
     RoleChoice,
@@ -21,11 +21,10 @@ from rlflow.resources.planner.pool import (
     base_layout,
     idle_terms,
 )
-from rlflow.resources.planner.task_times import MAX_NUM_SEQS, task_seconds
+from rlflow.resources.planner.task_times import task_seconds
 from rlflow.resources.workload import Task
 
 MAX_MICRO_BATCH_TOKENS = 65536
-_MAX_UTILIZATION = 0.9
 # A search needs the same layouts again and again, beside other roles and with other sizes of their pools.
 _update_terms = lru_cache(maxsize=2**14)(update_terms)
 
@@ -35,7 +34,7 @@ def best_layout(
 ) -> RoleChoice | Shortage:
     """Return the fastest choice with ``available`` GiB on each GPU, or the shortage of the nearest one."""
     generates = demand.generates and not demand.trains
-    options = list((_engines if generates else _models)(demand, tasks, policy, pool, available))
+    options = list((engine_choices if generates else _models)(demand, tasks, policy, pool, available))
     fitting = [option for option in options if isinstance(option, RoleChoice)]
     if fitting:
         # Among equally fast choices, the first has the least tensor and sequence parallelism.
@@ -54,51 +53,35 @@ def _cautious_seconds(choice: RoleChoice) -> float:
     return sum(choice.seconds.values()) * (1 + TIME_ERROR * keeps)
 
 
+def least_seconds(demand: Demand, tasks: Sequence[Task], pool: Pool) -> Mapping[str, float]:
+    """Return the least time of each of the role's nodes if it had the GPUs of its pool, and their memory, to itself.
+
+    No policy and no company makes a node faster.
+    """
+    policies = {PoolPolicy(zero_stage=stage, shards_scorers=shards) for stage in (2, 3) for shards in (False, True)}
+    found: list[Mapping[str, float]] = []
+    if demand.generates and not demand.trains:
+        policy, available = PoolPolicy(), pool.host_set.usable_gib
+        choices = engine_choices(demand, tasks, policy, replace(pool, demands=(demand,)), available)
+        found = [choice.seconds for choice in choices if isinstance(choice, RoleChoice)]
+    else:
+        layouts = (layout for policy in policies for layout in _sequence_layouts(demand, policy, pool))
+        for layout in {layout for layout in layouts if isinstance(layout, Layout)}:
+            largest = replace(layout, micro_batch_tokens=2**40, gradient_checkpointing=False, sleeps=False)
+            speed = pool.host_set.speed
+            found.append(task_seconds(demand, tasks, largest, speed, kv_tokens=inf))
+    return {task.node: min((seconds[task.node] for seconds in found), default=inf) for task in tasks}
+
+
 def _sequence_layouts(demand: Demand, policy: PoolPolicy, pool: Pool) -> Iterator[Layout | Shortage]:
     """Yield layouts with each sequence parallelism that divides the heads and fits a host (Jacobs et al. 2023)."""
     static = base_layout(demand, policy, pool)
     pinned = demand.pinned("sequence_parallel_size")
-    sizes = [pinned] if pinned else _group_sizes(demand, min(pool.largest_group, pool.gpus))
+    sizes = [pinned] if pinned else group_sizes(demand, min(pool.largest_group, pool.gpus))
     for size in sizes if demand.architecture else sizes[:1]:
-        stages = _stages(demand, static.tensor_parallel_size * size) or static.pipeline_parallel_size
+        stages = pipeline_stages(demand, static.tensor_parallel_size * size) or static.pipeline_parallel_size
         layout = replace(static, sequence_parallel_size=size, pipeline_parallel_size=stages)
         yield with_data_parallel_size(demand, pool, layout, pool.groups(layout.group_size) // stages)
-
-
-def _group_sizes(demand: Demand, most: int) -> list[int]:
-    """Return the sizes of groups that can share the heads: powers of two, and divisors of a pinned number of GPUs."""
-    gpus = demand.pinned("gpus")
-    sizes = {2**n for n in range(most.bit_length())} | {n for n in range(1, most + 1) if gpus and gpus % n == 0}
-    return [size for size in sorted(sizes) if size <= most and demand.shares_heads(size)]
-
-
-def _stages(demand: Demand, group: int) -> int | None:
-    """Return the pipeline stages that follow from pinned GPUs and copies for groups of a size; None: any."""
-    gpus, copies = demand.pinned("gpus"), demand.pinned("data_parallel_size")
-    is_open = demand.pinned("pipeline_parallel_size") is None
-    if gpus is None or copies is None or not is_open or gpus % (copies * group):
-        return None
-    stages = gpus // (copies * group)
-    return stages if demand.architecture is None or stages <= demand.architecture.num_hidden_layers else None
-
-
-def with_data_parallel_size(demand: Demand, pool: Pool, layout: Layout, groups: int) -> Layout | Shortage:
-    """Return the layout with as many copies as pinned, or as ``groups`` allow.
-
-    A pinned number of GPUs is used in full.
-    """
-    copies = demand.pinned("data_parallel_size") or groups
-    layout = replace(layout, data_parallel_size=max(1, copies))
-    if copies < 1 or copies > groups:
-        inside = layout.tensor_parallel_size * layout.sequence_parallel_size
-        group = f"groups of {inside} GPUs inside hosts" if inside > 1 else "GPUs"
-        count = max(1, copies) * layout.pipeline_parallel_size
-        what = f"{count} {group}, where its pool has {groups * layout.pipeline_parallel_size}"
-        return Shortage(demand.role, float("inf"), what)
-    pinned = demand.pinned("gpus")
-    if pinned is not None and "data" in demand.parallel and layout.num_gpus != pinned:
-        return Shortage(demand.role, float("inf"), f"only {layout.num_gpus} of its {pinned} pinned GPUs would be used")
-    return layout
 
 
 def _models(
@@ -190,107 +173,3 @@ def largest_micro_batch(terms: Callable[[float], Terms], fits: int, most: int, a
     while low > fits and sum(terms(low).values()) > available:
         low = (low + fits) // 2
     return max(fits, low // 1024 * 1024)
-
-
-def _engines(
-    demand: Demand, tasks: Sequence[Task], policy: PoolPolicy, pool: Pool, available: float
-) -> Iterator[RoleChoice | Shortage]:
-    """Yield the choices of a role that generates: tensor parallelism, and pipeline stages if a host is too small."""
-    pinned_stages = demand.pinned("pipeline_parallel_size")
-    sequence = demand.pinned("sequence_parallel_size") or 1
-    sizes = _tensor_sizes(demand, pool)
-    fits = False
-    for size in sizes:
-        one = _engine(
-            demand, tasks, policy, pool, available, size, pinned_stages or _stages(demand, size * sequence) or 1
-        )
-        fits = fits or isinstance(one, RoleChoice)
-        yield one
-    if not fits and pinned_stages is None:
-        yield from (_engine(demand, tasks, policy, pool, available, sizes[-1], stages) for stages in (2, 4, 8))
-
-
-def _tensor_sizes(demand: Demand, pool: Pool) -> list[int]:
-    """Return the pinned size, or those that divide the heads and fit a host."""
-    if (pinned := demand.pinned("tensor_parallel_size")) is not None:
-        return [pinned]
-    return _group_sizes(demand, pool.largest_group) if demand.architecture else [1]
-
-
-def _engine(
-    demand: Demand, tasks: Sequence[Task], policy: PoolPolicy, pool: Pool, available: float, tensor: int, stages: int
-) -> RoleChoice | Shortage:
-    tokens = demand.pins.micro_batch_tokens
-    serves = "tensor" in demand.parallel
-    sequence = demand.pinned("sequence_parallel_size") or 1
-    eager = not pool.counts_memory if demand.pins.eager == "auto" else demand.pins.eager
-    layout = with_data_parallel_size(
-        demand,
-        pool,
-        Layout(
-            tensor_parallel_size=tensor,
-            pipeline_parallel_size=stages,
-            sequence_parallel_size=sequence,
-            micro_batch_tokens=CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens,
-            eager=eager if serves else None,
-            sleeps=pool.shared and serves and pool.counts_memory,
-        ),
-        pool.groups(tensor * sequence) // stages,
-    )
-    if isinstance(layout, Shortage):
-        return layout
-    idle = idle_terms(demand, policy, pool)
-    if demand.architecture is None or pool.host_set.memory_gib is None:
-        seconds = task_seconds(demand, tasks, layout, pool.host_set.speed, kv_tokens=float("inf"))
-        return RoleChoice(layout, "generate", {}, idle, seconds)
-    served = _served(demand, tasks, layout, pool.host_set, demand.architecture, available)
-    if isinstance(served, Shortage):
-        return served
-    layout, memory = served
-    seconds = task_seconds(demand, tasks, layout, pool.host_set.speed, kv_tokens=memory.kv_tokens)
-    typical = max((task.typical_length for task in tasks), default=1.0)
-    each = max((task.samples / layout.data_parallel_size for task in tasks), default=1.0)
-    concurrency = min(each, MAX_NUM_SEQS, memory.kv_tokens / typical)
-    terms = memory.terms
-    if not serves:
-        # Its KV cache grows with what it generates.
-        layout = replace(layout, gpu_memory_utilization=None)
-        longest = max((task.longest for task in tasks), default=1)
-        terms = terms | {"kv": terms["kv"] * min(1.0, min(each, MAX_NUM_SEQS) * longest / memory.kv_tokens)}
-    return RoleChoice(layout, "generate", terms, idle, seconds, memory.kv_tokens, concurrency)
-
-
-def _served(
-    demand: Demand, tasks: Sequence[Task], layout: Layout, host_set: HostSet, model: Architecture, available: float
-) -> tuple[Layout, EngineMemory] | Shortage:
-    """Return the layout with ``gpu_memory_utilization`` as pinned, or with all that is left in steps of 0.05."""
-    memory_gib = host_set.memory_gib
-    assert memory_gib is not None
-    wanted = demand.pins.gpu_memory_utilization
-    left = min(_MAX_UTILIZATION, floor(available / memory_gib * 20 + 1e-9) / 20)
-    share = left if wanted == "auto" else wanted
-    groups = f"tp {layout.tensor_parallel_size}"
-    if share <= 0:
-        return Shortage(demand.role, -available, "the other roles on its GPUs leave no memory")
-    if share * memory_gib > available + 1e-9:
-        rest = max(0, floor(available / memory_gib * 100)) / 100
-        what = f"gpu_memory_utilization {share:g}, which is more than the {rest:g} that is left"
-        return Shortage(demand.role, share * memory_gib - available, what)
-    layout = replace(layout, gpu_memory_utilization=share)
-    memory = generate_memory(
-        model,
-        layout,
-        memory_gib,
-        max_num_seqs=MAX_NUM_SEQS,
-        weight_bytes=demand.weight_bytes,
-        lora=demand.follows_lora,
-        sharp=host_set.sharp,
-    )
-    longest = max((task.longest for task in tasks), default=1)
-    if memory.kv_tokens < longest:
-        rest = sum(gib for term, gib in memory.terms.items() if term != "kv")
-        lacks = f"{rest:.0f} GiB on each GPU before the KV cache"
-        lacks = f"no KV cache room for {longest} tokens" if rest < share * memory_gib else lacks
-        what = f"{groups}, {lacks}, of {share * memory_gib:.0f} GiB available"
-        return Shortage(demand.role, rest - share * memory_gib, what)
-    return layout, memory

@@ -1,12 +1,13 @@
 """The pools that a search meets: their hosts, what their roles pin, and their best uses, each found once."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.demand import Demand
+from rlflow.resources.planner.layouts import least_seconds
 from rlflow.resources.planner.pool import HostSet, Pool, Shortage, select_hosts
 from rlflow.resources.planner.pool_search import PoolUse, best_use
 from rlflow.resources.planner.sharing import Partition, PoolPins, pool_pins
@@ -26,6 +27,8 @@ class PoolUses:
         self.calibration = calibration
         self._host_sets: dict[frozenset[str], HostSet] = {}
         self._uses: dict[object, PoolUse | Shortage] = {}
+        self._found: dict[tuple[tuple[str, ...], int], PoolUse | Shortage] = {}
+        self._least: dict[tuple[str, frozenset[str], int], Mapping[str, float]] = {}
 
     def labels(self, roles: Sequence[str]) -> frozenset[str]:
         """Return the labels that the hosts of a pool with these roles have."""
@@ -60,11 +63,30 @@ class PoolUses:
         largest = min(gpus, host_set.largest_host if largest_group is None else largest_group)
         return self._use(roles, gpus, lambda size: gpus // size, largest, host_set, (gpus, largest))
 
-    def whole(self, roles: Sequence[str]) -> PoolUse | Shortage:
-        """Return the best use of a pool that has all GPUs of its hosts."""
+    def use(self, roles: tuple[str, ...], gpus: int) -> PoolUse | Shortage:
+        """Return the best use of a pool; where it has all GPUs of all hosts, with the groups that these really hold."""
         host_set = self.host_set(roles)
-        gpus = host_set.num_gpus
-        return self._use(roles, gpus, host_set.groups, min(gpus, host_set.largest_host), host_set, "whole")
+        if len(roles) == len(self.demands) and gpus == host_set.num_gpus:
+            largest = min(gpus, host_set.largest_host)
+            found = self._use(roles, gpus, host_set.groups, largest, host_set, "whole")
+        else:
+            found = self.ideal(roles, gpus)
+        self._found[roles, gpus] = found
+        return found
+
+    def known(self, roles: tuple[str, ...], gpus: int) -> PoolUse | Shortage | None:
+        """Return what ``use`` has returned before; None if it was not called."""
+        return self._found.get((roles, gpus))
+
+    def least_seconds(self, role: str, roles: Sequence[str], gpus: int) -> Mapping[str, float]:
+        """Return the least time of each node of one of the roles of a pool."""
+        key = (role, self.labels(roles), gpus)
+        if key not in self._least:
+            host_set, tasks = self.host_set(roles), self.workload.of(role)
+            largest = min(gpus, host_set.largest_host)
+            pool = Pool((self.demands[role],), gpus, lambda size: gpus // size, host_set, largest)
+            self._least[key] = least_seconds(self.demands[role], tasks, pool)
+        return self._least[key]
 
     def on_hosts(self, roles: Sequence[str], counts: Sequence[int]) -> PoolUse | Shortage:
         """Return the best use of a pool that has so many GPUs of each of several hosts."""

@@ -6,18 +6,20 @@ fastest candidates are placed exactly. Of plans within one percent of the shorte
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
 from itertools import chain
 
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import RolePlacement
-from rlflow.resources.planner.candidate import Candidate, PlacedCandidate, RejectedCandidate, describe_pools, simulated
+from rlflow.resources.planner.candidate import Candidate, PlacedCandidate, RejectedCandidate, describe_pools
 from rlflow.resources.planner.confidence import Margin
 from rlflow.resources.planner.host_placement import place, place_least
 from rlflow.resources.planner.pool import HostSet, Shortage
 from rlflow.resources.planner.pool_uses import PoolUses
-from rlflow.resources.planner.sharing import Partition, pool_sizes, sharing_partitions
+from rlflow.resources.planner.sharing import Partition, sharing_partitions
+from rlflow.resources.planner.size_search import SizeSearch
 from rlflow.resources.time.calibration import Calibration
 from rlflow.resources.workload import Workload
 
@@ -59,16 +61,26 @@ class Search:
         Raises PlacementError for pins that cannot be met.
         """
         self._check()
-        fitting = sorted(self.candidates(), key=_order)
+        streams = [iter(SizeSearch(partition, self.uses)) for partition in self._partitions()]
+        heads = [(_order(head), head, stream) for stream in streams if (head := self._following(stream)) is not None]
+        heapify(heads)
+        fitting: list[Candidate] = []
         found: list[tuple[int, PlacedCandidate]] = []
-        for index, candidate in enumerate(fitting):
+        while heads:
+            _, candidate, stream = heads[0]
             quickest = min((placed.seconds for _, placed in found), default=float("inf"))
             if found and candidate.margin > min(placed.candidate.margin for _, placed in found):
                 break
             if len(found) >= (_PLACED if candidate.schedule.step_seconds > quickest * _SAME else _MOST_PLACED):
                 break
             if (placed := self._place(candidate)) is not None:
-                found.append((index, placed))
+                found.append((len(fitting), placed))
+            fitting.append(candidate)
+            if (head := self._following(stream)) is not None:
+                heapreplace(heads, (_order(head), head, stream))
+            else:
+                heappop(heads)
+        fitting += [head for _, head, _ in sorted(heads, key=lambda each: each[0])]
         found = found or [(len(fitting), placed) for placed in self._place_least()]
         if not found:
             return None
@@ -104,19 +116,17 @@ class Search:
     def candidates(self) -> Iterator[Candidate]:
         """Yield every way to share with all sizes on the grid that fit, and add the others to ``rejected``."""
         for partition in self._partitions():
-            most = [self.host_set(pool).num_gpus for pool in partition]
-            pins = [self.uses.pins(pool) for pool in partition]
-            for gpus in pool_sizes(pins, most, self.uses.total(partition)):
-                uses = []
-                for roles, count in zip(partition, gpus, strict=True):
-                    whole = len(partition) == 1 and count == most[0]
-                    used = self.uses.whole(roles) if whole else self.uses.ideal(roles, count)
-                    if isinstance(used, Shortage):
-                        self.rejected.append(RejectedCandidate(partition, gpus, used))
-                        break
-                    uses.append(used)
-                else:
-                    yield simulated(partition, gpus, uses, self.uses)
+            stream = iter(SizeSearch(partition, self.uses))
+            while (candidate := self._following(stream)) is not None:
+                yield candidate
+
+    def _following(self, stream: Iterator[Candidate | RejectedCandidate]) -> Candidate | None:
+        """Return the next candidate that fits, and add those before it to ``rejected``; None at the end."""
+        for candidate in stream:
+            if isinstance(candidate, Candidate):
+                return candidate
+            self.rejected.append(candidate)
+        return None
 
     def _partitions(self) -> list[Partition]:
         """Return the ways to share whose roles do not contradict each other. Raises PlacementError without any."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
+from math import comb, prod
 
 from rlflow.errors import PlacementError
 from rlflow.resources.demand import Demand
@@ -100,6 +100,8 @@ def _usual_ways(blocks: Sequence[tuple[str, ...]], demands: Sequence[Demand]) ->
 _DEGREES = [1, 2, 4, 8]
 # A cluster is divided into so many parts to get the sizes of pools.
 _SHARES = 16
+# The parts are larger if the pools could have more combinations of sizes.
+_MOST_SIZES = 6000
 
 
 @dataclass(frozen=True)
@@ -163,45 +165,68 @@ def _sizes_of(demand: Demand) -> frozenset[int] | None:
     return frozenset(copies * prod(each) for each in product(*degrees))
 
 
-def pool_sizes(pins: Sequence[PoolPins], most: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
-    """Yield the GPUs of each pool: one of its pinned sizes, if any, within its hosts and within ``total``.
+class SizeGrid:
+    """The sizes of pools that share GPUs: pinned ones, and a grid for open pools, the last of which gets the rest.
 
-    Open pools share the remaining GPUs on a grid. A single pool is also tried with a half of its GPUs, a quarter, and
-    so on.
+    A single open pool is tried with all of its GPUs, a half, a quarter, and so on.
     """
-    if len(pins) == 1 and pins[0].sizes is None:
-        halves = ((most[0] >> halvings,) for halvings in range(most[0].bit_length()))
-        yield from (half for half in halves if half[0] >= pins[0].least)
-        return
-    grain = _grain(len(pins), total)
-    free = [(of.least, limit) for of, limit in zip(pins, most, strict=True) if of.sizes is None]
-    for pinned in product(*(sorted(of.sizes) for of in pins if of.sizes is not None)):
-        for shares in _shares(total - sum(pinned), free, grain):
-            given, open_ = iter(pinned), iter(shares)
-            yield tuple(next(open_) if of.sizes is None else next(given) for of in pins)
+
+    def __init__(self, pins: Sequence[PoolPins], most: Sequence[int], total: int) -> None:
+        self._pins, self._most, self._total = pins, most, total
+        # Pools with pinned sizes come first, so that the last open pool gets the rest.
+        self._order = sorted(range(len(pins)), key=lambda index: pins[index].sizes is None)
+        self._least = [min(of.sizes, default=0) if of.sizes is not None else of.least for of in pins]
+        num_open = sum(of.sizes is None for of in pins)
+        self._grain = _grain(num_open, total)
+        # The fewest GPUs of many pools at once are left to the placement where no other size fits.
+        self._tries_least = num_open <= _ALL_PARTITIONS
+
+    def in_order(self, sizes: Sequence[int]) -> list[int | None]:
+        """Return the size of each pool; None for those that have none yet."""
+        found: list[int | None] = [None] * len(self._pins)
+        for index, size in zip(self._order, sizes, strict=False):
+            found[index] = size
+        return found
+
+    def largest_open(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the pools that still lack a size of the grid, with the largest that is left for each."""
+        missing = self._order[len(sizes) : -1]
+        if len(missing) < 2 or self._pins[missing[0]].sizes is not None:
+            return []
+        left = self._total - sum(sizes) - sum(self._least[index] for index in self._order[len(sizes) :])
+        largest = ((index, min(self._most[index], left + self._least[index])) for index in missing)
+        return [(index, size if size == self._most[index] else self._on_grid(index, size)) for index, size in largest]
+
+    def next_smaller(self, index: int, size: int) -> int | None:
+        """Return the next smaller size of an open pool on the grid; None if there is none."""
+        if size <= self._least[index]:
+            return None
+        return self._on_grid(index, size - 1)
+
+    def _on_grid(self, index: int, size: int) -> int:
+        return max(self._least[index], size // self._grain * self._grain)
+
+    def next_sizes(self, sizes: Sequence[int]) -> list[int]:
+        """Return the sizes that the next pool may have."""
+        index, later = self._order[len(sizes)], self._order[len(sizes) + 1 :]
+        least, pinned = self._least[index], self._pins[index].sizes
+        highest = min(self._most[index], self._total - sum(sizes) - sum(self._least[other] for other in later))
+        if pinned is not None:
+            found = set(pinned)
+        elif len(self._pins) == 1:
+            found = {highest >> halvings for halvings in range(highest.bit_length())}
+        elif not later:
+            found = {highest}
+        else:
+            found = set(range(-(-least // self._grain) * self._grain, highest + 1, self._grain))
+            found |= {least} if self._tries_least or least > 1 else set()
+            found |= {highest} if highest == self._most[index] else set()
+        return sorted(size for size in found if max(1, least) <= size <= highest)
 
 
 def _grain(pools: int, total: int) -> int:
-    """Return the step between sizes of a pool."""
+    """Return the step between sizes of a pool: sixteenths of the GPUs, or larger parts for many pools."""
     grain = max(1, 2 ** ((total // _SHARES).bit_length() - 1)) if total > _SHARES else (1 if total <= 8 else 2)
-    if pools > 2 and total > 8:
-        grain = max(grain, 2 ** ((total // 8).bit_length() - 1))
+    while pools > 2 and total // grain >= 2 * pools and comb(total // grain - 1, pools - 1) > _MOST_SIZES:
+        grain *= 2
     return grain
-
-
-def _shares(left: int, free: Sequence[tuple[int, int]], grain: int) -> Iterator[tuple[int, ...]]:
-    """Yield for each pool its least, a multiple of the grain, or all of its hosts; the last pool gets what is left.
-
-    ``free`` has the least and the most GPUs of each pool.
-    """
-    if left < sum(least for least, _ in free):
-        return
-    if len(free) < 2:
-        yield tuple(min(left, most) for _, most in free)
-        return
-    least, most = free[0]
-    highest = min(most, left - sum(least for least, _ in free[1:]))
-    sizes = {least, *range(-(-least // grain) * grain, highest + 1, grain), *([most] if most == highest else [])}
-    for first in sorted(size for size in sizes if least <= size <= highest):
-        for others in _shares(left - first, free[1:], grain):
-            yield (first, *others)

@@ -1,6 +1,6 @@
 """The schedule of a step: when each task runs, by list scheduling of the graph over pools of GPUs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlflow.resources.workload import Workload
@@ -58,34 +58,62 @@ class Schedule:
         return tuple(reversed(path))
 
 
+class StepScheduler:
+    """The tasks and weight syncs of a step, in order, on the pools of its roles. A pool does one task at a time."""
+
+    def __init__(self, workload: Workload, pool_of: Mapping[str, int]) -> None:
+        self.nodes = [task.node for task in workload.tasks] + [sync.node for sync in workload.copies]
+        self._pools: list[tuple[int, ...]] = [
+            (pool_of[task.role],) if task.role is not None else () for task in workload.tasks
+        ]
+        after = [(task.after, task.streams) for task in workload.tasks]
+        for sync in workload.copies:
+            self._pools.append(tuple(sorted({pool_of[sync.source], pool_of[sync.target]})))
+            updates = [task for task in workload.tasks if task.role == sync.source and task.kind == "update"]
+            after.append((tuple(task.node for task in updates), False))
+        place = {node: index for index, node in enumerate(self.nodes)}
+        self._after = [([place[name] for name in names], streams) for names, streams in after]
+        self._num_pools = len(set(pool_of.values()))
+
+    def schedule(self, seconds: Mapping[str, float]) -> Schedule:
+        """Return the schedule of a step; ``seconds`` has every node and weight sync."""
+        spans = [
+            Span(node=node, start=start, end=end, pools=pools, waits_for=None if waits is None else self.nodes[waits])
+            for node, pools, (start, end, waits) in zip(self.nodes, self._pools, self._times(seconds), strict=True)
+        ]
+        return Schedule(tuple(spans), self._num_pools)
+
+    def step_seconds(self, seconds: Mapping[str, float]) -> float:
+        """Return the length of the step alone. It never falls where the time of a node grows."""
+        return max((end for _, end, _ in self._times(seconds)), default=0.0)
+
+    def _times(self, seconds: Mapping[str, float]) -> list[tuple[float, float, int | None]]:
+        """Return the start and the end of each node, and the node whose end is its start."""
+        times: list[tuple[float, float, int | None]] = []
+        free: dict[int, tuple[float, int]] = {}
+        for index, node in enumerate(self.nodes):
+            needed, (after, streams) = seconds[node], self._after[index]
+            idle, waits = 0.0, None
+            for pool in self._pools[index]:
+                if pool in free and (waits is None or free[pool][0] > idle):
+                    idle, waits = free[pool]
+            ready, last = 0.0, None
+            for before in after:
+                if last is None or times[before][1] > ready:
+                    ready, last = times[before][1], before
+            start, end = idle, idle + needed
+            if last is not None and ready > idle:
+                start, end, waits = ready, ready + needed, last
+                if streams:
+                    first_part = max(times[at][0] + (times[at][1] - times[at][0]) / PARTS for at in after)
+                    end = max(max(idle, first_part) + needed, ready + needed / PARTS)
+                    start = end - needed
+            times.append((start, end, waits))
+            for pool in self._pools[index]:
+                free[pool] = (end, index)
+        return times
+
+
 def simulate(workload: Workload, seconds: Mapping[str, float], pool_of: Mapping[str, int]) -> Schedule:
-    """Schedule a step. A pool does one task at a time, in order.
-
-    ``seconds`` has every node and weight sync, ``pool_of`` the pool of each role.
-    """
-    spans: dict[str, Span] = {}
-    free: dict[int, tuple[float, str | None]] = {}
-
-    def run(node: str, pools: Sequence[int], after: Sequence[str], *, streams: bool) -> None:
-        ready = max(((spans[name].end, name) for name in after), default=(0.0, None))
-        idle = max((free.get(pool, (0.0, None)) for pool in pools), default=(0.0, None), key=lambda at: at[0])
-        needed = seconds[node]
-        start, waits_for = max(idle, ready, key=lambda at: at[0])
-        end = start + needed
-        if streams and ready[1] is not None and ready[0] > idle[0]:
-            source = spans[ready[1]]
-            first_part = source.start + source.seconds / PARTS
-            begin = max(idle[0], first_part)
-            end = max(begin + needed, ready[0] + needed / PARTS)
-            start, waits_for = end - needed, ready[1]
-        spans[node] = Span(node=node, start=start, end=end, pools=tuple(pools), waits_for=waits_for)
-        for pool in pools:
-            free[pool] = (end, node)
-
-    for task in workload.tasks:
-        pools = [pool_of[task.role]] if task.role is not None else []
-        run(task.node, pools, task.after, streams=task.streams)
-    for sync in workload.copies:
-        updates = [task.node for task in workload.tasks if task.role == sync.source and task.kind == "update"]
-        run(sync.node, sorted({pool_of[sync.source], pool_of[sync.target]}), updates, streams=False)
-    return Schedule(tuple(spans.values()), len(set(pool_of.values())))
+    """Schedule a step: ``seconds`` has every node and weight sync, ``pool_of`` the pool of each role."""
+    return StepScheduler(workload, pool_of).schedule(seconds)

@@ -1,8 +1,11 @@
 """Ways to share and sizes of pools, counted; and one pool's use."""
 
+from collections.abc import Iterator, Sequence
+from math import comb
+
 from rlflow.resources.planner.pool import Pool, Shortage, select_hosts
 from rlflow.resources.planner.pool_search import PoolUse, best_use
-from rlflow.resources.planner.sharing import PoolPins, pool_pins, pool_sizes, sharing_partitions
+from rlflow.resources.planner.sharing import PoolPins, SizeGrid, pool_pins, sharing_partitions
 from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, workload
 
 
@@ -33,19 +36,28 @@ def pins(*sizes: int) -> PoolPins:
     return PoolPins(frozenset(sizes) or None, None, ((1, 1),))
 
 
+def sizes_of(pins: Sequence[PoolPins], most: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
+    """Yield all sizes of the pools."""
+    grid = SizeGrid(pins, most, total)
+    prefixes: list[tuple[int, ...]] = [()]
+    for _ in pins:
+        prefixes = [(*prefix, size) for prefix in prefixes for size in grid.next_sizes(prefix)]
+    yield from (tuple(size for size in grid.in_order(sizes) if size is not None) for sizes in prefixes)
+
+
 def test_sizes() -> None:
-    assert list(pool_sizes([pins()], [8], 8)) == [(8,), (4,), (2,), (1,)]
-    assert list(pool_sizes([pins(), pins()], [4, 4], 4)) == [(1, 3), (2, 2), (3, 1)]
-    assert (12, 4) in pool_sizes([pins(), pins()], [16, 16], 16)
-    assert list(pool_sizes([pins(4), pins()], [16, 16], 16)) == [(4, 12)]
-    assert list(pool_sizes([pins(4), pins(12)], [16, 16], 16)) == [(4, 12)]
-    assert list(pool_sizes([pins(4), pins(16)], [16, 16], 16)) == []
-    assert all(sum(split) == 63 for split in pool_sizes([pins()] * 3, [63] * 3, 63))
+    assert list(sizes_of([pins()], [8], 8)) == [(1,), (2,), (4,), (8,)]
+    assert list(sizes_of([pins(), pins()], [4, 4], 4)) == [(1, 3), (2, 2), (3, 1)]
+    assert (12, 4) in sizes_of([pins(), pins()], [16, 16], 16)
+    assert list(sizes_of([pins(4), pins()], [16, 16], 16)) == [(4, 12)]
+    assert list(sizes_of([pins(4), pins(12)], [16, 16], 16)) == [(4, 12)]
+    assert list(sizes_of([pins(4), pins(16)], [16, 16], 16)) == []
+    assert all(sum(split) == 63 for split in sizes_of([pins()] * 3, [63] * 3, 63))
 
 
 def test_sizes_within_the_hosts_of_a_label() -> None:
     """One pool may have 5 of the 12 GPUs, the other the 7 others."""
-    found = list(pool_sizes([pins(), pins()], [5, 7], 12))
+    found = list(sizes_of([pins(), pins()], [5, 7], 12))
     assert (5, 7) in found
     assert all(first <= 5 and second <= 7 for first, second in found)
 
@@ -53,8 +65,15 @@ def test_sizes_within_the_hosts_of_a_label() -> None:
 def test_sizes_from_the_least_on() -> None:
     """The least of a pool is tried even where it is not on the grid, and the others keep at least theirs."""
     some = [PoolPins(None, None, ((3, 1),)), PoolPins(None, None, ((1, 5), (2, 1)))]
-    assert list(pool_sizes(some, [12, 12], 12)) == [(3, 9), (4, 8), (6, 6)]
-    assert list(pool_sizes(some, [12, 12], 7)) == []
+    assert list(sizes_of(some, [12, 12], 12)) == [(3, 9), (4, 8), (6, 6)]
+    assert list(sizes_of(some, [12, 12], 7)) == []
+
+
+def test_ten_pools_of_a_thousand_gpus() -> None:
+    """Every role by itself: 16 parts for 10 pools, of which 9 borders are chosen among 15 places."""
+    found = list(sizes_of([pins()] * 10, [1024] * 10, 1024))
+    assert len(found) == comb(15, 9)
+    assert all(sum(sizes) == 1024 for sizes in found)
 
 
 def test_pins_of_a_pool() -> None:

@@ -84,3 +84,21 @@ def test_the_first_task_of_the_controller_collects_what_was_generated() -> None:
         collecting_seconds(workload, task, on) for on in (speed, replace(speed, is_cpu=True)) for task in tasks[1:]
     ]
     assert found == pytest.approx([0.1 + 2e-3 * tasks[1].samples, 0.0, 0.0, 0.0])
+
+
+def test_a_stream_waits_for_the_first_part_of_all_that_it_reads() -> None:
+    """The second source ends first and starts late; the step does not get shorter where it takes longer."""
+    late = replace(of("late", "generate", "first"), role="late")
+    tasks = (
+        of("first", "score"),
+        late,
+        of("long", "generate"),
+        replace(of("judge", "score", "late", "long"), streams=True),
+    )
+    pools = {"first": 0, "late": 1, "long": 2, "judge": 3}
+    steps = []
+    for seconds in (0.9, 1.1):
+        given = {"first": 9.0, "late": seconds, "long": 10.0, "judge": 8.0}
+        steps.append(simulate(Workload(tasks=tasks), given, pools).step_seconds)
+    # The first part of the late source is there after 9 + 0.9 / 8 seconds.
+    assert steps == pytest.approx([9 + 0.9 / PARTS + 8, 9 + 1.1 / PARTS + 8])
