@@ -110,7 +110,7 @@ def _job(config: DictConfig, outcomes: list[SweepOutcome]) -> int:
         return _plan_and_run(config, directory, outcomes)
     except (UserError, EngineError) as error:
         if isinstance(error, UserError) and len(outcomes) == num_earlier:
-            outcomes.append(SweepOutcome(_overrides(), None, f"{error.path}: {error.fact}"))
+            outcomes.append(SweepOutcome(_overrides(), None, reason=f"{error.path}: {error.fact}"))
         return _exit_code(error)
     except BrokenPipeError:  # the reader of the output, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -134,8 +134,12 @@ def _plan_and_run(config: DictConfig, directory: Path, outcomes: list[SweepOutco
     console = output_console()
     options = run_options_from_config(config)
     plan, resumed = _plan(config, options, directory.parent.parent)
-    outcomes.append(SweepOutcome(_overrides(), plan.prediction))
+    outcome = SweepOutcome(_overrides(), plan.prediction, plan.cost, options.deadline_hours)
+    outcomes.append(outcome)
     show(render(plan, explain=options.explain, width=min(WIDTH, console.width)))
+    if outcome.is_late:
+        time = format_duration(3600 * plan.cost.hours)
+        show_warning(f"the run takes {time}, longer than deadline_hours={options.deadline_hours:g}")
     if options.dry_run:
         _write_plan(plan, directory)
         console.print(f"\nplan: {directory / 'plan.json'}", soft_wrap=True)
@@ -174,7 +178,7 @@ def _no_gpus_error(plan: Plan) -> PlacementError:
 def _plan(config: DictConfig, options: RunOptions, root: Path) -> tuple[Plan, Path | None]:
     """Return the plan, and the folder of the run that it continues, if any."""
     if options.plan is not None:
-        if others := sorted(_typed_keys() - {"plan", "dry_run", "resume", "explain", "tune"}):
+        if others := sorted(_typed_keys() - {"plan", "dry_run", "resume", "explain", "tune", "deadline_hours"}):
             raise RecipeError(
                 "plan", f"a saved plan cannot be changed, got '{others[0]}'", fix=f"leave out {', '.join(others)}"
             )

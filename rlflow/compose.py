@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Gt
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
@@ -45,6 +46,8 @@ class RunOptions(Section):
     tune: Tune
     calibration: str | None
     """A YAML file with measured efficiencies for each kind of GPU, or the folder of a finished run."""
+    deadline_hours: Annotated[float, Gt(0)] | None = None
+    """The hours in which the run should be finished: a sweep ranks those that are by cost."""
 
 
 class ShapeSource(ConfigSource):

@@ -12,6 +12,7 @@ from rlflow.compiler.checks import graph_warnings
 from rlflow.compiler.continuation import experiment_of
 from rlflow.compiler.graph import Graph
 from rlflow.compiler.lower import Requirements
+from rlflow.compiler.run_cost import RunCost, run_cost
 from rlflow.compiler.wire import wire
 from rlflow.errors import PlacementError, RecipeError
 from rlflow.recipe import Recipe, recipe_from, to_yaml
@@ -48,6 +49,11 @@ class Plan:
         return on_cpus and self.prediction.step_seconds > _LONG_STEP
 
     @property
+    def cost(self) -> RunCost:
+        """Return the time and the price of all steps."""
+        return run_cost(self.recipe.steps, self.prediction, self.cluster, self.roles)
+
+    @property
     def fingerprint(self) -> str:
         """Return a hash that identifies the experiment, not its placement."""
         canonical = json.dumps(experiment_of(self.recipe), sort_keys=True)
@@ -65,6 +71,7 @@ class Plan:
             "gpus": {name: asdict(gpu) for name, gpu in self.cluster.gpus.items()},
             "hosts": [asdict(host) for host in self.cluster.hosts],
             "roles": {name: asdict(placed) | {"memory_gib": memory[name]} for name, placed in self.roles.items()},
+            "run": asdict(self.cost),
             **predicted,
         }
         return content | {"digest": _digest(content)}

@@ -1,4 +1,4 @@
-"""The plans of a sweep as a table, the fastest first."""
+"""The plans of a sweep as a table: the fastest first, or the cheapest of those that meet a deadline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlflow.compiler.render import format_seconds
+from rlflow.compiler.facts import format_gpu_hours, format_seconds
+from rlflow.compiler.plan import format_duration
+from rlflow.compiler.run_cost import RunCost
 from rlflow.resources.planner.prediction import Prediction
 
 
@@ -19,37 +21,61 @@ class SweepOutcome:
     overrides: tuple[str, ...]
     prediction: Prediction | None
     """None if the job does not fit the cluster."""
+    cost: RunCost | None = None
+    """The cost of the run; None if there is no plan."""
+    deadline_hours: float | None = None
+    """The hours in which the run should be finished."""
     reason: str = ""
     """Why it does not fit."""
 
+    @property
+    def is_late(self) -> bool:
+        """Return whether the run misses its deadline."""
+        return self.cost is not None and self.deadline_hours is not None and self.cost.hours > self.deadline_hours
+
 
 def ranking_table(outcomes: Sequence[SweepOutcome]) -> RenderableType:
-    """Return a table of the jobs by step time. Jobs that do not fit come last, with the reasons below the table.
+    """Return a table of the jobs by step time; with a deadline by cost, and those that miss it after those that do not.
 
-    Overrides that all jobs share are left out.
+    Jobs that do not fit come last, with the reasons below the table. Overrides that all jobs share are left out.
     """
+    priced = all(outcome.cost.price is not None for outcome in outcomes if outcome.cost)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    for heading in ("sweep", "fits", "step", "tokens/s\nper GPU", "GPU-hours per\n1000 steps", "headroom"):
+    money = ["price"] if priced else []
+    for heading in ("sweep", "fits", "step", "tokens/s\nper GPU", "run", "GPU-hours", *money, "headroom"):
         table.add_column(heading, overflow="fold", no_wrap=heading != "sweep")
     everywhere = set(outcomes[0].overrides).intersection(*(outcome.overrides for outcome in outcomes))
-    far = float("inf")
     reasons: list[Text] = []
-    for outcome in sorted(outcomes, key=lambda o: (o.prediction.step_seconds if o.prediction else far, o.overrides)):
+    for outcome in sorted(outcomes, key=lambda each: (_rank(each), each.overrides)):
         own = ", ".join(_short(each) for each in outcome.overrides if each not in everywhere)
-        prediction = outcome.prediction
-        if prediction is None:
+        prediction, cost = outcome.prediction, outcome.cost
+        if prediction is None or cost is None:
             table.add_row(own, "no")
             reasons.append(Text(f"{own}: {outcome.reason}."))
             continue
         table.add_row(
             own,
-            "yes",
+            "tight" if prediction.verdict == "TIGHT" else "yes",
             format_seconds(prediction.step_seconds),
             f"{prediction.tokens_per_second_per_gpu:.0f}",
-            f"{prediction.num_gpus * prediction.step_seconds * 1000 / 3600:.0f}",
+            format_duration(3600 * cost.hours) + (" (late)" if outcome.is_late else ""),
+            format_gpu_hours(cost.gpu_hours),
+            *([f"{cost.price:.2f}"] if priced else []),
             f"{prediction.headroom_gib:.1f} GiB" if prediction.headroom_gib is not None else "-",
         )
     return Group(table, Text(), *reasons) if reasons else table
+
+
+def _rank(outcome: SweepOutcome) -> tuple[int, float, float]:
+    """Return the place of a job in the table, the smallest first."""
+    cost = outcome.cost
+    if outcome.prediction is None or cost is None:
+        return 2, 0.0, 0.0
+    if outcome.deadline_hours is None:
+        return 0, outcome.prediction.step_seconds, 0.0
+    if outcome.is_late:
+        return 1, cost.hours, 0.0
+    return 0, cost.gpu_hours if cost.price is None else cost.price, cost.hours
 
 
 def _short(override: str) -> str:

@@ -1,6 +1,6 @@
 """The plan as text for a person, on one screen: verdict, placement, memory, timeline, reasons and alternatives."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import groupby, zip_longest
 
 from rich import box
@@ -8,11 +8,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rlflow.compiler.facts import facts, format_seconds
 from rlflow.compiler.formula import loss_lines
 from rlflow.compiler.graph import SOURCES, GraphNode
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Role
-from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.layout import Layout
 from rlflow.resources.memory.processes import largest_process
 from rlflow.resources.planner.confidence import Verdict
 
@@ -25,8 +26,6 @@ WIDTH = 100
 _BAR = 64
 # Memory terms below this are summed up as "other".
 _SMALL_GIB = 0.95
-_ALTERNATIVES = 3
-_LABEL = 12
 
 
 def render(plan: Plan, *, explain: bool = False, width: int = WIDTH) -> RenderableType:
@@ -39,7 +38,7 @@ def render(plan: Plan, *, explain: bool = False, width: int = WIDTH) -> Renderab
     if explain:
         parts += [_graph(plan, colours), Text(), _loss(plan, width), Text()]
     parts += [_placement(plan, colours, width), Text(), _roles(plan, colours, width), Text()]
-    parts += [_timeline(plan, colours, width), Text(), _facts(plan, width, explain=explain)]
+    parts += [_timeline(plan, colours, width), Text(), facts(plan, width, explain=explain)]
     return Group(*parts)
 
 
@@ -239,62 +238,3 @@ def _timeline(plan: Plan, colours: Mapping[str, str], width: int) -> RenderableT
         line.append(" " * (bar - first - length) + f"  {format_seconds(time.seconds):>8}")
         lines.append(line)
     return Group(*lines)
-
-
-def _facts(plan: Plan, width: int, *, explain: bool) -> Table:
-    """List reasons, limits, warnings and alternatives; ``explain`` shows all of them."""
-    prediction = plan.prediction
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold", width=_LABEL)
-    table.add_column(overflow="fold", width=width - _LABEL - 2)
-    for risk in prediction.risks:
-        table.add_row("tight", Text(risk, "yellow"))
-    for index, change in enumerate(prediction.safer_with):
-        table.add_row("" if index else "safer with", change)
-    for reason in prediction.reasons:
-        table.add_row("why", reason)
-    fullest = max(prediction.host_gib, key=lambda host: prediction.host_gib[host], default=None)
-    if fullest is not None and prediction.host_gib[fullest] >= 1:
-        gib = prediction.host_gib[fullest]
-        table.add_row("host memory", f"{gib:.0f} GiB on {fullest}, for offloaded and sleeping roles and for data")
-    table.add_row("data", _data(plan))
-    for limit in prediction.limits[: None if explain else 1]:
-        table.add_row("limit", limit)
-    for warning in prediction.warnings:
-        table.add_row("warning", Text(warning, "yellow"))
-    for index, line in enumerate(_alternatives(plan, explain=explain)):
-        table.add_row("" if index else "alternatives", line)
-    table.add_row("fingerprint", Text(plan.fingerprint, "dim"))
-    return table
-
-
-def _data(plan: Plan) -> str:
-    """Return how much data travels between nodes in a step, and the largest peak of an object store."""
-    data = plan.prediction.data
-    largest = max(data.edges, key=lambda edge: data.edges[edge])
-    fullest = max(data.store_peak_gib, key=lambda host: data.store_peak_gib[host])
-    moved = f"{_size(sum(data.edges.values()))} per step ({largest} {_size(data.edges[largest])})"
-    return f"{moved}, object store peak {_size(data.store_peak_gib[fullest] * GIB)} ({fullest})"
-
-
-def _size(count: float) -> str:
-    """Format a number of bytes."""
-    scale, name = next((u, n) for u, n in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if count >= u or n == "KiB")
-    return f"{count / scale:.3g} {name}" if count < 1000 * scale else f"{count / scale:.0f} {name}"
-
-
-def _alternatives(plan: Plan, *, explain: bool) -> Iterator[str]:
-    alternatives = plan.prediction.alternatives
-    shown = alternatives if explain else alternatives[:_ALTERNATIVES]
-    for other in shown:
-        if other.step_seconds is None:
-            yield f"{other.what}: does not fit ({other.loses})"
-        else:
-            yield f"{other.what}: {format_seconds(other.step_seconds)} ({other.loses})"
-    if more := len(alternatives) - len(shown):
-        yield f"{more} more with explain=true"
-
-
-def format_seconds(value: float) -> str:
-    """Format a time with two or three digits: 0.012 s, 1.2 s, 123 s."""
-    return f"{value:.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 1 else f"{value:.2g} s"

@@ -41,6 +41,8 @@ class Gpu(Section):
     """NCCL channels for NVLink SHARP, each with its own buffers; 0 where the switches cannot reduce."""
     network_gb_s: Annotated[float, Gt(0)] | None = None
     """Its usual share of the bandwidth to other hosts, in one direction, in GB/s."""
+    price_per_hour: Annotated[float, Ge(0)] | None = None
+    """Price of one GPU for an hour, with its share of the host, in any currency."""
     source: str
     """The source of these figures."""
 

@@ -1,0 +1,59 @@
+"""The cost of a run, and sweeps that are ranked by it."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+import rlflow
+from rlflow.compiler.plan import Plan
+from rlflow.compiler.ranking import SweepOutcome, ranking_table
+from rlflow.compose import load_cluster
+from rlflow.resources.cluster import Cluster
+from tests.helpers import load
+
+
+def priced(shape: str, price: float | None = 2.0) -> Cluster:
+    cluster = load_cluster(shape)
+    return replace(cluster, gpus={kind: replace(gpu, price_per_hour=price) for kind, gpu in cluster.gpus.items()})
+
+
+def test_a_run_is_all_steps_on_all_gpus_of_its_hosts() -> None:
+    """200 steps; the engine of one GPU leaves seven of its host idle, and they are paid for."""
+    plan = rlflow.compile(load("recipe=grpo_7b"), priced("1x8"))
+    hours = 200 * plan.prediction.step_seconds / 3600
+    assert plan.cost.hours == pytest.approx(hours)
+    assert plan.cost.gpu_hours == pytest.approx(8 * hours)
+    assert plan.cost.price == pytest.approx(8 * hours * 2.0)
+    assert plan.to_dict()["run"]["price"] == plan.cost.price
+    small = rlflow.compile(load("recipe=grpo_tiny"), priced("1x8"))
+    assert small.prediction.num_gpus == 1
+    assert small.cost.price == pytest.approx(8 * small.cost.gpu_hours * 2.0)
+    assert rlflow.compile(load("recipe=grpo_tiny"), "1x8").cost.price is None
+
+
+def ranked(outcomes: list[SweepOutcome]) -> list[list[str]]:
+    """Return the words of each row."""
+    console = Console(width=120, file=io.StringIO(), highlight=False)
+    console.print(ranking_table(outcomes))
+    assert isinstance(console.file, io.StringIO)
+    return [line.split() for line in console.file.getvalue().splitlines() if line.startswith("cluster=")]
+
+
+def outcome(shape: str, plan: Plan, deadline_hours: float | None) -> SweepOutcome:
+    return SweepOutcome((f"cluster={shape}",), plan.prediction, plan.cost, deadline_hours)
+
+
+@pytest.mark.slow
+def test_the_cheapest_of_those_that_meet_the_deadline_comes_first() -> None:
+    """More hosts are faster and cost more; the cheapest of all is too late."""
+    plans = {shape: rlflow.compile(load("recipe=grpo_7b"), priced(shape)) for shape in ("1x4", "1x8", "2x8")}
+    hours = [plan.cost.hours for plan in plans.values()]
+    assert hours == sorted(hours, reverse=True)
+    between = (hours[0] + hours[1]) / 2
+    rows = ranked([outcome(shape, plan, between) for shape, plan in plans.items()])
+    assert [row[0] for row in rows] == ["cluster=1x8", "cluster=2x8", "cluster=1x4"]
+    assert ["(late)" in row for row in rows] == [False, False, True]
+    rows = ranked([outcome(shape, plan, None) for shape, plan in plans.items()])
+    assert [row[0] for row in rows] == ["cluster=2x8", "cluster=1x8", "cluster=1x4"]
