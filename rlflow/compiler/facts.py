@@ -6,14 +6,17 @@ from rich.table import Table
 from rich.text import Text
 
 from rlflow.compiler.plan import Plan, format_duration
+from rlflow.compiler.problem import Problem
+from rlflow.compiler.what_if import cost_of_pins, largest_sizes
 from rlflow.resources.layout import GIB
+from rlflow.resources.planner.confidence import Verdict
 
 _ALTERNATIVES = 3
 _LABEL = 12
 
 
 def facts(plan: Plan, width: int, *, explain: bool) -> Table:
-    """List reasons, limits, warnings and alternatives; ``explain`` shows all of them."""
+    """List reasons, limits, warnings and alternatives; ``explain`` shows all, and the largest sizes that fit."""
     prediction = plan.prediction
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold", width=_LABEL)
@@ -30,6 +33,8 @@ def facts(plan: Plan, width: int, *, explain: bool) -> Table:
         gib = prediction.host_gib[fullest]
         table.add_row("host memory", f"{gib:.0f} GiB on {fullest}, for offloaded and sleeping roles and for data")
     table.add_row("data", _data(plan))
+    for label, line in _answers(plan) if explain else ():
+        table.add_row(label, line)
     for limit in prediction.limits[: None if explain else 1]:
         table.add_row("limit", limit)
     for warning in prediction.warnings:
@@ -38,6 +43,21 @@ def facts(plan: Plan, width: int, *, explain: bool) -> Table:
         table.add_row("" if index else "alternatives", line)
     table.add_row("fingerprint", Text(plan.fingerprint, "dim"))
     return table
+
+
+def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield the speeds of nodes, and answers that need more planning."""
+    for node, time in plan.prediction.nodes.items():
+        if time.mfu is not None:
+            yield "speed", f"{node}: MFU {time.mfu:.0%}"
+        if time.token_seconds is not None:
+            yield "speed", f"{node}: {1000 * time.token_seconds:.3g} ms for each token of a response"
+    problem = Problem(plan.recipe, plan.cluster, {})
+    if plan.prediction.verdict is Verdict.FITS:
+        for index, size in enumerate(largest_sizes(problem, plan.graph)):
+            yield "" if index else "largest", size
+    if pins := cost_of_pins(problem):
+        yield "pins", pins
 
 
 def _run(plan: Plan) -> str:

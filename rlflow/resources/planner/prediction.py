@@ -11,6 +11,7 @@ from rlflow.resources.planner.candidate import Candidate, RejectedCandidate, des
 from rlflow.resources.planner.confidence import TIME_BANDS, Margin, TimeKind, Verdict
 from rlflow.resources.planner.data_placement import DataPrediction, predict_data
 from rlflow.resources.planner.layouts import largest_micro_batch
+from rlflow.resources.planner.node_times import NodeTime, node_times
 from rlflow.resources.planner.pool import RoleChoice, host_memory, sync_memory
 from rlflow.resources.planner.process_memory import memory_of_hosts, predict_processes
 from rlflow.resources.planner.risks import plan_risks
@@ -35,16 +36,6 @@ class RoleMemory:
     """Host memory for each of its GPUs: offloaded and sleeping state, and data in flight."""
     sequences: int | None = None
     """Sequences that one engine generates at once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeTime:
-    """The predicted time of a node."""
-
-    start: float
-    seconds: float
-    critical: bool
-    """The node is on the critical path of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +100,8 @@ def predict(search: Search, result: SearchResult) -> Prediction:
     schedule = candidate.schedule
     generates = any(task.kind == "generate" for task in search.workload.tasks)
     band = TIME_BANDS[TimeKind.GENERATES if generates else TimeKind.TRAINS]
-    path = schedule.critical_path
     gpus = len({bundle for placement in result.roles.values() for bundle in placement.bundles})
     memory = {role: _memory(search, result, role) for role in result.roles}
-    nodes = {
-        span.node: NodeTime(start=span.start, seconds=span.seconds, critical=span.node in path)
-        for span in schedule.spans
-    }
     headroom, fullest = _headroom(search, memory)
     host_gib = memory_of_hosts(result.roles, {role: found.host_gib for role, found in memory.items()})
     safe = Verdict.FITS if candidate.margin is Margin.SAFE else Verdict.TIGHT
@@ -129,7 +115,7 @@ def predict(search: Search, result: SearchResult) -> Prediction:
         else 0.0,
         num_gpus=gpus,
         memory=memory,
-        nodes=nodes,
+        nodes=node_times(search, result),
         pools=tuple(
             PoolTime(roles=roles, gpus=count, idle_share=schedule.idle_share(index))
             for index, (roles, count) in enumerate(zip(candidate.partition, candidate.gpus, strict=True))

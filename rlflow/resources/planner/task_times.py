@@ -6,7 +6,7 @@ from math import ceil
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.models.lora import adapter_parameters, adapter_tensors
-from rlflow.resources.time.decoding import generation
+from rlflow.resources.time.decoding import Generation, generation
 from rlflow.resources.time.passes import ENGINE_WAKE_S, host_seconds, offload_seconds, scoring, sync_seconds, training
 from rlflow.resources.time.speed import Speed
 from rlflow.resources.workload import Task, Workload
@@ -46,9 +46,7 @@ def _work_seconds(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_t
     model = demand.architecture
     assert model is not None
     length = task.typical_length
-    workers = layout.data_parallel_size
-    # Rows of a prompt share its tokens in a pass.
-    computed = task.samples * (task.prompts.mean / task.group_size + task.responses.mean) / task.tokens
+    computed = computed_share(task)
     if task.kind == "update":
         tokens, minibatches = task.tokens * task.epochs, task.minibatches
         return training(
@@ -64,13 +62,21 @@ def _work_seconds(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_t
         ).seconds
     if task.kind == "score":
         return scoring(model, layout, speed, tokens=task.tokens, length=length, computed=computed).seconds
+    return sum(turn.seconds for turn in generations(demand, task, layout, speed, kv_tokens))
+
+
+def generations(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> tuple[Generation, ...]:
+    """Return the generation of one engine in each turn. ``kv_tokens`` is the KV cache of one engine."""
+    model = demand.architecture
+    assert model is not None
+    workers = layout.data_parallel_size
     # Serving engines get samples as they have room, so all end together; the samples of a prompt go to several engines,
     # and each of these reads the prompt. Other engines get whole groups from the start.
     shared = "tensor" in demand.parallel
     groups = task.samples / task.group_size
     each = task.samples / workers if shared else ceil(groups / workers) * task.group_size
     group_size = max(1.0, task.group_size / workers) if shared else task.group_size
-    return sum(
+    return tuple(
         generation(
             model,
             layout,
@@ -84,9 +90,14 @@ def _work_seconds(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_t
             max_num_seqs=DEFAULT_NUM_SEQS if speed.is_cpu else MAX_NUM_SEQS,
             engines=workers,
             weight_bytes=demand.weight_bytes,
-        ).seconds
+        )
         for turn, (prompts, responses) in enumerate(task.turn_lengths)
     )
+
+
+def computed_share(task: Task) -> float:
+    """Return the share of a task's tokens that a pass computes: rows of a prompt share its tokens."""
+    return task.samples * (task.prompts.mean / task.group_size + task.responses.mean) / task.tokens
 
 
 def host_task_seconds(task: Task, demands: Iterable[Demand], speed: Speed) -> float:

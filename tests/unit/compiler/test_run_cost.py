@@ -33,6 +33,22 @@ def test_a_run_is_all_steps_on_all_gpus_of_its_hosts() -> None:
     assert rlflow.compile(load("recipe=grpo_tiny"), "1x8").cost.price is None
 
 
+def test_the_share_of_the_peak_and_the_time_of_a_token() -> None:
+    """Six operations for each of 7.07 billion multiplied parameters and token; attention adds a few percent."""
+    plan = rlflow.compile(load("recipe=grpo_7b"), "1x8")
+    update, rollouts = plan.prediction.nodes["update"], plan.prediction.nodes["rollouts"]
+    assert update.mfu is not None
+    task = next(task for task in plan.workload.tasks if task.node == "update")
+    # A prompt is computed once for its group of eight.
+    tokens = task.samples * (task.prompts.mean / 8 + task.responses.mean)
+    by_hand = 6 * 7.07e9 * tokens / (update.seconds * 8 * 989.4e12)
+    assert by_hand < update.mfu < 1.1 * by_hand
+    assert rollouts.token_seconds is not None
+    # The longest of 2048 tokens is generated one token after another, the last ones in smaller batches.
+    assert 0.2 * rollouts.seconds < 2048 * rollouts.token_seconds < 3 * rollouts.seconds
+    assert (update.token_seconds, rollouts.mfu) == (None, None)
+
+
 def ranked(outcomes: list[SweepOutcome]) -> list[list[str]]:
     """Return the words of each row."""
     console = Console(width=120, file=io.StringIO(), highlight=False)

@@ -1,0 +1,88 @@
+"""Answers that need more planning: the largest sizes that fit a plan's cluster, and what pinned values cost."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rlflow.compiler.graph import Graph
+from rlflow.compiler.lower import model_architecture
+from rlflow.compiler.problem import Problem
+from rlflow.nodes.generate import Generate
+from rlflow.recipe import Recipe
+from rlflow.resources.planner.confidence import Margin
+
+# Sizes up to so many times the recipe's are tried.
+_MOST_TIMES = 64
+# A difference in time below this counts as none.
+_SAME = 0.01
+
+
+def largest_sizes(problem: Problem, graph: Graph) -> Iterator[str]:
+    """Yield the largest batch, groups and responses that fit safely, each with all other sizes as they are."""
+    problem = replace(problem, margin=Margin.SAFE)
+    recipe = problem.recipe
+    yield _largest("data.batch_size", problem, recipe.data.batch_size, _with_batch)
+    for node in graph.nodes:
+        if not isinstance(node.operation, Generate) or node.role is None:
+            continue
+        if node.operation.group_size > 1:
+            size = node.operation.group_size
+            yield _largest(f"graph.{node.name}.group_size", problem, size, _with_option(node.name, "group_size"))
+        model = model_architecture(recipe.models[recipe.roles[node.role].model])
+        most = model.max_position_embeddings - recipe.data.max_prompt_tokens if model else None
+        tokens = node.operation.max_tokens
+        yield _largest(f"graph.{node.name}.max_tokens", problem, tokens, _with_option(node.name, "max_tokens"), most)
+
+
+def _with_batch(recipe: Recipe, size: int) -> Recipe:
+    return replace(recipe, data=replace(recipe.data, batch_size=size))
+
+
+def _with_option(node: str, option: str) -> Callable[[Recipe, int], Recipe]:
+    """Return a function that sets an option of a node."""
+
+    def changed(recipe: Recipe, value: int) -> Recipe:
+        graph: Mapping[str, Mapping[str, Any]] = {**recipe.graph, node: {**recipe.graph[node], option: value}}
+        return replace(recipe, graph=graph)
+
+    return changed
+
+
+def _largest(
+    key: str, problem: Problem, size: int, changed: Callable[[Recipe, int], Recipe], most: int | None = None
+) -> str:
+    """Return the key with the largest value that fits, within 2%, as the command line takes it."""
+
+    def fits(value: int) -> bool:
+        return replace(problem, recipe=changed(problem.recipe, value)).fits()
+
+    low, high = size, 2 * size
+    most = _MOST_TIMES * size if most is None else most
+    while high < most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most)
+    if fits(high):
+        return f"{key}={high}" + (" or more" if most == _MOST_TIMES * size else ", the model's positions")
+    while high - low > max(1, low // 50):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return f"{key}={low}"
+
+
+def cost_of_pins(problem: Problem) -> str | None:
+    """Return what the planner would choose in place of the pinned values, and the time that it would save."""
+    pinned, free = problem.best(), problem.without(problem.pins).best()
+    if not problem.pins or pinned is None or free is None:
+        return None
+    seconds, fewer = (best.candidate.schedule.step_seconds for best in (pinned, free))
+    saved = 1 - fewer / seconds if seconds else 0.0
+    if saved < _SAME:
+        return "the pinned values cost less than 1% of the step time"
+    others = []
+    for pin in problem.pins:
+        layout = free.candidate.choices[pin.role].layout
+        value = getattr(layout, "num_gpus" if pin.field == "gpus" else pin.field, None)
+        if value is not None and value != pin.value:
+            others.append(str(replace(pin, value=value)))
+    instead = f", with {', '.join(others)}" if others else ""
+    return f"without pinned values a step takes {fewer:.3g} s, {saved:.0%} less{instead}"

@@ -1,0 +1,64 @@
+"""The predicted times of nodes, with the figures by which speeds are compared: MFU and time per output token."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlflow.resources.planner.search import Search, SearchResult
+from rlflow.resources.planner.task_times import computed_share, generations
+from rlflow.resources.time.speed import forward_work
+from rlflow.resources.workload import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeTime:
+    """The predicted time of a node."""
+
+    start: float
+    seconds: float
+    critical: bool
+    """The node is on the critical path of the step."""
+    mfu: float | None = None
+    """Model FLOPs utilization of a node that trains, on GPUs: the operations of its forward and backward pass, without
+    recomputation, as a share of what its GPUs do at their peak."""
+    token_seconds: float | None = None
+    """The time between two tokens of a response while an engine generates as many responses as it can at once."""
+
+
+def node_times(search: Search, result: SearchResult) -> Mapping[str, NodeTime]:
+    """Return the time of each node."""
+    tasks = {task.node: task for task in search.workload.tasks}
+    schedule = result.candidate.schedule
+    times = {}
+    for span in schedule.spans:
+        task = tasks.get(span.node)
+        times[span.node] = NodeTime(
+            start=span.start,
+            seconds=span.seconds,
+            critical=span.node in schedule.critical_path,
+            mfu=_mfu(search, result, task, span.seconds) if task and task.kind == "update" else None,
+            token_seconds=_token_seconds(search, result, task) if task and task.kind == "generate" else None,
+        )
+    return times
+
+
+def _mfu(search: Search, result: SearchResult, task: Task, seconds: float) -> float | None:
+    role = str(task.role)
+    demand, host_set = search.demands[role], search.host_set([role])
+    if demand.architecture is None or host_set.memory_gib is None or not seconds:
+        return None
+    tokens = task.tokens * task.epochs * computed_share(task)
+    # The backward pass is twice the forward pass, or as much where only adapters have gradients.
+    passes = 3 if demand.training.lora is None else 2
+    operations = passes * forward_work(demand.architecture).flops(tokens, task.typical_length)
+    return operations / (seconds * result.roles[role].layout.num_gpus * host_set.speed.flops)
+
+
+def _token_seconds(search: Search, result: SearchResult, task: Task) -> float | None:
+    role = str(task.role)
+    demand, choice = search.demands[role], result.candidate.choices[role]
+    if demand.architecture is None:
+        return None
+    speed = search.host_set([role]).speed.of_engine(demand.engine)
+    kv_tokens = float("inf") if choice.kv_tokens is None else choice.kv_tokens
+    first = generations(demand, task, choice.layout, speed, kv_tokens)[0]
+    return first.concurrency / first.engine_tokens_per_second

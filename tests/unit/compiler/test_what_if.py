@@ -1,0 +1,50 @@
+"""The largest sizes that fit, and what pinned values cost."""
+
+import pytest
+
+import rlflow
+from rlflow.compiler.problem import Problem
+from rlflow.compiler.what_if import cost_of_pins, largest_sizes
+from rlflow.compiler.wire import wire
+from rlflow.compose import load_cluster
+from rlflow.recipe import Recipe
+from tests.helpers import load
+
+
+def sizes(recipe: Recipe, cluster: str) -> dict[str, str]:
+    """Return the largest value of each size."""
+    problem = Problem(recipe, load_cluster(cluster), {})
+    return dict(each.split("=") for each in largest_sizes(problem, wire(recipe)))
+
+
+@pytest.mark.slow
+def test_the_largest_response_is_the_last_that_fits() -> None:
+    """Five percent more is tight, or does not fit."""
+    base = ("recipe=grpo_7b", "roles.actor.offload=none", "roles.actor.sequence_parallel_size=1")
+    found = sizes(load(*base), "1x2")
+    tokens = int(found["graph.rollouts.max_tokens"])
+    assert tokens > 2048
+    assert rlflow.compile(load(*base, f"graph.rollouts.max_tokens={tokens}"), "1x2").prediction.verdict == "FITS"
+    longer = rlflow.compile(load(*base, f"graph.rollouts.max_tokens={round(1.05 * tokens)}"), "1x2")
+    assert longer.prediction.verdict == "TIGHT"
+
+
+def test_the_number_of_samples_does_not_fill_gpus() -> None:
+    """Samples are divided into micro-batches, so that a batch 64 times as large fits too."""
+    found = sizes(load("recipe=grpo_7b"), "1x8")
+    assert found["data.batch_size"] == f"{64 * 256} or more"
+    assert found["graph.rollouts.group_size"] == f"{64 * 8} or more"
+    # The model has 32768 positions, of which the prompt takes 512.
+    assert found["graph.rollouts.max_tokens"] == "32256, the model's positions"
+
+
+def test_what_pinned_values_cost() -> None:
+    slow = Problem(load("recipe=grpo_7b", "roles.rollout.gpus=1", "roles.rollout.colocate=[]"), load_cluster("1x8"), {})
+    told = cost_of_pins(slow)
+    assert told is not None
+    assert told.startswith("without pinned values a step takes")
+    assert "roles.rollout.gpus=8" in told
+    chosen = rlflow.compile(load("recipe=grpo_7b"), "1x8").roles["actor"].layout.zero_stage
+    same = Problem(load("recipe=grpo_7b", f"roles.actor.zero_stage={chosen}"), load_cluster("1x8"), {})
+    assert cost_of_pins(same) == "the pinned values cost less than 1% of the step time"
+    assert cost_of_pins(Problem(load("recipe=grpo_7b"), load_cluster("1x8"), {})) is None
