@@ -69,7 +69,7 @@ class Prediction:
     """Changes to the recipe or the cluster of which each makes a tight plan safe."""
     step_seconds: float
     step_seconds_range: tuple[float, float]
-    """The range in which the step time is, of eight of ten runs."""
+    """The range in which the step time is, of nine of ten runs."""
     tokens_per_second_per_gpu: float
     num_gpus: int
     """GPUs in use."""
