@@ -8,7 +8,7 @@ import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.compose import load_cluster
 from rlflow.errors import PlacementError
-from rlflow.resources.planner.confidence import MEMORY_BANDS, Kind
+from rlflow.resources.planner.confidence import MEMORY_BANDS, TIME_ERROR, Kind
 from tests.helpers import load
 from tests.unit.compiler.test_render import drawn
 
@@ -23,9 +23,21 @@ def test_a_plan_that_fits_has_room_for_the_whole_error() -> None:
     assert (plan.prediction.verdict, plan.prediction.risks, plan.prediction.safer_with) == ("FITS", (), ())
     for role in ("actor", "reference"):
         assert fullest(plan, role) * MEMORY_BANDS[Kind.BESIDE_ENGINE].high < 79.6
-    assert plan.roles["actor"].layout.gradient_checkpointing
     low, high = plan.prediction.step_seconds_range
     assert low < plan.prediction.step_seconds < high
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["grpo_7b", "dpo_7b", "ppo_7b"])
+def test_checkpointing_is_off_only_where_that_saves_more_than_the_error(recipe: str) -> None:
+    def actor_seconds(*pins: str) -> tuple[float, bool]:
+        plan = rlflow.compile(load(f"recipe={recipe}", *pins), "1x8")
+        nodes = [node.name for node in plan.graph.nodes if node.role == "actor"]
+        seconds = sum(plan.prediction.nodes[node].seconds for node in nodes)
+        return seconds, plan.roles["actor"].layout.gradient_checkpointing
+
+    (chosen, saves), (with_it, _) = actor_seconds(), actor_seconds("roles.actor.gradient_checkpointing=true")
+    assert saves or with_it > chosen * (1 + TIME_ERROR)
 
 
 def test_a_pinned_size_may_be_tight() -> None:
