@@ -50,7 +50,10 @@ def _mfu(search: Search, result: SearchResult, task: Task, seconds: float) -> fl
     # The backward pass is twice the forward pass, or as much where only adapters have gradients.
     passes = 3 if demand.training.lora is None else 2
     operations = passes * forward_work(demand.architecture).flops(tokens, task.typical_length)
-    return operations / (seconds * result.roles[role].layout.num_gpus * host_set.speed.flops)
+    # The peak of the data sheet, by which others compare, and not what the GPU's power sustains.
+    sheets = [search.cluster.gpus[host.gpu].peak_tflops or {} for host in host_set.hosts]
+    peak = min(sheet.get("bfloat16") or sheet.get("float16") or sheet.get("float32") or 0.0 for sheet in sheets)
+    return operations / (seconds * result.roles[role].layout.num_gpus * peak * 1e12) if peak else None
 
 
 def _token_seconds(search: Search, result: SearchResult, task: Task) -> float | None:
