@@ -95,7 +95,7 @@ def _nearest(problem: Problem, pin: Pin, working: Pin) -> Pin:
         return working
     if pin.field == "gpus" or pin.field.endswith("_parallel_size"):
         # Only some numbers make groups, so that there is no order in which they fit.
-        around = (int(wanted) + sign * distance for distance in range(1, _AROUND) for sign in (-1, 1))
+        around = (int(wanted) + sign * distance for distance in range(1, _AROUND + 1) for sign in (-1, 1))
         if found := next((value for value in around if value > 0 and fits(value)), None):
             return replace(pin, value=found)
     grain = 0.01 if pin.field == "gpu_memory_utilization" else 1
