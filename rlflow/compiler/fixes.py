@@ -16,7 +16,7 @@ _LEAST_SHARE = 1 / 8
 _MORE_HOSTS = 16
 _LARGE_HOSTS = (1, 2, 4, 8, 16, 32)
 # Numbers of GPUs are tried so far from a pinned one.
-_AROUND = 8
+_AROUND = 16
 # GiB of the largest GPU that is sold.
 _LARGEST_GPU = 192
 

@@ -19,9 +19,12 @@ def infeasible_error(problem: Problem, raised: PlacementError) -> PlacementError
     """Return the error with a reason and fixes that planning again confirms, for the error that planning raised."""
     conflict = _conflicting_pins(problem)
     found = _fixes(problem, conflict)
+    alone = problem.without([pin for pin in problem.pins if pin not in conflict])
+    if not _is_about(raised, conflict):
+        raised = _refusal(alone) or raised
     path, fact = raised.path, raised.fact
     if not _is_about(raised, conflict):
-        role, lack = _lack(problem.without([pin for pin in problem.pins if pin not in conflict]))
+        role, lack = _lack(alone)
         path = conflict[0].path if conflict else f"roles.{role}" if role else NOTHING_FITS
         what = f"{conflict[0].text} does not fit" if conflict else "nothing fits"
         if len(conflict) > 1:
@@ -71,6 +74,15 @@ def _is_about(raised: PlacementError, conflict: Sequence[Pin]) -> bool:
     if raised.path == NOTHING_FITS or not conflict:
         return raised.path != NOTHING_FITS
     return raised.path in {pin.path for pin in conflict} | {f"roles.{pin.role}" for pin in conflict}
+
+
+def _refusal(problem: Problem) -> PlacementError | None:
+    """Return the error of pins that contradict themselves or the engine; None where only the search finds nothing."""
+    try:
+        problem.search().best()
+    except PlacementError as error:
+        return error
+    return None
 
 
 def _lack(problem: Problem) -> tuple[str | None, str]:

@@ -54,6 +54,14 @@ def test_two_conflicts_are_solved_together() -> None:
     assert error.notes["Fix"] == "roles.actor.label=null roles.rollout.label=null"
 
 
+def test_two_micro_batches_that_are_too_small() -> None:
+    """The longest sequence has 512 tokens of a prompt and 2048 of a response."""
+    pins = [f"roles.{role}.micro_batch_tokens=512" for role in ("actor", "critic")]
+    error = refused("recipe=ppo_7b", *pins, cluster="1x8")
+    assert "no room for the longest sequence, which has 2560" in error.fact
+    assert str(error.notes["Fix"]).count("micro_batch_tokens=") == 2
+
+
 def test_the_memory_that_is_missing_is_measured_by_planning() -> None:
     """An engine on one GPU holds all weights of 32.8B parameters there, 61 GiB, and some room for one sequence."""
     error = refused("recipe=grpo_lora_32b", cluster="1x1@a100_40gb")
