@@ -158,8 +158,8 @@ def test_a_plan_and_an_error_on_a_terminal(width: int, tmp_path: Path) -> None:
     lines = on_terminal(width, "-m", "recipe=grpo_32b", shapes, large, "explain=true", "dry_run=true", cwd=tmp_path)
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
-    words = "rollout: the KV cache has room for 73% of the batch at once; other sequences wait"
-    assert words in " ".join(text.split()) or words in text
+    words = r"rollout: the KV cache has room for \d+% of the batch at once; other sequences wait"
+    assert re.search(words, " ".join(text.split()))
     assert not [line for line in lines if line.endswith("…")], "nothing is cut"
     (ranked,) = [line.split() for line in lines if line.startswith("cluster=2x8 ")]
     assert ranked[:2] == ["cluster=2x8", "yes"]

@@ -65,7 +65,10 @@ def test_recipes_and_files_that_are_named_exist(path: Path) -> None:
     for name in re.findall(r"\brecipe=(\w+)", text):
         assert (ROOT / "recipes" / f"{name}.yaml").exists(), name
     for link in re.findall(r"\]\((\w[^):]*)\)", text):
-        assert (path.parent / link).exists(), link
+        file, _, heading = link.partition("#")
+        assert (path.parent / file).exists(), link
+        headings = re.findall(r"^#+ (.+)$", (path.parent / file).read_text(), flags=re.MULTILINE) if heading else []
+        assert not heading or heading in {each.lower().replace(" ", "-") for each in headings}, link
 
 
 @pytest.mark.parametrize(("cluster", "simulated"), [("2x1@cpu", True), ("1x2@cpu", True), ("2x1", False)])
