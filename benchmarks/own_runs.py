@@ -28,7 +28,7 @@ from rlflow.compiler import compile_recipe
 from rlflow.compose import load_cluster
 
 _STEPS = 6
-# What the digits of a sum and its end make of prompt and response.
+# A prompt is two numbers of two digits with their signs; a response is a sum of up to three digits and its end.
 _LENGTHS = ("expect.prompt_tokens=[6]", "expect.response_tokens=[4]")
 _LOCAL, _HOSTS = "1x1@cpu", "2x1@cpu"
 _GOALS = {"step_time_error_median": 0.20, "step_time_error_max": 0.35, "memory_error_max": 0.15}
@@ -57,7 +57,7 @@ class Result:
     predicted_s: float
     measured_s: float
     memory: dict[str, tuple[float, float]]
-    """By process: the highest predicted and measured GiB."""
+    """The highest predicted and measured GiB of each process."""
 
     @property
     def step_error(self) -> float:
@@ -114,7 +114,12 @@ def measure(case: Case, calibration: Path, folder: Path) -> Result:
 
 
 def _peaks(phases: dict[str, dict[str, Any]]) -> tuple[float, float]:
-    return tuple(max(pair[which] or 0.0 for pair in phases.values()) for which in ("predicted", "measured"))  # type: ignore[return-value]
+    """Return the highest predicted and measured GiB of a process."""
+
+    def highest(which: str) -> float:
+        return max(pair[which] or 0.0 for pair in phases.values())
+
+    return highest("predicted"), highest("measured")
 
 
 def print_result(result: Result) -> None:

@@ -127,7 +127,7 @@ _PROFILES: tuple[tuple[str, str, Profile], ...] = (
     ("", "megatron", Profile(training=MEGATRON)),
     ("", "trainer", _TRAINER),
 )
-"""By a part of the system's name and the family of the library; the first that matches counts."""
+"""Profiles by a part of the system's name and the family of the library; the first match counts."""
 
 
 def profile_of(row: Row) -> Profile:

@@ -128,7 +128,7 @@ _OUT_OF_SCOPE = {
     r"setup fault|far above max_tokens_per_gpu": "a failure whose cause may be software",
     r"/pending/": "held back by its authors",
 }
-"""What notes or paths say, and why such a row says nothing about the model of memory."""
+"""Patterns in notes and paths of rows that say nothing about the memory model, with the reason."""
 
 
 def unfit(case: Case) -> str | None:
@@ -217,7 +217,7 @@ class Judged:
     measured: float | None
     bound: float | None
     whole_device: float | None
-    """What nvidia-smi showed, where ``measured`` is what torch allocated."""
+    """The reading of nvidia-smi, for rows whose ``measured`` is the memory that torch allocated."""
 
     @property
     def error(self) -> float | None:

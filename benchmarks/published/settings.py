@@ -13,7 +13,7 @@ _TECHNIQUES = (
     "activation offloading",
     "8-bit adamw",
 )
-"""What torchtune's table of optimizations adds, one after another (README.md)."""
+"""The optimizations of torchtune's table (README.md), each added to those before it."""
 
 
 def family_of(row: Row) -> str:

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def calibrate(cluster: str, output: Path) -> None:
     """Measure the machine, run the probes on ``cluster``, and write the calibration."""
     start = time.perf_counter()
-    # As in a run, whose idle threads spin only briefly.
+    # Idle threads of a run spin only briefly; the measurements use the same setting.
     os.environ.setdefault("GOMP_SPINCOUNT", "1500")
     on_gpu = has_gpu() and not cluster.endswith("@cpu") and cluster != "local"
     machine = measure("cuda:0" if on_gpu else "cpu")

@@ -36,7 +36,7 @@ _SHARES = {"matmul": 2.0, "memory": 2.0}
 _TIMES = {"call_s": 10.0, "pass_sample_s": 10.0}
 _IN_PASSES = _SHARES | _TIMES | {"train_layer_s": 10.0}
 _IN_GENERATION = _SHARES | _TIMES | {"decode_layer_s": 10.0, "decode_step_s": 10.0, "decode_sequence_s": 10.0}
-# Where the search starts for times that are zero unless they were measured.
+# The fit works on logarithms, so times that are zero by default start at these values.
 _UNMEASURED = {"call_s": 2e-3, "pass_sample_s": 5e-5}
 # Below this a time says nothing, and a measured node differs from run to run by more than this share.
 _LEAST_S, _NOISE = 1e-6, 0.05
@@ -113,9 +113,7 @@ def calibration_of_run(folder: Path, cluster: Cluster) -> Calibration:
     Raises RecipeError for a folder without a report, and for a run on other kinds of GPU.
     """
     plan, report = read_run(folder)
-    figures = plan.prediction.calibration
-    start = calibration_from(figures, plan.cluster) if figures else {}
-    return calibration_from(calibration_figures(calibration_from_runs([(plan, report)], start)), cluster)
+    return calibration_from(calibration_figures(calibration_from_runs([(plan, report)], plan.calibration)), cluster)
 
 
 def calibration_from_runs(runs: Sequence[tuple[Plan, Mapping[str, Any]]], start: Calibration) -> Calibration:

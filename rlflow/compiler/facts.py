@@ -52,7 +52,7 @@ def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
             yield "speed", f"{node}: MFU {time.mfu:.0%}"
         if time.token_seconds is not None:
             yield "speed", f"{node}: {1000 * time.token_seconds:.3g} ms for each token of a response"
-    problem = Problem(plan.recipe, plan.cluster, {})
+    problem = Problem(plan.recipe, plan.cluster, plan.calibration)
     if plan.prediction.verdict is Verdict.FITS:
         for index, size in enumerate(largest_sizes(problem, plan.graph)):
             yield "" if index else "largest", size

@@ -20,7 +20,7 @@ from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.resources.layout import Bundle, Layout, RolePlacement, Worker
 from rlflow.resources.planner.prediction import Prediction, predict
 from rlflow.resources.planner.search import Search
-from rlflow.resources.time.calibration import Calibration
+from rlflow.resources.time.calibration import Calibration, calibration_from
 from rlflow.resources.workload import Workload
 from rlflow.schema import parse
 
@@ -52,6 +52,12 @@ class Plan:
     def cost(self) -> RunCost:
         """Return the time and the price of all steps."""
         return run_cost(self.recipe.steps, self.prediction, self.cluster, self.roles)
+
+    @property
+    def calibration(self) -> Calibration:
+        """Return the measured efficiencies that the plan is based on; empty if nothing was measured."""
+        figures = self.prediction.calibration
+        return calibration_from(figures, self.cluster) if figures else {}
 
     @property
     def fingerprint(self) -> str:

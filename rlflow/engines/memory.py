@@ -70,7 +70,7 @@ class PhasePeaks:
 
 
 _earlier_peaks: dict[str, int] = {}
-"""By device, the peak of the calls since ``memory_share`` was last asked, which later calls have reset."""
+"""The peak of earlier calls by device, since ``memory_share`` was last asked; later calls reset torch's own peak."""
 
 
 def _start_peak(device: str) -> None:

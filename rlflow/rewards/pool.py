@@ -40,7 +40,7 @@ class Call:
     name: str
     """The callable's name in the pool."""
     indices: Sequence[int]
-    """Where the responses stand in the caller's batch."""
+    """The positions of the responses in the caller's batch."""
     texts: Sequence[str]
     rows: Sequence[Any]
     """One argument for each text: a row of the data set, or an environment's row and state."""
@@ -127,9 +127,9 @@ class ForkedWorker:
         self._sizes: deque[int] = deque()
         self._limits: deque[float] = deque()
         self.is_ready = False
-        """Whether the process has started and takes calls."""
+        """True once the process has started and takes calls."""
         self._started = time.monotonic()
-        """When the current call was started; the process, until it is ready."""
+        """The start of the current call, or of the process until it is ready, on the monotonic clock."""
 
     @property
     def deadline(self) -> float:

@@ -1,4 +1,4 @@
-"""What rows of published runs leave to the defaults of training libraries; expected numbers are computed by hand."""
+"""Defaults of training libraries that rows of published runs leave out; expected numbers are computed by hand."""
 
 import pytest
 

@@ -73,7 +73,7 @@ class TrainingMemory:
     adapter_inputs: float = 0
     """Bytes of a value in the copy of an adapted layer's input that is made in the adapter's type; 0: there is none."""
     offloads_activations: bool = False
-    """What layers save for their backward pass goes to the host."""
+    """Layers save their activations for the backward pass in host memory."""
     fused_layers: bool = False
     """Norms and activations are fused (Transformer Engine) and save less for the backward pass."""
     shards_norms: bool = False

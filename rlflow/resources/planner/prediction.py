@@ -62,7 +62,7 @@ class Prediction:
     """All predicted figures of a plan."""
 
     verdict: Verdict | None
-    """Whether memory suffices, given how wrong such predictions are; None where memory is not modelled."""
+    """The verdict on memory, given how wrong such predictions are; None where memory is not modelled."""
     risks: tuple[str, ...]
     """Why the plan is tight."""
     safer_with: tuple[str, ...] = ()

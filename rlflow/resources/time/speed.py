@@ -276,7 +276,7 @@ def forward_work(model: Architecture) -> Work:
         expert_flops=2 * experts,
         key_flops=2.0 * model.num_hidden_layers * (model.query_width + model.output_width),
         moved_bytes=2.0 * model.num_hidden_layers * values,
-        # Of every layer: its input read and cast; what A and B give, cast, scaled and added to the output.
+        # Every layer reads and casts its input, and casts, scales and adds the products of A and B to its output.
         adapter_bytes=model.num_hidden_layers
         * (
             6.0 * (5 * hidden + model.output_width + model.mlp_width) + 8.0 * (heads + 2 * model.mlp_width + 2 * hidden)

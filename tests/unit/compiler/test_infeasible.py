@@ -73,7 +73,7 @@ def test_the_memory_that_is_missing_is_measured_by_planning() -> None:
 
 
 def test_shorter_responses() -> None:
-    """What a pass over 64,096 tokens needs on one GPU, a pass over 31,000 does not."""
+    """A pass over 64,096 tokens does not fit on one GPU, and one over 31,000 does."""
     error = refused("recipe=rm_7b", "expect.response_tokens=[30000]", cluster="1x1@rtx_4090")
     hosts, shorter = str(error.notes["Fix"]).split(", or ")
     assert hosts.startswith("1 host of 8 GPUs with")

@@ -1,13 +1,19 @@
 """The largest sizes that fit, and what pinned values cost."""
 
+from dataclasses import replace
+
 import pytest
+from rich.console import Console
 
 import rlflow
+from rlflow.compiler import compile_recipe
+from rlflow.compiler.facts import facts
 from rlflow.compiler.problem import Problem
 from rlflow.compiler.what_if import cost_of_pins, largest_sizes
 from rlflow.compiler.wire import wire
 from rlflow.compose import load_cluster
 from rlflow.recipe import Recipe
+from rlflow.resources.time.speed import Efficiency
 from tests.helpers import load
 
 
@@ -48,3 +54,17 @@ def test_what_pinned_values_cost() -> None:
     same = Problem(load("recipe=grpo_7b", f"roles.actor.zero_stage={chosen}"), load_cluster("1x8"), {})
     assert cost_of_pins(same) == "the pinned values cost less than 1% of the step time"
     assert cost_of_pins(Problem(load("recipe=grpo_7b"), load_cluster("1x8"), {})) is None
+
+
+def test_a_plan_answers_with_its_own_calibration() -> None:
+    """On slower GPUs the answer about pinned values counts the longer step too."""
+    cluster = load_cluster("1x8")
+    slow = {"h100_80gb": replace(Efficiency(), matmul=Efficiency().matmul / 2)}
+    recipe = load("recipe=grpo_7b", "roles.rollout.tensor_parallel_size=4")
+    measured = compile_recipe(recipe, cluster, slow)
+    assert measured.calibration == slow
+    console = Console(width=200)
+    with console.capture() as printed:
+        console.print(facts(measured, 200, explain=True))
+    free = compile_recipe(load("recipe=grpo_7b"), cluster, slow)
+    assert f"without pinned values a step takes {free.prediction.step_seconds:.3g} s" in printed.get()

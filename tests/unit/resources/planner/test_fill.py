@@ -225,7 +225,7 @@ def test_a_reserved_host_is_left_alone() -> None:
 
 
 def test_gpus_contain_groups_that_do_not_divide_them() -> None:
-    """Of 63 GPUs all are used, and 15 groups of 4 are the most that their hosts hold."""
+    """All 63 GPUs are used, and 15 groups of 4 are the most that their hosts hold."""
     pool = PoolRequest("a", 63, 4, 15, ((4, 15),))
     assert figures([pool], filled([pool], hosts(*[8] * 7, 7))) == (60, 0, 8)
     beside = [PoolRequest("a", 7, 4, 1, ((4, 1),)), PoolRequest("b", None, 8)]
