@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.resources.time.decoding import Decoder
-from rlflow.runtime.generation.scheduler import Capacity
+from rlflow.runtime.generation.engine_state import Capacity
 
 # The time of a message to an engine and back.
 _MESSAGE_S = 0.005

@@ -37,7 +37,8 @@ from rlflow.compose import load_cluster
 from rlflow.resources.time.decoding import decoder_of
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.speed import Efficiency, gpu_speed
-from rlflow.runtime.generation.scheduler import Capacity, Scheduler
+from rlflow.runtime.generation.engine_state import Capacity
+from rlflow.runtime.generation.scheduler import Scheduler
 
 
 @dataclass(frozen=True)

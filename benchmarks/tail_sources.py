@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.engine_simulator import Samples
-from rlflow.runtime.generation.scheduler import Capacity
+from rlflow.runtime.generation.engine_state import Capacity
 
 Ints = NDArray[np.int64]
 

@@ -7,8 +7,10 @@ rollouts at the end, or in a few parts when a subscriber works on them meanwhile
 them. From engine to engine, only references pass through this process. The rows of an engine that fails go to others.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -18,9 +20,10 @@ from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import GroupProgress
 from rlflow.errors import EngineError
+from rlflow.runtime.generation.engine_state import Capacity
 from rlflow.runtime.generation.partial_results import PartialResults
 from rlflow.runtime.generation.partial_rollouts import PartialRollouts
-from rlflow.runtime.generation.scheduler import Capacity, Scheduler
+from rlflow.runtime.generation.scheduler import Scheduler
 from rlflow.runtime.objects.slices import BatchSlice, SharedBatch
 from rlflow.runtime.protocols import Subscriber
 
@@ -96,6 +99,9 @@ class _Pass:
         self._prompt_lengths = prompts.ids.lengths
         self._partial = PartialRollouts(groups)
         self._calls: dict[Future[Any], tuple[_Method, int]] = {}
+        self._answered: SimpleQueue[Future[Any]] = SimpleQueue()
+        self._advancing: Counter[int] = Counter()
+        """How many calls to advance each engine has not answered."""
         self._used: set[int] = set()
         self._scheduler: Scheduler
 
@@ -118,8 +124,7 @@ class _Pass:
             return self._generate_at_once()
         self._assign()
         while self._calls:
-            for call in wait(list(self._calls), return_when=FIRST_COMPLETED).done:
-                self._handle(call)
+            self._handle(self._answered.get())
         used = [rank for rank in scheduler.ranks if rank in self._used]
         calls = {rank: self._engines.submit(rank, "finish_session") for rank in used}
         finished = [rollouts for rollouts in self._successes(calls).values() if rollouts is not None]
@@ -162,11 +167,18 @@ class _Pass:
         self._used.add(rank)
 
     def _call(self, method: _Method, rank: int, *arguments: Any) -> None:
-        self._calls[self._engines.submit(rank, method, *arguments)] = (method, rank)
+        call = self._engines.submit(rank, method, *arguments)
+        self._calls[call] = (method, rank)
+        if method == "advance":
+            self._advancing[rank] += 1
+        # Each answer costs the same, however many engines have not answered.
+        call.add_done_callback(self._answered.put)
 
     def _handle(self, call: "Future[Any]") -> None:
         """Handle an engine's answer, and call engines that have something to do now."""
         method, rank = self._calls.pop(call)
+        if method == "advance":
+            self._advancing[rank] -= 1
         if rank in self._failures:
             return
         try:
@@ -182,8 +194,7 @@ class _Pass:
             self._results.deliver(rank, result)
         if not self._is_stopping:
             self._assign()
-            is_advancing = ("advance", rank) in self._calls.values()
-            if method == "advance" and self._scheduler.running_rows(rank) and not is_advancing:
+            if method == "advance" and self._scheduler.running_rows(rank) and not self._advancing[rank]:
                 self._advance(rank, [])
         elif method == "advance":
             # It may have started rows after it was asked to preempt all.

@@ -16,11 +16,11 @@ Expected lengths decide about the order alone.
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlflow.runtime.generation.engine_state import Capacity, EngineState
 from rlflow.runtime.generation.length_model import LengthModel
 
 Floats = NDArray[np.float64]
@@ -36,38 +36,6 @@ _FREE_PER_QUEUED, _MAX_FREE = 1 / 512, 1 / 16
 _UNEVEN, _MIN_DIFFERENCE = 1.3, 1 / 16
 # It migrates only samples that may still grow by this share of the tokens to prefill again.
 _MIN_GROWTH = 0.3
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """The room of one engine."""
-
-    sequences: int
-    """The most samples that it generates at once."""
-    tokens: int
-    """The most tokens in its KV cache."""
-
-
-@dataclass
-class _Engine:
-    """The state of one engine."""
-
-    capacity: Capacity
-    running: dict[int, None] = field(default_factory=dict)
-    """The rows that it generates, in the order in which they were assigned."""
-    leaving: Sequence[int] = ()
-    """The rows that it was asked to preempt, until it answers."""
-    finished: list[int] = field(default_factory=list)
-    steps: int = 0
-    pace: int = 0
-    """The steps between its last two messages."""
-    tokens: int = 0
-    """The tokens of its rows at its last message: prompts and responses."""
-
-    @property
-    def load(self) -> float:
-        """Return the used share of its capacity."""
-        return max(len(self.running) / self.capacity.sequences, self.tokens / self.capacity.tokens)
 
 
 class Scheduler:
@@ -96,7 +64,7 @@ class Scheduler:
         self._prompt_lengths = np.repeat(prompt_lengths, group_size)
         self._groups = np.repeat(np.arange(len(prompt_lengths)), group_size)
         self._max_tokens = max_tokens
-        self._engines = {rank: _Engine(capacity) for rank, capacity in capacities.items()}
+        self._engines = {rank: EngineState(capacity) for rank, capacity in capacities.items()}
         num_rows = len(self._groups)
         initial = np.zeros(num_rows, np.int64) if initial_lengths is None else initial_lengths
         self._is_older = np.bincount(self._groups, initial) > 0
@@ -111,6 +79,7 @@ class Scheduler:
         self._length_model = LengthModel(self._groups, max_tokens, previous_lengths)
         self._queue: list[tuple[bool, int, int, int]] = []
         """A heap; the row is the last item of each entry."""
+        self._num_running = 0
         self._finished_since_order = 0
         self._reorder_after = max(1, int(self._is_queued.sum()) // _REORDERS)
         self._order()
@@ -148,21 +117,29 @@ class Scheduler:
         return sorted(self._engines[rank].finished)
 
     def assign(self) -> dict[int, list[int]]:
-        """Take rows from the queue, each for the engine with the smallest load. Return the new rows of each engine."""
+        """Take rows from the queue, each for the engine with the smallest load. Return the new rows of each engine.
+
+        An engine that had no room is not asked again before it reports, so that one report costs little among many
+        engines.
+        """
         if self._finished_since_order >= self._reorder_after:
             self._order()
         assigned: dict[int, list[int]] = {}
-        with_room = [(engine.load, rank) for rank, engine in self._engines.items()]
+        if not self._queue:
+            return assigned
+        with_room = [(engine.load, rank) for rank, engine in self._engines.items() if engine.may_have_room]
         heapq.heapify(with_room)
         while self._queue and with_room:
             _, rank = with_room[0]
             engine, row = self._engines[rank], self._queue[0][-1]
             if not self._fits(engine, row):
+                engine.may_have_room = False
                 heapq.heappop(with_room)
                 continue
             heapq.heappop(self._queue)
             self._is_queued[row] = False
             engine.running[row] = None
+            self._num_running += 1
             engine.tokens += int(self._prompt_lengths[row] + self._lengths[row])
             assigned.setdefault(rank, []).append(row)
             heapq.heapreplace(with_room, (engine.load, rank))
@@ -176,9 +153,9 @@ class Scheduler:
         """
         rows = self._overflowing(self._engines[rank])
         if not rows and not self._queue:
-            by_tokens = sorted(self._engines, key=lambda each: self._engines[each].tokens)
-            rank = by_tokens[-1]
-            rows = self._migrating(self._engines[rank], self._engines[by_tokens[0]])
+            by_tokens = [(engine.tokens, each) for each, engine in self._engines.items()]
+            rank = max(by_tokens)[1]
+            rows = self._migrating(self._engines[rank], self._engines[min(by_tokens)[1]])
         engine = self._engines[rank]
         if engine.leaving:
             return rank, []
@@ -190,7 +167,7 @@ class Scheduler:
         engine = self._engines[rank]
         engine.leaving = ()
         for row, length in zip(rows, lengths, strict=True):
-            del engine.running[row]
+            self._remove(engine, row)
             self._lengths[row] = length
             self._is_queued[row] = True
             heapq.heappush(self._queue, (not self._is_older[self._groups[row]], length, 0, row))
@@ -208,7 +185,7 @@ class Scheduler:
         engine.steps += new
         engine.pace = new or engine.pace
         for row, length in zip(rows, lengths, strict=True):
-            del engine.running[row]
+            self._remove(engine, row)
             engine.finished.append(row)
             self._final_lengths[row] = length
         self._update_tokens(engine)
@@ -220,24 +197,24 @@ class Scheduler:
         ``partial_lengths`` [R]: the tokens that another engine can resume each queued row with.
         """
         engine = self._engines.pop(rank)
+        self._num_running -= len(engine.running)
         rows = [*engine.running, *engine.finished]
         self._is_queued[rows] = True
         self._final_lengths[rows] = 0
         self._lengths[self._is_queued] = partial_lengths[self._is_queued]
         self._order()
 
-    def _fits(self, engine: _Engine, row: int) -> bool:
+    def _fits(self, engine: EngineState, row: int) -> bool:
         """Return whether an engine has room for a row. A single row always fits, which was checked beforehand."""
         count = len(engine.running) + 1
         if count == 1:
             return True
-        running = sum(len(each.running) for each in self._engines.values())
-        free = self._max_tokens * min(_FREE_PER_QUEUED * len(self._queue) / running, _MAX_FREE)
+        free = self._max_tokens * min(_FREE_PER_QUEUED * len(self._queue) / self._num_running, _MAX_FREE)
         ahead = max(engine.pace, int(free))
         tokens = engine.tokens + int(self._prompt_lengths[row] + self._lengths[row])
         return count <= engine.capacity.sequences and tokens + count * ahead <= engine.capacity.tokens
 
-    def _overflowing(self, engine: _Engine) -> list[int]:
+    def _overflowing(self, engine: EngineState) -> list[int]:
         """Return the longest rows that must leave so that the others have room until the engine's next message."""
         rows, count, tokens = self._running(engine), len(engine.running), engine.tokens
         leaving: list[int] = []
@@ -249,7 +226,7 @@ class Scheduler:
             count -= 1
         return leaving
 
-    def _migrating(self, fullest: _Engine, emptiest: _Engine) -> list[int]:
+    def _migrating(self, fullest: EngineState, emptiest: EngineState) -> list[int]:
         """Return the shortest rows that make both engines hold the same number of tokens when they migrate."""
         rows, over = self._running(fullest), (fullest.tokens - emptiest.tokens) // 2
         minimum = emptiest.tokens + _MIN_DIFFERENCE * fullest.capacity.tokens
@@ -262,12 +239,17 @@ class Scheduler:
         migrating: list[int] = rows[(np.cumsum(tokens) <= over) & is_worth_it][:count].tolist()
         return migrating
 
-    def _running(self, engine: _Engine) -> Ints:
+    def _running(self, engine: EngineState) -> Ints:
         return np.fromiter(engine.running, np.int64, len(engine.running))
 
-    def _update_tokens(self, engine: _Engine) -> None:
+    def _remove(self, engine: EngineState, row: int) -> None:
+        del engine.running[row]
+        self._num_running -= 1
+
+    def _update_tokens(self, engine: EngineState) -> None:
         rows = self._running(engine)
         engine.tokens = int((self._prompt_lengths[rows] + self._lengths[rows]).sum())
+        engine.may_have_room = True
 
     def _order(self) -> None:
         """Order the queue.

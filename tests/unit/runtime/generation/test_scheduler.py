@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from rlflow.runtime.generation.engine_state import Capacity
 from rlflow.runtime.generation.length_model import LengthModel
-from rlflow.runtime.generation.scheduler import Capacity, Scheduler
+from rlflow.runtime.generation.scheduler import Scheduler
 
 Ints = NDArray[np.int64]
 GROUP = 4

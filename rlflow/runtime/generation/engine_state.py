@@ -1,0 +1,38 @@
+"""The room of an engine, and what a scheduler knows of its work."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The room of one engine."""
+
+    sequences: int
+    """The most samples that it generates at once."""
+    tokens: int
+    """The most tokens in its KV cache."""
+
+
+@dataclass
+class EngineState:
+    """The work of an engine, as far as it has reported it."""
+
+    capacity: Capacity
+    running: dict[int, None] = field(default_factory=dict)
+    """The rows that it generates, in the order in which they were assigned."""
+    leaving: Sequence[int] = ()
+    """The rows that it was asked to preempt, until it answers."""
+    finished: list[int] = field(default_factory=list)
+    steps: int = 0
+    pace: int = 0
+    """The steps between its last two messages."""
+    tokens: int = 0
+    """The tokens of its rows at its last message: prompts and responses."""
+    may_have_room: bool = True
+    """False once it had no room for the first queued row, until its rows change."""
+
+    @property
+    def load(self) -> float:
+        """Return the used share of its capacity."""
+        return max(len(self.running) / self.capacity.sequences, self.tokens / self.capacity.tokens)
