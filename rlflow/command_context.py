@@ -50,7 +50,7 @@ def find_run(resume: bool | str, recipe: Recipe, root: Path) -> Path | None:
         raise RecipeError(
             "resume",
             f"no run of this recipe with a checkpoint below '{root}'",
-            fix="resume=FOLDER, or leave out resume",
+            fix="resume=FOLDER, which also allows another batch size or learning rate, or leave out resume",
         )
     return max(candidates, key=lambda path: path.stat().st_mtime).parent
 

@@ -42,7 +42,12 @@ def check_continuation(before: Experiment, now: Experiment, run: object) -> None
     raise RecipeError(
         "resume",
         f"'{run}' was trained with {path} {_shown(old)}, this recipe has {_shown(new)}{more}",
-        known=("steps", "evaluation", "data.batch_size", "learning_rate, schedule and warmup_steps of an optimizer"),
+        known=(
+            "steps",
+            "evaluation",
+            "data.batch_size without overcommit",
+            "learning_rate, schedule and warmup_steps of an optimizer",
+        ),
         fix=f"{again}, or a new run that starts from models.NAME.path={run}/model/ROLE",
     )
 

@@ -270,7 +270,7 @@ class Engine(Protocol):
     package: ClassVar[str | None]
     """The extra that installs its library. An engine that has one runs in a process of its own."""
     concurrent: ClassVar[bool]
-    """True if several threads may call ``generate`` at the same time, and their samples are batched together."""
+    """True for a ``SessionEngine``: it batches the samples of several callers, and generates while it receives more."""
     training_memory: ClassVar[TrainingMemory | None]
     """The bytes per parameter of a model that it trains or scores with, for the planner; None if it only generates."""
     sends_weights_by: ClassVar[frozenset[WeightTransport]]

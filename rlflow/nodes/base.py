@@ -93,8 +93,8 @@ class Node(Section):
     unit: ClassVar[Unit]
     """How much the node needs at once: one sample, the samples of a prompt, or all of a step."""
     compares_groups: ClassVar[bool]
-    """True if the node compares the responses to a prompt, so that groups of one are refused. So does ``unit="group"``.
-    """
+    """True if the node compares the responses to a prompt, so that groups of one are refused. ``unit="group"``
+    implies it."""
     reads_tokens: ClassVar[bool]
     """True if the node reads tokens, logprobs, texts or rows, and not only keys, lengths and one number a sample.
     Without a role, such a node runs in a process where tokens are. ``unit="sample"`` implies it."""
