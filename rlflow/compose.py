@@ -129,9 +129,17 @@ def recipe_from_config(config: DictConfig, config_dir: Path | None = None, paren
     def recipe_of_model(name: str) -> Mapping[str, Any]:
         if name in parents:
             raise RecipeError("recipe", f"refers to itself: {' -> '.join([*parents, name])}", fix="start from a path")
+        if config_dir is None and (CONF / "recipe" / f"{name}.yaml").is_file():
+            return asdict(_shipped_recipe(name))
         return asdict(recipe_from_config(compose([f"recipe={name}"], config_dir), config_dir, (*parents, name)))
 
     return load(_recipe_part(config), recipe_of_model)
+
+
+@cache
+def _shipped_recipe(name: str) -> Recipe:
+    """Return a recipe of rlflow's own, which every job of a sweep may start from."""
+    return recipe_from_config(compose([f"recipe={name}"]))
 
 
 def run_options_from_config(config: DictConfig) -> RunOptions:

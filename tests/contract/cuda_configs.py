@@ -23,6 +23,7 @@ from rlflow.engines.serving.settings import check_model, engine_arguments, set_e
 from rlflow.engines.serving.weights import ExpectedWeights
 from rlflow.errors import PlacementError
 from rlflow.runtime.ray.engine_specs import check_engines, spec_of
+from tests.helpers import load
 
 GPUS = 8
 # Of each recipe: a host, two hosts, and two hosts with the engines apart from the trainer.
@@ -93,7 +94,7 @@ def plans(recipe: str) -> Iterator[Plan]:
     """Give the recipe's plan on each cluster that has room for it."""
     for cluster, override in VARIANTS:
         with suppress(PlacementError):
-            yield rlflow.compile(rlflow.load([f"recipe={recipe}", *filter(None, [override])]), cluster)
+            yield rlflow.compile(load(f"recipe={recipe}", *filter(None, [override])), cluster)
 
 
 def config_of(plan: Plan, role: str, plan_spec: EngineSpec, folder: str) -> Any:

@@ -20,6 +20,7 @@ from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.role_workers import RoleWorkers
 from tests.conftest import ROOT
 from tests.contract.library_scan import LIBRARIES, Call, calls_of, files, references_of
+from tests.helpers import load
 from tests.unit.runtime.ray.test_binding import live
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
@@ -122,7 +123,7 @@ def test_ray_knows_the_options_of_workers() -> None:
     """Which are checked when an actor starts."""
     from ray._common.ray_option_utils import actor_options
 
-    plan = rlflow.compile(rlflow.load(["recipe=grpo_7b"]), "1x8")
+    plan = rlflow.compile(load("recipe=grpo_7b"), "1x8")
     bundles = plan.roles["rollout"].bundles
     placed = BoundPlan(
         group=None,

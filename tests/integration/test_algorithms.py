@@ -13,6 +13,7 @@ from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR, ROOT
+from tests.helpers import load
 
 ALGORITHMS = sorted({path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml")} - {"sft"})
 FROM_PAIRS = {"dpo", "rm"}
@@ -39,8 +40,8 @@ SAID = {
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_it_runs(algorithm: str, tmp_path: Path) -> None:
     reward = [] if algorithm in FROM_PAIRS else ["graph.rewards.function='tests.integration.reward_functions:length'"]
-    recipe = rlflow.load([f"recipe={algorithm}_tiny", "steps=2", "data.batch_size=4", *reward])
-    small = rlflow.load(["recipe=real"], CONFIG_DIR).models["policy"]
+    recipe = load(f"recipe={algorithm}_tiny", "steps=2", "data.batch_size=4", *reward)
+    small = load("recipe=real", config_dir=CONFIG_DIR).models["policy"]
     recipe = replace(recipe, models=dict.fromkeys(recipe.models, small), evaluation=Evaluation(every=2, num_prompts=5))
     report = run(rlflow.compile(recipe, "local"), tmp_path, LocalRuntime(), [MetricsWriter()])
     assert report.status == "finished"

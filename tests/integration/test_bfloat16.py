@@ -15,7 +15,7 @@ from rlflow.engines.transformers import TransformersEngine
 from rlflow.nodes.policy_variants import GspoUpdate
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
-from tests.helpers import MODEL, spec
+from tests.helpers import MODEL, load, spec
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -57,7 +57,7 @@ def test_gspo_learns_in_bfloat16(tmp_path: Path) -> None:
     """The recipe as it is, and without the node that tells the engines' difference apart."""
     figures: dict[tuple[str, ...], float | None] = {}
     for overrides in ((), ("~graph.old_logprobs",)):
-        recipe = rlflow.load(["recipe=gspo_tiny", "models.policy.dtype=bfloat16", *overrides])
+        recipe = load("recipe=gspo_tiny", "models.policy.dtype=bfloat16", *overrides)
         report = run(rlflow.compile(recipe, "local"), tmp_path / str(len(figures)), LocalRuntime())
         figures[overrides] = report.eval_after
     with_node, without = figures.values()

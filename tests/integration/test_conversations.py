@@ -13,6 +13,7 @@ from rlflow.report.records import MetricsWriter
 from rlflow.runtime.prepare import runtime_of
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
+from tests.helpers import load
 
 SHARED_PROCESSES = "hosts"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -20,7 +21,7 @@ HERE = "tests.unit.environments.misbehaving"
 
 
 def plan_of(*overrides: str, cluster: str = "local") -> Plan:
-    return rlflow.compile(rlflow.load(["recipe=turns", *overrides], CONFIG_DIR), cluster)
+    return rlflow.compile(load("recipe=turns", *overrides, config_dir=CONFIG_DIR), cluster)
 
 
 def metrics(plan: Plan, folder: Path) -> list[dict[str, Any]]:

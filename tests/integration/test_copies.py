@@ -23,7 +23,7 @@ from rlflow.runtime.ray.worker import EngineWorker
 from rlflow.runtime.weights import sync
 from rlflow.runtime.weights.gpu import Receivers
 from tests.conftest import CONFIG_DIR
-from tests.helpers import prompts
+from tests.helpers import load, prompts
 
 SHARED_PROCESSES = "hosts"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -79,7 +79,7 @@ def workers_of_this_module(hosts: None) -> None:
 def engines(folder: Path) -> Iterator[tuple[Mapping[str, Any], Callable[..., None]]]:
     """Start two engines that follow a role of two ranks, and yield them with a function that makes calls fail."""
     pins = ["roles.actor.gpus=2", "roles.rollout.gpus=2", "algorithm=dr_grpo", "~roles.reference"]
-    plan = rlflow.compile(rlflow.load(["recipe=fake", *pins], CONFIG_DIR), "2x1@cpu")
+    plan = rlflow.compile(load("recipe=fake", *pins, config_dir=CONFIG_DIR), "2x1@cpu")
     waiting = folder / "failures"
     waiting.mkdir()
     with pytest.MonkeyPatch.context() as patch:

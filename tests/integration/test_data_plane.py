@@ -32,6 +32,7 @@ from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
 from rlflow.runtime.step import run_graph, train_step
 from tests.conftest import CONFIG_DIR
+from tests.helpers import load
 
 SHARED_PROCESSES = "hosts"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -53,7 +54,7 @@ def plan_of(*overrides: str, trainers: int = 2, cluster: str = "2x1@cpu") -> Pla
     """Return a plan with two engines that generate, and so many for training and for the reference."""
     pins = ["roles.rollout.gpus=2", *(f"roles.{role}.gpus={trainers}" for role in ("actor", "reference"))]
     sizes = [f"data.batch_size={PROMPTS}", f"graph.rollouts.group_size={GROUP_SIZE}"]
-    return rlflow.compile(rlflow.load(["recipe=fake", *pins, *sizes, *overrides], CONFIG_DIR), cluster)
+    return rlflow.compile(load("recipe=fake", *pins, *sizes, *overrides, config_dir=CONFIG_DIR), cluster)
 
 
 def lengths(texts: Any, rows: Any) -> list[float]:

@@ -11,12 +11,13 @@ from rlflow.compose import load_cluster
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
+from tests.helpers import load
 
 pytestmark = pytest.mark.slow
 
 
 def test_each_node_and_process_is_predicted_and_measured(tmp_path: Path) -> None:
-    plan = rlflow.compile(rlflow.load(["recipe=real", "steps=3", "evaluation=null"], CONFIG_DIR), "local")
+    plan = rlflow.compile(load("recipe=real", "steps=3", "evaluation=null", config_dir=CONFIG_DIR), "local")
     run(plan, tmp_path, LocalRuntime())
     report = json.loads((tmp_path / "report.json").read_text())
     assert set(report["nodes"]) == {*(node.name for node in plan.graph.nodes), "copy"}

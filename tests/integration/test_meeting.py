@@ -15,7 +15,7 @@ from rlflow.errors import EngineError
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.ray.worker import EngineWorker
 from tests.conftest import CONFIG_DIR
-from tests.helpers import prompts
+from tests.helpers import load, prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 SHARED_PROCESSES = "hosts"
@@ -43,7 +43,7 @@ class Meeting(EngineWorker):
 def test_a_port_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: None) -> None:
     """Once is no matter; as often as is tried, it is an error."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    recipe = rlflow.load(["recipe=fake", "algorithm=dr_grpo", "~roles.reference"], CONFIG_DIR)
+    recipe = load("recipe=fake", "algorithm=dr_grpo", "~roles.reference", config_dir=CONFIG_DIR)
     plan = rlflow.compile(recipe, "1x1@cpu")
     taken = tmp_path / "taken"
     taken.mkdir()

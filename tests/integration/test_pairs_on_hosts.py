@@ -15,6 +15,7 @@ from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
+from tests.helpers import load
 
 SHARED_PROCESSES = "hosts"
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600), pytest.mark.usefixtures("hosts")]
@@ -23,8 +24,8 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(600), pytest.mark.usefixture
 def plan_of(name: str, role: str, cluster: str, engine: str, *pins: str) -> Plan:
     optimizer = f"roles.{role}.optimizer={{learning_rate: 1.0e-2, schedule: constant, warmup_steps: 0}}"
     options = ["steps=3", "data.batch_size=6", f"roles.{role}.engine={engine}", optimizer]
-    recipe = rlflow.load([f"recipe={name}_tiny", *options, *pins])
-    small = rlflow.load(["recipe=real"], CONFIG_DIR).models
+    recipe = load(f"recipe={name}_tiny", *options, *pins)
+    small = load("recipe=real", config_dir=CONFIG_DIR).models
     return rlflow.compile(replace(recipe, models=small, evaluation=Evaluation(every=3, num_prompts=20)), cluster)
 
 

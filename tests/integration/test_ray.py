@@ -23,6 +23,7 @@ from rlflow.runtime.ray.cluster.connection import simulated
 from rlflow.runtime.ray.cluster.hosts import gpu_users, live_hosts
 from rlflow.runtime.ray.runtime import RayRuntime, bound
 from tests.conftest import CONFIG_DIR, ROOT, Typed
+from tests.helpers import load
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 COMMAND = [sys.executable, "-m", "rlflow", "--config-dir", str(CONFIG_DIR), "recipe=fake"]
@@ -33,7 +34,7 @@ def using(cluster: str) -> Plan:
     """A plan that uses all GPUs of the cluster."""
     gpus = sum(host.gpus for host in load_cluster(cluster).hosts)
     pins = [f"roles.rollout.gpus={gpus}", "roles.rollout.tensor_parallel_size=1"]
-    return rlflow.compile(rlflow.load(["recipe=fake", *pins], CONFIG_DIR), cluster)
+    return rlflow.compile(load("recipe=fake", *pins, config_dir=CONFIG_DIR), cluster)
 
 
 def processes(mark: str) -> list[str]:

@@ -13,7 +13,7 @@ from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
-from tests.helpers import spec
+from tests.helpers import load, spec
 
 
 @pytest.mark.slow
@@ -22,9 +22,9 @@ def test_its_rewards_are_those_of_the_steps(judged_by_sums: bool, tmp_path: Path
     """What is held out is judged by a function where there is one, else by the model."""
     TorchEngine(spec(capabilities=["Trains", "Evaluates"])).export(tmp_path / "judge")
     without = [] if judged_by_sums else ["~graph.exact"]
-    recipe = rlflow.load(["recipe=reward_model", *without], CONFIG_DIR)
+    recipe = load("recipe=reward_model", *without, config_dir=CONFIG_DIR)
     models = {
-        "policy": rlflow.load(["recipe=real"], CONFIG_DIR).models["policy"],
+        "policy": load("recipe=real", config_dir=CONFIG_DIR).models["policy"],
         "judge": Model(path=str(tmp_path / "judge"), dtype="float32"),
     }
     report = run(

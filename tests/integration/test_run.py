@@ -27,6 +27,7 @@ from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.protocols import Observer, Report
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
+from tests.helpers import load
 from tests.integration.reward_functions import first_digit
 
 pytestmark = pytest.mark.slow
@@ -48,7 +49,7 @@ def go(plan: Plan, folder: Path, *, resume: bool = False, until: int = 0) -> Rep
 
 
 def plan_of(recipe: str, *overrides: str) -> Plan:
-    return rlflow.compile(rlflow.load([f"recipe={recipe}", *overrides], CONFIG_DIR))
+    return rlflow.compile(load(f"recipe={recipe}", *overrides, config_dir=CONFIG_DIR))
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -231,7 +232,7 @@ def top_plan(tmp_path: Path) -> Plan:
     top = base[:start] + "  policy: {recipe: real, dtype: float32}\n" + base[end:]
     (tmp_path / "conf" / "recipe" / "real.yaml").write_text(base)
     (tmp_path / "conf" / "recipe" / "top.yaml").write_text(top.replace("name: real", "name: top"))
-    return rlflow.compile(rlflow.load(["recipe=top"], tmp_path / "conf"))
+    return rlflow.compile(load("recipe=top", config_dir=tmp_path / "conf"))
 
 
 def test_stopped_in_the_run_of_the_base_and_resumed(top_plan: Plan, tmp_path: Path) -> None:

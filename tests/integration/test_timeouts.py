@@ -15,6 +15,7 @@ from rlflow.engines.base import EngineSpec
 from rlflow.engines.sharded import process_group as group
 from rlflow.errors import PlacementError
 from rlflow.runtime.ray.engine_specs import spec_of
+from tests.helpers import load
 from tests.integration.engine_process import all_of, build, free_address, processes
 from tests.integration.test_deepspeed import actor
 
@@ -66,11 +67,11 @@ def test_exchanges_end_as_the_recipe_says_and_files_take_their_time() -> None:
 
 
 def test_the_field_of_the_recipe(tmp_path: Path) -> None:
-    recipe = rlflow.load(["recipe=grpo_7b", "roles.actor.timeout_minutes=45"])
+    recipe = load("recipe=grpo_7b", "roles.actor.timeout_minutes=45")
     plan = rlflow.compile(recipe, "2x8")
-    assert plan.fingerprint == rlflow.compile(rlflow.load(["recipe=grpo_7b"]), "2x8").fingerprint
+    assert plan.fingerprint == rlflow.compile(load("recipe=grpo_7b"), "2x8").fingerprint
     model = models_in_use(recipe)[recipe.roles["actor"].model]
     assert spec_of(plan, "actor", model, device="cpu").timeout_minutes == 45
     assert spec_of(plan, "reference", model, device="cpu").timeout_minutes == 10
     with pytest.raises(PlacementError, match=r"roles\.rollout\.timeout_minutes: does not apply to this role"):
-        rlflow.compile(rlflow.load(["recipe=grpo_7b", "roles.rollout.timeout_minutes=45"]), "2x8")
+        rlflow.compile(load("recipe=grpo_7b", "roles.rollout.timeout_minutes=45"), "2x8")

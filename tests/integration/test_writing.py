@@ -29,7 +29,7 @@ from rlflow.runtime.ray.worker import EngineWorker
 from rlflow.runtime.step import run_graph
 from tests import helpers
 from tests.conftest import CONFIG_DIR
-from tests.helpers import WritingEngine, prompts, spec
+from tests.helpers import WritingEngine, load, prompts, spec
 
 SHARED_PROCESSES = "hosts"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -81,7 +81,7 @@ class Started:
 @pytest.fixture(scope="module")
 def started(workers_of_this_module: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     pins = ["roles.rollout.gpus=2", "roles.actor.gpus=2", "algorithm=dr_grpo", "~roles.reference"]
-    plan = rlflow.compile(rlflow.load(["recipe=fake", *pins], CONFIG_DIR), "2x1@cpu")
+    plan = rlflow.compile(load("recipe=fake", *pins, config_dir=CONFIG_DIR), "2x1@cpu")
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Worker, "file", folder / "fault", raising=False)

@@ -11,6 +11,7 @@ import pytest
 import rlflow
 from rlflow.command_context import default_cluster, detect_cluster
 from rlflow.errors import RecipeError
+from tests.helpers import load
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_gpus_that_are_seen_are_planned_for(gpus: Callable[..., None], monkeypat
     assert default_cluster(nobody).shape == "1x3@h200"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     assert default_cluster(nobody).shape == "1x2@h200"
-    assert rlflow.compile(rlflow.load(["recipe=grpo_7b"])).cluster.shape == "1x2@h200"
+    assert rlflow.compile(load("recipe=grpo_7b")).cluster.shape == "1x2@h200"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert default_cluster(nobody).shape == "1x1@cpu"
 

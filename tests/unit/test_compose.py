@@ -2,8 +2,11 @@ from pathlib import Path
 
 import pytest
 
+import rlflow
 from rlflow.compose import cluster_of_hosts, compose, load_cluster, run_options_from_config
 from rlflow.errors import RecipeError
+from tests.conftest import CONFIG_DIR
+from tests.helpers import load
 
 
 @pytest.mark.parametrize(("name", "shape"), [("local", "1x1@cpu"), ("7x8+1x7", "7x8@h100_80gb+1x7@h100_80gb")])
@@ -52,3 +55,19 @@ def test_kinds_of_gpu_of_the_users_own(tmp_path: Path) -> None:
 def test_a_wrong_word_at_the_front_door(override: str) -> None:
     with pytest.raises(RecipeError, match=f"^{override.split('=')[0]}: .* is not valid"):
         run_options_from_config(compose([override]))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("recipe=grpo_tiny", "lr=1e-3", "roles.actor.optimizer={betas: [0.8, 0.9]}", "seed=3"),
+        ("graph.rollouts.max_tokens=64", "model@models.policy=qwen2_5_72b", "recipe=grpo_7b"),
+        ("recipe=fake", "~graph.reference", "+graph.more={node: logprobs, role: actor}", "steps=2"),
+        ("recipe=fake", "roles.reference=null", "~roles.reference", "graph.update.kl_coef=0"),
+    ],
+)
+def test_most_tests_set_values_on_a_combined_recipe(overrides: tuple[str, ...]) -> None:
+    """Their recipes are those that users load."""
+    recipe = load(*overrides, config_dir=CONFIG_DIR)
+    assert recipe == rlflow.load(overrides, CONFIG_DIR)
+    assert recipe != load(overrides[0], config_dir=CONFIG_DIR)

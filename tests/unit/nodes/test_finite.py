@@ -16,7 +16,7 @@ from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.recipe import Optimizer
 from rlflow.runtime.protocols import Engines
 from rlflow.runtime.step import run_node
-from tests.helpers import rollouts, sequences, spec
+from tests.helpers import load, rollouts, sequences, spec
 
 WRITTEN = rollouts(sequences([2, 3], [[1, 2, 3], [4]]))
 
@@ -45,7 +45,7 @@ def run(node: Node, rewards: list[float], **more: object) -> RolloutAdvantages:
 def test_compiling_refuses_groups_of_one_for_any_node() -> None:
     overrides = [f"graph.advantages.node='{__name__}:LeaveOneOut'", "graph.rollouts.group_size=1"]
     with pytest.raises(GraphError, match=r"^graph\.advantages: compares .*, but group_size is 1"):
-        rlflow.compile(rlflow.load(["recipe=grpo_tiny", *overrides]))
+        rlflow.compile(load("recipe=grpo_tiny", *overrides))
 
 
 def test_an_advantage_that_is_not_finite_is_named() -> None:

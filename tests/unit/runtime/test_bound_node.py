@@ -14,7 +14,7 @@ from rlflow.runtime.bound_node import BoundNode
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
-from tests.helpers import rollouts, sequences
+from tests.helpers import load, rollouts, sequences
 
 
 def bound(node: Node) -> BoundNode:
@@ -35,7 +35,7 @@ def test_the_coefficient_goes_after_the_target(kl: float, factor: float) -> None
 
 @pytest.mark.slow
 def test_a_run_that_is_resumed_has_the_same_coefficients(tmp_path: Path) -> None:
-    plan = rlflow.compile(rlflow.load([*OVERRIDES, "checkpoints.every=1"], CONFIG_DIR))
+    plan = rlflow.compile(load(*OVERRIDES, "checkpoints.every=1", config_dir=CONFIG_DIR))
 
     class Watch:
         def __init__(self) -> None:

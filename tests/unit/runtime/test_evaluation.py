@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import rlflow
 from rlflow.batch import Logprobs, Metrics, Minibatch, Sequences
 from rlflow.compiler.graph import Graph
 from rlflow.compiler.wire import wire
@@ -18,7 +17,7 @@ from rlflow.nodes.scoring import RewardModel
 from rlflow.runtime.evaluation import RewardEvaluator, evaluator_of
 from rlflow.runtime.protocols import Engines
 from tests.conftest import CONFIG_DIR
-from tests.helpers import pairs, spec
+from tests.helpers import load, pairs, spec
 
 GIVEN = pairs(40)
 
@@ -43,7 +42,7 @@ class Neutral(Untrained):
 
 
 def accuracy(recipe: str, **engines: Any) -> float:
-    graph = wire(rlflow.load([f"recipe={recipe}"]))
+    graph = wire(load(f"recipe={recipe}"))
     data: Any = SimpleNamespace(held_out_pairs=lambda: GIVEN)
     return evaluator_of(graph, graph).run(Engines({role: engine(spec()) for role, engine in engines.items()}), data)
 
@@ -71,7 +70,7 @@ def test_a_reward_model_by_its_rewards() -> None:
 
 @pytest.mark.slow
 def test_a_function_judges_before_a_model_does() -> None:
-    graph = wire(rlflow.load(["recipe=reward_model"], CONFIG_DIR))
+    graph = wire(load("recipe=reward_model", config_dir=CONFIG_DIR))
     assert isinstance(judge(graph), Reward)
-    alone = wire(rlflow.load(["recipe=reward_model", "~graph.exact"], CONFIG_DIR))
+    alone = wire(load("recipe=reward_model", "~graph.exact", config_dir=CONFIG_DIR))
     assert isinstance(judge(alone), RewardModel)

@@ -9,11 +9,12 @@ from rlflow.compiler.plan import Plan
 from rlflow.runtime.prepare import resolve_models
 from rlflow.runtime.protocols import Report
 from tests.conftest import CONFIG_DIR
+from tests.helpers import load
 
 
 def resolved(path: str) -> str | None:
     pins = [f"models.policy.path='{path}'", "models.policy.random_weights=false", "models.policy.characters=null"]
-    plan = rlflow.compile(rlflow.load(["recipe=fake", *pins], CONFIG_DIR), "1x1@cpu")
+    plan = rlflow.compile(load("recipe=fake", *pins, config_dir=CONFIG_DIR), "1x1@cpu")
     return resolve_models(plan, no_run)["policy"].path
 
 

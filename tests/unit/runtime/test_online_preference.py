@@ -23,6 +23,7 @@ from rlflow.nodes.preference import DpoLoss, Preference
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
+from tests.helpers import load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ OVERRIDES = ["recipe=fake", "~graph.advantages", f"~{UPDATE.split('=')[0]}", f"+
 
 
 def test_it_runs_and_is_judged_by_its_rewards(tmp_path: Path) -> None:
-    plan = rlflow.compile(rlflow.load(OVERRIDES, CONFIG_DIR))
+    plan = rlflow.compile(load(*OVERRIDES, config_dir=CONFIG_DIR))
     assert plan.graph.evaluation_metric == "reward"
     report = run(plan, tmp_path, LocalRuntime())
     assert report.status == "finished"
@@ -74,7 +75,7 @@ class LengthReward(Node, kind="length_reward", unit="sample"):
 def test_any_node_that_gives_rewards_for_responses_judges(tmp_path: Path) -> None:
     rewards = "{node: length_reward}"
     overrides = ["recipe=fake", "~graph.rewards", f"+graph.rewards={rewards}", "steps=2"]
-    report = run(rlflow.compile(rlflow.load(overrides, CONFIG_DIR)), tmp_path, LocalRuntime())
+    report = run(rlflow.compile(load(*overrides, config_dir=CONFIG_DIR)), tmp_path, LocalRuntime())
     assert report.eval_after is not None
     assert report.eval_after >= 1
 
@@ -83,7 +84,7 @@ def test_what_reads_rewards_does_not_judge() -> None:
     """A penalty on rewards gives rewards, too."""
     penalty = "+graph.shaped={node: overlong_penalty, max_tokens: 4, buffer_tokens: 1}"
     alone = ["~graph.rewards", "+graph.given={node: length_reward}", "+graph.shaped.rewards=given"]
-    graph = wire(rlflow.load(["recipe=fake", penalty, *alone, "+graph.advantages.rewards=shaped"], CONFIG_DIR))
+    graph = wire(load("recipe=fake", penalty, *alone, "+graph.advantages.rewards=shaped", config_dir=CONFIG_DIR))
     figure = evaluation_nodes(graph)
     assert figure is not None
     assert [node.name for node in figure] == ["rollouts", "given"]
@@ -100,5 +101,5 @@ class Silent(Node, kind="silent_pairs_update", unit="batch"):
 def test_pairs_without_an_accuracy_are_refused_when_compiling() -> None:
     overrides = ["recipe=dpo_tiny", "~graph.reference", "~roles.reference", "graph.update.node=silent_pairs_update"]
     with pytest.raises(GraphError, match="evaluation: no node that trains on pairs has a method 'accuracy'"):
-        rlflow.compile(rlflow.load(overrides))
-    rlflow.compile(rlflow.load([*overrides, "evaluation=null"]))
+        rlflow.compile(load(*overrides))
+    rlflow.compile(load(*overrides, "evaluation=null"))

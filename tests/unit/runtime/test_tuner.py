@@ -14,6 +14,7 @@ from rlflow.engines.registry import engine_class
 from rlflow.report.records import tuning_table
 from rlflow.runtime.ray.engine_specs import num_sequences
 from rlflow.runtime.tuning import Tuner, with_spare_slots
+from tests.helpers import load
 from tests.unit.runtime.ray.test_role_proxy import Threads, proxy
 
 
@@ -34,7 +35,7 @@ class Stub:
 
 
 def plan_of(*overrides: str) -> Plan:
-    return rlflow.compile(rlflow.load(["recipe=grpo_tiny", *overrides]))
+    return rlflow.compile(load("recipe=grpo_tiny", *overrides))
 
 
 def tuned(plan: Plan, folder: Path, engines: dict[str, Any], steps: int = 20) -> dict[str, Any]:
@@ -86,11 +87,11 @@ class Writer:
 def test_concurrent_engines_are_tuned_by_their_number_of_sequences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny", "roles.rollout.engine=vllm"]))
+    plan = rlflow.compile(load("recipe=grpo_tiny", "roles.rollout.engine=vllm"))
     monkeypatch.setattr(engine_class("vllm"), "set_max_num_seqs", Writer.set_max_num_seqs, raising=False)
     # They are started with room for more than is planned.
     assert (num_sequences(plan, "rollout"), num_sequences(with_spare_slots(plan), "rollout")) == (256, 512)
-    few = rlflow.compile(rlflow.load(["recipe=grpo_tiny", "roles.rollout.engine=vllm", "data.batch_size=40"]))
+    few = rlflow.compile(load("recipe=grpo_tiny", "roles.rollout.engine=vllm", "data.batch_size=40"))
     assert num_sequences(with_spare_slots(few), "rollout") == 320  # of 40 prompts 8
     engines = {**stubs(), "rollout": Writer()}
     found = tuned(plan, tmp_path, engines)["rollout"]
@@ -118,7 +119,7 @@ def test_the_table_has_measured_and_predicted_values(tmp_path: Path) -> None:
 
 def test_with_dynamic_sampling_a_trainer_is_measured_by_what_it_trains_on(tmp_path: Path) -> None:
     """And a step that finds nothing to train on says nothing."""
-    plan = rlflow.compile(rlflow.load(["recipe=dapo_tiny"]))
+    plan = rlflow.compile(load("recipe=dapo_tiny"))
     tuner = Tuner({"actor": Stub(), "rollout": Stub()}, adaptive=False)
     tuner.started(plan, tmp_path, 0)
     for step in range(6):
@@ -127,7 +128,7 @@ def test_with_dynamic_sampling_a_trainer_is_measured_by_what_it_trains_on(tmp_pa
     content = json.loads((tmp_path / "tuning.json").read_text())["actor"]
     assert [trial["tokens_per_second"] for trial in content["trials"]] == [2000]
     planned = content["predicted"]["tokens_per_second"]
-    twice = rlflow.compile(rlflow.load(["recipe=dapo_tiny", "expect.rounds=2"]))
+    twice = rlflow.compile(load("recipe=dapo_tiny", "expect.rounds=2"))
     tuner.started(twice, tmp_path, 0)
     predicted = json.loads((tmp_path / "tuning.json").read_text())["actor"]["predicted"]
     assert predicted["tokens_per_second"] == pytest.approx(planned)

@@ -11,17 +11,17 @@ from rlflow.errors import RecipeError
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.preflight import check_vocabularies
 from rlflow.runtime.run import run
-from tests.helpers import CHARACTERS, MODEL
+from tests.helpers import CHARACTERS, MODEL, load
 
 
 def taught_by(characters: str) -> Plan:
-    recipe = rlflow.load(["recipe=distill_tiny"])
+    recipe = load("recipe=distill_tiny")
     teacher = replace(MODEL, characters=characters)
     return rlflow.compile(replace(recipe, models={**recipe.models, "teacher": teacher}), "local")
 
 
 def test_of_models_that_are_yet_to_be_made() -> None:
-    check_vocabularies(rlflow.compile(rlflow.load(["recipe=distill_tiny"]), "local"))
+    check_vocabularies(rlflow.compile(load("recipe=distill_tiny"), "local"))
 
 
 def test_a_teacher_may_know_more() -> None:

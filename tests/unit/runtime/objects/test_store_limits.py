@@ -7,8 +7,9 @@ from rlflow.errors import PlacementError
 from rlflow.resources.layout import GIB
 from rlflow.runtime.objects.budget import StoreLimit, check_limits
 from tests.conftest import CONFIG_DIR
+from tests.helpers import load
 
-PLAN = rlflow.compile(rlflow.load(["recipe=fake"], CONFIG_DIR), "2x1@cpu")
+PLAN = rlflow.compile(load("recipe=fake", config_dir=CONFIG_DIR), "2x1@cpu")
 PEAKS = {host: gib * GIB for host, gib in PLAN.prediction.data.store_peak_gib.items()}
 
 

@@ -23,6 +23,7 @@ from rlflow.runtime.ray.cluster.binding import (
     wanted_gpus,
 )
 from tests.conftest import CONFIG_DIR
+from tests.helpers import load
 
 
 def live(name: str, gpus: int = 8, free: int | None = None, *, alive: bool = True, simulated: bool = False) -> LiveHost:
@@ -53,7 +54,7 @@ def chosen(planned: Sequence[Host], wanted: dict[str, int], there: Sequence[Live
 
 def test_each_gpu_is_wanted_once_in_the_order_of_the_plan() -> None:
     overrides = ["recipe=fake", "actor.gpus=3", "rollout.colocate=[]", "rollout.gpus=1"]
-    plan = rlflow.compile(rlflow.load(["recipe=fake", *(f"roles.{o}" for o in overrides[1:])], CONFIG_DIR), "2x2@cpu")
+    plan = rlflow.compile(load("recipe=fake", *(f"roles.{o}" for o in overrides[1:]), config_dir=CONFIG_DIR), "2x2@cpu")
     wanted = wanted_bundles(plan)
     assert len(set(wanted)) == len(wanted)
     assert set(wanted) == {bundle for role in plan.roles.values() for bundle in role.bundles}
@@ -222,7 +223,7 @@ class TestSpareBundles:
 
 
 def test_the_record_has_planned_beside_bound() -> None:
-    plan = rlflow.compile(rlflow.load(["recipe=fake"], CONFIG_DIR), "1x1@cpu")
+    plan = rlflow.compile(load("recipe=fake", config_dir=CONFIG_DIR), "1x1@cpu")
     (bundle,) = wanted_bundles(plan)
     host = live("a", simulated=True)
     placed = BoundPlan(group=None, bundle_indices={bundle: 0}, gpu_ids={bundle: "5"}, hosts={bundle.host: host})

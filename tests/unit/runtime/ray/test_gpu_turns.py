@@ -20,6 +20,7 @@ from rlflow.runtime.ray.engine_set import RayEngines
 from rlflow.runtime.ray.gpu_turns import GpuTurns, gpu_neighbors, replaced_roles, sleeping_roles
 from rlflow.runtime.ray.role_proxy import RoleProxy, Workers
 from rlflow.runtime.step import run_graph, sync_followers
+from tests.helpers import load
 
 
 @dataclass
@@ -132,7 +133,7 @@ PLANS = [
 
 @pytest.mark.parametrize(("recipe", "cluster", "overrides"), PLANS)
 def test_caches_are_released_at_every_hand_over(recipe: str, cluster: str, overrides: list[str]) -> None:
-    plan = rlflow.compile(rlflow.load([f"recipe={recipe}", *overrides]), cluster)
+    plan = rlflow.compile(load(f"recipe={recipe}", *overrides), cluster)
     with spies(plan) as (engines, found, log):
         assert any(spy.beside for spy in found.values()), "nothing to see: no role shares its GPUs"
         sync_followers(plan, engines, version=0)
@@ -197,7 +198,7 @@ def test_which_roles_sleep_and_which_release_memory() -> None:
 
 
 def test_on_cpus_roles_do_not_take_turns() -> None:
-    plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny_cluster"]), "2x1@cpu")
+    plan = rlflow.compile(load("recipe=grpo_tiny_cluster"), "2x1@cpu")
     assert not any(gpu_neighbors(plan).values())
     assert not sleeping_roles(plan)
 

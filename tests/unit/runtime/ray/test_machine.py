@@ -19,6 +19,7 @@ from rlflow.runtime.ray.cluster import machine, probes
 from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.cluster.machine import Device, listed_gpus
 from rlflow.runtime.ray.role_workers import RoleWorkers
+from tests.helpers import load
 from tests.unit.runtime.ray.test_binding import live
 
 # As nvidia-smi -L prints a host with one GPU that MIG has cut and one that it has not.
@@ -130,7 +131,7 @@ class TestNumbers:
     """CUDA counts GPUs as nvidia-smi and Ray do wherever rlflow starts a process that uses them."""
 
     def test_workers(self) -> None:
-        plan = rlflow.compile(rlflow.load(["recipe=grpo_7b"]), "1x8")
+        plan = rlflow.compile(load("recipe=grpo_7b"), "1x8")
         bundles = plan.roles["rollout"].bundles
         placed = BoundPlan(
             group=Mock(bundle_count=len(bundles)),
@@ -145,7 +146,7 @@ class TestNumbers:
         assert variables["CUDA_VISIBLE_DEVICES"] == ",".join(str(7 - bundle.gpu) for bundle in worker.bundles)
 
     def test_engines_of_this_process(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny"]), "1x1")
+        plan = rlflow.compile(load("recipe=grpo_tiny"), "1x1")
         orders: list[str | None] = []
 
         def built(engine: str, spec: EngineSpec) -> Any:
