@@ -63,7 +63,7 @@ def test_a_wrong_word_at_the_front_door(override: str) -> None:
         ("recipe=grpo_tiny", "lr=1e-3", "roles.actor.optimizer={betas: [0.8, 0.9]}", "seed=3"),
         ("graph.rollouts.max_tokens=64", "model@models.policy=qwen2_5_72b", "recipe=grpo_7b"),
         ("recipe=fake", "~graph.reference", "+graph.more={node: logprobs, role: actor}", "steps=2"),
-        ("recipe=fake", "roles.reference=null", "~roles.reference", "graph.update.kl_coef=0"),
+        ("recipe=fake", "graph.reference.role=actor", "~graph.reference"),
     ],
 )
 def test_most_tests_set_values_on_a_combined_recipe(overrides: tuple[str, ...]) -> None:
