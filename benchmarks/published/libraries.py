@@ -171,7 +171,12 @@ def library_of(row: Row, model: Architecture, tokens: float) -> Library:
         offload=_offload(row, profile),
         gradient_checkpointing=bool(profile.checkpoints if checkpoints is None else checkpoints),
         # NeMo-RL and slime offload before and after every refit; the others on request.
-        offloads_policy=bool(re.search(r"nemo|slime", row.system.lower()) or row.param_offload or row.optim_offload),
+        offloads_policy=bool(
+            re.search(r"nemo|slime", row.system.lower())
+            or re.search(r"offloaded to (host|cpu) during (rollout|generation)", row.text)
+            or row.param_offload
+            or row.optim_offload
+        ),
         engine_sleeps=profile.engine_sleeps,
         engine_process=profile.engine_process,
         serves_with_share=bool(re.search(r"vllm|sglang", row.rollout_engine.lower())),

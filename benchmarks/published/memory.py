@@ -51,16 +51,19 @@ class Prediction:
     def verdict(self, band: Band) -> Verdict:
         """Return the verdict for a GPU, which must be known.
 
-        An engine's share of its GPU is exact, so that only what trains has a band. Where lengths are unknown, all of
-        them must fit, or none.
+        An engine's share of its GPU is exact, so that only what trains has a band, also while it rests. Where lengths
+        are unknown, all of them must fit, or none.
         """
         assert self.limit is not None
-        engine = sum(self.generate.values()) if self.generate is not None else 0.0
+        generate = self.generate or {}
+        resting = sum(gib for name, gib in generate.items() if name.startswith("resting "))
+        engine = sum(generate.values()) - resting
         if not self.has_room or engine > self.limit:
             return Verdict.DOES_NOT_FIT
         sync = sum((self.sync or {}).values())
-        verdicts = {band.verdict(max(gib, sync), self.limit) for gib in self.update_range}
-        return verdicts.pop() if len(verdicts) == 1 else Verdict.TIGHT
+        updates = {band.verdict(max(gib, sync), self.limit) for gib in self.update_range}
+        update = updates.pop() if len(updates) == 1 else Verdict.TIGHT
+        return max(update, band.verdict(resting, self.limit - engine), key=list(Verdict).index)
 
 
 def predict(case: Case, allocators: Allocators = allocator_of) -> Prediction:
@@ -104,7 +107,7 @@ def predict(case: Case, allocators: Allocators = allocator_of) -> Prediction:
                 left["nccl"] = max(0.0, left["nccl"] - (NCCL_GIB if update["nccl"] else 0.0))
             update |= {f"engine {name}": gib for name, gib in left.items()}
     limit = usable_gib(case.memory_gib) if case.memory_gib else None
-    kind = kind_of(case.train, case.training, beside_engine=case.colocated)
+    kind = kind_of(case.train, case.training)
     beside = sum(update.values()) - sum(alone.values())
     least, most = (sum((alone if size == tokens else terms(size)).values()) + beside for size in case.token_range)
     return Prediction(update, generate, sync, has_room, limit, cached, kind, (least, most))

@@ -255,6 +255,28 @@ def test_an_engine_awake_takes_its_share() -> None:
     assert not memory.predict(case(SAMPLED, gpu_memory_utilization="0.05")).has_room
 
 
+@pytest.mark.parametrize(
+    ("resting", "verdict"), [(30.0, Verdict.FITS), (35.0, Verdict.TIGHT), (51.0, Verdict.DOES_NOT_FIT)]
+)
+def test_an_engine_takes_its_share_exactly_and_a_resting_policy_within_its_band(
+    resting: float, verdict: Verdict
+) -> None:
+    """Of 80 GiB the engine leaves 40, of which 35 GiB may need 28 to 43.75."""
+    generate = {"weights": 14.0, "kv": 26.0, "resting weights": resting}
+    bare = replace(memory.predict(case(SAMPLED)), generate=generate, sync=None, limit=80.0, update_range=(1.0, 1.0))
+    assert bare.verdict(Band(0.8, 1.25)) is verdict
+
+
+def test_a_policy_that_is_said_to_be_offloaded_does_not_rest_on_its_gpu() -> None:
+    said = memory.predict(
+        case(SAMPLED, param_offload="", system="agilerl", notes="trainer base offloaded to host during rollout")
+    )
+    stays = memory.predict(case(SAMPLED, param_offload="", system="agilerl"))
+    assert said.generate is not None
+    assert stays.generate is not None
+    assert "resting weights" in stays.generate.keys() - said.generate.keys()
+
+
 def test_boundaries_are_searched_in_what_differs() -> None:
     series = [
         row(

@@ -51,13 +51,10 @@ class Kind(StrEnum):
     ADAPTERS_ALONE = "LoRA on one GPU"
     ALONE = "all weights on one GPU"
     SHARDED = "several GPUs"
-    BESIDE_ENGINE = "beside an engine"
 
 
-def kind_of(layout: Layout, training: TrainingMemory, *, beside_engine: bool) -> Kind:
-    """Return the kind of a role that trains or scores; ``beside_engine``: an engine sleeps on the same GPUs."""
-    if beside_engine:
-        return Kind.BESIDE_ENGINE
+def kind_of(layout: Layout, training: TrainingMemory) -> Kind:
+    """Return the kind of a role that trains or scores."""
     if layout.num_gpus > 1:
         return Kind.SHARDED
     return Kind.ALONE if training.lora is None else Kind.ADAPTERS_ALONE
@@ -66,10 +63,9 @@ def kind_of(layout: Layout, training: TrainingMemory, *, beside_engine: bool) ->
 # The 5th and 95th percentiles of measured over predicted memory in published runs that state their lengths, each system
 # predicted without itself and weighted as ten rows at most. ``python -m benchmarks.published`` prints them ("band").
 MEMORY_BANDS: Mapping[Kind, Band] = {
-    Kind.ADAPTERS_ALONE: Band(0.81, 1.26),
+    Kind.ADAPTERS_ALONE: Band(0.81, 1.22),
     Kind.ALONE: Band(0.96, 1.14),
     Kind.SHARDED: Band(0.76, 1.27),
-    Kind.BESIDE_ENGINE: Band(0.80, 1.18),
 }
 
 

@@ -1,6 +1,6 @@
 """A pool: roles that share GPUs, the hosts they may use, what each role chooses, and what it holds while idle."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -13,7 +13,7 @@ from rlflow.resources.memory.overheads import Sharp, asleep_terms, process_terms
 from rlflow.resources.memory.phases import host_terms, score_terms, usable_gib
 from rlflow.resources.memory.state import Terms, TrainingMemory, persistent_buffers, state_terms
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.planner.confidence import MEMORY_BANDS, Band, Kind, Margin, kind_of
+from rlflow.resources.planner.confidence import MEMORY_BANDS, Band, Margin, kind_of
 from rlflow.resources.time.calibration import Calibration, default_efficiency, engine_key
 from rlflow.resources.time.speed import Speed, gpu_speed, slowest
 from rlflow.resources.workload import Workload
@@ -187,15 +187,12 @@ def base_layout(demand: Demand, policy: PoolPolicy, pool: Pool) -> Layout:
     )
 
 
-def memory_band(demand: Demand, layout: Layout, together: Iterable[Demand]) -> Band:
-    """Return the error band of a GPU's memory while one of several roles works.
+def memory_band(demand: Demand, layout: Layout) -> Band:
+    """Return the error band of a GPU's memory while a role works.
 
-    An engine takes exactly what it is given, so that its band is that of the idle roles beside it.
+    An engine takes exactly what it is given. Its band is that of the idle roles on as many GPUs.
     """
-    if demand.generates and not demand.trains:
-        return MEMORY_BANDS[Kind.BESIDE_ENGINE]
-    beside_engine = any(other.generates and not other.trains for other in together)
-    return MEMORY_BANDS[kind_of(layout, demand.training, beside_engine=beside_engine)]
+    return MEMORY_BANDS[kind_of(layout, demand.training)]
 
 
 def available_gib(demand: Demand, pool: Pool, beside: float, error: float) -> float:

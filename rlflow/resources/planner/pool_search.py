@@ -8,7 +8,7 @@ from math import isinf
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout, Offload
 from rlflow.resources.memory.overheads import Sharp
-from rlflow.resources.planner.confidence import MEMORY_BANDS, Kind, Margin
+from rlflow.resources.planner.confidence import Margin
 from rlflow.resources.planner.layouts import best_layout
 from rlflow.resources.planner.pool import (
     Pool,
@@ -116,7 +116,7 @@ def _safest(
 ) -> RoleChoice | Shortage:
     """Return the best choice with the safest margin that any has; ``beside``: GiB of idle roles on its GPUs."""
     layout = base_layout(demand, policy, pool)
-    band = memory_band(demand, layout, pool.demands)
+    band = memory_band(demand, layout)
     shortage: Shortage | None = None
     for margin in Margin:
         key = (layout, beside, margin, demand.role)
@@ -146,10 +146,10 @@ def _host_margin(pool: Pool, choices: Mapping[str, RoleChoice], workload: Worklo
 def _sync_margin(pool: Pool, choices: Mapping[str, RoleChoice], workload: Workload) -> Margin | Shortage:
     """Return the margin of the weight sync that needs most."""
     usable = pool.host_set.usable_gib
-    band = MEMORY_BANDS[Kind.BESIDE_ENGINE]
     demands = {demand.role: demand for demand in pool.demands}
     worst = Margin.SAFE
     for sync, needed in sync_needs(demands, choices, workload, pool.host_set.sharp):
+        band = memory_band(demands[sync.source], choices[sync.source].layout)
         margin = next((margin for margin in Margin if needed * band.factor(margin) <= usable), None)
         if margin is None:
             what = f"{needed:.0f} GiB while its weights go to {sync.target}, of {usable:.0f} GiB"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from rlflow.resources.planner.confidence import MEMORY_BANDS, Band, Kind, Margin
+from rlflow.resources.planner.confidence import Band, Margin
 from rlflow.resources.planner.pool import memory_band
 from rlflow.resources.planner.pool_search import sync_needs
 from rlflow.resources.planner.search import Search, SearchResult
@@ -22,14 +22,14 @@ def _gpu_risks(search: Search, result: SearchResult) -> Iterator[str]:
             if choice.margin is Margin.SAFE:
                 continue
             beside = sum(sum(other.idle.values()) for name, other in use.choices.items() if name != role)
-            band = memory_band(demands[role], choice.layout, demands.values())
+            band = memory_band(demands[role], choice.layout)
             if choice.phase == "generate":
                 yield f"{role}: idle roles hold {_range(beside, band)} of the {host_set.usable_gib:.0f} GiB of its GPUs"
             else:
                 needed = _range(sum(choice.awake.values()) + beside, band)
                 yield f"{role} needs {needed} of {host_set.usable_gib:.0f} GiB in {choice.phase}"
         for sync, gib in sync_needs(demands, use.choices, search.workload, host_set.sharp):
-            band = MEMORY_BANDS[Kind.BESIDE_ENGINE]
+            band = memory_band(demands[sync.source], use.choices[sync.source].layout)
             if gib * band.factor(Margin.SAFE) > host_set.usable_gib:
                 needed = _range(gib, band)
                 yield f"{sync.source} needs {needed} of {host_set.usable_gib:.0f} GiB while weights go to {sync.target}"

@@ -22,7 +22,7 @@ def test_a_plan_that_fits_has_room_for_the_whole_error() -> None:
     plan = rlflow.compile(load("recipe=grpo_7b"), "1x8")
     assert (plan.prediction.verdict, plan.prediction.risks, plan.prediction.safer_with) == ("FITS", (), ())
     for role in ("actor", "reference"):
-        assert fullest(plan, role) * MEMORY_BANDS[Kind.BESIDE_ENGINE].high < 79.6
+        assert fullest(plan, role) * MEMORY_BANDS[Kind.SHARDED].high < 79.6
     low, high = plan.prediction.step_seconds_range
     assert low < plan.prediction.step_seconds < high
 

@@ -19,10 +19,9 @@ def test_a_verdict_needs_the_whole_band_on_one_side_of_the_limit(peak: float, ve
 def test_kinds_of_configurations() -> None:
     alone = Layout(micro_batch_tokens=1024)
     adapters = replace(DEEPSPEED, lora=Lora(rank=8))
-    assert kind_of(alone, DEEPSPEED, beside_engine=False) is Kind.ALONE
-    assert kind_of(alone, adapters, beside_engine=False) is Kind.ADAPTERS_ALONE
-    assert kind_of(replace(alone, data_parallel_size=2), adapters, beside_engine=False) is Kind.SHARDED
-    assert kind_of(alone, adapters, beside_engine=True) is Kind.BESIDE_ENGINE
+    assert kind_of(alone, DEEPSPEED) is Kind.ALONE
+    assert kind_of(alone, adapters) is Kind.ADAPTERS_ALONE
+    assert kind_of(replace(alone, data_parallel_size=2), adapters) is Kind.SHARDED
 
 
 def test_every_kind_has_a_band_around_its_prediction() -> None:
