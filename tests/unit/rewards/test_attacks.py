@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from rlflow.rewards import callables
 from rlflow.rewards.base import Outcome
 from rlflow.rewards.callables import RewardTerm
 from rlflow.rewards.pool import Call, ProcessPool
@@ -24,6 +25,8 @@ from tests.unit.rewards.attacks import ATTACKS, Attack
 from tests.unit.rewards.sandboxes import needs_sandbox
 
 DEADLINE_S = 1.0
+# Programs that end by themselves have all the time of a busy machine; those that do not are over long before this.
+LATE_S = 15.0
 ORDINARY: Mapping[str, Any] = {"user": 12345, "group": 12345, "extra_groups": []}
 pytestmark = [pytest.mark.slow, needs_sandbox]
 
@@ -31,19 +34,22 @@ pytestmark = [pytest.mark.slow, needs_sandbox]
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPool]:
     """Of one worker, so that what a program does to it would be seen by the next."""
-    os.environ["TOKEN"] = "secret"
-    pool = ProcessPool({"code": RewardTerm(timeout_s=DEADLINE_S)}, num_workers=1)
-    yield pool
-    pool.stop()
-    del os.environ["TOKEN"]
+    terms = {"ended": RewardTerm(function="code", timeout_s=DEADLINE_S), "right": RewardTerm(function="code")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKEN", "secret")
+        # A worker that is killed because the machine is busy would be taken for one that a program ended.
+        patch.setattr(callables, "_GRACE_S", LATE_S)
+        pool = ProcessPool(terms, num_workers=1)
+        yield pool
+        pool.stop()
 
 
-def outcome(pool: ProcessPool, program: str, test: Mapping[str, Any]) -> Outcome:
-    call = Call("code", [0], [f"```python\n{program}\n```"], [{"tests": [test]}])
+def outcome(pool: ProcessPool, name: str, program: str, test: Mapping[str, Any]) -> Outcome:
+    call = Call(name, [0], [f"```python\n{program}\n```"], [{"tests": [test]}])
     before = [worker.pid for worker in pool.workers]
     began = time.monotonic()
     ((_, (given,)),) = list(pool.outcomes([call]))
-    assert time.monotonic() - began < DEADLINE_S + 1
+    assert time.monotonic() - began < LATE_S
     (worker,) = pool.workers
     assert before in ([], [worker.pid]), "the worker was ended"
     assert children(worker.pid) == [], "something of it still runs"
@@ -59,7 +65,8 @@ def test_a_program(attack: Attack, pool: ProcessPool, tmp_path: Path) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         words = {"SECRET": secret, "LEFT": left, "HOME": home, "PORT": server.getsockname()[1]}
         program = re.sub("|".join(words), lambda word: str(words[word[0]]), attack.program)
-        assert outcome(pool, program, called if attack.is_function else written) == attack.reward
+        name = "right" if attack.reward else "ended"
+        assert outcome(pool, name, program, called if attack.is_function else written) == attack.reward
     assert secret.read_text() == "secret"
     assert not left.exists()
     assert not (home / "rlflow_was_here").exists()

@@ -117,11 +117,12 @@ def test_code(text: str, tests: object, reward: float) -> None:
 
 
 def test_long_responses_are_graded_quickly() -> None:
-    began = time.monotonic()
+    """A search that starts anew at each character would take hours."""
+    began = time.process_time()
     assert not code._same_lines("\n" * 2**24 + "3", "3")
     assert code._same_lines("3" + " " * 2**24, "3\n\n")
     assert code._program("```python\n" * 10**5) is None
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 10
 
 
 @needs_sandbox
