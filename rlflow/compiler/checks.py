@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlflow.compiler.graph import SOURCES, Graph, GraphNode, resampled_nodes
 from rlflow.compiler.wire import wire
+from rlflow.engines.registry import engine_kind
 from rlflow.errors import GraphError, RecipeError
 from rlflow.nodes.base import NodeContext
 from rlflow.nodes.generate import Generate
@@ -130,7 +131,7 @@ def check_resampling(recipe: Recipe, graph: Graph) -> None:
 
 
 def graph_warnings(recipe: Recipe, graph: Graph) -> Iterator[str]:
-    """Yield the warnings of the nodes about their options, and how many rounds of resampling are planned."""
+    """Yield the warnings of nodes about their options, rounds of resampling, and models that an engine cannot run."""
     for node in graph.nodes:
         for line in node.operation.cautions(_context(recipe, graph, node)):
             yield f"graph.{node.name}.{line}"
@@ -139,6 +140,13 @@ def graph_warnings(recipe: Recipe, graph: Graph) -> Iterator[str]:
             f"graph.{resampled[-1].name}: the plan expects responses for {recipe.expect.rounds:g} x the prompts that "
             "are trained on (expect.rounds)"
         )
+    for name, role in recipe.roles.items():
+        model = recipe.models[role.model].architecture
+        if model is not None and not engine_kind(role.engine).concurrent:
+            kinds = ["a sliding window"] * bool(model.num_windowed_layers) + ["a recurrence"] * bool(model.recurrent)
+            if kinds:
+                layers = f"layers with {' and '.join(kinds)}"
+                yield f"roles.{name}: the plan holds, but '{role.engine}' refuses models that have {layers}"
 
 
 def _context(recipe: Recipe, graph: Graph, node: GraphNode) -> NodeContext:

@@ -9,10 +9,9 @@ from math import ceil
 
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.models.figures import Recurrent
+from rlflow.resources.models.layers import LayerKind, traits_of
 from rlflow.resources.models.lora import Lora, adapter_inputs, adapter_parameters
-
-_NORMS_OF_HEADS = ("qwen3", "qwen3_moe", "gemma3_text")
-_FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")
 
 
 @dataclass(frozen=True)
@@ -26,31 +25,52 @@ class LayerActivations:
     """Values of the heads' and the MLP's width, which tensor parallelism divides."""
 
 
-def layer_activations(model: Architecture, *, fused: bool) -> LayerActivations:
+def layer_activations(model: Architecture, kind: LayerKind, *, fused: bool) -> LayerActivations:
     """Return a layer's activations after Korthikanti et al. 2022, section 4.1, for gated MLPs and grouped queries.
 
     ``fused``: the kernels of Transformer Engine and Megatron. Otherwise the operations of transformers one by one;
     these are exactly the tensors that torch's tracker counts for Qwen2 (benchmarks/fsdp_memory.py). There is no
     dropout.
     """
-    hidden, queries, output, keys = model.hidden_size, model.query_width, model.output_width, model.key_value_width
-    # Query, keys, values and output of the attention; its log-sum-exp.
-    split: float = 2 * (queries + keys + output) + 4 * model.num_attention_heads
-    norms = 4 if model.model_type in _FOUR_NORMS else 2
+    hidden, queries, output, keys = model.hidden_size, kind.queries, kind.output, kind.keys
+    split: float = 0.0
+    if kind.recurrent is not None:
+        split += _recurrent_activations(kind.recurrent, fused=fused)
+    elif queries:
+        # Query, keys, values and output of the attention; its log-sum-exp.
+        split += 2 * (queries + keys + output) + 4 * model.num_attention_heads
+        # The gate, and its product with the output.
+        split += 4 * kind.gate
     if fused:
         # A norm's input and output; of the MLP gate, up and their product.
-        whole = norms * 4 * hidden
-        split += 6 * model.mlp_width
+        whole = kind.num_norms * 4 * hidden
+        split += 6 * kind.mlp_width
     else:
         # A norm's input in fp32, what it is normalised to, and its output; the activation of the gate besides.
-        whole = norms * 8 * hidden
-        split += 8 * model.mlp_width
-        if model.model_type in _NORMS_OF_HEADS:
+        whole = kind.num_norms * 8 * hidden
+        split += 8 * kind.mlp_width
+        if queries and traits_of(model).head_norms:
             split += 6 * (queries + keys / 2)
-    if model.num_experts_per_tok:
+    if kind.sparse and model.num_experts_per_tok:
         # The token is copied for each of its experts, and each gives its output.
-        whole += 4 * hidden * model.num_experts_per_tok
+        whole += 4 * (model.moe_latent_size or hidden) * model.num_experts_per_tok
     return LayerActivations(whole, split)
+
+
+def _recurrent_activations(recurrent: Recurrent, *, fused: bool) -> float:
+    """Return the bytes that the kernels of flash-linear-attention and mamba-ssm save of one token for the backward.
+
+    These are what the input is projected to, the convolved part of it with keys repeated for each head of values, and
+    the output before and after its gated norm.
+    """
+    values, keys = recurrent.value_width, recurrent.num_heads * recurrent.key_head_dim
+    if not recurrent.num_key_heads:
+        return 2.0 * (recurrent.projected_width + 2 * values)
+    # Mamba's heads share the keys of a group, and its kernel computes the convolution again.
+    keys = keys if recurrent.num_key_heads > recurrent.num_heads // 4 else recurrent.key_width
+    saved = 2.0 * (recurrent.projected_width + 2 * keys + 3 * values)
+    # Without a fused kernel the norm of the output is computed in fp32.
+    return saved if fused else saved + 8 * values
 
 
 Terms = Mapping[str, float]
@@ -129,6 +149,7 @@ def pipeline_stages(model: Architecture, layout: Layout) -> Iterator[Stage]:
     tensor, experts = layout.tensor_parallel_size, layout.expert_parallel_size
     count = layout.pipeline_parallel_size
     embedding, head = model.embedding_parameters / tensor, model.head_parameters / tensor
+    output = model.output_parameters / tensor
     sparse = model.num_sparse_layers
     # Tensor parallelism cuts experts only where they are not spread over GPUs of their own.
     expert_layer = model.num_expert_parameters / max(1, sparse) / (experts if experts > 1 else tensor)
@@ -137,14 +158,14 @@ def pipeline_stages(model: Architecture, layout: Layout) -> Iterator[Stage]:
     most = ceil(model.num_hidden_layers / count)
     for last in (False, True) if count > 1 else (True,):
         layers = most if not last else max(1, model.num_hidden_layers - most * (count - 1))
-        ends = embedding + head if count == 1 else (head or embedding) if last else embedding
+        ends = embedding + head if count == 1 else output if last else embedding
         yield Stage(
             num_layers=layers,
             in_flight=1 if last else count,
             dense=dense_layer * layers + ends,
-            experts=expert_layer * min(layers, sparse),
+            experts=expert_layer * min(sparse, ceil(layers * sparse / model.num_hidden_layers)),
             ends=ends,
-            head=(head or embedding) if last else 0,
+            head=output if last else 0,
             layer=max(dense_layer + (expert_layer if sparse else 0), 0),
         )
 
@@ -212,16 +233,22 @@ def total_gib(terms: Terms) -> float:
 def layer_bytes(model: Architecture, layout: Layout, training: TrainingMemory, tokens: float) -> tuple[float, float]:
     """Return a layer's bytes while its gradients are computed, and the bytes saved for it until then."""
     tensor = layout.tensor_parallel_size
-    bytes_ = layer_activations(model, fused=training.fused_layers)
     around = tensor if training.shards_norms else 1
-    everything = tokens * (bytes_.whole / around + bytes_.split / tensor)
-    if training.lora is not None:
-        everything += tokens * training.adapter_inputs * adapter_inputs(model, training.lora) / tensor
-    # The gradient that goes through the MLP's product.
-    gradient = tokens * 2 * model.mlp_width / tensor
+    layers = []
+    for kind in model.layer_kinds:
+        bytes_ = layer_activations(model, kind, fused=training.fused_layers)
+        everything = tokens * (bytes_.whole / around + bytes_.split / tensor)
+        if training.lora is not None:
+            inputs = adapter_inputs(model, training.lora, kind)
+            everything += tokens * training.adapter_inputs * inputs / tensor
+        # The gradient that goes through the MLP's product, or through the states of a recurrence.
+        gradient = tokens * 2 * max(kind.mlp_width, 4 * kind.output if kind.recurrent else 0) / tensor
+        layers.append((kind.count, everything, gradient))
     if layout.gradient_checkpointing:
-        return _recomputed_at_once(layout, training) * (everything + gradient), tokens * 2 * model.hidden_size / around
-    return gradient, everything
+        largest = max(everything + gradient for _, everything, gradient in layers)
+        return _recomputed_at_once(layout, training) * largest, tokens * 2 * model.hidden_size / around
+    mean = sum(count * everything for count, everything, _ in layers) / model.num_hidden_layers
+    return max(gradient for _, _, gradient in layers), mean
 
 
 def _recomputed_at_once(layout: Layout, training: TrainingMemory) -> int:

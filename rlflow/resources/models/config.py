@@ -9,17 +9,21 @@ from typing import Any
 
 from rlflow.errors import RecipeError, did_you_mean, first_line
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.figures import MODEL_TYPES, NEEDS, check
+from rlflow.resources.models.figures import MODEL_TYPES, NEEDS, OF_EXPERTS, check
+from rlflow.resources.models.hybrid_config import with_known_names
 from rlflow.schema import parse
 
 # Multimodal models and other names: their language model has the layers of these types.
 _ALIASES = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "kimi_k2": "deepseek_v3",
     "qwen2_5_vl": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl": "qwen2",
     "qwen2_vl_text": "qwen2",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_vl_text": "qwen3",
 }
@@ -38,7 +42,14 @@ _REQUIRED = (
     "vocab_size",
     "max_position_embeddings",
 )
-_OPTIONAL = ("num_key_value_heads", "head_dim", "moe_intermediate_size", "q_lora_rank")
+_OPTIONAL = (
+    *("num_key_value_heads", "head_dim", "moe_intermediate_size", "q_lora_rank", "moe_latent_size"),
+    *("global_head_dim", "num_global_key_value_heads"),
+)
+_AS_GIVEN = (
+    *("tie_word_embeddings", "attention_bias", "attention_k_eq_v", "use_double_wide_mlp"),
+    *("num_kv_shared_layers", "hidden_size_per_layer_input", "num_mlp_layers", "recurrent"),
+)
 # Defaults of transformers' configuration classes where a file has no value, as far as they differ from llama's.
 _GEMMA3_SIZES = {
     **{"vocab_size": 262208, "max_position_embeddings": 131072},
@@ -50,6 +61,10 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         **_GEMMA3_SIZES,
         **{"tie_word_embeddings": True, "rope_theta": 1_000_000.0},
     },
+    "gemma4_text": {
+        **{"vocab_size": 262144, "max_position_embeddings": 131072, "num_attention_heads": 8, "head_dim": 256},
+        **{"num_key_value_heads": 4, "sliding_window": 512, "tie_word_embeddings": True, "rope_theta": 1_000_000.0},
+    },
     "glm4": {"attention_bias": True, "head_dim": 128},
     "gpt_oss": {"attention_bias": True, "head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0},
     "mistral": {"sliding_window": 4096},
@@ -58,7 +73,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {"head_dim": 128},
 }
 # In each group of so many layers, the last one has no window.
-_WINDOW_PATTERN = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
+_WINDOW_PATTERN = {"gemma2": 2, "gemma3_text": 6, "gemma4_text": 6, "gpt_oss": 2}
 _WINDOWED = {*_WINDOW_PATTERN, "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
 # Options of known model types whose parameters are not counted: only these values are supported.
 _UNCOUNTED = {
@@ -68,6 +83,11 @@ _UNCOUNTED = {
     "do_layer_norm_before": True,
     "layer_norm_elementwise_affine": True,
     "moe_layer_freq": 1,
+    "use_bias": False,
+    "conv_bias": False,
+    "mamba_proj_bias": False,
+    "use_conv_bias": True,
+    "mamba_conv_bias": True,
 }
 
 
@@ -169,11 +189,13 @@ def architecture_from_config(config: Mapping[str, Any], path: str) -> Architectu
     # Null means no window; for other figures it means the default of the class.
     if config.get("sliding_window", 0) is None:
         given.pop("sliding_window", None)
-    return _architecture(given, model_type, path)
+    named = with_known_names(given, model_type, path)
+    return _architecture({name: value for name, value in named.items() if value is not None}, model_type, path)
 
 
 def _architecture(given: Mapping[str, Any], model_type: str, path: str) -> Architecture:
-    counts = {name: _count(given, name, path) for name in (*_REQUIRED, *NEEDS.get(model_type, ()))}
+    needed = {*_REQUIRED, *NEEDS.get(model_type, ()), *(OF_EXPERTS if given.get("num_experts") else ())}
+    counts = {name: _count(given, name, path) for name in sorted(needed - {"recurrent"})}
     counts |= {name: _count(given, name, path) for name in _OPTIONAL if name in given}
     heads, layers = counts["num_attention_heads"], counts["num_hidden_layers"]
     for name, counted in {**_UNCOUNTED, "word_embed_proj_dim": counts["hidden_size"]}.items():
@@ -187,7 +209,7 @@ def _architecture(given: Mapping[str, Any], model_type: str, path: str) -> Archi
             raise RecipeError(path, f"hidden_size {counts['hidden_size']} is not a multiple of {heads} heads")
         counts["head_dim"] = counts["hidden_size"] // heads
     figures: dict[str, Any] = {"model_type": model_type, **counts, "rope_theta": _rope_theta(given)}
-    figures |= {name: given[name] for name in ("tie_word_embeddings", "attention_bias") if name in given}
+    figures |= {name: given[name] for name in _AS_GIVEN if name in given}
     if "num_experts" in counts:
         figures["num_dense_layers"] = _dense_layers(given, layers, path)
         figures["shared_expert_intermediate_size"] = _shared_width(given, counts, path)
@@ -217,8 +239,9 @@ def _rope_theta(given: Mapping[str, Any]) -> Any:
 
 
 def _dense_layers(given: Mapping[str, Any], layers: int, path: str) -> Any:
-    if "first_k_dense_replace" in given:
-        return given["first_k_dense_replace"]
+    for name in ("first_k_dense_replace", "num_dense_layers"):
+        if name in given:
+            return given[name]
     step = _count({"decoder_sparse_step": 1, **given}, "decoder_sparse_step", path)
     dense = set(given.get("mlp_only_layers", ()))
     return sum(layer in dense or (layer + 1) % step != 0 for layer in range(layers))

@@ -13,26 +13,78 @@ ModelType = Literal[
     "deepseek_v3",
     "gemma2",
     "gemma3_text",
+    "gemma4_text",
     "glm4",
     "gpt_oss",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "lfm2",
+    "lfm2_moe",
     "llama",
     "mistral",
     "mixtral",
+    "nemotron_h",
+    "olmo_hybrid",
     "opt",
     "phi3",
     "qwen2",
     "qwen2_moe",
     "qwen3",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
     "qwen3_moe",
+    "qwen3_next",
 ]
 MODEL_TYPES: tuple[str, ...] = get_args(ModelType)
-_OF_EXPERTS = ("num_experts", "num_experts_per_tok")
+OF_EXPERTS = ("num_experts", "num_experts_per_tok")
 _OF_LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Figures that a model type needs in addition to those of all types.
 NEEDS = {
-    "deepseek_v3": (*_OF_EXPERTS, *_OF_LATENT),
-    **dict.fromkeys(("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"), _OF_EXPERTS),
+    "deepseek_v3": (*OF_EXPERTS, *_OF_LATENT),
+    **dict.fromkeys(("gpt_oss", "granitemoeshared", "mixtral", "qwen2_moe", "qwen3_moe"), OF_EXPERTS),
+    **dict.fromkeys(("lfm2", "olmo_hybrid", "qwen3_5_text"), ("recurrent",)),
+    **dict.fromkeys(("lfm2_moe", "qwen3_5_moe_text", "qwen3_next"), ("recurrent", *OF_EXPERTS)),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recurrent(Section):
+    """Layers with a state of constant size in place of a KV cache: Mamba-2, the gated delta rule, short convolutions.
+
+    A token has a value in each head, and a key and a query in each key head; Mamba calls these x, B and C. The state of
+    a head is a matrix of keys by values.
+    """
+
+    num_layers: Count
+    num_heads: Count
+    """Heads of values: ``mamba_num_heads``, ``linear_num_value_heads``."""
+    head_dim: Count
+    num_key_heads: Annotated[int, Ge(0)] = 0
+    """Mamba's ``n_groups``, ``linear_num_key_heads``; 0 for layers that are only a convolution."""
+    key_head_dim: Annotated[int, Ge(0)] = 0
+    """Mamba's ``ssm_state_size``, ``linear_key_head_dim``."""
+    conv_kernel: Count = 4
+
+    @property
+    def value_width(self) -> int:
+        """Return the number of a token's values in one layer."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Return the number of values in a token's keys in one layer; its queries have as many."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def projected_width(self) -> int:
+        """Return the number of values that a token's input is projected to: queries, keys, values and their gate."""
+        return 2 * self.key_width + (2 if self.num_key_heads else 3) * self.value_width
+
+    @property
+    def state_bytes(self) -> float:
+        """Return the size of a sequence's states in all layers: matrices in fp32, inputs of convolutions in bf16."""
+        convolved = 2 * self.key_width + self.value_width
+        return self.num_layers * (4 * self.key_head_dim * self.value_width + 2 * (self.conv_kernel - 1) * convolved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +129,49 @@ class Figures(Section):
     num_full_attention_layers: Annotated[int, Ge(0)] = 0
     """Layers without a window, in a model with a sliding window."""
 
+    recurrent: Recurrent | None = None
+    """Layers without a KV cache, in a hybrid model."""
+    num_mlp_layers: Annotated[int, Ge(0)] = 0
+    """Layers that are an MLP or experts alone, in a model whose other layers have none (Nemotron-H)."""
+    moe_latent_size: Count | None = None
+    """The width of what goes to and from routed experts, where it is not the model's."""
+
+    global_head_dim: Count | None = None
+    """Gemma 4: the head dimension of layers without a window."""
+    num_global_key_value_heads: Count | None = None
+    attention_k_eq_v: bool = False
+    """Layers without a window use their keys as values, too."""
+    num_kv_shared_layers: Annotated[int, Ge(0)] = 0
+    """The last layers, which use the keys and values of earlier ones."""
+    use_double_wide_mlp: bool = False
+    """Layers with shared keys and values have an MLP of twice the width."""
+    hidden_size_per_layer_input: Annotated[int, Ge(0)] = 0
+    """The width of embeddings that each layer has of its own."""
+
+    @cached_property
+    def num_recurrent_layers(self) -> int:
+        """Return the number of layers with a state of constant size."""
+        return self.recurrent.num_layers if self.recurrent else 0
+
+    @cached_property
+    def num_attention_layers(self) -> int:
+        """Return the number of layers with attention."""
+        return self.num_hidden_layers - self.num_mlp_layers - self.num_recurrent_layers
+
     @cached_property
     def num_sparse_layers(self) -> int:
         """Return the number of layers with experts."""
-        return self.num_hidden_layers - self.num_dense_layers if self.num_experts else 0
+        return (self.num_mlp_layers or self.num_hidden_layers) - self.num_dense_layers if self.num_experts else 0
 
     @cached_property
     def num_windowed_layers(self) -> int:
         """Return the number of layers with a sliding window."""
-        return self.num_hidden_layers - self.num_full_attention_layers if self.sliding_window else 0
+        return self.num_attention_layers - self.num_full_attention_layers if self.sliding_window else 0
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Return the number of attentions, recurrences and MLPs; tensor-parallel ranks add up the output of each."""
+        return self.num_hidden_layers if self.num_mlp_layers else 2 * self.num_hidden_layers
 
     @cached_property
     def query_width(self) -> int:
@@ -108,12 +194,25 @@ class Figures(Section):
         return 2 * self.num_key_value_heads * self.head_dim
 
     @cached_property
+    def global_key_value_width(self) -> int:
+        """Return the values of a token's keys and values in a layer without a window (Gemma 4)."""
+        heads = self.num_global_key_value_heads or self.num_key_value_heads
+        return 2 * heads * (self.global_head_dim or self.head_dim)
+
+    @cached_property
     def mlp_width(self) -> int:
         """Return the number of values between MLP projections for a token, in the widest kind of layer."""
         if not self.num_experts:
-            return self.intermediate_size
-        experts = (self.num_experts_per_tok or 0) * self.expert_width + self.shared_expert_intermediate_size
-        return max(experts, self.intermediate_size) if self.num_dense_layers else experts
+            return self.intermediate_size * (2 if self.use_double_wide_mlp else 1)
+        return max(self.sparse_width, self.intermediate_size) if self.num_dense_layers else self.sparse_width
+
+    @cached_property
+    def sparse_width(self) -> int:
+        """Return the number of values between the projections of all experts that a token uses."""
+        shared = self.shared_expert_intermediate_size
+        # Gemma 4 has a dense MLP beside the experts.
+        shared += self.intermediate_size if self.model_type == "gemma4_text" else 0
+        return (self.num_experts_per_tok or 0) * self.expert_width + shared
 
     @cached_property
     def expert_width(self) -> int:
@@ -123,25 +222,45 @@ class Figures(Section):
     @cached_property
     def kv_values_per_token(self) -> int:
         """Return the number of values cached for a token over all layers, as long as no window has passed it."""
-        return self.num_hidden_layers * self._cached_width
+        return int(self._cached_values(1.0))
 
     def kv_values(self, tokens: float) -> float:
         """Return the number of values cached for one sequence; windowed layers cache no more than their window."""
+        return self._cached_values(tokens)
+
+    def _cached_values(self, tokens: float) -> float:
+        """Return the cached values of a sequence; layers that share the cache of others have none."""
         windowed = self.num_windowed_layers
-        cached = (self.num_hidden_layers - windowed) * tokens
-        if self.sliding_window:
-            cached += windowed * min(tokens, self.sliding_window)
-        return self._cached_width * cached
+        full = self.num_attention_layers - windowed
+        full -= self.num_kv_shared_layers * full // self.num_hidden_layers
+        windowed -= self.num_kv_shared_layers * windowed // self.num_hidden_layers
+        wide, narrow = self.cached_widths
+        return full * tokens * wide + windowed * min(tokens, self.sliding_window or 0.0) * narrow
+
+    @cached_property
+    def cached_widths(self) -> tuple[int, int]:
+        """Return the cached values of a token in a layer without a window, and with one."""
+        return self.global_key_value_width if self.global_head_dim else self._cached_width, self._cached_width
+
+    def state_tokens(self, width: int) -> float:
+        """Return how many tokens' KV cache is as large as a sequence's recurrent states, on one of ``width`` GPUs.
+
+        States are divided by heads; key-value heads are copied if there are fewer than GPUs.
+        """
+        if self.recurrent is None:
+            return 0.0
+        copies = min(self.num_key_value_heads, width)
+        return self.recurrent.state_bytes / width / (2 * self.kv_values_per_token / copies)
 
     def attention_span(self, tokens: float) -> float:
-        """Return the mean number of keys that a query attends to, over the queries of a sequence and over layers."""
+        """Return the mean number of keys that a query attends to, over the queries and the layers with attention."""
         everything = tokens / 2
         window = self.sliding_window
         if window is None or tokens <= window:
             return everything
         # The first ``window`` queries see half of it on average, all others the whole window.
         windowed = window - window * window / (2 * tokens)
-        share = self.num_windowed_layers / self.num_hidden_layers
+        share = self.num_windowed_layers / self.num_attention_layers
         return share * windowed + (1 - share) * everything
 
     @cached_property
@@ -169,7 +288,11 @@ def check(figures: Figures, path: str) -> None:
         ("num_dense_layers", "num_hidden_layers"),
         ("num_full_attention_layers", "num_hidden_layers"),
         ("num_key_value_heads", "num_attention_heads"),
+        ("num_kv_shared_layers", "num_hidden_layers"),
     ):
         low, high = getattr(figures, smaller), getattr(figures, larger)
         if low is not None and high is not None and low > high:
             raise RecipeError(f"{path}.{smaller}", f"{low} is more than the {high} of {larger}", fix=f"at most {high}")
+    if figures.num_attention_layers < 1:
+        layers = f"{figures.num_hidden_layers} layers, of which none has attention"
+        raise RecipeError(path, f"expected at least one layer with attention, got {layers}")

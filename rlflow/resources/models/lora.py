@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from annotated_types import Gt, MinLen
 
 from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.models.layers import LayerKind, traits_of
 from rlflow.schema import Count, Section
 
 
@@ -31,37 +32,45 @@ class Lora(Section):
 
 def adapter_parameters(model: Architecture, lora: Lora) -> int:
     """Return rank x (inputs + outputs), summed over the layers that have an adapter (Hu et al. 2021, section 4.2)."""
-    return lora.rank * model.num_hidden_layers * sum(_target_widths(model, lora).values())
+    return lora.rank * sum(kind.count * sum(_target_widths(model, lora, kind).values()) for kind in model.layer_kinds)
 
 
-def adapter_inputs(model: Architecture, lora: Lora) -> int:
+def adapter_inputs(model: Architecture, lora: Lora, kind: LayerKind) -> int:
     """Return how many values of one token go into the adapted layers of one decoder layer."""
-    hidden, experts = model.hidden_size, model.num_experts_per_tok or 1
-    inputs = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden) | {"o_proj": model.output_width}
-    inputs |= {"gate_proj": experts * hidden, "up_proj": experts * hidden, "down_proj": model.mlp_width}
-    return sum(inputs[name] for name in _target_widths(model, lora))
+    hidden = model.hidden_size
+    experts = (model.num_experts_per_tok or 1) if kind.sparse else 1
+    inputs = dict.fromkeys(("q_proj", "k_proj", "v_proj", "in_proj"), hidden)
+    inputs |= {"o_proj": kind.output, "out_proj": kind.output, "down_proj": kind.mlp_width}
+    inputs |= {"gate_proj": experts * hidden, "up_proj": experts * hidden}
+    return sum(inputs[name] for name in _target_widths(model, lora, kind))
 
 
 def adapter_tensors(model: Architecture, lora: Lora) -> int:
     """Return the number of tensors: A and B of each layer that has an adapter."""
-    return 2 * model.num_hidden_layers * len(_target_widths(model, lora))
+    return 2 * sum(kind.count * len(_target_widths(model, lora, kind)) for kind in model.layer_kinds)
 
 
-def _target_widths(model: Architecture, lora: Lora) -> Mapping[str, int]:
+def _target_widths(model: Architecture, lora: Lora, kind: LayerKind) -> Mapping[str, int]:
     """Return inputs plus outputs of each targeted projection of a layer; names that it does not have are ignored."""
-    hidden, keys = model.hidden_size, model.key_value_width // 2
-    mlp = hidden + model.mlp_width
-    if model.num_experts:
-        shared = model.shared_expert_intermediate_size
-        mlp = model.num_experts * (hidden + model.expert_width) + (hidden + shared if shared else 0)
-    widths = {
-        "q_proj": hidden + model.query_width,
-        "k_proj": hidden + keys,
-        "v_proj": hidden + model.key_value_width - keys,
-        "o_proj": hidden + model.output_width,
-        "gate_proj": mlp,
-        "up_proj": mlp,
-        "down_proj": mlp,
-    }
+    hidden, keys = model.hidden_size, kind.keys // 2
+    widths = {}
+    if kind.recurrent is not None:
+        widths = {"in_proj": hidden + kind.recurrent.projected_width, "out_proj": hidden + kind.output}
+    elif kind.queries:
+        widths = {
+            "q_proj": hidden + kind.queries + kind.gate,
+            "k_proj": hidden + keys,
+            "v_proj": hidden + kind.keys - keys,
+            "o_proj": hidden + kind.output,
+        }
+    if kind.mlp_width:
+        mlp = hidden + kind.mlp_width
+        if kind.sparse and model.num_experts:
+            shared = model.shared_expert_intermediate_size
+            mlp = model.num_experts * (hidden + model.expert_width) + (hidden + shared if shared else 0)
+        names = (
+            ("gate_proj", "up_proj", "down_proj") if traits_of(model).mlp_matrices == 3 else ("up_proj", "down_proj")
+        )
+        widths |= dict.fromkeys(names, mlp)
     targets = widths if lora.target_modules == "all-linear" else lora.target_modules
     return {name: width for name, width in widths.items() if name in targets}

@@ -82,12 +82,13 @@ def _engine(
     seconds = task_seconds(demand, tasks, layout, pool.host_set.speed, kv_tokens=memory.kv_tokens)
     typical = max((task.typical_length for task in tasks), default=1.0)
     each = max((task.samples / layout.data_parallel_size for task in tasks), default=1.0)
-    concurrency = min(each, MAX_NUM_SEQS, memory.kv_tokens / typical)
+    states = demand.architecture.state_tokens(layout.tensor_parallel_size)
+    concurrency = min(each, MAX_NUM_SEQS, memory.kv_tokens / (typical + states))
     terms = memory.terms
     if not serves:
         # Its KV cache grows with what it generates.
         layout = replace(layout, gpu_memory_utilization=None)
-        longest = max((task.longest for task in tasks), default=1)
+        longest = max((task.longest for task in tasks), default=1) + states
         terms = terms | {"kv": terms["kv"] * min(1.0, min(each, MAX_NUM_SEQS) * longest / memory.kv_tokens)}
     return RoleChoice(layout, "generate", terms, idle, seconds, memory.kv_tokens, concurrency)
 
@@ -119,7 +120,7 @@ def _served(
         sharp=host_set.sharp,
     )
     longest = max((task.longest for task in tasks), default=1)
-    if memory.kv_tokens < longest:
+    if memory.kv_tokens < longest + model.state_tokens(layout.tensor_parallel_size):
         rest = sum(gib for term, gib in memory.terms.items() if term != "kv")
         lacks = f"{rest:.0f} GiB on each GPU before the KV cache"
         lacks = f"no KV cache room for {longest} tokens" if rest < share * memory_gib else lacks

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rlflow.resources.planner.search import Search, SearchResult
 from rlflow.resources.planner.task_times import computed_share, generations
-from rlflow.resources.time.speed import forward_work
+from rlflow.resources.time.work import forward_work
 from rlflow.resources.workload import Task
 
 

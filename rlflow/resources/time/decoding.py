@@ -7,7 +7,8 @@ from math import ceil, exp
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.time.lengths import Lengths
-from rlflow.resources.time.speed import Speed, forward_work
+from rlflow.resources.time.speed import Speed
+from rlflow.resources.time.work import forward_work
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def generation(
     tensor, stages, eager = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.eager is True
     decoder = decoder_of(model, tensor, stages, speed, weight_bytes, eager)
     prompt, mean, residual = prompts.mean, responses.mean, responses.residual
-    room = min(float(max_num_seqs), kv_tokens / (prompt + residual))
+    room = min(float(max_num_seqs), kv_tokens / (prompt + residual + model.state_tokens(tensor)))
     full = max(1.0, min(sequences, room))
     at_best = decoder.seconds(full, prompt + residual)
     # Free places are filled all at once, as with equal lengths, or one by one, as far as the batch is ``mixed``.
@@ -160,7 +161,7 @@ class Decoder:
     def prefill(self, speed: Speed, tokens: float, length: float) -> float:
         """Return the time of prompts, in batches of thousands of tokens."""
         model, gpus = self.forward
-        message = 4 * model.num_hidden_layers * 2 * model.hidden_size * (self.width - 1) / self.width
+        message = 2 * model.num_blocks * 2 * model.hidden_size * (self.width - 1) / self.width
         moved = tokens * message / speed.ring(self.width)
         work = forward_work(model)
         computed = work.product_seconds(speed, tokens) + work.other_seconds(speed, tokens, length, fused=True)
@@ -176,22 +177,25 @@ def decoder_of(
     The stages work on different sequences: every sequence passes all weights, and the other times are shared.
     """
     efficiency, work, matmul = speed.efficiency, forward_work(model), speed.matmul_of(model.hidden_size)
-    layers = model.num_hidden_layers
+    blocks = model.num_blocks
     # Each GPU has its share of the heads. Key-value heads are copied if there are fewer than GPUs; latents always.
     copies = 1 if model.kv_lora_rank else min(model.num_key_value_heads, width)
-    cached = 2.0 * model.kv_values_per_token / layers / copies / speed.memory
+    cached, in_window = (2.0 * values / copies / speed.memory for values in model.cached_widths)
     # With latent attention all heads work on the same few bytes (DeepSeek-V2, section 2.1.2, matrices absorbed).
     if model.kv_lora_rank:
         latent = model.kv_lora_rank * 2 + (model.qk_rope_head_dim or 0)
         flops = 2 * model.num_attention_heads / width * latent
         cached = max(cached, flops / (speed.matmul * efficiency.attention))
     windowed = model.num_windowed_layers
-    step = layers * efficiency.decode_layer_s + efficiency.decode_step_s
+    step = blocks / 2 * efficiency.decode_layer_s + efficiency.decode_step_s
     each = efficiency.decode_sequence_s
+    if model.recurrent is not None:
+        # States are read and written.
+        each += 2 * model.recurrent.state_bytes / (width * stages) / speed.memory
     if width > 1:
         message = 2 * model.hidden_size * 2 * (width - 1) / width / speed.ring(width)
-        step += 2 * layers * speed.message_s(width)
-        each += 2 * layers * message / stages
+        step += blocks * speed.message_s(width)
+        each += blocks * message / stages
     head = model.vocab_size * model.hidden_size if model.head_parameters == 0 else 0
     dense = model.num_parameters - model.num_expert_parameters - model.embedding_parameters + head
     return Decoder(
@@ -201,10 +205,10 @@ def decoder_of(
         arithmetic=(work.dense_flops + work.expert_flops / efficiency.expert_matmul) / (width * stages * matmul),
         each=each,
         step=step,
-        keys=(layers - windowed) * cached / stages,
-        windowed_keys=windowed * cached / stages,
+        keys=(model.num_attention_layers - windowed) * cached / stages,
+        windowed_keys=windowed * in_window / stages,
         window=float(model.sliding_window or 0),
         width=width,
-        launches=layers * efficiency.eager_layer_s + efficiency.decode_step_s if eager else 0.0,
+        launches=blocks / 2 * efficiency.eager_layer_s + efficiency.decode_step_s if eager else 0.0,
         forward=(model, width * stages),
     )

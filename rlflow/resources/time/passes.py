@@ -5,7 +5,8 @@ from math import ceil
 
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.time.speed import Speed, forward_work
+from rlflow.resources.time.speed import Speed
+from rlflow.resources.time.work import forward_work
 
 # Kernels of a layer with adapters, for each of one without. Qwen-7B with micro-batches of 256 tokens takes 4.7 ms for
 # each layer of LoRA steps (QwenLM/Qwen, README.md), which is bound by launches.
@@ -149,7 +150,7 @@ def _passes(
     """
     efficiency = speed.efficiency
     width, stages, sequence = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.sequence_parallel_size
-    layers = model.num_hidden_layers / stages
+    blocks = model.num_blocks / stages
     # The rank with the most work decides.
     share = tokens / layout.data_parallel_size / efficiency.balance
     micro_batches = max(minibatches, ceil(share / layout.micro_batch_tokens))
@@ -163,28 +164,29 @@ def _passes(
     arithmetic = products + passes * other
     compute = arithmetic / (width * stages) + here * model.num_outputs * logit_bytes / width / speed.memory
     launch = efficiency.train_layer_s * (0.5 if fused else 1.0) * (_ADAPTER_LAUNCHES if adapters else 1.0)
-    launch += efficiency.expert_layer_s * model.num_sparse_layers / model.num_hidden_layers
-    launches = passes * layers * launch
+    launches = passes * (blocks / 2 * launch + efficiency.expert_layer_s * model.num_sparse_layers / stages)
     compute = compute + launches if speed.is_cpu else max(compute, launches)
 
     sent = 2 * here * model.hidden_size  # the bytes of a micro-batch's hidden states
     # Each collective of a forward pass has its like in the backward pass, and is repeated where that recomputes.
-    collectives = layers * (forward + (1 if backward else 0))
+    collectives = forward + (1 if backward else 0)
     communication = 0.0
     if width > 1:
         # Two all-reduces (Shoeybi et al. 2019, figure 4), or as many bytes gathered and scattered.
         message = 2 * sent * (width - 1) / width / speed.ring(width)
-        communication += collectives * 2 * (speed.message_s(width) + message)
+        communication += collectives * blocks * (speed.message_s(width) + message)
     if layout.expert_parallel_size > 1:
         # To the experts and back, each token to as many as it takes (Lepikhin et al. 2020, section 3.2).
         peers = layout.expert_parallel_size
         routed = sent / width * (model.num_experts_per_tok or 1) * (peers - 1) / peers / efficiency.expert_balance
-        communication += collectives * 2 * (speed.message_s(peers) + routed / speed.exchange(peers))
+        exchanged = 2 * collectives * model.num_sparse_layers / stages
+        communication += exchanged * (speed.message_s(peers) + routed / speed.exchange(peers))
     if sequence > 1:
         # Queries, keys and values to the ranks of their heads, the output back (Jacobs et al. 2023, section 3.2).
         moved = 2 * here * (model.query_width + model.key_value_width + model.output_width) / width
         group = width * sequence
-        communication += collectives * (4 * speed.message_s(group) + moved / speed.exchange(group))
+        attention = collectives * model.num_attention_layers / stages
+        communication += attention * (4 * speed.message_s(group) + moved / speed.exchange(group))
     if stages > 1:
         between = speed.network if layout.num_gpus > speed.gpus_per_host else speed.link
         communication += (2 if backward else 1) * sent / width / (between * efficiency.link)

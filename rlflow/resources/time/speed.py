@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Gpu
-from rlflow.resources.models.architecture import Architecture
 from rlflow.schema import Section
 
 Positive = Annotated[float, Gt(0)]
@@ -200,88 +198,4 @@ def slowest(speeds: Sequence[Speed]) -> Speed:
         link=min(speed.link for speed in speeds),
         network=min(speed.network for speed in speeds),
         gpus_per_host=min(speed.gpus_per_host for speed in speeds),
-    )
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work of a forward pass for each token."""
-
-    dense_flops: float
-    expert_flops: float
-    key_flops: float
-    """Operations for each key that a query attends to, over all layers."""
-    moved_bytes: float
-    """Bytes that elementwise kernels read and write if each is a kernel of its own."""
-    adapter_bytes: float
-    """Bytes that adapters of all linear layers add to them: casts to fp32 and back, dropout, scale, sum."""
-    matrix_bytes: float
-    """Bytes that attention reads and writes for each key over all layers, where it stores its whole matrix."""
-    model: Architecture
-
-    def flops(self, tokens: float, length: float) -> float:
-        """Return the operations for ``tokens`` in sequences of ``length``."""
-        return tokens * (self.dense_flops + self.expert_flops + self.key_flops * self.model.attention_span(length))
-
-    def product_seconds(self, speed: Speed, tokens: float) -> float:
-        """Return the time of matrix products with weights on one GPU with enough memory, for large micro-batches."""
-        experts = self.expert_flops / (speed.efficiency.expert_matmul * speed.efficiency.expert_balance)
-        return tokens * (self.dense_flops + experts) / speed.matmul_of(self.model.hidden_size)
-
-    def other_seconds(
-        self,
-        speed: Speed,
-        tokens: float,
-        length: float,
-        *,
-        fused: bool = False,
-        flash: bool = True,
-        adapters: bool = False,
-        attending: float | None = None,
-    ) -> float:
-        """Return the time of attention and elementwise kernels on one GPU with enough memory.
-
-        Fused kernels move half as many bytes. Without ``flash`` attention, every query is multiplied with every key,
-        and the matrix goes through memory. ``attending`` is the number of queries, where it is not that of tokens.
-        """
-        span = self.model.attention_span(length) if flash else length
-        attention = (
-            self.key_flops * span / speed.efficiency.attention * (1.0 if attending is None else attending / tokens)
-        )
-        moved = self.moved_bytes * (0.5 if fused else 1.0) + (0 if flash else self.matrix_bytes * length)
-        moved += self.adapter_bytes * (0.5 if fused else 1.0) if adapters else 0.0
-        return tokens * (attention / speed.matmul_of(self.model.hidden_size) + moved / speed.memory)
-
-
-@lru_cache(maxsize=256)
-def forward_work(model: Architecture) -> Work:
-    """Return the work of a forward pass: 2 operations per parameter and token, and more for attention.
-
-    Attention takes 2 operations for each value of a query, and of its output, and key that it attends to (Kaplan et al.
-    2020, table 1). Embeddings are looked up, not multiplied, except as a tied head.
-    """
-    experts = 0.0
-    if model.num_experts and model.num_experts_per_tok:
-        experts = model.num_expert_parameters * model.num_experts_per_tok / model.num_experts
-    dense = model.num_active_parameters - experts - model.embedding_parameters
-    if model.head_parameters == 0:
-        dense += model.vocab_size * model.hidden_size
-    hidden, heads = model.hidden_size, model.query_width + model.key_value_width
-    # Two norms by way of fp32, two residual sums; rotation of q and k; activation and product of the MLP.
-    values = 22 * hidden + 4 * heads + 5 * model.mlp_width
-    # Tokens copied to their experts' rows and back, and weighed.
-    values += 6 * hidden * (model.num_experts_per_tok or 0)
-    return Work(
-        dense_flops=2 * dense,
-        expert_flops=2 * experts,
-        key_flops=2.0 * model.num_hidden_layers * (model.query_width + model.output_width),
-        moved_bytes=2.0 * model.num_hidden_layers * values,
-        # Every layer reads and casts its input, and casts, scales and adds the products of A and B to its output.
-        adapter_bytes=model.num_hidden_layers
-        * (
-            6.0 * (5 * hidden + model.output_width + model.mlp_width) + 8.0 * (heads + 2 * model.mlp_width + 2 * hidden)
-        ),
-        # Scores, their sum with the mask, softmax by way of fp32: written and read.
-        matrix_bytes=16.0 * model.num_hidden_layers * model.num_attention_heads,
-        model=model,
     )

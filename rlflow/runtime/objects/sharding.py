@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Sequences
 from rlflow.engines.causal_lm.micro_batches import prompt_numbers
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.time.speed import forward_work
+from rlflow.resources.time.work import forward_work
 
 Index = NDArray[np.int64]
 Costs = NDArray[np.float64]

@@ -18,6 +18,7 @@ from rlflow.resources.planner.task_times import task_seconds
 from tests.helpers import load
 from tests.unit.resources.planner.planning import SEVEN_B, cluster
 
+QUERIES_AND_VALUES = Lora(rank=16, target_modules=("q_proj", "v_proj"))
 ATTENTION = 2 * (3584 + 3584) + 2 * (3584 + 512)
 MLP = 3 * (3584 + 18944)
 ON_ONE = Layout(micro_batch_tokens=4096, zero_stage=0, offload="none", gradient_checkpointing=True)
@@ -52,8 +53,8 @@ def test_an_update_has_state_for_adapters_alone() -> None:
 
 def test_inputs_are_copied_where_adapters_have_another_type() -> None:
     """peft converts each adapted layer's input to float32; six of them have 3584 values and the last one 18944."""
-    assert adapter_inputs(SEVEN_B, RANK_16) == 6 * 3584 + 18944
-    assert adapter_inputs(SEVEN_B, Lora(rank=16, target_modules=("q_proj", "v_proj"))) == 2 * 3584
+    assert adapter_inputs(SEVEN_B, RANK_16, SEVEN_B.layer_kinds[0]) == 6 * 3584 + 18944
+    assert adapter_inputs(SEVEN_B, QUERIES_AND_VALUES, SEVEN_B.layer_kinds[0]) == 2 * 3584
     adapters = replace(DEEPSPEED, lora=RANK_16, fused_loss=True)
     same, copied = (
         update_terms(SEVEN_B, ON_ONE, replace(adapters, adapter_inputs=bytes_), 4096)["activations"]

@@ -170,10 +170,10 @@ def test_a_tied_embedding_is_on_the_first_and_on_the_last_stage() -> None:
 def test_bytes_that_a_layer_saves() -> None:
     """Counted by hand, after Korthikanti et al. 2022, section 4.1, for Llama-2-7B (h = 4096, MLP 11008)."""
     attention = 2 * 4 * 4096 + 4 * 32  # query, key, value, output, log-sum-exp
-    fused = layer_activations(LLAMA, fused=True)
+    fused = layer_activations(LLAMA, LLAMA.layer_kinds[0], fused=True)
     assert fused.whole == 2 * (2 + 2) * 4096  # two norms, their input and their output
     assert fused.split == attention + 3 * 2 * 11008  # gate, up, product
-    eager = layer_activations(LLAMA, fused=False)
+    eager = layer_activations(LLAMA, LLAMA.layer_kinds[0], fused=False)
     assert eager.whole == 2 * (4 + 2 + 2) * 4096  # the input in fp32, normalised, and the output
     assert eager.split == attention + 4 * 2 * 11008
 
@@ -198,7 +198,7 @@ def test_stages_hold_as_many_micro_batches_as_there_are() -> None:
     """The first of four: 8 of 32 layers, four micro-batches; as many activations as without a pipeline."""
     staged = layout(pipeline_parallel_size=4, gradient_checkpointing=False, zero_stage=1)
     terms = update_terms(LLAMA, staged, MEGATRON, 8192)
-    saved = layer_activations(LLAMA, fused=True)
+    saved = layer_activations(LLAMA, LLAMA.layer_kinds[0], fused=True)
     layers = 8192 * 32 * (saved.whole + saved.split)
     assert terms["activations"] == pytest.approx((layers + 8192 * 2 * 11008) / GIB)
     assert terms["logits"] == 0

@@ -30,6 +30,7 @@ PUBLISHED = {
     "gemma2_9b": 9_241_705_984,
     "gemma3_1b": 999_885_952,
     "glm4_9b_0414": 9_400_279_040,
+    "granite_4_0_h_micro": 3_191_396_096,
     "gpt_oss_20b": 20_914_757_184,
     "llama2_13b": 13_015_864_320,
     "llama2_70b": 68_976_648_192,
@@ -38,11 +39,14 @@ PUBLISHED = {
     "llama3_1_70b": 70_553_706_496,
     "llama3_1_8b": 8_030_261_248,
     "llama3_2_1b": 1_235_814_400,
+    "lfm2_1_2b": 1_170_340_608,
     "llama3_2_3b": 3_212_749_824,
     "mistral_7b": 7_241_732_096,
     "mistral_nemo_12b": 12_247_782_400,
     "mixtral_8x22b": 140_630_071_296,
     "mixtral_8x7b": 46_702_792_704,
+    "nemotron_nano_12b_v2": 12_310_001_152,
+    "nemotron_nano_9b_v2": 8_888_227_328,
     "opt_6_7b": 6_658_473_984,
     "phi3_mini": 3_821_079_552,
     "phi4": 14_659_507_200,
@@ -77,6 +81,9 @@ def config_fields(of: Architecture) -> dict[str, Any]:
     figures = {name: value for name, value in asdict(of).items() if value is not None}
     theta, full = figures.pop("rope_theta"), figures.pop("num_full_attention_layers")
     shared, dense = figures.pop("shared_expert_intermediate_size"), figures.pop("num_dense_layers")
+    alone, recurrent = figures.pop("num_mlp_layers"), figures.pop("recurrent", None)
+    if recurrent is not None:
+        figures |= {"layer_types": _layer_types(of)} | _recurrence_fields(of.model_type, recurrent)
     figures["sliding_window"] = of.sliding_window
     figures["pad_token_id"] = 0  # the classes' own are beyond small vocabularies
     if of.model_type == "opt":
@@ -90,11 +97,48 @@ def config_fields(of: Architecture) -> dict[str, Any]:
         figures |= {"n_shared_experts": shared // figures["moe_intermediate_size"], "q_lora_rank": of.q_lora_rank}
     if of.model_type in ("mixtral", "gpt_oss"):
         figures["num_local_experts"] = figures.pop("num_experts")
+    if of.model_type == "granitemoehybrid":
+        width = shared or figures.pop("intermediate_size")
+        figures |= {"num_local_experts": figures.pop("num_experts", 0), "shared_intermediate_size": width}
+    if of.model_type == "nemotron_h":
+        experts = "moe" if of.num_experts else "mlp"
+        figures["layers_block_type"] = figures.pop("layer_types") + alone * [experts]
+        figures |= {"n_routed_experts": figures.pop("num_experts", 8), "moe_shared_expert_intermediate_size": shared}
+    if of.model_type == "gemma4_text":
+        every = of.num_hidden_layers // full
+        figures["layer_types"] = full * [*(every - 1) * ["sliding_attention"], "full_attention"]
+        figures |= {"enable_moe_block": bool(of.num_experts), "top_k_experts": of.num_experts_per_tok}
+        del figures["rope_parameters"]
+    if of.model_type in ("qwen3_next", "qwen3_5_moe_text"):
+        figures["shared_expert_intermediate_size"] = shared
+    if of.model_type in ("lfm2", "lfm2_moe"):
+        figures |= {"num_dense_layers": dense, "block_auto_adjust_ff_dim": False}
     if of.model_type == "qwen2_moe":
         figures["shared_expert_intermediate_size"] = shared
     if of.model_type in ("gemma2", "gemma3_text", "gpt_oss"):
         figures["layer_types"] = full * ["full_attention"] + (of.num_hidden_layers - full) * ["sliding_attention"]
     return figures
+
+
+def _layer_types(of: Architecture) -> list[str]:
+    """Recurrent layers first, whatever their order in the model."""
+    name = "conv" if of.model_type.startswith("lfm2") else "linear_attention"
+    return of.num_recurrent_layers * [name] + of.num_attention_layers * ["full_attention"]
+
+
+def _recurrence_fields(model_type: str, recurrent: dict[str, Any]) -> dict[str, Any]:
+    heads, size, kernel = recurrent["num_heads"], recurrent["head_dim"], recurrent["conv_kernel"]
+    groups, state = recurrent["num_key_heads"], recurrent["key_head_dim"]
+    if model_type.startswith("lfm2"):
+        return {"conv_L_cache": kernel}
+    if model_type == "nemotron_h":
+        named = {"mamba_num_heads": heads, "mamba_head_dim": size, "ssm_state_size": state}
+        return named | {"n_groups": groups, "conv_kernel": kernel}
+    if model_type == "granitemoehybrid":
+        named = {"mamba_n_heads": heads, "mamba_d_head": size, "mamba_d_state": state}
+        return named | {"mamba_n_groups": groups, "mamba_d_conv": kernel}
+    named = {"linear_num_value_heads": heads, "linear_value_head_dim": size, "linear_num_key_heads": groups}
+    return named | {"linear_key_head_dim": state, "linear_conv_kernel_dim": kernel}
 
 
 def weights(of: Architecture) -> dict[str, int]:
@@ -151,6 +195,31 @@ def test_attention_biases_are_those_of_the_modules(name: str, bias: bool) -> Non
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_parameters_are_those_of_the_published_weights(name: str) -> None:
     assert named(name).num_parameters == PUBLISHED[name]
+
+
+# Billions of parameters, all and active, that the developers state for the text model.
+STATED = {
+    "gemma4_26b_a4b": (25.2, 3.8),
+    "gemma4_31b": (30.7, 30.7),
+    "lfm2_8b_a1b": (8.3, 1.5),
+    "granite_4_0_h_small": (32, 9),
+    "nemotron_3_nano_30b_a3b": (31.6, 3.6),
+    "nemotron_3_super_120b_a12b": (120.6, 12.7),
+    "olmo_hybrid_7b": (7.4, 7.4),
+    "qwen3_5_122b_a10b": (122, 10),
+    "qwen3_5_27b": (27, 27),
+    "qwen3_5_35b_a3b": (35, 3.3),
+    "qwen3_5_397b_a17b": (397, 17),
+    "qwen3_5_9b": (9, 9),
+    "qwen3_next_80b_a3b": (80, 3.9),
+}
+
+
+@pytest.mark.parametrize("name", sorted(STATED))
+def test_parameters_of_hybrids_are_about_those_that_developers_state(name: str) -> None:
+    of, (billions, active) = named(name), STATED[name]
+    assert of.num_parameters / 1e9 == pytest.approx(billions, rel=0.015)
+    assert of.num_active_parameters / 1e9 == pytest.approx(active, rel=0.05)
 
 
 @pytest.mark.parametrize(

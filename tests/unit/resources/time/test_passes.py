@@ -19,7 +19,8 @@ from rlflow.resources.time.passes import (
     training,
     transfer_seconds,
 )
-from rlflow.resources.time.speed import Efficiency, Speed, forward_work, gpu_speed
+from rlflow.resources.time.speed import Efficiency, Speed, gpu_speed
+from rlflow.resources.time.work import forward_work
 
 LLAMA = Architecture(
     model_type="llama",

@@ -1,0 +1,189 @@
+"""Models of which some layers have a state of constant size in place of a KV cache."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rlflow.errors import RecipeError
+from rlflow.resources.layout import Layout
+from rlflow.resources.memory.phases import update_terms
+from rlflow.resources.memory.state import TrainingMemory, layer_activations
+from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.models.config import architecture_from_config
+from rlflow.resources.models.figures import check
+from rlflow.resources.models.lora import Lora, adapter_parameters
+from rlflow.resources.time.decoding import generation
+from rlflow.resources.time.lengths import Lengths
+from rlflow.resources.time.speed import Efficiency, gpu_speed
+from rlflow.resources.time.work import forward_work
+from tests.unit.resources.models.test_architecture import named
+from tests.unit.resources.planner.planning import H100
+
+NANO = named("nemotron_3_nano_30b_a3b")
+QWEN = named("qwen3_5_35b_a3b")
+GEMMA = named("gemma4_e4b")
+
+# As on the hub, without what the figures do not depend on.
+NANO_FILE = {
+    "model_type": "nemotron_h",
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "intermediate_size": 1856,
+    "num_hidden_layers": 52,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "vocab_size": 131072,
+    "max_position_embeddings": 262144,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "use_conv_bias": True,
+}
+QWEN_TEXT = {
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 2048,
+    "full_attention_interval": 4,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "rope_parameters": {"rope_theta": 10000000},
+}
+GEMMA_TEXT = {
+    "model_type": "gemma4_text",
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": None,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size_per_layer_input": 256,
+    "num_kv_shared_layers": 18,
+    "sliding_window": 512,
+    "layer_types": 7 * [*(5 * ["sliding_attention"]), "full_attention"],
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "model"),
+    [
+        (NANO_FILE, NANO),
+        ({"model_type": "qwen3_5_moe", "text_config": QWEN_TEXT, "vision_config": {"depth": 27}}, QWEN),
+        ({"model_type": "gemma4", "text_config": GEMMA_TEXT}, GEMMA),
+    ],
+)
+def test_figures_of_a_file_on_the_hub(file: dict[str, Any], model: Architecture) -> None:
+    assert replace(architecture_from_config(file, "m"), rope_theta=1.0) == replace(model, rope_theta=1.0)
+
+
+def test_unknown_kinds_of_layers_are_named() -> None:
+    with pytest.raises(RecipeError, match="layers of rwkv are not known to the planner"):
+        architecture_from_config(QWEN_TEXT | {"layer_types": 40 * ["rwkv"]}, "m")
+    alone = replace(NANO, num_mlp_layers=29)
+    with pytest.raises(RecipeError, match="expected at least one layer with attention"):
+        check(alone, "m")
+
+
+def test_kinds_of_layers() -> None:
+    counts = {(bool(kind.queries), bool(kind.recurrent), kind.sparse): kind.count for kind in NANO.layer_kinds}
+    assert counts == {(True, False, False): 6, (False, True, False): 23, (False, False, True): 23}
+    counts = {(bool(kind.queries), bool(kind.recurrent), kind.sparse): kind.count for kind in QWEN.layer_kinds}
+    assert counts == {(True, False, True): 10, (False, True, True): 30}
+
+
+def test_only_attention_caches_tokens_and_states_do_not_grow() -> None:
+    assert NANO.kv_values_per_token == 6 * 2 * 2 * 128
+    assert NANO.recurrent is not None
+    # The convolution's inputs in bf16, and a matrix of 64 x 128 in fp32 for each of 64 heads, in 23 layers.
+    assert NANO.recurrent.state_bytes == 23 * 6144 * 3 * 2 + 23 * 64 * 64 * 128 * 4
+    assert NANO.state_tokens(1) == pytest.approx(NANO.recurrent.state_bytes / (2 * 3072))
+    # On four GPUs two key-value heads are copied twice, so that a token takes half of what it takes on one.
+    assert NANO.state_tokens(4) == pytest.approx(NANO.state_tokens(1) / 2)
+    assert named("qwen3_8b").state_tokens(2) == 0
+
+
+def test_gemma_4_caches_layers_of_their_own() -> None:
+    """Of 42 layers the last 18 share: 20 of 35 with a window have a cache, and 4 of 7 without one."""
+    assert GEMMA.kv_values(100.0) == 100 * (20 * 2 * 2 * 256 + 4 * 2 * 2 * 512)
+    assert GEMMA.kv_values(1000.0) == 20 * 512 * 2 * 2 * 256 + 4 * 1000 * 2 * 2 * 512
+
+
+def test_activations_of_a_recurrent_layer() -> None:
+    """By hand for Qwen3.5's gated delta rule, fused: 16 key heads of 128, 32 heads of values of 128."""
+    kind = next(kind for kind in QWEN.layer_kinds if kind.recurrent)
+    projected = 2 * 2048 + 2 * 4096
+    convolved = 2 * 4096 + 4096  # keys and queries repeated for 32 heads, and values
+    mlp = 6 * (8 * 512 + 512)
+    assert layer_activations(QWEN, kind, fused=True).split == 2 * (projected + convolved + 2 * 4096) + mlp
+
+
+def test_layers_without_recomputation_keep_what_their_kinds_need() -> None:
+    training = TrainingMemory(fused_layers=True)
+    layout = Layout(zero_stage=0, offload="none", micro_batch_tokens=4096, gradient_checkpointing=False)
+    saved = sum(
+        kind.count * (bytes_.whole + bytes_.split)
+        for kind in NANO.layer_kinds
+        for bytes_ in [layer_activations(NANO, kind, fused=True)]
+    )
+    terms = update_terms(NANO, layout, training, 4096)
+    # At the loss, the input of the last norm is there besides.
+    assert terms["activations"] == pytest.approx(4096 * (saved + 8 * 2688) / 2**30, rel=1e-6)
+
+
+def test_adapters_of_recurrent_layers() -> None:
+    model = named("nemotron_nano_9b_v2")
+    mamba = (4480 + 2 * 10240 + 2 * 1024) + (10240 + 4480)
+    attention = 2 * (4480 + 40 * 128) + 2 * (4480 + 8 * 128)
+    mlp = 2 * (4480 + 15680)
+    assert adapter_parameters(model, Lora(rank=1)) == 27 * mamba + 4 * attention + 25 * mlp
+
+
+def test_recurrences_cost_the_same_for_every_length() -> None:
+    work = forward_work(QWEN)
+    grown = work.flops(1.0, 32768.0) - work.flops(1.0, 16384.0)
+    # Ten layers with attention, 16 heads of 256 for queries and as many for the output.
+    assert grown == pytest.approx(2 * 10 * 2 * 16 * 256 * (32768 - 16384) / 2)
+    without = replace(QWEN, recurrent=None, model_type="qwen3_moe")
+    assert forward_work(without).key_flops == 4 * work.key_flops
+
+
+def test_states_limit_the_sequences_of_an_engine() -> None:
+    """Room for 100,000 tokens holds the states and 1,024 tokens of a few sequences."""
+    lengths = Lengths((1024.0,))
+    made = generation(
+        NANO,
+        Layout(micro_batch_tokens=1),
+        gpu_speed(H100, 8, Efficiency()),
+        sequences=64,
+        group_size=1,
+        prompts=Lengths((1.0,)),
+        responses=lengths,
+        kv_tokens=100_000,
+    )
+    assert made.concurrency == pytest.approx(100_000 / (1 + lengths.residual + NANO.state_tokens(1)))
