@@ -27,7 +27,16 @@ def unfit(row: Row) -> str | None:
     """Return why rlflow cannot plan for the row's model; None if it can."""
     name = row.model.lower()
     if any(_MORE_THAN_TEXT.fullmatch(word) for word in re.split(r"[-_/() ]+", name)):
-        return "a model with more than a text decoder"
+        found = model_of(row)
+        if found is None or not found.encoder_parameters:
+            return "a model with more than a text decoder"
+        if "swift" not in row.system or re.search(r"full_vit|lora_llm|vit_gradient_checkpointing", row.text):
+            # ms-swift freezes encoders by default (freeze_vit, freeze_aligner), others do not.
+            return "an encoder of images that may be trained"
+        if re.search(r"video", row.text):
+            return "videos of unknown length"
+    elif "multimodal" in row.notes.lower():
+        return "images of which the row gives no number"
     if _QUANTISED.search(name) or _QUANTISED.search(row.source_path.lower()):
         return "quantised weights of other than four bits"
     if re.search(r"class|not named", name) or "identity approximate" in row.notes:
@@ -62,6 +71,8 @@ _ALIASES = {
     "deepseek_r1_distill_qwen_1_5b": ("deepscaler-1.5b",),
     "deepseek_v3": ("deepseek-r1",),
     "llama3_1_8b": ("llama-3-8b",),
+    "nemotron_3_nano_30b_a3b": ("nemotron-v3-nano-30b", "nemotron-3.5-lightning-30b-a3b"),
+    "nemotron_3_super_120b_a12b": ("nemotron-v3-super-120b",),
     "deepseek_llm_7b": ("deepseek-coder-7b",),
     "qwen3_30b_a3b": ("qwen3-moe-30b",),
     "llama3_1_70b": ("llama-3-70b",),
@@ -79,7 +90,7 @@ def _words(name: str) -> set[str]:
     tail = re.sub(r"^(nvidia|meta)-", "", tail).replace("1_8b", "1.8b")
     tail = tail.replace("llama2", "llama-2").replace("llama3", "llama-3")
     words = {word for word in re.split(r"[-_() ]+", tail) if word}
-    return {word for word in words if not re.fullmatch(r"instruct|base|chat|it|hf|v0\.\d|\d{4}|type", word)}
+    return {word for word in words if not re.fullmatch(r"instruct|base|chat|it|hf|bf16|v0\.\d|\d{4}|type", word)}
 
 
 def model_of(row: Row) -> Architecture | None:

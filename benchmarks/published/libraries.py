@@ -197,6 +197,8 @@ def _training(row: Row, model: Architecture, profile: Profile, tokens: float) ->
         training = replace(training, gradients=0, step=0)
     if settings.offloads_activations(row):
         training = replace(training, offloads_activations=True)
+    if settings.layers_per_checkpoint(row) > 1:
+        training = replace(training, layers_per_checkpoint=settings.layers_per_checkpoint(row))
     if settings.is_compiled(row):
         training = replace(training, fused_layers=True)
     training = _loss(row, training, profile, tokens, model)
@@ -294,7 +296,7 @@ def unknown(row: Row) -> list[str]:
         found.append("max_total_len")
     if "megatron" in backend and row.train_tp is None and row.train_pp is None and row.train_ep is None:
         found.append("train_tp")
-    if "selective" in row.grad_ckpt and settings.family_of(row) == "fsdp":
+    if "selec" in row.grad_ckpt and settings.family_of(row) == "fsdp":
         found.append("operations that checkpointing saves")
     if "sequence_parallel" in row.source_path and row.train_sp is None:
         found.append("train_sp")

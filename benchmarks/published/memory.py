@@ -142,6 +142,9 @@ def unfit(case: Case) -> str | None:
     for said, reason in _OUT_OF_SCOPE.items():
         if re.search(said, row.text):
             return reason
+    peak = _measured(row)
+    if peak is not None and state_terms(case.model, case.train, case.training)["weights"] > peak:
+        return "a peak below the weights that each GPU is said to hold"
     if not _decides(case) and _measured(row) is None and _bound(row) is None:
         return "no GPU named" if case.gpu is None else "neither outcome nor memory"
     return None

@@ -34,7 +34,13 @@ def checkpoints(row: Row) -> bool | None:
     value = row.grad_ckpt.lower()
     if not value:
         return None
-    return value in ("true", "full", "1", "unsloth")
+    return value.startswith("full") or value in ("true", "1", "unsloth")
+
+
+def layers_per_checkpoint(row: Row) -> int:
+    """Return how many layers are recomputed from one saved input."""
+    named = re.search(r"every (\d+) layers", row.grad_ckpt.lower())
+    return int(named[1]) if named else 1
 
 
 def lora_rank(row: Row) -> int:
@@ -122,7 +128,10 @@ def tensor_parallel_size(row: Row) -> int:
 def is_packed(row: Row) -> bool:
     """Return whether there is no padding: by name, by micro-batches in tokens, or by verl's use_remove_padding."""
     text = row.text
-    if re.search(r"(without|not using)[^:;]*(padding_free|packing)|remove_padding (off|=? ?false)|packing false", text):
+    if re.search(
+        r"(without|not using)[^:;]*(padding_free|packing)|remove_padding (off|=? ?false)|packing false|padding kept",
+        text,
+    ):
         return False
     if "dynamic batch false" in text:
         return False
@@ -133,6 +142,9 @@ def is_packed(row: Row) -> bool:
 def fills_limit(row: Row) -> bool:
     """Return whether every sample, or every pack of samples, is as long as the limit."""
     if re.search(r"not packed|well below|not filled|packing false", row.text) or row.rollout_engine:
+        return False
+    if "open-instruct" in row.system and row.algorithm.lower() == "dpo":
+        # Its packing of pairs only removes their padding (dataset_processor's TensorDataCollatorWithFlatteningDPO).
         return False
     mean = row.mean_response_len or row.mean_prompt_len
     if mean and row.max_total_len:

@@ -49,6 +49,8 @@ def unfit(case: Case) -> str | None:
     row = case.row
     if re.search(r"whole run|sync_time_only|per ppo sample", row.step_time_kind.lower()):
         return "not the time of a step"
+    if case.model.encoder_parameters:
+        return "images of which the row gives no number"
     if "prime" in row.system and row.gpu_type.startswith("B200"):
         return "kernels that were not ready for the GPU"
     if "sharding" in case.unknown and case.train.num_gpus > 1 and not row.rollout_engine:
@@ -255,7 +257,8 @@ def _scored(row: Row) -> float:
     algorithm, system = row.algorithm.lower(), row.system.lower()
     if not row.rollout_engine:
         # Preference losses of Hugging Face's kind and Megatron's score the pairs by the reference too.
-        return 1 if algorithm in ("dpo", "kto") and not row.lora_rank else 0
+        is_cached = "reference log-probs cached" in row.notes.lower()
+        return 1 if algorithm in ("dpo", "kto") and not row.lora_rank and not is_cached else 0
     if "nemo" in system:
         return 2  # policy and reference (nemo_rl/algorithms/grpo.py)
     if "verl" in system and row.placement == "disaggregate" and re.search(r"fully.async", row.text):

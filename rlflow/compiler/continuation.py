@@ -17,6 +17,21 @@ _MAY_CHANGE = re.compile(
     r"steps|evaluation(\..*)?|data\.batch_size|roles\.\w+\.optimizer\.(learning_rate|schedule|warmup_steps)"
 )
 _ABSENT = object()
+# Without them an architecture is what it was before they were known.
+_OF_SOME_MODELS = frozenset(
+    [
+        "recurrent",
+        "num_mlp_layers",
+        "moe_latent_size",
+        "global_head_dim",
+        "num_global_key_value_heads",
+        "attention_k_eq_v",
+        "num_kv_shared_layers",
+        "use_double_wide_mlp",
+        "hidden_size_per_layer_input",
+        "encoder_parameters",
+    ]
+)
 _NOT_OF_THE_EXPERIMENT = {"architecture", "architecture_of", "trust_remote_code"}
 
 
@@ -84,13 +99,20 @@ def _shown(value: Any) -> str:
     return "nothing" if value is _ABSENT else json.dumps(value)
 
 
+def _figures(architecture: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the figures of a model; those of layers that it does not have are left out."""
+    if architecture is None:
+        return None
+    return {key: value for key, value in architecture.items() if value or key not in _OF_SOME_MODELS}
+
+
 def _experiment(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return the parts of a recipe, and of the recipes that make its models, that do not depend on where it runs."""
     left_out = {"checkpoints", "expect", "models", "roles"}
     models = {
         # The figures of a model that has files of its own are no part of the experiment.
         name: {key: value for key, value in model.items() if key not in _NOT_OF_THE_EXPERIMENT}
-        | ({} if model["path"] is not None else {"architecture": model["architecture"]})
+        | ({} if model["path"] is not None else {"architecture": _figures(model["architecture"])})
         | {"recipe": _experiment(model["recipe"]) if model["recipe"] is not None else None}
         for name, model in recipe["models"].items()
     }

@@ -94,6 +94,8 @@ class TrainingMemory:
     """Bytes of a value in the copy of an adapted layer's input that is made in the adapter's type; 0: there is none."""
     offloads_activations: bool = False
     """Layers save their activations for the backward pass in host memory."""
+    layers_per_checkpoint: int = 1
+    """Layers that are recomputed from one saved input, with gradient checkpointing."""
     fused_layers: bool = False
     """Norms and activations are fused (Transformer Engine) and save less for the backward pass."""
     shards_norms: bool = False
@@ -192,6 +194,9 @@ def stage_state(model: Architecture, layout: Layout, training: TrainingMemory, s
         trained /= layout.tensor_parallel_size
         trained_sharded = trained * sharded / whole
         each = _ADAPTER_BYTES
+    # Encoders are whole on every tensor-parallel rank.
+    shards = layout.data_parallel_size * layout.sequence_parallel_size if zero == 3 else 1
+    frozen += training.weights * model.encoder_parameters / shards
     terms = {
         "weights": frozen + each["weights"] * (trained_sharded if zero == 3 else trained),
         "gradients": each["gradients"] * (trained_sharded if zero >= 2 else trained),
@@ -246,7 +251,8 @@ def layer_bytes(model: Architecture, layout: Layout, training: TrainingMemory, t
         layers.append((kind.count, everything, gradient))
     if layout.gradient_checkpointing:
         largest = max(everything + gradient for _, everything, gradient in layers)
-        return _recomputed_at_once(layout, training) * largest, tokens * 2 * model.hidden_size / around
+        saved = tokens * 2 * model.hidden_size / around / training.layers_per_checkpoint
+        return _recomputed_at_once(layout, training) * largest, saved
     mean = sum(count * everything for count, everything, _ in layers) / model.num_hidden_layers
     return max(gradient for _, _, gradient in layers), mean
 
@@ -259,4 +265,4 @@ def _recomputed_at_once(layout: Layout, training: TrainingMemory) -> int:
     """
     is_fsdp = layout.zero_stage == 3 and training.live_parameters is None
     shared = layout.data_parallel_size * layout.sequence_parallel_size > 1
-    return 2 if is_fsdp and shared and training.lora is not None else 1
+    return max(2 if is_fsdp and shared and training.lora is not None else 1, training.layers_per_checkpoint)

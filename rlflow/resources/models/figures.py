@@ -147,6 +147,8 @@ class Figures(Section):
     """Layers with shared keys and values have an MLP of twice the width."""
     hidden_size_per_layer_input: Annotated[int, Ge(0)] = 0
     """The width of embeddings that each layer has of its own."""
+    encoder_parameters: Annotated[int, Ge(0)] = 0
+    """Parameters of encoders of images and sound, which stay frozen; not among those of the decoder."""
 
     @cached_property
     def num_recurrent_layers(self) -> int:

@@ -178,7 +178,10 @@ def _passes(
     if layout.expert_parallel_size > 1:
         # To the experts and back, each token to as many as it takes (Lepikhin et al. 2020, section 3.2).
         peers = layout.expert_parallel_size
-        routed = sent / width * (model.num_experts_per_tok or 1) * (peers - 1) / peers / efficiency.expert_balance
+        input_bytes = sent * (model.moe_latent_size or model.hidden_size) / model.hidden_size
+        routed = (
+            input_bytes / width * (model.num_experts_per_tok or 1) * (peers - 1) / peers / efficiency.expert_balance
+        )
         exchanged = 2 * collectives * model.num_sparse_layers / stages
         communication += exchanged * (speed.message_s(peers) + routed / speed.exchange(peers))
     if sequence > 1:
