@@ -35,6 +35,7 @@ def test_a_smallest_set_of_pins_that_conflict() -> None:
     assert str(error.notes["Fix"]).startswith("roles.actor.gpus=3")
 
 
+@pytest.mark.slow
 def test_a_number_of_gpus_that_the_cluster_does_not_have() -> None:
     error = refused("recipe=grpo_7b", "roles.rollout.gpus=64", cluster="2x8")
     assert (error.path, error.fact) == ("roles.rollout.gpus", "64 does not fit 2x8@h100_80gb")
@@ -54,6 +55,7 @@ def test_two_conflicts_are_solved_together() -> None:
     assert error.notes["Fix"] == "roles.actor.label=null roles.rollout.label=null"
 
 
+@pytest.mark.slow
 def test_two_micro_batches_that_are_too_small() -> None:
     """The longest sequence has 512 tokens of a prompt and 2048 of a response."""
     pins = [f"roles.{role}.micro_batch_tokens=512" for role in ("actor", "critic")]
@@ -62,6 +64,7 @@ def test_two_micro_batches_that_are_too_small() -> None:
     assert str(error.notes["Fix"]).count("micro_batch_tokens=") == 2
 
 
+@pytest.mark.slow
 def test_the_memory_that_is_missing_is_measured_by_planning() -> None:
     """An engine on one GPU holds all weights of 32.8B parameters there, 61 GiB, and some room for one sequence."""
     error = refused("recipe=grpo_lora_32b", cluster="1x1@a100_40gb")
@@ -72,6 +75,7 @@ def test_the_memory_that_is_missing_is_measured_by_planning() -> None:
     assert str(error.notes["Fix"]).startswith("cluster=")
 
 
+@pytest.mark.slow
 def test_shorter_responses() -> None:
     """A pass over 64,096 tokens does not fit on one GPU, and one over 31,000 does."""
     error = refused("recipe=rm_7b", "expect.response_tokens=[30000]", cluster="1x1@rtx_4090")

@@ -15,6 +15,7 @@ def refused(*overrides: str, cluster: str = "1x8") -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["actor", "reference"])
 def test_than_a_micro_batch(role: str) -> None:
     told = refused("graph.rollouts.max_tokens=4096", f"roles.{role}.micro_batch_tokens=4000")

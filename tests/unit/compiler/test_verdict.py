@@ -40,6 +40,7 @@ def test_checkpointing_is_off_only_where_that_saves_more_than_the_error(recipe: 
     assert saves or with_it > chosen * (1 + TIME_ERROR)
 
 
+@pytest.mark.slow
 def test_a_pinned_size_may_be_tight() -> None:
     """Micro-batches as large as this need most of what the GPUs have; the change that is proposed makes them safe."""
     pinned = ("recipe=grpo_7b", "roles.actor.micro_batch_tokens=65536", "roles.actor.sequence_parallel_size=1")
@@ -56,7 +57,11 @@ def test_a_pinned_size_may_be_tight() -> None:
     [
         # Masters and moments of AdamW, 12 bytes a parameter, 7.6 and 72.7 billion of them.
         (("recipe=grpo_7b",), "1x1@rtx_4090", 12 * 7.6e9 / 2**30),
-        (("recipe=grpo_7b", "model@models.policy=qwen2_5_72b"), "1x8", 12 * 72.7e9 / 2**30),
+        pytest.param(
+            ("recipe=grpo_7b", "model@models.policy=qwen2_5_72b"),
+            *("1x8", 12 * 72.7e9 / 2**30),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_host_memory_that_nobody_stated(recipe: tuple[str, ...], cluster: str, state_gib: float) -> None:
@@ -68,6 +73,7 @@ def test_host_memory_that_nobody_stated(recipe: tuple[str, ...], cluster: str, s
     assert "GiB of host memory on host-0; the cluster does not state it" in " ".join(drawn(plan, 100).split())
 
 
+@pytest.mark.slow
 def test_host_memory_that_is_stated() -> None:
     cluster = load_cluster("1x8")
     recipe = load("recipe=grpo_7b", "model@models.policy=qwen2_5_72b")

@@ -44,6 +44,7 @@ def test_the_number_of_samples_does_not_fill_gpus() -> None:
     assert found["graph.rollouts.max_tokens"] == "32256, the model's positions"
 
 
+@pytest.mark.slow
 def test_what_pinned_values_cost() -> None:
     slow = Problem(load("recipe=grpo_7b", "roles.rollout.gpus=1", "roles.rollout.colocate=[]"), load_cluster("1x8"), {})
     told = cost_of_pins(slow)
@@ -56,6 +57,7 @@ def test_what_pinned_values_cost() -> None:
     assert cost_of_pins(Problem(load("recipe=grpo_7b"), load_cluster("1x8"), {})) is None
 
 
+@pytest.mark.slow
 def test_a_plan_answers_with_its_own_calibration() -> None:
     """On slower GPUs the answer about pinned values counts the longer step too."""
     cluster = load_cluster("1x8")
