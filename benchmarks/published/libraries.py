@@ -23,12 +23,12 @@ FSDP2 = TrainingMemory(weights=4, gradients=4, optimizer=8, keeps_gradients=Fals
 """Sharded fp32 parameters, gathered as bf16; AdamW parameter by parameter (``foreach=False``)."""
 FSDP = replace(FSDP2, step=4)
 """The same with torch's own AdamW, which steps all parameters at once."""
-LOGPROB_LOGITS, VERL_LOGITS, OPENRLHF_LOGITS, FAST_LOGITS = 14, 6, 10, 8
+LOGPROB_LOGITS, VERL_LOGITS, OPENRLHF_LOGITS, FAST_LOGITS = 14, 8, 10, 8
 """Bytes of a logit at the peak of a loss. NeMo-RL, and others' sampling on Megatron: log-softmax of each
-tensor-parallel rank's share in fp32, its exponential and gradients. verl (workers/actor/dp_actor.py): bf16 logits, and
-their gradients by the kernel for cross-entropy and by the entropy. OpenRLHF: the same kernel on fp32 logits besides
-those in bf16. Kernels for cross-entropy alone (Unsloth's, Liger's): bf16 logits, their copy in
-fp32, and gradients in bf16."""
+tensor-parallel rank's share in fp32, its exponential and gradients. verl (workers/actor/dp_actor.py) divides a view of
+its bf16 logits by the temperature in place: autograd then holds four copies of their gradient (measured with torch's
+CPU allocator, tests/unit/test_published.py). OpenRLHF: the kernel for cross-entropy on fp32 logits besides those in
+bf16. Kernels for cross-entropy alone (Unsloth's, Liger's): bf16 logits, their copy in fp32, and gradients in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)

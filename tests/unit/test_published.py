@@ -2,12 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.published import boundaries, memory
 from benchmarks.published.cards import further_models
 from benchmarks.published.cases import Case, Skipped, case_of
+from benchmarks.published.libraries import VERL_LOGITS
 from benchmarks.published.rows import Row, row_of
 from benchmarks.published.settings import sequences_per_sample
 from rlflow.resources.models.architecture import Architecture
@@ -329,3 +334,34 @@ def test_what_nvidia_smi_showed_beside_torch() -> None:
     assert device == pytest.approx(both.prediction.update_gib + both.prediction.cached)
     full = replace(both.prediction, cached=1000.0)
     assert memory.comparable(both.case, full, "nvidia-smi") == both.prediction.limit
+
+
+class Loss(torch.autograd.Function):
+    """A loss whose kernel keeps the logits and writes their gradient in the same type."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits)
+        return logits[:, 0].float().mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (logits,) = ctx.saved_tensors
+        return torch.zeros_like(logits)
+
+
+@pytest.mark.slow
+def test_logits_that_are_divided_in_place_need_four_copies_of_their_gradient() -> None:
+    """verl's loss: cross-entropy and entropy of ``output.logits.squeeze(0).div_(temperature)`` in bf16."""
+    tokens, width, vocabulary = 256, 16, 4096
+    hidden = torch.zeros(1, tokens, width, dtype=torch.bfloat16, requires_grad=True)
+    head = torch.zeros(vocabulary, width, dtype=torch.bfloat16)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        logits = torch.nn.functional.linear(hidden, head).squeeze(0)
+        logits.div_(1.0)
+        losses = [Loss.apply(logits) for _ in ("cross-entropy", "entropy")]  # type: ignore[no-untyped-call]
+        del logits
+        torch.autograd.backward(losses)
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    assert max(accumulate(sizes)) == pytest.approx(VERL_LOGITS * tokens * vocabulary, rel=0.05)
