@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from benchmarks.published import settings
-from benchmarks.published.batches import Batch, batch_of, is_compared, is_full, lengths_are_given
+from benchmarks.published.batches import Batch, batch_of, is_compared, is_full, lengths_are_given, stated_tokens
 from benchmarks.published.cards import model_of
 from benchmarks.published.cases import Case
 from benchmarks.published.rows import Row
@@ -69,7 +69,8 @@ def unfit(case: Case) -> str | None:
         return "no GPUs for generating"
     if batch_of(case) is None and not row.rollout_engine.startswith("ds"):
         return "no size of a step"
-    if not row.rollout_engine and not is_full(row) and "mean_response_len" in case.assumed:
+    is_guessed = "mean_response_len" in case.assumed and stated_tokens(case) is None
+    if not row.rollout_engine and not is_full(row) and is_guessed:
         return "lengths of supervised data unknown"
     if row.rollout_engine and not row.rollout_engine.startswith("ds") and not lengths_are_given(case):
         return "lengths of responses are not given"

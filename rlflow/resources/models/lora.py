@@ -32,7 +32,16 @@ class Lora(Section):
 
 def adapter_parameters(model: Architecture, lora: Lora) -> int:
     """Return rank x (inputs + outputs), summed over the layers that have an adapter (Hu et al. 2021, section 4.2)."""
-    return lora.rank * sum(kind.count * sum(_target_widths(model, lora, kind).values()) for kind in model.layer_kinds)
+    widths = sum(kind.count * sum(_target_widths(model, lora, kind).values()) for kind in model.layer_kinds)
+    if lora.target_modules == "all-linear":
+        widths += _own_input_widths(model)
+    return lora.rank * widths
+
+
+def _own_input_widths(model: Architecture) -> int:
+    """Return inputs plus outputs of the projections to and from embeddings that layers have of their own (Gemma 4)."""
+    hidden, own, layers = model.hidden_size, model.hidden_size_per_layer_input, model.num_hidden_layers
+    return hidden + layers * own + layers * 2 * (hidden + own) if own else 0
 
 
 def adapter_inputs(model: Architecture, lora: Lora, kind: LayerKind) -> int:
