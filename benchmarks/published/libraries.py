@@ -209,7 +209,8 @@ def _training(row: Row, model: Architecture, profile: Profile, tokens: float) ->
         frozen = _four_bit(model, ends=4 if "qwen" in row.system else 2)
     targets = settings.lora_targets(row)
     lora = Lora(rank=settings.lora_rank(row), target_modules=targets or "all-linear")
-    return replace(training, lora=lora, weights=frozen, adapter_inputs=profile.adapter_inputs)
+    ends = settings.trains_ends(row)
+    return replace(training, lora=lora, weights=frozen, adapter_inputs=profile.adapter_inputs, trains_ends=ends)
 
 
 def _four_bit(model: Architecture, *, ends: float) -> float:

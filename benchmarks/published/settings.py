@@ -52,6 +52,11 @@ def lora_rank(row: Row) -> int:
     return 8 if re.search(r"(^|; )q?lora\b", row.notes, re.I) else 0
 
 
+def trains_ends(row: Row) -> bool:
+    """Return whether embeddings and head are trained beside adapters."""
+    return bool(re.search(r"lora \(emb\)|embedding and output layer trained", row.text))
+
+
 def lora_targets(row: Row) -> tuple[str, ...]:
     """Return the projections that have adapters, as far as the row names some instead of all."""
     named = re.search(r"targets ((?:\w+_proj,?)+)|lora (q,v),", row.notes.lower())
@@ -102,7 +107,7 @@ def unfit(row: Row) -> str | None:
     """Return why the row does not determine the library's work; None if it does."""
     text = row.text
     tuner = re.search(r"tuner=(\w+)", text)
-    if (tuner and tuner[1] not in ("lora", "full")) or re.search(r"\bosf\b|lora \(emb\)|embedding and output", text):
+    if (tuner and tuner[1] not in ("lora", "full")) or re.search(r"\bosf\b", text):
         return "a tuner that is neither full nor LoRA"
     if re.search(r"galore|\blisa\b|muon|adafactor|\bsgd\b", text) and "adam(w)" not in text:
         return "an optimizer other than Adam"

@@ -93,6 +93,9 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
     if is_full(case.row):
         # All samples are equally long.
         efficiency = replace(efficiency, balance=1.0)
+    if "scattermoe" in case.row.text:
+        # Its kernel needs no numbers of tokens on the host.
+        efficiency = replace(efficiency, expert_layer_s=0.0)
     if "balanced fake expert gate" in case.row.notes:
         efficiency = replace(efficiency, expert_balance=1.0)
     # A card of unknown size computes like others of its kind; without any memory it would be a CPU.

@@ -165,7 +165,8 @@ def _step_bytes(model: Architecture, layout: Layout, training: TrainingMemory, s
     if training.lora is None:
         return training.step * min(shards * (stage.dense + stage.experts), training.step_parameters)
     trained = adapter_parameters(model, training.lora) * stage.num_layers / model.num_hidden_layers
-    return (4.0 if training.step else 0.0) * shards * trained / layout.tensor_parallel_size
+    ends = training.step * shards * stage.ends if training.trains_ends else 0.0
+    return ends + (4.0 if training.step else 0.0) * shards * trained / layout.tensor_parallel_size
 
 
 def _reduced_at_once(training: TrainingMemory, stage: Stage, zero: int) -> float:

@@ -90,6 +90,8 @@ class TrainingMemory:
     """An fp32 master copy and Adam's two moments (Rajbhandari et al. 2020, ZeRO, section 3.1)."""
     lora: Lora | None = None
     """Adapters; the weights are frozen and have no gradients."""
+    trains_ends: bool = False
+    """Embeddings and head are trained beside adapters, in copies of their own (peft's ``modules_to_save``)."""
     adapter_inputs: float = 0
     """Bytes of a value in the copy of an adapted layer's input that is made in the adapter's type; 0: there is none."""
     offloads_activations: bool = False
@@ -194,13 +196,21 @@ def stage_state(model: Architecture, layout: Layout, training: TrainingMemory, s
         trained /= layout.tensor_parallel_size
         trained_sharded = trained * sharded / whole
         each = _ADAPTER_BYTES
+    ends = dict.fromkeys(each, 0.0)
+    if training.lora is not None and training.trains_ends:
+        parts = stage.ends * sharded / whole
+        ends = {
+            "weights": training.weights * (parts if zero == 3 else stage.ends),
+            "gradients": training.gradients * (parts if zero >= 2 else stage.ends),
+            "optimizer": training.optimizer * (parts if zero >= 1 else stage.ends),
+        }
     # Encoders are whole on every tensor-parallel rank.
     shards = layout.data_parallel_size * layout.sequence_parallel_size if zero == 3 else 1
     frozen += training.weights * model.encoder_parameters / shards
     terms = {
-        "weights": frozen + each["weights"] * (trained_sharded if zero == 3 else trained),
-        "gradients": each["gradients"] * (trained_sharded if zero >= 2 else trained),
-        "optimizer": each["optimizer"] * (trained_sharded if zero >= 1 else trained),
+        "weights": frozen + ends["weights"] + each["weights"] * (trained_sharded if zero == 3 else trained),
+        "gradients": ends["gradients"] + each["gradients"] * (trained_sharded if zero >= 2 else trained),
+        "optimizer": ends["optimizer"] + each["optimizer"] * (trained_sharded if zero >= 1 else trained),
     }
     if layout.offload in ("optimizer", "weights"):
         terms["optimizer"] = 0.0
