@@ -119,7 +119,16 @@ def test_gpus_are_found_by_kind_and_memory(name: str, size: str, gib: float | No
         ({"outcome": "not_shown"}, "a blank cell: no evidence"),
         ({"model": "Qwen/InternVL3-8B"}, "a model with more than a text decoder"),
         ({"source_path": "examples/train/qlora/hqq.sh"}, "quantised weights of other than four bits"),
-        ({"notes": "LoRA (emb); embedding and output layer trained too"}, "a tuner that is neither full nor LoRA"),
+        (
+            {"model": "Qwen/Qwen2.5-VL-7B-Instruct", "system": "verl"},
+            "an encoder of images that may be trained",
+        ),
+        (
+            {"model": "Qwen/Qwen2.5-VL-7B-Instruct", "notes": "tuner=lora_llm"},
+            "an encoder of images that may be trained",
+        ),
+        ({"notes": "multimodal Geo3K"}, "images of which the row gives no number"),
+        ({"notes": "tuner=osf; OSF"}, "a tuner that is neither full nor LoRA"),
         ({"notes": "optimizer_cpu_offload_fraction=0.5"}, "an optimizer of which a part is offloaded"),
         ({"model": "nobody/nothing-7B"}, "a model without figures"),
         ({"params_b": "14"}, "a model without figures"),

@@ -112,7 +112,7 @@ def _moments(
     per_rank = tokens / layout.sequence_parallel_size
     layer, saved = layer_bytes(model, layout, training, per_rank)
     saved_activations = 0.0 if training.offloads_activations else saved * stage.num_layers * stage.in_flight
-    # Embeddings that layers have of their own (Gemma 4): looked up, projected, normalised by way of fp32, and their sum.
+    # Embeddings that layers have of their own (Gemma 4): looked up, projected, normalised in fp32, and their sum.
     saved_activations += per_rank * 12 * model.num_hidden_layers * model.hidden_size_per_layer_input
     logits = per_rank * model.num_outputs / layout.tensor_parallel_size if stage.head else 0.0
     full = training.lora is None

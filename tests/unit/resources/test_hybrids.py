@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from rlflow.errors import RecipeError
-from rlflow.resources.layout import Layout
-from rlflow.resources.memory.phases import update_terms
-from rlflow.resources.memory.state import TrainingMemory, layer_activations
+from rlflow.resources.layout import GIB, Layout
+from rlflow.resources.memory.phases import generate_memory, update_terms
+from rlflow.resources.memory.state import TrainingMemory, layer_activations, state_terms
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.config import architecture_from_config
 from rlflow.resources.models.figures import check
@@ -153,7 +153,7 @@ def test_layers_without_recomputation_keep_what_their_kinds_need() -> None:
     )
     terms = update_terms(NANO, layout, training, 4096)
     # At the loss, the input of the last norm is there besides.
-    assert terms["activations"] == pytest.approx(4096 * (saved + 8 * 2688) / 2**30, rel=1e-6)
+    assert terms["activations"] == pytest.approx(4096 * (saved + 8 * 2688) / GIB, rel=1e-6)
 
 
 def test_adapters_of_recurrent_layers() -> None:
@@ -187,3 +187,55 @@ def test_states_limit_the_sequences_of_an_engine() -> None:
         kv_tokens=100_000,
     )
     assert made.concurrency == pytest.approx(100_000 / (1 + lengths.residual + NANO.state_tokens(1)))
+
+
+def test_embeddings_of_each_layer_stay_for_the_backward_pass() -> None:
+    """Gemma 4 E4B has 42 times 256 values for a token: 12 bytes of each, whether layers are recomputed or not."""
+    layout = Layout(zero_stage=0, offload="none", micro_batch_tokens=4096, gradient_checkpointing=True)
+    without = replace(GEMMA, hidden_size_per_layer_input=0)
+    with_them, alone = (
+        update_terms(model, layout, TrainingMemory(fused_loss=True), 4096)["activations"] for model in (GEMMA, without)
+    )
+    assert with_them - alone == pytest.approx(4096 * 12 * 42 * 256 / GIB, rel=1e-3)
+    # Two projections in each layer and one for all.
+    rank_1 = Lora(rank=1)
+    more = 42 * 2 * (2560 + 256) + 2560 + 42 * 256
+    assert adapter_parameters(GEMMA, rank_1) - adapter_parameters(without, rank_1) == more
+
+
+def test_encoders_are_frozen_and_whole_on_each_tensor_parallel_rank() -> None:
+    text = named("qwen2_5_7b")
+    sees = replace(text, encoder_parameters=676_000_000)
+    layout = Layout(tensor_parallel_size=2, zero_stage=1, offload="none", micro_batch_tokens=1)
+    terms, without = (state_terms(model, layout, TrainingMemory()) for model in (sees, text))
+    assert terms["weights"] - without["weights"] == pytest.approx(2 * 676e6 / GIB)
+    assert (terms["gradients"], terms["optimizer"]) == (without["gradients"], without["optimizer"])
+    sharded = Layout(data_parallel_size=4, zero_stage=3, offload="none", micro_batch_tokens=1)
+    spread = [state_terms(model, sharded, TrainingMemory())["weights"] for model in (sees, text)]
+    assert spread[0] - spread[1] == pytest.approx(2 * 676e6 / 4 / GIB)
+    engines = [generate_memory(model, layout, 80).terms["weights"] for model in (sees, text)]
+    assert engines[0] - engines[1] == pytest.approx(2 * 676e6 / GIB)
+
+
+def test_ends_that_are_trained_beside_adapters_have_copies() -> None:
+    """Weights, gradients and Adam's moments in bf16 for the embeddings and the head of Qwen2.5 7B."""
+    text, layout = named("qwen2_5_7b"), Layout(zero_stage=0, offload="none", micro_batch_tokens=1)
+    adapters = TrainingMemory(weights=2, gradients=2, optimizer=4, lora=Lora(rank=8))
+    plain, trained = (state_terms(text, layout, replace(adapters, trains_ends=ends)) for ends in (False, True))
+    ends = 2 * 152064 * 3584 / GIB
+    assert {name: trained[name] - plain[name] for name in plain} == pytest.approx(
+        {"weights": 2 * ends, "gradients": 2 * ends, "optimizer": 4 * ends}
+    )
+
+
+def test_layers_that_share_a_checkpoint() -> None:
+    """Two layers at a time keep half of the inputs, and are recomputed together."""
+    layout = Layout(zero_stage=0, offload="none", micro_batch_tokens=4096, gradient_checkpointing=True)
+    llama = named("llama2_7b")
+    one = TrainingMemory(fused_loss=True, logits=0)
+    kept = [
+        update_terms(llama, layout, replace(one, layers_per_checkpoint=count), 4096)["activations"] for count in (1, 2)
+    ]
+    bytes_ = layer_activations(llama, llama.layer_kinds[0], fused=False)
+    layer = bytes_.whole + bytes_.split + 2 * 11008
+    assert kept[1] - kept[0] == pytest.approx(4096 * (layer - 32 * 4096) / GIB)
