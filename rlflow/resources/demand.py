@@ -44,9 +44,13 @@ class Demand:
         return int(value)
 
     def shares_heads(self, size: int) -> bool:
-        """Return whether ``size`` GPUs can share the attention heads evenly."""
+        """Return whether ``size`` GPUs can share the heads of attention and of recurrent layers evenly."""
         model = self.architecture
-        return model is None or heads_divide(model.num_attention_heads, model.num_key_value_heads, size)
+        if model is None:
+            return True
+        if model.recurrent is not None and model.recurrent.value_width % size:
+            return False
+        return heads_divide(model.num_attention_heads, model.num_key_value_heads, size)
 
     def check(self, largest_host: int, *, on_gpus: bool = True) -> None:
         """Check the pins against the engine, the hosts and each other. Raises PlacementError."""

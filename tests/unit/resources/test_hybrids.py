@@ -239,3 +239,25 @@ def test_layers_that_share_a_checkpoint() -> None:
     bytes_ = layer_activations(llama, llama.layer_kinds[0], fused=False)
     layer = bytes_.whole + bytes_.split + 2 * 11008
     assert kept[1] - kept[0] == pytest.approx(4096 * (layer - 32 * 4096) / GIB)
+
+
+def test_a_width_that_the_class_rounds() -> None:
+    """LFM2's file has 12288 for the MLP, of which its class takes two thirds."""
+    file = {
+        "model_type": "lfm2",
+        "hidden_size": 2048,
+        "block_ff_dim": 12288,
+        "block_auto_adjust_ff_dim": True,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+        "conv_L_cache": 3,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "intermediate_size": 12288,
+        "max_position_embeddings": 128000,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "rope_theta": 1000000.0,
+        "vocab_size": 65536,
+    }
+    assert architecture_from_config(file, "m") == named("lfm2_1_2b")
