@@ -28,8 +28,6 @@ from rlflow.compiler import compile_recipe
 from rlflow.compose import load_cluster
 
 _STEPS = 6
-# A prompt is two numbers of two digits with their signs; a response is a sum of up to three digits and its end.
-_LENGTHS = ("expect.prompt_tokens=[6]", "expect.response_tokens=[4]")
 _LOCAL, _HOSTS = "1x1@cpu", "2x1@cpu"
 _GOALS = {"step_time_error_median": 0.20, "step_time_error_max": 0.35, "memory_error_max": 0.15}
 
@@ -94,8 +92,8 @@ def _recipe(model: str, cluster: str, folder: Path) -> tuple[str, ...]:
         )
         return (f"recipe={write_recipe(recipe_of(probe), folder)}",)
     if model == "sft_tiny":
-        return (f"recipe={model}", *_LENGTHS, *(("roles.actor.engine=deepspeed",) if on_hosts else ()))
-    return (f"recipe={model}{'_cluster' if on_hosts else ''}", *_LENGTHS, "evaluation=null")
+        return (f"recipe={model}", *(("roles.actor.engine=deepspeed",) if on_hosts else ()))
+    return (f"recipe={model}{'_cluster' if on_hosts else ''}", "evaluation=null")
 
 
 def measure(case: Case, calibration: Path, folder: Path) -> Result:

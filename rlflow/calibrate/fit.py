@@ -19,6 +19,7 @@ from rlflow.compiler.plan import Plan, read_plan
 from rlflow.errors import RecipeError
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.demand import Demand
+from rlflow.resources.memory.processes import LOCAL_PROCESS
 from rlflow.resources.planner.pool import select_hosts
 from rlflow.resources.planner.task_times import task_seconds, weight_sync_seconds
 from rlflow.resources.time.calibration import (
@@ -32,14 +33,16 @@ from rlflow.resources.time.speed import Efficiency, Speed
 from rlflow.resources.workload import Task
 
 # The figures that a measured node says something about, and the factor by which each may be expected to change.
-_SHARES = {"matmul": 2.0, "memory": 2.0}
+_SHARES = {"matmul": 2.0, "memory": 2.0, "elementwise": 2.0}
 _TIMES = {"call_s": 10.0, "pass_sample_s": 10.0}
 _IN_PASSES = _SHARES | _TIMES | {"train_layer_s": 10.0}
 _IN_GENERATION = _SHARES | _TIMES | {"decode_layer_s": 10.0, "decode_step_s": 10.0, "decode_sequence_s": 10.0}
 # The fit works on logarithms, so times that are zero by default start at these values.
 _UNMEASURED = {"call_s": 2e-3, "pass_sample_s": 5e-5}
-# Below this a time says nothing, and a measured node differs from run to run by more than this share.
-_LEAST_S, _NOISE = 1e-6, 0.05
+# The smallest value of a figure, and the time that is added to every node: a node that takes less says little.
+_LEAST_S, _SMALL_S = 1e-6, 2e-3
+# The share by which measured nodes differ from run to run.
+_NOISE = 0.05
 _ROUNDS = 40
 
 
@@ -73,15 +76,19 @@ def fit_efficiency(nodes: Sequence[MeasuredNode], start: Efficiency) -> Efficien
 
     def misses(point: NDArray[np.float64]) -> NDArray[np.float64]:
         found = at(point)
-        errors = [np.log(max(node.predict(found), _LEAST_S) / max(node.seconds, _LEAST_S)) for node in nodes]
+        errors = [np.log((node.predict(found) + _SMALL_S) / (node.seconds + _SMALL_S)) for node in nodes]
         return np.concatenate([np.array(errors) / _NOISE, (point - first) / spread])
 
     point, damping = np.minimum(first, highest), 1.0
     current = misses(point)
     for _ in range(_ROUNDS):
         slopes = np.stack([(misses(point + step) - current) / 1e-4 for step in 1e-4 * np.eye(len(names))], axis=1)
-        normal = slopes.T @ slopes
-        change = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slopes.T @ current)
+        gradient = slopes.T @ current
+        # A share that is one already stays there if the gradient would increase it.
+        free = (point < highest) | (gradient > 0)
+        normal = slopes[:, free].T @ slopes[:, free]
+        change = np.zeros(len(names))
+        change[free] = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient[free])
         tried = np.minimum(point + np.clip(change, -2, 2), highest)
         after = misses(tried)
         if after @ after < current @ current:
@@ -189,13 +196,13 @@ def _with(speed: Speed, efficiency: Efficiency) -> Speed:
 
 def _unexplained_gib(plan: Plan, report: Mapping[str, Any], engine: str) -> list[float]:
     """Return by how much each phase of each process with this engine held more on a CPU than was predicted."""
-    if plan.prediction.headroom_gib is not None:
-        return []
     names = {name for name, role in plan.recipe.roles.items() if role.engine == engine}
+    if plan.prediction.headroom_gib is not None or not names:
+        return []
     return [
         pair["measured"] - pair["predicted"]
         for process, phases in report.get("memory", {}).items()
-        if process.partition("/")[0] in names or "/" not in process
+        if process.partition("/")[0] in names or process == LOCAL_PROCESS
         for pair in phases.values()
         if pair["measured"] and pair["predicted"]
     ]

@@ -1,12 +1,12 @@
 """lower: turn a graph into the requirements of every role and the workload of a step, for any cluster."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.batch import Pairs
 from rlflow.compiler.checks import check_groups, check_resampling, check_reward_models
 from rlflow.compiler.edges import graph_edges
-from rlflow.compiler.graph import Graph, GraphNode, resampled_nodes
+from rlflow.compiler.graph import Graph, GraphNode, accuracy_node, evaluation_nodes, resampled_nodes
 from rlflow.compiler.wire import wire
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import PlacementError, RecipeError
@@ -77,7 +77,12 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     )
     tasks = _tasks(recipe, graph)
     _check_micro_batches(recipe, tasks)
-    workload = Workload(tasks=tasks, copies=syncs, edges=graph_edges(graph, tasks, _text_bytes(recipe)))
+    workload = Workload(
+        tasks=tasks,
+        copies=syncs,
+        edges=graph_edges(graph, tasks, _text_bytes(recipe)),
+        evaluation=_evaluation(recipe, graph, tasks),
+    )
     return Requirements(demands=tuple(demands), workload=workload)
 
 
@@ -114,6 +119,21 @@ def _tasks(recipe: Recipe, graph: Graph) -> tuple[Task, ...]:
     return tuple(
         replace(task, samples=round(task.samples * recipe.expect.rounds)) if task.node in resampled else task
         for task in tasks.values()
+    )
+
+
+def _evaluation(recipe: Recipe, graph: Graph, tasks: Sequence[Task]) -> tuple[Task, ...]:
+    """Return the tasks of an evaluation: one response to each held-out prompt, or the scores of held-out pairs."""
+    if recipe.evaluation is None:
+        return ()
+    count = recipe.evaluation.num_prompts
+    if graph.evaluation_metric == "accuracy" and (update := accuracy_node(graph)) is not None:
+        scoring = tasks[: graph.nodes.index(update) + 1]
+        pairs = (replace(task, samples=count * task.unit_size, after=(), streams=False) for task in scoring)
+        return tuple(replace(task, kind="score" if task.kind == "update" else task.kind) for task in pairs)
+    names = [node.name for node in evaluation_nodes(graph) or ()]
+    return tuple(
+        replace(task, samples=count, group_size=1, after=(), streams=False) for task in tasks if task.node in names
     )
 
 

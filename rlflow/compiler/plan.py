@@ -24,7 +24,7 @@ from rlflow.resources.time.calibration import Calibration, calibration_from
 from rlflow.resources.workload import Workload
 from rlflow.schema import parse
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 # The path of the error for a search that found nothing, where no value of the recipe alone is to blame.
 NOTHING_FITS = "roles"
 # Seconds. If a step on CPUs takes longer, the recipe is meant for GPUs.
@@ -50,8 +50,8 @@ class Plan:
 
     @property
     def cost(self) -> RunCost:
-        """Return the time and the price of all steps."""
-        return run_cost(self.recipe.steps, self.prediction, self.cluster, self.roles)
+        """Return the time and the price of the run."""
+        return run_cost(self.recipe, self.prediction, self.cluster, self.roles)
 
     @property
     def calibration(self) -> Calibration:

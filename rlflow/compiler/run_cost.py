@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 
+from rlflow.recipe import Recipe
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.layout import RolePlacement
 from rlflow.resources.planner.prediction import Prediction
@@ -10,7 +12,7 @@ from rlflow.resources.planner.prediction import Prediction
 
 @dataclass(frozen=True, kw_only=True)
 class RunCost:
-    """The predicted cost of all steps, without evaluation, checkpoints and the start of engines."""
+    """The predicted cost of all steps, evaluations and checkpoints, without the start of engines."""
 
     hours: float
     hours_range: tuple[float, float]
@@ -21,10 +23,17 @@ class RunCost:
     """The price of all GPUs of the hosts in use, since hosts are rented whole; None if a kind of GPU has no price."""
 
 
-def run_cost(steps: int, prediction: Prediction, cluster: Cluster, placements: Mapping[str, RolePlacement]) -> RunCost:
-    """Return the cost of a run with so many steps."""
-    hours = steps * prediction.step_seconds / 3600
-    low, high = (steps * seconds / 3600 for seconds in prediction.step_seconds_range)
+def run_cost(
+    recipe: Recipe, prediction: Prediction, cluster: Cluster, placements: Mapping[str, RolePlacement]
+) -> RunCost:
+    """Return the cost of a run of the recipe."""
+    # The first evaluation is before training, and the last one and the last checkpoint are after the last step.
+    evaluations = 0 if recipe.evaluation is None else 1 + ceil(recipe.steps / recipe.evaluation.every)
+    checkpoints = ceil(recipe.steps / recipe.checkpoints.every)
+    pauses = evaluations * prediction.evaluation_seconds + checkpoints * prediction.checkpoint_seconds
+    hours, low, high = (
+        (recipe.steps * step + pauses) / 3600 for step in (prediction.step_seconds, *prediction.step_seconds_range)
+    )
     used = {bundle.host for placement in placements.values() for bundle in placement.bundles}
     prices = [(host.gpus, cluster.gpus[host.gpu].price_per_hour) for host in cluster.hosts if host.name in used]
     price = None

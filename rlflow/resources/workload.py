@@ -97,13 +97,15 @@ class WeightSync:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The tasks, data and weight syncs of one step."""
+    """The tasks, data and weight syncs of one step, and the tasks of an evaluation."""
 
     tasks: tuple[Task, ...]
     """In order: each task comes after the tasks that it reads."""
     copies: tuple[WeightSync, ...] = ()
     """One for each role that follows another."""
     edges: tuple[Edge, ...] = ()
+    evaluation: tuple[Task, ...] = ()
+    """The tasks of an evaluation on held-out rows, in order; none without evaluations."""
 
     def of(self, role: str) -> tuple[Task, ...]:
         """Return the tasks of a role."""

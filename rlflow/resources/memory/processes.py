@@ -21,8 +21,8 @@ Phase = Literal["generate", "score", "update", "sync"]
 _LOGITS_AT_ONCE = 2**20
 # Bytes of each logit of a decoding step: fp32 and its log-softmax, then probabilities and their sums in fp64.
 _SAMPLED_LOGIT_BYTES = 24
-# Buckets of weights on their way: one that is loaded, one that is gathered.
-_BUCKETS_GIB = 2 * 32e6 / GIB
+# The most bytes of a bucket of weights (engines/buckets.py).
+_BUCKET_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,8 @@ class RoleOnCpu:
     """Sequences that are generated at once."""
     longest: float
     """Tokens of the longest sequence."""
+    serves: bool = False
+    """The engine reserves its KV cache when it starts, and loads new weights beside those in use."""
 
 
 def process_phases(roles: Sequence[RoleOnCpu], process_gib: float, *, sends: bool) -> Mapping[str, Terms]:
@@ -53,7 +55,7 @@ def process_phases(roles: Sequence[RoleOnCpu], process_gib: float, *, sends: boo
     for phase in sorted({phase for role in roles for phase in role.phases}):
         working = [_work(role, phase) for role in roles if phase in role.phases]
         most = max(working, key=lambda terms: sum(terms.values()))
-        buckets = {"buckets": _BUCKETS_GIB} if phase == "sync" and sends else {}
+        buckets = {"buckets": _buckets_gib(roles)} if phase == "sync" and sends else {}
         phases[phase] = {name: gib for name, gib in _sum(state, most, buckets).items() if gib}
     return phases
 
@@ -71,7 +73,19 @@ def largest_process(processes: Mapping[str, Mapping[str, Terms]]) -> tuple[float
 def _state(role: RoleOnCpu) -> Terms:
     if role.trains:
         return state_terms(role.model, role.layout, role.training)
-    return {"weights": role.weight_bytes * role.model.num_parameters / GIB}
+    weights = role.weight_bytes * role.model.num_parameters / GIB
+    # The C library keeps the memory of weights that were loaded.
+    return {"weights": weights, "loading": weights, "kv": _kv_gib(role)} if role.serves else {"weights": weights}
+
+
+def _buckets_gib(roles: Sequence[RoleOnCpu]) -> float:
+    """Return the size of two buckets of weights: one is loaded while the next one is gathered."""
+    largest = max(role.weight_bytes * role.model.num_parameters for role in roles)
+    return 2 * min(_BUCKET_BYTES, largest) / GIB
+
+
+def _kv_gib(role: RoleOnCpu) -> float:
+    return role.sequences * role.longest * role.model.kv_values_per_token * role.weight_bytes / GIB
 
 
 def _work(role: RoleOnCpu, phase: Phase) -> Terms:
@@ -86,9 +100,8 @@ def _work(role: RoleOnCpu, phase: Phase) -> Terms:
         terms = score_terms(role.model, role.layout, role.tokens, training=training)
         return {"activations": size * terms["activations"], "logits": terms["logits"], "gathered": terms["gathered"]}
     if phase == "generate":
-        kept = role.sequences * role.longest * role.model.kv_values_per_token * role.weight_bytes
-        logits = role.sequences * role.model.num_outputs * _SAMPLED_LOGIT_BYTES
-        return {"kv": kept / GIB, "logits": logits / GIB}
+        logits = {"logits": role.sequences * role.model.num_outputs * _SAMPLED_LOGIT_BYTES / GIB}
+        return logits if role.serves else {"kv": _kv_gib(role)} | logits
     return {}
 
 

@@ -12,6 +12,7 @@ from rlflow.resources.planner.confidence import TIME_BANDS, Margin, TimeKind, Ve
 from rlflow.resources.planner.data_placement import DataPrediction, predict_data
 from rlflow.resources.planner.layouts import largest_micro_batch
 from rlflow.resources.planner.node_times import NodeTime, node_times
+from rlflow.resources.planner.pauses import checkpoint_seconds, evaluation_seconds
 from rlflow.resources.planner.pool import RoleChoice, host_memory, sync_memory
 from rlflow.resources.planner.process_memory import memory_of_hosts, predict_processes
 from rlflow.resources.planner.risks import plan_risks
@@ -70,6 +71,10 @@ class Prediction:
     step_seconds: float
     step_seconds_range: tuple[float, float]
     """The range in which the step time is, of nine of ten runs."""
+    evaluation_seconds: float
+    """The time of one evaluation."""
+    checkpoint_seconds: float
+    """The time of one checkpoint."""
     tokens_per_second_per_gpu: float
     num_gpus: int
     """GPUs in use."""
@@ -110,6 +115,8 @@ def predict(search: Search, result: SearchResult) -> Prediction:
         risks=plan_risks(search, result, host_gib),
         step_seconds=schedule.step_seconds,
         step_seconds_range=(schedule.step_seconds * band.low, schedule.step_seconds * band.high),
+        evaluation_seconds=evaluation_seconds(search, result),
+        checkpoint_seconds=checkpoint_seconds(search),
         tokens_per_second_per_gpu=search.workload.generated_tokens / schedule.step_seconds / gpus
         if schedule.step_seconds
         else 0.0,

@@ -105,4 +105,5 @@ def _role_on_cpu(demand: Demand, workload: Workload, placement: RolePlacement) -
         # A serving engine reserves its KV cache when it starts.
         sequences=DEFAULT_NUM_SEQS + 1 if serves else min(samples, DEFAULT_NUM_SEQS),
         longest=longest,
+        serves=serves,
     )

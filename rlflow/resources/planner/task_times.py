@@ -59,9 +59,18 @@ def _work_seconds(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_t
             adapters=demand.training.lora is not None,
             gradient_bytes=demand.training.gradients,
             computed=computed,
+            value_bytes=demand.weight_bytes,
         ).seconds
     if task.kind == "score":
-        return scoring(model, layout, speed, tokens=task.tokens, length=length, computed=computed).seconds
+        return scoring(
+            model,
+            layout,
+            speed,
+            tokens=task.tokens,
+            length=length,
+            computed=computed,
+            value_bytes=demand.weight_bytes,
+        ).seconds
     return sum(turn.seconds for turn in generations(demand, task, layout, speed, kv_tokens))
 
 

@@ -19,15 +19,17 @@ def engine_key(kind: str, engine: str) -> str:
 
 
 CPU_EFFICIENCY = Efficiency(
-    memory=0.3,
+    memory=0.45,
     train_layer_s=1e-3,
-    decode_layer_s=0.3e-3,
+    decode_layer_s=0.5e-3,
+    decode_step_s=1e-3,
+    decode_sequence_s=5e-6,
     pass_sample_s=2e-5,
-    call_s=3e-3,
+    call_s=5e-3,
     sync_s=0.05,
     process_gib=0.45,
 )
-"""The efficiency of a CPU that was not measured: what ``python -m rlflow.calibrate`` finds on two cores of a Xeon."""
+"""The efficiency of a CPU that was not measured, rounded from ``python -m rlflow.calibrate`` on two cores of a Xeon."""
 
 
 def default_efficiency(gpu: Gpu) -> Efficiency:

@@ -140,17 +140,21 @@ class Decoder:
     launches: float
     """The least time of a step, to launch its kernels."""
     forward: tuple[Architecture, int]
+    value_bytes: float
+    """The size of an activation and of a value in the KV cache."""
+    is_cpu: bool
 
     def seconds(self, active: float, context: float) -> float:
         """Return the time of a step.
 
-        Weights are read while they are multiplied; the KV cache has kernels of its own.
+        A GPU reads weights while it multiplies; a CPU does one after the other. The KV cache has kernels of its own.
         """
         weights = self.dense
         if self.experts:
             weights += self.experts * (1 - (1 - self.chosen) ** active)
         computed = active * self.arithmetic
-        return max(self.launches, max(weights, computed) + active * (self.each + self.key_seconds(context)) + self.step)
+        products = weights + computed if self.is_cpu else max(weights, computed)
+        return max(self.launches, products + active * (self.each + self.key_seconds(context)) + self.step)
 
     def key_seconds(self, context: float) -> float:
         """Return the time to read the KV cache of one sequence."""
@@ -163,7 +167,7 @@ class Decoder:
         model, gpus = self.forward
         message = 2 * model.num_blocks * 2 * model.hidden_size * (self.width - 1) / self.width
         moved = tokens * message / speed.ring(self.width)
-        work = forward_work(model)
+        work = forward_work(model, self.value_bytes)
         computed = work.product_seconds(speed, tokens) + work.other_seconds(speed, tokens, length, fused=True)
         return computed / gpus + moved
 
@@ -176,11 +180,13 @@ def decoder_of(
 
     The stages work on different sequences: every sequence passes all weights, and the other times are shared.
     """
-    efficiency, work, matmul = speed.efficiency, forward_work(model), speed.matmul_of(model.hidden_size)
-    blocks = model.num_blocks
+    # Quantized weights are multiplied with values of two bytes.
+    value_bytes = max(2.0, weight_bytes)
+    work, matmul = forward_work(model, value_bytes), speed.matmul_of(model.hidden_size)
+    efficiency, blocks = speed.efficiency, model.num_blocks
     # Each GPU has its share of the heads. Key-value heads are copied if there are fewer than GPUs; latents always.
     copies = 1 if model.kv_lora_rank else min(model.num_key_value_heads, width)
-    cached, in_window = (2.0 * values / copies / speed.memory for values in model.cached_widths)
+    cached, in_window = (value_bytes * values / copies / speed.memory for values in model.cached_widths)
     # With latent attention all heads work on the same few bytes (DeepSeek-V2, section 2.1.2, matrices absorbed).
     if model.kv_lora_rank:
         latent = model.kv_lora_rank * 2 + (model.qk_rope_head_dim or 0)
@@ -192,6 +198,9 @@ def decoder_of(
     if model.recurrent is not None:
         # States are read and written.
         each += 2 * model.recurrent.state_bytes / (width * stages) / speed.memory
+    if speed.is_cpu:
+        # On a GPU these kernels are fused, and the launches in ``decode_layer_s`` take longer.
+        each += work.moved_bytes / (speed.memory * efficiency.elementwise)
     if width > 1:
         message = 2 * model.hidden_size * 2 * (width - 1) / width / speed.ring(width)
         step += blocks * speed.message_s(width)
@@ -211,4 +220,6 @@ def decoder_of(
         width=width,
         launches=blocks / 2 * efficiency.eager_layer_s + efficiency.decode_step_s if eager else 0.0,
         forward=(model, width * stages),
+        value_bytes=value_bytes,
+        is_cpu=speed.is_cpu,
     )

@@ -58,11 +58,13 @@ def training(
     flash: bool = True,
     adapters: bool = False,
     computed: float = 1.0,
+    value_bytes: float = 2,
 ) -> Pass:
     """Predict forward, backward (twice that) and optimizer over ``tokens`` of sequences of ``length``, over all ranks.
 
     With ``adapters`` only these have gradients, which halves the matrix products of the backward pass. ``computed`` is
-    the share of the tokens that pass through the model, where the rows of a prompt share its tokens.
+    the share of the tokens that pass through the model, where the rows of a prompt share its tokens. ``value_bytes``
+    is the size of an activation.
     """
     forward = 2 if layout.gradient_checkpointing else 1
     step = _passes(
@@ -80,6 +82,7 @@ def training(
         flash=flash,
         logit_bytes=8 if fused_loss else 24,
         computed=computed,
+        value_bytes=value_bytes,
     )
     if adapters:
         return step
@@ -107,8 +110,9 @@ def scoring(
     fused_layers: bool = False,
     flash: bool = True,
     computed: float = 1.0,
+    value_bytes: float = 2,
 ) -> Pass:
-    """Predict a forward pass over ``tokens``, over all ranks. ``computed`` is as in ``training``."""
+    """Predict a forward pass over ``tokens``, over all ranks. Other arguments are as in ``training``."""
     return _passes(
         model,
         layout,
@@ -123,6 +127,7 @@ def scoring(
         flash=flash,
         logit_bytes=12,
         computed=computed,
+        value_bytes=value_bytes,
     )
 
 
@@ -142,6 +147,7 @@ def _passes(
     flash: bool,
     logit_bytes: float,
     computed: float,
+    value_bytes: float,
 ) -> Pass:
     """Return the time of passes over the model.
 
@@ -156,7 +162,7 @@ def _passes(
     micro_batches = max(minibatches, ceil(share / layout.micro_batch_tokens))
     attending = share / micro_batches / sequence
     here = attending * computed
-    work, passes = forward_work(model), forward + (2 if backward else 0)
+    work, passes = forward_work(model, value_bytes), forward + (2 if backward else 0)
     products = (forward + backward) * work.product_seconds(speed, here)
     if here and not speed.is_cpu:
         products *= 1 + efficiency.small_batch_tokens / here

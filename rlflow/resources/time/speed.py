@@ -43,6 +43,8 @@ class Efficiency(Section):
     7)."""
     memory: Fraction = 0.75
     """Share of the memory bandwidth that decoding and elementwise kernels reach; published values are 0.6 to 0.85."""
+    elementwise: Fraction = 1.0
+    """Share of this that the elementwise kernels of a pass reach. On CPUs they also allocate, cast and copy."""
     link: Fraction = 0.7
     """Share of a link's bandwidth in collectives over large messages (nccl-tests, bus bandwidth over data sheet)."""
     overlap: Fraction = 0.25

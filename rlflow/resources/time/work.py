@@ -54,12 +54,15 @@ class Work:
         )
         moved = self.moved_bytes * (0.5 if fused else 1.0) + (0 if flash else self.matrix_bytes * length)
         moved += self.adapter_bytes * (0.5 if fused else 1.0) if adapters else 0.0
-        return tokens * (attention / speed.matmul_of(self.model.hidden_size) + moved / speed.memory)
+        kernels = moved / (speed.memory * speed.efficiency.elementwise)
+        return tokens * (attention / speed.matmul_of(self.model.hidden_size) + kernels)
 
 
 @lru_cache(maxsize=256)
-def forward_work(model: Architecture) -> Work:
+def forward_work(model: Architecture, value_bytes: float = 2) -> Work:
     """Return the work of a forward pass: 2 operations per parameter and token, and more for attention.
+
+    ``value_bytes`` is the size of an activation.
 
     Attention takes 2 operations for each value of a query, and of its output, and key that it attends to (Kaplan et al.
     2020, table 1). Embeddings are looked up, not multiplied, except as a tied head.
@@ -91,7 +94,7 @@ def forward_work(model: Architecture) -> Work:
         dense_flops=2 * dense + _recurrence_flops(model),
         expert_flops=2 * experts,
         key_flops=2.0 * attention,
-        moved_bytes=2.0 * moved,
+        moved_bytes=value_bytes * moved,
         # Every layer reads and casts its input, and casts, scales and adds the products of A and B to its output.
         adapter_bytes=adapters,
         # Scores, their sum with the mask, softmax by way of fp32: written and read.

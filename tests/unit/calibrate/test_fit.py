@@ -38,6 +38,28 @@ def test_shares_stay_below_one() -> None:
     assert fit_efficiency([fast], Efficiency()).matmul == 1.0
 
 
+def test_a_node_that_takes_no_time_does_not_decide() -> None:
+    """Ten times slower than predicted, but a millisecond; the other two agree on a share of 0.8."""
+
+    def seconds_of(work: float, seconds: float) -> MeasuredNode:
+        return MeasuredNode("torch", ("memory",), lambda e: work / e.memory, seconds)
+
+    found = fit_efficiency([seconds_of(0.8, 1.0), seconds_of(1.6, 2.0), seconds_of(8e-5, 1e-3)], Efficiency())
+    assert found.memory == pytest.approx(0.8, rel=0.1)
+
+
+def test_a_share_at_its_limit_leaves_the_others_free() -> None:
+    """Products are faster than any share of the peak explains; a second of moved bytes shows a share of 0.25."""
+    names = ("matmul", "memory")
+    passes = [
+        MeasuredNode("torch", names, lambda e: 1 / e.matmul + 0.1 / e.memory, 0.9),
+        MeasuredNode("torch", names, lambda e: 0.01 / e.matmul + 0.25 / e.memory, 1.0),
+    ]
+    found = fit_efficiency(passes, Efficiency(matmul=1.0, memory=0.75))
+    assert found.matmul == 1.0
+    assert found.memory == pytest.approx(0.25, rel=0.5)
+
+
 def test_without_measured_nodes_nothing_changes() -> None:
     assert fit_efficiency([], Efficiency()) == Efficiency()
 

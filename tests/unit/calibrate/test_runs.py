@@ -10,7 +10,7 @@ from rlflow.calibrate.fit import calibration_from_runs
 from rlflow.compiler import compile_recipe
 from rlflow.compiler.plan import Plan
 from rlflow.compose import load_cluster
-from rlflow.resources.time.calibration import calibration_figures, calibration_from
+from rlflow.resources.time.calibration import CPU_EFFICIENCY, calibration_figures, calibration_from
 from rlflow.resources.time.speed import Efficiency
 from rlflow.runtime.measurements import StepTimes, compare_memory
 from tests.helpers import load
@@ -42,6 +42,16 @@ def test_the_next_plan_predicts_what_the_run_measured(slower: float) -> None:
     assert sum(again.prediction.processes["local"]["update"].values()) == pytest.approx(
         sum(first.prediction.processes["local"]["update"].values()) + 0.25
     )
+
+
+def test_a_run_says_nothing_about_the_memory_of_other_engines() -> None:
+    local, served = plan(), rlflow.compile(load("recipe=grpo_tiny_cluster"), "local")
+    held = sum(served.prediction.processes["rollout/0"]["generate"].values())
+    memory = {"rollout/0": {"generate": {"predicted": held, "measured": held + 0.25}}}
+    runs = [(local, report(local, slower=1.0))] * 3 + [(served, {"nodes": {}, "memory": memory})]
+    found = calibration_from_runs(runs, {})
+    more = {engine: found[f"cpu/{engine}"].process_gib - CPU_EFFICIENCY.process_gib for engine in ("torch", "vllm")}
+    assert more == pytest.approx({"torch": 0.0, "vllm": 0.25})
 
 
 def test_a_plan_states_its_calibration_and_the_file_reads_it_back() -> None:

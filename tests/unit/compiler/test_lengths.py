@@ -55,7 +55,8 @@ def test_a_micro_batch_holds_the_longest_sequence(cluster: str) -> None:
 
 def test_what_only_positions_bound_is_left_to_the_data() -> None:
     """Supervised training without expected lengths: nothing says that the data has texts as long as that."""
-    sft = ["recipe=sft_tiny", "models.policy.architecture.max_position_embeddings=32768"]
+    lengths = ["expect.prompt_tokens=auto", "expect.response_tokens=auto"]
+    sft = ["recipe=sft_tiny", "models.policy.architecture.max_position_embeddings=32768", *lengths]
     for cluster in ("local", "1x1@a100_80gb"):
         pinned = rlflow.compile(load(*sft, "roles.actor.micro_batch_tokens=4096"), cluster)
         assert pinned.roles["actor"].layout.micro_batch_tokens == 4096

@@ -20,9 +20,12 @@ def priced(shape: str, price: float | None = 2.0) -> Cluster:
 
 
 def test_a_run_is_all_steps_on_all_gpus_of_its_hosts() -> None:
-    """200 steps; the engine of one GPU leaves seven of its host idle, and they are paid for."""
-    plan = rlflow.compile(load("recipe=grpo_7b"), priced("1x8"))
-    hours = 200 * plan.prediction.step_seconds / 3600
+    """The engine of one GPU leaves seven of its host idle, and they are paid for.
+
+    Checkpoints after steps 80, 160 and 200.
+    """
+    plan = rlflow.compile(load("recipe=grpo_7b", "evaluation=null", "checkpoints.every=80"), priced("1x8"))
+    hours = (200 * plan.prediction.step_seconds + 3 * plan.prediction.checkpoint_seconds) / 3600
     assert plan.cost.hours == pytest.approx(hours)
     assert plan.cost.gpu_hours == pytest.approx(8 * hours)
     assert plan.cost.price == pytest.approx(8 * hours * 2.0)
@@ -31,6 +34,32 @@ def test_a_run_is_all_steps_on_all_gpus_of_its_hosts() -> None:
     assert small.prediction.num_gpus == 1
     assert small.cost.price == pytest.approx(8 * small.cost.gpu_hours * 2.0)
     assert rlflow.compile(load("recipe=grpo_tiny"), "1x8").cost.price is None
+
+
+def test_pauses_for_evaluations_and_checkpoints() -> None:
+    """Evaluations before the first of 250 steps and after each 100, and the last; 7.6 billion parameters of 12 bytes.
+
+    An evaluation has one response to each of 300 prompts, so it takes less than a step with 1024 responses.
+    """
+    evaluated = load(
+        "recipe=grpo_7b", "steps=250", "evaluation={every: 100, num_prompts: 300}", "checkpoints.every=999"
+    )
+    plan = rlflow.compile(evaluated, "1x8")
+    prediction = plan.prediction
+    pauses = 4 * prediction.evaluation_seconds + prediction.checkpoint_seconds
+    assert plan.cost.hours == pytest.approx((250 * prediction.step_seconds + pauses) / 3600)
+    assert prediction.checkpoint_seconds == pytest.approx(12 * 7.62e9 / 5e8, rel=0.01)
+    [generate, reward] = plan.workload.evaluation
+    assert (generate.samples, generate.group_size, reward.samples) == (300, 1, 300)
+    assert 0 < prediction.evaluation_seconds < prediction.nodes["rollouts"].seconds
+
+
+def test_an_evaluation_of_pairs_scores_both_responses() -> None:
+    tasks = rlflow.compile(load("recipe=dpo_tiny"), "local").workload.evaluation
+    assert [(task.node, task.kind, task.samples) for task in tasks] == [
+        ("reference", "score", 1000),
+        ("update", "score", 1000),
+    ]
 
 
 def test_the_share_of_the_peak_and_the_time_of_a_token() -> None:

@@ -1,5 +1,7 @@
 """The memory of processes on CPUs, by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from rlflow.resources.layout import GIB, Layout
@@ -50,4 +52,15 @@ def test_activations_of_float32_take_twice_the_bytes_of_bfloat16() -> None:
 def test_only_a_process_that_exchanges_weights_holds_buckets() -> None:
     assert "buckets" not in process_phases([role("sync")], 0.0, sends=False)["sync"]
     buckets = process_phases([role("sync")], 0.0, sends=True)["sync"]["buckets"]
-    assert buckets * GIB == pytest.approx(2 * 32e6)
+    # All weights are in one bucket, which is smaller than 32 MiB.
+    assert buckets * GIB == pytest.approx(2 * 4 * SMALL.num_parameters)
+    large = replace(role("sync"), weight_bytes=1e6)
+    assert process_phases([large], 0.0, sends=True)["sync"]["buckets"] * GIB == pytest.approx(2 * 32 * 2**20)
+
+
+def test_a_serving_engine_holds_its_cache_and_loaded_weights_in_every_phase() -> None:
+    serving = replace(role("generate", "sync", sequences=100), serves=True)
+    phases = process_phases([serving], 0.0, sends=True)
+    for terms in phases.values():
+        assert terms["kv"] * GIB == pytest.approx(100 * 10 * 2 * 2 * 24 * 4 * 4)
+        assert terms["weights"] == terms["loading"] == pytest.approx(4 * SMALL.num_parameters / GIB)
