@@ -1,8 +1,9 @@
 # Needs Python 3.11 and pip, nothing else.
 PYTHON ?= python3
 BIN := .venv/bin
-# Three processes share the test files, since many tests wait. The slow ones come first (see tests/conftest.py).
-PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Processes share the test files, and the slow ones come first (see tests/conftest.py). Three are best on two cores where
+# many tests wait; for the quick ones, a third process would mostly load libraries.
+PYTEST := $(BIN)/pytest --dist loadfile --no-loadscope-reorder -n
 
 # The tests start hundreds of processes: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -13,13 +14,13 @@ demo: .venv/runtime
 	$(BIN)/python -m rlflow
 
 test: lint
-	$(PYTEST)
+	$(PYTEST) 3
 
 check: lint
-	$(PYTEST) -m "not slow and not soak" -q
+	$(PYTEST) 2 -m "not slow and not soak" -q
 
 soak: .venv/dev
-	$(PYTEST) -m soak
+	$(PYTEST) 3 -m soak
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -207,7 +207,7 @@ def test_the_time_that_a_worker_needs_to_start_is_not_the_calls(
 @pytest.mark.parametrize(
     ("work", "seconds", "reason"),
     [
-        pytest.param(Channel.receive, 20.0, "it was not ready in time", id="late"),
+        pytest.param(Channel.receive, 40.0, "it was not ready in time", id="late"),
         pytest.param(id, 0.0, r"it ended \(exit code 3\)", id="dead"),
     ],
 )
