@@ -159,12 +159,12 @@ def measured_nodes(plan: Plan, report: Mapping[str, Any], calibration: Calibrati
     if len(plan.workload.copies) == 1 and "copy" in measured:
         [sync] = plan.workload.copies
         source, target = demands[sync.source], demands[sync.target]
-        layouts = {role: placement.layout for role, placement in plan.roles.items()}
+        given, followed = (plan.roles[role].layout.num_gpus for role in (sync.source, sync.target))
         same = set(plan.roles[sync.source].bundles) == set(plan.roles[sync.target].bundles)
         speed = _speed(plan, sync.target, calibration)
 
         def predict_sync(efficiency: Efficiency) -> float:
-            return weight_sync_seconds(source, target, layouts, _with(speed, efficiency), same_gpus=same)
+            return weight_sync_seconds(source, target, given, followed, _with(speed, efficiency), same_gpus=same)
 
         nodes.append(MeasuredNode(target.engine, ("sync_s",), predict_sync, measured["copy"]))
     return nodes

@@ -28,7 +28,7 @@ class Candidate:
     @property
     def pool_of(self) -> dict[str, int]:
         """Return the index of each role's pool."""
-        return {role: index for index, pool in enumerate(self.partition) for role in pool}
+        return _pool_of(self.partition)
 
     @property
     def choices(self) -> dict[str, RoleChoice]:
@@ -95,17 +95,48 @@ def describe_pools(partition: Sequence[Sequence[str]], gpus: Sequence[int]) -> s
 def simulated(partition: Partition, gpus: tuple[int, ...], uses: Sequence[PoolUse], of: PoolUses) -> Candidate:
     """Return the candidate with these uses of its pools."""
     seconds = {node: value for used in uses for node, value in used.seconds.items()}
-    pool_of = {role: index for index, pool in enumerate(partition) for role in pool}
+    seconds |= _controller_seconds(partition, of)
+    pool_of = _pool_of(partition)
     for task in of.workload.tasks:
         host_set = of.host_set(partition[0 if task.role is None else pool_of[task.role]])
-        if task.role is None:
-            seconds[task.node] = host_task_seconds(task, of.demands.values(), host_set.speed)
-            seconds[task.node] += collecting_seconds(of.workload, task, host_set.speed)
         seconds[task.node] += reading_seconds(of.workload, task, host_set, partition, gpus)
     layouts = {role: choice.layout for used in uses for role, choice in used.choices.items()}
     for sync in of.workload.copies:
         speed = of.host_set(partition[pool_of[sync.target]]).speed
         same_gpus = pool_of[sync.source] == pool_of[sync.target]
         source, target = of.demands[sync.source], of.demands[sync.target]
-        seconds[sync.node] = weight_sync_seconds(source, target, layouts, speed, same_gpus=same_gpus)
+        given, followed = layouts[sync.source].num_gpus, layouts[sync.target].num_gpus
+        seconds[sync.node] = weight_sync_seconds(source, target, given, followed, speed, same_gpus=same_gpus)
     return Candidate(partition, gpus, tuple(uses), simulate(of.workload, seconds, pool_of))
+
+
+def least_other_seconds(partition: Partition, of: PoolUses, *, single: bool) -> Mapping[str, float]:
+    """Return the time of each node without a role, and the least time of each weight sync.
+
+    ``single``: pools may have a single GPU, inside which weights are copied.
+    """
+    seconds, pool_of = _controller_seconds(partition, of), _pool_of(partition)
+    for task in of.workload.tasks:
+        if task.role is not None:
+            seconds[task.node] = 0.0
+    for sync in of.workload.copies:
+        speed = of.host_set(partition[pool_of[sync.target]]).speed
+        source, target = of.demands[sync.source], of.demands[sync.target]
+        same_gpus = pool_of[sync.source] == pool_of[sync.target]
+        seconds[sync.node] = weight_sync_seconds(source, target, 2, 0, speed, same_gpus=same_gpus)
+        if single or None not in (source.pinned("data_parallel_size"), target.pinned("data_parallel_size")):
+            one = weight_sync_seconds(source, target, 1, 1, speed, same_gpus=same_gpus)
+            seconds[sync.node] = min(one, seconds[sync.node])
+    return seconds
+
+
+def _controller_seconds(partition: Partition, of: PoolUses) -> dict[str, float]:
+    """Return the time of each node without a role, except that for reading its inputs."""
+    speed = of.host_set(partition[0]).speed
+    tasks = [task for task in of.workload.tasks if task.role is None]
+    each = ((task, host_task_seconds(task, of.demands.values(), speed)) for task in tasks)
+    return {task.node: seconds + collecting_seconds(of.workload, task, speed) for task, seconds in each}
+
+
+def _pool_of(partition: Partition) -> dict[str, int]:
+    return {role: index for index, pool in enumerate(partition) for role in pool}

@@ -1,17 +1,15 @@
-"""The layouts of one role in its pool: degrees, ZeRO stages and micro-batches. Memory is checked before time."""
+"""The layouts of a role that trains or scores: degrees, checkpointing, and the largest micro-batch that fits."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache, partial
 from math import ceil, floor, inf
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout
 from rlflow.resources.memory.phases import score_terms, update_terms
-from rlflow.resources.memory.state import Terms
-from rlflow.resources.planner.confidence import TIME_ERROR
+from rlflow.resources.memory.state import Terms, total_gib
 from rlflow.resources.planner.degrees import group_sizes, pipeline_stages, with_data_parallel_size
-from rlflow.resources.planner.engine_layouts import engine_choices
 from rlflow.resources.planner.pool import (
     CPU_MICRO_BATCH_TOKENS,
     Pool,
@@ -25,52 +23,31 @@ from rlflow.resources.planner.task_times import task_seconds
 from rlflow.resources.workload import Task
 
 MAX_MICRO_BATCH_TOKENS = 65536
-# A search needs the same layouts again and again, beside other roles and with other sizes of their pools.
+# A search needs the same layouts again and again, for other roles and in other pools.
 _update_terms = lru_cache(maxsize=2**14)(update_terms)
 
 
-def best_layout(
-    demand: Demand, tasks: Sequence[Task], policy: PoolPolicy, pool: Pool, available: float
-) -> RoleChoice | Shortage:
-    """Return the fastest choice with ``available`` GiB on each GPU, or the shortage of the nearest one."""
-    generates = demand.generates and not demand.trains
-    options = list((engine_choices if generates else _models)(demand, tasks, policy, pool, available))
-    fitting = [option for option in options if isinstance(option, RoleChoice)]
-    if fitting:
-        # Among equally fast choices, the first has the least tensor and sequence parallelism.
-        return min(fitting, key=_cautious_seconds)
-    shortages = [option for option in options if isinstance(option, Shortage)]
-    no_way = Shortage(demand.role, float("inf"), f"its degrees do not fit {pool.gpus} GPUs")
-    return min(shortages, key=lambda shortage: shortage.gib, default=no_way)
-
-
-def _cautious_seconds(choice: RoleChoice) -> float:
-    """Return the seconds of a choice, plus the error of predicted times where an update keeps all activations.
-
-    Gradient checkpointing saves memory for certain, and costs time only as far as the prediction is right.
-    """
-    keeps = choice.phase == "update" and not choice.layout.gradient_checkpointing
-    return sum(choice.seconds.values()) * (1 + TIME_ERROR * keeps)
-
-
-def least_seconds(demand: Demand, tasks: Sequence[Task], pool: Pool) -> Mapping[str, float]:
-    """Return the least time of each of the role's nodes if it had the GPUs of its pool, and their memory, to itself.
-
-    No policy and no company makes a node faster.
-    """
-    policies = {PoolPolicy(zero_stage=stage, shards_scorers=shards) for stage in (2, 3) for shards in (False, True)}
-    found: list[Mapping[str, float]] = []
-    if demand.generates and not demand.trains:
-        policy, available = PoolPolicy(), pool.host_set.usable_gib
-        choices = engine_choices(demand, tasks, policy, replace(pool, demands=(demand,)), available)
-        found = [choice.seconds for choice in choices if isinstance(choice, RoleChoice)]
-    else:
-        layouts = (layout for policy in policies for layout in _sequence_layouts(demand, policy, pool))
-        for layout in {layout for layout in layouts if isinstance(layout, Layout)}:
-            largest = replace(layout, micro_batch_tokens=2**40, gradient_checkpointing=False, sleeps=False)
-            speed = pool.host_set.speed
-            found.append(task_seconds(demand, tasks, largest, speed, kv_tokens=inf))
-    return {task.node: min((seconds[task.node] for seconds in found), default=inf) for task in tasks}
+def model_options(
+    demand: Demand, tasks: Sequence[Task], policy: PoolPolicy, pool: Pool
+) -> Iterator["ModelOption | Shortage"]:
+    """Yield the options of a role that trains or scores: sequence parallelism and checkpointing."""
+    idle = idle_terms(demand, policy, pool)
+    # On as many GPUs, more ranks for a sequence, and checkpointing, save memory and no time.
+    fastest: ModelOption | None = None
+    for layout in _sequence_layouts(demand, policy, pool):
+        if isinstance(layout, Shortage):
+            yield layout
+        elif layout.offload == "weights" and layout.zero_stage != 3:
+            yield Shortage(demand.role, inf, "weights can be offloaded in ZeRO stage 3 only")
+        else:
+            if fastest is not None and layout.num_gpus != fastest.layout.num_gpus:
+                fastest = None
+            pinned = demand.pins.gradient_checkpointing
+            both = demand.trains and pinned == "auto" and pool.counts_memory
+            for saves in (False, True) if both else (pinned is True and demand.trains,):
+                option = ModelOption(demand, tasks, pool, replace(layout, gradient_checkpointing=saves), idle, fastest)
+                fastest = fastest or option
+                yield option
 
 
 def _sequence_layouts(demand: Demand, policy: PoolPolicy, pool: Pool) -> Iterator[Layout | Shortage]:
@@ -84,73 +61,99 @@ def _sequence_layouts(demand: Demand, policy: PoolPolicy, pool: Pool) -> Iterato
         yield with_data_parallel_size(demand, pool, layout, pool.groups(layout.group_size) // stages)
 
 
-def _models(
-    demand: Demand, tasks: Sequence[Task], policy: PoolPolicy, pool: Pool, available: float
-) -> Iterator[RoleChoice | Shortage]:
-    """Yield the choices of a role that trains or scores: sequence parallelism, checkpointing, and the micro-batch."""
-    idle = idle_terms(demand, policy, pool)
-    longest = _longest_expected(tasks)
-    for layout in _sequence_layouts(demand, policy, pool):
-        if isinstance(layout, Shortage):
-            yield layout
-            continue
-        if layout.offload == "weights" and layout.zero_stage != 3:
-            yield Shortage(demand.role, float("inf"), "weights can be offloaded in ZeRO stage 3 only")
-            continue
-        pinned = demand.pins.gradient_checkpointing
-        both = demand.trains and pinned == "auto" and pool.counts_memory
-        for saves in (False, True) if both else (pinned is True and demand.trains,):
-            tried = replace(layout, gradient_checkpointing=saves)
-            terms = _terms_of(demand, tried, pool)
-            sized = _micro_batch(demand, tasks, tried, terms, available)
-            if isinstance(sized, Shortage):
-                yield sized
-                continue
-            awake = terms(max(longest, sized.micro_batch_tokens))
-            state = sum(awake.get(term, 0.0) for term in ("weights", "gradients", "optimizer"))
-            seconds = task_seconds(demand, tasks, sized, pool.host_set.speed, kv_tokens=float("inf"), moved_gib=state)
-            yield RoleChoice(sized, "update" if demand.trains else "score", awake, idle, seconds)
-
-
-def _terms_of(demand: Demand, layout: Layout, pool: Pool) -> Callable[[float], Terms]:
-    """Return a function from the tokens of a micro-batch to the memory terms at its peak."""
-    model = demand.architecture
-    if model is None or not pool.counts_memory:
-        return lambda tokens: {}
-    if demand.trains:
-        return lambda tokens: _update_terms(model, layout, demand.training, tokens, sharp=pool.host_set.sharp)
-    return lambda tokens: score_terms(
-        model, layout, tokens, weight_bytes=demand.weight_bytes, training=demand.training, sharp=pool.host_set.sharp
-    )
-
-
-def _micro_batch(
-    demand: Demand, tasks: Sequence[Task], layout: Layout, terms: Callable[[float], Terms], available: float
-) -> Layout | Shortage:
-    """Return the layout with the largest micro-batch that fits, and that the role can use.
-
-    At least the longest sequence.
+@dataclass(frozen=True)
+class ModelOption:
+    """The degrees of a role that trains or scores, whose micro-batch depends on the memory that is left.
 
     Where memory is not modelled, sequences that are not expected are ignored: each would be a micro-batch of its own.
     """
-    pinned, expected = demand.pins.micro_batch_tokens, _longest_expected(tasks)
-    if available == float("inf"):
-        return replace(layout, micro_batch_tokens=max(expected, CPU_MICRO_BATCH_TOKENS) if pinned == "auto" else pinned)
-    longest = max((task.longest for task in tasks), default=1)
-    needed = longest if pinned == "auto" else max(expected, pinned)
-    least = sum(terms(needed).values())
-    if least > available:
-        empty = sum(terms(0).values())
-        what = (
-            f"{empty:.0f} GiB before the first token" if empty > available else f"{least:.0f} GiB for {needed} tokens"
-        )
-        return Shortage(demand.role, least - available, f"{what}, of {available:.0f} GiB")
-    if pinned != "auto":
-        return replace(layout, micro_batch_tokens=pinned)
-    ranks = max(1, layout.data_parallel_size)
-    useful = max((ceil(task.tokens * task.epochs / task.minibatches / ranks) for task in tasks), default=longest)
-    most = min(MAX_MICRO_BATCH_TOKENS, max(longest, useful))
-    return replace(layout, micro_batch_tokens=largest_micro_batch(terms, longest, most, available))
+
+    demand: Demand
+    tasks: Sequence[Task]
+    pool: Pool
+    layout: Layout
+    idle: Terms
+    fastest: "ModelOption | None"
+    """An option that is at least as fast where memory is no limit."""
+
+    @property
+    def keeps_activations(self) -> bool:
+        """Return whether the role is trained without gradient checkpointing."""
+        return self.demand.trains and not self.layout.gradient_checkpointing
+
+    @property
+    def bound(self) -> Mapping[str, float]:
+        """Return the times of the fastest option."""
+        return self.seconds if self.fastest is None else self.fastest.seconds
+
+    @cached_property
+    def seconds(self) -> Mapping[str, float]:
+        """Return the time of each node with the largest micro-batch that the role can use."""
+        return self._seconds(self._most)
+
+    def least_seconds(self, available: float) -> Mapping[str, float] | None:
+        """Return the least time of each node if the smallest possible micro-batch fits, else None."""
+        return self.seconds if self._gib(self._least) <= available else None
+
+    def choose(self, available: float) -> RoleChoice | Shortage:
+        """Return the choice with the largest micro-batch that fits, and that the role can use."""
+        needed = self._gib(self._least)
+        if needed > available:
+            empty = self._gib(0)
+            what = f"{needed:.0f} GiB for {self._least} tokens"
+            what = f"{empty:.0f} GiB before the first token" if empty > available else what
+            return Shortage(self.demand.role, needed - available, f"{what}, of {available:.0f} GiB")
+        tokens = self._most
+        if self._least < tokens:
+            tokens = largest_micro_batch(self._terms, self._least, tokens, available)
+        layout = replace(self.layout, micro_batch_tokens=tokens)
+        awake = self._terms(max(_longest_expected(self.tasks), tokens))
+        seconds = self.seconds if tokens == self._most else self._seconds(tokens)
+        return RoleChoice(layout, "update" if self.demand.trains else "score", awake, self.idle, seconds)
+
+    @cached_property
+    def _least(self) -> int:
+        """Return the tokens of the smallest micro-batch: the longest sequence."""
+        pinned, expected = self.demand.pins.micro_batch_tokens, _longest_expected(self.tasks)
+        return max((task.longest for task in self.tasks), default=1) if pinned == "auto" else max(expected, pinned)
+
+    @cached_property
+    def _most(self) -> int:
+        """Return the tokens of the largest micro-batch: as pinned, or a rank's share of the samples."""
+        pinned = self.demand.pins.micro_batch_tokens
+        if pinned != "auto":
+            return pinned
+        if not self.pool.counts_memory:
+            return max(_longest_expected(self.tasks), CPU_MICRO_BATCH_TOKENS)
+        ranks = max(1, self.layout.data_parallel_size)
+        each = (ceil(task.tokens * task.epochs / task.minibatches / ranks) for task in self.tasks)
+        return max(self._least, min(MAX_MICRO_BATCH_TOKENS, max(each, default=1)))
+
+    @cached_property
+    def _terms(self) -> Callable[[float], Terms]:
+        """Return a function from the tokens of a micro-batch to the memory terms at its peak."""
+        return cache(partial(_terms_of, self.demand, self.layout, self.pool))
+
+    def _gib(self, tokens: float) -> float:
+        return total_gib(self._terms(tokens))
+
+    def _seconds(self, tokens: int) -> Mapping[str, float]:
+        layout, moved = replace(self.layout, micro_batch_tokens=tokens), 0.0
+        if layout.sleeps:
+            awake = self._terms(max(_longest_expected(self.tasks), tokens))
+            moved = sum(awake.get(term, 0.0) for term in ("weights", "gradients", "optimizer"))
+        return task_seconds(self.demand, self.tasks, layout, self.pool.host_set.speed, kv_tokens=inf, moved_gib=moved)
+
+
+def _terms_of(demand: Demand, layout: Layout, pool: Pool, tokens: float) -> Terms:
+    model = demand.architecture
+    if model is None or not pool.counts_memory:
+        return {}
+    if demand.trains:
+        return _update_terms(model, layout, demand.training, tokens, sharp=pool.host_set.sharp)
+    return score_terms(
+        model, layout, tokens, weight_bytes=demand.weight_bytes, training=demand.training, sharp=pool.host_set.sharp
+    )
 
 
 def _longest_expected(tasks: Sequence[Task]) -> int:

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
-from math import isinf
+from math import inf, isinf
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout, Offload
 from rlflow.resources.memory.overheads import Sharp
 from rlflow.resources.planner.confidence import Margin
-from rlflow.resources.planner.layouts import best_layout
+from rlflow.resources.planner.layout_search import LayoutSearch
 from rlflow.resources.planner.pool import (
     Pool,
     PoolPolicy,
@@ -18,7 +19,6 @@ from rlflow.resources.planner.pool import (
     available_gib,
     base_layout,
     host_memory,
-    idle_terms,
     memory_band,
     sync_memory,
 )
@@ -45,35 +45,91 @@ class PoolUse:
         """Return the number of GPUs that at least one role uses."""
         return max(choice.layout.num_gpus for choice in self.choices.values())
 
-    @property
-    def seconds(self) -> dict[str, float]:
+    @cached_property
+    def seconds(self) -> Mapping[str, float]:
         """Return the seconds of each node."""
         return {node: seconds for choice in self.choices.values() for node, seconds in choice.seconds.items()}
 
+    @cached_property
+    def total(self) -> float:
+        """Return the seconds of all nodes together."""
+        return sum(self.seconds.values())
 
-def best_use(pool: Pool, workload: Workload) -> PoolUse | Shortage:
+
+class RoleSearches:
+    """The layout searches of the roles of pools that have the same GPUs, each made once."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._by_policy: dict[tuple[str, bool, PoolPolicy | None], LayoutSearch] = {}
+        self._by_layout: dict[tuple[str, bool, Layout], LayoutSearch] = {}
+
+    def of(self, demand: Demand, policy: PoolPolicy, pool: Pool) -> LayoutSearch:
+        """Return the search of a role under a policy."""
+        # An engine has no state that a policy could move.
+        key = (demand.role, pool.shared, None if demand.generates and not demand.trains else policy)
+        if key not in self._by_policy:
+            own = (demand.role, pool.shared, base_layout(demand, policy, pool))
+            if own not in self._by_layout:
+                self._by_layout[own] = LayoutSearch(demand, self._workload.of(demand.role), policy, pool)
+            self._by_policy[key] = self._by_layout[own]
+        return self._by_policy[key]
+
+
+def best_use(pool: Pool, workload: Workload, searches: RoleSearches) -> PoolUse | Shortage:
     """Return the fastest way in which all roles of a pool fit together, or the shortage of the nearest one.
 
     What roles keep on the GPUs while others work is decided for the whole pool, then each role's own layout. Offloading
-    is tried only where nothing fits safely without it.
+    is tried only where nothing fits safely without it. A policy is given up once it cannot be the best one.
     """
     shortages: list[Shortage] = []
-    found: list[tuple[Margin, int, PoolUse]] = []
-    known: _Known = {}
-    for index, offload in enumerate(_OFFLOADS):
+    best: PoolUse | None = None
+    for offload in _OFFLOADS:
+        without = best
         for policy in _policies(pool, offload):
-            one = _use_by(policy, pool, workload, known)
+            limit, below = Margin.POSSIBLE, inf
+            if best is not None:
+                limit = best.margin if best is not without else Margin(best.margin - 1)
+                below = best.total if best.margin is Margin.SAFE else inf
+            one = _use_by(policy, pool, workload, searches, limit, below)
             if isinstance(one, Shortage):
                 shortages.append(one)
-            else:
-                found.append((one.margin, index, one))
-        if any(margin is Margin.SAFE for margin, _, _ in found):
+            elif one.margin <= limit and (best is None or (one.margin, one.total) < (best.margin, best.total)):
+                best = one
+        if best is not None and best.margin is Margin.SAFE:
             break
-        if not any(demand.trains and "data" in demand.parallel for demand in pool.demands):
+        if not any(_shards_state(demand) for demand in pool.demands):
             break
-    if found:
-        return min(found, key=lambda each: (*each[:2], sum(each[2].seconds.values())))[2]
-    return min(shortages, key=lambda shortage: shortage.gib)
+    return best or min(shortages, key=lambda shortage: shortage.gib)
+
+
+def least_use(demand: Demand, pool: Pool, searches: RoleSearches) -> tuple[Margin, Mapping[str, float]]:
+    """Return the safest margin and the least time of each node of a role, if idle roles beside it held nothing."""
+    found = _without_sleep(demand, pool, searches, "none")
+    at_best = {node: min(search.seconds[node] for search in found) for node in found[0].seconds}
+    band = memory_band(demand, base_layout(demand, PoolPolicy(), pool))
+    for margin in Margin:
+        available = available_gib(demand, pool, 0.0, band.factor(margin))
+        least: Mapping[str, float] = dict.fromkeys(at_best, inf)
+        for search in found:
+            least = search.least_seconds(available, least)
+        if least != at_best and any(_shards_state(other) for other in pool.demands):
+            for search in (each for way in _OFFLOADS[1:] for each in _without_sleep(demand, pool, searches, way)):
+                least = search.least_seconds(available, least)
+        if all(seconds < inf for seconds in least.values()):
+            return margin, least
+    return Margin.POSSIBLE, at_best
+
+
+def _without_sleep(demand: Demand, pool: Pool, searches: RoleSearches, offload: Offload) -> list[LayoutSearch]:
+    """Return the searches of a role whose state stays where it is; sleeping saves memory for other roles only."""
+    policies = (policy for policy in _policies(pool, offload) if not policy.sleeps)
+    return list(dict.fromkeys(searches.of(demand, policy, pool) for policy in policies))
+
+
+def _shards_state(demand: Demand) -> bool:
+    """Return whether a role has state of training that it may offload."""
+    return demand.trains and "data" in demand.parallel
 
 
 def _policies(pool: Pool, offload: Offload) -> Iterator[PoolPolicy]:
@@ -90,19 +146,23 @@ def _policies(pool: Pool, offload: Offload) -> Iterator[PoolPolicy]:
         yield PoolPolicy(sleeps=sleeps, zero_stage=stage, offload=offload, shards_scorers=shards)
 
 
-_Known = dict[tuple[Layout, float, Margin, str], RoleChoice | Shortage]
-
-
-def _use_by(policy: PoolPolicy, pool: Pool, workload: Workload, known: _Known) -> PoolUse | Shortage:
-    """Return the best use under one policy. ``known`` has the choices for the same memory under other policies."""
-    idle = {demand.role: sum(idle_terms(demand, policy, pool).values()) for demand in pool.demands}
-    all_idle = sum(idle.values())
+def _use_by(
+    policy: PoolPolicy, pool: Pool, workload: Workload, searches: RoleSearches, limit: Margin, below: float
+) -> PoolUse | Shortage:
+    """Return the best use under one policy with a margin up to ``limit``, in less than ``below`` seconds."""
+    known = {demand.role: searches.of(demand, policy, pool) for demand in pool.demands}
+    all_idle = sum(search.idle_gib for search in known.values())
+    seconds = {node: least for search in known.values() for node, least in search.seconds.items()}
     choices = {}
     for demand in pool.demands:
-        chosen = _safest(demand, policy, pool, workload, all_idle - idle[demand.role], known)
+        if sum(seconds.values()) >= below:
+            return Shortage(demand.role, inf, "another policy is as fast")
+        search = known[demand.role]
+        chosen = _safest(demand, policy, pool, search, all_idle - search.idle_gib, limit)
         if isinstance(chosen, Shortage):
             return chosen
         choices[demand.role] = chosen
+        seconds |= chosen.seconds
     margins = [choice.margin for choice in choices.values()]
     for rest in (_host_margin(pool, choices, workload), _sync_margin(pool, choices, workload)):
         if isinstance(rest, Shortage):
@@ -112,18 +172,15 @@ def _use_by(policy: PoolPolicy, pool: Pool, workload: Workload, known: _Known) -
 
 
 def _safest(
-    demand: Demand, policy: PoolPolicy, pool: Pool, workload: Workload, beside: float, known: _Known
+    demand: Demand, policy: PoolPolicy, pool: Pool, search: LayoutSearch, beside: float, limit: Margin
 ) -> RoleChoice | Shortage:
     """Return the best choice with the safest margin that any has; ``beside``: GiB of idle roles on its GPUs."""
-    layout = base_layout(demand, policy, pool)
-    band = memory_band(demand, layout)
+    band = memory_band(demand, base_layout(demand, policy, pool))
     shortage: Shortage | None = None
     for margin in Margin:
-        key = (layout, beside, margin, demand.role)
-        if key not in known:
-            available = available_gib(demand, pool, beside, band.factor(margin))
-            known[key] = best_layout(demand, workload.of(demand.role), policy, pool, available)
-        chosen = known[key]
+        if margin > limit:
+            break
+        chosen = search.best(available_gib(demand, pool, beside, band.factor(margin)))
         if isinstance(chosen, RoleChoice):
             return replace(chosen, margin=margin)
         if margin is Margin.EXPECTED or shortage is None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.demand import Demand
-from rlflow.resources.planner.layouts import least_seconds
+from rlflow.resources.planner.confidence import Margin
 from rlflow.resources.planner.pool import HostSet, Pool, Shortage, select_hosts
-from rlflow.resources.planner.pool_search import PoolUse, best_use
+from rlflow.resources.planner.pool_search import PoolUse, RoleSearches, best_use, least_use
 from rlflow.resources.planner.sharing import Partition, PoolPins, pool_pins
 from rlflow.resources.time.calibration import Calibration
 from rlflow.resources.workload import Workload
@@ -28,7 +28,8 @@ class PoolUses:
         self._host_sets: dict[frozenset[str], HostSet] = {}
         self._uses: dict[object, PoolUse | Shortage] = {}
         self._found: dict[tuple[tuple[str, ...], int], PoolUse | Shortage] = {}
-        self._least: dict[tuple[str, frozenset[str], int], Mapping[str, float]] = {}
+        self._least: dict[object, tuple[Margin, Mapping[str, float]]] = {}
+        self._searches: dict[object, RoleSearches] = {}
 
     def labels(self, roles: Sequence[str]) -> frozenset[str]:
         """Return the labels that the hosts of a pool with these roles have."""
@@ -78,14 +79,15 @@ class PoolUses:
         """Return what ``use`` has returned before; None if it was not called."""
         return self._found.get((roles, gpus))
 
-    def least_seconds(self, role: str, roles: Sequence[str], gpus: int) -> Mapping[str, float]:
-        """Return the least time of each node of one of the roles of a pool."""
-        key = (role, self.labels(roles), gpus)
+    def least_use(self, role: str, roles: Sequence[str], gpus: int) -> tuple[Margin, Mapping[str, float]]:
+        """Return the safest margin and the least time of each node of one of the roles of a pool."""
+        trains = any(self.demands[other].trains for other in roles)
+        key = (role, self.labels(roles), gpus, len(roles) > 1, trains)
         if key not in self._least:
-            host_set, tasks = self.host_set(roles), self.workload.of(role)
+            host_set = self.host_set(roles)
             largest = min(gpus, host_set.largest_host)
-            pool = Pool((self.demands[role],), gpus, lambda size: gpus // size, host_set, largest)
-            self._least[key] = least_seconds(self.demands[role], tasks, pool)
+            pool = Pool(self._demands_of(roles), gpus, lambda size: gpus // size, host_set, largest)
+            self._least[key] = least_use(self.demands[role], pool, self._searches_of(roles, (gpus, largest)))
         return self._least[key]
 
     def on_hosts(self, roles: Sequence[str], counts: Sequence[int]) -> PoolUse | Shortage:
@@ -111,6 +113,13 @@ class PoolUses:
     ) -> PoolUse | Shortage:
         key = (tuple(roles), shape)
         if key not in self._uses:
-            pool = Pool(tuple(self.demands[role] for role in roles), gpus, groups, host_set, largest)
-            self._uses[key] = best_use(pool, self.workload)
+            pool = Pool(self._demands_of(roles), gpus, groups, host_set, largest)
+            self._uses[key] = best_use(pool, self.workload, self._searches_of(roles, shape))
         return self._uses[key]
+
+    def _demands_of(self, roles: Sequence[str]) -> tuple[Demand, ...]:
+        return tuple(self.demands[role] for role in roles)
+
+    def _searches_of(self, roles: Sequence[str], shape: object) -> RoleSearches:
+        """Return the layouts of roles on GPUs of this shape, which are the same beside any roles with equal labels."""
+        return self._searches.setdefault((self.labels(roles), shape), RoleSearches(self.workload))

@@ -6,10 +6,11 @@ and pools without a size have the best of those that are left for them. Schedule
 nodes, so that no step is missed, and best uses are found for few of all sizes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 from heapq import heappop, heappush
 
-from rlflow.resources.planner.candidate import Candidate, RejectedCandidate, simulated
+from rlflow.resources.planner.candidate import Candidate, RejectedCandidate, least_other_seconds, simulated
 from rlflow.resources.planner.confidence import Margin
 from rlflow.resources.planner.pool import Shortage
 from rlflow.resources.planner.pool_search import PoolUse
@@ -32,7 +33,9 @@ class SizeSearch:
         self._grid = SizeGrid([of.pins(pool) for pool in partition], most, of.total(partition))
         pool_of = {role: index for index, pool in enumerate(partition) for role in pool}
         self._scheduler = StepScheduler(of.workload, pool_of)
-        self._up_to: dict[tuple[int, int], Mapping[str, float]] = {}
+        self._up_to: dict[tuple[int, int], tuple[Margin, Mapping[str, float]]] = {}
+        self._least: dict[object, tuple[Margin, Mapping[str, float]]] = {}
+        self._other_seconds = cache(partial(least_other_seconds, partition, of))
 
     def __iter__(self) -> Iterator[Candidate | RejectedCandidate]:
         """Yield the candidates in the order of their margins and steps; those that do not fit come in between."""
@@ -81,11 +84,14 @@ class SizeSearch:
 
     def _bound(self, sizes: _Sizes) -> tuple[Margin, float] | None:
         """Return the safest margin and the least step for these sizes of the first pools; None if they do not fit."""
-        seconds = dict.fromkeys(self._scheduler.nodes, 0.0)
+        gpus = self._grid.in_order(sizes)
+        seconds = dict(self._other_seconds(single=not all(count and count > 1 for count in gpus)))
         margin = Margin.SAFE
         for index, size in self._grid.largest_open(sizes):
-            seconds |= self._least_up_to(index, size)
-        for roles, count, use in zip(self.partition, self._grid.in_order(sizes), self._known(sizes), strict=True):
+            safest, least = self._least_up_to(index, size)
+            margin = max(margin, safest)
+            seconds |= least
+        for roles, count, use in zip(self.partition, gpus, self._known(sizes), strict=True):
             if isinstance(use, Shortage):
                 # The sizes with which it was found are among those that do not fit.
                 return None
@@ -93,18 +99,33 @@ class SizeSearch:
                 margin = max(margin, use.margin)
                 seconds |= use.seconds
             elif count is not None:
-                for role in roles:
-                    seconds |= self._of.least_seconds(role, roles, count)
+                safest, least = self._least_of(roles, count)
+                margin = max(margin, safest)
+                seconds |= least
         return margin, self._scheduler.step_seconds(seconds)
 
-    def _least_up_to(self, index: int, size: int) -> Mapping[str, float]:
-        """Return the least time of each node of a pool with any of its sizes up to ``size``."""
+    def _least_of(self, roles: Sequence[str], gpus: int) -> tuple[Margin, Mapping[str, float]]:
+        """Return the safest margin and the least time of each node of a pool."""
+        if (roles, gpus) not in self._least:
+            self._least[roles, gpus] = self._find_least(roles, gpus)
+        return self._least[roles, gpus]
+
+    def _find_least(self, roles: Sequence[str], gpus: int) -> tuple[Margin, Mapping[str, float]]:
+        margin, seconds = Margin.SAFE, dict[str, float]()
+        for role in roles:
+            safest, least = self._of.least_use(role, roles, gpus)
+            margin = max(margin, safest)
+            seconds |= least
+        return margin, seconds
+
+    def _least_up_to(self, index: int, size: int) -> tuple[Margin, Mapping[str, float]]:
+        """Return the same for a pool with any of its sizes up to ``size``."""
         if (index, size) not in self._up_to:
-            roles, smaller = self.partition[index], self._grid.next_smaller(index, size)
-            mine: dict[str, float] = {}
-            for role in roles:
-                mine |= self._of.least_seconds(role, roles, size)
+            smaller = self._grid.next_smaller(index, size)
+            margin, seconds = self._least_of(self.partition[index], size)
             if smaller is not None:
-                mine = {node: min(mine[node], value) for node, value in self._least_up_to(index, smaller).items()}
-            self._up_to[index, size] = mine
+                safest, least = self._least_up_to(index, smaller)
+                margin = min(margin, safest)
+                seconds = {node: min(value, least[node]) for node, value in seconds.items()}
+            self._up_to[index, size] = margin, seconds
         return self._up_to[index, size]

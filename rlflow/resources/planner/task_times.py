@@ -1,6 +1,6 @@
 """The seconds that a role's tasks take in a layout."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import ceil
 
 from rlflow.resources.demand import Demand
@@ -123,7 +123,7 @@ def collecting_seconds(workload: Workload, task: Task, speed: Speed) -> float:
 
 
 def weight_sync_seconds(
-    source: Demand, target: Demand, layouts: Mapping[str, Layout], speed: Speed, *, same_gpus: bool
+    source: Demand, target: Demand, source_gpus: int, target_gpus: int, speed: Speed, *, same_gpus: bool
 ) -> float:
     """Return the seconds in which the weights of a trained role reach a role that follows it."""
     model = target.architecture
@@ -134,8 +134,7 @@ def weight_sync_seconds(
     if (lora := source.training.lora) is not None:
         parameters, tensors = adapter_parameters(model, lora), adapter_tensors(model, lora)
     size = parameters * target.weight_bytes
-    gpus = layouts[source.role].num_gpus, layouts[target.role].num_gpus
     # Processes on a CPU share none of its memory.
-    if same_gpus and gpus == (1, 1) and not (speed.is_cpu and target.own_process):
+    if same_gpus and source_gpus == target_gpus == 1 and not (speed.is_cpu and target.own_process):
         return 2 * size / speed.memory
-    return sync_seconds(size, *gpus, speed, same_gpus=same_gpus, tensors=tensors)
+    return sync_seconds(size, source_gpus, target_gpus, speed, same_gpus=same_gpus, tensors=tensors)

@@ -178,7 +178,8 @@ def decoder_of(
 ) -> Decoder:
     """Return the decoder of a group of ``width`` tensor-parallel GPUs in ``stages``.
 
-    The stages work on different sequences: every sequence passes all weights, and the other times are shared.
+    The stages work on different sequences: every sequence passes all weights, each stage has the host's time of a step,
+    and the other times are shared.
     """
     # Quantized weights are multiplied with values of two bytes.
     value_bytes = max(2.0, weight_bytes)
@@ -193,7 +194,8 @@ def decoder_of(
         flops = 2 * model.num_attention_heads / width * latent
         cached = max(cached, flops / (speed.matmul * efficiency.attention))
     windowed = model.num_windowed_layers
-    step = blocks / 2 * efficiency.decode_layer_s + efficiency.decode_step_s
+    # Every stage has a batch of its own, whose host work comes before its kernels.
+    step = blocks / 2 * efficiency.decode_layer_s + stages * efficiency.decode_step_s
     each = efficiency.decode_sequence_s
     if model.recurrent is not None:
         # States are read and written.

@@ -111,7 +111,8 @@ class Speed:
 
     def of_engine(self, engine: str) -> "Speed":
         """Return the speed that an engine reaches."""
-        return replace(self, efficiency=dict(self.engines).get(engine, self.efficiency))
+        own = dict(self.engines).get(engine)
+        return self if own is None else replace(self, efficiency=own)
 
     @property
     def matmul(self) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from math import comb
 
 from rlflow.resources.planner.pool import Pool, Shortage, select_hosts
-from rlflow.resources.planner.pool_search import PoolUse, best_use
+from rlflow.resources.planner.pool_search import PoolUse, RoleSearches, best_use
 from rlflow.resources.planner.sharing import PoolPins, SizeGrid, pool_pins, sharing_partitions
 from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, workload
 
@@ -97,7 +97,8 @@ def pool(gpus: int, *roles: str) -> Pool:
 
 def used(gpus: int, *roles: str, longest: int = 4096) -> PoolUse | Shortage:
     made = pool(gpus, *roles)
-    return best_use(made, workload(made.demands, longest=longest))
+    work = workload(made.demands, longest=longest)
+    return best_use(made, work, RoleSearches(work))
 
 
 def test_offload_only_where_nothing_fits_without() -> None:
@@ -124,8 +125,8 @@ def test_host_memory_bounds_what_sleeps_there() -> None:
     roomy = pool(1, "actor")
     narrow = replace(roomy, host_set=replace(roomy.host_set, host_gib=20.0))
     work = workload(narrow.demands, longest=4096)
-    assert isinstance(best_use(roomy, work), PoolUse)
-    assert isinstance(best_use(narrow, work), Shortage)
+    assert isinstance(best_use(roomy, work, RoleSearches(work)), PoolUse)
+    assert isinstance(best_use(narrow, work, RoleSearches(work)), Shortage)
 
 
 def test_longer_sequences_need_more_and_take_longer() -> None:

@@ -1,0 +1,116 @@
+"""The best layout of a role for the memory that is left, against all of its layouts."""
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from rlflow.resources.demand import Demand
+from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.planner.confidence import TIME_ERROR, Margin
+from rlflow.resources.planner.engine_layouts import engine_options
+from rlflow.resources.planner.layout_search import LayoutSearch
+from rlflow.resources.planner.layouts import MAX_MICRO_BATCH_TOKENS, model_options
+from rlflow.resources.planner.pool import Pool, PoolPolicy, RoleChoice, Shortage, select_hosts
+from rlflow.resources.planner.pool_search import PoolUse, RoleSearches, best_use, least_use
+from rlflow.resources.workload import Workload
+from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, workload
+
+LONG = replace(SEVEN_B, max_position_embeddings=131072)
+SEVENTY_B = replace(
+    SEVEN_B,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+)
+
+
+def pool(gpus: int, *demands: Demand) -> Pool:
+    hosts = [8] * (gpus // 8) + [gpus % 8] * (gpus % 8 > 0)
+    return Pool(demands, gpus, lambda size: gpus // size, select_hosts(cluster(*hosts), (), {}), min(gpus, 8))
+
+
+def work_of(made: Pool, longest: int) -> Workload:
+    return workload(made.demands, longest=longest)
+
+
+def best_of_all(role: Demand, work: Workload, policy: PoolPolicy, made: Pool, available: float) -> RoleChoice | None:
+    """Return the fastest of all options, with the error of times added where an update keeps all activations."""
+    options = model_options if not role.generates else engine_options
+    best: tuple[float, RoleChoice] | None = None
+    for option in options(role, work.of(role.role), policy, made):
+        choice = option if isinstance(option, Shortage) else option.choose(available)
+        if isinstance(choice, RoleChoice):
+            keeps = choice.phase == "update" and not choice.layout.gradient_checkpointing
+            seconds = sum(choice.seconds.values()) * (1 + TIME_ERROR * keeps)
+            if best is None or seconds < best[0]:
+                best = seconds, choice
+    return best[1] if best else None
+
+
+@pytest.mark.parametrize("model", [SEVEN_B, SEVENTY_B])
+@pytest.mark.parametrize("name", ["actor", "reference", "rollout"])
+@pytest.mark.parametrize("gpus", [1, 3, 8, 16])
+def test_no_option_that_is_left_out_is_the_best(model: Architecture, name: str, gpus: int) -> None:
+    role = replace(demand(name), architecture=model)
+    made = pool(gpus, role, demand("other"))
+    work = work_of(made, 4096)
+    policies = [PoolPolicy(zero_stage=2), PoolPolicy(sleeps=True, offload="optimizer")]
+    for policy in policies:
+        found = LayoutSearch(role, work.of(name), policy, made)
+        for available in (5.0, 20.0, 40.0, 60.0, 79.0):
+            best = found.best(available)
+            assert (None if isinstance(best, Shortage) else best) == best_of_all(role, work, policy, made, available)
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 6, 16])
+@pytest.mark.parametrize("names", [("actor",), ("actor", "reference"), ("actor", "critic", "reference", "rollout")])
+def test_no_pool_is_faster_or_safer_than_its_bound(gpus: int, names: tuple[str, ...]) -> None:
+    made = pool(gpus, *(demand(name, SEVEN_B) for name in names))
+    work = work_of(made, 4096)
+    searches = RoleSearches(work)
+    found = best_use(made, work, searches)
+    assert isinstance(found, PoolUse)
+    for role in made.demands:
+        margin, seconds = least_use(role, made, searches)
+        assert margin <= found.margin
+        if margin is found.margin is Margin.SAFE:
+            assert all(least <= found.seconds[node] for node, least in seconds.items())
+
+
+def test_a_micro_batch_holds_the_longest_sequence() -> None:
+    """100,000 tokens are more than a micro-batch has otherwise. Sequence parallelism divides them among eight GPUs."""
+    role = demand("actor", LONG, sequence_parallel_size=8)
+    made = pool(16, role)
+    work = work_of(made, 100_000)
+    best = LayoutSearch(role, work.of("actor"), PoolPolicy(), made).best(70.0)
+    assert isinstance(best, RoleChoice)
+    assert best.layout.micro_batch_tokens >= 100_000 > MAX_MICRO_BATCH_TOKENS
+
+
+def test_pipeline_stages_where_they_leave_more_room_for_the_cache() -> None:
+    """The weights of a 70B model on 8 GPUs leave 28 GiB of each; with two stages on 16, these hold twice the layers."""
+    role = demand("rollout", SEVENTY_B)
+    made = pool(16, role)
+    options = engine_options(role, work_of(made, 32768).of("rollout"), PoolPolicy(), made)
+    on_eight = {
+        option.layout.pipeline_parallel_size: option.choose(30.0)
+        for option in options
+        if not isinstance(option, Shortage) and option.layout.tensor_parallel_size == 8
+    }
+    whole, halves = on_eight[1], on_eight[2]
+    assert isinstance(whole, RoleChoice)
+    assert isinstance(halves, RoleChoice)
+    assert sum(halves.seconds.values()) < sum(whole.seconds.values())
+
+
+def test_pipeline_stages_are_no_faster_with_enough_memory() -> None:
+    for model in (SEVEN_B, SEVENTY_B):
+        role = demand("rollout", model)
+        made = pool(16, role)
+        for option in engine_options(role, work_of(made, 4096).of("rollout"), PoolPolicy(), made):
+            assert isinstance(option, Shortage) or sum(option.seconds.values()) < inf
+            if not isinstance(option, Shortage):
+                assert sum(option.bound.values()) <= sum(option.seconds.values()) * (1 + 1e-9)
