@@ -10,6 +10,9 @@ batch is redistributed over the ranks, and every value is read. These methods ar
   and sends each rank its chunk. Ray maps numpy arrays into the receiver's memory, and copies torch tensors.
 - ``padded torch, by reference``, ``padded numpy, by reference``: the same bytes in micro-batches of 32 rows, which go
   directly from worker to worker; this process holds only references.
+- ``packed, by reference``: the same without padding. This is what verl does with references in Ray's store.
+- ``TransferQueue``: the data plane that verl offers, with jagged tensors and a storage process for each worker. It runs
+  in a Ray of its own, and its clearing does not count. The first run installs it below the environment's folder.
 
 Each method runs twice in a row with free memory, and the second time counts. The lower bound is one copy of the packed
 bytes within a process, to new memory as any second copy needs it.
@@ -38,9 +41,10 @@ from rich.table import Table
 
 import rlflow
 from benchmarks.long_writer import LONGEST, WriterWorker, lengths_of
-from benchmarks.padded import Controller, Padding, checksum
+from benchmarks.plain_batches import Controller, Padding, checksum
 from benchmarks.reporting import Goal, finish
 from benchmarks.traffic import counted
+from benchmarks.transfer_queue import QueueWorker, TransferQueue, transfer_queue
 from rlflow.batch import Batch, Packed, Sequences
 from rlflow.compiler.lower import models_in_use
 from rlflow.data.source import load_rows, open_training_data
@@ -187,8 +191,25 @@ def copied(source: list[NDArray[Any]], to_new: bool) -> float:
     return time.perf_counter() - began
 
 
-def moved() -> tuple[Mapping[str, float], int]:
-    """Return the median seconds of every method, and the padding in rlflow's stored batch."""
+def moved_by_queue() -> tuple[float, int]:
+    """Return the median seconds of TransferQueue, and the checksum."""
+    lengths = lengths_of(SAMPLES)
+    holders = [Holder(rank, lengths) for rank in range(WORKERS)]
+    keys = [["_".join(map(str, key)) for key in holder.keys] for holder in holders]
+    taken = []
+    with transfer_queue(WORKERS, STORE):
+        queue = TransferQueue([QueueWorker(key, each.rows) for key, each in zip(keys, holders, strict=True)], keys)
+        del holders
+        for _ in range(REPEATS + 1):
+            began = time.perf_counter()
+            result = queue.move()
+            taken.append(time.perf_counter() - began)
+            queue.clear()
+    return median(taken[1:]), result
+
+
+def moved() -> tuple[dict[str, float], int, int]:
+    """Return the median seconds of every method, the padding in rlflow's stored batch, and the checksum."""
     lengths = lengths_of(SAMPLES)
     taken: dict[str, list[float]] = {}
     sums = set()
@@ -200,6 +221,7 @@ def moved() -> tuple[Mapping[str, float], int]:
         "padded numpy": lambda: controller.through_it(as_torch=False),
         "padded torch, by reference": lambda: controller.by_reference(as_torch=True),
         "padded numpy, by reference": lambda: controller.by_reference(as_torch=False),
+        "packed, by reference": controller.packed_by_reference,
     }
     source = [np.ones(int(lengths.sum()), np.int32) for _ in (*WHOLE, *REAL)]
     for _ in range(REPEATS):
@@ -210,7 +232,7 @@ def moved() -> tuple[Mapping[str, float], int]:
         taken.setdefault("memcpy", []).append(copied(source, to_new=True))
         taken.setdefault("memcpy to memory in use", []).append(copied(source, to_new=False))
     assert len(sums) == 1, "all methods must read the same values"
-    return {name: median(values) for name, values in taken.items()}, workers.padding()
+    return {name: median(values) for name, values in taken.items()}, workers.padding(), sums.pop()
 
 
 @dataclass(frozen=True)
@@ -277,8 +299,10 @@ def main() -> int:
     json_file = parser.parse_args().json
     cluster = rlflow.compile(rlflow.load(["recipe=grpo_tiny_cluster"]), "1x2@cpu").cluster
     with simulated(cluster, STORE_OF_WAYS):
-        ways, padding = moved()
+        ways, padding, read = moved()
         spilled_by_ways = store_stats().spilled_bytes_total
+    ways["TransferQueue"], read_from_queue = moved_by_queue()
+    assert read_from_queue == read, "all methods must read the same values"
     with simulated(cluster, STORE):
         small, large = steps_of(256, 16), steps_of(512, 32)
         spilled = spilled_by_ways + store_stats().spilled_bytes_total
@@ -294,6 +318,8 @@ def main() -> int:
     Console().print(table)
     worst = max(small.peak_over_predicted, large.peak_over_predicted, key=lambda ratio: abs(ratio - 1))
     figures = {
+        "transfer_queue_over_rlflow": ways["TransferQueue"] / ways["packed"],
+        "packed_references_over_rlflow": ways["packed, by reference"] / ways["packed"],
         "padded_torch_over_packed": ways["padded torch"] / ways["packed"],
         "padded_numpy_over_packed": ways["padded numpy"] / ways["packed"],
         "padded_torch_by_reference_over_packed": ways["padded torch, by reference"] / ways["packed"],
@@ -306,6 +332,8 @@ def main() -> int:
         "time_over_bytes_growth": (large.seconds / small.seconds) / (large.stored / small.stored),
     }
     met = {
+        "transfer_queue_over_rlflow": ("at least 10", figures["transfer_queue_over_rlflow"] >= 10),
+        "packed_references_over_rlflow": ("at least 1", figures["packed_references_over_rlflow"] >= 1),
         "padded_torch_over_packed": ("at least 15", figures["padded_torch_over_packed"] >= 15),
         "padded_numpy_over_packed": ("at least 5", figures["padded_numpy_over_packed"] >= 5),
         "padded_torch_by_reference_over_packed": ("for comparison", True),

@@ -1,7 +1,8 @@
-"""Padded batches that move from four workers to four workers: the baseline of ``benchmarks.data_plane``.
+"""Plain batches that move from four workers to four workers: the baselines of ``benchmarks.data_plane``.
 
-All rows are padded to the longest of the batch. Integers have 64 bits, and there is an attention mask, as tokenizers
-return them. Shapes: B rows of a worker, L tokens of the longest row.
+In the padded ones, all rows have the length of the longest. Integers have 64 bits, and there is an attention mask, as
+tokenizers return them. Packed ones have the rows of a field one after the other, without padding.
+Shapes: B rows of a worker, L tokens of the longest row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from rlflow.runtime.objects.ray_api import import_ray
 
 MICRO_BATCH = 32
-_MASK = "attention_mask"
+_MASK, _OFFSETS = "attention_mask", "offsets"
 
 
 def checksum(values: NDArray[Any]) -> int:
@@ -43,12 +44,23 @@ class Padding:
             references.append(import_ray().put(_tensors(arrays) if as_torch else arrays))
         return references
 
+    def put_packed(self) -> list[Any]:
+        """Put micro-batches of ``MICRO_BATCH`` rows, packed, into the object store and return their references."""
+        references = []
+        for start in range(0, len(self._rows["ids"]), MICRO_BATCH):
+            part = slice(start, start + MICRO_BATCH)
+            offsets = np.cumsum([0, *(len(row) for row in self._rows["ids"][part])])
+            packed = {name: np.concatenate(rows[part]) for name, rows in self._rows.items()}
+            references.append(import_ray().put(packed | {_OFFSETS: offsets}))
+        return references
+
     def read(self, references: Sequence[Any]) -> int:
-        """Return a checksum over every value of the fields. The mask is read as well, but not counted."""
+        """Return a checksum over every value of the fields. Mask and offsets are read as well, but not counted."""
         total = 0
         for reference in references:
             read = {name: checksum(np.asarray(array)) for name, array in import_ray().get(reference).items()}
-            read.pop(_MASK)
+            for name in (_MASK, _OFFSETS):
+                read.pop(name, None)
             total ^= int(np.bitwise_xor.reduce(list(read.values())))
         return total
 
@@ -69,8 +81,15 @@ class Controller:
         self._actors = actors
 
     def by_reference(self, as_torch: bool) -> int:
-        """Send micro-batches to the ranks in turn, directly from worker to worker."""
-        made = import_ray().get([actor.call.remote("put_micro_batches", as_torch) for actor in self._actors])
+        """Send padded micro-batches to the ranks in turn, directly from worker to worker."""
+        return self._by_reference("put_micro_batches", as_torch)
+
+    def packed_by_reference(self) -> int:
+        """Send packed micro-batches to the ranks in turn, directly from worker to worker."""
+        return self._by_reference("put_packed")
+
+    def _by_reference(self, put: str, *arguments: bool) -> int:
+        made = import_ray().get([actor.call.remote(put, *arguments) for actor in self._actors])
         references = [reference for part in made for reference in part]
         return self._read([references[rank :: len(self._actors)] for rank in range(len(self._actors))])
 
