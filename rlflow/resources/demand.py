@@ -1,6 +1,8 @@
 """The demand of a role: what its engine, its model and its pins ask of the cluster."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from rlflow.errors import PlacementError
@@ -37,11 +39,16 @@ class Demand:
 
     def pinned(self, name: str) -> int | None:
         """Return a pinned degree or number of GPUs: 1 where the engine has no choice, None where it is open."""
-        way = name.partition("_parallel_size")[0]
-        value = getattr(self.pins, name)
-        if value == "auto":
-            return 1 if name != "gpus" and way not in self.parallel else None
-        return int(value)
+        return self._pinned[name]
+
+    @cached_property
+    def _pinned(self) -> Mapping[str, int | None]:
+        found: dict[str, int | None] = {}
+        for name in ("gpus", *(f"{way}_parallel_size" for way in ("tensor", "pipeline", "data", "sequence"))):
+            value = getattr(self.pins, name)
+            has_choice = name == "gpus" or name.removesuffix("_parallel_size") in self.parallel
+            found[name] = int(value) if value != "auto" else None if has_choice else 1
+        return found
 
     def shares_heads(self, size: int) -> bool:
         """Return whether ``size`` GPUs can share the heads of attention and of recurrent layers evenly."""

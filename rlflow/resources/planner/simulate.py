@@ -72,7 +72,10 @@ class StepScheduler:
             updates = [task for task in workload.tasks if task.role == sync.source and task.kind == "update"]
             after.append((tuple(task.node for task in updates), False))
         place = {node: index for index, node in enumerate(self.nodes)}
-        self._after = [([place[name] for name in names], streams) for names, streams in after]
+        self._order = [
+            (node, pools, tuple(place[name] for name in names), streams)
+            for node, pools, (names, streams) in zip(self.nodes, self._pools, after, strict=True)
+        ]
         self._num_pools = len(set(pool_of.values()))
 
     def schedule(self, seconds: Mapping[str, float]) -> Schedule:
@@ -91,10 +94,9 @@ class StepScheduler:
         """Return the start and the end of each node, and the node whose end is its start."""
         times: list[tuple[float, float, int | None]] = []
         free: dict[int, tuple[float, int]] = {}
-        for index, node in enumerate(self.nodes):
-            needed, (after, streams) = seconds[node], self._after[index]
-            idle, waits = 0.0, None
-            for pool in self._pools[index]:
+        for index, (node, pools, after, streams) in enumerate(self._order):
+            needed, idle, waits = seconds[node], 0.0, None
+            for pool in pools:
                 if pool in free and (waits is None or free[pool][0] > idle):
                     idle, waits = free[pool]
             ready, last = 0.0, None
@@ -109,7 +111,7 @@ class StepScheduler:
                     end = max(max(idle, first_part) + needed, ready + needed / PARTS)
                     start = end - needed
             times.append((start, end, waits))
-            for pool in self._pools[index]:
+            for pool in pools:
                 free[pool] = (end, index)
         return times
 
