@@ -141,7 +141,8 @@ Expected = Annotated[float, Gt(0)] | tuple[float, ...] | Literal["auto"]
 class Expect(Section):
     """Expected lengths for planning: a mean, or a list of equally likely lengths. They do not change the run.
 
-    In a file, ``response_tokens`` may also name the folder of an earlier run, whose lengths are used.
+    Lengths beyond the limit end there. In a file, ``response_tokens`` may also name the folder of an earlier run, whose
+    lengths are used.
     """
 
     prompt_tokens: Expected = "auto"

@@ -106,7 +106,7 @@ def test_a_sweep_tells_of_the_cluster_that_is_too_small(rlflow: Command) -> None
         ("cluster=0x8", "RecipeError: cluster: '0x8' is neither"),
         ("roles.actor.label=fast", "PlacementError: roles.actor.label: no host has the label 'fast'"),
         ("expect.response_tokens=[]", "RecipeError: expect.response_tokens: has no lengths"),
-        ("expect.response_tokens=[9,9999]", "RecipeError: expect.response_tokens: 9999 tokens is not within the limit"),
+        ("expect.response_tokens=[9,0]", "RecipeError: expect.response_tokens: 0 is not a number of tokens"),
         ("expect.prompt_tokens=-1", "RecipeError: expect.prompt_tokens: -1 is not valid"),
         ("models.policy.architecture.num_hidden_layers=0", "RecipeError: models.policy.architecture.num_hidden_layers"),
         ("~models.policy.architecture", "PlacementError: roles.actor.model: its architecture is not known"),

@@ -105,14 +105,15 @@ def _factors() -> tuple[float, ...]:
 
 
 def lengths_from(values: Sequence[float], limit: float, path: str) -> Lengths:
-    """Return the distribution of measured or expected lengths. Raises RecipeError for none, or one beyond ``limit``."""
+    """Return the distribution of measured or expected lengths; those beyond ``limit`` end there.
+
+    Raises RecipeError for none, or one that is not positive.
+    """
     if not values:
         raise RecipeError(path, "has no lengths", fix="give at least one number of tokens, or auto")
-    if (wrong := next((value for value in values if not 0 < value <= limit), None)) is not None:
-        raise RecipeError(
-            path, f"{wrong:g} tokens is not within the limit of {limit:g}", fix=f"lengths of 1 to {limit:g}"
-        )
-    return Lengths(tuple(sorted(values)))
+    if (wrong := next((value for value in values if value <= 0), None)) is not None:
+        raise RecipeError(path, f"{wrong:g} is not a number of tokens", fix=f"lengths of 1 to {limit:g}")
+    return Lengths(tuple(sorted(min(value, limit) for value in values)))
 
 
 QUANTILES = (10, 50, 90)

@@ -42,5 +42,9 @@ def test_measured_lengths_are_sorted_and_checked() -> None:
     assert lengths_from([5, 2, 9], 10, "lengths").values == (2, 5, 9)
     with pytest.raises(RecipeError, match="has no lengths"):
         lengths_from([], 10, "lengths")
-    with pytest.raises(RecipeError, match="11 tokens is not within the limit of 10"):
-        lengths_from([1, 11], 10, "lengths")
+    with pytest.raises(RecipeError, match="0 is not a number of tokens"):
+        lengths_from([1, 0], 10, "lengths")
+
+
+def test_lengths_end_at_the_limit() -> None:
+    assert lengths_from([1, 11], 10, "lengths").values == (1, 10)
