@@ -10,6 +10,7 @@ them. From engine to engine, only references pass through this process. The rows
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Literal, Protocol
 
@@ -48,6 +49,26 @@ class EngineCalls(Protocol):
     def submit(self, rank: int, method: str, *arguments: Any) -> "Future[Any]": ...
 
 
+@dataclass(frozen=True)
+class Goal:
+    """The end of a generation: as soon as enough groups are complete, or earlier if it is interrupted."""
+
+    num_groups: int
+    among: int | None = None
+    """The number of first prompts whose groups count; None: all prompts."""
+    interrupt: "Future[None] | None" = None
+    """Completes when the generation must end, complete or not."""
+
+    def is_reached(self, groups: GroupProgress) -> bool:
+        """Return whether enough groups are complete."""
+        return int(groups.complete[: self.among].sum()) >= self.num_groups
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Return whether the generation must end now."""
+        return self.interrupt is not None and self.interrupt.done()
+
+
 def dispatch(
     engines: EngineCalls,
     ranks: Collection[int],
@@ -55,25 +76,26 @@ def dispatch(
     sampling: Sampling,
     previous_lengths: NDArray[np.float64] | None,
     partial: Rollouts | None,
-    num_groups: int,
+    goal: Goal,
     subscriber: Subscriber | None = None,
-) -> tuple[Rollouts, dict[int, EngineError]]:
-    """Generate until ``num_groups`` groups are complete.
+) -> tuple[Rollouts | None, dict[int, EngineError]]:
+    """Generate until the goal is reached, or the generation is interrupted.
 
     Starts from the ``partial`` rollouts; ``previous_lengths`` are lengths of responses in the step before. Returns
-    the rollouts in the order of keys, and the failures of engines by rank. The ``subscriber`` is called from this
-    thread and gets each sample once, when it is finished. Raises AllEnginesFailedError.
+    the rollouts in the order of keys, None if interrupted without any, and the failures of engines by rank. The
+    ``subscriber`` is called from this thread and gets each sample once, when it is finished. Raises
+    AllEnginesFailedError.
     """
     batch = SharedBatch(prompts).slice(np.arange(len(prompts)))
     failures: dict[int, EngineError] = {}
     while True:
         groups = GroupProgress(prompts, sampling, partial)
-        if partial is not None and groups.num_complete >= num_groups:
+        if goal.is_interrupted or (partial is not None and goal.is_reached(groups)):
             return partial, failures
         alive = [rank for rank in ranks if rank not in failures]
         if not alive:
             raise AllEnginesFailedError(failures)
-        one_pass = _Pass(engines, batch, prompts, sampling, groups, num_groups, failures, subscriber)
+        one_pass = _Pass(engines, batch, prompts, sampling, groups, goal, failures, subscriber)
         partial = groups.merge(one_pass.run(alive, previous_lengths))
 
 
@@ -87,21 +109,25 @@ class _Pass:
         prompts: Prompts,
         sampling: Sampling,
         groups: GroupProgress,
-        num_groups: int,
+        goal: Goal,
         failures: dict[int, EngineError],
         subscriber: Subscriber | None,
     ) -> None:
-        """Prepare a pass that ends when ``num_groups`` groups are complete, and adds failed engines to ``failures``."""
+        """Prepare a pass that ends with the ``goal``, and adds failed engines to ``failures``."""
         self._engines, self._batch, self._sampling, self._failures = engines, batch, sampling, failures
         self._subscriber = subscriber
         self._results: PartialResults | None = None
-        self._groups, self._num_groups, self._is_stopping = groups, num_groups, False
+        self._groups, self._goal, self._is_stopping = groups, goal, False
         self._prompt_lengths = prompts.ids.lengths
         self._partial = PartialRollouts(groups)
         self._calls: dict[Future[Any], tuple[_Method, int]] = {}
         self._answered: SimpleQueue[Future[Any]] = SimpleQueue()
         self._advancing: Counter[int] = Counter()
         """How many calls to advance each engine has not answered."""
+        self._preempting: dict[Future[Any], tuple[int, frozenset[int]]] = {}
+        """The engine and the rows of each preemption that is under way."""
+        self._to_stop_again: set[int] = set()
+        """Engines that may have started rows after they were asked to preempt all."""
         self._used: set[int] = set()
         self._scheduler: Scheduler
 
@@ -122,9 +148,15 @@ class _Pass:
             self._results = PartialResults(self._subscriber, scheduler.num_queued, len(capacities))
         elif scheduler.all_fit and self._groups.partial is None and not self._may_stop_early:
             return self._generate_at_once()
+        if self._goal.interrupt is not None:
+            self._goal.interrupt.add_done_callback(self._answered.put)
         self._assign()
         while self._calls:
-            self._handle(self._answered.get())
+            call = self._answered.get()
+            if call is not self._goal.interrupt:
+                self._handle(call)
+            elif not self._is_stopping:
+                self._stop()
         used = [rank for rank in scheduler.ranks if rank in self._used]
         calls = {rank: self._engines.submit(rank, "finish_session") for rank in used}
         finished = [rollouts for rollouts in self._successes(calls).values() if rollouts is not None]
@@ -136,7 +168,7 @@ class _Pass:
 
     @property
     def _may_stop_early(self) -> bool:
-        return self._num_groups < len(self._prompt_lengths)
+        return self._goal.interrupt is not None or self._goal.num_groups < len(self._prompt_lengths)
 
     def _generate_at_once(self) -> list[Rollouts]:
         """Generate rows that all fit into the engines by a single call of each engine."""
@@ -166,19 +198,21 @@ class _Pass:
         self._call("advance", rank, pack_rows(rows), report_at, *partial_argument)
         self._used.add(rank)
 
-    def _call(self, method: _Method, rank: int, *arguments: Any) -> None:
+    def _call(self, method: _Method, rank: int, *arguments: Any) -> "Future[Any]":
         call = self._engines.submit(rank, method, *arguments)
         self._calls[call] = (method, rank)
         if method == "advance":
             self._advancing[rank] += 1
         # Each answer costs the same, however many engines have not answered.
         call.add_done_callback(self._answered.put)
+        return call
 
     def _handle(self, call: "Future[Any]") -> None:
         """Handle an engine's answer, and call engines that have something to do now."""
         method, rank = self._calls.pop(call)
         if method == "advance":
             self._advancing[rank] -= 1
+        self._preempting.pop(call, None)
         if rank in self._failures:
             return
         try:
@@ -197,7 +231,9 @@ class _Pass:
             if method == "advance" and self._scheduler.running_rows(rank) and not self._advancing[rank]:
                 self._advance(rank, [])
         elif method == "advance":
-            # It may have started rows after it was asked to preempt all.
+            self._to_stop_again.add(rank)
+        if rank in self._to_stop_again and all(rank != other for other, _ in self._preempting.values()):
+            self._to_stop_again.discard(rank)
             self._preempt(rank, self._scheduler.running_rows(rank))
 
     def _handle_preempted(self, rank: int, rollouts: Rollouts | None) -> None:
@@ -217,16 +253,22 @@ class _Pass:
             return
         if self._results and (rows := self._results.due(rank, finished)):
             self._call("take_rollouts", rank, pack_rows(rows))
-        if self._may_stop_early and self._groups.num_complete >= self._num_groups:
-            self._is_stopping = True
-            for each in self._scheduler.ranks:
-                self._preempt(each, self._scheduler.running_rows(each))
+        if self._may_stop_early and self._goal.is_reached(self._groups):
+            self._stop()
             return
         self._preempt(*self._scheduler.preempt(rank))
 
+    def _stop(self) -> None:
+        """Preempt all that is still being generated, and start nothing more."""
+        self._is_stopping = True
+        for rank in self._scheduler.ranks:
+            self._preempt(rank, self._scheduler.running_rows(rank))
+
     def _preempt(self, rank: int, rows: Sequence[int]) -> None:
-        if rows:
-            self._call("preempt", rank, pack_rows(rows))
+        """Have an engine preempt those of the rows that it was not asked to preempt already."""
+        leaving = {row for other, its_rows in self._preempting.values() if other == rank for row in its_rows}
+        if rows := [row for row in rows if row not in leaving]:
+            self._preempting[self._call("preempt", rank, pack_rows(rows))] = rank, frozenset(rows)
 
     def _handle_failure(self, rank: int, error: EngineError) -> None:
         """Queue all rows of a failed engine again. The rollouts that it has returned are lost with its process."""

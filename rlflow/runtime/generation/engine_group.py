@@ -13,7 +13,7 @@ from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import is_done
 from rlflow.errors import EngineError
-from rlflow.runtime.generation.dispatcher import AllEnginesFailedError, EngineCalls, dispatch
+from rlflow.runtime.generation.dispatcher import AllEnginesFailedError, EngineCalls, Goal, dispatch
 from rlflow.runtime.protocols import Subscriber
 
 # How often one generation may replace all engines after all have failed.
@@ -70,12 +70,24 @@ class EngineGroup:
 
         Engines that fail are replaced as in ``generate``. Raises EngineError.
         """
+        rollouts = self.generate_until(prompts, sampling, partial, Goal(num_groups))
+        assert rollouts is not None
+        return rollouts
+
+    def generate_until(
+        self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, goal: Goal
+    ) -> Rollouts | None:
+        """Resume ``partial`` and start others, until the goal is reached or the generation is interrupted.
+
+        Engines that fail are replaced as in ``generate``. Returns None if it is interrupted before it has any tokens.
+        Raises EngineError.
+        """
         previous, subscriber = self._previous_lengths.get(sampling), self._subscriber
         for restarts in range(_MAX_RESTARTS + 1):
             ranks = self._ranks_with_weights()
             try:
                 rollouts, failures = dispatch(
-                    self._engines, ranks, prompts, sampling, previous, partial, num_groups, subscriber
+                    self._engines, ranks, prompts, sampling, previous, partial, goal, subscriber
                 )
                 break
             except AllEnginesFailedError as error:
@@ -84,7 +96,8 @@ class EngineGroup:
                 self._note_end(ranks, error.failures)
                 # The partial rollouts may have been in the processes that failed.
                 partial = None
-        self._previous_lengths[sampling] = rollouts.response_ids.lengths[is_done(rollouts, sampling)].astype(np.float64)
+        if rollouts is not None and (done := is_done(rollouts, sampling)).any():
+            self._previous_lengths[sampling] = rollouts.response_ids.lengths[done].astype(np.float64)
         self._note_end(ranks, failures)
         return rollouts
 
@@ -95,13 +108,11 @@ class EngineGroup:
 
     def take_activity(self) -> list[Line]:
         """Return a line for each second of each engine since the last call."""
-        activity, self._activity = self._activity, []
-        return activity
+        return _take(self._activity)
 
     def take_failures(self) -> list[Line]:
         """Return a line for each engine that failed and was replaced since the last call."""
-        failures, self._failures = self._failures, []
-        return failures
+        return _take(self._failures)
 
     def _ranks_with_weights(self) -> list[int]:
         """Return the engines that have the current weights; if none has, all get them first."""
@@ -113,7 +124,7 @@ class EngineGroup:
         """Note the engines' activity in a generation, and replace those that failed."""
         self._note_activity([rank for rank in ranks if rank not in failures])
         if failures:
-            self._failures += [{"engine": rank, "failed": str(error)} for rank, error in failures.items()]
+            self._failures.extend({"engine": rank, "failed": str(error)} for rank, error in failures.items())
             self._engines.restart(sorted(failures))
             # If the role follows another, a new engine has the weights from before training.
             self._without_weights |= set(failures) if self._follows_another else set()
@@ -124,7 +135,14 @@ class EngineGroup:
         for rank, call in calls.items():
             # The rollouts have arrived, so an engine that has failed since does not matter here.
             seconds = [] if call.exception() else call.result()
-            self._activity += [{"role": self._role, "engine": rank, **asdict(second)} for second in seconds]
+            self._activity.extend({"role": self._role, "engine": rank, **asdict(second)} for second in seconds)
+
+
+def _take(lines: list[Line]) -> list[Line]:
+    """Remove and return the lines so far. Another thread may add lines meanwhile."""
+    taken = list(lines)
+    del lines[: len(taken)]
+    return taken
 
 
 def summarize_activity(lines: Sequence[Line]) -> dict[str, float]:
