@@ -20,6 +20,7 @@ from rlflow.resources.models.config import check_agreement, read_architecture
 from rlflow.resources.models.figures import check
 from rlflow.resources.models.lora import Lora
 from rlflow.resources.time.lengths import past_lengths
+from rlflow.resources.workload import Overlap
 from rlflow.schema import Count, Section, parse
 
 Size = Annotated[float, Ge(0)]
@@ -166,6 +167,7 @@ class Recipe(Section):
     evaluation: Evaluation | None = None
     checkpoints: Checkpoints
     expect: Expect = Expect()
+    overlap: Overlap = field(default_factory=Overlap)
 
     def lora_of(self, role: str) -> Lora | None:
         """Return a role's adapters: its own, or those of the role that it follows."""

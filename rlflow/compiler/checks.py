@@ -1,7 +1,7 @@
 """Checks of a whole graph before it is lowered: groups, pairs, reward models and resampling; and warnings about it."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rlflow.compiler.graph import SOURCES, Graph, GraphNode, resampled_nodes
@@ -128,6 +128,67 @@ def check_resampling(recipe: Recipe, graph: Graph) -> None:
         if isinstance(node.operation, Generate) and node.operation.overcommit:
             fact = f"some prompts start before their step, but {path} chooses the prompts within a step"
             raise GraphError(f"graph.{node.name}.overcommit", fact, fix=f"graph.{node.name}.overcommit=0")
+
+
+def check_overlap(recipe: Recipe, graph: Graph) -> None:
+    """Check that generation can run ahead of training as the recipe asks. Raises RecipeError and GraphError."""
+    options = recipe.overlap
+    if not options.max_staleness:
+        return
+    path = "overlap.max_staleness"
+    ahead = [node for node in graph.ahead_nodes() if isinstance(node.operation, Generate)]
+    if not ahead:
+        raise RecipeError(path, "no node generates from the prompts of the data", fix=f"{path}=0")
+    for node in ahead:
+        role = str(node.role)
+        if recipe.roles[role].follows is None:
+            trained = role in graph.trained_roles()
+            why = "is trained itself, so it cannot generate meanwhile" if trained else "follows no trained role"
+            raise RecipeError(path, f"role '{role}' of graph.{node.name} {why}", fix=f"{path}=0")
+        if isinstance(node.operation, Generate) and node.operation.overcommit:
+            fact = "also starts prompts before their step, and overlap does so already"
+            raise GraphError(f"graph.{node.name}.overcommit", fact, fix=f"graph.{node.name}.overcommit=0")
+        others = [each for each in graph.nodes if each.role == role and each not in ahead]
+        if others:
+            fact = f"role '{role}' also runs graph.{others[0].name}, which belongs to the step that trains"
+            raise RecipeError(path, fact, fix=f"another role for graph.{others[0].name}, or {path}=0")
+    if resampled := resampled_nodes(graph):
+        name = resampled[-1].name
+        fact = f"graph.{name} chooses the prompts of a step by their rewards, which needs that step's policy"
+        raise RecipeError(path, fact, fix=f"{path}=0, or no graph.{name}")
+    _check_sharing(recipe, {str(node.role) for node in ahead})
+    if options.in_flight != "wait":
+        _check_in_flight(recipe, ahead)
+
+
+def _check_sharing(recipe: Recipe, generating: Collection[str]) -> None:
+    """Raise RecipeError where a recipe asks for shared GPUs of a role that generates and one that does not."""
+    for name, role in recipe.roles.items():
+        for other in () if role.colocate == "auto" else role.colocate:
+            if (name in generating) != (other in generating):
+                fact = f"{name} and {other} share GPUs, so one cannot generate while the other trains"
+                fix = f"roles.{name}.colocate=auto, or overlap.max_staleness=0"
+                raise RecipeError(f"roles.{name}.colocate", fact, fix=fix)
+
+
+def _check_in_flight(recipe: Recipe, generators: Sequence[GraphNode]) -> None:
+    """Raise RecipeError where new weights cannot interrupt the generation of these nodes."""
+    path, value = "overlap.in_flight", recipe.overlap.in_flight
+    if recipe.overlap.deterministic:
+        fact = f"'{value}' lets the moment at which weights arrive decide which version samples a token"
+        raise RecipeError(path, fact, fix="overlap.deterministic=false, or overlap.in_flight=wait")
+    if len(generators) > 1:
+        names = " and ".join(f"graph.{node.name}" for node in generators)
+        raise RecipeError(path, f"'{value}' works for one node that generates, got {names}", fix=f"{path}=wait")
+    engine, node = recipe.roles[str(generators[0].role)].engine, generators[0]
+    if not engine_kind(engine).concurrent:
+        fact = f"expected an engine that can be interrupted, got '{engine}' for graph.{node.name}"
+        raise RecipeError(path, fact, fix=f"{path}=wait, or roles.{node.role}.engine=vllm")
+    operation = node.operation
+    if isinstance(operation, Generate) and not operation.can_stream:
+        raise RecipeError(
+            path, f"graph.{node.name} generates in turns, which cannot be interrupted", fix=f"{path}=wait"
+        )
 
 
 def graph_warnings(recipe: Recipe, graph: Graph) -> Iterator[str]:

@@ -80,8 +80,9 @@ def _with_optimizers(experiment: Experiment) -> dict[str, Any]:
 
 
 def _may_change(path: str, now: Experiment) -> bool:
-    if path == "data.batch_size" and any(node.get("overcommit") for node in now["graph"].values()):
-        return False  # unfinished rollouts remember their prompts by step
+    starts_early = "overlap" in now or any(node.get("overcommit") for node in now["graph"].values())
+    if path == "data.batch_size" and starts_early:
+        return False  # rollouts in a checkpoint remember their prompts by step
     return _MAY_CHANGE.fullmatch(path) is not None
 
 
@@ -127,5 +128,7 @@ def _experiment(recipe: dict[str, Any]) -> dict[str, Any]:
     }
     # With its default it is what it was before there was one.
     data = {key: value for key, value in recipe["data"].items() if (key, value) != ("overlong", "error")}
+    if not recipe["overlap"]["max_staleness"]:
+        left_out.add("overlap")
     kept = {key: value for key, value in recipe.items() if key not in left_out}
     return kept | {"models": models, "roles": roles, "data": data}

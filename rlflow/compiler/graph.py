@@ -1,6 +1,6 @@
 """The graph of a recipe: its nodes in the order in which they run, and questions that other modules ask about it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +28,13 @@ class GraphNode:
         """Return the capabilities that the node asks of its role's engine."""
         capability = self.operation.capability()
         return capabilities_of(capability) if capability else frozenset()
+
+    @property
+    def judges_samples(self) -> bool:
+        """Return whether the node has no role and processes samples that it reads one at a time."""
+        return (
+            isinstance(self.operation, Node) and self.operation.unit == "sample" and not self.role and bool(self.inputs)
+        )
 
     @property
     def selects_prompts(self) -> bool:
@@ -71,11 +78,28 @@ class Graph:
             return ()
         available, consumers = {generator.name}, []
         for node in self.nodes:
-            is_single = isinstance(node.operation, Node) and node.operation.unit == "sample" and node.role is None
-            if is_single and node.inputs and available.issuperset(node.inputs.values()):
+            if node.judges_samples and available.issuperset(node.inputs.values()):
                 available.add(node.name)
                 consumers.append(node)
         return tuple(consumers)
+
+    def ahead_nodes(self) -> tuple[GraphNode, ...]:
+        """Return the nodes that can run before their step: those that generate, and those that judge their samples.
+
+        A node with a state runs in its own step, because its state depends on the steps before.
+        """
+        found: dict[str, GraphNode] = {}
+        for node in self.nodes:
+            generates = isinstance(node.operation, Generate) and SOURCES.keys() >= set(node.inputs.values())
+            is_stateless = node.judges_samples and node.operation.new_state() is None
+            if generates or (is_stateless and found.keys() >= set(node.inputs.values())):
+                found[node.name] = node
+        return tuple(found.values())
+
+    def without(self, nodes: Collection[GraphNode]) -> "Graph":
+        """Return the graph of all other nodes."""
+        names = {node.name for node in nodes}
+        return Graph(nodes=tuple(node for node in self.nodes if node.name not in names))
 
     def critic_warmup(self, role: str) -> int:
         """Return the number of first steps in which the role is not trained yet."""
@@ -100,8 +124,7 @@ def resampled_nodes(graph: Graph) -> tuple[GraphNode, ...]:
 
 def without_resampled(graph: Graph) -> Graph:
     """Return the graph of the nodes that run once in a step."""
-    names = {node.name for node in resampled_nodes(graph)}
-    return Graph(nodes=tuple(node for node in graph.nodes if node.name not in names))
+    return graph.without(resampled_nodes(graph))
 
 
 def evaluation_nodes(graph: Graph) -> tuple[GraphNode, GraphNode] | None:

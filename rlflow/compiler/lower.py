@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.batch import Pairs
-from rlflow.compiler.checks import check_groups, check_resampling, check_reward_models
+from rlflow.compiler.checks import check_groups, check_overlap, check_resampling, check_reward_models
 from rlflow.compiler.edges import graph_edges
 from rlflow.compiler.graph import Graph, GraphNode, accuracy_node, evaluation_nodes, resampled_nodes
 from rlflow.compiler.wire import wire
@@ -16,7 +16,7 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.memory.state import TrainingMemory
 from rlflow.resources.models.architecture import Architecture, with_scalar_head
 from rlflow.resources.time.lengths import Lengths, lengths_from
-from rlflow.resources.workload import Task, TaskKind, WeightSync, Workload
+from rlflow.resources.workload import Ahead, Task, TaskKind, WeightSync, Workload
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 # The kind of task for each capability; the first match counts.
@@ -52,6 +52,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     trained = graph.trained_roles()
     check_groups(graph)
     check_resampling(recipe, graph)
+    check_overlap(recipe, graph)
     check_reward_models(recipe, graph)
     _check_lengths(recipe, graph)
     demands = []
@@ -82,6 +83,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
         copies=syncs,
         edges=graph_edges(graph, tasks, _text_bytes(recipe)),
         evaluation=_evaluation(recipe, graph, tasks),
+        ahead=_ahead(recipe, graph),
     )
     return Requirements(demands=tuple(demands), workload=workload)
 
@@ -135,6 +137,12 @@ def _evaluation(recipe: Recipe, graph: Graph, tasks: Sequence[Task]) -> tuple[Ta
     return tuple(
         replace(task, samples=count, group_size=1, after=(), streams=False) for task in tasks if task.node in names
     )
+
+
+def _ahead(recipe: Recipe, graph: Graph) -> Ahead | None:
+    if not recipe.overlap.max_staleness:
+        return None
+    return Ahead(nodes=tuple(node.name for node in graph.ahead_nodes()), overlap=recipe.overlap)
 
 
 def _streaming(recipe: Recipe, graph: Graph) -> frozenset[str]:

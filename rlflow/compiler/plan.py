@@ -156,7 +156,7 @@ def write_plan(plan: Plan, directory: Path) -> None:
 
 
 def _prediction(mapping: Mapping[str, Any]) -> Prediction:
-    given = {field.name: mapping[field.name] for field in fields(Prediction) if field.name != "memory"}
+    given = {field.name: mapping[field.name] for field in fields(Prediction) if field.name in mapping}
     memory = {role: entry["memory_gib"] for role, entry in mapping["roles"].items()}
     return parse(Prediction, given | {"memory": memory}, "plan")
 

@@ -1,10 +1,14 @@
 """The workload of a step: tasks with sizes, the data between them and weight syncs, independent of the algorithm."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Le
 
 from rlflow.resources.time.lengths import Lengths
+from rlflow.schema import Section
 
 TaskKind = Literal["generate", "score", "update", "host"]
 
@@ -96,6 +100,37 @@ class WeightSync:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Overlap(Section):
+    """Generation of later steps while a step trains, on GPUs of its own."""
+
+    hints_for_other_names: ClassVar[Mapping[str, str]] = {
+        "staleness": "max_staleness",
+        "max_off_policy_steps": "max_staleness",
+        "async_level": "max_staleness",
+        "partial_rollout": "in_flight: keep",
+    }
+
+    max_staleness: Annotated[int, Ge(0), Le(64)] = 0
+    """The most steps by which the policy that sampled a token may be older than the policy that trains on it. With 0 a
+    step generates its own samples before it trains."""
+    in_flight: Literal["wait", "keep", "abort"] = "wait"
+    """What happens to unfinished samples when new weights are ready. ``wait``: they finish before the weights are
+    loaded. ``keep``: they keep their tokens and continue with the new weights. ``abort``: they start again."""
+    deterministic: bool = True
+    """Generate step s with version s - ``max_staleness``, whatever finishes first, so that a run is as reproducible as
+    without overlap. Needs ``in_flight: wait``. False: newer versions generate as soon as they are ready."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """The tasks that run for later steps while a step trains, on GPUs of their own."""
+
+    nodes: tuple[str, ...]
+    overlap: Overlap
+    """Its ``max_staleness`` is at least 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """The tasks, data and weight syncs of one step, and the tasks of an evaluation."""
 
@@ -106,6 +141,8 @@ class Workload:
     edges: tuple[Edge, ...] = ()
     evaluation: tuple[Task, ...] = ()
     """The tasks of an evaluation on held-out rows, in order; none without evaluations."""
+    ahead: Ahead | None = None
+    """None: every task runs in its own step."""
 
     def of(self, role: str) -> tuple[Task, ...]:
         """Return the tasks of a role."""

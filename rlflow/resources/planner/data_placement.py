@@ -26,8 +26,10 @@ def predict_data(workload: Workload, roles: Mapping[str, RolePlacement], control
 
     Nodes run in order. An edge is stored from its node until its last reader has finished, in equal parts on the hosts
     of the workers that made it; an edge without a role is on the host ``controller``. Slices that travel to readers on
-    other hosts are not counted, because they are freed as soon as they are read.
+    other hosts are not counted, because they are freed as soon as they are read. What is generated ahead is stored for
+    as many later steps as ``max_staleness`` allows.
     """
+    ahead = workload.ahead
     order = {task.node: index for index, task in enumerate(workload.tasks)}
     spans = {edge.name: _span(edge, order) for edge in workload.edges}
     peaks: dict[str, float] = {}
@@ -35,9 +37,11 @@ def predict_data(workload: Workload, roles: Mapping[str, RolePlacement], control
         stored: dict[str, float] = {}
         for edge in workload.edges:
             first, last = spans[edge.name]
-            if first <= moment <= last:
-                for host, share in _shares(edge, roles, controller).items():
-                    stored[host] = stored.get(host, 0.0) + share * edge.stored / GIB
+            steps = int(first <= moment <= last) + (
+                ahead.overlap.max_staleness if ahead and edge.name in ahead.nodes else 0
+            )
+            for host, share in _shares(edge, roles, controller).items() if steps else ():
+                stored[host] = stored.get(host, 0.0) + steps * share * edge.stored / GIB
         for host, gib in stored.items():
             peaks[host] = max(peaks.get(host, 0.0), gib)
     return DataPrediction(edges={edge.name: edge.bytes for edge in workload.edges}, store_peak_gib=peaks)

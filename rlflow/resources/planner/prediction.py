@@ -12,6 +12,7 @@ from rlflow.resources.planner.confidence import TIME_BANDS, Margin, TimeKind, Ve
 from rlflow.resources.planner.data_placement import DataPrediction, predict_data
 from rlflow.resources.planner.layouts import largest_micro_batch
 from rlflow.resources.planner.node_times import NodeTime, node_times
+from rlflow.resources.planner.overlap_prediction import OverlapPrediction, predict_overlap
 from rlflow.resources.planner.pauses import checkpoint_seconds, evaluation_seconds
 from rlflow.resources.planner.pool import RoleChoice, host_memory, sync_memory
 from rlflow.resources.planner.process_memory import memory_of_hosts, predict_processes
@@ -97,12 +98,15 @@ class Prediction:
     """GiB of each process, by phase and purpose: on a GPU what torch reserves, on a CPU what is resident."""
     calibration: Mapping[str, Mapping[str, Any]]
     """The measured figures that the plan is based on, as in the file of ``calibration=``."""
+    overlap: OverlapPrediction | None = None
+    """The overlap of generation and training; None for synchronous steps."""
 
 
 def predict(search: Search, result: SearchResult) -> Prediction:
     """Return all figures of the plan that a search has found."""
     candidate = result.candidate
-    schedule = candidate.schedule
+    schedule, overlap = candidate.schedule, predict_overlap(search, result)
+    step = overlap.step_seconds if overlap else schedule.step_seconds
     generates = any(task.kind == "generate" for task in search.workload.tasks)
     band = TIME_BANDS[TimeKind.GENERATES if generates else TimeKind.TRAINS]
     gpus = len({bundle for placement in result.roles.values() for bundle in placement.bundles})
@@ -113,30 +117,33 @@ def predict(search: Search, result: SearchResult) -> Prediction:
     return Prediction(
         verdict=None if headroom is None else safe,
         risks=plan_risks(search, result, host_gib),
-        step_seconds=schedule.step_seconds,
-        step_seconds_range=(schedule.step_seconds * band.low, schedule.step_seconds * band.high),
+        step_seconds=step,
+        step_seconds_range=(step * band.low, step * band.high),
         evaluation_seconds=evaluation_seconds(search, result),
         checkpoint_seconds=checkpoint_seconds(search),
-        tokens_per_second_per_gpu=search.workload.generated_tokens / schedule.step_seconds / gpus
-        if schedule.step_seconds
-        else 0.0,
+        tokens_per_second_per_gpu=search.workload.generated_tokens / step / gpus if step else 0.0,
         num_gpus=gpus,
         memory=memory,
         nodes=node_times(search, result),
         pools=tuple(
-            PoolTime(roles=roles, gpus=count, idle_share=schedule.idle_share(index))
+            PoolTime(
+                roles=roles,
+                gpus=count,
+                idle_share=overlap.idle_share(search, candidate, index) if overlap else schedule.idle_share(index),
+            )
             for index, (roles, count) in enumerate(zip(candidate.partition, candidate.gpus, strict=True))
         ),
         headroom_gib=headroom,
         fullest=fullest,
         host_gib=host_gib,
         data=predict_data(search.workload, result.roles, search.cluster.hosts[0].name),
-        reasons=_reasons(candidate),
+        reasons=_reasons(candidate, overlap),
         limits=_limits(search, candidate),
         warnings=plan_warnings(search, result),
         alternatives=_alternatives(result),
         processes=predict_processes(search, result.roles, {role: found.phases for role, found in memory.items()}),
         calibration=calibration_figures(search.calibration),
+        overlap=overlap,
     )
 
 
@@ -184,9 +191,11 @@ def _headroom(search: Search, memory: Mapping[str, RoleMemory]) -> tuple[float |
     return min(left, key=lambda each: each[0], default=(None, ""))
 
 
-def _reasons(candidate: Candidate) -> tuple[str, ...]:
+def _reasons(candidate: Candidate, overlap: OverlapPrediction | None) -> tuple[str, ...]:
     """Describe what the step time consists of, and how idle each pool is."""
     schedule = candidate.schedule
+    if overlap is not None:
+        return overlap.reasons
     step = schedule.step_seconds
     if not step:
         return ()

@@ -59,14 +59,23 @@ class Schedule:
 
 
 class StepScheduler:
-    """The tasks and weight syncs of a step, in order, on the pools of its roles. A pool does one task at a time."""
+    """The tasks and weight syncs of a step, in order, on the pools of its roles. A pool does one task at a time.
+
+    Tasks that run ahead of their step belong to a later one, so the others do not wait for them. Both begin with new
+    weights, and the next weight sync waits for both.
+    """
 
     def __init__(self, workload: Workload, pool_of: Mapping[str, int]) -> None:
         self.nodes = [task.node for task in workload.tasks] + [sync.node for sync in workload.copies]
         self._pools: list[tuple[int, ...]] = [
             (pool_of[task.role],) if task.role is not None else () for task in workload.tasks
         ]
-        after = [(task.after, task.streams) for task in workload.tasks]
+        # What runs ahead is there when its step begins: only the tasks of later steps wait for each other.
+        ahead = workload.ahead.nodes if workload.ahead else ()
+        after = [
+            (tuple(node for node in task.after if task.node in ahead or node not in ahead), task.streams)
+            for task in workload.tasks
+        ]
         for sync in workload.copies:
             self._pools.append(tuple(sorted({pool_of[sync.source], pool_of[sync.target]})))
             updates = [task for task in workload.tasks if task.role == sync.source and task.kind == "update"]

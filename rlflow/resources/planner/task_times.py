@@ -1,12 +1,13 @@
 """The seconds that a role's tasks take in a layout."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from math import ceil
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.models.lora import adapter_parameters, adapter_tensors
-from rlflow.resources.time.decoding import Generation, generation
+from rlflow.resources.time.decoding import Generation, decoder_of, generation
 from rlflow.resources.time.passes import ENGINE_WAKE_S, host_seconds, offload_seconds, scoring, sync_seconds, training
 from rlflow.resources.time.speed import Speed
 from rlflow.resources.workload import Task, Workload
@@ -101,6 +102,37 @@ def generations(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tok
             weight_bytes=demand.weight_bytes,
         )
         for turn, (prompts, responses) in enumerate(task.turn_lengths)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeProfile:
+    """The speed of all engines of a role together."""
+
+    slots: float
+    """Samples that they generate at the same time."""
+    token_seconds: Callable[[float], float]
+    """The time of a decoding step, by the number of running samples."""
+    prefill: float
+    """The time to read all prompts of a step."""
+    prefill_token: float
+    """The time to read one more token."""
+
+
+def decode_profile(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> DecodeProfile:
+    """Return the speed at which a task is generated, apart from the lengths of its responses."""
+    model, workers = demand.architecture, layout.data_parallel_size
+    assert model is not None
+    first = generations(demand, task, layout, speed, kv_tokens)[0]
+    tensor, stages, eager = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.eager is True
+    decoder = decoder_of(model, tensor, stages, speed, demand.weight_bytes, eager)
+    context = task.prompts.mean + task.responses.residual
+    prompt_tokens = task.samples / task.group_size * task.prompts.mean
+    return DecodeProfile(
+        slots=first.concurrency * workers,
+        token_seconds=lambda active: decoder.seconds(max(1.0, active / workers), context),
+        prefill=first.prefill_seconds,
+        prefill_token=decoder.prefill(speed, prompt_tokens, task.prompts.mean) / prompt_tokens / workers,
     )
 
 

@@ -8,7 +8,7 @@ from rlflow.resources.layout import GIB, Bundle, Layout, RolePlacement, Worker
 from rlflow.resources.planner.data_placement import predict_data, reading_seconds
 from rlflow.resources.planner.prediction import predict
 from rlflow.resources.planner.search import Search
-from rlflow.resources.workload import Edge, Workload
+from rlflow.resources.workload import Ahead, Edge, Overlap, Workload
 from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, search, task, workload
 
 LAYOUT = Layout(micro_batch_tokens=1)
@@ -45,6 +45,13 @@ def test_an_edge_is_there_until_its_last_reader_is_done() -> None:
     assert predict_data(GRPO, roles, "a").store_peak_gib == pytest.approx({"a": 10})
     longer = replace(GRPO, edges=(edge("prompts", None, 3, "write"), *GRPO.edges[1:]))
     assert predict_data(longer, roles, "a").store_peak_gib == pytest.approx({"a": 11})
+
+
+def test_what_is_generated_ahead_is_there_for_each_later_step() -> None:
+    """Two later steps of 8 GiB each, beside the 10 GiB of the step that trains."""
+    ahead = replace(GRPO, ahead=Ahead(nodes=("write",), overlap=Overlap(max_staleness=2)))
+    roles = placed(rollout=["a"], reference=["a"], actor=["a"])
+    assert predict_data(ahead, roles, "a").store_peak_gib == pytest.approx({"a": 26})
 
 
 def test_what_nobody_reads_is_there_while_it_is_made() -> None:

@@ -1,0 +1,105 @@
+"""The prediction of steps whose samples are generated ahead, for several values of ``overlap.max_staleness``."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from rlflow.resources.planner.candidate import Candidate
+from rlflow.resources.planner.overlap import Decoding, OverlapTimes, alone_seconds, simulate_overlap
+from rlflow.resources.planner.search import Search, SearchResult
+from rlflow.resources.planner.task_times import decode_profile
+from rlflow.resources.workload import Task
+
+# Values of ``max_staleness`` that are compared; the smallest whose step is longer than the best by at most this share
+# is recommended.
+_TRIED = (0, 1, 2, 4, 8)
+_NEARLY_BEST = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapPrediction:
+    """The predicted overlap of generation and training on the plan's GPUs."""
+
+    step_seconds: float
+    generate_idle: float
+    """The idle share of the GPUs that generate."""
+    train_idle: float
+    """The idle share of the others."""
+    staleness: float
+    """By how many versions the policy that generated a token is older than the one that it trains, on average."""
+    by_staleness: Mapping[str, float]
+    """The seconds of a step for other values of ``max_staleness``; 0 is a synchronous run on the same GPUs."""
+    recommended: int
+    """The smallest of these values whose step is at most 5% longer than the shortest."""
+
+    def idle_share(self, search: Search, candidate: Candidate, pool: int) -> float:
+        """Return the share of a step in which a pool does nothing."""
+        ahead = search.workload.ahead.nodes if search.workload.ahead else ()
+        if any(task.role in candidate.partition[pool] for task in search.workload.tasks if task.node in ahead):
+            return self.generate_idle
+        busy = sum(span.seconds for span in candidate.schedule.spans if pool in span.pools)
+        return max(0.0, 1 - busy / self.step_seconds)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Describe how idle both sides are, and what another bound on the staleness would change."""
+        idle = f"GPUs idle: {self.generate_idle:.0%} of those that generate, {self.train_idle:.0%} of the others"
+        steps = [f"{staleness}: {seconds:.4g} s" for staleness, seconds in self.by_staleness.items()]
+        return (
+            f"{idle}; tokens are {self.staleness:.1f} versions old on average",
+            f"step by max_staleness, 0 being synchronous: {', '.join(steps)}; within 5% of the best from "
+            f"{self.recommended}",
+        )
+
+
+def predict_overlap(search: Search, result: SearchResult) -> OverlapPrediction | None:
+    """Simulate steps on the plan's GPUs; None where nothing runs ahead, or its times are not modelled."""
+    ahead = search.workload.ahead
+    generating = [
+        task for task in search.workload.tasks if task.kind == "generate" and ahead and task.node in ahead.nodes
+    ]
+    if ahead is None or len(generating) != 1 or (decoding := _decoding(search, result, generating[0])) is None:
+        return None
+    spans = result.candidate.schedule.spans
+    syncs = {sync.node for sync in search.workload.copies}
+    train = max((span.end for span in spans if span.node not in syncs and span.node not in ahead.nodes), default=0.0)
+    sync = sum(span.seconds for span in spans if span.node in syncs)
+    asked = ahead.overlap.max_staleness
+    tried = {k: replace(ahead.overlap, max_staleness=k) for k in sorted({*_TRIED, asked})}
+    found = {k: simulate_overlap(decoding, train, sync, overlap) for k, overlap in tried.items()}
+    chosen: OverlapTimes = found[asked]
+    best = min(times.step_seconds for times in found.values())
+    return OverlapPrediction(
+        step_seconds=chosen.step_seconds,
+        generate_idle=chosen.generate_idle,
+        train_idle=chosen.train_idle,
+        staleness=chosen.staleness,
+        by_staleness={str(k): times.step_seconds for k, times in found.items()},
+        recommended=next(k for k, times in found.items() if times.step_seconds <= (1 + _NEARLY_BEST) * best),
+    )
+
+
+def _decoding(search: Search, result: SearchResult, task: Task) -> Decoding | None:
+    """Return the generation of a step, as long in total as its node in the plan."""
+    role, ahead = str(task.role), search.workload.ahead
+    demand, choice = search.demands[role], result.candidate.choices[role]
+    spans = {span.node: span for span in result.candidate.schedule.spans}
+    seconds = spans[task.node].seconds
+    if demand.architecture is None or not seconds or ahead is None:
+        return None
+    speed = search.host_set([role]).speed.of_engine(demand.engine)
+    kv_tokens = float("inf") if choice.kv_tokens is None else choice.kv_tokens
+    profile = decode_profile(demand, task, choice.layout, speed, kv_tokens)
+
+    def decoding(scale: float) -> Decoding:
+        return Decoding(
+            samples=task.samples,
+            slots=profile.slots,
+            lengths=task.responses.values,
+            token_seconds=lambda active: scale * profile.token_seconds(active),
+            prefill=scale * profile.prefill,
+            prefill_token=scale * profile.prefill_token,
+            judging=max(spans[node].end for node in ahead.nodes) - spans[task.node].end,
+        )
+
+    unscaled = decoding(1.0)
+    return decoding(seconds / (alone_seconds(unscaled) - unscaled.judging))

@@ -1,0 +1,90 @@
+"""Generation ahead of training in recipes and plans."""
+
+import json
+
+import pytest
+
+import rlflow
+from rlflow.compiler.plan import Plan, plan_from
+from rlflow.errors import UserError
+from tests.conftest import CONFIG_DIR
+from tests.helpers import load
+
+KEEP = "overlap={max_staleness: 2, in_flight: keep, deterministic: false}"
+
+
+def compiled(*overrides: str, recipe: str = "fake", cluster: str = "1x2@cpu") -> Plan:
+    return rlflow.compile(load(f"recipe={recipe}", *overrides, config_dir=CONFIG_DIR), cluster)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["overlap.max_staleness=-1"], r"^overlap\.max_staleness: -1 is not valid"),
+        (["overlap.staleness=1"], r"^overlap\.staleness: unknown key.\n.*\n  Fix: max_staleness"),
+        ([KEEP], r"^overlap\.in_flight: expected an engine that can be interrupted, got 'fake' for graph\.rollouts"),
+        (
+            ["overlap={max_staleness: 1, in_flight: abort}", "roles.rollout.engine=vllm"],
+            r"^overlap\.in_flight: 'abort' lets .*\n  Fix: overlap\.deterministic=false, or overlap\.in_flight=wait",
+        ),
+        (
+            ["overlap.max_staleness=1", "graph.rollouts.overcommit=0.5", "roles.rollout.engine=transformers"],
+            r"^graph\.rollouts\.overcommit: also starts prompts before their step",
+        ),
+        (
+            ["overlap.max_staleness=1", "graph.rollouts.role=actor", "~roles.rollout"],
+            r"^overlap\.max_staleness: role 'actor' of graph\.rollouts is trained itself",
+        ),
+        (
+            ["overlap.max_staleness=1", "graph.reference.role=rollout", "~roles.reference"],
+            r"^overlap\.max_staleness: role 'rollout' also runs graph\.reference",
+        ),
+        (
+            ["overlap.max_staleness=1", "graph.sampling={node: dynamic_sampling}"],
+            r"^overlap\.max_staleness: graph\.sampling chooses the prompts of a step by their rewards",
+        ),
+        (
+            ["overlap.max_staleness=1", "roles.rollout.colocate=[actor]"],
+            r"^roles\.rollout\.colocate: rollout and actor share GPUs, so one cannot generate while the other trains",
+        ),
+    ],
+)
+def test_recipes_that_cannot_generate_ahead(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compiled(*overrides)
+
+
+def test_one_gpu_is_not_enough() -> None:
+    with pytest.raises(UserError, match=r"^overlap\.max_staleness: generation ahead of training needs GPUs of its own"):
+        compiled("overlap.max_staleness=1", cluster="1x1@cpu")
+
+
+def test_the_default_is_no_part_of_the_experiment() -> None:
+    assert compiled().fingerprint == compiled("overlap={max_staleness: 0, in_flight: keep}").fingerprint
+    assert compiled().fingerprint != compiled("overlap.max_staleness=1").fingerprint
+
+
+def test_the_role_that_generates_has_gpus_of_its_own() -> None:
+    for recipe in ("grpo_32b", "ppo_7b"):
+        plan = rlflow.compile(load(f"recipe={recipe}", "overlap.max_staleness=1"), "2x8")
+        gpus = {role: set(placement.bundles) for role, placement in plan.roles.items()}
+        assert all(gpus["rollout"].isdisjoint(gpus[role]) for role in gpus if role != "rollout")
+
+
+def test_both_sides_take_equally_long() -> None:
+    """The step is as long as the longer side and the weight sync, and neither side is idle for long."""
+    plan = rlflow.compile(load("recipe=grpo_32b", "overlap.max_staleness=1"), "2x8")
+    nodes, overlap = plan.prediction.nodes, plan.prediction.overlap
+    assert overlap is not None
+    training = sum(nodes[name].seconds for name in ("old_logprobs", "reference", "update"))
+    longer = max(nodes["rollouts"].seconds, training) + nodes["actor->rollout"].seconds
+    assert plan.prediction.step_seconds == pytest.approx(longer, rel=0.01)
+    assert max(overlap.generate_idle, overlap.train_idle) < 0.25
+    in_turn = nodes["rollouts"].seconds + training
+    assert overlap.by_staleness["0"] > 0.99 * in_turn
+    assert overlap.recommended == 1
+
+
+def test_a_plan_with_overlap_can_be_read_back() -> None:
+    plan = rlflow.compile(load("recipe=grpo_32b", "overlap.max_staleness=1"), "2x8")
+    assert plan_from(json.loads(json.dumps(plan.to_dict()))) == plan
