@@ -1,6 +1,7 @@
 """Evaluation on held-out rows: when it is due, and what it runs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -53,6 +54,20 @@ class PairEvaluator:
             inputs: Mapping[str, Any] = {name: edges[origin] for name, origin in self.update.inputs.items()}
             operation: Any = self.update.operation
             return float(operation.accuracy(engines[str(self.update.role)], **inputs))
+
+
+@dataclass(frozen=True)
+class PausingEvaluator:
+    """Another evaluator, for whose time nothing is generated ahead."""
+
+    evaluator: Evaluator
+    paused: Callable[[], AbstractContextManager[None]]
+    """Pauses the generation, and gives its engines the newest weights."""
+
+    def run(self, engines: Engines, data: DataSource) -> float:
+        """Return the measure."""
+        with self.paused():
+            return self.evaluator.run(engines, data)
 
 
 def evaluator_of(planned: Graph, running: Graph) -> Evaluator:

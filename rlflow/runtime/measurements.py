@@ -1,7 +1,7 @@
 """Measurements of a run beside the predictions of its plan: the time of each node, the memory of each process."""
 
 from collections.abc import Mapping
-from statistics import median
+from statistics import fmean, median
 
 from rlflow.compiler.plan import Plan
 from rlflow.resources.layout import GIB
@@ -9,6 +9,7 @@ from rlflow.resources.layout import GIB
 Pair = Mapping[str, float | None]
 """A figure as it was ``predicted`` and ``measured``; None where only the other one is known."""
 _COPY = "copy"
+_AGE = "overlap/staleness_"
 
 
 class StepTimes:
@@ -20,7 +21,7 @@ class StepTimes:
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a step."""
         for name, value in metrics.items():
-            if name == "seconds" or name.startswith("seconds/"):
+            if name == "seconds" or name.startswith(("seconds/", "overlap/")):
                 self._seconds.setdefault(name, []).append(value)
 
     def step(self, plan: Plan) -> Pair:
@@ -36,6 +37,32 @@ class StepTimes:
         return {
             name: {"predicted": value, "measured": self._median(f"seconds/{name}")} for name, value in predicted.items()
         }
+
+    def overlap(self, plan: Plan) -> dict[str, dict[str, float | None]]:
+        """Return the ages of tokens, and predicted and measured figures of generation ahead of training.
+
+        Empty for synchronous steps. The first step, in which all wait, does not count.
+        """
+        ages = {name.removeprefix(_AGE): self._mean(name) for name in self._seconds if name.startswith(_AGE)}
+        staleness = {age: share for age, share in ages.items() if age.isdecimal()}
+        if not staleness:
+            return {}
+        predicted = plan.prediction.overlap
+        names = {"staleness": "overlap/staleness_mean"}
+        names |= {side: f"overlap/{side}_seconds" for side in ("generate_idle", "train_idle")}
+        seconds = self._mean("seconds") or 1.0
+        return {"tokens_by_staleness": staleness} | {
+            figure: {
+                "predicted": getattr(predicted, figure) if predicted else None,
+                "measured": (self._mean(name) or 0.0) / (1.0 if figure == "staleness" else seconds),
+            }
+            for figure, name in names.items()
+        }
+
+    def _mean(self, name: str) -> float | None:
+        """Return the mean without the first step."""
+        values = self._seconds.get(name, ())
+        return fmean(values[1:] or values) if values else None
 
     def _median(self, name: str) -> float | None:
         """Return the median without the first step, which loads, compiles and allocates."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from rlflow.data.encoding import Rows
 from rlflow.data.source import DataSource, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.registry import engine_kind
+from rlflow.errors import RecipeError
 from rlflow.recipe import Model, Tune
 from rlflow.resources.models.config import check_agreement
 from rlflow.runtime.bound_node import bind_nodes, states_of
@@ -28,14 +30,15 @@ from rlflow.runtime.checkpoint import (
     restore,
     write_folder,
 )
-from rlflow.runtime.evaluation import Evaluator, evaluator_of
+from rlflow.runtime.evaluation import Evaluator, PausingEvaluator, evaluator_of
 from rlflow.runtime.folder_lock import locked
+from rlflow.runtime.generation.ahead import AheadGeneration
 from rlflow.runtime.generation.overcommit import prompts_ahead, with_overcommit
 from rlflow.runtime.generation.resampling import ResamplingRounds
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.preflight import check_before_start, check_directory, check_examples, last_checkpoint
 from rlflow.runtime.protocols import Engines, Observer, Observers, Report, Runtime
-from rlflow.runtime.step import run_graph
+from rlflow.runtime.step import StepStart, run_graph, sync_followers
 from rlflow.runtime.tuning import Tuner, with_spare_slots
 
 
@@ -60,13 +63,16 @@ class Training:
     """A run that is ready for its next step."""
 
     plan: Plan
-    """The plan; its graph is the graph as it runs, without the nodes that run in rounds."""
+    """The plan; its graph is the graph as it runs, without the nodes of ``start_of_step``."""
     directory: Path
     engines: Engines
     trained: Mapping[str, Any]
     """The engines of the trained roles."""
     data: DataSource
-    rounds: ResamplingRounds | None
+    start_of_step: StepStart | None
+    """The nodes that run in rounds, or ahead of their step."""
+    sync: Callable[[int], float]
+    """Syncs the weights of a version to the roles that follow, and returns the seconds that it took."""
     evaluator: Evaluator | None
     checkpoints: CheckpointWriter
     observer: Observer
@@ -94,6 +100,9 @@ def prepare(
     ``run`` trains the models that other recipes make. Raises the errors of ``rlflow.runtime.run.run``.
     """
     observer = Observers(observers)
+    if tune and plan.recipe.overlap.max_staleness:
+        fact = "compares the times of steps, which overlap.max_staleness lets overlap"
+        raise RecipeError("tune", fact, fix="tune=false, or overlap.max_staleness=0")
     check_directory(directory, resume=resume)
     with locked(directory), ExitStack() as stack:
         check_before_start(plan, directory, runtime, resume=resume)
@@ -123,7 +132,14 @@ def prepare(
         rounds = (
             ResamplingRounds(graph, plan.recipe.data.batch_size, data, run_graph) if resampled_nodes(graph) else None
         )
-        parts = {**trained, **overcommits, **states_of(graph, engines), **({rounds.path: rounds} if rounds else {})}
+        sync = partial(sync_followers, plan, engines)
+        ahead = None
+        if plan.recipe.overlap.max_staleness:
+            ahead = AheadGeneration(plan.graph, graph, plan.recipe, engines, data, run_graph, sync)
+            stack.callback(ahead.close)
+            evaluator = evaluator and PausingEvaluator(evaluator, ahead.paused)
+        parts = {**trained, **overcommits, **states_of(graph, engines)}
+        parts |= {each.path: each for each in (rounds, ahead) if each}
         if last:
             restore(last, parts)
         if tune:
@@ -132,12 +148,13 @@ def prepare(
             each.started(plan, directory, progress.step)
             stack.callback(each.close)
         yield Training(
-            plan=replace(plan, graph=without_resampled(graph)),
+            plan=replace(plan, graph=graph.without(ahead.nodes) if ahead else without_resampled(graph)),
             directory=directory,
             engines=engines,
             trained=trained,
             data=data,
-            rounds=rounds,
+            start_of_step=ahead or rounds,
+            sync=ahead.sync if ahead else sync,
             evaluator=evaluator,
             checkpoints=CheckpointWriter(
                 directory, parts, plan.recipe.checkpoints.keep, progress.step if last else None

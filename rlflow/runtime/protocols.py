@@ -1,7 +1,7 @@
 """The protocols of a run: where its engines live, who observes it, and what it returns."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +57,19 @@ class Engines(dict[str, Any]):
     def stream_to(self, subscriber: Subscriber, role: str) -> AbstractContextManager[None]:
         """Stream the role's finished responses to the subscriber within the context, from engines that can."""
         return nullcontext()
+
+    def on_lost_weights(self, role: str, resync: Callable[[], None]) -> None:
+        """Have ``resync`` sync weights to the role when all its engines have failed within a generation.
+
+        By default the trained role sends what it has now, which it cannot while it trains.
+        """
+
+    def expect_release(self, edges: Collection[str]) -> None:
+        """Let results for these edges wait for room in object stores, since a step that trains will free some."""
+
+    def are_apart(self, role: str, other: str) -> bool:
+        """Return whether two roles can work at the same time, on different GPUs."""
+        return False
 
     def mark_idle(self, role: str) -> None:
         """Note that the role is idle until the next weight sync, so that it need not keep its own."""
@@ -174,6 +187,9 @@ class Report:
     """GiB at the peak of each phase of each process, ``predicted`` and ``measured``."""
     store: Mapping[str, Mapping[str, float]]
     """MiB of each edge, and the peak of each host: ``predicted`` and ``measured``. Empty for a run in one process."""
+    overlap: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    """Generation ahead of training: the share of tokens by their age in versions; and their mean age and the idle share
+    of both sides, ``predicted`` and ``measured``. Empty for synchronous steps."""
     warnings: Sequence[str]
     """Warnings about the run: prompts that were too long, checkpoints that were damaged."""
     models: Mapping[str, str]

@@ -15,7 +15,7 @@ from rlflow.runtime.evaluation import is_evaluation_due
 from rlflow.runtime.measurements import StepTimes, compare_memory
 from rlflow.runtime.prepare import Training, prepare
 from rlflow.runtime.protocols import Observer, Report, Runtime, StoreUse
-from rlflow.runtime.step import sync_followers, train_step
+from rlflow.runtime.step import train_step
 
 
 def run(
@@ -41,7 +41,7 @@ def run(
         engines, data, observer, progress = training.engines, training.data, training.observer, training.progress
         metrics: Mapping[str, float] = {}
         times = StepTimes()
-        sync_followers(plan, engines, version=progress.step)
+        training.sync(progress.step)
         while True:
             if training.evaluator and is_evaluation_due(plan, progress):
                 measure = training.evaluator.run(engines, data)
@@ -52,7 +52,9 @@ def run(
                 training.checkpoints.save(progress)
             if is_over:
                 break
-            metrics = train_step(training.plan, engines, data, progress.step, observer, training.rounds)
+            metrics = train_step(
+                training.plan, engines, data, progress.step, observer, training.start_of_step, training.sync
+            )
             times.add(metrics)
             progress = progress.stepped(plan.recipe.data.batch_size)
             observer.stepped(progress.step, metrics)
@@ -80,6 +82,7 @@ def _finish(training: Training, progress: RunProgress, metrics: Mapping[str, flo
         step=times.step(plan),
         nodes=times.nodes(plan),
         memory=compare_memory(plan, training.engines.peak_bytes()),
+        overlap=times.overlap(plan),
         store=_compare_store_use(plan, training.engines.store_use()),
         warnings=training.warnings,
         models=models,

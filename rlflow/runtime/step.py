@@ -1,8 +1,10 @@
 """One training step: a pass over the graph, and the new weights to the roles that follow."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from contextvars import copy_context
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,13 +23,13 @@ from rlflow.runtime.protocols import Engines, Observer
 OnOutput = Callable[[str, Any], None]
 
 
-class PromptSelection(Protocol):
-    """The part of a step that generates in rounds, until enough prompts are selected."""
+class StepStart(Protocol):
+    """The part of a step before the rest of its graph: it generates in rounds, or has been generated before."""
 
     def run(
         self, engines: Engines, step: int, edges: dict[str, Any], on_output: OnOutput
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Put the outputs for the selected prompts into ``edges``; return the seconds of each node, and metrics."""
+        """Put the outputs that the rest needs into ``edges``; return the seconds of each node, and metrics."""
 
 
 def train_step(
@@ -36,12 +38,14 @@ def train_step(
     data: DataSource,
     step: int,
     observer: Observer | None = None,
-    rounds: PromptSelection | None = None,
+    start_of_step: StepStart | None = None,
+    sync: Callable[[int], float] | None = None,
 ) -> dict[str, float]:
     """Run the graph once on the data of ``step``, sync the weights, and return the metrics.
 
-    ``rounds`` run before the rest of the graph, where it has any. Metrics of time are named ``seconds`` or
-    ``per_second``. The ``observer`` gets the reasons why samples could not be judged.
+    ``start_of_step`` runs before the rest of the graph, where it has any. ``sync`` gets the version of the new weights,
+    and returns the seconds of the weight sync; by default all followers get them at once. Metrics of time are named
+    ``seconds`` or ``per_second``. The ``observer`` gets the reasons why samples could not be judged.
     """
     start = time.perf_counter()
     metrics: dict[str, float] = {}
@@ -60,16 +64,16 @@ def train_step(
     seconds: dict[str, float] = {}
     read = {"prompts": data.prompts, "examples": data.examples, "pairs": data.pairs}
     try:
-        if rounds:
-            seconds, rounds_metrics = rounds.run(engines, step, edges, on_output)
-            metrics.update(rounds_metrics)
-        for name in () if rounds else plan.graph.sources:
+        if start_of_step:
+            seconds, start_metrics = start_of_step.run(engines, step, edges, on_output)
+            metrics.update(start_metrics)
+        for name in () if start_of_step else plan.graph.sources:
             with edge(name):
                 edges[name] = read[name](step)
             on_output(name, edges[name])
         if edges:
             seconds |= run_graph(plan.graph, engines, edges, on_output)
-        seconds["copy"] = sync_followers(plan, engines, version=step + 1)
+        seconds["copy"] = sync(step + 1) if sync else sync_followers(plan, engines, version=step + 1)
     except EngineError as error:
         raise EngineError(f"step {step + 1}: {error}") from error
     total = time.perf_counter() - start
@@ -100,8 +104,8 @@ def run_graph(
     ``edges`` holds the data of this step, and gets the outputs of the nodes. Each edge is deleted when its last
     consumer has run. ``on_output`` is called with each output; a caller that keeps one keeps its columns in memory.
 
-    Nodes that can work on single responses start before generation ends. A role that has run its last node need not
-    keep its weights until the next weight sync.
+    Nodes that can work on single responses start before generation ends. Nodes whose roles have GPUs of their own run
+    side by side. A role that has run its last node need not keep its weights until the next weight sync.
     """
     seconds: dict[str, float] = {}
     consumers = {origin: node.name for node in graph.nodes for origin in node.inputs.values()}
@@ -109,10 +113,17 @@ def run_graph(
     for role in engines.keys() - last_nodes.keys():
         engines.mark_idle(role)
     streams: dict[str, StreamingNodes] = {}
+    early: dict[str, Future[tuple[Any, float]]] = {}
     with ExitStack() as running:
+        threads = running.enter_context(ThreadPoolExecutor(len(graph.nodes) or 1, "node"))
         for node in graph.nodes:
+            for other in _nodes_beside(node, graph, engines, edges, early.keys() | streams.keys()):
+                inputs = {origin: edges[origin] for origin in other.inputs.values()}
+                early[other.name] = threads.submit(copy_context().run, _run_timed, other, engines, inputs)
             if node.name in streams:
                 output, seconds[node.name] = streams.pop(node.name).output(node, edges)
+            elif node.name in early:
+                output, seconds[node.name] = early.pop(node.name).result()
             else:
                 start = time.perf_counter()
                 with ExitStack() as subscriptions:
@@ -150,6 +161,28 @@ def run_node(node: GraphNode, engines: Engines, edges: Mapping[str, Any], *, in_
         raise EngineError(f"node {node.name}, role {node.role}: {type(error).__name__}: {error}") from error
     check_advantages(node.name, output, inputs)
     return output
+
+
+def _nodes_beside(
+    node: GraphNode, graph: Graph, engines: Engines, edges: Mapping[str, Any], started: Collection[str]
+) -> Iterator[GraphNode]:
+    """Yield later nodes that can start with ``node``: their inputs are there, and their GPUs are free until their turn.
+
+    GPUs are free if none of the nodes from ``node`` on has a role that shares them.
+    """
+    before = [node]
+    for later in graph.nodes[graph.nodes.index(node) + 1 :]:
+        role, is_ready = later.role, edges.keys() >= set(later.inputs.values())
+        can_start = role is not None and is_ready and later.name not in started
+        roles = [str(each.role) for each in before if each.role is not None]
+        if can_start and not graph.streaming_consumers(later) and all(engines.are_apart(of, str(role)) for of in roles):
+            yield later
+        before.append(later)
+
+
+def _run_timed(node: GraphNode, engines: Engines, edges: Mapping[str, Any]) -> tuple[Any, float]:
+    start = time.perf_counter()
+    return run_node(node, engines, edges), time.perf_counter() - start
 
 
 def _run_follower(engines: Engines, node: GraphNode, edges: Mapping[str, Any]) -> Any:

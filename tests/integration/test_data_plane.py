@@ -160,14 +160,14 @@ def test_rounds_are_the_same_as_in_one_process(tmp_path: Path, monkeypatch: pyte
     training, steps = replace(plan, graph=without_resampled(plan.graph)), range(3)
     with LocalRuntime().start(plan, models, tmp_path) as engines:
         rounds = ResamplingRounds(plan.graph, options.batch_size, data, run_graph)
-        expected = [train_step(training, engines, data, step, rounds=rounds) for step in steps]
+        expected = [train_step(training, engines, data, step, start_of_step=rounds) for step in steps]
     read: list[Any] = []
     with RayRuntime().start(plan, models, tmp_path) as engines, monkeypatch.context() as patched:
         assert isinstance(engines, RayEngines)
         patched.setattr("rlflow.runtime.objects.store.fetch", read.append)
         hosted = engines.place_with_tokens(data)
         rounds = ResamplingRounds(plan.graph, options.batch_size, hosted, run_graph)
-        found = [train_step(training, engines, hosted, step, rounds=rounds) for step in steps]
+        found = [train_step(training, engines, hosted, step, start_of_step=rounds) for step in steps]
         assert set(engines.store_calls.budget.used.values()) == {0}
     assert read == []
     assert max(step["sampling/rounds"] for step in expected) > 1

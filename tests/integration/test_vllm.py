@@ -318,21 +318,26 @@ def kill_a_rank(_: list[Any]) -> None:
     multiprocessing.active_children()[-1].kill()
 
 
-def broken_off(engines: Sequence[Any], place: int, given: Prompts, sampling: Sampling) -> Rollouts | None:
-    """What is written after some of the engine's steps."""
-    engine = engines[place]
-    rows = np.arange(len(given) * sampling.group_size, dtype=np.int32).tobytes()
+def broken_off(
+    engines: Sequence[Any],
+    place: int,
+    given: Prompts,
+    sampling: Sampling,
+    steps: int = 8,
+    before: Rollouts | None = None,
+) -> Rollouts | None:
+    """What is written after some of the engine's steps, with what was written before."""
+    engine, groups = engines[place], GroupProgress(given, sampling, before)
+    rows = np.flatnonzero(~groups.done).astype(np.int32).tobytes()
     engine.begin_session(given, sampling)
     begun = engine.decode_steps
     with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(engine.advance, rows, 0)
-        while engine.decode_steps < begun + 8:
+        writing = pool.submit(engine.advance, rows, 0, before)
+        while engine.decode_steps < begun + steps and not writing.done():
             wait([writing], timeout=0.002)
         written: Rollouts | None = engine.preempt(rows)
         writing.result(60)
-    return GroupProgress(given, sampling).merge(
-        [part for part in (written, engine.finish_session()) if part is not None]
-    )
+    return groups.merge([part for part in (written, engine.finish_session()) if part is not None])
 
 
 def gone_on(engines: Sequence[Any], place: int, given: Prompts, sampling: Sampling, begun: Rollouts) -> Rollouts | None:
@@ -373,6 +378,34 @@ def test_what_is_broken_off_goes_on_with_new_weights(engine: RemoteEngine, refer
     tokenizer = load_tokenizer("policy", MODEL)
     ids = [out.response_ids[row].tolist() for row in range(len(out))]
     assert list(out.texts) == tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("updates", [4, pytest.param(50, marks=pytest.mark.soak)])
+def test_weights_change_at_any_moment_of_a_generation(
+    alone: RemoteEngine, reference: TransformersEngine, updates: int
+) -> None:
+    """Every token has the logprob under the weights of its version, whatever the versions before it."""
+    draw, sampling = np.random.default_rng(0), Sampling(max_tokens=60, group_size=4)
+    process, place = alone._process, alone._place
+    weights: list[Weights] = []
+    complete: list[Rollouts] = []
+    given, partial = prompts((30, 5), step=0), None
+    for version in range(100, 100 + updates):
+        weights.append(new_weights(version))
+        alone.load_weights(weights[-1], version)
+        process.send(broken_off, place, given, sampling, int(draw.integers(1, 9)), partial)
+        partial = process.receive()
+        if partial is not None and GroupProgress(given, sampling, partial).complete.all():
+            complete.append(partial)
+            given, partial = prompts((30, 5), step=len(complete)), None
+    out = Rollouts.concatenate([*complete, *([] if partial is None else [partial])])
+    versions, expected = out.versions.values, np.full(len(out.versions.values), np.nan)
+    assert len(set(versions.tolist())) > updates // 2
+    for version in set(versions.tolist()):
+        reference.load_weights(weights[version - 100], version)
+        scored = reference.logprobs(out, 1.0).values.values
+        expected = np.where(versions == version, scored, expected)
+    assert out.logprobs.values == pytest.approx(expected, abs=TOLERANCE)
 
 
 # The last one: the pair does nothing after it.

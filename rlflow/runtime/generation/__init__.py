@@ -11,7 +11,7 @@
 5. While engines still generate, finished samples can stream to the nodes that follow (``partial_results``).
 6. The generation ends when enough groups are complete. The rollouts are returned in the order of their keys.
 
-Two kinds of steps use this differently: with ``overcommit``, a step trains on the first groups that are complete and
-resumes the others in the next step; with dynamic sampling, ``resampling`` generates in rounds until enough prompts have
-responses with different rewards.
+Three kinds of steps use this differently. With ``overcommit``, a step trains on the first groups that are complete and
+resumes the others in the next step. With dynamic sampling, ``resampling`` generates in rounds until enough prompts have
+responses with different rewards. With ``overlap``, ``ahead`` generates later steps while a step trains.
 """

@@ -6,7 +6,7 @@ Also how much of a store batches may take, and whether that is enough for a plan
 import gc
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -128,6 +128,7 @@ class Budget:
         self._edge_bytes: Counter[str] = Counter()
         self._waiting: list[_Request] = []
         self._running = 0
+        self._patient: Collection[str] = ()
         # Queued without the lock, which may be held by the very thread that a release interrupts.
         self._events: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
@@ -152,6 +153,10 @@ class Budget:
     def release_with(self, owner: Any, host: str, nbytes: int, edge: str) -> None:
         """Give reserved bytes back when ``owner`` is garbage-collected."""
         finalize(owner, self.release, host, nbytes, edge).atexit = False
+
+    def expect_release(self, edges: Collection[str]) -> None:
+        """Let requests for these edges wait: room will be freed although no call runs. Replaces earlier edges."""
+        self._process(lambda: setattr(self, "_patient", edges))
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -214,8 +219,9 @@ class Budget:
             gc.collect()  # unreachable cycles may still refer to blocks
             if self._events:
                 return decided
-            decided += [(request.granted, self._full(request)) for request in self._waiting]
-            self._waiting.clear()
+            failing = [request for request in self._waiting if request.edge not in self._patient]
+            decided += [(request.granted, self._full(request)) for request in failing]
+            self._waiting = [request for request in self._waiting if request not in failing]
         return decided
 
     def _full(self, request: _Request) -> EngineError:

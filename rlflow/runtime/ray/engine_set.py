@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
@@ -54,7 +54,7 @@ def start_engines(plan: Plan, models: Mapping[str, Model], bound: BoundPlan, dir
             turns.release(role)
         wait_all(starting)
         engines = {role: _proxy(plan, role, each, turns) for role, each in workers.items()}
-        yield RayEngines(engines, store_calls, remote_objects, directory, turns, replaced)
+        yield RayEngines(engines, store_calls, remote_objects, directory, turns, replaced, plan)
 
 
 def _proxy(plan: Plan, role: str, workers: RoleWorkers, turns: GpuTurns) -> RoleProxy:
@@ -73,6 +73,7 @@ class RayEngines(Engines):
         directory: Path,
         turns: GpuTurns,
         replaced: Collection[str],
+        plan: Plan,
     ) -> None:
         """Take the parts; ``replaced`` are the roles that receive all weights in every step."""
         super().__init__(engines)
@@ -81,6 +82,7 @@ class RayEngines(Engines):
         self._directory = directory
         self._turns = turns
         self._replaced = replaced
+        self._bundles = {role: set(placement.bundles) for role, placement in plan.roles.items()}
         self._stored: Counter[str] = Counter()
         self._num_steps = 0
 
@@ -123,6 +125,15 @@ class RayEngines(Engines):
     def stream_to(self, subscriber: Subscriber, role: str) -> AbstractContextManager[None]:
         group = self[role].engine_group
         return nullcontext() if group is None else group.subscribed(subscriber)
+
+    def on_lost_weights(self, role: str, resync: Callable[[], None]) -> None:
+        self[role].resync = resync
+
+    def expect_release(self, edges: Collection[str]) -> None:
+        self.store_calls.budget.expect_release(edges)
+
+    def are_apart(self, role: str, other: str) -> bool:
+        return self._bundles[role].isdisjoint(self._bundles[other])
 
     def mark_idle(self, role: str) -> None:
         if role in self._replaced:

@@ -1,6 +1,7 @@
 """The turns of roles that share GPUs: which role uses them now, and what memory the others give up meanwhile."""
 
 from collections.abc import Collection, Mapping, Sequence
+from threading import RLock
 from typing import Literal
 
 from rlflow.compiler.plan import Plan
@@ -35,6 +36,8 @@ class GpuTurns:
         """Roles that may hold memory in torch's cache, which building an engine fills too."""
         self._expired = set(replaced)
         self._sending: str | None = None
+        # Roles on different GPUs work at the same time, and may have a neighbor in common.
+        self._lock = RLock()
 
     def role_of(self, workers: Workers) -> str:
         """Return the role that has these workers."""
@@ -42,41 +45,45 @@ class GpuTurns:
 
     def take(self, role: str) -> None:
         """Give the GPUs to a role that is about to work."""
-        self._free_gpus(role)
-        if role in self._asleep:
-            self._call(role, "wake")
-            del self._asleep[role]
-        self._cached.add(role)
+        with self._lock:
+            self._free_gpus(role)
+            if role in self._asleep:
+                self._call(role, "wake")
+                del self._asleep[role]
+            self._cached.add(role)
 
     def release(self, role: str) -> None:
         """Make a role give up the GPU memory that it does not need while others work."""
-        if role in self._sleepers:
-            if self._asleep.get(role) != "completely":
-                self._call(role, "sleep", role in self._expired)
-                self._asleep[role] = "completely"
-        elif role in self._cached:
-            self._call(role, "release_memory")
-        self._cached.discard(role)
+        with self._lock:
+            if role in self._sleepers:
+                if self._asleep.get(role) != "completely":
+                    self._call(role, "sleep", role in self._expired)
+                    self._asleep[role] = "completely"
+            elif role in self._cached:
+                self._call(role, "release_memory")
+            self._cached.discard(role)
 
     def prepare_sender(self, role: str) -> None:
         """Prepare a role to send its weights, with nothing else of it on the GPUs if it sleeps."""
-        self._free_gpus(role)
-        self._sending = role
-        if role in self._sleepers and self._asleep.get(role) != "except weights":
-            self._call(role, "wake", True)
-            self._asleep[role] = "except weights"
-        elif role in self._cached and self._neighbors[role]:
-            self._call(role, "release_memory")
-        # The weights that it gathers, and the buffer that it sends them in, go through the cache.
-        self._cached.add(role)
+        with self._lock:
+            self._free_gpus(role)
+            self._sending = role
+            if role in self._sleepers and self._asleep.get(role) != "except weights":
+                self._call(role, "wake", True)
+                self._asleep[role] = "except weights"
+            elif role in self._cached and self._neighbors[role]:
+                self._call(role, "release_memory")
+            # The weights that it gathers, and the buffer that it sends them in, go through the cache.
+            self._cached.add(role)
 
     def prepare_receiver(self, role: str) -> None:
         """Prepare a role to receive weights, beside the role that sends them."""
-        self._free_gpus(role, except_role=self._sending)
-        if self._asleep.get(role) == "completely":
-            self._call(role, "wake", True)
-            self._asleep[role] = "except weights"
-        self._cached.add(role)
+        with self._lock:
+            self._free_gpus(role, except_role=self._sending)
+            if self._asleep.get(role) == "completely":
+                self._call(role, "wake", True)
+                self._asleep[role] = "except weights"
+            self._cached.add(role)
 
     def weights_loaded(self, role: str) -> None:
         """Note that the role has new weights, which it must keep."""

@@ -3,7 +3,7 @@
 Each method splits its rows by data-parallel rank, calls the workers, and joins the results in the order of the rows.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from rlflow.batch import (
 from rlflow.engines.base import Sampling, TokenLoss
 from rlflow.errors import EngineError
 from rlflow.resources.layout import Layout
+from rlflow.runtime.generation.dispatcher import Goal
 from rlflow.runtime.generation.engine_group import EngineGroup
 from rlflow.runtime.objects.ray_api import wait_all
 from rlflow.runtime.objects.sharding import TOKENS, Cost, Index, divide_rows
@@ -74,6 +75,8 @@ class RoleProxy:
         self._cost = cost
         self._last_sync: tuple[Workers, int] | None = None
         """The workers whose weights the role has, and the weights' version."""
+        self.resync: Callable[[], None] = self._resync_last_weights
+        """Syncs weights to all workers in the middle of a generation, because all of them are new."""
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         self._turns.take(self._role)
@@ -97,6 +100,14 @@ class RoleProxy:
         call = self.workers.submit(0, "continue_rollouts", prompts, sampling, partial, num_groups)
         rollouts: Rollouts = wait_all([call])[0]
         return rollouts
+
+    def generate_until(
+        self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, goal: Goal
+    ) -> Rollouts | None:
+        """Generate like ``continue_rollouts``, until the goal is reached or interrupted; on concurrent engines only."""
+        assert self.engine_group is not None
+        self._turns.take(self._role)
+        return self.engine_group.generate_until(prompts, sampling, partial, goal)
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         return Logprobs(values=self._token_values(sequences, "logprobs", temperature))
@@ -164,12 +175,15 @@ class RoleProxy:
         return float(max(self._call_all("memory_share")))
 
     def _resync_weights(self) -> None:
-        """Copy the current weights once more, in the middle of a generation, because some engines are new."""
+        self.resync()
+        self._turns.take(self._role)
+
+    def _resync_last_weights(self) -> None:
+        """Copy the current weights once more."""
         assert self._last_sync is not None, "engines of a role that follows no other always have their weights"
         weights, version = self._last_sync
         self._turns.prepare_sender(self._turns.role_of(weights))
         self.load_weights(weights, version)
-        self._turns.take(self._role)
 
     @property
     def _num_shares(self) -> int:

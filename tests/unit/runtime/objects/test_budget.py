@@ -56,6 +56,29 @@ class TestBudget:
         assert of.drain_edge_bytes() == {"x": 8 * MIB, "y": 8 * MIB}
         assert of.drain_edge_bytes() == {}
 
+    def test_what_is_generated_ahead_waits_for_the_step_that_trains(self) -> None:
+        """No call runs that could free room, but the step that trains will; for its own edges nobody will."""
+        of = budget()
+        of.expect_release(["rollouts"])
+        of.reserve("a", 8 * MIB, "rollouts")
+        of.begin_call()
+        ahead = of.reserve("a", 4 * MIB, "rollouts")
+        own = of.reserve("a", 4 * MIB, "reference")
+        assert (ahead.done(), own.done()) == (False, True)
+        with pytest.raises(EngineError, match="no running call will free any"):
+            own.result(0)
+        of.release("a", 8 * MIB, "rollouts")
+        assert ahead.result(0) is None
+
+    def test_without_a_step_that_trains_waiting_ahead_is_an_error(self) -> None:
+        of = budget()
+        of.expect_release(["rollouts"])
+        of.reserve("a", 8 * MIB, "rollouts")
+        waiting = of.reserve("a", 4 * MIB, "rollouts")
+        assert not waiting.done()
+        of.expect_release(())
+        assert isinstance(waiting.exception(0), EngineError)
+
     def test_when_nothing_runs_that_could_give_back_it_is_an_error(self) -> None:
         of = budget()
         of.reserve("a", 7 * MIB, "rollouts")

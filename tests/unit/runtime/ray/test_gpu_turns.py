@@ -113,7 +113,7 @@ def spies(plan: Plan) -> Iterator[tuple[RayEngines, Mapping[str, Spy], list[str]
     for role in plan.roles:
         turns.release(role)
     proxies = {role: RoleProxy(role, found[role], plan.roles[role].layout, False, turns) for role in plan.roles}
-    yield RayEngines(proxies, Mock(), Mock(), Path(), turns, replaced_roles(plan)), found, log
+    yield RayEngines(proxies, Mock(), Mock(), Path(), turns, replaced_roles(plan), plan), found, log
 
 
 def working(graph: Graph) -> Graph:

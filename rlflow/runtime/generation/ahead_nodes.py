@@ -1,0 +1,124 @@
+"""The nodes of a graph that can run before their step, and what they have produced for a step so far."""
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlflow.batch import Packed, Prompts, Repeated, Rollouts
+from rlflow.compiler.graph import Graph
+from rlflow.data.source import DataSource
+from rlflow.engines.group_progress import GroupProgress, is_done
+from rlflow.nodes.generate import Generate
+from rlflow.runtime.generation.dispatcher import Goal
+from rlflow.runtime.generation.resampling import RunGraph
+from rlflow.runtime.objects.budget import edge
+from rlflow.runtime.protocols import Engines
+
+
+@dataclass
+class StepOutputs:
+    """The outputs of these nodes for one step."""
+
+    outputs: dict[str, Any] = field(default_factory=dict)
+    """By node. Rollouts of an incomplete step are partial."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """The time of each node."""
+
+
+class AheadNodes:
+    """Runs the nodes that generate, and those that judge single samples."""
+
+    def __init__(self, planned: Graph, running: Graph, engines: Engines, data: DataSource, run_graph: RunGraph) -> None:
+        """Take the nodes of the ``running`` graph that generate or judge samples in the graph as it was ``planned``."""
+        self._engines, self._data, self._run_graph = engines, data, run_graph
+        generates = {node.name: isinstance(node.operation, Generate) for node in planned.ahead_nodes()}
+        self.graph = Graph(nodes=tuple(node for node in running.nodes if node.name in generates))
+        self.generators = tuple(node for node in self.graph.nodes if generates[node.name])
+        self._judges = self.graph.without(self.generators)
+        self._later = running.without(self.graph.nodes)
+
+    def run(self, step: int) -> StepOutputs:
+        """Generate and judge all samples of a step."""
+        found = StepOutputs()
+        edges = self._read(self.graph, step)
+        found.seconds |= self._run_graph(self.graph, self._engines, edges, found.outputs.__setitem__)
+        return found
+
+    def advance(
+        self, steps: Sequence[int], before: Mapping[int, StepOutputs], needed: int, interrupt: "Future[None]"
+    ) -> Mapping[int, tuple[Rollouts, bool]]:
+        """Generate samples of several steps, until the first ``needed`` are complete or the ``interrupt`` completes.
+
+        Continues what is partial in ``before``. Returns the rollouts so far of each step that has any, and whether they
+        are complete.
+        """
+        (node,) = self.generators
+        operation: Any = node.operation
+        start = time.perf_counter()
+        with edge(node.name):
+            prompts = {step: self._data.prompts(step) for step in steps}
+            partial = [before[step].outputs[node.name] for step in steps if node.name in before[step].outputs]
+            first = sum(len(prompts[step]) for step in steps[:needed])
+            rollouts = self._engines[str(node.role)].generate_until(
+                Prompts.concatenate(list(prompts.values())),
+                operation.sampling,
+                Rollouts.concatenate(partial) if partial else None,
+                Goal(first, among=first, interrupt=interrupt),
+            )
+            found: dict[int, tuple[Rollouts, bool]] = {}
+            for step in steps if rollouts is not None else ():
+                rows = np.flatnonzero(rollouts.keys[:, 0] == step)
+                if len(rows):
+                    groups = GroupProgress(prompts[step], operation.sampling, own := rollouts.take(rows))
+                    is_complete = bool(groups.complete.all())
+                    # Engines may die, and a block stays in the object store as long as any row of it is in use.
+                    found[step] = own if is_complete else self._data.copy_locally(own), is_complete
+        # The step that is trained first has waited for all of it.
+        seconds = before[steps[0]].seconds
+        seconds[node.name] = seconds.get(node.name, 0.0) + time.perf_counter() - start
+        return found
+
+    def later_inputs(self, step: int) -> dict[str, Any]:
+        """Return the data that the other nodes of the graph read."""
+        return self._read(self._later, step)
+
+    def judge(self, found: StepOutputs) -> None:
+        """Run the nodes that judge a step's samples."""
+        if self._judges.nodes:
+            edges = dict(found.outputs)
+            found.seconds |= self._run_graph(self._judges, self._engines, edges, found.outputs.__setitem__)
+
+    def drop_unfinished(self, found: StepOutputs) -> None:
+        """Drop the tokens of a step's unfinished samples."""
+        for node in self.generators:
+            operation: Any = node.operation
+            if (rollouts := found.outputs.pop(node.name, None)) is not None:
+                done = np.flatnonzero(is_done(rollouts, operation.sampling))
+                found.outputs |= {node.name: rollouts.take(done)} if len(done) else {}
+
+    def rollouts(self, found: StepOutputs) -> dict[str, Rollouts]:
+        """Return what is generated for a step, in this process."""
+        return {
+            node.name: found.outputs[node.name].map_packed(_in_this_process)
+            for node in self.generators
+            if node.name in found.outputs
+        }
+
+    def _read(self, graph: Graph, step: int) -> dict[str, Any]:
+        edges: dict[str, Any] = {}
+        for source in graph.sources:
+            with edge(source):
+                edges[source] = getattr(self._data, source)(step)
+        return edges
+
+    def restored(self, rollouts: Mapping[str, Rollouts]) -> StepOutputs:
+        """Return the outputs of a step from what ``rollouts`` returned."""
+        return StepOutputs({name: self._data.copy_locally(each) for name, each in rollouts.items()})
+
+
+def _in_this_process(column: Packed) -> Packed:
+    return column if isinstance(column, Repeated) else Packed(column.values, column.offsets)

@@ -1,0 +1,283 @@
+"""Generation ahead of training: engines are threads of this process whose responses are known beforehand."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlflow.batch import Prompts, Rollouts
+from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.engines.base import Sampling
+from rlflow.errors import EngineError
+from rlflow.nodes.generate import Generate
+from rlflow.resources.workload import Overlap
+from rlflow.runtime.generation.ahead import AheadGeneration
+from rlflow.runtime.protocols import Engines
+from rlflow.runtime.step import run_graph
+from tests.helpers import prompts, spec
+from tests.stepwise import MAX_TOKENS, Stepwise, response
+from tests.unit.runtime.ray.test_role_proxy import LAYOUT, Threads, proxy
+
+BATCH, STEPS = 4, 6
+GENERATE = Generate(max_tokens=MAX_TOKENS, group_size=2)
+NODE = GraphNode(name="rollouts", operation=GENERATE, role="rollout", inputs={"prompts": "prompts"})
+GRAPH = Graph(nodes=(NODE,))
+
+
+class Data:
+    """Gives each step its prompts."""
+
+    def prompts(self, step: int) -> Prompts:
+        return prompts((3,) * BATCH, step=step, seed=step)
+
+    def copy_locally(self, rollouts: Rollouts) -> Rollouts:
+        return rollouts
+
+
+class Flaky(Stepwise):
+    """Fails in its calls with these numbers, counted over all engines of a test."""
+
+    failing: frozenset[int] = frozenset()
+    calls = 0
+    lock = threading.Lock()
+
+    def advance(self, rows: bytes, enough: int, begun: Rollouts | None = None) -> Any:
+        with Flaky.lock:
+            Flaky.calls += 1
+            fails = Flaky.calls in Flaky.failing
+        if fails:
+            raise EngineError("it died")
+        return super().advance(rows, enough, begun)
+
+    def generate_rows(self, prompts: Prompts, sampling: Sampling, rows: bytes) -> Rollouts | None:
+        """Generate token by token, as in a session."""
+        self.begin_session(prompts, sampling)
+        self.advance(rows, len(rows) // 4)
+        return self.finish_session()
+
+
+class Watched(Threads):
+    """Workers that are never asked to preempt a row while they do so already."""
+
+    def __init__(self, engines: list[Any]) -> None:
+        super().__init__(engines)
+        self._leaving: dict[int, dict[int, Future[Any]]] = {rank: {} for rank in range(len(engines))}
+
+    def submit(self, rank: int, method: str, *arguments: Any, wanted: bool = True) -> "Future[Any]":
+        rows = np.frombuffer(arguments[0], np.int32).tolist() if method == "preempt" else []
+        assert all(row not in self._leaving[rank] or self._leaving[rank][row].done() for row in rows)
+        call = super().submit(rank, method, *arguments, wanted=wanted)
+        self._leaving[rank] |= dict.fromkeys(rows, call)
+        return call
+
+
+class Harness(Engines):
+    """The engines of one role, a trainer that only counts, and what each step was trained on."""
+
+    def __init__(self, overlap: Overlap, engines: int = 2, room: tuple[int, int] = (3, 10_000)) -> None:
+        self.workers: Threads = Watched([Flaky(spec(), room) for _ in range(engines)])
+        super().__init__(rollout=proxy(self.workers, LAYOUT, concurrent=True))
+        self.overlap = overlap
+        self.trained: list[Rollouts] = []
+        self.syncs: list[int] = []
+        self.is_training = False
+
+    def on_lost_weights(self, role: str, resync: Callable[[], None]) -> None:
+        self[role].resync = resync
+
+    def sync(self, version: int) -> float:
+        assert not self.is_training, "weights leave the trained role between two steps only"
+        assert version == len(self.trained), "weights have the number of steps that have trained them"
+        self.syncs.append(version)
+        for engine in self.workers.engines:
+            assert not engine._live, "weights reach engines that generate nothing"
+            engine._version = version
+        self["rollout"].engine_group.weights_synced()
+        return 0.0
+
+    def ahead(self) -> AheadGeneration:
+        recipe: Any = SimpleNamespace(overlap=self.overlap, steps=STEPS)
+        data: Any = Data()
+        return AheadGeneration(GRAPH, GRAPH, recipe, self, data, run_graph, self.sync)
+
+    def train(self, ahead: AheadGeneration, until: int, delays: Sequence[int] = ()) -> list[dict[str, float]]:
+        """Train up to step ``until``; a delay is work of the trainer, during which engines may generate."""
+        metrics = []
+        ahead.sync(len(self.trained))
+        while (step := len(self.trained)) < until:
+            edges: dict[str, Any] = {}
+            metrics.append(ahead.run(self, step, edges, lambda name, output: None)[1])
+            self.is_training = True
+            for _ in range(delays[step] if delays else 0):
+                np.linalg.inv(np.eye(24))
+            self.trained.append(edges["rollouts"])
+            self.is_training = False
+            ahead.sync(step + 1)
+        return metrics
+
+    def check(self) -> None:
+        """Check that each step got its own samples, complete, in order, and none too old."""
+        for step, out in enumerate(self.trained):
+            expected = Data().prompts(step).repeat(GENERATE.group_size).keys
+            assert out.keys.tolist() == expected.tolist()
+            for row, key in enumerate(out.keys):
+                assert out.response_ids[row].tolist() == response(key)
+                versions = out.versions[row]
+                assert (step - versions <= self.overlap.max_staleness).all()
+                assert (np.diff(versions) >= 0).all()
+                # The engine itself writes down the version of each token.
+                assert out.logprobs[row].tolist() == (-versions.astype(np.float32)).tolist()
+
+
+def versions_of(harness: Harness) -> list[list[int]]:
+    return [sorted(set(out.versions.values.tolist())) for out in harness.trained]
+
+
+def run(overlap: Overlap, delays: Sequence[int] = (), **options: Any) -> tuple[Harness, list[dict[str, float]]]:
+    Flaky.calls = 0
+    harness = Harness(overlap, **options)
+    ahead = harness.ahead()
+    try:
+        metrics = harness.train(ahead, STEPS, delays)
+    finally:
+        ahead.close()
+    harness.check()
+    return harness, metrics
+
+
+@pytest.fixture(autouse=True)
+def _no_failures() -> None:
+    Flaky.failing = frozenset()
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_deterministic_steps_have_the_version_that_is_exactly_so_much_older(staleness: int) -> None:
+    for delays in ((0,) * STEPS, (200, 0, 50, 300, 0, 10)):
+        harness, metrics = run(Overlap(max_staleness=staleness), delays)
+        assert versions_of(harness) == [[max(0, step - staleness)] for step in range(STEPS)]
+        assert [line["overlap/staleness_mean"] for line in metrics] == [min(step, staleness) for step in range(STEPS)]
+        assert harness.syncs == list(range(STEPS + 1))
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "keep", "abort"])
+def test_each_step_is_complete_and_not_too_old(in_flight: Any) -> None:
+    for staleness in (1, 2, 4):
+        harness, metrics = run(
+            Overlap(max_staleness=staleness, in_flight=in_flight, deterministic=False), (30,) * STEPS
+        )
+        assert max(line["overlap/staleness_max"] for line in metrics) <= staleness
+        assert harness.syncs[-1] == STEPS
+
+
+def test_unfinished_samples_continue_with_new_weights() -> None:
+    """An engine with room for three of the eight samples has not finished two steps when the first is trained."""
+    harness, _ = run(Overlap(max_staleness=2, in_flight="keep", deterministic=False), engines=1)
+    mixed = [len(set(out.versions[row].tolist())) > 1 for out in harness.trained for row in range(len(out))]
+    assert any(mixed)
+
+
+def test_aborted_samples_have_one_version_each() -> None:
+    harness, _ = run(Overlap(max_staleness=2, in_flight="abort", deterministic=False), engines=1)
+    ages = [set(out.versions[row].tolist()) for out in harness.trained for row in range(len(out))]
+    # A sample that was only put aside for the end of another step goes on with the version that it had.
+    assert all(len(versions) == 1 for versions in ages)
+
+
+def test_a_pause_has_the_newest_weights_and_generates_nothing() -> None:
+    options: list[Any] = [("wait", True), ("wait", False), ("keep", False)]
+    for in_flight, deterministic in options:
+        harness = Harness(Overlap(max_staleness=2, in_flight=in_flight, deterministic=deterministic))
+        ahead = harness.ahead()
+        for step in range(1, STEPS):
+            harness.train(ahead, step)
+            with ahead.paused():
+                assert harness.syncs[-1] == step
+                assert not any(engine._live for engine in harness.workers.engines)
+        ahead.close()
+        harness.check()
+
+
+def test_a_resumed_run_trains_on_what_was_generated_before(tmp_path: Path) -> None:
+    for stop in range(1, STEPS):
+        harness = Harness(Overlap(max_staleness=2))
+        ahead = harness.ahead()
+        harness.train(ahead, stop)
+        ahead.save(tmp_path)
+        ahead.close()
+        harness.workers = Threads([Flaky(spec(), (3, 10_000)) for _ in range(2)])
+        harness["rollout"] = proxy(harness.workers, LAYOUT, concurrent=True)
+        resumed = harness.ahead()
+        resumed.restore(tmp_path)
+        harness.train(resumed, STEPS)
+        resumed.close()
+        harness.check()
+        assert versions_of(harness) == [[max(0, step - 2)] for step in range(STEPS)]
+
+
+def test_an_error_of_the_generating_thread_is_raised_where_the_run_waits() -> None:
+    Flaky.failing = frozenset(range(1, 100))
+    with pytest.raises(EngineError, match="it died"):
+        run(Overlap(max_staleness=1))
+
+
+def test_new_engines_get_weights_only_between_two_steps() -> None:
+    """All engines fail: new ones get the weights of the trained role once it does not train."""
+    Flaky.failing = frozenset({3, 4})
+    options: list[Any] = ["wait", "keep", "abort"]
+    for in_flight in options:
+        overlap = Overlap(max_staleness=2, in_flight=in_flight, deterministic=False)
+        harness, _ = run(overlap, (20,) * STEPS, engines=1)
+        assert len(harness.syncs) > STEPS or in_flight == "wait"
+
+
+SCHEDULES = st.tuples(
+    st.integers(1, 4),
+    st.sampled_from([("wait", True), ("wait", False), ("keep", False), ("abort", False)]),
+    st.integers(1, 3),
+    st.lists(st.integers(0, 40), min_size=STEPS, max_size=STEPS),
+    st.frozensets(st.integers(1, 60), max_size=2),
+    st.integers(2, 8),
+    st.integers(1, STEPS - 1),
+)
+
+
+def play(schedule: Any, folder: Path) -> None:
+    """Train with random delays, failures and a resume; without an answer it would hang."""
+    staleness, (in_flight, deterministic), engines, delays, failing, room, stop = schedule
+    overlap = Overlap(max_staleness=staleness, in_flight=in_flight, deterministic=deterministic)
+    Flaky.calls, Flaky.failing = 0, failing
+    harness = Harness(overlap, engines, (room, 10_000))
+    ahead = harness.ahead()
+    # Only an exact version that is gone ends a run.
+    with suppress(EngineError) if deterministic else nullcontext():
+        harness.train(ahead, stop, delays)
+        ahead.save(folder)
+        ahead.close()
+        ahead = harness.ahead()
+        ahead.restore(folder)
+        harness.train(ahead, STEPS, delays)
+    ahead.close()
+    harness.check()
+    assert deterministic or len(harness.trained) == STEPS
+
+
+@given(schedule=SCHEDULES)
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_schedules_never_exceed_the_bound(schedule: Any, tmp_path: Path) -> None:
+    play(schedule, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@given(schedule=SCHEDULES)
+@settings(deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_thousand_random_schedules_never_exceed_the_bound(schedule: Any, tmp_path: Path) -> None:
+    play(schedule, tmp_path)
