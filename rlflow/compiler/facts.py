@@ -7,7 +7,7 @@ from rich.text import Text
 
 from rlflow.compiler.plan import Plan, format_duration
 from rlflow.compiler.problem import Problem
-from rlflow.compiler.what_if import cost_of_pins, largest_sizes
+from rlflow.compiler.what_if import cost_of_pins, gain_of_overlap, largest_sizes
 from rlflow.resources.layout import GIB
 from rlflow.resources.planner.confidence import Verdict
 
@@ -58,6 +58,8 @@ def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
             yield "" if index else "largest", size
     if pins := cost_of_pins(problem):
         yield "pins", pins
+    if gain := gain_of_overlap(problem):
+        yield "overlap", gain
 
 
 def _run(plan: Plan) -> str:

@@ -7,9 +7,13 @@ from typing import Any
 from rlflow.compiler.graph import Graph
 from rlflow.compiler.lower import model_architecture
 from rlflow.compiler.problem import Problem
+from rlflow.errors import UserError
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Recipe
+from rlflow.resources.planner.candidate import describe_pools
 from rlflow.resources.planner.confidence import Margin
+from rlflow.resources.planner.overlap_prediction import predict_overlap
+from rlflow.resources.workload import Overlap
 
 # Sizes up to so many times the recipe's are tried.
 _MOST_TIMES = 64
@@ -67,6 +71,24 @@ def _largest(
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return f"{key}={low}"
+
+
+def gain_of_overlap(problem: Problem) -> str | None:
+    """Return how long a step takes with generation ahead of training; None where a recipe cannot or does so already."""
+    if problem.recipe.overlap.max_staleness:
+        return None
+    overlapping = replace(problem, recipe=replace(problem.recipe, overlap=Overlap(max_staleness=1)))
+    try:
+        search = overlapping.search()
+        found, synchronous = search.best(), problem.best()
+    except UserError:
+        return None
+    if found is None or synchronous is None or (overlap := predict_overlap(search, found)) is None:
+        return None
+    gain = 1 - overlap.step_seconds / synchronous.candidate.schedule.step_seconds
+    what = describe_pools(found.candidate.partition, found.candidate.gpus)
+    change = f"{gain:.0%} less" if gain > _SAME else f"{-gain:.0%} more" if gain < -_SAME else "the same"
+    return f"overlap.max_staleness=1: {overlap.step_seconds:.4g} s, {change} ({what})"
 
 
 def cost_of_pins(problem: Problem) -> str | None:

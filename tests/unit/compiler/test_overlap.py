@@ -6,6 +6,9 @@ import pytest
 
 import rlflow
 from rlflow.compiler.plan import Plan, plan_from
+from rlflow.compiler.problem import Problem
+from rlflow.compiler.what_if import gain_of_overlap
+from rlflow.compose import load_cluster
 from rlflow.errors import UserError
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load
@@ -83,6 +86,18 @@ def test_both_sides_take_equally_long() -> None:
     in_turn = nodes["rollouts"].seconds + training
     assert overlap.by_staleness["0"] > 0.99 * in_turn
     assert overlap.recommended == 1
+
+
+def test_explain_says_what_overlap_would_bring() -> None:
+    problem = Problem(load("recipe=grpo_32b"), load_cluster("2x8"), {})
+    told = gain_of_overlap(problem)
+    assert told is not None
+    assert told.startswith("overlap.max_staleness=1: ")
+    ahead = rlflow.compile(load("recipe=grpo_32b", "overlap.max_staleness=1"), "2x8").prediction.step_seconds
+    synchronous = rlflow.compile(load("recipe=grpo_32b"), "2x8").prediction.step_seconds
+    assert f"{ahead:.4g} s, {1 - ahead / synchronous:.0%} less (rollout on " in told
+    assert gain_of_overlap(Problem(load("recipe=dapo_32b"), load_cluster("2x8"), {})) is None
+    assert gain_of_overlap(Problem(load("recipe=grpo_tiny"), load_cluster("local"), {})) is None
 
 
 def test_a_plan_with_overlap_can_be_read_back() -> None:
