@@ -57,8 +57,8 @@ class Threads(LocalRuntime):
             yield engines
 
 
-def plan_of(*overrides: str, cluster: str = "1x2@cpu") -> Plan:
-    return rlflow.compile(rlflow.load(["recipe=real", *overrides], CONFIG_DIR), cluster)
+def plan_of(*overrides: str, recipe: str = "real") -> Plan:
+    return rlflow.compile(rlflow.load([f"recipe={recipe}", *overrides], CONFIG_DIR), "1x2@cpu")
 
 
 def go(plan: Plan, folder: Path, *, seed: int | None = None, resume: bool = False, until: int = 0) -> Report:
@@ -103,6 +103,14 @@ def test_stopped_after_any_step_and_resumed(tmp_path: Path) -> None:
         assert (resumed.status, resumed.steps) == ("finished", 5)
         assert_same(whole, resumed)
         assert metrics(folder) == metrics(tmp_path / "whole")
+
+
+def test_conversations_are_generated_ahead_and_saved(tmp_path: Path) -> None:
+    plan = plan_of(*K2, recipe="turns")
+    go(plan, tmp_path / "whole")
+    go(plan, tmp_path / "stopped", until=2)
+    go(plan, tmp_path / "stopped", resume=True)
+    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
 
 
 def test_newer_weights_generate_as_soon_as_they_are_ready(tmp_path: Path) -> None:

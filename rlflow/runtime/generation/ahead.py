@@ -223,7 +223,9 @@ class AheadGeneration:
                 with self._changed:
                     start, excused = time.perf_counter(), self._excused
                     self._changed.wait_for(lambda: self._is_closing or self._next_steps())
-                    self._seconds["generate_idle"] += time.perf_counter() - start - (self._excused - excused)
+                    # A pause may have begun before this wait.
+                    idle = time.perf_counter() - start - (self._excused - excused)
+                    self._seconds["generate_idle"] += max(0.0, idle)
                     if self._is_closing:
                         return
                     steps = self._next_steps()
