@@ -223,7 +223,7 @@ class AheadGeneration:
                 with self._changed:
                     start, excused = time.perf_counter(), self._excused
                     self._changed.wait_for(lambda: self._is_closing or self._next_steps())
-                    # A pause may have begun before this wait.
+                    # A pause may have started before this wait.
                     idle = time.perf_counter() - start - (self._excused - excused)
                     self._seconds["generate_idle"] += max(0.0, idle)
                     if self._is_closing:
