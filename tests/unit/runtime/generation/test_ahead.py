@@ -158,6 +158,7 @@ def _no_failures() -> None:
     Flaky.failing = frozenset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 def test_deterministic_steps_have_the_version_that_is_exactly_so_much_older(staleness: int) -> None:
     for delays in ((0,) * STEPS, (200, 0, 50, 300, 0, 10)):
@@ -191,6 +192,7 @@ def test_aborted_samples_have_one_version_each() -> None:
     assert all(len(versions) == 1 for versions in ages)
 
 
+@pytest.mark.slow
 def test_a_pause_has_the_newest_weights_and_generates_nothing() -> None:
     options: list[Any] = [("wait", True), ("wait", False), ("keep", False)]
     for in_flight, deterministic in options:
@@ -205,6 +207,7 @@ def test_a_pause_has_the_newest_weights_and_generates_nothing() -> None:
         harness.check()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_trains_on_what_was_generated_before(tmp_path: Path) -> None:
     for stop in range(1, STEPS):
         harness = Harness(Overlap(max_staleness=2))
@@ -269,6 +272,7 @@ def play(schedule: Any, folder: Path) -> None:
     assert deterministic or len(harness.trained) == STEPS
 
 
+@pytest.mark.slow
 @given(schedule=SCHEDULES)
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_schedules_never_exceed_the_bound(schedule: Any, tmp_path: Path) -> None:
