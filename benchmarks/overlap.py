@@ -73,7 +73,7 @@ def measured(plan: Plan) -> dict[str, float]:
         run(plan, Path(folder), RayRuntime(), [MetricsWriter()])
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "seconds" in line][WARM_UP:]
-    return {name: fmean(line[name] for line in steps) for name in steps[0] if name in steps[-1]}
+    return {name: fmean(line[name] for line in steps) for name in steps[0] if all(name in line for line in steps)}
 
 
 def predicted(overlap: Overlap, sync: float) -> float:

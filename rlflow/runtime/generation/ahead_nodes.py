@@ -77,9 +77,15 @@ class AheadNodes:
                     is_complete = bool(groups.complete.all())
                     # Engines may die, and a block stays in the object store as long as any row of it is in use.
                     found[step] = own if is_complete else self._data.copy_locally(own), is_complete
-        # The step that is trained first has waited for all of it.
-        seconds = before[steps[0]].seconds
-        seconds[node.name] = seconds.get(node.name, 0.0) + time.perf_counter() - start
+        # Each step took the share of the time that it has of the tokens.
+        seconds = time.perf_counter() - start
+        tokens = {
+            step: _num_tokens(own) - _num_tokens(before[step].outputs.get(node.name))
+            for step, (own, _) in found.items()
+        }
+        for step, count in tokens.items():
+            times = before[step].seconds
+            times[node.name] = times.get(node.name, 0.0) + seconds * count / max(1, sum(tokens.values()))
         return found
 
     def later_inputs(self, step: int) -> dict[str, Any]:
@@ -118,6 +124,10 @@ class AheadNodes:
     def restored(self, rollouts: Mapping[str, Rollouts]) -> StepOutputs:
         """Return the outputs of a step from what ``rollouts`` returned."""
         return StepOutputs({name: self._data.copy_locally(each) for name, each in rollouts.items()})
+
+
+def _num_tokens(rollouts: Rollouts | None) -> int:
+    return 0 if rollouts is None else int(rollouts.response_ids.lengths.sum())
 
 
 def _in_this_process(column: Packed) -> Packed:
