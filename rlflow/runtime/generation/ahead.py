@@ -10,7 +10,7 @@ first. ``keep`` and ``abort``: the generation is interrupted, its unfinished sam
 logprob of the version that it is marked with.
 """
 
-import pickle
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ from rlflow.runtime.generation.ahead_nodes import AheadNodes, StepOutputs
 from rlflow.runtime.generation.resampling import RunGraph
 from rlflow.runtime.protocols import Engines
 
-_STATE = "steps.pickle"
+_STATE = "steps.json"
 # Seconds in which the thread may end by itself; after that, its calls fail when the engines stop.
 _CLOSE_S = 5.0
 
@@ -149,15 +149,16 @@ class AheadGeneration:
     def save(self, folder: Path) -> None:
         """Save the rollouts of later steps, partial ones included."""
         with self.paused():
-            steps = {step: self._nodes.rollouts(found) for step, found in self._steps.items()}
-            complete = [step for step in steps if self._admission.is_complete(step)]
-            (folder / _STATE).write_bytes(pickle.dumps((complete, steps)))
+            for step, found in self._steps.items():
+                self._nodes.save(folder, step, found)
+            state = {step: self._admission.is_complete(step) for step in self._steps}
+            (folder / _STATE).write_text(json.dumps(state))
 
     def restore(self, folder: Path) -> None:
         """Restore what ``save`` saved, before the first ``sync``."""
-        complete, steps = pickle.loads((folder / _STATE).read_bytes())
-        self._steps = {step: self._nodes.restored(rollouts) for step, rollouts in steps.items()}
-        for step in complete:
+        state = {int(step): is_complete for step, is_complete in json.loads((folder / _STATE).read_text()).items()}
+        self._steps = {step: self._nodes.restored(folder, step) for step in state}
+        for step in (step for step, is_complete in state.items() if is_complete):
             self._judged[step] = self._judging.submit(self._nodes.judge, self._steps[step])
             self._admission.completed(step)
 

@@ -4,17 +4,19 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlflow.batch import Packed, Prompts, Repeated, Rollouts
-from rlflow.compiler.graph import Graph
+from rlflow.batch import Prompts, Rollouts
+from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.data.source import DataSource
 from rlflow.engines.group_progress import GroupProgress, is_done
 from rlflow.nodes.generate import Generate
 from rlflow.runtime.generation.dispatcher import Goal
 from rlflow.runtime.generation.resampling import RunGraph
+from rlflow.runtime.generation.saved_rollouts import load_rollouts, save_rollouts
 from rlflow.runtime.objects.budget import edge
 from rlflow.runtime.protocols import Engines
 
@@ -106,13 +108,23 @@ class AheadNodes:
                 done = np.flatnonzero(is_done(rollouts, operation.sampling))
                 found.outputs |= {node.name: rollouts.take(done)} if len(done) else {}
 
-    def rollouts(self, found: StepOutputs) -> dict[str, Rollouts]:
-        """Return what is generated for a step, in this process."""
-        return {
-            node.name: found.outputs[node.name].map_packed(_in_this_process)
-            for node in self.generators
-            if node.name in found.outputs
-        }
+    def save(self, folder: Path, step: int, found: StepOutputs) -> None:
+        """Save what is generated for a step."""
+        for node in self.generators:
+            if node.name in found.outputs:
+                save_rollouts(_file(folder, step, node), found.outputs[node.name], self._data.prompts(step))
+
+    def restored(self, folder: Path, step: int) -> StepOutputs:
+        """Return the outputs of a step that ``save`` saved."""
+        files = {node.name: _file(folder, step, node) for node in self.generators}
+        prompts = self._data.prompts(step)
+        return StepOutputs(
+            {
+                name: self._data.copy_locally(load_rollouts(file, prompts))
+                for name, file in files.items()
+                if file.exists()
+            }
+        )
 
     def _read(self, graph: Graph, step: int) -> dict[str, Any]:
         edges: dict[str, Any] = {}
@@ -121,14 +133,10 @@ class AheadNodes:
                 edges[source] = getattr(self._data, source)(step)
         return edges
 
-    def restored(self, rollouts: Mapping[str, Rollouts]) -> StepOutputs:
-        """Return the outputs of a step from what ``rollouts`` returned."""
-        return StepOutputs({name: self._data.copy_locally(each) for name, each in rollouts.items()})
-
 
 def _num_tokens(rollouts: Rollouts | None) -> int:
     return 0 if rollouts is None else int(rollouts.response_ids.lengths.sum())
 
 
-def _in_this_process(column: Packed) -> Packed:
-    return column if isinstance(column, Repeated) else Packed(column.values, column.offsets)
+def _file(folder: Path, step: int, node: GraphNode) -> Path:
+    return folder / f"{step}-{node.name}.npz"

@@ -1,6 +1,5 @@
 """Generation ahead of the step that trains on the responses, and its partial rollouts between steps."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from rlflow.batch import Packed, Prompts, Repeated, Rollouts
+from rlflow.batch import Prompts, Rollouts
 from rlflow.compiler.graph import Graph
 from rlflow.data.source import DataSource
 from rlflow.engines.base import Continues
 from rlflow.engines.group_progress import GroupProgress
 from rlflow.nodes.generate import Generate
-from rlflow.packed import offsets_of
+from rlflow.runtime.generation.saved_rollouts import load_rollouts, save_rollouts
 
-_STATE = "begun.npz"
+_PROMPTS, _PARTIAL = "prompts.npy", "partial.npz"
 
 
 class OvercommittedGenerate:
@@ -53,37 +52,19 @@ class OvercommittedGenerate:
     def save(self, folder: Path) -> None:
         """Save the prompts by their keys, and their rollouts."""
         none = np.zeros((0, 3), np.int64)
-        arrays: dict[str, Any] = {"prompts": none if self._prompts is None else self._prompts.keys}
-        if (partial := self._partial) is not None:
-            texts = np.frombuffer(json.dumps(list(partial.texts)).encode(), np.uint8)
-            arrays |= {"keys": partial.keys, "finished": partial.finished, "lengths": partial.response_ids.lengths}
-            arrays |= {name: getattr(partial, name).values for name in ("response_ids", "logprobs", "versions")}
-            arrays["texts"] = texts
-        np.savez(folder / _STATE, **arrays)
+        np.save(folder / _PROMPTS, none if self._prompts is None else self._prompts.keys)
+        if self._partial is not None:
+            assert self._prompts is not None
+            save_rollouts(folder / _PARTIAL, self._partial, self._prompts)
 
     def restore(self, folder: Path) -> None:
         """Restore what ``save`` saved."""
-        with np.load(folder / _STATE) as saved:
-            arrays = dict(saved)
-        self._prompts = self._data.prompts_with_keys(arrays["prompts"]) if len(arrays["prompts"]) else None
+        keys = np.load(folder / _PROMPTS)
+        self._prompts = self._data.prompts_with_keys(keys) if len(keys) else None
         self._partial = None
-        if "keys" in arrays:
+        if (folder / _PARTIAL).exists():
             assert self._prompts is not None
-            rows = GroupProgress(self._prompts, self._sampling).rows_of(arrays["keys"])
-            row_prompts = self._prompts.take(rows // self._sampling.group_size)
-            offsets = offsets_of(arrays["lengths"])
-            partial = Rollouts(
-                keys=arrays["keys"],
-                prompt_ids=row_prompts.ids,
-                response_ids=Packed(arrays["response_ids"], offsets),
-                logprobs=Packed(arrays["logprobs"], offsets),
-                versions=Repeated.from_packed(Packed(arrays["versions"], offsets)),
-                finished=arrays["finished"],
-                temperature=self._sampling.scoring_temperature,
-                texts=tuple(json.loads(arrays["texts"].tobytes())),
-                rows=row_prompts.rows,
-            )
-            self._partial = self._data.copy_locally(partial)
+            self._partial = self._data.copy_locally(load_rollouts(folder / _PARTIAL, self._prompts))
 
 
 def prompts_ahead(graph: Graph, batch_size: int) -> int:
