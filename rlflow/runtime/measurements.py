@@ -48,16 +48,19 @@ class StepTimes:
         if not staleness:
             return {}
         predicted = plan.prediction.overlap
-        names = {"staleness": "overlap/staleness_mean"}
-        names |= {side: f"overlap/{side}_seconds" for side in ("generate_idle", "train_idle")}
-        seconds = self._mean("seconds") or 1.0
+        measured = {"staleness": self._mean("overlap/staleness_mean")}
+        measured |= {side: self._idle_share(side) for side in ("generate_idle", "train_idle")}
         return {"tokens_by_staleness": staleness} | {
-            figure: {
-                "predicted": getattr(predicted, figure) if predicted else None,
-                "measured": (self._mean(name) or 0.0) / (1.0 if figure == "staleness" else seconds),
-            }
-            for figure, name in names.items()
+            figure: {"predicted": getattr(predicted, figure) if predicted else None, "measured": value}
+            for figure, value in measured.items()
         }
+
+    def _idle_share(self, side: str) -> float:
+        """Return the share of the time of all steps but the first in which one side waited.
+
+        A wait at the end of a step is counted with the next one, so the second step has one of the first.
+        """
+        return sum(self._seconds[f"overlap/{side}_seconds"][2:]) / (sum(self._seconds["seconds"][1:]) or 1.0)
 
     def _mean(self, name: str) -> float | None:
         """Return the mean without the first step."""

@@ -105,7 +105,9 @@ class AheadGeneration:
             self._changed.notify_all()
             self._interrupt_generation()
             may_come_later = self._overlap.in_flight == "wait" and not self._overlap.deterministic
-            self._wait_until(lambda: not self._admission.has_new_weights or (may_come_later and self._is_generating))
+            self._seconds["train_idle"] += self._wait_until(
+                lambda: not self._admission.has_new_weights or (may_come_later and self._is_generating)
+            )
             return self._take("copy")
 
     def run(
@@ -116,7 +118,7 @@ class AheadGeneration:
         The weights of the trained role may change from now on, until the next ``sync``.
         """
         with self._changed:
-            self._wait_until(lambda: self._admission.is_complete(step))
+            self._seconds["train_idle"] += self._wait_until(lambda: self._admission.is_complete(step))
             found, judged = self._steps.pop(step), self._judged.pop(step, None)
             self._is_training = True
         engines.expect_release([node.name for node in self.nodes])
@@ -172,8 +174,11 @@ class AheadGeneration:
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
 
-    def _wait_until(self, is_met: Callable[[], bool]) -> None:
-        """Wait for the generating thread; load new weights first, as soon as it generates nothing. Needs the lock."""
+    def _wait_until(self, is_met: Callable[[], bool]) -> float:
+        """Wait for the generating thread; load new weights first, as soon as it generates nothing. Needs the lock.
+
+        Returns the seconds of the wait, without those in which weights were copied.
+        """
         start, excused = time.perf_counter(), self._excused
         while True:
             if self._error is not None:
@@ -183,7 +188,7 @@ class AheadGeneration:
             if is_met():
                 break
             self._changed.wait()
-        self._seconds["train_idle"] += time.perf_counter() - start - (self._excused - excused)
+        return time.perf_counter() - start - (self._excused - excused)
 
     def _load(self) -> None:
         """Copy the newest weights to engines that generate nothing. Needs the lock."""
