@@ -154,8 +154,10 @@ class Scheduler:
         rows = self._overflowing(self._engines[rank])
         if not rows and not self._queue:
             by_tokens = [(engine.tokens, each) for each, engine in self._engines.items()]
-            rank = max(by_tokens)[1]
-            rows = self._migrating(self._engines[rank], self._engines[min(by_tokens)[1]])
+            rank, emptiest = max(by_tokens)[1], self._engines[min(by_tokens)[1]]
+            if rows := self._migrating(self._engines[rank], emptiest):
+                # It may have had no room for an earlier row.
+                emptiest.may_have_room = True
         engine = self._engines[rank]
         if engine.leaving:
             return rank, []

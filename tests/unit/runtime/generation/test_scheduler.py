@@ -167,6 +167,8 @@ def test_the_fullest_hands_over_to_the_emptiest() -> None:
     made.finished(1, [], [], 20)
     assert made.preempt(1) == (1, []), "both hold as much"
     made.finished(1, [4, 1, 6], [20] * 3, 20)
+    # An earlier row was too long for it. The migrating one must not return to the engine that it leaves.
+    made._engines[1].may_have_room = False
     assert made.preempt(1) == (0, [0]), "100 and 25 tokens: with one of 25 handed over, 75 and 50"
     assert made.preempt(1) == (0, []), "it is asked already"
     made.preempted(0, [0], [20])
