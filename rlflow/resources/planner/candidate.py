@@ -28,7 +28,7 @@ class Candidate:
     @property
     def pool_of(self) -> dict[str, int]:
         """Return the index of each role's pool."""
-        return _pool_of(self.partition)
+        return pool_indices(self.partition)
 
     @property
     def choices(self) -> dict[str, RoleChoice]:
@@ -96,7 +96,7 @@ def simulated(partition: Partition, gpus: tuple[int, ...], uses: Sequence[PoolUs
     """Return the candidate with these uses of its pools."""
     seconds = {node: value for used in uses for node, value in used.seconds.items()}
     seconds |= _controller_seconds(partition, of)
-    pool_of = _pool_of(partition)
+    pool_of = pool_indices(partition)
     for task in of.workload.tasks:
         host_set = of.host_set(partition[0 if task.role is None else pool_of[task.role]])
         seconds[task.node] += reading_seconds(of.workload, task, host_set, partition, gpus)
@@ -115,7 +115,7 @@ def least_other_seconds(partition: Partition, of: PoolUses, *, single: bool) -> 
 
     ``single``: pools may have a single GPU, inside which weights are copied.
     """
-    seconds, pool_of = _controller_seconds(partition, of), _pool_of(partition)
+    seconds, pool_of = _controller_seconds(partition, of), pool_indices(partition)
     for task in of.workload.tasks:
         if task.role is not None:
             seconds[task.node] = 0.0
@@ -138,5 +138,6 @@ def _controller_seconds(partition: Partition, of: PoolUses) -> dict[str, float]:
     return {task.node: seconds + collecting_seconds(of.workload, task, speed) for task, seconds in each}
 
 
-def _pool_of(partition: Partition) -> dict[str, int]:
+def pool_indices(partition: Partition) -> dict[str, int]:
+    """Return the index of each role's pool."""
     return {role: index for index, pool in enumerate(partition) for role in pool}

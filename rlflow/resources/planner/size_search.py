@@ -10,7 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from heapq import heappop, heappush
 
-from rlflow.resources.planner.candidate import Candidate, RejectedCandidate, least_other_seconds, simulated
+from rlflow.resources.planner.candidate import (
+    Candidate,
+    RejectedCandidate,
+    least_other_seconds,
+    pool_indices,
+    simulated,
+)
 from rlflow.resources.planner.confidence import Margin
 from rlflow.resources.planner.pool import Shortage
 from rlflow.resources.planner.pool_search import PoolUse
@@ -31,8 +37,7 @@ class SizeSearch:
         self._of = of
         most = [of.host_set(pool).num_gpus for pool in partition]
         self._grid = SizeGrid([of.pins(pool) for pool in partition], most, of.total(partition))
-        pool_of = {role: index for index, pool in enumerate(partition) for role in pool}
-        self._scheduler = StepScheduler(of.workload, pool_of)
+        self._scheduler = StepScheduler(of.workload, pool_indices(partition))
         self._up_to: dict[tuple[int, int], tuple[Margin, Mapping[str, float]]] = {}
         self._least: dict[object, tuple[Margin, Mapping[str, float]]] = {}
         self._other_seconds = cache(partial(least_other_seconds, partition, of))
@@ -45,8 +50,8 @@ class SizeSearch:
             if candidate is not None:
                 yield candidate
                 continue
-            continued = [sizes] if len(sizes) == len(self.partition) else map(sizes.__add__, self._next(sizes))
-            if continued == [sizes]:
+            is_complete = len(sizes) == len(self.partition)
+            if is_complete:
                 found = self._evaluated(sizes)
                 if isinstance(found, RejectedCandidate):
                     yield found
@@ -55,7 +60,7 @@ class SizeSearch:
                     step = found.schedule.step_seconds
                     heappush(heap, ((found.margin, step, True, found.used_gpus, sizes), found))
                     continue
-            for longer in continued:
+            for longer in [sizes] if is_complete else map(sizes.__add__, self._next(sizes)):
                 if (bound := self._bound(longer)) is not None:
                     heappush(heap, ((*bound, False, 0, longer), None))
 
