@@ -60,7 +60,7 @@ def check_continuation(before: Experiment, now: Experiment, run: object) -> None
         known=(
             "steps",
             "evaluation",
-            "data.batch_size without overcommit",
+            "data.batch_size without overcommit and overlap",
             "learning_rate, schedule and warmup_steps of an optimizer",
         ),
         fix=f"{again}, or a new run that starts from models.NAME.path={run}/model/ROLE",
