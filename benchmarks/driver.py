@@ -35,7 +35,7 @@ def event_ms(engines: int, seed: int = 0) -> float:
     steps = [0] * engines
     tokens = np.zeros(num_rows, np.int64)
     ends: list[dict[int, int]] = [{} for _ in range(engines)]
-    """Of each engine, the step at which each of its rows ends."""
+    """The step at which each row ends, by engine."""
     reports: list[tuple[int, int]] = []
     """A heap of the steps at which engines report next."""
 
