@@ -114,7 +114,7 @@ class Overlap(Section):
     """The most steps by which the policy that sampled a token may be older than the policy that trains on it. With 0 a
     step generates its own samples before it trains."""
     in_flight: Literal["wait", "keep", "abort"] = "wait"
-    """What happens to unfinished samples when new weights are ready. ``wait``: they finish before the weights are
+    """The treatment of unfinished samples when new weights are ready. ``wait``: they finish before the weights are
     loaded. ``keep``: they keep their tokens and continue with the new weights. ``abort``: they start again."""
     deterministic: bool = True
     """Generate step s with version s - ``max_staleness``, whatever finishes first, so that a run is as reproducible as

@@ -326,7 +326,7 @@ def broken_off(
     steps: int = 8,
     before: Rollouts | None = None,
 ) -> Rollouts | None:
-    """What is written after some of the engine's steps, with what was written before."""
+    """Return the rollouts after some of the engine's steps, with the tokens from before."""
     engine, groups = engines[place], GroupProgress(given, sampling, before)
     rows = np.flatnonzero(~groups.done).astype(np.int32).tobytes()
     engine.begin_session(given, sampling)

@@ -276,7 +276,7 @@ def test_an_engine_awake_takes_its_share() -> None:
 def test_an_engine_takes_its_share_exactly_and_a_resting_policy_within_its_band(
     resting: float, verdict: Verdict
 ) -> None:
-    """Of 80 GiB the engine leaves 40, of which 35 GiB may need 28 to 43.75."""
+    """The engine leaves 40 of 80 GiB, of which 35 GiB may need 28 to 43.75."""
     generate = {"weights": 14.0, "kv": 26.0, "resting weights": resting}
     bare = replace(memory.predict(case(SAMPLED)), generate=generate, sync=None, limit=80.0, update_range=(1.0, 1.0))
     assert bare.verdict(Band(0.8, 1.25)) is verdict

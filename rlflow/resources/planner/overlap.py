@@ -47,7 +47,7 @@ class OverlapTimes:
     train_idle: float
     """The share of the time in which nothing is trained and no weights leave."""
     staleness: float
-    """By how many versions the policy that generated a token is older than the one that it trains, on average."""
+    """The mean number of versions by which the policy that generated a token is older than the one that it trains."""
 
 
 @dataclass
@@ -141,7 +141,8 @@ def simulate_overlap(decoding: Decoding, train: float, sync: float, rules: Overl
             busy = {side: seconds + sync for side, seconds in busy.items()}
             version = trained
             if not waits:
-                pool.restart() if rules.in_flight == "abort" else None
+                if rules.in_flight == "abort":
+                    pool.restart()
                 pool.interrupt()
             for step in pool.left:
                 began_with[step].append(version)

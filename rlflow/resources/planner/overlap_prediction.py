@@ -25,7 +25,7 @@ class OverlapPrediction:
     train_idle: float
     """The idle share of the others."""
     staleness: float
-    """By how many versions the policy that generated a token is older than the one that it trains, on average."""
+    """The mean number of versions by which the policy that generated a token is older than the one that it trains."""
     by_staleness: Mapping[str, float]
     """The seconds of a step for other values of ``max_staleness``; 0 is a synchronous run on the same GPUs."""
     recommended: int

@@ -71,7 +71,7 @@ class Prediction:
     """Changes to the recipe or the cluster of which each makes a tight plan safe."""
     step_seconds: float
     step_seconds_range: tuple[float, float]
-    """The range in which the step time is, of nine of ten runs."""
+    """The expected range of the step time; about eight of ten published runs were in theirs."""
     evaluation_seconds: float
     """The time of one evaluation."""
     checkpoint_seconds: float

@@ -70,7 +70,7 @@ class StepScheduler:
         self._pools: list[tuple[int, ...]] = [
             (pool_of[task.role],) if task.role is not None else () for task in workload.tasks
         ]
-        # What runs ahead is there when its step begins: only the tasks of later steps wait for each other.
+        # Outputs of tasks that run ahead are there when their step begins, so only such tasks wait for each other.
         ahead = workload.ahead.nodes if workload.ahead else ()
         after = [
             (tuple(node for node in task.after if task.node in ahead or node not in ahead), task.streams)

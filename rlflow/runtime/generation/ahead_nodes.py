@@ -26,7 +26,7 @@ class StepOutputs:
     """The outputs of these nodes for one step."""
 
     outputs: dict[str, Any] = field(default_factory=dict)
-    """By node. Rollouts of an incomplete step are partial."""
+    """The output of each node that has run. Rollouts of an incomplete step are partial."""
     seconds: dict[str, float] = field(default_factory=dict)
     """The time of each node."""
 

@@ -19,7 +19,7 @@ def save_rollouts(file: Path, rollouts: Rollouts, prompts: Prompts) -> None:
     """Write rollouts of these prompts to ``file``, which ends in ``.npz``."""
     rows = _rows_of(prompts)
     other: dict[str, Any] = {"kind": type(rollouts).__name__, "texts": list(rollouts.texts)}
-    # What an environment has added to a row.
+    # An environment may have added values to a row.
     other["rows"] = [
         {name: value for name, value in row.items() if name not in rows[key]}
         for key, row in zip(_prompt_keys(rollouts.keys), rollouts.rows, strict=True)

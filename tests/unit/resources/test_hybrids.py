@@ -24,7 +24,7 @@ NANO = named("nemotron_3_nano_30b_a3b")
 QWEN = named("qwen3_5_35b_a3b")
 GEMMA = named("gemma4_e4b")
 
-# As on the hub, without what the figures do not depend on.
+# Files of the hub, without keys that the figures do not depend on.
 NANO_FILE = {
     "model_type": "nemotron_h",
     "hidden_size": 2688,
@@ -129,13 +129,13 @@ def test_only_attention_caches_tokens_and_states_do_not_grow() -> None:
 
 
 def test_gemma_4_caches_layers_of_their_own() -> None:
-    """Of 42 layers the last 18 share: 20 of 35 with a window have a cache, and 4 of 7 without one."""
+    """The last 18 of 42 layers share: 20 of 35 with a window have a cache, and 4 of 7 without one."""
     assert GEMMA.kv_values(100.0) == 100 * (20 * 2 * 2 * 256 + 4 * 2 * 2 * 512)
     assert GEMMA.kv_values(1000.0) == 20 * 512 * 2 * 2 * 256 + 4 * 1000 * 2 * 2 * 512
 
 
 def test_activations_of_a_recurrent_layer() -> None:
-    """By hand for Qwen3.5's gated delta rule, fused: 16 key heads of 128, 32 heads of values of 128."""
+    """Counted by hand for Qwen3.5's gated delta rule, fused: 16 key heads of 128, 32 heads of values of 128."""
     kind = next(kind for kind in QWEN.layer_kinds if kind.recurrent)
     projected = 2 * 2048 + 2 * 4096
     convolved = 2 * 4096 + 4096  # keys and queries repeated for 32 heads, and values

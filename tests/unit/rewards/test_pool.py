@@ -26,7 +26,7 @@ from rlflow.rewards.processes import Channel, children, descendants
 from tests.unit.rewards import misbehaving
 
 DEADLINE_S = 0.5
-# What hangs does so for ever; the pool itself waits 30 s for a process to start.
+# A call that hangs never ends; the pool itself waits 30 s for a process to start.
 LATE_S = 15.0
 MODULE = misbehaving.__name__
 # The first message of a worker.

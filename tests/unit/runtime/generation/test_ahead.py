@@ -188,7 +188,7 @@ def test_unfinished_samples_continue_with_new_weights() -> None:
 def test_aborted_samples_have_one_version_each() -> None:
     harness, _ = run(Overlap(max_staleness=2, in_flight="abort", deterministic=False), engines=1)
     ages = [set(out.versions[row].tolist()) for out in harness.trained for row in range(len(out))]
-    # A sample that was only put aside for the end of another step goes on with the version that it had.
+    # A sample that was only preempted at the end of another step continues with the version that it had.
     assert all(len(versions) == 1 for versions in ages)
 
 
