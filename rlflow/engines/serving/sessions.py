@@ -212,5 +212,10 @@ class _Session:
         return replace(samples, keys=keys)
 
 
+def pack_rows(rows: Sequence[int]) -> bytes:
+    """Return row numbers as bytes for a message."""
+    return np.array(rows, np.int32).tobytes()
+
+
 def _unpack(rows: bytes) -> Ints:
     return np.frombuffer(rows, np.int32).astype(np.int64)

@@ -166,8 +166,6 @@ def simulate_overlap(decoding: Decoding, train: float, sync: float, rules: Overl
         now += spent
         if done is not None:
             judging.append((now + decoding.judging, done))
-            if not waits and training is None:
-                pool.interrupt()
         complete |= {step for ready, step in judging if ready <= now}
         judging = [each for each in judging if each[0] > now]
         if training is not None and training <= now:

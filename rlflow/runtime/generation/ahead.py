@@ -260,7 +260,7 @@ class AheadGeneration:
             self._interrupt.set_result(None)
 
     def _generate(self, steps: Sequence[int]) -> None:
-        """Generate the first step, or samples of all these steps until the training thread needs one of them."""
+        """Generate the first step, or samples of all these steps until they are complete or an interrupt comes."""
         if self._overlap.in_flight == "wait":
             found = self._nodes.run(steps[0])
             with self._changed:
@@ -269,15 +269,13 @@ class AheadGeneration:
             return
         with self._changed:
             before = {step: self._steps.setdefault(step, StepOutputs()) for step in steps}
-            # Each interruption costs time: there is no reason for one before new weights if a complete step is left.
-            needed = len(steps) if self._admission.is_complete(self._admission.trained) else 1
-        (node,) = self._nodes.generators
-        for step, (rollouts, is_complete) in self._nodes.advance(steps, before, needed, self._interrupt).items():
-            with self._changed:
-                before[step].outputs[node.name] = rollouts
-                if is_complete:
-                    self._judged[step] = self._judging.submit(self._nodes.judge, before[step])
-                    self._admission.completed(step)
+        self._nodes.advance(before, self._interrupt, self._note_complete)
+
+    def _note_complete(self, step: int) -> None:
+        with self._changed:
+            self._judged[step] = self._judging.submit(self._nodes.judge, self._steps[step])
+            self._admission.completed(step)
+            self._changed.notify_all()
 
     def _take(self, name: str) -> float:
         """Return the seconds of this kind since the last call."""

@@ -1,7 +1,7 @@
 """The nodes of a graph that can run before their step, and what they have produced for a step so far."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,44 +51,52 @@ class AheadNodes:
         return found
 
     def advance(
-        self, steps: Sequence[int], before: Mapping[int, StepOutputs], needed: int, interrupt: "Future[None]"
-    ) -> Mapping[int, tuple[Rollouts, bool]]:
-        """Generate samples of several steps, until the first ``needed`` are complete or the ``interrupt`` completes.
+        self, found: Mapping[int, StepOutputs], interrupt: "Future[None]", on_complete: Callable[[int], None]
+    ) -> None:
+        """Continue the rollouts of these steps until all are complete, or the ``interrupt`` completes.
 
-        Continues what is partial in ``before``. Returns the rollouts so far of each step that has any, and whether they
-        are complete.
+        ``on_complete`` gets each step as soon as it is complete.
         """
         (node,) = self.generators
         operation: Any = node.operation
-        start = time.perf_counter()
+        complete: set[int] = set()
+        last = time.perf_counter()
+
+        def note_time(step: int) -> None:
+            """Count the seconds since the last call as this step's; a step's tokens come while others wait for it."""
+            nonlocal last
+            now, seconds = time.perf_counter(), found[step].seconds
+            seconds[node.name] = seconds.get(node.name, 0.0) + now - last
+            last = now
+
+        def note_complete(step: int, rollouts: Rollouts) -> None:
+            # Engines that fail after they have delivered a step generate it again, for nothing.
+            if step not in complete:
+                complete.add(step)
+                found[step].outputs[node.name] = rollouts
+                note_time(step)
+                on_complete(step)
+
         with edge(node.name):
-            prompts = {step: self._data.prompts(step) for step in steps}
-            partial = [before[step].outputs[node.name] for step in steps if node.name in before[step].outputs]
-            first = sum(len(prompts[step]) for step in steps[:needed])
+            prompts = {step: self._data.prompts(step) for step in found}
+            partial = [each.outputs[node.name] for each in found.values() if node.name in each.outputs]
             rollouts = self._engines[str(node.role)].generate_until(
                 Prompts.concatenate(list(prompts.values())),
                 operation.sampling,
                 Rollouts.concatenate(partial) if partial else None,
-                Goal(first, among=first, interrupt=interrupt),
+                Goal(sum(map(len, prompts.values())), interrupt, note_complete),
             )
-            found: dict[int, tuple[Rollouts, bool]] = {}
-            for step in steps if rollouts is not None else ():
-                rows = np.flatnonzero(rollouts.keys[:, 0] == step)
-                if len(rows):
-                    groups = GroupProgress(prompts[step], operation.sampling, own := rollouts.take(rows))
-                    is_complete = bool(groups.complete.all())
+            if rollouts is None:
+                return
+            for step in found.keys() - complete:
+                own = rollouts.take(np.flatnonzero(rollouts.keys[:, 0] == step))
+                if GroupProgress(prompts[step], operation.sampling, own).complete.all():
+                    note_complete(step, own)
+                elif len(own):
                     # Engines may die, and a block stays in the object store as long as any row of it is in use.
-                    found[step] = own if is_complete else self._data.copy_locally(own), is_complete
-        # Each step took the share of the time that it has of the tokens.
-        seconds = time.perf_counter() - start
-        tokens = {
-            step: _num_tokens(own) - _num_tokens(before[step].outputs.get(node.name))
-            for step, (own, _) in found.items()
-        }
-        for step, count in tokens.items():
-            times = before[step].seconds
-            times[node.name] = times.get(node.name, 0.0) + seconds * count / max(1, sum(tokens.values()))
-        return found
+                    found[step].outputs[node.name] = self._data.copy_locally(own)
+        if unfinished := found.keys() - complete:
+            note_time(min(unfinished))
 
     def later_inputs(self, step: int) -> dict[str, Any]:
         """Return the data that the other nodes of the graph read."""
@@ -132,10 +140,6 @@ class AheadNodes:
             with edge(source):
                 edges[source] = getattr(self._data, source)(step)
         return edges
-
-
-def _num_tokens(rollouts: Rollouts | None) -> int:
-    return 0 if rollouts is None else int(rollouts.response_ids.lengths.sum())
 
 
 def _file(folder: Path, step: int, node: GraphNode) -> Path:

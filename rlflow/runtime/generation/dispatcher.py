@@ -8,7 +8,7 @@ them. From engine to engine, only references pass through this process. The rows
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import GroupProgress
+from rlflow.engines.serving.sessions import pack_rows
 from rlflow.errors import EngineError
 from rlflow.runtime.generation.engine_state import Capacity
-from rlflow.runtime.generation.partial_results import PartialResults
+from rlflow.runtime.generation.partial_results import CompleteSteps, EarlyResults, PartialResults
 from rlflow.runtime.generation.partial_rollouts import PartialRollouts
 from rlflow.runtime.generation.scheduler import Scheduler
 from rlflow.runtime.objects.slices import BatchSlice, SharedBatch
@@ -30,6 +31,8 @@ from rlflow.runtime.protocols import Subscriber
 
 # While rows are queued, an engine reports when one in so many of the rows that it can generate at once is finished.
 _REPORTS = 32
+# And when one in so many of those that it generates is, since the end of a step may wait for the last of them.
+_LAST_REPORTS = 8
 _Method = Literal["advance", "preempt", "take_rollouts"]
 
 
@@ -54,19 +57,14 @@ class Goal:
     """The end of a generation: as soon as enough groups are complete, or earlier if it is interrupted."""
 
     num_groups: int
-    among: int | None = None
-    """The number of first prompts whose groups count; None: all prompts."""
     interrupt: "Future[None] | None" = None
     """Completes when the generation must end, complete or not."""
+    on_step: Callable[[int, Rollouts], None] | None = None
+    """Gets each step with its rollouts as soon as they are complete, while others are still generated."""
 
     def is_reached(self, groups: GroupProgress) -> bool:
         """Return whether enough groups are complete."""
-        return int(groups.complete[: self.among].sum()) >= self.num_groups
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Return whether the generation must end now."""
-        return self.interrupt is not None and self.interrupt.done()
+        return groups.num_complete >= self.num_groups
 
 
 def dispatch(
@@ -90,7 +88,8 @@ def dispatch(
     failures: dict[int, EngineError] = {}
     while True:
         groups = GroupProgress(prompts, sampling, partial)
-        if goal.is_interrupted or (partial is not None and goal.is_reached(groups)):
+        is_interrupted = goal.interrupt is not None and goal.interrupt.done()
+        if is_interrupted or (partial is not None and goal.is_reached(groups)):
             return partial, failures
         alive = [rank for rank in ranks if rank not in failures]
         if not alive:
@@ -116,9 +115,11 @@ class _Pass:
         """Prepare a pass that ends with the ``goal``, and adds failed engines to ``failures``."""
         self._engines, self._batch, self._sampling, self._failures = engines, batch, sampling, failures
         self._subscriber = subscriber
-        self._results: PartialResults | None = None
+        self._results: EarlyResults | None = None
+        self._most_unreported = 0
+        """The finished rows that an engine need not report yet; 0 where the scheduler alone decides."""
         self._groups, self._goal, self._is_stopping = groups, goal, False
-        self._prompt_lengths = prompts.ids.lengths
+        self._prompt_lengths, self._steps = prompts.ids.lengths, prompts.keys[:, 0]
         self._partial = PartialRollouts(groups)
         self._calls: dict[Future[Any], tuple[_Method, int]] = {}
         self._answered: SimpleQueue[Future[Any]] = SimpleQueue()
@@ -144,8 +145,11 @@ class _Pass:
             previous_lengths=previous_lengths,
             initial_lengths=self._groups.initial_lengths,
         )
-        if self._subscriber is not None:
+        if self._goal.on_step is not None:
+            self._results = CompleteSteps(self._goal.on_step, self._groups, self._steps)
+        elif self._subscriber is not None:
             self._results = PartialResults(self._subscriber, scheduler.num_queued, len(capacities))
+            self._most_unreported = self._results.part_rows
         elif scheduler.all_fit and self._groups.partial is None and not self._may_stop_early:
             return self._generate_at_once()
         if self._goal.interrupt is not None:
@@ -190,9 +194,9 @@ class _Pass:
         scheduler = self._scheduler
         report_at = len(scheduler.running_rows(rank))
         if scheduler.num_queued or self._may_stop_early:
-            report_at = max(1, scheduler.capacity(rank).sequences // _REPORTS)
-        if self._results:
-            report_at = min(report_at, self._results.part_rows)
+            report_at = max(1, min(scheduler.capacity(rank).sequences // _REPORTS, report_at // _LAST_REPORTS))
+        if self._most_unreported:
+            report_at = min(report_at, self._most_unreported)
         partial = self._partial.of_rows(rows)
         partial_argument = [] if partial is None else [SharedBatch(partial).slice(np.arange(len(partial)))]
         self._call("advance", rank, pack_rows(rows), report_at, *partial_argument)
@@ -251,8 +255,8 @@ class _Pass:
         self._groups.done[finished] = True
         if self._is_stopping:
             return
-        if self._results and (rows := self._results.due(rank, finished)):
-            self._call("take_rollouts", rank, pack_rows(rows))
+        for other, rows in (self._results.due(rank, finished) if self._results else {}).items():
+            self._call("take_rollouts", other, pack_rows(rows))
         if self._may_stop_early and self._goal.is_reached(self._groups):
             self._stop()
             return
@@ -293,8 +297,3 @@ class _Pass:
             except EngineError as error:
                 self._note_failure(rank, error)
         return results
-
-
-def pack_rows(rows: Sequence[int]) -> bytes:
-    """Return row numbers as bytes for a message."""
-    return np.array(rows, np.int32).tobytes()

@@ -70,10 +70,12 @@ class Watched(Threads):
     def __init__(self, engines: list[Any]) -> None:
         super().__init__(engines)
         self._leaving: dict[int, dict[int, Future[Any]]] = {rank: {} for rank in range(len(engines))}
+        self.num_preempted = 0
 
     def submit(self, rank: int, method: str, *arguments: Any, wanted: bool = True) -> "Future[Any]":
         rows = np.frombuffer(arguments[0], np.int32).tolist() if method == "preempt" else []
         assert all(row not in self._leaving[rank] or self._leaving[rank][row].done() for row in rows)
+        self.num_preempted += len(rows)
         call = super().submit(rank, method, *arguments, wanted=wanted)
         self._leaving[rank] |= dict.fromkeys(rows, call)
         return call
@@ -83,7 +85,7 @@ class Harness(Engines):
     """The engines of one role, a trainer that only counts, and what each step was trained on."""
 
     def __init__(self, overlap: Overlap, engines: int = 2, room: tuple[int, int] = (3, 10_000)) -> None:
-        self.workers: Threads = Watched([Flaky(spec(), room) for _ in range(engines)])
+        self.workers: Watched = Watched([Flaky(spec(), room) for _ in range(engines)])
         super().__init__(rollout=proxy(self.workers, LAYOUT, concurrent=True))
         self.overlap = overlap
         self.trained: list[Rollouts] = []
@@ -192,6 +194,19 @@ def test_aborted_samples_have_one_version_each() -> None:
     assert all(len(versions) == 1 for versions in ages)
 
 
+def test_a_complete_step_is_trained_while_later_ones_are_generated() -> None:
+    """The engine has room for three of the 24 samples that it may generate with its first weights."""
+    harness = Harness(Overlap(max_staleness=2, in_flight="keep", deterministic=False), engines=1)
+    ahead = harness.ahead()
+    ahead.sync(0)
+    edges: dict[str, Any] = {}
+    seconds, _ = ahead.run(harness, 0, edges, lambda name, output: None)
+    assert not harness.workers.num_preempted
+    assert edges["rollouts"].keys[:, 0].tolist() == [0] * BATCH * GENERATE.group_size
+    assert seconds["rollouts"] > 0
+    ahead.close()
+
+
 @pytest.mark.slow
 def test_a_pause_has_the_newest_weights_and_generates_nothing() -> None:
     options: list[Any] = [("wait", True), ("wait", False), ("keep", False)]
@@ -215,7 +230,7 @@ def test_a_resumed_run_trains_on_what_was_generated_before(tmp_path: Path) -> No
         harness.train(ahead, stop)
         ahead.save(tmp_path)
         ahead.close()
-        harness.workers = Threads([Flaky(spec(), (3, 10_000)) for _ in range(2)])
+        harness.workers = Watched([Flaky(spec(), (3, 10_000)) for _ in range(2)])
         harness["rollout"] = proxy(harness.workers, LAYOUT, concurrent=True)
         resumed = harness.ahead()
         resumed.restore(tmp_path)

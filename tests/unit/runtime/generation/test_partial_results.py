@@ -1,8 +1,9 @@
 """Nodes that work while the rest is being written: here engines are threads of this process."""
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,15 +12,17 @@ import pytest
 from rlflow.batch import Prompts, Rewards, Rollouts
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.engines.base import Sampling
+from rlflow.engines.group_progress import GroupProgress
 from rlflow.errors import EngineError
 from rlflow.nodes.base import Node
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward_shaping import Divergences
 from rlflow.runtime.generation import partial_results as listening
+from rlflow.runtime.generation.partial_results import CompleteSteps
 from rlflow.runtime.protocols import Engines, Subscriber
 from rlflow.runtime.ray.role_proxy import RoleProxy
 from rlflow.runtime.step import run_graph
-from tests.helpers import WritingEngine, prompts, spec
+from tests.helpers import WritingEngine, prompts, rollouts, sequences, spec
 from tests.stepwise import MAX_TOKENS, Dying, Stepwise
 from tests.unit.runtime.ray.test_role_proxy import Threads, proxy
 
@@ -171,3 +174,60 @@ def test_what_fails_ends_the_step() -> None:
 
     with pytest.raises(EngineError, match="the service is down"):
         outputs([Stepwise(spec(), (16, 10_000))], graph(MAX_TOKENS, Failing()))
+
+
+class Steps:
+    """Two samples of each prompt: rows 0 to 3 are of step 5, rows 4 and 5 of step 6. All responses have one token."""
+
+    def __init__(self, done: Sequence[int] = ()) -> None:
+        """Start with these rows done."""
+        self._prompts = Prompts.concatenate([prompts((3, 3), step=5), prompts((3,), step=6)])
+        earlier = self.rollouts(done) if done else None
+        self._groups = GroupProgress(self._prompts, Sampling(group_size=2, max_tokens=1), earlier)
+        self.received: dict[int, list[int]] = {}
+        self.results = CompleteSteps(self._receive, self._groups, self._prompts.keys[:, 0])
+
+    def rollouts(self, rows: Sequence[int]) -> Rollouts:
+        samples = sequences((3, 3, 3), ((1, 1), (1, 1), (1, 1)))
+        keys = self._prompts.repeat(2).keys
+        return replace(rollouts(samples), keys=keys).take(np.array(rows))
+
+    def deliver(self, rank: int, rows: Sequence[int]) -> None:
+        self.results.deliver(rank, self.rollouts(rows))
+
+    def _receive(self, step: int, received: Rollouts) -> None:
+        assert step not in self.received
+        self.received[step] = self._groups.rows_of(received.keys).tolist()
+
+
+def test_a_step_leaves_with_all_its_rows_when_the_last_is_finished() -> None:
+    steps = Steps(done=[1])
+    assert steps.results.due(0, [0, 4]) == {}
+    assert steps.results.due(1, [2]) == {}
+    assert steps.results.due(0, [3]) == {0: [0, 3], 1: [2]}
+    steps.deliver(0, [0, 3])
+    assert steps.received == {}
+    steps.deliver(1, [2])
+    assert steps.received == {5: [0, 1, 2, 3]}
+    assert steps.results.due(1, [5]) == {0: [4], 1: [5]}
+    steps.deliver(1, [5])
+    steps.deliver(0, [4])
+    assert steps.received == {5: [0, 1, 2, 3], 6: [4, 5]}
+    assert sum(len(part) for part in steps.results.delivered) == 5
+
+
+def test_rows_of_a_failed_engine_are_requested_from_the_engine_that_generates_them_again() -> None:
+    steps = Steps()
+    steps.results.due(0, [0, 1])
+    assert steps.results.due(1, [2, 3]) == {0: [0, 1], 1: [2, 3]}
+    steps.deliver(0, [0, 1])
+    steps.results.discard_engine(0)
+    steps.deliver(1, [2, 3])
+    assert steps.received == {}
+    assert steps.results.due(1, [0]) == {}
+    assert steps.results.due(2, [1]) == {1: [0], 2: [1]}
+    steps.deliver(2, [1])
+    steps.deliver(1, [0])
+    assert steps.received == {5: [0, 1, 2, 3]}
+    steps.results.discard_engine(1)
+    assert steps.results.due(2, [0, 2, 3]) == {}, "the step has left"
