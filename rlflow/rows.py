@@ -5,7 +5,7 @@ Fields with rows of different lengths are packed, never padded: one array with o
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,11 @@ class Batch:
             return parts[0]
         fields = {name: _concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0])}
         return cls(**fields)
+
+    @classmethod
+    def has_batch_numbers(cls) -> bool:
+        """Return whether a field is declared as a number, which describes the whole batch and not its rows."""
+        return any(hint in (int, float, bool) for hint in get_type_hints(cls).values())
 
     def map_packed(self, function: Callable[[Packed], Packed]) -> Self:
         """Return the batch with ``function`` applied to every packed field. Texts and rows are packed first."""

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rlflow.batch import Examples, Pairs, Prompts, Rewards, Selection
+from rlflow.batch import Batch, Examples, Pairs, Prompts, Rewards, Selection
 from rlflow.engines.base import capabilities_of
 from rlflow.nodes.base import Node
 from rlflow.nodes.generate import Generate
@@ -30,11 +30,17 @@ class GraphNode:
         return capabilities_of(capability) if capability else frozenset()
 
     @property
-    def judges_samples(self) -> bool:
-        """Return whether the node has no role and processes samples that it reads one at a time."""
-        return (
-            isinstance(self.operation, Node) and self.operation.unit == "sample" and not self.role and bool(self.inputs)
-        )
+    def works_on_parts(self) -> bool:
+        """Return whether the node can process what it reads in parts: single samples, or complete groups.
+
+        A node with a role is called once, because a model's numbers depend on the batch. So is a node with a state,
+        which changes with every call, and one whose output has a number for the whole batch.
+        """
+        operation = self.operation
+        if not isinstance(operation, Node) or operation.unit == "batch" or self.role is not None or not self.inputs:
+            return False
+        output = operation.output()
+        return operation.new_state() is None and issubclass(output, Batch) and not output.has_batch_numbers()
 
     @property
     def selects_prompts(self) -> bool:
@@ -70,29 +76,25 @@ class Graph:
         return (generating or self.trained_roles())[0]
 
     def streaming_consumers(self, generator: GraphNode) -> tuple[GraphNode, ...]:
-        """Return the nodes that process samples one at a time and can start before ``generator`` ends.
+        """Return the nodes that work on single samples or groups and can start before ``generator`` ends.
 
-        These have no role, and read nothing except the generated samples or the output of other such nodes.
+        They read nothing except the generated samples or the output of other such nodes.
         """
         if not isinstance(generator.operation, Generate) or not generator.operation.can_stream:
             return ()
         available, consumers = {generator.name}, []
         for node in self.nodes:
-            if node.judges_samples and available.issuperset(node.inputs.values()):
+            if node.works_on_parts and available.issuperset(node.inputs.values()):
                 available.add(node.name)
                 consumers.append(node)
         return tuple(consumers)
 
     def ahead_nodes(self) -> tuple[GraphNode, ...]:
-        """Return the nodes that can run before their step: those that generate, and those that judge their samples.
-
-        A node with a state runs in its own step, because its state depends on the steps before.
-        """
+        """Return the nodes that can run before their step: those that generate, and those that work on parts of it."""
         found: dict[str, GraphNode] = {}
         for node in self.nodes:
             generates = isinstance(node.operation, Generate) and SOURCES.keys() >= set(node.inputs.values())
-            is_stateless = node.judges_samples and node.operation.new_state() is None
-            if generates or (is_stateless and found.keys() >= set(node.inputs.values())):
+            if generates or (node.works_on_parts and found.keys() >= set(node.inputs.values())):
                 found[node.name] = node
         return tuple(found.values())
 

@@ -16,7 +16,7 @@ from rlflow.compiler.plan import Plan
 from rlflow.data.source import DataSource
 from rlflow.errors import EngineError, UserError, below
 from rlflow.runtime.bound_node import BoundNode, operation_of, states_of
-from rlflow.runtime.generation.partial_results import StreamingNodes
+from rlflow.runtime.generation.streaming_nodes import StreamingNodes
 from rlflow.runtime.objects.budget import edge
 from rlflow.runtime.protocols import Engines, Observer
 
@@ -104,7 +104,7 @@ def run_graph(
     ``edges`` holds the data of this step, and gets the outputs of the nodes. Each edge is deleted when its last
     consumer has run. ``on_output`` is called with each output; a caller that keeps one keeps its columns in memory.
 
-    Nodes that can work on single responses start before generation ends. Nodes whose roles have GPUs of their own run
+    Nodes that can work on parts of a step start before generation ends. Nodes whose roles have GPUs of their own run
     side by side. A role that has run its last node need not keep its weights until the next weight sync.
     """
     seconds: dict[str, float] = {}
@@ -128,9 +128,11 @@ def run_graph(
                 start = time.perf_counter()
                 with ExitStack() as subscriptions:
                     if followers := graph.streaming_consumers(node):
-                        stream = StreamingNodes(node, followers, partial(_run_follower, engines))
+                        prompts = edges[node.inputs["prompts"]]
+                        stream = StreamingNodes(node, followers, partial(_run_follower, engines), prompts)
                         streams |= dict.fromkeys((each.name for each in followers), running.enter_context(stream))
                         subscriptions.enter_context(engines.stream_to(stream, str(node.role)))
+                        subscriptions.callback(stream.end)
                     output = run_node(node, engines, edges)
                 seconds[node.name] = time.perf_counter() - start
             if node.role is not None and last_nodes[node.role] == node.name:

@@ -21,7 +21,7 @@ from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
-from rlflow.runtime.generation.partial_results import StreamingNodes
+from rlflow.runtime.generation.streaming_nodes import StreamingNodes
 from rlflow.runtime.ray.engine_set import RayEngines
 from rlflow.runtime.ray.role_workers import RoleWorkers
 from rlflow.runtime.ray.runtime import RayRuntime
@@ -104,17 +104,18 @@ def test_rewards_of_parts_are_those_of_the_whole(started: Started, monkeypatch: 
         add(stream, rank, part)
 
     monkeypatch.setattr(StreamingNodes, "receive", counted)
-    nodes = tuple(node for node in started.plan.graph.nodes if node.name in ("rollouts", "rewards"))
+    nodes = tuple(node for node in started.plan.graph.nodes if node.name in ("rollouts", "rewards", "advantages"))
     made = []
     for wait_s in (0.0, 3600.0):
         monkeypatch.setattr("rlflow.runtime.generation.partial_results._MIN_SECONDS", wait_s)
         outputs: dict[str, Any] = {}
         run_graph(Graph(nodes=nodes), started.engines, {"prompts": prompts((2, 3) * 8)}, outputs.__setitem__)
         rollouts = outputs["rollouts"]
-        made.append((rollouts.response_ids.values.tolist(), outputs["rewards"].values.tolist(), list(rollouts.texts)))
+        judged = [outputs["rewards"].values.tolist(), outputs["advantages"].values.run_values.tolist()]
+        made.append((rollouts.response_ids.values.tolist(), judged, list(rollouts.texts)))
         del outputs, rollouts
     assert made[0] == made[1]
-    assert sum(parts) <= len(made[0][1])
+    assert sum(parts) <= len(made[0][2])
     assert len(parts) > 4
     gc.collect()
     assert set(started.engines.store_calls.budget.used.values()) == {0}

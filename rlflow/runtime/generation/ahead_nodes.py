@@ -32,7 +32,7 @@ class StepOutputs:
 
 
 class AheadNodes:
-    """Runs the nodes that generate, and those that judge single samples."""
+    """Runs the nodes that generate, and those that judge their samples and groups."""
 
     def __init__(self, planned: Graph, running: Graph, engines: Engines, data: DataSource, run_graph: RunGraph) -> None:
         """Take the nodes of the ``running`` graph that generate or judge samples in the graph as it was ``planned``."""

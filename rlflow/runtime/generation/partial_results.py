@@ -1,21 +1,14 @@
-"""Rollouts that leave a generation before its end: for nodes that work on parts of it, and for complete steps.
-
-The outputs of such nodes are the same as if they had waited for the whole generation.
-"""
+"""Rollouts that leave a generation before its end: for nodes that work on parts of it, and for complete steps."""
 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Batch, Rollouts
-from rlflow.compiler.graph import GraphNode
+from rlflow.batch import Rollouts
 from rlflow.engines.group_progress import GroupProgress
 from rlflow.runtime.protocols import Subscriber
 
@@ -132,80 +125,3 @@ class CompleteSteps:
             self._requested -= lost
             for row in lost:
                 del finished[row]
-
-
-RunNode = Callable[[GraphNode, Mapping[str, Any]], Any]
-"""Runs a node on edges by their names."""
-
-
-class StreamingNodes:
-    """A generation and the nodes that follow it. Each node works in a thread, on one part after another."""
-
-    def __init__(self, generator: GraphNode, nodes: Sequence[GraphNode], run: RunNode) -> None:
-        """Take the node that generates, and the nodes that follow it in their order."""
-        self._generator, self._nodes, self._run = generator, nodes, run
-        self._parts: list[tuple[int, NDArray[np.int64], dict[str, Future[tuple[Any, float]]]]] = []
-        """The engine of each part, the keys of its samples, and each node's output for it with the seconds it took."""
-        self._running = ExitStack()
-        self._threads = {node.name: self._running.enter_context(ThreadPoolExecutor(1, node.name)) for node in nodes}
-
-    def __enter__(self) -> "StreamingNodes":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for thread in self._threads.values():
-            thread.shutdown(wait=False, cancel_futures=True)
-        self._running.close()
-
-    def receive(self, rank: int, part: Rollouts) -> None:
-        """Queue a part of an engine's rollouts for all nodes. Returns at once."""
-        outputs: dict[str, Future[tuple[Any, float]]] = {}
-        for node in self._nodes:
-            inputs = {origin: outputs[origin] for origin in node.inputs.values() if origin in outputs}
-            outputs[node.name] = self._threads[node.name].submit(self._run_on_part, node, part, inputs)
-        self._parts.append((rank, part.keys, outputs))
-
-    def discard_engine(self, rank: int) -> None:
-        """Discard the outputs for the parts of a failed engine."""
-        self._parts = [each for each in self._parts if each[0] != rank]
-
-    def output(self, node: GraphNode, edges: Mapping[str, Any]) -> tuple[Any, float]:
-        """Return a node's output for the complete ``edges``, and the seconds that the node worked for it.
-
-        Raises what the node raised on any part that is not discarded.
-        """
-        rollouts: Rollouts = edges[self._generator.name]
-        keys, outputs, seconds = [], [], 0.0
-        for _, part_keys, part_outputs in self._parts:
-            output, part_seconds = part_outputs.pop(node.name).result()
-            keys.append(part_keys)
-            outputs.append(output)
-            seconds += part_seconds
-        start = time.perf_counter()
-        rows = _find_rows(np.concatenate([rollouts.keys[:0], *keys]), rollouts.keys)
-        if missing := np.setdiff1d(np.arange(len(rollouts)), rows).tolist():
-            rest = np.array(missing)
-            rest_edges = {name: edge.take(rest) for name, edge in edges.items() if name in node.inputs.values()}
-            outputs.append(self._run(node, rest_edges if outputs else edges))
-            rows = np.concatenate([rows, rest])
-        if len(outputs) > 1:
-            return type(outputs[0]).concatenate(outputs).take(np.argsort(rows)), seconds + time.perf_counter() - start
-        return outputs[0], seconds + time.perf_counter() - start
-
-    def _run_on_part(
-        self, node: GraphNode, part: Rollouts, inputs: "Mapping[str, Future[tuple[Any, float]]]"
-    ) -> tuple[Any, float]:
-        edges = {self._generator.name: part} | {name: output.result()[0] for name, output in inputs.items()}
-        start = time.perf_counter()
-        output: Batch = self._run(node, edges)
-        return output, time.perf_counter() - start
-
-
-def _find_rows(keys: NDArray[np.int64], among: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the row of each key in ``among``, whose keys all differ."""
-    _, number = np.unique(np.concatenate([among, keys]), axis=0, return_inverse=True)
-    row = np.empty(len(among), np.int64)
-    row[number[: len(among)]] = np.arange(len(among))
-    return np.asarray(row[number[len(among) :]])

@@ -9,12 +9,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from rlflow.batch import Prompts, Rewards, Rollouts
+from rlflow.batch import Prompts, Rewards, RolloutAdvantages, Rollouts
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import GroupProgress
 from rlflow.errors import EngineError
+from rlflow.nodes.advantages import GroupAdvantage
 from rlflow.nodes.base import Node
+from rlflow.nodes.dynamic_sampling import DynamicSampling
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward_shaping import Divergences
 from rlflow.runtime.generation import partial_results as listening
@@ -27,6 +29,7 @@ from tests.stepwise import MAX_TOKENS, Dying, Stepwise
 from tests.unit.runtime.ray.test_role_proxy import Threads, proxy
 
 GIVEN = prompts(tuple(range(2, 22)))
+JUDGED = {"rollouts": "rollouts", "rewards": "rewards"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +59,24 @@ class InTurn(Engines):
         return writing.subscribed(subscriber)
 
 
-def graph(max_tokens: int, rewards: Node | None = None) -> Graph:
+@dataclass(frozen=True, kw_only=True)
+class Scaled(Node, kind="scaled_advantages", unit="sample"):
+    """Reads a group's output alone, so it works on groups too."""
+
+    def run(self, advantages: RolloutAdvantages) -> Rewards:
+        return Rewards(values=advantages.values.run_values * np.float32(3))
+
+
+def graph(max_tokens: int, rewards: Node | None = None, advantages: Node | None = None) -> Graph:
     generate = Generate(max_tokens=max_tokens, group_size=3)
     return Graph(
         nodes=(
             GraphNode(name="rollouts", operation=generate, role="rollout", inputs={"prompts": "prompts"}),
             GraphNode(name="rewards", operation=rewards or Sums(), role=None, inputs={"rollouts": "rollouts"}),
             GraphNode(name="both", operation=Both(), role=None, inputs={"rollouts": "rollouts", "rewards": "rewards"}),
+            GraphNode(name="advantages", operation=advantages or GroupAdvantage(), role=None, inputs=JUDGED),
+            GraphNode(name="scaled", operation=Scaled(), role=None, inputs={"advantages": "advantages"}),
+            GraphNode(name="sampling", operation=DynamicSampling(), role=None, inputs=JUDGED),
         )
     )
 
@@ -80,12 +94,30 @@ def check(made: dict[str, Any]) -> None:
     assert made["rewards"].values.tolist() == sums
     lengths = rollouts.response_ids.lengths.tolist()
     assert made["both"].values.tolist() == [1000 * length + each for length, each in zip(lengths, sums, strict=True)]
+    # Every bit is that of a single call on everything.
+    advantages = GroupAdvantage().run(rollouts, made["rewards"]).values
+    assert made["advantages"].values.run_values.tobytes() == advantages.run_values.tobytes()
+    assert made["advantages"].values.run_lengths.tolist() == lengths
+    assert made["scaled"].values.tobytes() == (advantages.run_values * np.float32(3)).tobytes()
+    by_group = [sums[start : start + 3] for start in range(0, len(sums), 3)]
+    assert made["sampling"].chosen.tolist() == [len(set(group)) > 1 for group in by_group]
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are handed over from the beginning."""
     monkeypatch.setattr(listening, "_MIN_SECONDS", 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleasingGroups(GroupAdvantage, kind="advantages_that_release", unit="group"):
+    """Lets the engine end that waits for it."""
+
+    def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
+        assert len(rollouts) % 3 == 0
+        assert len(rollouts) < len(GIVEN) * 3 or Waiting.scored.is_set()
+        Waiting.scored.set()
+        return super().run(rollouts, rewards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +152,30 @@ def test_scoring_starts_before_generation_ends(room: int) -> None:
     """Or this hangs."""
     Waiting.scored.clear()
     check(outputs([Waiting(spec(), (room, 10_000)) for _ in range(2)], graph(4, Releasing())))
+
+
+@pytest.mark.parametrize("room", [8, 100])
+def test_group_nodes_start_with_the_first_complete_groups(room: int) -> None:
+    """Or this hangs."""
+    Waiting.scored.clear()
+    check(outputs([Waiting(spec(), (room, 10_000)) for _ in range(2)], graph(4, advantages=ReleasingGroups())))
+
+
+def test_a_group_node_gets_each_group_once_and_whole() -> None:
+    given: list[list[tuple[int, ...]]] = []
+
+    @dataclass(frozen=True, kw_only=True)
+    class Noting(GroupAdvantage, kind="advantages_noted", unit="group"):
+        def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
+            given.append(list(map(tuple, rollouts.keys.tolist())))
+            return super().run(rollouts, rewards)
+
+    engines = [Stepwise(spec(), (16, 10_000)) for _ in range(2)]
+    made = outputs(engines, graph(MAX_TOKENS, advantages=Noting()))
+    check(made)
+    assert 1 < len(given) <= 9
+    assert all(keys == sorted(keys) and len(keys) % 3 == 0 for keys in given)
+    assert sorted(key for keys in given for key in keys) == list(map(tuple, made["rollouts"].keys.tolist()))
 
 
 def test_parts_are_few_and_each_sample_is_scored_once() -> None:
