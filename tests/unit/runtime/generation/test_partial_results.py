@@ -20,7 +20,7 @@ from rlflow.nodes.dynamic_sampling import DynamicSampling
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward_shaping import Divergences
 from rlflow.runtime.generation import partial_results as listening
-from rlflow.runtime.generation.partial_results import CompleteSteps
+from rlflow.runtime.generation.complete_steps import CompleteSteps
 from rlflow.runtime.protocols import Engines, Subscriber
 from rlflow.runtime.ray.role_proxy import RoleProxy
 from rlflow.runtime.step import run_graph

@@ -1,0 +1,69 @@
+"""Rollouts that leave a generation of several steps before its end: those of complete steps."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlflow.batch import Rollouts
+from rlflow.engines.group_progress import GroupProgress
+
+
+class CompleteSteps:
+    """Early results for training: all rollouts of a step, as soon as the last of them is finished."""
+
+    def __init__(
+        self, on_step: Callable[[int, Rollouts], None], groups: GroupProgress, prompt_steps: NDArray[np.int64]
+    ) -> None:
+        """Deliver the rows that are not done in ``groups``, together with the others of their step, to ``on_step``.
+
+        ``prompt_steps`` [P] are the steps of the prompts.
+        """
+        self._on_step, self._groups = on_step, groups
+        self._step_of = np.repeat(prompt_steps, len(groups.done) // max(1, len(prompt_steps)))
+        steps, counts = np.unique(self._step_of[~groups.done], return_counts=True)
+        self._num_rows = dict(zip(steps.tolist(), counts.tolist(), strict=True))
+        """The rows that each step waits for, from the start. A complete step is removed."""
+        self._finished: dict[int, dict[int, int]] = {step: {} for step in self._num_rows}
+        """The engine of each finished row, by step."""
+        self._requested: set[int] = set()
+        self._delivered: list[tuple[int, Rollouts]] = []
+
+    @property
+    def delivered(self) -> list[Rollouts]:
+        return [part for _, part in self._delivered]
+
+    def due(self, rank: int, rows: Sequence[int]) -> Mapping[int, Sequence[int]]:
+        """Note rows that an engine has finished. Return all rows of the steps that they complete, by engine."""
+        due: dict[int, list[int]] = defaultdict(list)
+        for row in rows:
+            step = int(self._step_of[row])
+            if step not in self._num_rows:
+                continue
+            finished = self._finished[step]
+            finished[row] = rank
+            if len(finished) == self._num_rows[step]:
+                for each in finished.keys() - self._requested:
+                    due[finished[each]].append(each)
+                self._requested |= finished.keys()
+        return due
+
+    def deliver(self, rank: int, part: Rollouts) -> None:
+        """Take a part, and hand over the steps that it completes."""
+        self._delivered.append((rank, part))
+        for step in np.unique(part.keys[:, 0]).tolist():
+            if sum(int((each.keys[:, 0] == step).sum()) for each in self.delivered) == self._num_rows.get(step):
+                del self._num_rows[step], self._finished[step]
+                rollouts = self._groups.merge(self.delivered)
+                assert rollouts is not None
+                self._on_step(step, rollouts.take(np.flatnonzero(rollouts.keys[:, 0] == step)))
+
+    def discard_engine(self, rank: int) -> None:
+        """Discard the parts of a failed engine, whose rows others will generate. Complete steps have left."""
+        self._delivered = [each for each in self._delivered if each[0] != rank]
+        for finished in self._finished.values():
+            lost = {row for row, engine in finished.items() if engine == rank}
+            self._requested -= lost
+            for row in lost:
+                del finished[row]
