@@ -30,7 +30,8 @@ _PHASES: Mapping[str, str] = {
 class PhasePeaks:
     """The peak memory of this process in each phase of its engines' work.
 
-    On a GPU that is what torch reserves, on a CPU the resident memory of the process.
+    On a GPU that is what torch reserves, on a CPU the resident memory of the process. Memory that it shares with others
+    counts as the object store's, once for the host.
     """
 
     def __init__(self, device: str) -> None:
@@ -154,7 +155,8 @@ def _memory_bytes(device: str) -> tuple[int, int, int]:
     else:
         free, total = host_memory.free_bytes(), host_memory.total_bytes()
         process = host_memory.read_amounts("/proc/self/status")
-        own, peak = process["VmRSS"], process["VmHWM"]
+        # Pages of the object store stay resident once they are read, so they were part of the peak as well.
+        own, peak = (process[name] - process["RssShmem"] for name in ("VmRSS", "VmHWM"))
     return max(0, total - free - own), peak, total
 
 

@@ -1,5 +1,6 @@
 """What an engine that can be tuned says of itself."""
 
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from rlflow import host_memory
-from rlflow.engines.memory import TunableEngine
+from rlflow.engines.memory import PhasePeaks, TunableEngine
 from rlflow.errors import EngineError
 from tests.helpers import spec
 
@@ -63,6 +64,29 @@ def test_others_count_as_they_are_while_it_works(host: dict[str, int]) -> None:
     host["by others"] = 0
     pass_over(engine)
     assert 64 * engine.memory_share() == pytest.approx(alone, abs=0.3)
+
+
+class Reader:
+    def update(self, shared: memoryview | None) -> None:
+        own = np.ones(2**24)
+        if shared is not None:
+            np.frombuffer(shared, np.int8)[:] = int(own[0])
+
+
+def test_memory_that_is_shared_with_others_does_not_count() -> None:
+    def peak(shared: memoryview | None) -> int:
+        peaks, reader = PhasePeaks("cpu"), Reader()
+        peaks.record(reader)
+        reader.update(shared)
+        return peaks.bytes["update"]
+
+    alone = peak(None)
+    held = SharedMemory(create=True, size=2**28)
+    try:
+        assert peak(held.buf) == pytest.approx(alone, abs=2**25)
+    finally:
+        held.close()
+        held.unlink()
 
 
 def test_running_out_of_memory_is_an_error_with_a_fix() -> None:
