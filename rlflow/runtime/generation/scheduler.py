@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from rlflow.runtime.generation.engine_state import Capacity, EngineState
 from rlflow.runtime.generation.length_model import LengthModel
+from rlflow.runtime.generation.row_queue import RowQueue
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -67,8 +68,6 @@ class Scheduler:
         self._engines = {rank: EngineState(capacity) for rank, capacity in capacities.items()}
         num_rows = len(self._groups)
         initial = np.zeros(num_rows, np.int64) if initial_lengths is None else initial_lengths
-        self._is_older = np.bincount(self._groups, initial) > 0
-        """[P]: the group was started in an earlier step."""
         self._final_lengths = np.zeros(num_rows, np.int64)
         """[R]: the length of a finished response; 0 for others."""
         self._lengths = initial.copy()
@@ -77,12 +76,12 @@ class Scheduler:
         self._is_queued[np.arange(num_rows) if rows is None else rows] = True
         self._final_lengths[~self._is_queued] = initial[~self._is_queued]
         self._length_model = LengthModel(self._groups, max_tokens, previous_lengths)
-        self._queue: list[tuple[bool, int, int, int]] = []
-        """A heap; the row is the last item of each entry."""
+        # A group with tokens was started in an earlier step.
+        self._queue = RowQueue((np.bincount(self._groups, initial) > 0)[self._groups])
         self._num_running = 0
         self._finished_since_order = 0
         self._reorder_after = max(1, int(self._is_queued.sum()) // _REORDERS)
-        self._order()
+        self._queue_all()
 
     @property
     def num_queued(self) -> int:
@@ -122,7 +121,7 @@ class Scheduler:
         An engine that had no room is not asked again before it reports, so that one report costs little among many
         engines.
         """
-        if self._finished_since_order >= self._reorder_after:
+        if self._finished_since_order >= self._reorder_after and self._queue.num_new:
             self._order()
         assigned: dict[int, list[int]] = {}
         if not self._queue:
@@ -131,12 +130,12 @@ class Scheduler:
         heapq.heapify(with_room)
         while self._queue and with_room:
             _, rank = with_room[0]
-            engine, row = self._engines[rank], self._queue[0][-1]
+            engine, row = self._engines[rank], self._queue.first
             if not self._fits(engine, row):
                 engine.may_have_room = False
                 heapq.heappop(with_room)
                 continue
-            heapq.heappop(self._queue)
+            self._queue.pop()
             self._is_queued[row] = False
             engine.running[row] = None
             self._num_running += 1
@@ -172,7 +171,7 @@ class Scheduler:
             self._remove(engine, row)
             self._lengths[row] = length
             self._is_queued[row] = True
-            heapq.heappush(self._queue, (not self._is_older[self._groups[row]], length, 0, row))
+            self._queue.add_partial(row, length)
         self._update_tokens(engine)
 
     def finished(self, rank: int, rows: Sequence[int], lengths: Sequence[int], steps: int) -> None:
@@ -204,7 +203,7 @@ class Scheduler:
         self._is_queued[rows] = True
         self._final_lengths[rows] = 0
         self._lengths[self._is_queued] = partial_lengths[self._is_queued]
-        self._order()
+        self._queue_all()
 
     def _fits(self, engine: EngineState, row: int) -> bool:
         """Return whether an engine has room for a row. A single row always fits, which was checked beforehand."""
@@ -253,32 +252,32 @@ class Scheduler:
         engine.tokens = int((self._prompt_lengths[rows] + self._lengths[rows]).sum())
         engine.may_have_room = True
 
-    def _order(self) -> None:
-        """Order the queue.
+    def _queue_all(self) -> None:
+        """Build the queue from the rows that no engine has."""
+        rows = np.flatnonzero(self._is_queued)
+        is_partial = self._lengths[rows] > 0
+        self._queue.set_partial(rows[is_partial], self._lengths[rows[is_partial]])
+        self._queue.set_new(rows[~is_partial])
+        self._order()
 
-        The shortest partial rollouts come first. Of rows that were never started, one of each group without any comes
-        first, and then those of the groups with the longest expected responses.
+    def _order(self) -> None:
+        """Order the rows that were never started.
+
+        One of each group without any comes first, and then those of the groups with the longest expected responses.
         """
         self._finished_since_order = 0
         tokens = np.where(self._final_lengths > 0, self._final_lengths, self._lengths)
         started = np.flatnonzero(~self._is_queued | (tokens > 0))
         self._length_model.update(started, tokens[started].astype(np.float64), self._final_lengths[started] > 0)
-        rows = np.flatnonzero(self._is_queued)
-        groups = self._groups[rows]
-        is_started_group = np.zeros(len(self._length_model.factors), np.bool_)
+        rows = self._queue.new_rows
+        groups, num_groups = self._groups[rows], len(self._length_model.factors)
+        is_started_group = np.zeros(num_groups, np.bool_)
         is_started_group[self._groups[started]] = True
         place = np.arange(len(rows)) - np.searchsorted(groups, groups)
         is_probe = (place == 0) & ~is_started_group[groups]
         # Groups of which nothing is known take turns; the samples of one group go to different engines.
-        turn = (groups + place) % len(is_started_group)
-        order = np.lexsort((turn, place, self._length_model.factors[groups], ~is_probe))
-        # A sorted list is a heap.
-        self._queue = sorted(
-            zip(
-                (~self._is_older[groups[order]]).tolist(),
-                self._lengths[rows[order]].tolist(),
-                range(len(rows)),
-                rows[order].tolist(),
-                strict=True,
-            )
-        )
+        turn = (groups + place) % num_groups
+        factor_rank = np.unique(self._length_model.factors, return_inverse=True)[1]
+        # One number sorts several times as fast as four.
+        rank = (~is_probe * num_groups + factor_rank[groups]) * len(self._groups) + place * num_groups + turn
+        self._queue.set_new(rows[np.argsort(rank)])
