@@ -28,6 +28,9 @@ Ints = NDArray[np.int64]
 
 # The longest time without a report, as long as the runtime may hand the engine more rows.
 _REPORT_S = 1.0
+# The time between two reports of all engines of a generation together, at least, so that the runtime keeps up with many
+# engines. It takes the runtime about half of that to answer one.
+_REPORT_EACH_S = 2e-3
 # A row number that stands for no row, to wake up a thread that waits for one.
 _NO_ROW = -1
 
@@ -82,16 +85,19 @@ class SessionEngine(ABC):
         samples = prompts.repeat(sampling.group_size)
         return self.rollouts(samples, [future.result() for future in self.submit(samples, sampling)], sampling)
 
-    def begin_session(self, prompts: Prompts, sampling: Sampling) -> tuple[int, int]:
-        """Begin a session over these prompts, which replaces the one before; return ``capacity``."""
-        self._session = _Session(self, prompts, sampling)
+    def begin_session(self, prompts: Prompts, sampling: Sampling, num_engines: int = 1) -> tuple[int, int]:
+        """Begin a session over these prompts, which replaces the one before; return ``capacity``.
+
+        The more engines take part in the generation, the longer each collects the rows of a report.
+        """
+        self._session = _Session(self, prompts, sampling, num_engines)
         return self.capacity
 
     def advance(self, rows: bytes, num_done: int, partial: Rollouts | None = None) -> SampleProgress:
         """Start these rows, or resume those that are in ``partial``, and report the rows that are done.
 
         Returns when ``num_done`` rows are done, or all of them, or after a second; with ``num_done=0``, only when all
-        are. Raises EngineError.
+        are. All rows that are done by then are reported. Raises EngineError.
         """
         assert self._session is not None
         return self._session.advance(_unpack(rows), num_done, partial)
@@ -125,8 +131,9 @@ class SessionEngine(ABC):
 class _Session:
     """The rows of one generation: which are being generated, and which are done."""
 
-    def __init__(self, engine: SessionEngine, prompts: Prompts, sampling: Sampling) -> None:
+    def __init__(self, engine: SessionEngine, prompts: Prompts, sampling: Sampling, num_engines: int = 1) -> None:
         self._engine, self._prompts, self._sampling = engine, prompts, sampling
+        self._report_every_s, self._next_report = _REPORT_EACH_S * num_engines, 0.0
         self._lock = threading.Lock()
         self._generating: dict[int, Future[Any]] = {}
         self._completed: SimpleQueue[int] = SimpleQueue()
@@ -140,17 +147,19 @@ class _Session:
             self._submit(rows, partial)
         done: list[int] = []
         deadline = time.monotonic() + _REPORT_S
-        while self._generating and (not done or len(done) < num_done or num_done == 0):
+        while self._generating:
+            until = self._next_report if 0 < num_done <= len(done) else deadline
             try:
-                row = self._completed.get(timeout=max(0.0, deadline - time.monotonic()) if num_done else _REPORT_S)
+                row = self._completed.get(timeout=max(0.0, until - time.monotonic()) if num_done else _REPORT_S)
             except Empty:
                 if num_done:
                     break
                 continue
             done += self._collect(row)
+        self._next_report = time.monotonic() + self._report_every_s
         lengths = [self._responses[row].length for row in done]
         steps = self._engine.decode_steps - self._steps_before
-        return SampleProgress(np.array(done, np.int32).tobytes(), np.array(lengths, np.int32).tobytes(), steps)
+        return SampleProgress(pack_rows(done), pack_rows(lengths), steps)
 
     def preempt(self, rows: Ints) -> Rollouts | None:
         with self._lock:

@@ -135,7 +135,8 @@ class _Pass:
 
     def run(self, ranks: Collection[int], previous_lengths: NDArray[np.float64] | None) -> list[Rollouts]:
         """Return the new rollouts: finished ones, and partial ones as far as they are."""
-        calls = {rank: self._engines.submit(rank, "begin_session", self._batch, self._sampling) for rank in ranks}
+        session = (self._batch, self._sampling, len(ranks))
+        calls = {rank: self._engines.submit(rank, "begin_session", *session) for rank in ranks}
         capacities = {rank: Capacity(*capacity) for rank, capacity in self._successes(calls).items()}
         self._scheduler = scheduler = Scheduler(
             self._prompt_lengths,
@@ -168,8 +169,7 @@ class _Pass:
         for rollouts in finished:
             # Some finished before their engine was asked to preempt them, and were never reported.
             self._partial.discard(self._groups.rows_of(rollouts.keys).tolist())
-        streamed = self._results.delivered if self._results else []
-        return [*streamed, *finished, *self._partial.returned()]
+        return [*(self._results.delivered if self._results else []), *finished, *self._partial.returned()]
 
     @property
     def _may_stop_early(self) -> bool:

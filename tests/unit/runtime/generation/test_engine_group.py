@@ -75,6 +75,14 @@ def test_samples_go_out_in_few_messages() -> None:
     assert [sum(map(len, engine.given)) for engine in workers.engines] == [30, 30]
 
 
+def test_many_samples_take_a_message_for_each_load_of_an_engine() -> None:
+    """1,024 samples on engines that finish 32 at once: 32 messages, and three for each engine at start and end."""
+    workers = Threads([WritingEngine(spec(), (32, 100_000)) for _ in range(2)])
+    out = writing_of(workers).generate(prompts((3,) * 128), Sampling(max_tokens=4, group_size=8))
+    assert len(out) == 1024
+    assert len(workers.calls) == 32 + 2 * 3
+
+
 class Dying(WritingEngine):
     """Fails when it is given samples for the ``at``-th time, or hands over what it has written."""
 
