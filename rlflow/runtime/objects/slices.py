@@ -4,8 +4,9 @@ When the rows lie on another host than their reader, only they are copied, not t
 each host cuts them out; the first reader starts it, and it ends with that reader.
 """
 
+import pickle
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -79,18 +80,24 @@ def open_message(argument: Any) -> Any:
 
 
 def localize(batch: BatchT, host: str) -> BatchT:
-    """Return the same batch for a reader on ``host``, which fetches only the rows in it from other hosts."""
+    """Return the same batch for a reader on ``host``, which fetches only the rows in it from other hosts.
+
+    What it reads from another host comes in one object, the values of all columns together.
+    """
     if all(block.host == host for block in blocks_of(batch)):
         return batch
     known: dict[tuple[RowSpans, int], Intervals] = {}
+    slices: dict[str, HostSlice] = {}
 
     def local(column: Packed) -> Packed:
-        return _localize_column(column, host, known) if isinstance(column, StoredColumn) else column
+        return _localize_column(column, host, known, slices) if isinstance(column, StoredColumn) else column
 
     return batch.map_packed(local)
 
 
-def _localize_column(column: StoredColumn, host: str, known: dict[tuple[RowSpans, int], Intervals]) -> StoredColumn:
+def _localize_column(
+    column: StoredColumn, host: str, known: dict[tuple[RowSpans, int], Intervals], slices: "dict[str, HostSlice]"
+) -> StoredColumn:
     readers: dict[int, BlockSlice] = {}
     for index, block in enumerate(column.blocks):
         if block.host == host or block.nbytes < _MIN_SAVED_BYTES:
@@ -102,7 +109,7 @@ def _localize_column(column: StoredColumn, host: str, known: dict[tuple[RowSpans
         read = int((ends - starts).sum())
         saved_bytes = (block.count - read) * block.dtype.itemsize
         if read > 0 and saved_bytes >= _MIN_SAVED_BYTES and ends[-1] <= block.count:
-            readers[index] = BlockSlice(block, known[key])
+            readers[index] = BlockSlice(slices.setdefault(block.host, HostSlice(block.host)), block, known[key])
     return StoredColumn(column.blocks, column.spans, readers)
 
 
@@ -116,23 +123,63 @@ def _intervals(spans: RowSpans, block: int) -> Intervals:
     return starts[first], ends[np.append(first[1:], True)[: len(ends)]]
 
 
-class BlockSlice:
-    """The values of a block that are read here, cut out on the block's host."""
+class HostSlice:
+    """The values of several blocks on one other host that are read here, cut out there and fetched together."""
 
-    def __init__(self, block: Block, intervals: Intervals) -> None:
-        self._block = block
-        self._starts, ends = intervals
-        self._ends = ends
-        self._offsets = offsets_of(ends - self._starts)
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._blocks: list[Block] = []
+        self._intervals: list[Intervals] = []
+        """All different intervals; the columns of a batch share theirs."""
+        self._numbers: list[int] = []
+        """The index of each block's intervals."""
         self._pending: Any = None
+
+    def add(self, block: Block, intervals: Intervals) -> int:
+        """Add intervals of a block, before anything is requested. Return the index of their values."""
+        number = next((at for at, each in enumerate(self._intervals) if each is intervals), len(self._intervals))
+        if number == len(self._intervals):
+            self._intervals.append(intervals)
+        self._blocks.append(block)
+        self._numbers.append(number)
+        return len(self._blocks) - 1
 
     def request(self) -> None:
         """Request the values without waiting for them."""
         # Ray raises ValueError for a named actor that it can neither find nor create.
         with suppress(import_ray().exceptions.RayError, ValueError):
             if self._pending is None:
-                slicer = _slicer_on(self._block.host)
-                self._pending = slicer.cut.remote([self._block.reference], self._starts, self._ends)
+                references = [block.reference for block in self._blocks]
+                self._pending = _slicer_on(self._host).cut.remote(references, self._numbers, self._intervals)
+
+    @cached_property
+    def values(self) -> Sequence[Array] | None:
+        """Return the values of each block; None when they cannot be cut out, so that whole blocks are fetched."""
+        ray = import_ray()
+        self.request()
+        if self._pending is None:
+            return None
+        try:
+            values: Sequence[Array] = ray.get(ray.get(self._pending)[0])
+        except ray.exceptions.RayError:
+            _slicer_on.cache_clear()
+            return None
+        return values
+
+
+class BlockSlice:
+    """The values of a block that are read here, cut out on the block's host."""
+
+    def __init__(self, source: HostSlice, block: Block, intervals: Intervals) -> None:
+        self._source = source
+        self._index = source.add(block, intervals)
+        self._block = block
+        self._starts, ends = intervals
+        self._offsets = offsets_of(ends - self._starts)
+
+    def request(self) -> None:
+        """Request the values without waiting for them."""
+        self._source.request()
 
     def read(self, start: int, end: int) -> Array:
         """Return the block's values ``[start:end]``. Raises EngineError for a block that is lost."""
@@ -145,17 +192,12 @@ class BlockSlice:
 
     @cached_property
     def _values(self) -> Array | None:
-        """Return the values of all intervals; None when they cannot be cut out, so that the whole block is fetched."""
-        ray = import_ray()
-        self.request()
-        if self._pending is None:
+        """Return the values of all intervals; None when the whole block has to be fetched."""
+        values = self._source.values
+        if values is None:
             return None
-        try:
-            values: Array = ray.get(ray.get(self._pending)[0])
-        except ray.exceptions.RayError:
-            _slicer_on.cache_clear()
-            return None
-        return values if values.shape == (self._offsets[-1],) and values.dtype == self._block.dtype else None
+        own = values[self._index]
+        return own if own.shape == (self._offsets[-1],) and own.dtype == self._block.dtype else None
 
 
 class Slicer:
@@ -163,22 +205,23 @@ class Slicer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._slices: dict[tuple[str, bytes, bytes], Any] = {}
+        self._slices: dict[bytes, Any] = {}
 
-    def cut(self, reference: list[Any], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[Any]:
-        """Return a reference to the intervals of an array on this host, which ``reference`` holds as its one item.
+    def cut(self, references: list[Any], numbers: Sequence[int], intervals: Sequence[Intervals]) -> list[Any]:
+        """Return a reference to a list with the values of each of ``references``, arrays on this host.
 
-        Ranks that share sequences ask for the same at the same time. They get the same reference, so that the values
-        travel once to each host.
+        ``numbers`` says for each array which of ``intervals`` to cut out. Ranks that share sequences ask for the same
+        at the same time. They get the same reference, so that the values travel once to each host.
         """
         ray = import_ray()
-        # Not by the reference itself: it would keep a block in the store that all others have released.
-        key = (reference[0].hex(), starts.tobytes(), ends.tobytes())
+        # Not by the references themselves: they would keep blocks in the store that all others have released.
+        key = pickle.dumps(([each.hex() for each in references], list(numbers), list(intervals)))
         with self._lock:
             if key not in self._slices:
-                values = ray.get(reference[0])
-                intervals = zip(starts.tolist(), ends.tolist(), strict=True)
-                self._slices[key] = ray.put(np.concatenate([values[start:end] for start, end in intervals]))
+                pieces = [list(zip(starts.tolist(), ends.tolist(), strict=True)) for starts, ends in intervals]
+                arrays = zip(ray.get(references), (pieces[number] for number in numbers), strict=True)
+                values = [np.concatenate([array[start:end] for start, end in own]) for array, own in arrays]
+                self._slices[key] = ray.put(values)
                 forget = threading.Timer(_SHARED_S, self._slices.pop, [key, None])
                 forget.daemon = True
                 forget.start()

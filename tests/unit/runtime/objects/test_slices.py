@@ -11,7 +11,7 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.batch import Logprobs
+from rlflow.batch import Logprobs, Sequences
 from rlflow.errors import EngineError
 from rlflow.runtime.objects import slices, store
 from rlflow.runtime.objects.slices import Slicer, localize
@@ -56,11 +56,13 @@ class Elsewhere:
         return self.objects[reference]
 
     def _put(self, values: Any) -> str:
-        self.cut.append(values)
+        self.cut.append([len(each) for each in values])
         self.objects[f"cut {len(self.cut)}"] = values
         return f"cut {len(self.cut)}"
 
     def _get(self, asked: Any) -> Any:
+        if isinstance(asked, list):
+            return [self.objects[each] for each in asked]
         if isinstance(asked, str):
             return self.objects[asked]
         if self.fails:
@@ -73,9 +75,9 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
     return Elsewhere(monkeypatch)
 
 
-def column(elsewhere: Elsewhere, rows: list[int]) -> StoredColumn:
-    """Rows 0 to 4 are here, 5 to 9 and 10 to 14 on other hosts."""
-    blocks = [elsewhere.block(host, first) for host, first in (("here", 0), ("b", 100), ("c", 200))]
+def column(elsewhere: Elsewhere, rows: list[int], least: int = 0) -> StoredColumn:
+    """Rows 0 to 4 are here, 5 to 9 and 10 to 14 on other hosts. ``least`` is the smallest value of all."""
+    blocks = [elsewhere.block(host, least + first) for host, first in (("here", 0), ("b", 100), ("c", 200))]
     spans = RowSpans(np.repeat([0, 1, 2], 5), np.tile(STARTS, 3), np.tile(LENGTHS, 3))
     return StoredColumn(blocks, spans).take(np.array(rows, np.int64))
 
@@ -90,7 +92,7 @@ def test_only_rows_that_are_read_are_fetched(elsewhere: Elsewhere) -> None:
     read = localize(whole, "here")
     assert values_of(read) == [0, 1, 2, 100, 101, 102, 105, 106, 107, 108, 103, 104, 205, 206, 207, 208, 100, 101, 102]
     assert elsewhere.fetched == ["here 0"]
-    assert [len(values) for values in elsewhere.cut] == [9, 4]
+    assert elsewhere.cut == [[9], [4]], "one message for each host"
     assert values_of(read.take(np.array([2, 4]))) == [105, 106, 107, 108, 205, 206, 207, 208]
     assert len(elsewhere.cut) == 2, "what was cut out serves all that is taken of it"
 
@@ -117,6 +119,14 @@ def test_a_block_of_which_all_is_read_comes_whole(elsewhere: Elsewhere) -> None:
     assert len(values_of(read)) == 10
     assert elsewhere.cut == []
     assert elsewhere.fetched == ["b 100"]
+
+
+def test_all_columns_come_in_one_message_from_each_host(elsewhere: Elsewhere) -> None:
+    prompts, responses = column(elsewhere, [9, 5, 10], 1000), column(elsewhere, [5, 8, 13])
+    read = localize(Sequences(keys=np.zeros((3, 3), np.int64), prompt_ids=prompts, response_ids=responses), "here")
+    assert read.response_ids.values.tolist() == [100, 101, 102, 105, 106, 107, 108, 205, 206, 207, 208]
+    assert read.prompt_ids.values.tolist() == [1109, 1100, 1101, 1102, 1200, 1201, 1202]
+    assert elsewhere.cut == [[4, 7], [3, 4]], "in each message the prompts and the responses"
 
 
 def test_columns_that_are_not_read_are_not_fetched(elsewhere: Elsewhere) -> None:
@@ -148,8 +158,8 @@ def test_the_complete_block_is_fetched_when_no_slicer_starts(
 def test_a_slicer_does_not_keep_the_block(elsewhere: Elsewhere) -> None:
     reference = Reference("b 100")
     elsewhere.objects["b 100"] = np.arange(10)
-    cutter, spans = Slicer(), (np.array([2]), np.array([4]))
-    assert cutter.cut([reference], *spans) == cutter.cut([Reference("b 100")], *spans)
+    cutter, intervals = Slicer(), [(np.array([2]), np.array([4]))]
+    assert cutter.cut([reference], [0], intervals) == cutter.cut([Reference("b 100")], [0], intervals)
     assert len(elsewhere.cut) == 1
     held = weakref.ref(reference)
     del reference
