@@ -106,12 +106,10 @@ class VllmEngine(SessionEngine):
     def _build_request(
         self, prompt_ids: list[int], key: NDArray[np.int64], sampling: Sampling, partial: PartialResponse
     ) -> Request:
-        if not len(partial.ids):
-            return Request(prompt_ids, self._sampling_params(sampling, sample_seed(self._spec.seed, key)))
-        # vLLM starts a request's random numbers over, so the same seed would repeat those of the partial response.
-        seed = sample_seed(self._spec.seed, np.append(key, len(partial.ids)))
+        # A token's random numbers depend on the seed and its position, so a resumed response continues with its own.
         remaining = replace(sampling, max_tokens=sampling.max_tokens - len(partial.ids))
-        return Request([*prompt_ids, *partial.ids.tolist()], self._sampling_params(remaining, seed), partial)
+        params = self._sampling_params(remaining, sample_seed(self._spec.seed, key))
+        return Request([*prompt_ids, *partial.ids.tolist()], params, partial)
 
     def _sampling_params(self, sampling: Sampling, seed: int) -> Any:
         from vllm import SamplingParams
@@ -260,7 +258,7 @@ def _start_vllm(arguments: dict[str, Any]) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-    _on_ranks(engine, "score_whole_distribution")
+    _on_ranks(engine, "prepare_sampler")
     return engine
 
 

@@ -1,7 +1,8 @@
 """A process in which vLLM takes this machine for one with H100s: it reads the recipes' engine arguments, as on a GPU.
 
-``python -m tests.contract.cuda_configs RECIPE...`` prints a line of JSON for each role whose engine is vLLM. A process
-of its own, since vLLM's modules keep the platform that they find when they are imported.
+``python -m tests.contract.cuda_configs RECIPE...`` prints a line of JSON for each role whose engine is vLLM, and one for
+an engine with more sequences. A process of its own, since vLLM's modules keep the platform that they find when they are
+imported.
 """
 
 import json
@@ -11,7 +12,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
@@ -28,6 +29,8 @@ from tests.helpers import load
 GPUS = 8
 # Of each recipe: a host, two hosts, and two hosts with the engines apart from the trainer.
 VARIANTS = (("1x8", ""), ("2x8", ""), ("2x8", "roles.rollout.colocate=[]"))
+# The name of a plan's engine with more sequences than any plan here has.
+MANY = "1000 sequences"
 _COMPILED = ("vllm._C_stable_libtorch", "vllm.vllm_flash_attn")
 
 
@@ -76,6 +79,10 @@ def become_a_gpu_machine() -> None:
     from vllm.model_executor.models.registry import _LazyRegisteredModel
 
     _LazyRegisteredModel._save_modelinfo_to_cache = save_to_cache
+    # GPUs have Triton.
+    from vllm.config import vllm as config
+
+    config.HAS_TRITON = True
 
 
 def save_to_cache(model: Any, info: Any, module_hash: str) -> None:
@@ -115,9 +122,9 @@ def config_of(plan: Plan, role: str, plan_spec: EngineSpec, folder: str) -> Any:
     return EngineArgs(**arguments).create_engine_config()
 
 
-def told(plan: Plan, recipe: str, role: str) -> dict[str, Any]:
+def told(plan: Plan, recipe: str, role: str, **changes: Any) -> dict[str, Any]:
     """What vLLM makes of a role, beside what is planned, or its error."""
-    spec = spec_of(plan, role, plan.recipe.models[plan.recipe.roles[role].model], device="cuda:0")
+    spec = replace(spec_of(plan, role, plan.recipe.models[plan.recipe.roles[role].model], device="cuda:0"), **changes)
     set_environment(spec)
     line: dict[str, Any] = {"recipe": recipe, "cluster": plan.cluster.shape, "role": role}
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +132,7 @@ def told(plan: Plan, recipe: str, role: str) -> dict[str, Any]:
             config = config_of(plan, role, spec, folder)
         except Exception:  # whatever vLLM raises is what the test shows
             return line | {"error": traceback.format_exc(limit=-3)}
-    layout = plan.roles[role].layout
+    layout, graphs = plan.roles[role].layout, config.compilation_config.cudagraph_capture_sizes
     return line | {
         "planned": {
             "ranks": [layout.tensor_parallel_size, layout.pipeline_parallel_size],
@@ -135,6 +142,8 @@ def told(plan: Plan, recipe: str, role: str) -> dict[str, Any]:
             "backend": spec.gpu_transport,
             "tokens": spec.max_model_len,
             "sequences": spec.max_num_seqs,
+            "largest graph": 0 if layout.eager else spec.max_num_seqs,
+            "second runner": True,
             "lora": spec.lora is not None,
             "dtype": f"torch.{spec.model.dtype}",
         },
@@ -146,6 +155,8 @@ def told(plan: Plan, recipe: str, role: str) -> dict[str, Any]:
             "backend": config.weight_transfer_config and config.weight_transfer_config.backend,
             "tokens": config.model_config.max_model_len,
             "sequences": config.scheduler_config.max_num_seqs,
+            "largest graph": max((size for size in graphs if size <= spec.max_num_seqs), default=0),
+            "second runner": config.use_v2_model_runner,
             "lora": config.lora_config is not None,
             "dtype": str(config.model_config.dtype),
         },
@@ -163,6 +174,8 @@ def main() -> None:
             for role, written in plan.recipe.roles.items():
                 if written.engine == "vllm":
                     print(json.dumps(told(plan, recipe, role)), flush=True)
+    plan = next(plans(sys.argv[1]))
+    print(json.dumps(told(plan, MANY, "rollout", max_num_seqs=1000)), flush=True)
     # Libraries may leave threads that do not end.
     os._exit(0)
 

@@ -17,7 +17,6 @@ _WORKER = "vllm.v1.worker.gpu_worker.Worker"
 _MODEL, _TOKENIZER = "transformers.PreTrainedModel", "transformers.PreTrainedTokenizerBase"
 _SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 _DEEPSPEED = "deepspeed.runtime.engine.DeepSpeedEngine"
-_SAMPLER = "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler"
 _PYNVML = "vllm.third_party.pynvml"
 
 OBJECTS: Mapping[str, Mapping[str, str]] = {
@@ -48,7 +47,7 @@ OBJECTS: Mapping[str, Mapping[str, str]] = {
         "self.model_runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
         "self.model_runner.get_model()": "vllm.model_executor.models.qwen2.Qwen2ForCausalLM",
         "model": "vllm.model_executor.models.qwen2.Qwen2ForCausalLM",
-        "self.model_runner.sampler.topk_topp_sampler": _SAMPLER,
+        "sample": "vllm.v1.worker.gpu.sample.sampler.Sampler._sample_random",
     },
     "engines/deepspeed.py": {"self._engine": _DEEPSPEED},
     "engines/sharded/checkpoints.py": {"engine": _DEEPSPEED},

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.contract.cuda_configs import MANY
 from tests.helpers import load
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -44,7 +45,7 @@ def test_all_recipes_for_gpus_are_here() -> None:
     assert set(RECIPES) - set(WITH_VLLM) == {"dpo_7b", "rm_7b"}
 
 
-@pytest.mark.parametrize("recipe", WITH_VLLM)
+@pytest.mark.parametrize("recipe", [*WITH_VLLM, MANY])
 def test_vllm_accepts_the_engine_as_planned(recipe: str, lines: list[dict[str, Any]]) -> None:
     of_recipe = [line for line in lines if line["recipe"] == recipe]
     assert of_recipe

@@ -17,6 +17,8 @@ from rlflow.resources.models.lora import Lora
 # The head sizes and the block size of vLLM's attention on the CPU.
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _CPU_BLOCK_TOKENS = 32
+# The largest batch that vLLM records a CUDA graph for by default; it launches the kernels of larger ones one by one.
+_MAX_DEFAULT_GRAPH = 512
 
 
 def set_environment(spec: EngineSpec) -> None:
@@ -25,8 +27,9 @@ def set_environment(spec: EngineSpec) -> None:
         # vLLM's engine runs in this process, which has no other purpose.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # WorkerExtension patches the sampler of the first model runner.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        # Only the second model runner draws from seeds in one kernel. It needs Triton, so WorkerExtension replaces
+        # the sampler of the first one on CPUs.
+        "VLLM_USE_V2_MODEL_RUNNER": "0" if spec.device == "cpu" else "1",
     }
     if spec.device == "cpu":
         settings["TORCH_COMPILE_DISABLE"] = "1"
@@ -134,11 +137,19 @@ def engine_arguments(spec: EngineSpec, folder: str, config: Any, adapted_layers:
         arguments["gpu_memory_utilization"] = layout.gpu_memory_utilization
     if spec.gpu_transport is not None:
         arguments["weight_transfer_config"] = {"backend": spec.gpu_transport}
+    if spec.max_num_seqs > _MAX_DEFAULT_GRAPH:
+        arguments["cudagraph_capture_sizes"] = _graph_sizes(spec.max_num_seqs)
     return arguments | {
         "enforce_eager": layout.eager is True,
         "max_num_batched_tokens": max(MAX_BATCHED_TOKENS, spec.max_num_seqs),
         "enable_sleep_mode": layout.sleeps,
     }
+
+
+def _graph_sizes(max_num_seqs: int) -> list[int]:
+    """Return the batch sizes to record CUDA graphs for: vLLM's own up to 512, and few more up to ``max_num_seqs``."""
+    default = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_DEFAULT_GRAPH, 16)]
+    return [*default, *range(_MAX_DEFAULT_GRAPH, max_num_seqs, 32), max_num_seqs]
 
 
 def max_lora_rank(spec: EngineSpec, lora: Lora) -> int:

@@ -1,10 +1,11 @@
-"""An extension of vLLM's workers: new weights in parts, and logprobs of the whole distribution.
+"""An extension of vLLM's workers: new weights in parts, reproducible samples, and logprobs of the whole distribution.
 
 vLLM reloads a layer once all of its weights have arrived: it repacks them for its kernels, and writes the result where
 the old weights are.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rlflow.engines.serving.weights import SharedFile
@@ -18,21 +19,16 @@ class WorkerExtension:
     vllm_config: Any
     _rlflow_missing: set[str]
 
-    def score_whole_distribution(self) -> None:
-        """Make the logprobs of sampled tokens those before top-p cuts the distribution."""
-        sampler = self.model_runner.sampler.topk_topp_sampler
-        cut_and_sample = sampler.forward
+    def prepare_sampler(self) -> None:
+        """Draw each token from its sample's seed and its position alone, and score it before top-p cuts the logits.
 
-        def forward(logits: Any, generators: Any, k: Any, p: Any) -> Any:
-            import torch
-
-            if k is None and p is None:
-                return cut_and_sample(logits, generators, k, p)
-            # Scores come first, because the cut overwrites the logits.
-            scores = logits.log_softmax(dim=-1, dtype=torch.float32)
-            return cut_and_sample(logits, generators, k, p)[0], scores
-
-        sampler.forward = forward
+        A response then has the same random numbers in every batch and on every engine, also where it is resumed.
+        """
+        runner = self.model_runner
+        if not self.vllm_config.use_v2_model_runner:
+            runner.sampler.topk_topp_sampler.forward = partial(_sample, runner)
+        elif runner.sampler is not None:  # only the last pipeline stage samples
+            runner.sampler._sample_random = partial(_sample_on_gpu, runner.sampler._sample_random)
 
     def attempt(self, method: str, *arguments: Any, **named: Any) -> tuple[Exception | None, Any]:
         """Call a method of the worker; return the error that it raised, and its result.
@@ -80,3 +76,30 @@ class WorkerExtension:
         from vllm.config import set_current_vllm_config
 
         return set_current_vllm_config(self.vllm_config)
+
+
+def _sample(runner: Any, logits: Any, generators: Any, k: Any, p: Any) -> tuple[Any, Any]:
+    """Return tokens [B] and logprobs [B, V] from logits [B, V], on a CPU.
+
+    vLLM draws once from the generator of each request, one after another; here generators only hold the seeds.
+    """
+    import torch
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    # Logprobs come first, because the cut overwrites the logits.
+    logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+    # Greedy requests have no generator, and vLLM replaces their tokens.
+    seeds = [generators[row].initial_seed() if row in generators else 0 for row in range(len(logits))]
+    positions = torch.from_numpy(runner.input_batch.num_tokens_no_spec[: len(seeds)])
+    # The kernel hashes its keys, so those of neighbouring positions may be neighbours.
+    keys = torch.tensor(seeds) + positions
+    return torch.ops._C.fused_gumbel_argmax(apply_top_k_top_p(logits, k, p), keys), logprobs
+
+
+def _sample_on_gpu(
+    sample: Any, logits: Any, rows: Any, requests: Any, positions: Any, k: Any, p: Any, fused: Any
+) -> Any:
+    """Return tokens [B] and logits [B, V], on a GPU, where vLLM's kernel draws from seeds and positions itself."""
+    # The cut may overwrite the logits.
+    uncut = logits if k is None and p is None else logits.clone()
+    return sample(logits, rows, requests, positions, k, p, fused)[0], uncut

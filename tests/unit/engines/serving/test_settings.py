@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,6 +95,26 @@ class TestSettings:
         layout = Layout(micro_batch_tokens=1, eager=eager)
         given = engine_arguments(replace(spec(), device="cuda:0", layout=layout), "folder", config())
         assert given["enforce_eager"] == eager
+
+    @pytest.mark.parametrize("sequences", [513, 640, 1000])
+    def test_graphs_reach_the_planned_number_of_sequences(self, sequences: int) -> None:
+        """vLLM's own sizes end at 512."""
+        given = engine_arguments(replace(spec(), device="cuda:0", max_num_seqs=sequences), "folder", config())
+        sizes = given["cudagraph_capture_sizes"]
+        assert (sizes[0], sizes[-1]) == (1, sequences)
+        assert sizes == sorted(set(sizes))
+        # No batch is padded by more than vLLM pads small ones.
+        assert max(np.diff(sizes[3:])) <= 32
+        assert len(sizes) <= 70
+        few = engine_arguments(replace(spec(), device="cuda:0", max_num_seqs=512), "folder", config())
+        assert "cudagraph_capture_sizes" not in few
+
+    def test_seeds_are_drawn_from_in_one_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By the second model runner on GPUs, and by rlflow's own sampler with the first one on CPUs."""
+        monkeypatch.setattr(os, "environ", environment := dict[str, str]())
+        for device, runner in (("cpu", "0"), ("cuda:0", "1")):
+            set_environment(replace(spec(), device=device))
+            assert environment["VLLM_USE_V2_MODEL_RUNNER"] == runner
 
     def test_ranks_have_cores_of_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "environ", environment := dict[str, str]())
