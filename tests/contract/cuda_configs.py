@@ -1,8 +1,8 @@
 """A process in which vLLM takes this machine for one with H100s: it reads the recipes' engine arguments, as on a GPU.
 
-``python -m tests.contract.cuda_configs RECIPE...`` prints a line of JSON for each role whose engine is vLLM, and one for
-an engine with more sequences. A process of its own, since vLLM's modules keep the platform that they find when they are
-imported.
+``python -m tests.contract.cuda_configs RECIPE...`` prints a line of JSON for each role whose engine is vLLM, and one
+for an engine with more sequences. A process of its own, since vLLM's modules keep the platform that they find when they
+are imported.
 """
 
 import json
