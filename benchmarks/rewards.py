@@ -17,7 +17,8 @@ from rich.table import Table
 
 from benchmarks.reporting import Goal, finish
 from rlflow.rewards.callables import RewardTerm
-from rlflow.rewards.pool import Call, ProcessPool
+from rlflow.rewards.calls import Call
+from rlflow.rewards.pool import ProcessPool
 
 _REWARDS, _SECONDS, _REPEATS = 10_000, 0.001, 3
 

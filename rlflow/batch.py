@@ -156,6 +156,8 @@ class Conversations(Rollouts):
     """[B]: the number of turns that the model took."""
     reasons: NDArray[np.str_]
     """[B]: why the environment failed; empty where it did not."""
+    unfinished: Packed
+    """B rows of uint8: what an engine needs to resume a conversation, pickled. Empty where it is done."""
 
     @property
     def failed(self) -> NDArray[np.bool_]:

@@ -9,6 +9,7 @@
     │       └── PlacementError   the recipe does not fit the cluster
     └── RuntimeError
         └── EngineError          a model or a worker failed while running; exit code 1
+            ├── EnvironmentFailedError  an environment failed, and no engine is at fault
             └── StorageError     a file of the run cannot be read or written, often because the disk is full
 
 Every UserError reads ``<path in the recipe>: <what was expected and found>.``, with indented lines *Known*, *Free* and
@@ -67,6 +68,10 @@ class PlacementError(UserError):
 
 class EngineError(RuntimeError):
     """A model or a worker failed while running. The message names the step and the role."""
+
+
+class EnvironmentFailedError(EngineError):
+    """An environment of a conversation failed. No engine is at fault, so none is replaced."""
 
 
 class StorageError(EngineError):

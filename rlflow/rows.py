@@ -39,11 +39,14 @@ class Batch:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
-        """Return all rows of the parts in order. Fields that describe the whole batch come from the first part."""
+        """Return all rows of the parts in order. Fields that describe the whole batch come from the first part.
+
+        All parts have the same class, which may be a subclass.
+        """
         if len(parts) == 1:
             return parts[0]
         fields = {name: _concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0])}
-        return cls(**fields)
+        return type(parts[0])(**fields)
 
     @classmethod
     def has_batch_numbers(cls) -> bool:

@@ -144,6 +144,11 @@ def rollouts(rewarded: Sequences, texts: Sequence[str] | None = None) -> Rollout
     )
 
 
+def done(count: int) -> Packed:
+    """Return the column ``unfinished`` of conversations that are all done."""
+    return Packed.from_rows([[]] * count, np.uint8)
+
+
 class WritingEngine(SessionEngine, FakeEngine):
     """The fake engine as one that takes new samples while it writes. ``given``: the prompts of what came at once."""
 

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "recipe": {"errors", "schema", "resources"},
     "engines": {"errors", "extras", "host_memory", "batch", "resources", "recipe"},
     "rewards": {"errors", "extras", "plugins", "schema"},
-    "environments": {"errors", "plugins", "schema", "rewards"},
+    "environments": {"errors", "plugins", "schema", "packed", "batch", "engines", "rewards"},
     "nodes": {"errors", "schema", "packed", "batch", "recipe", "engines", "rewards", "environments"},
     "data": {"errors", "plugins", "batch", "recipe"},
     "compiler": {"errors", "plugins", "schema", "batch", "resources", "recipe", "engines", "nodes"},

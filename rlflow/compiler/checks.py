@@ -187,7 +187,7 @@ def _check_in_flight(recipe: Recipe, generators: Sequence[GraphNode]) -> None:
     operation = node.operation
     if isinstance(operation, Generate) and not operation.can_stream:
         raise RecipeError(
-            path, f"graph.{node.name} generates in turns, which cannot be interrupted", fix=f"{path}=wait"
+            path, f"graph.{node.name} cannot be interrupted, because it overrides run", fix=f"{path}=wait"
         )
 
 

@@ -37,11 +37,36 @@ class Sampling:
     top_p: float = 1.0
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides the model's own end tokens."""
+    turns: "Turns | None" = field(default=None, hash=False)
+    """Responses are conversations, whose turns are generated one by one; None for responses in one piece."""
 
     @property
     def scoring_temperature(self) -> float:
         """Return the temperature of the logprobs: 1 under greedy decoding."""
         return self.temperature or 1.0
+
+
+class Turns(Protocol):
+    """The turns of conversations, in which something answers a model. An engine knows nothing else of them."""
+
+    def generate(
+        self,
+        engine: "Generates",
+        prompts: Prompts,
+        sampling: Sampling,
+        partial: Rollouts | None = None,
+        num_groups: int | None = None,
+    ) -> Rollouts:
+        """Return conversations whose turns ``engine`` generates, one batch of turns after another.
+
+        ``partial`` and ``num_groups`` are those of ``Continues``. The engine has a ``tokenizer``.
+        """
+
+    def session_engine(self, engine: Any) -> Any:
+        """Return a SessionEngine whose responses are conversations, and whose turns the SessionEngine ``engine`` makes.
+
+        The engine has a ``tokenizer``.
+        """
 
 
 class TokenLoss(Protocol):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -21,12 +22,14 @@ from rlflow.batch import (
     ValueEstimates,
 )
 from rlflow.engines.base import FP32_TRAINING, EngineSpec, Sampling, TokenLoss, WeightTransport, sample_seed
+from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.causal_lm.totals import LossTotals, weighted_means
 from rlflow.errors import EngineError
 from rlflow.resources.memory.state import TrainingMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 _STATE = "state.json"
 
@@ -48,7 +51,14 @@ class FakeEngine:
         self._awake = True
         self._has_weights = True
 
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """Load the tokenizer of the model."""
+        return load_tokenizer(self._spec.model_name, self._spec.model)
+
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+        if sampling.turns is not None:
+            return sampling.turns.generate(self, prompts, sampling)
         if self._version is None or not self._awake:
             raise EngineError(f"role {self._spec.role}: cannot generate: it is asleep, or the last weight sync failed.")
         samples = prompts.repeat(sampling.group_size)

@@ -1,6 +1,7 @@
 """The progress of a partial rollout: which responses of which groups are done, and what the others consist of so far.
 
 A response is *finished* when it ended with an end token, and *done* when it is finished or has ``max_tokens`` tokens.
+A conversation is done when no turn follows.
 A group is *complete* when all of its responses are done.
 
 Shapes: P prompts, G group size, R = P x G rollouts; rollout ``sample`` of ``prompt`` is row ``prompt * G + sample``.
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from rlflow.batch import Packed, Prompts, Repeated, Rollouts
+from rlflow.batch import Conversations, Packed, Prompts, Repeated, Rollouts
 from rlflow.engines.base import Sampling
 
 Ints = NDArray[np.int64]
@@ -25,13 +26,17 @@ class PartialResponse:
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
+    conversation: bytes = b""
+    """The conversation that they are, pickled; empty for other responses."""
 
 
 NO_RESPONSE = PartialResponse(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
 
 
 def is_done(rollouts: Rollouts, sampling: Sampling) -> NDArray[np.bool_]:
-    """Return [B]: True for each response that is finished or as long as ``sampling`` allows."""
+    """Return [B]: True for each response that is finished or at a limit of ``sampling``."""
+    if isinstance(rollouts, Conversations):
+        return np.asarray(rollouts.unfinished.lengths == 0)
     done: NDArray[np.bool_] = rollouts.finished | (rollouts.response_ids.lengths >= sampling.max_tokens)
     return done
 
@@ -94,7 +99,10 @@ class GroupProgress:
 
     def _partial_response(self, row: int) -> PartialResponse:
         assert self.partial is not None
-        return PartialResponse(self.partial.response_ids[row], self.partial.logprobs[row], self.partial.versions[row])
+        columns = (self.partial.response_ids[row], self.partial.logprobs[row], self.partial.versions[row])
+        if isinstance(self.partial, Conversations):
+            return PartialResponse(*columns, self.partial.unfinished[row].tobytes())
+        return PartialResponse(*columns)
 
     def merge(self, parts: Sequence[Rollouts]) -> Rollouts | None:
         """Return ``partial`` with its samples replaced by those in ``parts``, in the order of keys; None if empty."""

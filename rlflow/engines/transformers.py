@@ -58,11 +58,13 @@ class TransformersEngine(TunableEngine):
             attention=choose_attention(spec),
         )
         add_adapters(self._model, spec)
-        self._tokenizer = load_tokenizer(spec.model_name, spec.model)
-        self._end_ids = merge_end_ids(self._model.generation_config.eos_token_id, self._tokenizer.eos_token_id)
+        self.tokenizer = load_tokenizer(spec.model_name, spec.model)
+        self._end_ids = merge_end_ids(self._model.generation_config.eos_token_id, self.tokenizer.eos_token_id)
         self._version: int | None = 0
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+        if sampling.turns is not None:
+            return sampling.turns.generate(self, prompts, sampling)
         self._check_version()
         samples = prompts.repeat(sampling.group_size)
         seeds = [sample_seed(self._spec.seed, key) for key in samples.keys]
@@ -81,6 +83,8 @@ class TransformersEngine(TunableEngine):
     def continue_rollouts(
         self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, num_groups: int
     ) -> Rollouts:
+        if sampling.turns is not None:
+            return sampling.turns.generate(self, prompts, sampling, partial, num_groups)
         self._check_version()
         groups = GroupProgress(prompts, sampling, partial)
         rows = np.flatnonzero(~groups.done)
@@ -137,7 +141,7 @@ class TransformersEngine(TunableEngine):
             versions=versions,
             temperature=sampling.scoring_temperature,
             finished=finished,
-            texts=tuple(self._tokenizer.batch_decode(responses, skip_special_tokens=True)),
+            texts=tuple(self.tokenizer.batch_decode(responses, skip_special_tokens=True)),
             rows=samples.rows,
         )
 

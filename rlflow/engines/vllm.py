@@ -57,12 +57,12 @@ class VllmEngine(SessionEngine):
         self._weights_asleep = False
         self._num_adapter_syncs = 0
         set_environment(spec)
-        self._tokenizer = load_tokenizer(spec.model_name, spec.model)
+        self.tokenizer = load_tokenizer(spec.model_name, spec.model)
         with model_files(spec) as folder:
             config = load_config(spec.model_name, folder, trust_remote_code=spec.model.trust_remote_code)
             check_model(spec, config)
             self._expected = ExpectedWeights.of(config, spec)
-            self._end_ids = merge_end_ids(*load_end_ids(folder, config), self._tokenizer.eos_token_id)
+            self._end_ids = merge_end_ids(*load_end_ids(folder, config), self.tokenizer.eos_token_id)
             arguments = engine_arguments(spec, folder, config, self._expected.adapted_layers)
             self._max_model_len: int = arguments["max_model_len"]
             try:
@@ -141,7 +141,7 @@ class VllmEngine(SessionEngine):
         if any(len(partial.ids) for partial in before):
             response_ids, logprobs, versions = prepend_partial(before, response_ids, logprobs, versions)
         ids = [response_ids[row].tolist() for row in range(len(response_ids))]
-        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return Rollouts(
             keys=samples.keys,
             prompt_ids=samples.ids,

@@ -2,11 +2,10 @@
 
 A node is a frozen dataclass. Its fields are the options of a recipe, the parameters of ``run`` are the inputs (one with
 a default is optional), and the return type is the output. Keyword-only parameters are not inputs: a subclass may pass
-them to the ``run`` that it overrides. The runtime itself passes three further parameters:
+them to the ``run`` that it overrides. The runtime itself passes two further parameters:
 
 - ``engine`` asks the node's role for the capability that the annotation names;
-- ``state`` holds what the node remembers from step to step: a ``State``, saved in checkpoints;
-- ``session`` is an object of the node's own that lives where tokens are.
+- ``state`` holds what the node remembers from step to step: a ``State``, saved in checkpoints.
 """
 
 import inspect
@@ -16,11 +15,10 @@ from types import UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from rlflow.errors import GraphError
-from rlflow.recipe import Model
 from rlflow.schema import Section
 
 Unit = Literal["sample", "group", "batch"]
-_FROM_RUNTIME = ("engine", "state", "session")
+_FROM_RUNTIME = ("engine", "state")
 
 KINDS: dict[str, type["Node"]] = {}
 """The nodes that a recipe may name by kind."""
@@ -120,7 +118,7 @@ class Node(Section):
 
     @classmethod
     def from_runtime(cls) -> Mapping[str, type]:
-        """Return the types of the parameters that the runtime passes to ``run``: engine, state and session."""
+        """Return the types of the parameters that the runtime passes to ``run``: engine and state."""
         return {each.name: each.type for each in _signature(cls)[0] if each.name in _FROM_RUNTIME}
 
     @classmethod
@@ -169,10 +167,6 @@ class Node(Section):
         """Return the state at the start of a run; None without one. By default a state needs no arguments."""
         kind = self.from_runtime().get("state")
         return None if kind is None else kind()
-
-    def open_session(self, model_name: str, model: Model) -> Any:
-        """Return the object that ``run`` takes as ``session``. ``model`` is that of the node's role."""
-        raise NotImplementedError(f"'{self.kind}' takes a session: define open_session")
 
 
 def old_probability(symbols: Mapping[str, str]) -> Mapping[str, str]:

@@ -1,17 +1,17 @@
 """Generation of responses: in one piece, or in turns with an environment."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Self
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from rlflow.batch import Conversations, Prompts, Rollouts
 from rlflow.engines.base import Generates, Sampling
+from rlflow.environments.conversations import EnvironmentTurns
+from rlflow.environments.options import TurnOptions
 from rlflow.errors import RecipeError
 from rlflow.nodes.base import Node, NodeContext
-from rlflow.nodes.environment_session import EnvironmentSession, TurnOptions
-from rlflow.recipe import Model
 from rlflow.rewards.pool import ProcessPool
 from rlflow.schema import Count
 
@@ -83,25 +83,29 @@ class Generate(Node, kind="generate", unit="sample"):
 class Converse(TurnOptions, Generate, kind="converse", unit="sample"):
     """Hold ``group_size`` conversations about each prompt, in turns of the model and an environment.
 
-    A conversation is one response, and only the model's own tokens are trained on. All conversations take their turns
-    together. A conversation finishes when the environment says so. It is cut when it has ``max_turns``, when a turn
-    reaches ``turn_tokens``, or when the next turn might exceed ``max_tokens``.
+    A conversation is one response, and only the model's own tokens are trained on. A conversation finishes when the
+    environment says so. It is cut when it has ``max_turns``, when a turn reaches ``turn_tokens``, or when the next turn
+    might exceed ``max_tokens``.
     """
+
+    @property
+    def sampling(self) -> Sampling:
+        """Return what the engine is asked for."""
+        options = TurnOptions(**{field.name: getattr(self, field.name) for field in fields(TurnOptions)})
+        return replace(super().sampling, turns=EnvironmentTurns(options))
+
+    @property
+    def can_stream(self) -> bool:
+        """Return whether consumers may start with single conversations, as with other responses."""
+        return type(self).run is Converse.run and not self.overcommit
 
     @property
     def num_turns(self) -> int:
         """Return the largest number of turns of the model."""
         return self.max_turns
 
-    @property
-    def stored_copies(self) -> float:
-        """Return 2: the conversation so far is stored once more, as the prompts of its next turn."""
-        return 2
-
     def check(self, connected: frozenset[str]) -> None:
         self.environment_spec.load(self.environment)
-        if self.overcommit:
-            raise RecipeError("overcommit", "a conversation cannot continue in the next step", fix="overcommit: 0")
         if self.turn_tokens > self.max_tokens:
             fact = f"{self.turn_tokens} is more than max_tokens, which is {self.max_tokens}"
             raise RecipeError("turn_tokens", fact, fix=f"use {self.max_tokens} or less")
@@ -111,13 +115,7 @@ class Converse(TurnOptions, Generate, kind="converse", unit="sample"):
     def check_host(self) -> None:
         ProcessPool({self.environment: self.environment_spec}).stop()
 
-    def open_session(self, model_name: str, model: Model) -> EnvironmentSession:
-        return EnvironmentSession(self, model_name, model)
-
-    def run(self, engine: Generates, session: EnvironmentSession, prompts: Prompts) -> Conversations:  # type: ignore[override]
-        sampling = replace(self.sampling, max_tokens=self.turn_tokens, stop_ids=session.start())
-        next_prompts: Prompts | None = prompts
-        while next_prompts is not None:
-            next_prompts = session.answer(engine.generate(next_prompts, sampling))
-            sampling = replace(sampling, group_size=1)
-        return session.conversations()
+    def run(self, engine: Generates, prompts: Prompts) -> Conversations:
+        conversations = engine.generate(prompts, self.sampling)
+        assert isinstance(conversations, Conversations)
+        return conversations

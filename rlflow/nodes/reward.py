@@ -17,7 +17,8 @@ from rlflow.errors import EngineError, RecipeError, below
 from rlflow.nodes.base import Formula, Node, times
 from rlflow.rewards.base import MAX_FLOAT32, Failure, Outcome
 from rlflow.rewards.callables import RewardTerm
-from rlflow.rewards.pool import Call, ProcessPool
+from rlflow.rewards.calls import Call
+from rlflow.rewards.pool import ProcessPool
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -15,13 +15,13 @@ import sys
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from rlflow.errors import EngineError
 from rlflow.rewards.base import CallableSpec, Failure
+from rlflow.rewards.calls import Call, CallQueue
 from rlflow.rewards.fork_server import NUMBER
 from rlflow.rewards.processes import Channel, num_usable_cpus
 
@@ -31,24 +31,6 @@ _MAX_UNREAD_BYTES = 1 << 15
 _MAX_UNREAD_CALLS = 64
 # The server may import libraries as large as torch before it starts; to fork, start and kill a worker is quick.
 _START_TIMEOUT_S, _ANSWER_TIMEOUT_S = 300.0, 30.0
-
-
-@dataclass(frozen=True)
-class Call:
-    """Some responses for one callable of a pool."""
-
-    name: str
-    """The callable's name in the pool."""
-    indices: Sequence[int]
-    """The positions of the responses in the caller's batch."""
-    texts: Sequence[str]
-    rows: Sequence[Any]
-    """One argument for each text: a row of the data set, or an environment's row and state."""
-
-    def split(self) -> "list[Call]":
-        """Return a call for each response."""
-        entries = zip(self.indices, self.texts, self.rows, strict=True)
-        return [Call(self.name, [index], [text], [row]) for index, text, row in entries]
 
 
 class ForkServer:
@@ -189,17 +171,24 @@ class ProcessPool:
         self.workers: list[ForkedWorker] = []
         self._call_seconds: defaultdict[str, float] = defaultdict(lambda: _FIRST_CALL_S)
         """A moving average of the duration of a call, for each callable."""
-        self.stop = weakref.finalize(self, _stop_pool, self.workers, self.fork_server)
+        self._selector = selectors.DefaultSelector()
+        """The sockets of all workers."""
+        self.stop = weakref.finalize(self, _stop_pool, self.workers, self.fork_server, self._selector)
 
-    def outcomes(self, calls: Iterable[Call]) -> Generator[tuple[Call, list[Any]], None, None]:
+    def outcomes(self, calls: Iterable[Call] | CallQueue) -> Generator[tuple[Call, list[Any]], None, None]:
         """Yield each call with its outcomes, in the order in which calls finish.
 
         A call that fails as a whole is repeated with one response at a time. Close the generator to abandon the
-        remaining calls. Raises EngineError when no worker can be started.
+        remaining calls. With a CallQueue, the calls in it when it is closed are abandoned. Raises EngineError when no
+        worker can be started.
         """
-        queue = deque(calls)
+        arriving = calls if isinstance(calls, CallQueue) else None
+        queue = deque(() if isinstance(calls, CallQueue) else calls)
+        if arriving is not None:
+            self._selector.register(arriving, selectors.EVENT_READ)
         try:
-            while queue or any(worker.pending for worker in self.workers):
+            while arriving.is_open if arriving else queue or any(worker.pending for worker in self.workers):
+                queue.extend(arriving.take() if arriving else ())
                 self._dispatch(queue)
                 for call, outcomes in self._finished_calls(queue):
                     if len(call.indices) > 1 and self._may_be_one_response(call, outcomes[0]):
@@ -207,6 +196,8 @@ class ProcessPool:
                     else:
                         yield call, outcomes
         finally:
+            if arriving is not None:
+                self._selector.unregister(arriving)
             for worker in [worker for worker in self.workers if worker.pending]:
                 with suppress(EngineError):  # the fork server has died, and the worker with it
                     self._end(worker)
@@ -223,6 +214,7 @@ class ProcessPool:
         while queue and len(self.workers) < self.num_workers:
             pid, end = self.fork_server.fork()
             self.workers.append(ForkedWorker(pid, end))
+            self._selector.register(end, selectors.EVENT_READ, self.workers[-1])
         for worker in [worker for worker in self.workers if worker.is_ready]:
             while queue and sum(self._call_seconds[call.name] for call in worker.pending) < _QUEUED_S:
                 call = queue.popleft()
@@ -242,21 +234,20 @@ class ProcessPool:
         Raises EngineError when a worker does not get ready.
         """
         busy = [worker for worker in self.workers if worker.pending or not worker.is_ready]
-        if not busy:
+        if not busy and queue:
             return
-        with selectors.DefaultSelector() as selector:
-            for worker in busy:
-                selector.register(worker.socket, selectors.EVENT_READ, worker)
-            deadline = min(worker.deadline for worker in busy)
-            ready = [key.data for key, _ in selector.select(max(0.0, deadline - time.monotonic()))]
-            now = time.monotonic()
+        limit = max(0.0, min(worker.deadline for worker in busy) - time.monotonic()) if busy else None
+        ready = [key.data for key, _ in self._selector.select(limit) if key.data is not None]
+        now = time.monotonic()
         for worker in ready:
             answers = worker.receive()
             for answer in answers or ():
                 call, seconds = worker.pop_answered()
                 self._call_seconds[call.name] += (seconds - self._call_seconds[call.name]) / 4
                 yield call, answer
-            if answers is None:
+            if answers is None and worker not in busy:
+                self._end(worker)
+            elif answers is None:
                 yield self._fail(worker, queue)
         for worker in busy:
             if worker not in ready and worker.deadline <= now:
@@ -282,6 +273,7 @@ class ProcessPool:
 
     def _end(self, worker: ForkedWorker) -> int:
         self.workers.remove(worker)
+        self._selector.unregister(worker.socket)
         worker.socket.close()
         return self.fork_server.end(worker.pid)
 
@@ -293,7 +285,8 @@ def _describe_exit(exit_code: int) -> str:
     return known.get(-exit_code, f"signal {-exit_code}")
 
 
-def _stop_pool(workers: list[ForkedWorker], fork_server: ForkServer) -> None:
+def _stop_pool(workers: list[ForkedWorker], fork_server: ForkServer, selector: selectors.BaseSelector) -> None:
+    selector.close()
     for worker in workers:
         worker.socket.close()
     workers.clear()

@@ -1,4 +1,4 @@
-"""Nodes together with the objects that they keep during a run: a state, a session, or both."""
+"""Nodes together with the state that they keep during a run."""
 
 import copy
 import json
@@ -9,17 +9,16 @@ from typing import Any
 
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.nodes.base import Node, State
-from rlflow.recipe import Model, Role
 from rlflow.runtime.protocols import Engines
 
 
 class BoundNode:
-    """A node with its state and its session, which runs in the node's place. Checkpoints save the state."""
+    """A node with its state, which runs in the node's place. Checkpoints save the state."""
 
-    def __init__(self, node: Node, state: State | None, session: Any) -> None:
+    def __init__(self, node: Node, state: State) -> None:
         self.node = node
         self.reads_tokens = node.reads_tokens
-        self._state, self._session = state, session
+        self._state = state
 
     def run(self, **inputs: Any) -> Any:
         """Run the node on its inputs."""
@@ -32,47 +31,36 @@ class BoundNode:
     def greedy(self) -> "BoundNode":
         """Return a node that generates, as evaluation runs it."""
         node: Any = self.node
-        return BoundNode(node.greedy(), self._state, self._session)
+        return BoundNode(node.greedy(), self._state)
 
     def state_metrics(self) -> Mapping[str, float]:
         """Return the metrics of the state."""
-        return {} if self._state is None else self._state.metrics()
+        return self._state.metrics()
 
     def save(self, folder: Path) -> None:
         """Write the state to ``folder``, a file for each of its entries."""
-        assert self._state is not None
         for name, value in self._state.state_dict().items():
             (folder / f"{name}.json").write_text(json.dumps(value))
 
     def restore(self, folder: Path) -> None:
         """Read the state from ``folder``."""
-        assert self._state is not None
         self._state.load_state_dict({path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")})
 
-    @property
-    def has_state(self) -> bool:
-        """Return whether there is a state to save."""
-        return self._state is not None
-
-    def _run(self, state: State | None, inputs: Mapping[str, Any]) -> Any:
-        objects = {"state": state, "session": self._session}
+    def _run(self, state: State, inputs: Mapping[str, Any]) -> Any:
         operation: Any = self.node
-        return operation.run(**inputs, **{name: each for name, each in objects.items() if each is not None})
+        return operation.run(**inputs, state=state)
 
 
-def bind_nodes(graph: Graph, roles: Mapping[str, Role], models: Mapping[str, Model], engines: Engines) -> Graph:
-    """Return the graph as it runs: nodes with a state or a session are bound to them."""
-    return replace(graph, nodes=tuple(_bind(node, roles, models, engines) for node in graph.nodes))
+def bind_nodes(graph: Graph) -> Graph:
+    """Return the graph as it runs: nodes with a state are bound to it."""
+    return replace(graph, nodes=tuple(_bind(node) for node in graph.nodes))
 
 
-def _bind(node: GraphNode, roles: Mapping[str, Role], models: Mapping[str, Model], engines: Engines) -> GraphNode:
-    state, session = node.operation.new_state(), None
-    if "session" in node.operation.from_runtime() and node.role is not None:
-        name = roles[node.role].model
-        session = engines.place_with_tokens(node.operation.open_session(name, models[name]))
-    if state is None and session is None:
+def _bind(node: GraphNode) -> GraphNode:
+    state = node.operation.new_state()
+    if state is None:
         return node
-    operation: Any = BoundNode(node.operation, state, session)
+    operation: Any = BoundNode(node.operation, state)
     return replace(node, operation=operation)
 
 
@@ -81,7 +69,7 @@ def states_of(graph: Graph, engines: Engines) -> Mapping[str, Any]:
     return {
         f"graph.{node.name}": operation_of(node, engines)
         for node in graph.nodes
-        if isinstance(node.operation, BoundNode) and node.operation.has_state
+        if isinstance(node.operation, BoundNode)
     }
 
 

@@ -126,7 +126,7 @@ def prepare(
         engines = stack.enter_context(runtime.start(with_spare_slots(plan) if tune else plan, models, directory))
         data = engines.place_with_tokens(data)
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
-        graph = bind_nodes(plan.graph, plan.recipe.roles, models, engines)
+        graph = bind_nodes(plan.graph)
         evaluator = evaluator_of(plan.graph, graph) if held_out else None
         graph, overcommits = with_overcommit(graph, plan.recipe.data.batch_size, data)
         rounds = (

@@ -22,6 +22,7 @@ _PYNVML = "vllm.third_party.pynvml"
 OBJECTS: Mapping[str, Mapping[str, str]] = {
     "engines": {
         "self._tokenizer": _TOKENIZER,
+        "self.tokenizer": _TOKENIZER,
         "tokenizer": _TOKENIZER,
         "self._module": _MODEL,
         "self._model": _MODEL,
@@ -29,7 +30,7 @@ OBJECTS: Mapping[str, Mapping[str, str]] = {
         "built": _MODEL,
     },
     "data": {"tokenizer": _TOKENIZER, "self._tokenizer": _TOKENIZER},
-    "nodes/environment_session.py": {"self._tokenizer": _TOKENIZER},
+    "environments/exchange.py": {"self._tokenizer": _TOKENIZER},
     "engines/vllm.py": {"engine": _LLM_ENGINE},
     "engines/serving/batching.py": {
         "engine": _LLM_ENGINE,

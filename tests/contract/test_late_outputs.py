@@ -128,7 +128,7 @@ def engine(inner: LateEngine, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
     engine._batcher = Batcher("rollout", lambda: inner)
     engine._weights_asleep = False
     engine._max_model_len, engine._max_num_seqs, engine._cache_tokens = 100, 4, 1000
-    engine._tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [str(row) for row in ids])
+    engine.tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [str(row) for row in ids])
     monkeypatch.setattr(engine, "_sampling_params", lambda sampling, seed: None)
     return engine
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Prompts, Rollouts
-from rlflow.engines.base import Sampling
+from rlflow.engines.base import Sampling, Turns
 from rlflow.engines.group_progress import GroupProgress, PartialResponse
 
 Ints = NDArray[np.int64]
@@ -51,6 +51,8 @@ class SessionEngine(ABC):
     """A base class for engines that take new samples while they generate; several threads may call its methods."""
 
     _session: "_Session | None" = None
+    _conversing: "tuple[tuple[Turns, SessionEngine], ...]" = ()
+    """The engines of conversations over this one."""
 
     @property
     @abstractmethod
@@ -61,6 +63,11 @@ class SessionEngine(ABC):
     @abstractmethod
     def decode_steps(self) -> int:
         """Return the decode steps since the engine was built, counted as in ``SampleProgress``."""
+
+    @property
+    def progress(self) -> int:
+        """Return a number that changes as long as the engine's samples make progress."""
+        return self.decode_steps + sum(engine.progress for _, engine in self._conversing)
 
     @abstractmethod
     def submit(
@@ -82,16 +89,17 @@ class SessionEngine(ABC):
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         """Return ``group_size`` rollouts of each prompt, without a session. Raises EngineError."""
-        samples = prompts.repeat(sampling.group_size)
-        return self.rollouts(samples, [future.result() for future in self.submit(samples, sampling)], sampling)
+        engine, samples = self._engine_of(sampling), prompts.repeat(sampling.group_size)
+        return engine.rollouts(samples, [future.result() for future in engine.submit(samples, sampling)], sampling)
 
     def begin_session(self, prompts: Prompts, sampling: Sampling, num_engines: int = 1) -> tuple[int, int]:
-        """Begin a session over these prompts, which replaces the one before; return ``capacity``.
+        """Begin a session over these prompts, which replaces the one before; return the capacity for its samples.
 
         The more engines take part in the generation, the longer each collects the rows of a report.
         """
-        self._session = _Session(self, prompts, sampling, num_engines)
-        return self.capacity
+        engine = self._engine_of(sampling)
+        self._session = _Session(engine, prompts, sampling, num_engines)
+        return engine.capacity
 
     def advance(self, rows: bytes, num_done: int, partial: Rollouts | None = None) -> SampleProgress:
         """Start these rows, or resume those that are in ``partial``, and report the rows that are done.
@@ -123,9 +131,20 @@ class SessionEngine(ABC):
 
     def generate_rows(self, prompts: Prompts, sampling: Sampling, rows: bytes) -> Rollouts | None:
         """Generate these rows, ascending: a whole session in one call. Raises EngineError."""
-        session = _Session(self, prompts, sampling)
+        session = _Session(self._engine_of(sampling), prompts, sampling)
         session.advance(_unpack(rows), 0)
         return session.take_all()
+
+    def _engine_of(self, sampling: Sampling) -> "SessionEngine":
+        """Return the engine that generates such responses: this one, or one of conversations over it."""
+        if sampling.turns is None:
+            return self
+        for turns, engine in self._conversing:
+            if turns == sampling.turns:
+                return engine
+        conversing: SessionEngine = sampling.turns.session_engine(self)
+        self._conversing = (*self._conversing, (sampling.turns, conversing))
+        return conversing
 
 
 class _Session:

@@ -21,7 +21,7 @@ from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import GroupProgress
 from rlflow.engines.serving.sessions import pack_rows
-from rlflow.errors import EngineError
+from rlflow.errors import EngineError, EnvironmentFailedError
 from rlflow.runtime.generation.complete_steps import CompleteSteps
 from rlflow.runtime.generation.engine_state import Capacity
 from rlflow.runtime.generation.partial_results import EarlyResults, PartialResults
@@ -82,8 +82,7 @@ def dispatch(
 
     Starts from the ``partial`` rollouts; ``previous_lengths`` are lengths of responses in the step before. Returns
     the rollouts in the order of keys, None if interrupted without any, and the failures of engines by rank. The
-    ``subscriber`` is called from this thread and gets each sample once, when it is finished. Raises
-    AllEnginesFailedError.
+    ``subscriber`` is called from this thread and gets each finished sample once. Raises AllEnginesFailedError.
     """
     batch = SharedBatch(prompts).slice(np.arange(len(prompts)))
     failures: dict[int, EngineError] = {}
@@ -188,10 +187,7 @@ class _Pass:
             self._advance(rank, rows)
 
     def _advance(self, rank: int, rows: Sequence[int]) -> None:
-        """Have an engine start these rows, and report when some of its rows are finished.
-
-        With no more rows in the queue, it reports when all of them are.
-        """
+        """Have an engine start these rows, and report when some are finished, or all with no more rows in the queue."""
         scheduler = self._scheduler
         report_at = len(scheduler.running_rows(rank))
         if scheduler.num_queued or self._may_stop_early:
@@ -285,6 +281,8 @@ class _Pass:
             self._assign()
 
     def _note_failure(self, rank: int, error: EngineError) -> None:
+        if isinstance(error, EnvironmentFailedError):
+            raise error
         self._failures[rank] = error
         if self._results:
             self._results.discard_engine(rank)

@@ -49,7 +49,7 @@ class RoleWorkers:
         self._workers = plan.roles[role].workers
         self._end_reasons: dict[Any, str] = {}
         # Only concurrent engines count their steps. Trainers hang in collectives, which have time limits of their own.
-        self._watchdog = Watchdog(self._decode_steps, self._end_actor) if self.concurrent else None
+        self._watchdog = Watchdog(self._progress, self._end_actor) if self.concurrent else None
         self.gpu_transport = gpu_transport(plan, role)
         """How weights reach the role from GPU to GPU; None: through the object store."""
         self.receivers_connected = False
@@ -149,8 +149,8 @@ class RoleWorkers:
         actor = self.actors[rank]
         return as_future(reference, self.name(rank), lambda: self._end_reasons.get(actor))
 
-    def _decode_steps(self, actor: Any) -> "Future[int]":
-        return self._status(actor, "decode_steps")
+    def _progress(self, actor: Any) -> "Future[int]":
+        return self._status(actor, "progress")
 
     def _status(self, actor: Any, method: str) -> "Future[Any]":
         answer: Future[Any] = getattr(actor, method).options(concurrency_group=_STATUS_GROUP).remote().future()

@@ -49,10 +49,10 @@ class EngineWorker(ObjectProcess):
         os.environ.update(variables)
         self.reuse_memory()
 
-    def decode_steps(self) -> int:
-        """Return the decode steps that a concurrent engine has done so far."""
-        steps: int = self._engine.decode_steps
-        return steps
+    def progress(self) -> int:
+        """Return a number that changes as long as the samples of a concurrent engine make progress."""
+        progress: int = self._engine.progress
+        return progress
 
     def calls_in_progress(self) -> list[str]:
         """Return the methods of the engine that are running."""

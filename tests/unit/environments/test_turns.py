@@ -7,7 +7,8 @@ import pytest
 
 from rlflow.environments.turn import EnvironmentSpec, TurnResult
 from rlflow.rewards.base import Failure, Kind
-from rlflow.rewards.pool import Call, ProcessPool
+from rlflow.rewards.calls import Call
+from rlflow.rewards.pool import ProcessPool
 from tests.unit.environments import misbehaving
 
 DEADLINE_S = 0.5

@@ -14,7 +14,6 @@ from rlflow.engines.fake import FakeEngine
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.nodes.advantages import TeacherAdvantage
-from rlflow.nodes.environment_session import EnvironmentSession
 from rlflow.nodes.generate import Converse, Generate
 from rlflow.nodes.reward import Reward, SummedRewards
 from rlflow.nodes.scoring import RewardModel
@@ -40,8 +39,11 @@ class Scripted:
         self.turns = list(turns)
         self.asked: list[Prompts] = []
         self.samplings: list[Sampling] = []
+        self.tokenizer = TOKENIZER
 
     def generate(self, given: Prompts, sampling: Sampling) -> Rollouts:
+        if sampling.turns is not None:
+            return sampling.turns.generate(self, given, sampling)
         self.asked.append(given)
         self.samplings.append(sampling)
         texts, turn = self.turns[len(self.asked) - 1], len(self.asked)
@@ -75,7 +77,7 @@ def converse(**options: Any) -> Converse:
 
 def conversations(engine: Any, node: Converse, last: Sequence[str] = ("9", "9")) -> Conversations:
     given = replace(GIVEN, rows=tuple({"last": text} for text in last))
-    return node.run(engine, EnvironmentSession(node, "policy", MODEL), given)
+    return node.run(engine, given)
 
 
 def rows(column: Packed) -> list[list[Any]]:
@@ -112,8 +114,7 @@ def test_the_rounds_of_a_step_have_keys_of_their_own() -> None:
     """Prompts of a second round are numbered on from those of the first."""
     engine = Scripted(["1|", "2|"], ["9|", "9|"])
     later = replace(GIVEN, keys=GIVEN.keys + np.array([0, 2, 0]), rows=({"last": "9"},) * 2)
-    node = converse()
-    node.run(engine, EnvironmentSession(node, "policy", MODEL), later)
+    converse().run(engine, later)
     assert engine.asked[1].keys[:, 1].tolist() == [2**40 + 2 * 2**20, 2**40 + 3 * 2**20]
 
 
@@ -152,7 +153,7 @@ def test_an_answer_may_be_empty() -> None:
     node = converse(environment="guessing", options={"higher": "=", "lower": "+"})
     given = replace(GIVEN, rows=({"number": 3}, {"number": 4}))
     engine = Scripted(["+|", "2|"], ["3|", "4|"])
-    out = node.run(engine, EnvironmentSession(node, "policy", MODEL), given)
+    out = node.run(engine, given)
     assert rows(out.response_ids) == [encoded("+|3|"), encoded("2|=4|")]
     assert rows(out.take(np.array([1, 0])).own) == [[True, True, False, True, True], [True] * 4]
     assert out.own_lengths.tolist() == [4, 4]
@@ -205,7 +206,8 @@ def test_what_looks_like_a_special_token_is_text() -> None:
     node = converse(environment="guessing", options={"higher": "<|end|>"}, frame="<|end|>{}+", max_tokens=40)
     given = replace(GIVEN, rows=({"number": 3}, {"number": 1}))
     engine = Scripted(["1|", "1|"], ["3|"])
-    out = node.run(engine, EnvironmentSession(node, "policy", model), given)
+    engine.tokenizer = load_tokenizer("policy", model)
+    out = node.run(engine, given)
     said = load_tokenizer("policy", model)(list("<|end|>"))["input_ids"]
     assert out.response_ids[0].tolist() == [*encoded("1|"), END, *(token for (token,) in said), PLUS, *encoded("3|")]
 
@@ -220,7 +222,6 @@ def test_what_the_tokenizer_does_not_know() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"overcommit": 0.5}, "overcommit: a conversation cannot continue in the next step"),
         ({"turn_tokens": 21}, "turn_tokens: 21 is more than max_tokens, which is 20"),
         ({"frame": "="}, "frame: expected one '{}', got '='"),
         ({"environment": "calc"}, "environment: no environment 'calc'"),
@@ -239,7 +240,7 @@ def test_a_single_turn_is_what_generate_writes(kind: type[FakeEngine] | type[Tra
     node = converse(group_size=3, max_tokens=6, turn_tokens=6, max_turns=1)
     given = replace(GIVEN, rows=({"last": "x"},) * 2)
     expected = plain.run(kind(spec()), given)
-    out = node.run(kind(spec()), EnvironmentSession(node, "policy", MODEL), given)
+    out = node.run(kind(spec()), given)
     for column in ("response_ids", "logprobs", "versions", "prompt_ids"):
         assert rows(getattr(out, column)) == rows(getattr(expected, column)), column
     assert out.own.values.all()

@@ -22,7 +22,7 @@ from rlflow.nodes.critic import GaeAdvantage, ValueUpdate
 from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.nodes.policy_variants import GspoUpdate
 from rlflow.runtime.step import check_advantages, metrics_of
-from tests.helpers import rollouts, sequences, spec
+from tests.helpers import done, rollouts, sequences, spec
 
 WRITTEN = rollouts(sequences([2] * 8, [[3, 1], [2, 2], [1, 4], [2, 2], [1, 1], [3, 2], [2, 5], [1, 1]]))
 ADVANTAGES = RolloutAdvantages(values=Repeated(np.ones(16, np.float32), WRITTEN.response_ids.lengths))
@@ -86,7 +86,9 @@ def conversations() -> Conversations:
     """Four, the second and the last without a token of the model's."""
     written = rollouts(sequences([2, 2], [[2, 3], [1, 2]]))
     own = Repeated(np.array([True, False, True, False]), written.response_ids.lengths)
-    return Conversations(**vars(written), own=own, turns=np.ones(4, np.int64), reasons=np.array([""] * 4))
+    return Conversations(
+        **vars(written), own=own, turns=np.ones(4, np.int64), reasons=np.array([""] * 4), unfinished=done(4)
+    )
 
 
 @pytest.mark.filterwarnings("error")

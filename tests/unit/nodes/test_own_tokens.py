@@ -27,7 +27,7 @@ from rlflow.nodes.policy_update import PolicyGradient, PolicyUpdate
 from rlflow.nodes.policy_variants import CispoUpdate, GspoUpdate, ReinforceUpdate
 from rlflow.nodes.reward_shaping import KlDivergence
 from rlflow.runtime.step import metrics_of
-from tests.helpers import rollouts, sequences, spec
+from tests.helpers import done, rollouts, sequences, spec
 
 # Of each response the lengths of turns: the model's, the environment's, the model's, ...
 TURNS = [[2, 3, 1], [4], [1, 2, 2, 1, 3], [3, 1]]
@@ -45,7 +45,9 @@ def conversations() -> Conversations:
     )
     drawn = written.response_ids.like(column(0))
     fields = {**vars(written), "logprobs": drawn, "finished": np.array([True, True, True, False])}
-    return Conversations(**fields, own=own, turns=np.array([2, 1, 3, 1]), reasons=np.array([""] * 4))
+    return Conversations(
+        **fields, own=own, turns=np.array([2, 1, 3, 1]), reasons=np.array([""] * 4), unfinished=done(4)
+    )
 
 
 def column(seed: int, garbage: float = np.nan) -> NDArray[np.float32]:

@@ -18,7 +18,8 @@ import pytest
 from rlflow.rewards import callables
 from rlflow.rewards.base import Outcome
 from rlflow.rewards.callables import RewardTerm
-from rlflow.rewards.pool import Call, ProcessPool
+from rlflow.rewards.calls import Call
+from rlflow.rewards.pool import ProcessPool
 from rlflow.rewards.processes import children
 from tests.unit.rewards import ordinary
 from tests.unit.rewards.attacks import ATTACKS, Attack

@@ -21,7 +21,8 @@ from rlflow.rewards import callables
 from rlflow.rewards import pool as pool_module
 from rlflow.rewards.base import Failure, Kind, Outcome
 from rlflow.rewards.callables import RewardTerm
-from rlflow.rewards.pool import Call, ForkedWorker, ProcessPool
+from rlflow.rewards.calls import Call
+from rlflow.rewards.pool import ForkedWorker, ProcessPool
 from rlflow.rewards.processes import Channel, children, descendants
 from tests.unit.rewards import misbehaving
 
@@ -201,7 +202,7 @@ def test_the_time_that_a_worker_needs_to_start_is_not_the_calls(
     monkeypatch.setattr(pool, "num_workers", 1)
     monkeypatch.setattr(pool, "fork_server", SlowStart(work))
     assert outcomes(pool, ["good"]) == [1.5]
-    pool.workers[0].socket.close()
+    pool._end(pool.workers[0])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ from tests.helpers import load, rollouts, sequences
 
 
 def bound(node: Node) -> BoundNode:
-    return BoundNode(node, node.new_state(), None)
+    state = node.new_state()
+    assert state is not None
+    return BoundNode(node, state)
 
 
 OVERRIDES = ["recipe=real", "graph.update.kl_coef=0.1", "graph.update.kl_target=0.002"]

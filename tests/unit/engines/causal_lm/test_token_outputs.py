@@ -298,7 +298,7 @@ def test_a_saved_model_is_the_same(tmp_path: Any) -> None:
     assert again.logprobs(given, 1.0).values.values == pytest.approx(
         engine.logprobs(given, 1.0).values.values, abs=1e-6
     )
-    assert again._tokenizer.decode(again._tokenizer("1+2=")["input_ids"]) == "1+2="
+    assert again.tokenizer.decode(again.tokenizer("1+2=")["input_ids"]) == "1+2="
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,218 @@
+"""An engine whose responses are conversations: each goes on as soon as its own environment has answered."""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlflow.batch import Conversations, Packed, Prompts
+from rlflow.engines.base import Sampling
+from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
+from rlflow.engines.serving.sessions import SessionEngine
+from rlflow.environments.calls import Answer
+from rlflow.environments.exchange import Exchange
+from rlflow.environments.transcript import (
+    Transcript,
+    build_conversations,
+    piece_of,
+    resumed_transcript,
+    turn_keys,
+    turn_prompts,
+)
+from rlflow.errors import EngineError, UserError, first_line
+from rlflow.packed import offsets_of
+from rlflow.rewards.base import Row
+
+# Conversations for each sample that the engine can generate at once: those that wait for their environment need room
+# in the cache alone.
+_PER_SEQUENCE = 16
+
+
+@dataclass(eq=False)
+class _Conversation:
+    """A conversation that an engine holds."""
+
+    key: NDArray[np.int64]
+    prompt_ids: NDArray[np.int32]
+    row: Row
+    transcript: Transcript
+    sampling: Sampling
+    """The sampling of its turns."""
+    future: "Future[Transcript]" = field(default_factory=Future)
+    turn: "Future[Any] | None" = None
+    """The turn that the engine generates now."""
+    answer: "Future[Answer] | None" = None
+    """The environment's answer that it waits for."""
+    is_aborted: bool = False
+
+
+class ConversationEngine(SessionEngine):
+    """An engine of conversations over an engine that generates their turns. Its responses are transcripts.
+
+    One thread handles all conversations, one event after another.
+    """
+
+    def __init__(self, engine: SessionEngine, exchange: Exchange) -> None:
+        """Generate turns by ``engine``, with the other side in ``exchange``."""
+        self._engine, self._exchange = engine, exchange
+        self._live: dict[Future[Transcript], _Conversation] = {}
+        """The conversations by their futures, which complete when they leave."""
+        self._tokens_each = 0.0
+        self._events: list[tuple[_Handler, Sequence[_Conversation]]] = []
+        self._lock = threading.Lock()
+        """Guards ``_events``."""
+        self._thread = ThreadPoolExecutor(1, "conversations")
+
+    @property
+    def capacity(self) -> tuple[int, int]:
+        sequences, tokens = self._engine.capacity
+        return _PER_SEQUENCE * sequences, tokens
+
+    @property
+    def decode_steps(self) -> int:
+        """Return the mean number of tokens so far of a conversation that was there all the time."""
+        return int(self._tokens_each)
+
+    @property
+    def progress(self) -> int:
+        """Return the seconds of a clock while all conversations wait for their environments, and 0 otherwise."""
+        live = list(self._live.values())
+        return int(time.monotonic()) if live and all(each.turn is None for each in live) else 0
+
+    def submit(
+        self, samples: Prompts, sampling: Sampling, partial: Sequence[PartialResponse] | None = None
+    ) -> "list[Future[Any]]":
+        turn_sampling = self._exchange.turn_sampling(sampling)
+        ids = Packed(samples.ids.values, samples.ids.offsets)
+        conversations = [
+            _Conversation(key, ids[row], data_row, resumed_transcript(before), turn_sampling)
+            for row, (key, data_row, before) in enumerate(
+                zip(samples.keys, samples.rows, partial or [NO_RESPONSE] * len(samples), strict=True)
+            )
+        ]
+        self._live.update({each.future: each for each in conversations})
+        self._post(self._begin, conversations)
+        return [each.future for each in conversations]
+
+    def abort(self, futures: "Collection[Future[Any]]") -> None:
+        self._post(self._abort, [each for future in futures if (each := self._live.get(future)) is not None])
+        wait(futures)
+
+    def rollouts(self, samples: Prompts, responses: Sequence[Any], sampling: Sampling) -> Conversations:
+        return build_conversations(samples, responses, sampling.scoring_temperature)
+
+    def _post(self, handler: "_Handler", conversations: "Sequence[_Conversation]") -> None:
+        """Have the thread call the handler, once for all conversations that are waiting for it by then."""
+        with self._lock:
+            self._events.append((handler, conversations))
+            is_first = len(self._events) == 1
+        if is_first:
+            self._thread.submit(self._handle_events)
+
+    def _handle_events(self) -> None:
+        with self._lock:
+            events, self._events = self._events, []
+        for handler in (self._begin, self._end_turns, self._take_answers, self._abort):
+            waiting = [each for its_handler, every in events if its_handler == handler for each in every]
+            live = [each for each in waiting if each.future in self._live]
+            try:
+                if live:
+                    handler(live)
+            except BaseException as error:  # without an answer, callers would wait forever
+                self._fail(live, error)
+
+    def _begin(self, conversations: list[_Conversation]) -> None:
+        self._continue(conversations)
+
+    def _end_turns(self, conversations: list[_Conversation]) -> None:
+        """Add the turns that the engine has generated, or what it has of them."""
+        responses = [each.turn.result() for each in conversations if each.turn is not None]
+        keys = turn_keys(np.stack([each.key for each in conversations]), [each.transcript for each in conversations])
+        # Nobody reads the prompts.
+        no_tokens = Packed(np.zeros(0, np.int32), offsets_of([0] * len(conversations)))
+        samples = Prompts(keys=keys, ids=no_tokens, rows=({},) * len(conversations))
+        turns = self._engine.rollouts(samples, responses, conversations[0].sampling)
+        lengths = turns.response_ids.lengths - [len(each.transcript.interrupted_turn.ids) for each in conversations]
+        self._count_tokens(int(lengths.sum()))
+        complete = [row for row, response in enumerate(responses) if response.is_done]
+        self._exchange.add_turns(
+            [conversations[row].transcript for row in complete], turns.take(np.array(complete, int))
+        )
+        for row, each in enumerate(conversations):
+            each.turn = None
+            if not responses[row].is_done:
+                each.transcript.interrupted_turn = piece_of(turns, row)
+        self._continue(conversations)
+
+    def _take_answers(self, conversations: list[_Conversation]) -> None:
+        """Add the environment's answers."""
+        before = sum(each.transcript.length for each in conversations)
+        self._exchange.add_answers(
+            (each.transcript, each.answer.result()) for each in conversations if each.answer is not None
+        )
+        self._count_tokens(sum(each.transcript.length for each in conversations) - before)
+        for each in conversations:
+            each.answer = None
+        self._continue(conversations)
+
+    def _abort(self, conversations: list[_Conversation]) -> None:
+        """End conversations where they are. The next engine asks again where an answer is due."""
+        for each in conversations:
+            each.is_aborted = True
+        self._continue([each for each in conversations if each.turn is None])
+        self._engine.abort([each.turn for each in conversations if each.turn is not None])
+
+    def _continue(self, conversations: list[_Conversation]) -> None:
+        """Continue conversations that neither generate nor wait, or complete those that are done or aborted."""
+        ending: list[_Conversation] = []
+        asking: list[_Conversation] = []
+        speaking: list[_Conversation] = []
+        for each in conversations:
+            is_ending = each.transcript.is_done or each.is_aborted
+            (ending if is_ending else asking if each.transcript.is_answer_due else speaking).append(each)
+        self._ask(asking)
+        for sampling in dict.fromkeys(each.sampling for each in speaking):
+            self._start_turns([each for each in speaking if each.sampling == sampling], sampling)
+        for each in ending:
+            del self._live[each.future]
+            each.future.set_result(each.transcript)
+
+    def _ask(self, conversations: list[_Conversation]) -> None:
+        answers = self._exchange.ask([each.transcript for each in conversations], [each.row for each in conversations])
+        for each, answer in zip(conversations, answers, strict=True):
+            each.answer = answer
+            answer.add_done_callback(partial(self._notify, self._take_answers, each))
+
+    def _start_turns(self, conversations: list[_Conversation], sampling: Sampling) -> None:
+        transcripts = [each.transcript for each in conversations]
+        keys = np.stack([each.key for each in conversations])
+        prompts = turn_prompts(keys, [each.prompt_ids for each in conversations], transcripts)
+        interrupted = [transcript.interrupted_turn for transcript in transcripts]
+        resumes = any(len(turn.ids) for turn in interrupted)
+        turns = self._engine.submit(prompts, sampling, interrupted if resumes else None)
+        for each, turn in zip(conversations, turns, strict=True):
+            each.turn = turn
+            turn.add_done_callback(partial(self._notify, self._end_turns, each))
+
+    def _notify(self, handler: "_Handler", conversation: _Conversation, future: "Future[Any]") -> None:
+        self._post(handler, [conversation])
+
+    def _fail(self, conversations: list[_Conversation], error: BaseException) -> None:
+        if not isinstance(error, EngineError | UserError):
+            cause, error = error, EngineError(f"conversations: {first_line(error)}.")
+            error.__cause__ = cause
+        for each in conversations:
+            if self._live.pop(each.future, None) is not None:
+                each.future.set_exception(error)
+
+    def _count_tokens(self, number: int) -> None:
+        self._tokens_each += number / max(1, len(self._live))
+
+
+_Handler = Callable[[list[_Conversation]], None]

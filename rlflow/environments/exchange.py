@@ -1,0 +1,104 @@
+"""The other side of an engine's conversations: the environment, the tokenizer, and the limits."""
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from rlflow.batch import Rollouts
+from rlflow.engines.base import Sampling
+from rlflow.environments.calls import Answer, EnvironmentCalls
+from rlflow.environments.options import TurnOptions
+from rlflow.environments.transcript import Transcript, piece_of
+from rlflow.errors import EnvironmentFailedError, RecipeError, first_line
+from rlflow.rewards.base import Failure, Row
+
+Answered = tuple[Transcript, Answer]
+
+
+class Exchange:
+    """The steps of conversations between two turns, in the process of the engine that holds their tokens."""
+
+    def __init__(self, options: TurnOptions, tokenizer: Any) -> None:
+        """Start the environment. ``tokenizer`` is that of the engine. Raises RecipeError and EngineError."""
+        self._options, self._tokenizer = options, tokenizer
+        self._stop_ids = tuple(self._stop_token(text) for text in options.stop)
+        self._before, self._after = self._tokenize(options.frame.split("{}"))
+        self._calls = EnvironmentCalls(options.environment_spec, options.processes)
+
+    def turn_sampling(self, sampling: Sampling) -> Sampling:
+        """Return the sampling of single turns."""
+        return Sampling(
+            max_tokens=self._options.turn_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop_ids=self._stop_ids,
+        )
+
+    def add_turns(self, transcripts: Sequence[Transcript], turns: Rollouts) -> None:
+        """Add a complete turn to each conversation. One that was cut at its limit ends the conversation."""
+        for row, (transcript, text) in enumerate(zip(transcripts, turns.texts, strict=True)):
+            transcript.add_turn(piece_of(turns, row), text)
+            transcript.is_done = not turns.finished[row]
+
+    def ask(self, transcripts: Sequence[Transcript], rows: Sequence[Row]) -> "list[Future[Answer]]":
+        """Let the environment answer the last turns. Return a future of the Answer for each conversation.
+
+        ``rows`` are the conversations' rows of the data set.
+        """
+        return self._calls.submit(
+            [(transcript.text, row, transcript.state) for transcript, row in zip(transcripts, rows, strict=True)]
+        )
+
+    def add_answers(self, answered: Iterable[Answered]) -> None:
+        """Add answers of the environment to conversations, or end them.
+
+        Raises RecipeError or EnvironmentFailedError for a failure, with ``on_failure: stop``.
+        """
+        continuing: list[tuple[Transcript, str]] = []
+        for transcript, answer in answered:
+            transcript.is_done = True
+            if isinstance(answer, Failure):
+                transcript.reason = self._failure_reason(answer)
+                continue
+            transcript.reward += answer.reward
+            transcript.finished, transcript.state = answer.done, answer.state
+            if not answer.done and transcript.num_turns < self._options.max_turns:
+                continuing.append((transcript, answer.text))
+        for (transcript, _), ids in zip(continuing, self._frame([text for _, text in continuing]), strict=True):
+            if transcript.length + len(ids) + self._options.turn_tokens <= self._options.max_tokens:
+                transcript.add_answer(ids)
+                transcript.is_done = False
+
+    def _failure_reason(self, failure: Failure) -> str:
+        """Return why the environment failed. Raise an error with ``on_failure: stop``."""
+        fact = f"'{self._options.environment}' {failure.reason}"
+        if self._options.on_failure == "exclude":
+            return fact
+        if failure.kind in ("raised", "invalid"):
+            raise RecipeError("environment", fact, fix="on_failure: exclude leaves such conversations out")
+        raise EnvironmentFailedError(f"environment {fact}. With on_failure: exclude such conversations are left out.")
+
+    def _frame(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the environment's answers as tokens, within the frame.
+
+        Special tokens inside an answer are encoded as plain text: a tool may repeat what the model told it to.
+        """
+        answers = self._tokenize(texts, split_special_tokens=True) if texts else []
+        return [[*self._before, *ids, *self._after] for ids in answers]
+
+    def _tokenize(self, texts: Sequence[str], **options: bool) -> list[list[int]]:
+        """Return the tokens of each text. Raise RecipeError for a text that the tokenizer refuses."""
+        try:
+            ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False, **options)["input_ids"]
+        except Exception as error:  # tokenizers have no base class for their errors
+            fact = f"the tokenizer refuses the output of '{self._options.environment}' ({first_line(error)})"
+            raise RecipeError("environment", fact, fix="use characters that the model knows") from None
+        return ids
+
+    def _stop_token(self, text: str) -> int:
+        ids = self._tokenize([text])[0]
+        if len(ids) != 1:
+            raise RecipeError(
+                "stop", f"expected a single token, got {text!r}, which is {len(ids)}", fix="a text that is one token"
+            )
+        return ids[0]

@@ -1,0 +1,140 @@
+"""Transcripts of conversations, and several of them as a batch.
+
+Shapes: B conversations, T tokens of a turn or an answer.
+"""
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlflow.batch import Conversations, Prompts, Rollouts
+from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
+from rlflow.packed import Packed, Repeated
+
+Ints = NDArray[np.int64]
+
+# Bits of a key's number for the sample, and for the prompt: a step has fewer prompts, and a prompt fewer samples.
+_BITS = 20
+
+
+@dataclass
+class Transcript:
+    """One conversation so far: turns of the model and answers of the environment in alternation."""
+
+    pieces: list[PartialResponse] = field(default_factory=list)
+    """Complete turns and answers. The first is a turn."""
+    interrupted_turn: PartialResponse = NO_RESPONSE
+    """The tokens so far of the turn in which an engine was interrupted."""
+    text: str = ""
+    """The model's last complete turn."""
+    state: bytes | None = None
+    """The environment after its last answer, pickled; None before the first."""
+    reward: float = 0.0
+    reason: str = ""
+    """Why the environment failed; empty if it did not."""
+    finished: bool = False
+    """The environment has ended the conversation."""
+    is_done: bool = False
+    """No turn follows: the conversation is finished, failed, or at a limit."""
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens of both sides."""
+        return sum(len(piece.ids) for piece in self.pieces) + len(self.interrupted_turn.ids)
+
+    @property
+    def num_turns(self) -> int:
+        """Return the number of the model's complete turns."""
+        return (len(self.pieces) + 1) // 2
+
+    @property
+    def is_answer_due(self) -> bool:
+        """Return whether the environment must answer next."""
+        return not self.is_done and len(self.pieces) % 2 == 1
+
+    def add_turn(self, turn: PartialResponse, text: str) -> None:
+        """Add a complete turn of the model."""
+        self.pieces.append(turn)
+        self.text, self.interrupted_turn = text, NO_RESPONSE
+
+    def add_answer(self, ids: Sequence[int]) -> None:
+        """Add the tokens of the environment's answer. They count as generated with the turn before."""
+        tokens, version = np.asarray(ids, np.int32), self.pieces[-1].versions[-1]
+        zeros = np.zeros(len(tokens), np.float32)
+        self.pieces.append(PartialResponse(tokens, zeros, np.full(len(tokens), version, np.int32)))
+
+    @property
+    def all_pieces(self) -> list[PartialResponse]:
+        """Return the pieces, with the interrupted turn if there is one."""
+        return self.pieces + [self.interrupted_turn] * bool(len(self.interrupted_turn.ids))
+
+
+def piece_of(turns: Rollouts, row: int) -> PartialResponse:
+    """Return a copy of one row, so that the arrays of the whole batch can be freed."""
+    return PartialResponse(turns.response_ids[row].copy(), turns.logprobs[row].copy(), turns.versions[row].copy())
+
+
+def turn_keys(keys: Ints, transcripts: Sequence[Transcript]) -> Ints:
+    """Return the key of each conversation's next turn, [B, 3], from the keys of the conversations.
+
+    Each has a prompt number that no other turn of the step has, so that its random draws are its own. They do not
+    depend on when the turn begins. The first turn has the key of the conversation.
+    """
+    turns = np.array([transcript.num_turns for transcript in transcripts], np.int64)
+    numbers = (turns << 2 * _BITS) + (keys[:, 1] << _BITS) + keys[:, 2]
+    later = np.stack([keys[:, 0], numbers, np.zeros_like(numbers)], axis=1)
+    return np.where(turns[:, None] > 0, later, keys)
+
+
+def turn_prompts(keys: Ints, prompt_ids: Sequence[NDArray[np.generic]], transcripts: Sequence[Transcript]) -> Prompts:
+    """Return all tokens so far of these conversations, as prompts of their next turn.
+
+    ``keys`` [B, 3] and ``prompt_ids`` are those of the conversations.
+    """
+    ids = [
+        np.concatenate([prompt, *(piece.ids for piece in transcript.pieces)])
+        for prompt, transcript in zip(prompt_ids, transcripts, strict=True)
+    ]
+    return Prompts(keys=turn_keys(keys, transcripts), ids=Packed.from_rows(ids, np.int32), rows=({},) * len(ids))
+
+
+def build_conversations(samples: Prompts, transcripts: Sequence[Transcript], temperature: float) -> Conversations:
+    """Return the B conversations about these samples as a batch, complete or not."""
+    pieces = [transcript.all_pieces for transcript in transcripts]
+
+    def column(name: str, dtype: type[np.generic]) -> Packed:
+        rows = (np.concatenate([getattr(NO_RESPONSE, name), *(getattr(each, name) for each in row)]) for row in pieces)
+        return Packed.from_rows(rows, dtype)
+
+    return Conversations(
+        keys=samples.keys,
+        prompt_ids=samples.ids,
+        response_ids=column("ids", np.int32),
+        logprobs=column("logprobs", np.float32),
+        versions=Repeated.from_packed(column("versions", np.int32)),
+        finished=np.array([each.finished for each in transcripts], np.bool_),
+        temperature=temperature,
+        texts=tuple(each.text for each in transcripts),
+        rows=tuple(
+            {**row, "environment_reward": each.reward} for row, each in zip(samples.rows, transcripts, strict=True)
+        ),
+        own=Repeated(
+            np.array([number % 2 == 0 for row in pieces for number in range(len(row))], np.bool_),
+            np.array([len(piece.ids) for row in pieces for piece in row], np.int64),
+            np.array([len(row) for row in pieces], np.int64),
+        ),
+        turns=np.array([each.num_turns for each in transcripts], np.int64),
+        reasons=np.array([each.reason for each in transcripts], np.str_),
+        unfinished=Packed.from_rows(
+            [np.frombuffer(b"" if each.is_done else pickle.dumps(each), np.uint8) for each in transcripts], np.uint8
+        ),
+    )
+
+
+def resumed_transcript(response: PartialResponse) -> Transcript:
+    """Return the transcript of a conversation that an engine was interrupted in, or a new one."""
+    found: Transcript = pickle.loads(response.conversation) if response.conversation else Transcript()
+    return found

@@ -1,0 +1,13 @@
+"""Environments that take their time."""
+
+import time
+
+from rlflow.environments.base import Environment, Observation
+
+
+class Hanging(Environment):
+    """It never answers."""
+
+    def step(self, text: str) -> Observation:
+        time.sleep(1000)
+        raise AssertionError
