@@ -222,7 +222,9 @@ def test_a_preempted_conversation_goes_on_elsewhere(until: Callable[[Stepped], N
     first, second = Stepped(spec()), Eager(spec())
     first.begin_session(given, sampling)
     row = np.zeros(1, np.int32).tobytes()
-    threading.Thread(target=first.advance, args=[row, 1], daemon=True).start()
+    session = first._session
+    assert session is not None
+    session._submit(np.zeros(1, np.int64), None)
     until(first)
     partial = first.preempt(row)
     assert isinstance(partial, Conversations)
@@ -261,7 +263,8 @@ def test_a_conversation_that_waits_for_its_environment_is_asked_about_again() ->
     conversing._exchange.ask = withhold  # type: ignore[method-assign]
     engine.begin_session(given, sampling)
     row = np.zeros(1, np.int32).tobytes()
-    threading.Thread(target=engine.advance, args=[row, 1], daemon=True).start()
+    assert engine._session is not None
+    engine._session._submit(np.zeros(1, np.int64), None)
     engine.end_turn(key(0, 0))
     assert asked.wait(LIMIT_S)
     assert engine.progress > 0, "a clock, so that nobody takes the engine for dead"
