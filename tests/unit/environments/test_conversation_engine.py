@@ -243,7 +243,7 @@ def test_a_preempted_conversation_goes_on_elsewhere(until: Callable[[Stepped], N
     )
 
 
-def test_a_conversation_that_waits_for_its_environment_is_asked_about_again() -> None:
+def test_a_conversation_that_waits_for_its_environment_is_asked_about_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment's answer is ignored once the conversation has left."""
     given, sampling = GIVEN.take(np.array([0])), replace(SAMPLING, group_size=1)
     engine = Stepped(spec())
@@ -260,7 +260,7 @@ def test_a_conversation_that_waits_for_its_environment_is_asked_about_again() ->
             asked.set()
         return late
 
-    conversing._exchange.ask = withhold  # type: ignore[method-assign]
+    monkeypatch.setattr(conversing._exchange, "ask", withhold)
     engine.begin_session(given, sampling)
     row = np.zeros(1, np.int32).tobytes()
     assert engine._session is not None
