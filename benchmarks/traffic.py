@@ -9,7 +9,7 @@ from unittest.mock import patch
 import ray
 from ray.actor import ActorMethod
 
-from rlflow.runtime.ray import engine_set, role_workers
+from rlflow.runtime.ray import remote_objects, role_workers
 
 
 @dataclass
@@ -46,7 +46,7 @@ def counted() -> Iterator[Traffic]:
     with (
         patch.object(ActorMethod, "_remote", counted_remote),
         patch.object(role_workers, "as_future", counted_told),
-        patch.object(engine_set, "as_future", counted_told),
+        patch.object(remote_objects, "as_future", counted_told),
         patch.object(ray, "put", counted_put),
     ):
         yield traffic

@@ -37,6 +37,12 @@ class Batch:
         """Return these rows, in this order."""
         return self._replace_fields(lambda value: _take(value, rows))
 
+    def take_units(self, units: Rows, num_units: int) -> Self:
+        """Return the rows of these units, such as samples or groups. All have equally many rows, in their order."""
+        each, remainder = divmod(len(self), num_units)
+        assert not remainder
+        return self.take((np.asarray(units)[:, None] * each + np.arange(each)).ravel())
+
     @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
         """Return all rows of the parts in order. Fields that describe the whole batch come from the first part.

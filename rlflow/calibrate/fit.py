@@ -151,7 +151,7 @@ def measured_nodes(plan: Plan, report: Mapping[str, Any], calibration: Calibrati
         if task.node not in measured or task.streams:
             continue
         if task.role is None:
-            nodes.append(MeasuredNode("", ("host_sample_s",), _host_formula(task), measured[task.node]))
+            nodes.append(MeasuredNode("", ("host_sample_s",), _host_formula(plan, task), measured[task.node]))
         elif demands[task.role].architecture is not None:
             names = tuple(_IN_GENERATION if task.kind == "generate" else _IN_PASSES)
             predict = _formula(plan, demands[task.role], task, _speed(plan, task.role, calibration))
@@ -170,8 +170,12 @@ def measured_nodes(plan: Plan, report: Mapping[str, Any], calibration: Calibrati
     return nodes
 
 
-def _host_formula(task: Task) -> Callable[[Efficiency], float]:
-    return lambda efficiency: task.samples * efficiency.host_sample_s
+def _host_formula(plan: Plan, task: Task) -> Callable[[Efficiency], float]:
+    """Return the formula of a task on CPUs. Hosts that are simulated on one machine share them."""
+    on_cpus = plan.prediction.headroom_gib is None
+    workers = plan.roles[task.hosts_of].workers if task.hosts_of and not on_cpus else ()
+    num_hosts = len({worker.bundles[0].host for worker in workers}) or 1
+    return lambda efficiency: task.samples / num_hosts * efficiency.host_sample_s
 
 
 def _formula(plan: Plan, demand: Demand, task: Task, speed: Speed) -> Callable[[Efficiency], float]:

@@ -43,6 +43,14 @@ class GraphNode:
         return operation.new_state() is None and issubclass(output, Batch) and not output.has_batch_numbers()
 
     @property
+    def runs_on_every_host(self) -> bool:
+        """Return whether the node runs on every host, on the samples that lie there.
+
+        It reads tokens, and works on parts: a node with a state or one for the whole step runs in one place.
+        """
+        return self.works_on_parts and self.operation.reads_tokens
+
+    @property
     def selects_prompts(self) -> bool:
         """Return whether the node selects the prompts that a step trains on."""
         return isinstance(self.operation, Node) and issubclass(self.operation.output(), Selection)

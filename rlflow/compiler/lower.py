@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rlflow.batch import Pairs
+from rlflow.batch import Pairs, Sequences
 from rlflow.compiler.checks import check_groups, check_overlap, check_resampling, check_reward_models
 from rlflow.compiler.edges import graph_edges
-from rlflow.compiler.graph import Graph, GraphNode, accuracy_node, evaluation_nodes, resampled_nodes
+from rlflow.compiler.graph import SOURCES, Graph, GraphNode, accuracy_node, evaluation_nodes, resampled_nodes
 from rlflow.compiler.wire import wire
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import PlacementError, RecipeError
@@ -113,6 +113,7 @@ def _tasks(recipe: Recipe, graph: Graph) -> tuple[Task, ...]:
         tasks[node.name] = replace(
             task,
             after=after,
+            hosts_of=_hosts_of(node, graph, tasks),
             streams=node.name in streaming,
             minibatches=getattr(node.operation, "num_minibatches", 1) * epochs,
             epochs=epochs,
@@ -122,6 +123,15 @@ def _tasks(recipe: Recipe, graph: Graph) -> tuple[Task, ...]:
         replace(task, samples=round(task.samples * recipe.expect.rounds)) if task.node in resampled else task
         for task in tasks.values()
     )
+
+
+def _hosts_of(node: GraphNode, graph: Graph, tasks: Mapping[str, Task]) -> str | None:
+    """Return the role on whose hosts a node without a role finds its samples."""
+    outputs = {other.name: other.operation.output() for other in graph.nodes} | SOURCES
+    samples = next((origin for origin in node.inputs.values() if issubclass(outputs[origin], Sequences)), None)
+    if not node.runs_on_every_host or samples not in tasks:
+        return None
+    return tasks[samples].role or tasks[samples].hosts_of
 
 
 def _evaluation(recipe: Recipe, graph: Graph, tasks: Sequence[Task]) -> tuple[Task, ...]:

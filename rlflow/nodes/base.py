@@ -95,7 +95,8 @@ class Node(Section):
     implies it."""
     reads_tokens: ClassVar[bool]
     """True if the node reads tokens, logprobs, texts or rows, and not only keys, lengths and one number a sample.
-    Without a role, such a node runs in a process where tokens are. ``unit="sample"`` implies it."""
+    Without a role, such a node runs where tokens are: on every host, on the samples that lie there. A node with a state
+    or with ``unit="batch"`` runs in one place. ``unit="sample"`` implies it."""
     required_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """The options with their values, for each input, that the node connected to this input must have."""
 

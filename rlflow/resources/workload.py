@@ -19,8 +19,11 @@ class Task:
 
     node: str
     role: str | None
-    """None: the task runs on the controller's CPU."""
+    """None: the task runs on CPUs."""
     kind: TaskKind
+    hosts_of: str | None = None
+    """The role on whose hosts a task without a role runs, because its samples lie there; None: the controller's host.
+    """
     after: tuple[str, ...] = ()
     """The nodes that it reads."""
     streams: bool = False
@@ -77,7 +80,7 @@ class Edge:
     name: str
     """The name of the node or the source."""
     role: str | None
-    """The role whose workers hold it; None: a process beside the controller."""
+    """The role on whose hosts it lies; None: the controller's host."""
     bytes: float
     """Expected size, without columns that it passes on from another edge."""
     stored: float

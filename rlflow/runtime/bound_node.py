@@ -74,6 +74,8 @@ def states_of(graph: Graph, engines: Engines) -> Mapping[str, Any]:
 
 
 def operation_of(node: GraphNode, engines: Engines) -> Any:
-    """Return what runs a node. A node without a role that reads tokens runs in a process where tokens are."""
+    """Return what runs a node. A node without a role that reads tokens runs in processes where tokens are."""
     operation = node.operation
+    if node.runs_on_every_host:
+        return engines.place_with_samples(operation)
     return engines.place_with_tokens(operation) if node.role is None and operation.reads_tokens else operation

@@ -82,6 +82,13 @@ class Engines(dict[str, Any]):
         """
         return instance
 
+    def place_with_samples(self, node: T) -> T:
+        """Return a node that processes samples or groups apart as it runs on every host, on the samples there.
+
+        On Ray it has a process of its own on each of these hosts. Only ``run`` may be used.
+        """
+        return node
+
 
 class Runtime(Protocol):
     """A place where engines live: this process, or Ray."""

@@ -1,6 +1,8 @@
 """Reward functions for runs. The processes of rewards import this file, which needs neither pytest nor torch."""
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -15,3 +17,16 @@ def of_even_length(texts: Any, rows: Any) -> list[float]:
 def length(texts: Sequence[str], rows: Any) -> list[float]:
     """Something in which responses differ: no answer is right."""
     return [float(len(text)) for text in texts]
+
+
+def recorded(texts: Sequence[str], rows: Any, *, folder: str, failing: str = "") -> list[float]:
+    """Return the length of each text, and note in ``folder`` which fork server has called with its first word.
+
+    Raises ValueError for a text with the first word ``failing``.
+    """
+    for text in texts:
+        word = text.split(maxsplit=1)[0]
+        (Path(folder) / f"{os.getppid()} {os.getpid()} {word}").touch()
+        if word == failing:
+            raise ValueError(f"{word} has {len(text)} characters")
+    return length(texts, rows)

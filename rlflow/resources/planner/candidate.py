@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from rlflow.resources.layout import RolePlacement, workers
 from rlflow.resources.planner.confidence import Margin
@@ -95,10 +96,11 @@ def describe_pools(partition: Sequence[Sequence[str]], gpus: Sequence[int]) -> s
 def simulated(partition: Partition, gpus: tuple[int, ...], uses: Sequence[PoolUse], of: PoolUses) -> Candidate:
     """Return the candidate with these uses of its pools."""
     seconds = {node: value for used in uses for node, value in used.seconds.items()}
-    seconds |= _controller_seconds(partition, of)
+    seconds |= _host_seconds(partition, gpus, of)
     pool_of = pool_indices(partition)
     for task in of.workload.tasks:
-        host_set = of.host_set(partition[0 if task.role is None else pool_of[task.role]])
+        role = task.role or task.hosts_of
+        host_set = of.host_set(partition[0 if role is None else pool_of[role]])
         seconds[task.node] += reading_seconds(of.workload, task, host_set, partition, gpus)
     layouts = {role: choice.layout for used in uses for role, choice in used.choices.items()}
     for sync in of.workload.copies:
@@ -111,11 +113,12 @@ def simulated(partition: Partition, gpus: tuple[int, ...], uses: Sequence[PoolUs
 
 
 def least_other_seconds(partition: Partition, of: PoolUses, *, single: bool) -> Mapping[str, float]:
-    """Return the time of each node without a role, and the least time of each weight sync.
+    """Return the least time of each node without a role, and of each weight sync.
 
     ``single``: pools may have a single GPU, inside which weights are copied.
     """
-    seconds, pool_of = _controller_seconds(partition, of), pool_indices(partition)
+    most = tuple(of.host_set(pool).num_gpus for pool in partition)
+    seconds, pool_of = _host_seconds(partition, most, of), pool_indices(partition)
     for task in of.workload.tasks:
         if task.role is not None:
             seconds[task.node] = 0.0
@@ -130,12 +133,22 @@ def least_other_seconds(partition: Partition, of: PoolUses, *, single: bool) -> 
     return seconds
 
 
-def _controller_seconds(partition: Partition, of: PoolUses) -> dict[str, float]:
-    """Return the time of each node without a role, except that for reading its inputs."""
-    speed = of.host_set(partition[0]).speed
-    tasks = [task for task in of.workload.tasks if task.role is None]
-    each = ((task, host_task_seconds(task, of.demands.values(), speed)) for task in tasks)
-    return {task.node: seconds + collecting_seconds(of.workload, task, speed) for task, seconds in each}
+def _host_seconds(partition: Partition, gpus: tuple[int, ...], of: PoolUses) -> dict[str, float]:
+    """Return the time of each node without a role, except that for reading its inputs.
+
+    Hosts that are simulated on one machine share its CPUs.
+    """
+    speed, pool_of = of.host_set(partition[0]).speed, pool_indices(partition)
+    seconds: dict[str, float] = {}
+    for task in of.workload.tasks:
+        if task.role is None:
+            num_hosts = 1
+            if task.hosts_of is not None and not speed.is_cpu:
+                pool = pool_of[task.hosts_of]
+                num_hosts = ceil(gpus[pool] / of.host_set(partition[pool]).largest_host)
+            collecting = collecting_seconds(of.workload, task, speed, num_hosts)
+            seconds[task.node] = host_task_seconds(task, of.demands.values(), speed, num_hosts) + collecting
+    return seconds
 
 
 def pool_indices(partition: Partition) -> dict[str, int]:

@@ -25,7 +25,7 @@ def predict_data(workload: Workload, roles: Mapping[str, RolePlacement], control
     """Predict the peak of each object store.
 
     Nodes run in order. An edge is stored from its node until its last reader has finished, in equal parts on the hosts
-    of the workers that made it; an edge without a role is on the host ``controller``. Slices that travel to readers on
+    of the role's workers; an edge without a role is on the host ``controller``. Slices that travel to readers on
     other hosts are not counted, because they are freed as soon as they are read. What is generated ahead is stored for
     as many later steps as ``max_staleness`` allows.
     """
@@ -66,24 +66,28 @@ def _shares(edge: Edge, roles: Mapping[str, RolePlacement], controller: str) -> 
 def reading_seconds(
     workload: Workload, task: Task, host_set: HostSet, partition: Partition, gpus: tuple[int, ...]
 ) -> float:
-    """Return how long a task takes to fetch its inputs from object stores; nothing if the run is one process."""
+    """Return how long a task takes to fetch its inputs from object stores; nothing if the run is one process.
+
+    A task that runs where its samples lie fetches none of them from other hosts.
+    """
     if sum(gpus) == 1:
         return 0.0
     pool_of = {role: index for index, pool in enumerate(partition) for role in pool}
     hosts = [ceil(count / host_set.largest_host) for count in gpus]
     on_one_host = sum(gpus) <= host_set.largest_host
 
-    def hosts_of(role: str | None) -> int:
+    def num_hosts(role: str | None) -> int:
         return 1 if role is None else hosts[pool_of[role]]
 
+    reader = task.role or task.hosts_of
     return sum(
         transfer_seconds(
             edge.bytes,
-            hosts_of(edge.role),
-            hosts_of(task.role),
+            num_hosts(edge.role),
+            num_hosts(reader),
             host_set.speed,
-            crosses=not on_one_host,
-            same_hosts=pool_of.get(edge.role or "") == pool_of.get(task.role or ""),
+            crosses=not on_one_host and (edge.role is None or edge.role != task.hosts_of),
+            same_hosts=pool_of.get(edge.role or "") == pool_of.get(reader or ""),
         )
         for edge in workload.edges
         if task.node in edge.readers

@@ -141,17 +141,17 @@ def computed_share(task: Task) -> float:
     return task.samples * (task.prompts.mean / task.group_size + task.responses.mean) / task.tokens
 
 
-def host_task_seconds(task: Task, demands: Iterable[Demand], speed: Speed) -> float:
-    """Return the seconds of a node without a role, which has a process of its own where engines have."""
+def host_task_seconds(task: Task, demands: Iterable[Demand], speed: Speed, num_hosts: int = 1) -> float:
+    """Return the seconds of a node without a role, which has processes of its own where engines have."""
     calls = [speed.of_engine(each.engine).efficiency.call_s for each in demands if each.own_process]
-    return task.samples * speed.efficiency.host_sample_s + max(calls, default=0.0)
+    return task.samples / num_hosts * speed.efficiency.host_sample_s + max(calls, default=0.0)
 
 
-def collecting_seconds(workload: Workload, task: Task, speed: Speed) -> float:
+def collecting_seconds(workload: Workload, task: Task, speed: Speed, num_hosts: int = 1) -> float:
     """Return the time in which the first node without a role collects and packs what GPUs have generated."""
     generating = {other.node for other in workload.tasks if other.kind == "generate"}
     first = next((one for one in workload.tasks if one.role is None and generating.intersection(one.after)), None)
-    return host_seconds(task.samples) if task is first and not speed.is_cpu else 0.0
+    return host_seconds(task.samples / num_hosts) if task is first and not speed.is_cpu else 0.0
 
 
 def weight_sync_seconds(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Batch, Sequences
+from rlflow.batch import Sequences
 from rlflow.compiler.graph import Graph, resampled_nodes
 from rlflow.data.source import DataSource
 from rlflow.runtime.objects.budget import edge
@@ -67,7 +67,7 @@ class ResamplingRounds:
             on_output(name, batch)
         chosen = np.flatnonzero(outputs.pop(self._name).chosen)[: self._batch_size]
         if len(chosen):
-            edges.update({name: _take_prompts(batch, chosen, answered) for name, batch in outputs.items()})
+            edges.update({name: batch.take_units(chosen, answered) for name, batch in outputs.items()})
         metrics = {
             "rounds": len(rounds),
             "differing": num_chosen / answered,
@@ -90,10 +90,3 @@ class ResamplingRounds:
             return self._batch_size
         missing = (self._batch_size - num_chosen) * answered / num_chosen
         return min(self._batch_size, ceil(max(missing, _MIN_ROUND * self._batch_size)))
-
-
-def _take_prompts(batch: Batch, chosen: NDArray[np.int64], answered: int) -> Batch:
-    """Return the rows of the chosen prompts. All prompts have equally many, in the order of keys."""
-    each, rest = divmod(len(batch), answered)
-    assert not rest
-    return batch.take((chosen[:, None] * each + np.arange(each)).ravel())

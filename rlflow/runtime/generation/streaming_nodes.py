@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Batch, Prompts, Rollouts
 from rlflow.compiler.graph import GraphNode
 from rlflow.engines.group_progress import GroupProgress
+from rlflow.runtime.objects.store import host_of
 
 Ints = NDArray[np.int64]
 RunNode = Callable[[GraphNode, Mapping[str, Any]], Any]
@@ -38,11 +39,14 @@ class _Part:
     rows: Ints
     edges: dict[str, Callable[[], Any]]
     """For each edge, a function that waits for the values of these rows."""
+    host: str | None = None
+    """The host that the rows lie on; None: several hosts, or this process."""
 
 
 class StreamingNodes:
     """A generation and the nodes that follow it. Each node works in a thread, on one part after another.
 
+    A node that runs on every host has a thread for each of them.
     A node works on complete groups if its unit is the group, or if it reads a node that does.
     """
 
@@ -61,9 +65,10 @@ class StreamingNodes:
         self._by_sample = [node for node in nodes if node not in self._by_group]
         self._parts: list[_Part] = []
         self._group_parts: list[_Part] = []
-        self._seconds: dict[str, float] = dict.fromkeys((node.name for node in nodes), 0.0)
+        self._times: dict[str, list[tuple[float, float]]] = {node.name: [] for node in nodes}
+        """When each node worked on a part."""
         self._running = ExitStack()
-        self._threads = {node.name: self._running.enter_context(ThreadPoolExecutor(1, node.name)) for node in nodes}
+        self._threads: dict[tuple[str, str | None], ThreadPoolExecutor] = {}
 
     def __enter__(self) -> "StreamingNodes":
         return self
@@ -78,7 +83,7 @@ class StreamingNodes:
     def receive(self, rank: int, part: Rollouts) -> None:
         """Queue a part of an engine's rollouts for all nodes. Returns at once."""
         rows = self._groups.rows_of(part.keys)
-        self._parts.append(_Part(frozenset({rank}), rows, {self._generator: lambda: part}))
+        self._parts.append(_Part(frozenset({rank}), rows, {self._generator: lambda: part}, host_of(part)))
         self._submit(self._by_sample, self._parts[-1])
         self._groups.done[rows] = True
         new = self._groups.complete & ~self._is_grouped
@@ -118,18 +123,24 @@ class StreamingNodes:
             inputs = {origin: edges[origin] for origin in node.inputs.values()}
             if outputs:
                 units = rest[::unit] // unit
-                inputs = {origin: _take_units(edge, units, num_rows // unit) for origin, edge in inputs.items()}
+                inputs = {origin: each.take_units(units, num_rows // unit) for origin, each in inputs.items()}
             outputs.append(self._run(node, inputs))
         output = type(outputs[0]).concatenate(outputs)
         if len(outputs) > 1:
             units = np.concatenate([rows, rest])[::unit] // unit
-            output = _take_units(output, np.argsort(units), len(units))
-        return output, self._seconds[node.name] + time.perf_counter() - start
+            output = output.take_units(np.argsort(units), len(units))
+        return output, _total(self._times[node.name]) + time.perf_counter() - start
 
     def _submit(self, nodes: Sequence[GraphNode], part: _Part) -> None:
         for node in nodes:
             inputs = {origin: part.edges[origin] for origin in node.inputs.values()}
-            part.edges[node.name] = self._threads[node.name].submit(self._run_on_part, node, inputs).result
+            part.edges[node.name] = self._thread(node, part.host).submit(self._run_on_part, node, inputs).result
+
+    def _thread(self, node: GraphNode, host: str | None) -> ThreadPoolExecutor:
+        key = node.name, host if node.runs_on_every_host else None
+        if key not in self._threads:
+            self._threads[key] = self._running.enter_context(ThreadPoolExecutor(1, node.name))
+        return self._threads[key]
 
     def _gather(self, is_chosen: NDArray[np.bool_]) -> _Part:
         """Return a part of the chosen groups [P], with their rows in order."""
@@ -147,18 +158,20 @@ class StreamingNodes:
         edges = {origin: values() for origin, values in inputs.items()}
         start = time.perf_counter()
         output: Batch = self._run(node, edges)
-        self._seconds[node.name] += time.perf_counter() - start
+        self._times[node.name].append((start, time.perf_counter()))
         return output
+
+
+def _total(times: Sequence[tuple[float, float]]) -> float:
+    """Return the length of all these spans of time together, which may overlap."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(times):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 def _join(parts: Sequence[tuple[Callable[[], Any], Ints]], order: Ints) -> Any:
     """Return rows of the values of several parts, in this order."""
     values = [read().take(rows) for read, rows in parts]
     return type(values[0]).concatenate(values).take(order)
-
-
-def _take_units(batch: Batch, units: Ints, num_units: int) -> Batch:
-    """Return the rows of samples or groups. All of them have equally many rows in a batch, which is in their order."""
-    each, remainder = divmod(len(batch), num_units)
-    assert not remainder
-    return batch.take((units[:, None] * each + np.arange(each)).ravel())

@@ -193,7 +193,8 @@ class ObjectProcess:
         Without a ticket the result is dropped. A SliceMessage arrives at the method as a batch of its rows. Any number
         of results may be held under one ticket. Raises what the method raises, and EngineError for uneven columns.
         """
-        result = self.call(method, *map(open_message, arguments), **named)
+        opened = {name: open_message(argument) for name, argument in named.items()}
+        result = self.call(method, *map(open_message, arguments), **opened)
         return self.held.add(ticket, result)
 
     def put_results(self, ticket: int) -> Any:

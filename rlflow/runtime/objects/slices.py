@@ -72,7 +72,9 @@ class SliceMessage:
 
 
 def open_message(argument: Any) -> Any:
-    """Return the rows of a SliceMessage as a batch to be read on this host, and any other argument as it is."""
+    """Return a batch, or the rows of a SliceMessage, to be read on this host, and any other argument as it is."""
+    if isinstance(argument, Batch):
+        return localize(argument, this_host())
     if not isinstance(argument, SliceMessage):
         return argument
     batch: Batch = fetch(argument.reference[0])

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from rlflow.batch import Batch, Packed, Records, Rollouts
+from rlflow.batch import Batch, Packed, Records, Rollouts, Sequences
 from rlflow.errors import EngineError, first_line
 from rlflow.packed import Array, CompressedArray, Rows, compress, decompress, offsets_of
 from rlflow.runtime.objects.ray_api import import_ray, this_host
@@ -209,6 +209,12 @@ def blocks_of(batch: Batch) -> Sequence[Block]:
 
     batch.map_packed(note)
     return list(found)
+
+
+def host_of(sequences: Sequences) -> str | None:
+    """Return the host of the first response, by the id of its Ray node; None for responses in this process."""
+    column = sequences.response_ids
+    return column.blocks[column.spans.block[0]].host if isinstance(column, StoredColumn) and len(column) else None
 
 
 def check_even(batch: Batch) -> None:

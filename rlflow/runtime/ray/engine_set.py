@@ -1,32 +1,28 @@
-"""All engines of a plan on Ray, and objects in processes of their own beside them."""
+"""All engines of a plan on Ray, and the objects beside them."""
 
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
-from typing import Any, cast
-
-import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from typing import cast
 
 from rlflow.compiler.lower import role_architecture
 from rlflow.compiler.plan import Plan
+from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model
 from rlflow.runtime.generation.engine_group import summarize_activity
 from rlflow.runtime.objects.budget import Budget, check_limits, store_limits
-from rlflow.runtime.objects.ray_api import this_host, wait_all
-from rlflow.runtime.objects.results import ObjectProcess, StoreCalls
+from rlflow.runtime.objects.ray_api import wait_all
+from rlflow.runtime.objects.results import StoreCalls
 from rlflow.runtime.objects.sharding import cost_of
 from rlflow.runtime.protocols import Engines, StoreUse, Subscriber, T
 from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.gpu_turns import GpuTurns, gpu_neighbors, replaced_roles, sleeping_roles
+from rlflow.runtime.ray.remote_objects import RemoteObjects
 from rlflow.runtime.ray.role_proxy import RoleProxy
-from rlflow.runtime.ray.role_workers import RoleWorkers, as_future
+from rlflow.runtime.ray.role_workers import RoleWorkers
 
 
 @contextmanager
@@ -41,13 +37,16 @@ def start_engines(plan: Plan, models: Mapping[str, Model], bound: BoundPlan, dir
     }
     neighbors, sleepers, replaced = gpu_neighbors(plan), sleeping_roles(plan), replaced_roles(plan)
     turns = GpuTurns(workers, neighbors, sleepers, replaced)
-    with ThreadPoolExecutor(len(workers)) as pool, ExitStack() as running:
+    hosts = _hosts_with_samples(plan, bound)
+    divided = [node.operation for node in plan.graph.nodes if node.runs_on_every_host]
+    with ThreadPoolExecutor(len(workers) + len(divided)) as pool, ExitStack() as running:
         running.enter_context(store_calls.running())
         remote_objects = running.enter_context(RemoteObjects(store_calls))
         for each in workers.values():
             running.callback(each.stop)
+        starting = [pool.submit(remote_objects.check_hosts, node, hosts) for node in divided]
         independent = [role for role in workers if sleepers.isdisjoint({role, *neighbors[role]})]
-        starting = [pool.submit(workers[role].start) for role in independent]
+        starting += [pool.submit(workers[role].start) for role in independent]
         for role in sorted(workers.keys() - set(independent), key=lambda role: plan.recipe.roles[role].follows is None):
             # One after another, those that generate first: vLLM measures the free memory, which must not change.
             workers[role].start()
@@ -55,6 +54,13 @@ def start_engines(plan: Plan, models: Mapping[str, Model], bound: BoundPlan, dir
         wait_all(starting)
         engines = {role: _proxy(plan, role, each, turns) for role, each in workers.items()}
         yield RayEngines(engines, store_calls, remote_objects, directory, turns, replaced, plan)
+
+
+def _hosts_with_samples(plan: Plan, bound: BoundPlan) -> set[str]:
+    """Return the hosts on which engines generate, by the ids of their Ray nodes."""
+    roles = [str(node.role) for node in plan.graph.nodes if isinstance(node.operation, Generate)]
+    workers = [worker for role in roles for worker in plan.roles[role].workers]
+    return {bound.hosts[worker.bundles[0].host].node_id for worker in workers}
 
 
 def _proxy(plan: Plan, role: str, workers: RoleWorkers, turns: GpuTurns) -> RoleProxy:
@@ -69,7 +75,7 @@ class RayEngines(Engines):
         self,
         engines: Mapping[str, RoleProxy],
         store_calls: StoreCalls,
-        remote_objects: "RemoteObjects",
+        remote_objects: RemoteObjects,
         directory: Path,
         turns: GpuTurns,
         replaced: Collection[str],
@@ -142,54 +148,5 @@ class RayEngines(Engines):
     def place_with_tokens(self, instance: T) -> T:
         return cast(T, self._remote_objects.proxy_of(instance))
 
-
-class RemoteObjects:
-    """Objects in processes of their own on this host, whose results go into its object store."""
-
-    def __init__(self, store_calls: StoreCalls) -> None:
-        self._store_calls = store_calls
-        self._proxies: dict[int, tuple[Any, _RemoteObject]] = {}
-
-    def proxy_of(self, local: Any) -> Any:
-        """Return a proxy with the methods of ``local``, whose process is started the first time.
-
-        Each call returns when it is done, and raises the UserErrors and EngineErrors of the method.
-        """
-        if id(local) not in self._proxies:
-            affinity = NodeAffinitySchedulingStrategy(this_host(), soft=False)
-            options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": affinity}
-            actor = ray.remote(ObjectProcess).options(**options).remote()
-            proxy = _RemoteObject(actor, type(local).__name__, self._store_calls)
-            self._proxies[id(local)] = (local, proxy)
-            pickled = ray.cloudpickle.dumps(local)
-            wait_all([proxy.call_process("reuse_memory"), proxy.call_process("load_object", pickled)])
-        return self._proxies[id(local)][1]
-
-    def __enter__(self) -> "RemoteObjects":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for _, proxy in self._proxies.values():
-            with suppress(RayError):  # Ray may be gone itself
-                ray.kill(proxy.actor)
-
-
-class _RemoteObject:
-    """A proxy of an object in another process."""
-
-    def __init__(self, actor: Any, name: str, store_calls: StoreCalls) -> None:
-        self.actor = actor
-        self._name = name
-        self._store_calls = store_calls
-
-    def __getattr__(self, method: str) -> Any:
-        return partial(self._call, method)
-
-    def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        return wait_all([self._store_calls.call(self.call_process, method, *arguments, named=named)])[0]
-
-    def call_process(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method of the process itself."""
-        return as_future(getattr(self.actor, method).remote(*arguments, **named), f"the process of {self._name}")
+    def place_with_samples(self, node: T) -> T:
+        return cast(T, self._remote_objects.on_every_host(node))

@@ -1,14 +1,15 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 import rlflow
 from rlflow.batch import Advantages, Metrics, Rewards, RolloutAdvantages, Rollouts
+from rlflow.compiler.graph import GraphNode
 from rlflow.compiler.wire import wire
 from rlflow.errors import GraphError, UserError
 from rlflow.nodes.advantages import GroupAdvantage
-from rlflow.nodes.base import KINDS, Node
+from rlflow.nodes.base import KINDS, Node, State
 from rlflow.nodes.reward import Reward
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load
@@ -212,3 +213,40 @@ def test_responses_that_are_longer_than_the_model() -> None:
     recipe = load("recipe=fake", "graph.rollouts.max_tokens=60", config_dir=CONFIG_DIR)
     with pytest.raises(UserError, match=r"^graph\.rollouts\.max_tokens: prompts of 8 and responses of 60 tokens are"):
         rlflow.compile(recipe)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        ("reward", {"function": "exact"}, True),
+        ("kl_divergence", {}, True),
+        ("teacher_advantage", {}, True),
+        # A whole step at once; numbers alone; a state, and a number, that join all samples.
+        ("token_advantage", {"kl_coef": 0.1}, False),
+        ("group_advantage", {}, False),
+        ("overlong_penalty", {"max_tokens": 4, "buffer_tokens": 2}, False),
+        ("remembering_on_hosts", {}, False),
+        ("printing_on_hosts", {}, False),
+    ],
+)
+def test_nodes_that_run_on_every_host(kind: str, options: dict[str, Any], expected: bool) -> None:
+    operation = KINDS[kind](**options)
+    node = GraphNode(name="node", operation=operation, role=None, inputs={"rollouts": "rollouts"})
+    assert node.runs_on_every_host is expected
+    assert not replace(node, role="actor").runs_on_every_host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remembering(Node, kind="remembering_on_hosts", unit="sample"):
+    """A sample node with a state."""
+
+    def run(self, rollouts: Rollouts, state: State) -> Rewards:
+        raise AssertionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Printing(Node, kind="printing_on_hosts", unit="sample"):
+    """A sample node with one output for all."""
+
+    def run(self, rollouts: Rollouts) -> Metrics:
+        raise AssertionError

@@ -86,6 +86,21 @@ def test_reading_takes_time_between_hosts() -> None:
     assert apart > 8 * GIB / 1.5e9
 
 
+def test_a_task_on_the_hosts_of_its_samples_fetches_none_of_them() -> None:
+    """8 GiB on each of 2 hosts go into the store and out of it, at 3 GB/s; to other hosts also over TCP."""
+    host_set = search([demand("actor"), demand("rollout"), demand("reference")], cluster(8, 8)).host_set(["actor"])
+    judge = replace(task("judge", "rollout", "host", "write"), role=None)
+    graph = Workload(tasks=(*GRPO.tasks, judge), edges=(edge("write", "rollout", 16, "judge"),))
+    pools, sizes = (("rollout",), ("actor", "reference")), (16, 16)
+
+    def read(where: str | None) -> float:
+        return reading_seconds(graph, replace(judge, hosts_of=where), host_set, pools, sizes)
+
+    assert read("rollout") == pytest.approx(2 * 8 * GIB / 3e9, abs=0.01)
+    assert read("actor") > read("rollout") + 8 * GIB / 1.5e9 - 0.01
+    assert read(None) > read("actor")
+
+
 def test_the_plan_tells_and_the_hosts_memory_counts_it() -> None:
     demands = [demand("actor", SEVEN_B), demand("reference", SEVEN_B), demand("rollout", SEVEN_B)]
     given = workload(demands, longest=4096, samples=1024)

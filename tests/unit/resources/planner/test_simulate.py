@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+import rlflow
 from rlflow.resources.cluster import Gpu
 from rlflow.resources.planner.simulate import PARTS, simulate
 from rlflow.resources.planner.task_times import collecting_seconds
 from rlflow.resources.time.speed import Efficiency, gpu_speed
 from rlflow.resources.workload import Task, TaskKind, WeightSync, Workload
+from tests.helpers import load
 from tests.unit.resources.planner.planning import task
 
 
@@ -84,6 +86,19 @@ def test_the_first_task_of_the_controller_collects_what_was_generated() -> None:
         collecting_seconds(workload, task, on) for on in (speed, replace(speed, is_cpu=True)) for task in tasks[1:]
     ]
     assert found == pytest.approx([0.1 + 2e-3 * tasks[1].samples, 0.0, 0.0, 0.0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_hosts", [2, 4])
+def test_hosts_judge_their_own_samples_side_by_side(num_hosts: int) -> None:
+    """Each of 2,048 samples takes 2 ms, and 5 us in its reward. The controller judges none."""
+    plan = rlflow.compile(load("recipe=grpo_32b"), f"{num_hosts}x8@h100_80gb")
+    tasks = {task.node: task for task in plan.workload.tasks}
+    assert (tasks["rewards"].role, tasks["rewards"].hosts_of, tasks["rewards"].samples) == (None, "rollout", 2048)
+    assert tasks["advantages"].hosts_of is None, "it reads numbers alone"
+    # Reading takes 10 to 60 ms.
+    expected = 0.1 + 2.005e-3 * 2048 / num_hosts
+    assert expected < plan.prediction.nodes["rewards"].seconds < expected + 0.06
 
 
 def test_a_stream_waits_for_the_first_part_of_all_that_it_reads() -> None:

@@ -1,7 +1,8 @@
 """Parts of a generation in random order, with engines that fail: all nodes give what they give for the whole batch."""
 
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from rlflow.nodes.base import Node
 from rlflow.nodes.dynamic_sampling import DynamicSampling
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward_shaping import KlPenalty, OverlongPenalty
-from rlflow.runtime.generation.streaming_nodes import StreamingNodes
+from rlflow.runtime.generation.streaming_nodes import StreamingNodes, _total
+from rlflow.runtime.objects.store import StoredColumn, block_for
 from tests.helpers import prompts, rollouts, sequences
 
 PROMPTS, GROUP = 6, 3
@@ -113,3 +115,40 @@ def test_random_parts_and_failures_change_no_bit(seed: int, events: list[tuple[i
     for each in NODES:
         expected[each.name] = run(each, expected)
     assert values(edges) == values(expected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting(MeanIds, kind="mean_of_ids_of_two_hosts", unit="sample"):
+    """Two parts must be worked on at the same time."""
+
+    both = threading.Barrier(2)
+
+    def run(self, rollouts: Rollouts) -> Rewards:
+        self.both.wait(60)
+        return Rewards(values=rollouts.keys[:, 1].astype(np.float32))
+
+
+def test_hosts_work_side_by_side_and_each_on_one_part_after_another() -> None:
+    """Or this fails after a minute."""
+    made = rollouts(sequences((2,) * PROMPTS, ((1,) * GROUP,) * PROMPTS))
+    judged = node("rewards", Meeting(), {"rollouts": "rollouts"})
+    threads = []
+
+    def run_in_thread(each: GraphNode, edges: Mapping[str, Any]) -> Any:
+        threads.append(threading.get_ident())
+        return run(each, edges)
+
+    with StreamingNodes(GENERATE, (judged,), run_in_thread, prompts((2,) * PROMPTS)) as stream:
+        for place, rows in enumerate(np.array_split(np.arange(PROMPTS * GROUP), 4)):
+            lengths = np.ones(len(rows), np.int64)
+            ids = StoredColumn.of(block_for(object(), "ab"[place % 2], len(rows), "<i4"), lengths)
+            stream.receive(place % 2, replace(made.take(rows), response_ids=ids))
+        stream.end()
+        output, _ = stream.output(judged, {"rollouts": made})
+    assert output.values.tolist() == made.keys[:, 1].tolist()
+    assert len(threads) == 4
+    assert len(set(threads)) == 2
+
+
+def test_a_node_is_busy_while_any_host_is() -> None:
+    assert _total([(7.0, 8.0), (0.0, 4.0), (1.0, 2.0), (3.0, 5.0)]) == 6
