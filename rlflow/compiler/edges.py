@@ -37,7 +37,8 @@ def graph_edges(graph: Graph, tasks: tuple[Task, ...], text_bytes: float) -> tup
             ragged, numbers = _output_bytes(output, by_node[node.name], text_bytes)
             if isinstance(node.operation, Generate):
                 ragged *= node.operation.stored_copies
-            role = node.role or by_node[node.name].hosts_of
+            # Numbers come to the controller.
+            role = node.role or (by_node[node.name].hosts_of if ragged else None)
             edges.append(Edge(name=node.name, role=role, bytes=ragged + numbers, stored=ragged, readers=readers))
     return tuple(edges)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlflow.batch import Sequences
 from rlflow.compiler.graph import Graph, resampled_nodes

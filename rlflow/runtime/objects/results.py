@@ -234,10 +234,8 @@ class HeldResults:
         Raises EngineError for uneven columns.
         """
         host = this_host()
-        if ticket is None:
-            return CallResult(None, 0, host)
-        if not isinstance(result, Batch):
-            return CallResult(result, 0, host)
+        if ticket is None or not isinstance(result, Batch):
+            return CallResult(None if ticket is None else result, 0, host)
         check_even(result)
         sizes: list[int] = []
         batch = _as_declared(result).map_packed(lambda column: _measured(column, sizes))

@@ -96,6 +96,11 @@ def test_prompts_are_stored_as_long_as_their_responses() -> None:
     assert (found["rollouts"].role, found["rewards"].role, found["prompts"].role) == ("rollout", None, None)
 
 
+def test_values_for_each_token_stay_where_their_samples_are() -> None:
+    found = edges("recipe=distill_7b_from_32b")
+    assert (found["advantages"].role, found["advantages"].stored > 0) == ("rollout", True)
+
+
 def test_of_supervised_training() -> None:
     found = edges("recipe=sft_tiny", "expect.prompt_tokens=[6]", "expect.response_tokens=[4]")
     assert found["examples"].bytes == 128 * (6 + 4) * 4
