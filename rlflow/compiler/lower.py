@@ -127,9 +127,9 @@ def _tasks(recipe: Recipe, graph: Graph) -> tuple[Task, ...]:
 
 def _hosts_of(node: GraphNode, graph: Graph, tasks: Mapping[str, Task]) -> str | None:
     """Return the role on whose hosts a node without a role finds its samples."""
-    outputs = {other.name: other.operation.output() for other in graph.nodes} | SOURCES
+    outputs = {**SOURCES, **{other.name: other.operation.output() for other in graph.nodes}}
     samples = next((origin for origin in node.inputs.values() if issubclass(outputs[origin], Sequences)), None)
-    if not node.runs_on_every_host or samples not in tasks:
+    if samples is None or samples not in tasks or not node.runs_on_every_host:
         return None
     return tasks[samples].role or tasks[samples].hosts_of
 
