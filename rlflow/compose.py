@@ -27,7 +27,8 @@ from rlflow import recipe_files
 from rlflow.arguments import CONF as CONF
 from rlflow.arguments import hydra_arguments
 from rlflow.errors import FileError, RecipeError, did_you_mean
-from rlflow.recipe import Recipe, Tune, load, to_mapping
+from rlflow.interpolations import to_mapping
+from rlflow.recipe import Recipe, Tune, load
 from rlflow.resources.cluster import Cluster, cluster_from, parse_shape
 from rlflow.resources.time.calibration import Calibration, calibration_from
 from rlflow.schema import Section, parse

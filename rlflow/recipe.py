@@ -7,13 +7,13 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rlflow.errors import RecipeError, below, did_you_mean
+from rlflow.interpolations import to_mapping
 from rlflow.resources.layout import Resources
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.config import check_agreement, read_architecture
@@ -53,12 +53,12 @@ class Model(Section):
 class Optimizer(Section):
     """AdamW with a learning rate that depends only on the step."""
 
-    learning_rate: Annotated[float, Gt(0)] = 1e-6
+    learning_rate: Annotated[float, Gt(0), Le(1)] = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up: constant, or falling to zero at the last step."""
     warmup_steps: Annotated[int, Ge(0)] = 0
     betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999)
-    weight_decay: Size = 0.0
+    weight_decay: Annotated[float, Ge(0), Le(10)] = 0.0
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
 
     def learning_rate_at(self, step: int, steps: int) -> float:
@@ -237,18 +237,6 @@ def _with_architectures(recipe: Recipe) -> Recipe:
         if name in architectures
     }
     return replace(recipe, models={**recipe.models, **models}) if models else recipe
-
-
-def to_mapping(config: DictConfig) -> dict[str, Any]:
-    """Return the configuration as dicts and lists, with interpolations resolved. Raises RecipeError."""
-    try:
-        container = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except MissingMandatoryValue as error:
-        raise RecipeError(str(error.full_key), "is missing") from None
-    except OmegaConfBaseException as error:
-        path = str(error.full_key or "recipe")
-        raise RecipeError(path, str(error.msg or error).splitlines()[0].rstrip(".")) from None
-    return cast(dict[str, Any], container)
 
 
 def recipe_from(mapping: Mapping[str, Any]) -> Recipe:

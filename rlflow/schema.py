@@ -14,6 +14,8 @@ from rlflow.errors import RecipeError, did_you_mean
 T = TypeVar("T")
 # Arrays count in 32 bits.
 Count = Annotated[int, Ge(1), Le(2**31 - 1)]
+Coefficient = Annotated[float, Ge(0), Le(100)]
+"""The factor of a term that is added to another one, such as a penalty."""
 
 
 class Section:

@@ -1,5 +1,6 @@
 """Reads YAML files safely and reports every mistake with its file and line."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ MAX_BYTES = 256 * 1024
 MAX_VALUES = 10_000
 
 _TAG = "tag:yaml.org,2002:"
+_NUMBERS = {f"{_TAG}{name}" for name in ("int", "float")}
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
 _PLAIN = {f"{_TAG}{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null", "merge")}
 
 
@@ -53,7 +56,7 @@ def parse_yaml(text: str, file: str) -> DictConfig:
         node = loader.get_single_node()
         if node is None:
             return OmegaConf.create()
-        _check_tags(node, file)
+        _check_scalars(node, file)
         if _num_values(node, {}, file) > MAX_VALUES:
             raise FileError(
                 file, f"has more than {MAX_VALUES} values once its aliases are expanded", fix="use fewer aliases"
@@ -73,8 +76,11 @@ def parse_yaml(text: str, file: str) -> DictConfig:
         raise FileError(file, f"has a value that cannot be read ({first_line(error)})") from None
 
 
-def _check_tags(root: yaml.Node, file: str) -> None:
-    """Raise FileError for a tag other than those of text, numbers, booleans, null, lists and mappings."""
+def _check_scalars(root: yaml.Node, file: str) -> None:
+    """Raise FileError for a tag other than those of plain values, and for numbers that YAML 1.1 reads in another base.
+
+    It reads ``1:30`` as 90, since a minute has 60 seconds, and ``010`` as 8.
+    """
     seen: set[int] = set()
     stack = [root]
     while stack:
@@ -87,6 +93,12 @@ def _check_tags(root: yaml.Node, file: str) -> None:
                 _at(file, node.start_mark),
                 f"the tag '{node.tag.replace(_TAG, '!!')}' is not supported",
                 fix="quote the value, or write it as a plain number, text, list or mapping",
+            )
+        if node.tag in _NUMBERS and (":" in node.value or _OCTAL.fullmatch(node.value)):
+            raise FileError(
+                _at(file, node.start_mark),
+                f"YAML reads {node.value} in base {60 if ':' in node.value else 8}",
+                fix="write a decimal number, or quote a text",
             )
         stack += _children(node)
 

@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "rows": {"packed"},
     "batch": {"errors", "packed", "resources", "rows"},
     "resources": {"errors", "schema"},
-    "recipe": {"errors", "schema", "resources"},
+    "interpolations": {"errors"},
+    "recipe": {"errors", "interpolations", "schema", "resources"},
     "engines": {"errors", "extras", "host_memory", "batch", "resources", "recipe"},
     "rewards": {"errors", "extras", "plugins", "schema"},
     "environments": {"errors", "plugins", "schema", "packed", "batch", "engines", "rewards"},
@@ -36,7 +37,9 @@ MAY_IMPORT = {
     "data": {"errors", "plugins", "batch", "recipe"},
     "compiler": {"errors", "plugins", "schema", "batch", "resources", "recipe", "engines", "nodes"},
     "arguments": {"errors"},
-    "compose": {"arguments", "errors", "schema", "yaml_files", "recipe_files", "resources", "recipe"},
+    "compose": {
+        *("arguments", "errors", "interpolations", "schema", "yaml_files", "recipe_files", "resources", "recipe"),
+    },
     "runtime": {
         *("errors", "extras", "host_memory", "packed", "batch", "resources", "recipe", "engines", "rewards"),
         *("nodes", "data", "compiler"),
@@ -179,7 +182,7 @@ def test_model_libraries_are_imported_when_needed(path: Path) -> None:
 
 def test_only_what_reads_recipes_sees_omegaconf() -> None:
     seeing = {room(p) for p in FILES if any(n.split(".")[0] == "omegaconf" for n in imports(tree_of(p)))}
-    assert seeing == {"recipe", "yaml_files", "recipe_files", "compose", "cli"}
+    assert seeing == {"recipe", "interpolations", "yaml_files", "recipe_files", "compose", "cli"}
 
 
 def test_sizes() -> None:

@@ -7,6 +7,7 @@ from rlflow.batch import Pairs, Sequences
 from rlflow.compiler.checks import check_groups, check_overlap, check_resampling, check_reward_models
 from rlflow.compiler.edges import graph_edges
 from rlflow.compiler.graph import SOURCES, Graph, GraphNode, accuracy_node, evaluation_nodes, resampled_nodes
+from rlflow.compiler.learning_checks import check_learning
 from rlflow.compiler.wire import wire
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import PlacementError, RecipeError
@@ -54,6 +55,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     check_resampling(recipe, graph)
     check_overlap(recipe, graph)
     check_reward_models(recipe, graph)
+    check_learning(recipe, graph)
     _check_lengths(recipe, graph)
     demands = []
     for name, role in sorted(recipe.roles.items()):

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
-from annotated_types import Ge, Gt
+from annotated_types import Gt
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Repeated, Rewards, RolloutAdvantages, Rollouts, TokenAdvantages
 from rlflow.nodes.base import Formula, Node, old_probability, times
 from rlflow.nodes.kl import Estimator, kl_expression, old_difference, token_kl
+from rlflow.schema import Coefficient
 
 # Added to a batch's variance, as in verl and OpenRLHF: where all rewards agree, rounding errors stay small.
 _EPSILON = 1e-8
@@ -113,7 +114,7 @@ class TokenAdvantage(Node, kind="token_advantage", unit="batch", reads_tokens=Tr
     Source: REINFORCE++ (arXiv 2501.03262).
     """
 
-    kl_coef: Annotated[float, Ge(0)] = 0.0
+    kl_coef: Coefficient = 0.0
     kl_estimator: Estimator = "k1"
     unbiased: bool = False
     """Divide the variance by n - 1 tokens (as verl) in place of n (as OpenRLHF)."""

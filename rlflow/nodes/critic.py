@@ -18,6 +18,7 @@ from rlflow.nodes.base import Formula, Node, times
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_kl, kl_expression, old_difference, token_kl
 from rlflow.nodes.minibatches import Weighting, mean_metrics, train
 from rlflow.packed import offsets_of
+from rlflow.schema import Coefficient
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,7 @@ class GaeAdvantage(Node, kind="gae_advantage", unit="batch", reads_tokens=True):
     """The discount of a reward for each token before it."""
     lam: Annotated[float, Ge(0), Le(1)] = 0.95
     """How far ahead actual rewards count before the critic's value takes over: 1 to the end, 0 one token."""
-    kl_coef: Annotated[float, Ge(0)] = 0.0
+    kl_coef: Coefficient = 0.0
     """The coefficient of the KL divergence in the reward. Needs a ``reference``."""
     kl_estimator: Estimator = "k1"
     kl_target: Annotated[float, Gt(0)] | None = None
@@ -181,7 +182,7 @@ class ValueUpdate(Node, kind="value_update", unit="batch"):
     num_minibatches: Annotated[int, Ge(1)] = 1
     """The number of optimizer steps that the rollouts are divided among. With the policy's number, the minibatches are
     the same."""
-    num_epochs: Annotated[int, Ge(1)] = 1
+    num_epochs: Annotated[int, Ge(1), Le(100)] = 1
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         term, old = "(v - R)^2 / 2", symbols["values"]

@@ -23,7 +23,7 @@ class Generate(Node, kind="generate", unit="sample"):
     group_size: Count = 8
     max_tokens: Count
     """The limit of a response; a response that reaches it is cut."""
-    temperature: Annotated[float, Ge(0)] = 1.0
+    temperature: Annotated[float, Ge(0), Le(10)] = 1.0
     """0 takes the likeliest token."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     overcommit: Annotated[float, Ge(0), Lt(1)] = 0.0

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le, Lt
 
 from rlflow.batch import Advantages, Examples, Logprobs, Metrics, Packed, Rollouts
 from rlflow.engines.base import Trains
@@ -21,7 +21,7 @@ from rlflow.nodes.base import Formula, Node, NodeContext, inheritance_depth, old
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_kl, kl_expression, ratio
 from rlflow.nodes.minibatches import Aggregation, Weighting, mean_metrics, train
 from rlflow.nodes.policy_loss import Correction, LikelihoodLoss, PolicyLoss, clipped_expression, clipped_surrogate
-from rlflow.schema import Section
+from rlflow.schema import Coefficient, Section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,12 +73,12 @@ class PolicyGradient(Section):
     """
     constant_length: Annotated[int, Ge(1)] | None = None
     """The number of tokens by which ``aggregation: constant`` divides each response."""
-    kl_coef: Annotated[float, Ge(0)] = 0.0
+    kl_coef: Coefficient = 0.0
     """The coefficient of the KL divergence in the loss. Needs a ``reference``."""
     kl_estimator: Estimator = "k3"
     kl_target: Annotated[float, Gt(0)] | None = None
     """A divergence in nats a token. ``kl_coef`` is then the start value, and follows the target from step to step."""
-    entropy_coef: Annotated[float, Ge(0)] = 0.0
+    entropy_coef: Coefficient = 0.0
     """The coefficient of the entropy, which the loss increases."""
     correction: Correction | None = None
     """An importance weight for the sampling engine's different numerics. Needs ``old_logprobs``."""
@@ -89,7 +89,7 @@ class PolicyGradient(Section):
     after them."""
     num_minibatches: Annotated[int, Ge(1)] = 1
     """The number of optimizer steps that the rollouts are divided among."""
-    num_epochs: Annotated[int, Ge(1)] = 1
+    num_epochs: Annotated[int, Ge(1), Le(100)] = 1
 
     @abstractmethod
     def surrogate(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
@@ -222,6 +222,13 @@ class PolicyGradient(Section):
         return Formula(symbol="L", expression=f"{self._weighting.expression(rows)} of [{terms}]", where=where)
 
 
+def check_clipping(low: float, high: float | None) -> None:
+    """Raise RecipeError, its path counted from the node, for ratios that may grow less than they may fall."""
+    if high is not None and high < low:
+        fact = f"{high:g} is less than clip_eps, which is {low:g}"
+        raise RecipeError("clip_eps_high", fact, fix=f"use {low:g} or more")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyUpdate(PolicyGradient, Node, kind="policy_update", unit="batch"):
     """PPO's clipped surrogate: -min(r A, clip(r) A), r the ratio of a token's probability to the old one.
@@ -235,12 +242,16 @@ class PolicyUpdate(PolicyGradient, Node, kind="policy_update", unit="batch"):
         **DUAL_CLIPPING,
     }
 
-    clip_eps: Annotated[float, Gt(0)] = 0.2
+    clip_eps: Annotated[float, Gt(0), Lt(1)] = 0.2
     """The distance from 1 at which the ratio is clipped."""
     clip_eps_high: Annotated[float, Gt(0)] | None = None
     """The distance above 1, where it differs."""
     dual_clip: Annotated[float, Gt(1)] | None = None
     """The largest ratio that counts where the advantage is negative. Null: any."""
+
+    def check(self, connected: frozenset[str]) -> None:
+        super().check(connected)
+        check_clipping(self.clip_eps, self.clip_eps_high)
 
     def surrogate_formula(self, advantage: str) -> Formula:
         term = clipped_expression(advantage, self.clip_eps, self.clip_eps_high, self.dual_clip)

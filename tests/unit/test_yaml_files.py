@@ -22,6 +22,9 @@ MISTAKES = [
     (b"a: 1\n---\nb: 1", ":2: has a second document."),
     (b"a: 1\nb: !!binary aGk=", ":2: the tag '!!binary' is not supported."),
     (b"a: !!python/object/apply:os.system [ls]", ":1: the tag '!!python/object/apply:os.system' is not supported."),
+    (b"a: 1\nb: 1:30", ":2: YAML reads 1:30 in base 60."),
+    (b"a: [1, 1:30.5]", ":1: YAML reads 1:30.5 in base 60."),
+    (b"a: 010", ":1: YAML reads 010 in base 8."),
     (b"a: &x [*x]", ":1: an alias refers to the value that contains it."),
     (b"a: &x {b: *x}", ":1: an alias refers to the value that contains it."),
     (b"- a", ":1: expected a mapping."),
@@ -61,6 +64,11 @@ def test_anchors_and_merges_within_the_limit(tmp_path: Path) -> None:
         "b": {"x": 1, "y": 3},
         "c": [{"x": 1, "y": 2}] * 2,
     }
+
+
+def test_numbers_that_look_like_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("a: 0\nb: 0.5\nc: 1_000\nd: '1:30'\ne: 0x10\nf: -0\n")
+    assert read_yaml(tmp_path / "mine.yaml") == {"a": 0, "b": 0.5, "c": 1000, "d": "1:30", "e": 16, "f": 0}
 
 
 def test_an_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:

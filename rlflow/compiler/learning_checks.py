@@ -1,0 +1,90 @@
+"""Checks that a recipe can learn: options that are valid one by one, and together leave a policy nothing to learn."""
+
+from collections.abc import Iterator, Mapping
+
+from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.errors import GraphError, RecipeError
+from rlflow.nodes.generate import Generate
+from rlflow.nodes.policy_update import PolicyGradient
+from rlflow.recipe import Recipe
+
+# Arrays count rows in 32 bits.
+_MAX_ROWS = 2**31 - 1
+
+
+def check_learning(recipe: Recipe, graph: Graph) -> None:
+    """Raise RecipeError or GraphError for a policy that would learn nothing, or not from its own responses."""
+    nodes = {node.name: node for node in graph.nodes}
+    for node in graph.nodes:
+        if isinstance(node.operation, Generate):
+            _check_size(recipe, node, node.operation)
+        if isinstance(node.operation, PolicyGradient):
+            for generator in _generators(node.inputs.get("rollouts", ""), nodes):
+                _check_sampling(recipe, node, generator)
+        _check_minibatches(recipe, node, nodes)
+        if reference := nodes.get(node.inputs.get("reference", "")):
+            _check_reference(recipe, graph, reference)
+
+
+def learning_warnings(recipe: Recipe) -> Iterator[str]:
+    """Yield a warning for each learning rate that the run ends too early to reach."""
+    for name, role in recipe.roles.items():
+        if role.optimizer is not None and role.optimizer.warmup_steps > recipe.steps:
+            yield (
+                f"roles.{name}.optimizer.warmup_steps: the warm-up of {role.optimizer.warmup_steps} steps is longer "
+                f"than the run, which has {recipe.steps}"
+            )
+
+
+def _check_size(recipe: Recipe, node: GraphNode, operation: Generate) -> None:
+    rows = recipe.data.batch_size * operation.group_size
+    if rows > _MAX_ROWS:
+        fact = f"{operation.group_size} responses to each of {recipe.data.batch_size} prompts are more than {_MAX_ROWS}"
+        raise GraphError(f"graph.{node.name}.group_size", fact, fix="smaller groups, or a smaller data.batch_size")
+
+
+def _check_minibatches(recipe: Recipe, node: GraphNode, nodes: Mapping[str, GraphNode]) -> None:
+    """Raise GraphError for a node that divides a step among more optimizer steps than it has samples."""
+    minibatches = getattr(node.operation, "num_minibatches", 1)
+    generators = (each.operation for each in _generators(node.inputs.get("rollouts", ""), nodes))
+    sizes = [each.group_size for each in generators if isinstance(each, Generate)]
+    samples = recipe.data.batch_size * (sum(sizes) or 1)
+    if minibatches > samples:
+        fact = f"{minibatches} minibatches are more than the {samples} samples of a step"
+        raise GraphError(f"graph.{node.name}.num_minibatches", fact, fix=f"use {samples} or fewer")
+
+
+def _generators(origin: str, nodes: Mapping[str, GraphNode]) -> Iterator[GraphNode]:
+    """Yield the nodes that generate the rollouts of the node ``origin``, which may only select them."""
+    if origin in nodes:
+        node = nodes[origin]
+        if isinstance(node.operation, Generate):
+            yield node
+        else:
+            yield from _generators(node.inputs.get("rollouts", ""), nodes)
+
+
+def _check_sampling(recipe: Recipe, update: GraphNode, generator: GraphNode) -> None:
+    """Check the node that generates what a policy trains on."""
+    role, trained, operation = str(generator.role), str(update.role), generator.operation
+    if role != trained and recipe.roles[role].follows != trained:
+        fact = f"graph.{update.name} trains '{trained}' on responses of '{role}', which never gets its weights"
+        raise RecipeError(f"roles.{role}.follows", fact, fix=f"roles.{role}.follows={trained}")
+    assert isinstance(operation, Generate)
+    if operation.temperature == 0:
+        fact = f"with 0 all responses to a prompt are the same, and graph.{update.name} learns from their differences"
+        raise GraphError(f"graph.{generator.name}.temperature", fact, fix=f"graph.{generator.name}.temperature=1")
+
+
+def _check_reference(recipe: Recipe, graph: Graph, reference: GraphNode) -> None:
+    """Raise RecipeError or GraphError for a reference that changes with the policy, so that they never differ."""
+    role = str(reference.role)
+    if "Scores" not in reference.capabilities:
+        return
+    if (trained := recipe.roles[role].follows) is not None:
+        fact = f"the reference would get the weights of '{trained}' after every step, so that they never differ"
+        raise RecipeError(f"roles.{role}.follows", fact, fix=f"roles.{role}.follows=null")
+    if role in graph.trained_roles():
+        fact = f"the role '{role}' is trained, so it cannot be its own reference"
+        fix = "a role of its own with the same model; with adapters, node: base_logprobs"
+        raise GraphError(f"graph.{reference.name}.role", fact, fix=fix)
