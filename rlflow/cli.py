@@ -11,9 +11,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Event
 from traceback import walk_tb
 from types import FrameType
 
@@ -46,7 +45,10 @@ from rlflow.report.progress import WIDTH, displays, output_console, show, show_e
 from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.resources.time.calibration import Calibration
 
-STOPPED = 130
+# Ctrl-C sends SIGINT; Slurm, Kubernetes and `kill` send SIGTERM.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOPPED = tuple(128 + number for number in _SIGNALS)
+"""The exit codes of a run that a signal has stopped, as shells give them: 130 and 143."""
 STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again stops at once"
 
 
@@ -77,8 +79,8 @@ def main() -> int:
     @hydra.main(config_path=str(CONF.resolve()), config_name="config", version_base="1.3")
     def job(config: DictConfig) -> None:
         codes.append(_job(config, outcomes))
-        if codes[-1] == STOPPED:  # ends the whole sweep, not only this run
-            sys.exit(STOPPED)
+        if codes[-1] in STOPPED:  # ends the whole sweep, not only this run
+            sys.exit(codes[-1])
 
     try:
         job()
@@ -119,7 +121,7 @@ def _job(config: DictConfig, outcomes: list[SweepOutcome]) -> int:
         return _exit_code(storage_error(error, directory))
     except KeyboardInterrupt:
         print("interrupted; resume=true continues from the last checkpoint, if there is one", file=sys.stderr)
-        return STOPPED
+        return STOPPED[0]
     finally:
         # Hydra creates a folder for every job. It stays empty if planning failed.
         with suppress(OSError):
@@ -252,7 +254,7 @@ def _run(plan: Plan, directory: Path, console: Console, *, resume: bool, tune: T
         show(tuning_table(directory))
     if report.status == "stopped":
         console.print(f"continue with: python -m rlflow plan={directory}/plan.json resume={directory}", soft_wrap=True)
-        return STOPPED
+        return stop.exit_code
     return 0
 
 
@@ -262,22 +264,30 @@ def _exit_code(error: UserError | EngineError) -> int:
     return 2 if isinstance(error, UserError) else 1
 
 
-# Ctrl-C sends SIGINT; Slurm, Kubernetes and `kill` send SIGTERM.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+@dataclass
+class StopRequest:
+    """The request of a signal that the run stops after its step."""
+
+    exit_code: int = 0
+    """The exit code for that signal; 0 before one arrives."""
+
+    def is_set(self) -> bool:
+        """Return whether a signal has arrived."""
+        return self.exit_code != 0
 
 
 @contextmanager
-def stop_on_signals(announce: Callable[[], object]) -> Iterator[Event]:
-    """Yield an event that the first SIGINT or SIGTERM sets; a second one raises KeyboardInterrupt.
+def stop_on_signals(announce: Callable[[], object]) -> Iterator[StopRequest]:
+    """Yield a request that the first SIGINT or SIGTERM sets; a second one raises KeyboardInterrupt.
 
     ``announce`` is called after the first signal.
     """
-    stop = Event()
+    stop = StopRequest()
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
-        stop.set()
+        stop.exit_code = 128 + number
         announce()
 
     previous = {number: signal.signal(number, handle) for number in _SIGNALS}

@@ -28,7 +28,7 @@ def test_sigterm_leaves_a_checkpoint(cluster: str, tmp_path: Path) -> None:
                 process.send_signal(signal.SIGTERM)
                 break
         rest = process.stdout.read()
-        assert process.wait(timeout=60) == 130, rest
+        assert process.wait(timeout=60) == 143, rest
     assert "stopping after this step" in rest
     assert "Traceback" not in rest
     assert json.loads((tmp_path / "run" / "report.json").read_text())["status"] == "stopped"

@@ -17,6 +17,7 @@ def test_the_first_signal_stops_after_the_step_and_the_second_at_once(first: int
         assert not stopping.is_set()
         os.kill(os.getpid(), first)
         assert stopping.is_set()
+        assert stopping.exit_code == 128 + first
         assert announced == ["stopping"]
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), second)
