@@ -85,6 +85,8 @@ class MetricsWriter(Observer):
         self._file: IO[str]
         self._events: Any
         self._evaluated: str
+        self._kept: set[tuple[int, float]] = set()
+        """The evaluations in the file that a resumed run may make again: one before the first checkpoint."""
 
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -92,11 +94,13 @@ class MetricsWriter(Observer):
         self._evaluated = f"evaluation/{plan.graph.evaluation_metric}"
         path = directory / "metrics.jsonl"
         remove_lines_after(path, step)
+        self._kept = {(line["step"], line[self._evaluated]) for line in read_lines(path) if self._evaluated in line}
         self._file = path.open("a")
         self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else None)
 
     def evaluated(self, step: int, figure: float) -> None:
-        self._write(step, {self._evaluated: figure})
+        if (step, figure) not in self._kept:
+            self._write(step, {self._evaluated: figure})
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         self._write(step, metrics)

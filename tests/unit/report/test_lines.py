@@ -1,8 +1,10 @@
 """What a killed run, or a person, has left in a file of lines."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from rlflow.report.records import read_lines, remove_lines_after
+from rlflow.report.records import MetricsWriter, read_lines, remove_lines_after
 
 GOOD = ['{"step": 1, "a": 2}', '{"step": 2}', '{"step": 3}']
 JUNK = [
@@ -30,3 +32,15 @@ def test_junk_is_left_out(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_empty(tmp_path: Path) -> None:
     remove_lines_after(tmp_path / "metrics.jsonl", 2)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_an_evaluation_that_is_made_again_is_written_once(tmp_path: Path) -> None:
+    """A run that is killed before its first checkpoint evaluates the untrained model twice."""
+    plan: Any = SimpleNamespace(graph=SimpleNamespace(evaluation_metric="reward"))
+    for _ in range(2):
+        metrics = MetricsWriter()
+        metrics.started(plan, tmp_path, 0)
+        metrics.evaluated(0, 0.25)
+        metrics.stepped(1, {"loss": 2.0})
+        metrics.close()
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 0, "evaluation/reward": 0.25}, {"step": 1, "loss": 2.0}]
