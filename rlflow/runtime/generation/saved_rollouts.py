@@ -16,8 +16,12 @@ _VALUES, _LENGTHS, _RUNS = ".values", ".lengths", ".runs"
 
 
 def save_rollouts(file: Path, rollouts: Rollouts, prompts: Prompts) -> None:
-    """Write rollouts of these prompts to ``file``, which ends in ``.npz``."""
-    rows = _rows_of(prompts)
+    """Write rollouts of these prompts to ``file``, which ends in ``.npz``.
+
+    Unfinished conversations are left out, and begin again in a resumed run: they hold their environment as a pickle,
+    and a checkpoint may come from anyone.
+    """
+    rollouts, rows = _without_pickles(rollouts), _rows_of(prompts)
     other: dict[str, Any] = {"kind": type(rollouts).__name__, "texts": list(rollouts.texts)}
     # An environment may have added values to a row.
     other["rows"] = [
@@ -54,7 +58,14 @@ def load_rollouts(file: Path, prompts: Prompts) -> Rollouts:
         found[stem] = Repeated.from_packed(column) if suffix == _RUNS else column
     rows = _rows_of(prompts)
     own = [rows[key] | more for key, more in zip(_prompt_keys(found["keys"]), added, strict=True)]
-    return kind(**found, rows=tuple(own))
+    return _without_pickles(kind(**found, rows=tuple(own)))
+
+
+def _without_pickles(rollouts: Rollouts) -> Rollouts:
+    """Return the rollouts without unfinished conversations."""
+    if not isinstance(rollouts, Conversations):
+        return rollouts
+    return rollouts.take(np.flatnonzero(rollouts.unfinished.lengths == 0))
 
 
 def _rows_of(prompts: Prompts) -> dict[tuple[int, int], dict[str, Any]]:

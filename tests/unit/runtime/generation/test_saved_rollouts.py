@@ -1,0 +1,62 @@
+"""Rollouts in a checkpoint are the same when they are read again, and no file of it can run code."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlflow.batch import Conversations, Prompts, Rollouts
+from rlflow.engines.group_progress import PartialResponse
+from rlflow.environments.transcript import Transcript, build_conversations
+from rlflow.runtime.generation import saved_rollouts
+from rlflow.runtime.generation.saved_rollouts import load_rollouts, save_rollouts
+from tests.helpers import prompts, rollouts, sequences
+
+GIVEN = prompts((3, 3), step=4)
+
+
+def assert_same(read: Rollouts, written: Rollouts) -> None:
+    assert type(read) is type(written)
+    assert read.keys.tolist() == written.keys.tolist()
+    for column in ("prompt_ids", "response_ids", "logprobs", "versions"):
+        pairs = zip(getattr(read, column), getattr(written, column), strict=True)
+        assert all(one.tolist() == other.tolist() for one, other in pairs)
+    assert (read.texts, read.rows, read.finished.tolist()) == (written.texts, written.rows, written.finished.tolist())
+
+
+def samples() -> Prompts:
+    return GIVEN.repeat(2)
+
+
+def conversations(unfinished: int | None = None) -> Conversations:
+    turn = PartialResponse(np.array([1, 2], np.int32), np.array([-0.5, -1.0], np.float32), np.array([3, 3], np.int32))
+    transcripts = [Transcript(pieces=[turn], text=f"{row}", finished=True, is_done=True) for row in range(4)]
+    if unfinished is not None:
+        transcripts[unfinished].finished = transcripts[unfinished].is_done = False
+    return build_conversations(samples(), transcripts, 1.0)
+
+
+def test_rollouts_are_read_as_they_were(tmp_path: Path) -> None:
+    written = rollouts(sequences((3, 3), ((1, 2), (3, 1))))
+    written = type(written)(**{**vars(written), "keys": samples().keys})
+    save_rollouts(tmp_path / "a.npz", written, GIVEN)
+    assert_same(load_rollouts(tmp_path / "a.npz", GIVEN), written)
+
+
+def test_unfinished_conversations_begin_again(tmp_path: Path) -> None:
+    written = conversations(unfinished=2)
+    save_rollouts(tmp_path / "a.npz", written, GIVEN)
+    assert_same(load_rollouts(tmp_path / "a.npz", GIVEN), written.take(np.array([0, 1, 3])))
+
+
+def test_a_pickle_in_a_file_from_someone_else_is_left_out(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(saved_rollouts, "_without_pickles", lambda given: given)
+    written = conversations(unfinished=1)
+    assert isinstance(pickle.loads(written.unfinished[1].tobytes()), Transcript)
+    save_rollouts(tmp_path / "a.npz", written, GIVEN)
+    monkeypatch.undo()
+    read = load_rollouts(tmp_path / "a.npz", GIVEN)
+    assert isinstance(read, Conversations)
+    assert not read.unfinished.lengths.any()
+    assert read.keys.tolist() == samples().keys[[0, 2, 3]].tolist()
