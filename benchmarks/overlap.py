@@ -1,9 +1,9 @@
 """Measure what generation ahead of training brings: ``python -m benchmarks.overlap [--real] [--json FILE]``.
 
-Runs on Ray have two engines that generate and one that trains. None has a model: responses take the time of their
-decoding steps, with lengths of a long-tailed distribution, and an optimizer step takes a fixed time. Everything between
-them is rlflow's: scheduling, interruptions, object stores, weight syncs. Each run is compared with the planner's
-simulation of the same engines.
+Runs on Ray have two engines that generate and one that trains, or two that take turns with training. None has a model:
+responses take the time of their decoding steps, with lengths of a long-tailed distribution, and an optimizer step takes
+a fixed time. Everything between them is rlflow's: scheduling, interruptions, object stores, weight syncs. Each run is
+compared with the planner's simulation of the same engines.
 
 ``--real`` adds runs with vLLM and DeepSpeed on a CPU host of this machine, with a model of random weights.
 """
@@ -23,7 +23,7 @@ from benchmarks import paced_engine as paced
 from benchmarks.reporting import Goal, finish
 from rlflow.compiler.plan import Plan
 from rlflow.report.records import MetricsWriter
-from rlflow.resources.planner.overlap import Decoding, simulate_overlap
+from rlflow.resources.planner.overlap import Decoding, simulate_overlap, simulate_turns
 from rlflow.resources.workload import Overlap
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
@@ -40,6 +40,13 @@ CASES = {
     "k = 4": f"{{max_staleness: 4, {_KEEP}}}",
     "k = 8": f"{{max_staleness: 8, {_KEEP}}}",
 }
+SHARED_CASES = {
+    "shared GPUs, synchronous": "{max_staleness: 0}",
+    "shared GPUs, k = 2, wait": "{max_staleness: 2}",
+    "shared GPUs, k = 2, keep": f"{{max_staleness: 2, {_KEEP}}}",
+}
+APART = (f"roles.rollout={{gpus: {ENGINES}, colocate: []}}", "roles.actor.gpus=1")
+SHARED = (f"roles.rollout={{gpus: {ENGINES}, colocate: [actor]}}", f"roles.actor.gpus={ENGINES}")
 ERROR, SHARE = 0.05, 0.9
 
 
@@ -76,7 +83,7 @@ def measured(plan: Plan) -> dict[str, float]:
     return {name: fmean(line[name] for line in steps) for name in steps[0] if all(name in line for line in steps)}
 
 
-def predicted(overlap: Overlap, sync: float) -> float:
+def predicted(overlap: Overlap, sync: float, *, takes_turns: bool) -> float:
     """Return the predicted seconds of a step."""
     decoding = Decoding(
         samples=PROMPTS * GROUP_SIZE,
@@ -86,13 +93,18 @@ def predicted(overlap: Overlap, sync: float) -> float:
         prefill=0.0,
         prefill_token=0.0,
     )
-    return simulate_overlap(decoding, paced.TRAIN_S, sync, overlap).step_seconds
+    simulate = simulate_turns if takes_turns else simulate_overlap
+    return simulate(decoding, paced.TRAIN_S, sync, overlap).step_seconds
 
 
-def bound() -> float:
-    """Return the seconds of a step that no overlap can beat: training, or generation with every slot in use."""
+def bound(*, takes_turns: bool) -> float:
+    """Return the seconds of a step that no overlap can beat: training, and generation with every slot in use.
+
+    Where they share GPUs, it is the sum of both; otherwise the longer one.
+    """
     tokens = PROMPTS * GROUP_SIZE * fmean(paced.LENGTHS)
-    return max(paced.TRAIN_S, tokens / (paced.SLOTS * ENGINES) * paced.token_seconds(paced.SLOTS))
+    both = paced.TRAIN_S, tokens / (paced.SLOTS * ENGINES) * paced.token_seconds(paced.SLOTS)
+    return sum(both) if takes_turns else max(both)
 
 
 def real_over_synchronous() -> float:
@@ -112,13 +124,14 @@ def main() -> int:
     arguments = parser.parse_args()
     table = Table("run", "step s", "predicted s", "error", "of the bound", "staleness", "idle: generate", "idle: train")
     errors, shares = [], {}
-    for name, overlap in CASES.items():
-        plan = plan_of(overlap, f"roles.rollout={{gpus: {ENGINES}, colocate: []}}", "roles.actor.gpus=1")
+    for name, overlap in (CASES | SHARED_CASES).items():
+        shared = name in SHARED_CASES
+        plan = plan_of(overlap, *(SHARED if shared else APART))
         with patch("rlflow.runtime.ray.role_workers.EngineWorker", paced.PacedWorker):
             found = measured(plan)
-        step = predicted(plan.recipe.overlap, found["seconds/copy"])
+        step = predicted(plan.recipe.overlap, found["seconds/copy"] * plan.steps_per_turn, takes_turns=shared)
         errors.append(abs(found["seconds"] / step - 1))
-        shares[name] = bound() / found["seconds"]
+        shares[name] = bound(takes_turns=shared) / found["seconds"]
         idle = [found.get(f"overlap/{side}_idle_seconds", 0.0) / found["seconds"] for side in ("generate", "train")]
         table.add_row(
             *(name, f"{found['seconds']:.2f}", f"{step:.2f}", f"{found['seconds'] / step - 1:+.1%}"),

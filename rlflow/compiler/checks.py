@@ -1,7 +1,7 @@
 """Checks of a whole graph before it is lowered: groups, pairs, reward models and resampling; and warnings about it."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rlflow.compiler.graph import SOURCES, Graph, GraphNode, resampled_nodes
@@ -157,19 +157,8 @@ def check_overlap(recipe: Recipe, graph: Graph) -> None:
         name = resampled[-1].name
         fact = f"graph.{name} chooses the prompts of a step by their rewards, which needs that step's policy"
         raise RecipeError(path, fact, fix=f"{path}=0, or no graph.{name}")
-    _check_sharing(recipe, {str(node.role) for node in ahead})
     if options.in_flight != "wait":
         _check_in_flight(recipe, ahead)
-
-
-def _check_sharing(recipe: Recipe, generating: Collection[str]) -> None:
-    """Raise RecipeError where a recipe asks for shared GPUs of a role that generates and one that does not."""
-    for name, role in recipe.roles.items():
-        for other in () if role.colocate == "auto" else role.colocate:
-            if (name in generating) != (other in generating):
-                fact = f"{name} and {other} share GPUs, so one cannot generate while the other trains"
-                fix = f"roles.{name}.colocate=auto, or overlap.max_staleness=0"
-                raise RecipeError(f"roles.{name}.colocate", fact, fix=fix)
 
 
 def _check_in_flight(recipe: Recipe, generators: Sequence[GraphNode]) -> None:

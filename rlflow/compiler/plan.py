@@ -49,6 +49,17 @@ class Plan:
         return on_cpus and self.prediction.step_seconds > _LONG_STEP
 
     @property
+    def takes_turns(self) -> bool:
+        """Return whether steps are generated ahead on GPUs that also train."""
+        return self.workload.takes_turns({role: placement.bundles for role, placement in self.roles.items()})
+
+    @property
+    def steps_per_turn(self) -> int:
+        """Return the number of steps that are generated at the same moment, before the first of them trains."""
+        overlap = self.recipe.overlap
+        return overlap.max_staleness + 1 if self.takes_turns and overlap.in_flight == "wait" else 1
+
+    @property
     def cost(self) -> RunCost:
         """Return the time and the price of the run."""
         return run_cost(self.recipe, self.prediction, self.cluster, self.roles)

@@ -1,6 +1,6 @@
 """The workload of a step: tasks with sizes, the data between them and weight syncs, independent of the algorithm."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal
@@ -104,7 +104,7 @@ class WeightSync:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap(Section):
-    """Generation of later steps while a step trains, on GPUs of its own."""
+    """Generation of later steps, while a step trains or in turns with it."""
 
     hints_for_other_names: ClassVar[Mapping[str, str]] = {
         "staleness": "max_staleness",
@@ -120,13 +120,14 @@ class Overlap(Section):
     """The treatment of unfinished samples when new weights are ready. ``wait``: they finish before the weights are
     loaded. ``keep``: they keep their tokens and continue with the new weights. ``abort``: they start again."""
     deterministic: bool = True
-    """Generate step s with version s - ``max_staleness``, whatever finishes first, so that a run is as reproducible as
-    without overlap. Needs ``in_flight: wait``. False: newer versions generate as soon as they are ready."""
+    """Let the number of a step decide which version generates it, whatever finishes first, so that a run is as
+    reproducible as without overlap. Needs ``in_flight: wait``. False: newer versions generate as soon as they are
+    ready."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ahead:
-    """The tasks that run for later steps while a step trains, on GPUs of their own."""
+    """The tasks that run for later steps."""
 
     nodes: tuple[str, ...]
     overlap: Overlap
@@ -146,6 +147,16 @@ class Workload:
     """The tasks of an evaluation on held-out rows, in order; none without evaluations."""
     ahead: Ahead | None = None
     """None: every task runs in its own step."""
+
+    def takes_turns(self, gpus_of: Mapping[str, Collection[Hashable]]) -> bool:
+        """Return whether a role that runs ahead of its step shares GPUs with one that does not, given those of each."""
+        ahead = self.ahead.nodes if self.ahead else ()
+        early = {task.role for task in self.tasks if task.node in ahead}
+        own, other = (
+            {gpu for role, gpus in gpus_of.items() if (role in early) == is_early for gpu in gpus}
+            for is_early in (True, False)
+        )
+        return not own.isdisjoint(other)
 
     def of(self, role: str) -> tuple[Task, ...]:
         """Return the tasks of a role."""

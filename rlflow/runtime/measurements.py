@@ -15,7 +15,8 @@ _AGE = "overlap/staleness_"
 class StepTimes:
     """The times of all steps of a run in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan) -> None:
+        self._together = plan.steps_per_turn
         self._seconds: dict[str, list[float]] = {}
 
     def add(self, metrics: Mapping[str, float]) -> None:
@@ -68,9 +69,15 @@ class StepTimes:
         return fmean(values[1:] or values) if values else None
 
     def _median(self, name: str) -> float | None:
-        """Return the median without the first step, which loads, compiles and allocates."""
-        values = self._seconds.get(name, ())
-        return median(values[1:] or values) if values else None
+        """Return the median without the first step, which loads, compiles and allocates.
+
+        Steps that are generated together count as one with their mean.
+        """
+        values, size = self._seconds.get(name, ()), self._together
+        means = [fmean(values[start : start + size]) for start in range(0, len(values), size)]
+        if len(means) > 1 and len(values) % size:
+            means.pop()
+        return median(means[1:] or means) if means else None
 
 
 def compare_memory(plan: Plan, peaks: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, Pair]]:

@@ -32,7 +32,8 @@ from rlflow.runtime.checkpoint import (
 )
 from rlflow.runtime.evaluation import Evaluator, PausingEvaluator, evaluator_of
 from rlflow.runtime.folder_lock import locked
-from rlflow.runtime.generation.ahead import AheadGeneration
+from rlflow.runtime.generation.ahead_own_gpus import AheadOnOwnGpus
+from rlflow.runtime.generation.ahead_shared_gpus import AheadOnSharedGpus
 from rlflow.runtime.generation.overcommit import prompts_ahead, with_overcommit
 from rlflow.runtime.generation.resampling import ResamplingRounds
 from rlflow.runtime.local import LocalRuntime
@@ -135,7 +136,8 @@ def prepare(
         sync = partial(sync_followers, plan, engines)
         ahead = None
         if plan.recipe.overlap.max_staleness:
-            ahead = AheadGeneration(plan.graph, graph, plan.recipe, engines, data, run_graph, sync)
+            form = AheadOnSharedGpus if plan.takes_turns else AheadOnOwnGpus
+            ahead = form(plan.graph, graph, plan.recipe, engines, data, run_graph, sync)
             stack.callback(ahead.close)
             evaluator = evaluator and PausingEvaluator(evaluator, ahead.paused)
         parts = {**trained, **overcommits, **states_of(graph, engines)}

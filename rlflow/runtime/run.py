@@ -40,7 +40,7 @@ def run(
     with prepare(plan, directory, runtime, observers, run=run, resume=resume, stop=stop, tune=tune) as training:
         engines, data, observer, progress = training.engines, training.data, training.observer, training.progress
         metrics: Mapping[str, float] = {}
-        times = StepTimes()
+        times = StepTimes(plan)
         training.sync(progress.step)
         while True:
             if training.evaluator and is_evaluation_due(plan, progress):

@@ -72,7 +72,7 @@ def train_step(
                 edges[name] = read[name](step)
             on_output(name, edges[name])
         if edges:
-            seconds |= run_graph(plan.graph, engines, edges, on_output)
+            seconds |= run_graph(plan.graph, engines, edges, on_output, ends_step=True)
         seconds["copy"] = sync(step + 1) if sync else sync_followers(plan, engines, version=step + 1)
     except EngineError as error:
         raise EngineError(f"step {step + 1}: {error}") from error
@@ -97,7 +97,12 @@ def sync_followers(plan: Plan, engines: Mapping[str, Any], version: int) -> floa
 
 
 def run_graph(
-    graph: Graph, engines: Engines, edges: dict[str, Any], on_output: OnOutput = lambda name, output: None
+    graph: Graph,
+    engines: Engines,
+    edges: dict[str, Any],
+    on_output: OnOutput = lambda name, output: None,
+    *,
+    ends_step: bool = False,
 ) -> dict[str, float]:
     """Run all nodes of a graph, and return the seconds that each took.
 
@@ -105,12 +110,13 @@ def run_graph(
     consumer has run. ``on_output`` is called with each output; a caller that keeps one keeps its columns in memory.
 
     Nodes that can work on parts of a step start before generation ends. Nodes whose roles have GPUs of their own run
-    side by side. A role that has run its last node need not keep its weights until the next weight sync.
+    side by side. With ``ends_step`` weights are synced after this graph, so a role that has run its last node need not
+    keep its own.
     """
     seconds: dict[str, float] = {}
     consumers = {origin: node.name for node in graph.nodes for origin in node.inputs.values()}
     last_nodes = {node.role: node.name for node in graph.nodes}
-    for role in engines.keys() - last_nodes.keys():
+    for role in engines.keys() - last_nodes.keys() if ends_step else ():
         engines.mark_idle(role)
     streams: dict[str, StreamingNodes] = {}
     early: dict[str, Future[tuple[Any, float]]] = {}
@@ -135,7 +141,7 @@ def run_graph(
                         subscriptions.callback(stream.end)
                     output = run_node(node, engines, edges)
                 seconds[node.name] = time.perf_counter() - start
-            if node.role is not None and last_nodes[node.role] == node.name:
+            if ends_step and node.role is not None and last_nodes[node.role] == node.name:
                 engines.mark_idle(node.role)
             on_output(node.name, output)
             edges[node.name] = output

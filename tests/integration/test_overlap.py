@@ -57,8 +57,11 @@ class Threads(LocalRuntime):
             yield engines
 
 
-def plan_of(*overrides: str, recipe: str = "real") -> Plan:
-    return rlflow.compile(rlflow.load([f"recipe={recipe}", *overrides], CONFIG_DIR), "1x2@cpu")
+def plan_of(*overrides: str, recipe: str = "real", gpus: int = 2) -> Plan:
+    apart = ["roles.rollout.colocate=[]"] if gpus > 1 else []
+    plan = rlflow.compile(rlflow.load([f"recipe={recipe}", *apart, *overrides], CONFIG_DIR), f"1x{gpus}@cpu")
+    assert plan.takes_turns == bool(gpus == 1 and plan.recipe.overlap.max_staleness)
+    return plan
 
 
 def go(plan: Plan, folder: Path, *, seed: int | None = None, resume: bool = False, until: int = 0) -> Report:
@@ -93,8 +96,16 @@ def test_delays_of_workers_change_no_bit(tmp_path: Path) -> None:
     assert stale == [0, 1, 2, 2, 2]
 
 
-def test_stopped_after_any_step_and_resumed(tmp_path: Path) -> None:
-    plan = plan_of(*K2)
+def test_on_one_gpu_three_steps_are_generated_in_one_turn(tmp_path: Path) -> None:
+    plan = plan_of(*K2, gpus=1)
+    run(plan, tmp_path, LocalRuntime(), [MetricsWriter()])
+    lines = [line for line in metrics(tmp_path) if "overlap/staleness_mean" in line]
+    assert [line["overlap/staleness_mean"] for line in lines] == [0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_stopped_after_any_step_and_resumed(gpus: int, tmp_path: Path) -> None:
+    plan = plan_of(*K2, gpus=gpus)
     whole = go(plan, tmp_path / "whole")
     for step in (1, 2, 4):
         folder = tmp_path / str(step)

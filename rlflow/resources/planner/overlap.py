@@ -1,14 +1,17 @@
-"""The simulation of generation ahead of training: two sides, samples of random lengths, and the rules of the run.
+"""The simulation of generation ahead of training: samples of random lengths, and the rules of the run.
 
-The generating side decodes the samples of all steps that are admitted; the training side takes a step as soon as it is
-complete. What may start with which version, and when weights move, is as in ``overlap`` of a recipe.
+On GPUs of its own, the generating side decodes the samples of all steps that are admitted; the training side takes a
+step as soon as it is complete. On shared GPUs the two take turns. What may start with which version, and when weights
+move, is as in ``overlap`` of a recipe.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from math import ceil
 from random import Random
+from statistics import fmean
 
 from rlflow.resources.workload import Overlap
 
@@ -179,6 +182,50 @@ def simulate_overlap(decoding: Decoding, train: float, sync: float, rules: Overl
         generate_idle=max(0.0, 1 - busy["generate"] / took),
         train_idle=max(0.0, 1 - busy["train"] / took),
         staleness=sum(ages[_WARM_UP:]) / len(ages[_WARM_UP:]),
+    )
+
+
+def simulate_turns(decoding: Decoding, train: float, sync: float, rules: Overlap) -> OverlapTimes:
+    """Simulate the same steps on shared GPUs.
+
+    A turn generates until its step is complete, or with ``in_flight: wait`` all steps that it may.
+    """
+    draw, pool = Random(0), _pool(decoding)
+    waits, together = rules.in_flight == "wait", rules.max_staleness + 1
+    # Steps that differ from turn to turn count equally often.
+    counted = ceil((_STEPS - _WARM_UP) / together) * together
+    now, started, judged = 0.0, 0, 0.0
+    at, ages = [0.0], list[float]()
+    complete: set[int] = set()
+    began_with: dict[int, list[int]] = {}
+    for step in range(_WARM_UP + counted):
+        if step == _WARM_UP:
+            judged = 0.0
+        if step not in complete:
+            now += sync
+            if rules.in_flight == "abort":
+                pool.restart()
+            pool.interrupt()
+            for later in range(started, step + together):
+                pool.start(later, _lengths(decoding, draw))
+            started = step + together
+            for unfinished in pool.left:
+                began_with.setdefault(unfinished, []).append(step)
+            while pool.left if waits else step not in complete:
+                spent, done = pool.advance(float("inf"))
+                now += spent
+                complete |= {done} if done is not None else set()
+            now += decoding.judging
+            judged += decoding.judging
+        ages.append(step - fmean(began_with.pop(step)))
+        now += train
+        at.append(now)
+    took = at[-1] - at[_WARM_UP]
+    return OverlapTimes(
+        step_seconds=took / counted,
+        generate_idle=judged / took,
+        train_idle=judged / took,
+        staleness=fmean(ages[_WARM_UP:]),
     )
 
 

@@ -4,9 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlflow.resources.planner.candidate import Candidate
-from rlflow.resources.planner.overlap import Decoding, OverlapTimes, alone_seconds, simulate_overlap
+from rlflow.resources.planner.overlap import (
+    Decoding,
+    OverlapTimes,
+    alone_seconds,
+    simulate_overlap,
+    simulate_turns,
+)
 from rlflow.resources.planner.search import Search, SearchResult
-from rlflow.resources.planner.task_times import decode_profile
+from rlflow.resources.planner.task_times import DecodeProfile, decode_profile
 from rlflow.resources.workload import Task
 
 # Values of ``max_staleness`` that are compared; the smallest whose step is longer than the best by at most this share
@@ -30,6 +36,8 @@ class OverlapPrediction:
     """The seconds of a step for other values of ``max_staleness``; 0 is a synchronous run on the same GPUs."""
     recommended: int
     """The smallest of these values whose step is at most 5% longer than the shortest."""
+    takes_turns: bool = False
+    """Generation and training take turns on shared GPUs."""
 
     def idle_share(self, search: Search, candidate: Candidate, pool: int) -> float:
         """Return the share of a step in which a pool does nothing."""
@@ -43,6 +51,8 @@ class OverlapPrediction:
     def reasons(self) -> tuple[str, ...]:
         """Describe how idle both sides are, and what another bound on the staleness would change."""
         idle = f"GPUs idle: {self.generate_idle:.0%} of those that generate, {self.train_idle:.0%} of the others"
+        if self.takes_turns:
+            idle = "generation and training take turns on shared GPUs"
         steps = [f"{staleness}: {seconds:.4g} s" for staleness, seconds in self.by_staleness.items()]
         return (
             f"{idle}; tokens are {self.staleness:.1f} versions old on average",
@@ -57,15 +67,25 @@ def predict_overlap(search: Search, result: SearchResult) -> OverlapPrediction |
     generating = [
         task for task in search.workload.tasks if task.kind == "generate" and ahead and task.node in ahead.nodes
     ]
-    if ahead is None or len(generating) != 1 or (decoding := _decoding(search, result, generating[0])) is None:
+    if ahead is None or len(generating) != 1 or (decoding := _decoding(search, result, task := generating[0])) is None:
         return None
-    spans = result.candidate.schedule.spans
+    candidate = result.candidate
+    turns = search.workload.takes_turns({role: (pool,) for role, pool in candidate.pool_of.items()})
+    spans = candidate.schedule.spans
     syncs = {sync.node for sync in search.workload.copies}
     train = max((span.end for span in spans if span.node not in syncs and span.node not in ahead.nodes), default=0.0)
+    if turns:
+        train = max(0.0, train - max(span.end for span in spans if span.node in ahead.nodes))
     sync = sum(span.seconds for span in spans if span.node in syncs)
     asked = ahead.overlap.max_staleness
     tried = {k: replace(ahead.overlap, max_staleness=k) for k in sorted({*_TRIED, asked})}
-    found = {k: simulate_overlap(decoding, train, sync, overlap) for k, overlap in tried.items()}
+    simulate = simulate_turns if turns else simulate_overlap
+    found = {}
+    for k, overlap in tried.items():
+        # Several steps may fill more places than one has samples.
+        steps = k + 1 if turns or overlap.in_flight != "wait" else 1
+        slots = _profile(search, result, replace(task, samples=steps * task.samples)).slots
+        found[k] = simulate(replace(decoding, slots=slots), train, sync, overlap)
     chosen: OverlapTimes = found[asked]
     best = min(times.step_seconds for times in found.values())
     return OverlapPrediction(
@@ -75,20 +95,18 @@ def predict_overlap(search: Search, result: SearchResult) -> OverlapPrediction |
         staleness=chosen.staleness,
         by_staleness={str(k): times.step_seconds for k, times in found.items()},
         recommended=next(k for k, times in found.items() if times.step_seconds <= (1 + _NEARLY_BEST) * best),
+        takes_turns=turns,
     )
 
 
 def _decoding(search: Search, result: SearchResult, task: Task) -> Decoding | None:
     """Return the generation of a step, as long in total as its node in the plan."""
-    role, ahead = str(task.role), search.workload.ahead
-    demand, choice = search.demands[role], result.candidate.choices[role]
+    ahead = search.workload.ahead
     spans = {span.node: span for span in result.candidate.schedule.spans}
     seconds = spans[task.node].seconds
-    if demand.architecture is None or not seconds or ahead is None:
+    if search.demands[str(task.role)].architecture is None or not seconds or ahead is None:
         return None
-    speed = search.host_set([role]).speed.of_engine(demand.engine)
-    kv_tokens = float("inf") if choice.kv_tokens is None else choice.kv_tokens
-    profile = decode_profile(demand, task, choice.layout, speed, kv_tokens)
+    profile = _profile(search, result, task)
 
     def decoding(scale: float) -> Decoding:
         return Decoding(
@@ -103,3 +121,12 @@ def _decoding(search: Search, result: SearchResult, task: Task) -> Decoding | No
 
     unscaled = decoding(1.0)
     return decoding(seconds / (alone_seconds(unscaled) - unscaled.judging))
+
+
+def _profile(search: Search, result: SearchResult, task: Task) -> DecodeProfile:
+    """Return the speed of the role's engines for this task."""
+    role = str(task.role)
+    demand, choice = search.demands[role], result.candidate.choices[role]
+    speed = search.host_set([role]).speed.of_engine(demand.engine)
+    kv_tokens = float("inf") if choice.kv_tokens is None else choice.kv_tokens
+    return decode_profile(demand, task, choice.layout, speed, kv_tokens)

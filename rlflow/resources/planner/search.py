@@ -103,9 +103,6 @@ class Search:
             return False
 
     def _check(self) -> None:
-        if self.workload.ahead and sum(len(host.usable) for host in self.cluster.hosts) < 2:
-            fact = "generation ahead of training needs GPUs of its own, and there is one GPU in all"
-            raise PlacementError("overlap.max_staleness", fact, fix="a larger cluster, or overlap.max_staleness=0")
         for demand in self.demands.values():
             host_set = self.host_set([demand.role])
             demand.check(host_set.largest_host, on_gpus=host_set.memory_gib is not None)
@@ -135,7 +132,7 @@ class Search:
         """Return the ways to share whose roles do not contradict each other. Raises PlacementError without any."""
         found: list[Partition] = []
         contradiction: PlacementError | None = None
-        for partition in filter(self._is_allowed, sharing_partitions(list(self.demands.values()))):
+        for partition in sharing_partitions(list(self.demands.values())):
             try:
                 for pool in partition:
                     self.uses.pins(pool)
@@ -149,12 +146,6 @@ class Search:
         if contradiction is not None and not found:
             raise contradiction
         return found
-
-    def _is_allowed(self, partition: Partition) -> bool:
-        """Return whether each role that runs ahead of training shares its GPUs with such roles alone."""
-        ahead = self.workload.ahead.nodes if self.workload.ahead else ()
-        early = {task.role for task in self.workload.tasks if task.node in ahead}
-        return all(early.isdisjoint(pool) or early.issuperset(pool) for pool in partition)
 
     def host_set(self, roles: Sequence[str]) -> HostSet:
         """Return the hosts that the roles may use together."""

@@ -61,8 +61,8 @@ class Schedule:
 class StepScheduler:
     """The tasks and weight syncs of a step, in order, on the pools of its roles. A pool does one task at a time.
 
-    Tasks that run ahead of their step belong to a later one, so the others do not wait for them. Both begin with new
-    weights, and the next weight sync waits for both.
+    Tasks that run ahead of their step on pools of their own belong to a later one, so the others do not wait for them.
+    Both begin with new weights, and the next weight sync waits for both.
     """
 
     def __init__(self, workload: Workload, pool_of: Mapping[str, int]) -> None:
@@ -71,7 +71,8 @@ class StepScheduler:
             (pool_of[task.role],) if task.role is not None else () for task in workload.tasks
         ]
         # Outputs of tasks that run ahead are there when their step begins, so only such tasks wait for each other.
-        ahead = workload.ahead.nodes if workload.ahead else ()
+        takes_turns = workload.takes_turns({role: (pool,) for role, pool in pool_of.items()})
+        ahead = workload.ahead.nodes if workload.ahead and not takes_turns else ()
         after = [
             (tuple(node for node in task.after if task.node in ahead or node not in ahead), task.streams)
             for task in workload.tasks

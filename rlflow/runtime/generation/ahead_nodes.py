@@ -1,7 +1,7 @@
 """The nodes of a graph that can run before their step, and what they have produced for a step so far."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlflow.batch import Prompts, Rollouts
+from rlflow.batch import Batch, Prompts, Rollouts
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.data.source import DataSource
 from rlflow.engines.group_progress import GroupProgress, is_done
@@ -43,11 +43,20 @@ class AheadNodes:
         self._judges = self.graph.without(self.generators)
         self._later = running.without(self.graph.nodes)
 
-    def run(self, step: int) -> StepOutputs:
-        """Generate and judge all samples of a step."""
-        found = StepOutputs()
-        edges = self._read(self.graph, step)
-        found.seconds |= self._run_graph(self.graph, self._engines, edges, found.outputs.__setitem__)
+    def run(self, steps: Sequence[int]) -> dict[int, StepOutputs]:
+        """Generate and judge all samples of these steps together."""
+        sources = [self._read(self.graph, step) for step in steps]
+        num_prompts = [len(next(iter(source.values()))) for source in sources]
+        edges = {name: type(first).concatenate([each[name] for each in sources]) for name, first in sources[0].items()}
+        outputs: dict[str, Any] = {}
+        seconds = self._run_graph(self.graph, self._engines, edges, outputs.__setitem__)
+        found: dict[int, StepOutputs] = {}
+        for index, step in enumerate(steps):
+            start, end = (sum(num_prompts[:until]) / sum(num_prompts) for until in (index, index + 1))
+            found[step] = StepOutputs(
+                {name: _take_share(output, start, end) for name, output in outputs.items()},
+                {name: value * (end - start) for name, value in seconds.items()},
+            )
         return found
 
     def advance(
@@ -140,6 +149,12 @@ class AheadNodes:
             with edge(source):
                 edges[source] = getattr(self._data, source)(step)
         return edges
+
+
+def _take_share(output: Batch, start: float, end: float) -> Batch:
+    """Return the rows of a step, which are between these shares of all rows."""
+    first, last = round(start * len(output)), round(end * len(output))
+    return output if last - first == len(output) else output.take(np.arange(first, last))
 
 
 def _file(folder: Path, step: int, node: GraphNode) -> Path:

@@ -145,6 +145,7 @@ class _Pass:
             rows=np.flatnonzero(~self._groups.done),
             previous_lengths=previous_lengths,
             initial_lengths=self._groups.initial_lengths,
+            steps=self._steps,
         )
         if self._goal.on_step is not None:
             self._results = CompleteSteps(self._goal.on_step, self._groups, self._steps)

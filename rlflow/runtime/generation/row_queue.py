@@ -13,20 +13,20 @@ Ints = NDArray[np.int64]
 
 
 class RowQueue:
-    """Rows in the order in which engines get them.
+    """Rows in the order in which engines get them: those with a smaller rank first.
 
-    Rows of groups that were started in an earlier step come before all others. Among equals, rows that were never
-    started come before partial rollouts, and of these the shortest first. Shapes: R rows.
+    Among equals, rows that were never started come before partial rollouts, and of these the shortest first.
+    Shapes: R rows.
     """
 
-    def __init__(self, is_older: NDArray[np.bool_]) -> None:
-        """Start empty. ``is_older`` [R]: the row's group was started in an earlier step."""
-        self._is_older = is_older
+    def __init__(self, ranks: Ints) -> None:
+        """Start empty. ``ranks`` [R]: the rank of each row."""
+        self._ranks = ranks
         self.num_new = 0
         """The number of rows that were never started."""
         self._new: Ints = np.zeros(0, np.int64)
         """The rows that were never started are its last ``num_new``."""
-        self._partial: list[tuple[bool, int, int]] = []
+        self._partial: list[tuple[int, int, int]] = []
         """A heap; the row is the last item of each entry."""
 
     def __len__(self) -> int:
@@ -38,18 +38,17 @@ class RowQueue:
         return np.sort(self._new[len(self._new) - self.num_new :])
 
     def set_new(self, rows: Ints) -> None:
-        """Replace the rows that were never started by these, in this order; those of older groups come first."""
-        is_older = self._is_older[rows]
-        self._new, self.num_new = np.concatenate([rows[is_older], rows[~is_older]]), len(rows)
+        """Replace the rows that were never started by these, in this order among rows of equal rank."""
+        self._new, self.num_new = rows[np.argsort(self._ranks[rows], kind="stable")], len(rows)
 
     def set_partial(self, rows: Ints, lengths: Ints) -> None:
         """Replace the partial rollouts by these. ``lengths``: the tokens of each."""
         # A sorted list is a heap.
-        self._partial = sorted(zip((~self._is_older[rows]).tolist(), lengths.tolist(), rows.tolist(), strict=True))
+        self._partial = sorted(zip(self._ranks[rows].tolist(), lengths.tolist(), rows.tolist(), strict=True))
 
     def add_partial(self, row: int, length: int) -> None:
         """Add a partial rollout."""
-        heapq.heappush(self._partial, (not self._is_older[row], length, row))
+        heapq.heappush(self._partial, (int(self._ranks[row]), length, row))
 
     @property
     def first(self) -> int:
@@ -67,4 +66,4 @@ class RowQueue:
     def _is_new_first(self) -> bool:
         if not self.num_new or not self._partial:
             return self.num_new > 0
-        return bool(self._is_older[self._new[-self.num_new]]) or self._partial[0][0]
+        return bool(self._ranks[self._new[-self.num_new]] <= self._partial[0][0])

@@ -1,10 +1,10 @@
 """A pure scheduler that decides which engine generates which sample, and when: without threads and without a clock.
 
-Samples that were never started come first: one of each group, and then the longest first, as far as these and all
-others show the length of a group, so that short ones fill the end (longest processing time first, Graham 1969). An
-engine starts what it has room for now, however long that may become. When its cache is about to overflow, it preempts
-its longest partial rollouts. They are queued, and whichever engine has room resumes them, shortest first (the
-foreground-background rule: Nuyens and Wierman 2008).
+Samples of earlier steps come first. Within a step, samples that were never started come first: one of each group, and
+then the longest first, as far as these and all others show the length of a group, so that short ones fill the end
+(longest processing time first, Graham 1969). An engine starts what it has room for now, however long that may become.
+When its cache is about to overflow, it preempts its longest partial rollouts. They are queued, and whichever engine has
+room resumes them, shortest first (the foreground-background rule: Nuyens and Wierman 2008).
 
 So all samples get nearly the same time, whatever their lengths turn out to be, and none starts when others end: to
 prefill a partial rollout again costs little compared with an engine that generates one last sample alone. The longer
@@ -56,11 +56,13 @@ class Scheduler:
         rows: Ints | None = None,
         previous_lengths: Floats | None = None,
         initial_lengths: Ints | None = None,
+        steps: Ints | None = None,
     ) -> None:
         """Queue ``rows``, by default all. ``prompt_lengths`` [P] are in tokens.
 
         ``previous_lengths``: lengths of some responses of the step before. ``initial_lengths`` [R]: the tokens of each
-        partial rollout, or, of a row that is not queued, of the finished response; prompts that have any come first.
+        partial rollout, or, of a row that is not queued, of the finished response. ``steps`` [P]: the step of each
+        prompt, by default the same. Earlier steps come first, and within a step groups that have a partial rollout.
         """
         self._prompt_lengths = np.repeat(prompt_lengths, group_size)
         self._groups = np.repeat(np.arange(len(prompt_lengths)), group_size)
@@ -68,6 +70,8 @@ class Scheduler:
         self._engines = {rank: EngineState(capacity) for rank, capacity in capacities.items()}
         num_rows = len(self._groups)
         initial = np.zeros(num_rows, np.int64) if initial_lengths is None else initial_lengths
+        self._steps = np.repeat(np.zeros(len(prompt_lengths), np.int64) if steps is None else steps, group_size)
+        """[R]: the step of each row."""
         self._final_lengths = np.zeros(num_rows, np.int64)
         """[R]: the length of a finished response; 0 for others."""
         self._lengths = initial.copy()
@@ -76,8 +80,8 @@ class Scheduler:
         self._is_queued[np.arange(num_rows) if rows is None else rows] = True
         self._final_lengths[~self._is_queued] = initial[~self._is_queued]
         self._length_model = LengthModel(self._groups, max_tokens, previous_lengths)
-        # A group with tokens was started in an earlier step.
-        self._queue = RowQueue((np.bincount(self._groups, initial) > 0)[self._groups])
+        is_new = np.bincount(self._groups, initial) == 0
+        self._queue = RowQueue(2 * self._steps + is_new[self._groups])
         self._num_running = 0
         self._finished_since_order = 0
         self._reorder_after = max(1, int(self._is_queued.sum()) // _REORDERS)
@@ -216,10 +220,13 @@ class Scheduler:
         return count <= engine.capacity.sequences and tokens + count * ahead <= engine.capacity.tokens
 
     def _overflowing(self, engine: EngineState) -> list[int]:
-        """Return the longest rows that must leave so that the others have room until the engine's next message."""
+        """Return the rows that must leave so that the others have room until the engine's next message.
+
+        They are rows of the latest step, the longest first.
+        """
         rows, count, tokens = self._running(engine), len(engine.running), engine.tokens
         leaving: list[int] = []
-        for row in rows[np.argsort(-self._lengths[rows], kind="stable")].tolist():
+        for row in rows[np.lexsort((-self._lengths[rows], -self._steps[rows]))].tolist():
             if count == 1 or tokens + count * engine.pace <= engine.capacity.tokens:
                 break
             leaving.append(row)

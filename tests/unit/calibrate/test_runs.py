@@ -13,6 +13,7 @@ from rlflow.compose import load_cluster
 from rlflow.resources.time.calibration import CPU_EFFICIENCY, calibration_figures, calibration_from
 from rlflow.resources.time.speed import Efficiency
 from rlflow.runtime.measurements import StepTimes, compare_memory
+from tests.conftest import CONFIG_DIR
 from tests.helpers import load
 
 LOCAL = load_cluster("local")
@@ -68,12 +69,22 @@ def test_a_plan_states_its_calibration_and_the_file_reads_it_back() -> None:
 
 
 def test_the_measured_step_is_the_median_without_the_first() -> None:
-    times = StepTimes()
+    planned = plan()
+    times = StepTimes(planned)
     for seconds in (9.0, 1.0, 3.0, 2.0):
         times.add({"seconds": seconds, "seconds/update": seconds / 2, "reward": 1.0})
-    planned = plan()
     assert times.step(planned) == {"predicted": planned.prediction.step_seconds, "measured": 2.0}
     assert times.nodes(planned)["update"]["measured"] == 1.0
+
+
+def test_steps_that_are_generated_together_count_as_one() -> None:
+    """The first of each two steps generates for both; the last step is half of a pair."""
+    planned = compile_recipe(load("recipe=fake", "overlap.max_staleness=1", config_dir=CONFIG_DIR), LOCAL)
+    assert planned.steps_per_turn == 2
+    times = StepTimes(planned)
+    for seconds in (99.0, 1.0, 8.0, 2.0, 9.0, 3.0, 12.0):
+        times.add({"seconds": seconds})
+    assert times.step(planned)["measured"] == (5.0 + 6.0) / 2
 
 
 def test_a_process_is_compared_phase_by_phase() -> None:

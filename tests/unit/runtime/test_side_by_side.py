@@ -58,7 +58,7 @@ def graph(*roles: str) -> Graph:
 
 def run(engines: Apart, of: Graph) -> tuple[dict[str, Any], dict[str, float]]:
     outputs: dict[str, Any] = {}
-    seconds = run_graph(of, engines, {"rollouts": GIVEN}, outputs.__setitem__)
+    seconds = run_graph(of, engines, {"rollouts": GIVEN}, outputs.__setitem__, ends_step=True)
     return outputs, seconds
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.resources.planner.overlap import Decoding, alone_seconds, simulate_overlap
+from rlflow.resources.planner.overlap import Decoding, alone_seconds, simulate_overlap, simulate_turns
 from rlflow.resources.planner.simulate import simulate
 from rlflow.resources.workload import Ahead, Overlap
 from tests.unit.resources.planner.test_simulate import GRPO, SECONDS
@@ -81,3 +81,44 @@ def test_no_step_is_older_than_the_bound() -> None:
         for options in (KEEP, {}, {"deterministic": False}):
             times = simulate_overlap(UNEVEN, 6.0, 0.5, Overlap(max_staleness=staleness, **options))
             assert times.staleness <= staleness
+
+
+def turns(decoding: Decoding, train: float, sync: float = 0.0, **options: Any) -> float:
+    return simulate_turns(decoding, train, sync, Overlap(**options)).step_seconds
+
+
+def test_in_the_schedule_shared_gpus_work_one_after_another() -> None:
+    workload = replace(GRPO, ahead=Ahead(nodes=("rollout",), overlap=Overlap(max_staleness=1)))
+    schedule = simulate(workload, SECONDS, {"rollout": 0, "reference": 0, "actor": 0})
+    assert schedule == simulate(GRPO, SECONDS, {"rollout": 0, "reference": 0, "actor": 0})
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_steps_of_a_turn_share_its_weight_sync(staleness: int) -> None:
+    """All places are in use at all times, so nothing else changes."""
+    assert turns(EQUAL, 4.0, 3.0, max_staleness=staleness) == pytest.approx(10 + 4 + 3 / (staleness + 1))
+    assert turns(EQUAL, 4.0, 3.0, max_staleness=staleness, **KEEP) == pytest.approx(17)
+
+
+def test_steps_of_a_turn_decode_together_where_there_is_room() -> None:
+    """A decoding step takes 0.1 s for any number of samples: two steps are as fast as one."""
+    roomy = replace(EQUAL, slots=256)
+    times = simulate_turns(roomy, 4.0, 0.0, Overlap(max_staleness=1))
+    assert times.step_seconds == pytest.approx(10 / 2 + 4)
+    assert times.staleness == 0.5
+
+
+def test_later_steps_fill_the_end_of_a_turn() -> None:
+    """Alone, half of the places are empty at the end; with others to generate, nearly none (10 s of work)."""
+    alone = turns(UNEVEN, 1.0, max_staleness=0)
+    assert alone == pytest.approx(16, rel=0.02)
+    for options in ({}, KEEP):
+        assert turns(UNEVEN, 1.0, max_staleness=4, **options) == pytest.approx(11, rel=0.1)
+    aborted = turns(UNEVEN, 1.0, max_staleness=4, in_flight="abort", deterministic=False)
+    assert turns(UNEVEN, 1.0, max_staleness=4, **KEEP) < aborted
+
+
+def test_no_step_of_a_turn_is_older_than_the_bound() -> None:
+    for staleness in (1, 3):
+        assert simulate_turns(UNEVEN, 6.0, 0.5, Overlap(max_staleness=staleness)).staleness == staleness / 2
+        assert simulate_turns(UNEVEN, 6.0, 0.5, Overlap(max_staleness=staleness, **KEEP)).staleness <= staleness

@@ -20,6 +20,8 @@ from rlflow.errors import EngineError
 from rlflow.nodes.generate import Generate
 from rlflow.resources.workload import Overlap
 from rlflow.runtime.generation.ahead import AheadGeneration
+from rlflow.runtime.generation.ahead_own_gpus import AheadOnOwnGpus
+from rlflow.runtime.generation.ahead_shared_gpus import AheadOnSharedGpus
 from rlflow.runtime.protocols import Engines
 from rlflow.runtime.step import run_graph
 from tests.helpers import prompts, spec
@@ -84,10 +86,14 @@ class Watched(Threads):
 class Harness(Engines):
     """The engines of one role, a trainer that only counts, and what each step was trained on."""
 
-    def __init__(self, overlap: Overlap, engines: int = 2, room: tuple[int, int] = (3, 10_000)) -> None:
+    def __init__(
+        self, overlap: Overlap, engines: int = 2, room: tuple[int, int] = (3, 10_000), *, shared: bool = False
+    ) -> None:
+        """Take ``shared`` engines, which are on the GPUs of the trainer."""
         self.workers: Watched = Watched([Flaky(spec(), room) for _ in range(engines)])
         super().__init__(rollout=proxy(self.workers, LAYOUT, concurrent=True))
-        self.overlap = overlap
+        self["rollout"].resync = lambda: self.sync(len(self.trained))
+        self.overlap, self.shared = overlap, shared
         self.trained: list[Rollouts] = []
         self.syncs: list[int] = []
         self.is_training = False
@@ -108,7 +114,8 @@ class Harness(Engines):
     def ahead(self) -> AheadGeneration:
         recipe: Any = SimpleNamespace(overlap=self.overlap, steps=STEPS)
         data: Any = Data()
-        return AheadGeneration(GRAPH, GRAPH, recipe, self, data, run_graph, self.sync)
+        form = AheadOnSharedGpus if self.shared else AheadOnOwnGpus
+        return form(GRAPH, GRAPH, recipe, self, data, run_graph, self.sync)
 
     def train(self, ahead: AheadGeneration, until: int, delays: Sequence[int] = ()) -> list[dict[str, float]]:
         """Train up to step ``until``; a delay is work of the trainer, during which engines may generate."""
@@ -120,6 +127,7 @@ class Harness(Engines):
             self.is_training = True
             for _ in range(delays[step] if delays else 0):
                 np.linalg.inv(np.eye(24))
+                assert not (self.shared and any(engine._live for engine in self.workers.engines))
             self.trained.append(edges["rollouts"])
             self.is_training = False
             ahead.sync(step + 1)
@@ -256,6 +264,30 @@ def test_new_engines_get_weights_only_between_two_steps() -> None:
         assert len(harness.syncs) > STEPS or in_flight == "wait"
 
 
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_shared_engines_that_wait_generate_all_steps_of_a_version_in_one_turn(staleness: int) -> None:
+    """The steps between two turns need no weights."""
+    harness, metrics = run(Overlap(max_staleness=staleness), shared=True)
+    turns = range(0, STEPS, staleness + 1)
+    assert versions_of(harness) == [[step - step % (staleness + 1)] for step in range(STEPS)]
+    assert harness.syncs == [*turns, *([STEPS] if STEPS not in turns else [])]
+    assert [line["overlap/staleness_max"] for line in metrics] == [step % (staleness + 1) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "abort"])
+def test_shared_engines_fill_the_end_of_a_turn_with_later_steps(in_flight: Any) -> None:
+    """A turn ends with its step, and the next turn continues what it has left unfinished."""
+    for staleness in (1, 2):
+        overlap = Overlap(max_staleness=staleness, in_flight=in_flight, deterministic=False)
+        harness, _ = run(overlap, (20,) * STEPS, shared=True, engines=1)
+        older = [(step - out.versions.values).max() for step, out in enumerate(harness.trained)]
+        assert 1 <= max(older) <= staleness
+        # What a turn is for is generated first: the first step has all of its tokens from its own turn.
+        assert versions_of(harness)[0] == [0]
+        mixed = [len(set(out.versions[row].tolist())) > 1 for out in harness.trained for row in range(len(out))]
+        assert any(mixed) == (in_flight == "keep")
+
+
 SCHEDULES = st.tuples(
     st.integers(1, 4),
     st.sampled_from([("wait", True), ("wait", False), ("keep", False), ("abort", False)]),
@@ -264,18 +296,19 @@ SCHEDULES = st.tuples(
     st.frozensets(st.integers(1, 60), max_size=2),
     st.integers(2, 8),
     st.integers(1, STEPS - 1),
+    st.booleans(),
 )
 
 
 def play(schedule: Any, folder: Path) -> None:
     """Train with random delays, failures and a resume; without an answer it would hang."""
-    staleness, (in_flight, deterministic), engines, delays, failing, room, stop = schedule
+    staleness, (in_flight, deterministic), engines, delays, failing, room, stop, shared = schedule
     overlap = Overlap(max_staleness=staleness, in_flight=in_flight, deterministic=deterministic)
     Flaky.calls, Flaky.failing = 0, failing
-    harness = Harness(overlap, engines, (room, 10_000))
+    harness = Harness(overlap, engines, (room, 10_000), shared=shared)
     ahead = harness.ahead()
     # Only an exact version that is gone ends a run.
-    with suppress(EngineError) if deterministic else nullcontext():
+    with suppress(EngineError) if deterministic and not shared else nullcontext():
         harness.train(ahead, stop, delays)
         ahead.save(folder)
         ahead.close()
@@ -284,7 +317,9 @@ def play(schedule: Any, folder: Path) -> None:
         harness.train(ahead, STEPS, delays)
     ahead.close()
     harness.check()
-    assert deterministic or len(harness.trained) == STEPS
+    assert (deterministic and not shared) or len(harness.trained) == STEPS
+    if shared and in_flight == "wait":
+        assert versions_of(harness) == [[step - step % (staleness + 1)] for step in range(STEPS)]
 
 
 @pytest.mark.slow

@@ -160,6 +160,19 @@ def test_the_shortest_preempted_sample_resumes_first() -> None:
     assert order == [2, 3, 0, 1]
 
 
+def test_earlier_steps_start_first_and_leave_last() -> None:
+    """Groups of step 7 are rows 0 to 3 and 8 to 11; with room for ten, two samples of step 8 fill the rest."""
+    made = Scheduler(np.array([5, 5, 5]), 4, 100, {0: Capacity(10, 280)}, steps=np.array([7, 8, 7]))
+    rows = made.assign()[0]
+    assert sorted(rows[:8]) == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert all(4 <= row < 8 for row in rows[8:])
+    made.finished(0, [], [], 19)
+    # Ten samples of 5 + 19 tokens leave too few for 19 more of each, and so do all but six of them.
+    _, leaving = made.preempt(0)
+    assert sorted(leaving[:2]) == sorted(rows[8:])
+    assert len(leaving) == 4
+
+
 def test_the_fullest_hands_over_to_the_emptiest() -> None:
     made = scheduler(2, 2, 100, Capacity(8, 400))
     assert made.assign() == {0: [0, 5, 2, 7], 1: [4, 1, 6, 3]}

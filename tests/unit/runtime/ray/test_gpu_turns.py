@@ -140,7 +140,7 @@ def test_caches_are_released_at_every_hand_over(recipe: str, cluster: str, overr
         for step in range(1, 4):
             log.clear()
             engines["rollout"].save(Path("an evaluation"))
-            run_graph(working(plan.graph), engines, {})
+            run_graph(working(plan.graph), engines, {}, ends_step=True)
             sync_followers(plan, engines, version=step)
         # Of every role beside another, in every step.
         given_up = {line.partition(" ")[0] for line in log if line.partition(" ")[2] in GIVE_UP}
