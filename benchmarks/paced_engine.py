@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlflow.batch import Metrics, Minibatch, Packed, Prompts, Repeated, Rollouts
 from rlflow.engines.base import EngineSpec, Sampling, TokenLoss, sample_seed
@@ -30,6 +31,11 @@ TRAIN_S = 4.0
 def token_seconds(running: float) -> float:
     """Return the seconds of a decoding step of one engine."""
     return STEP_S + EACH_S * running
+
+
+def response_tokens(lengths: Sequence[float], seed: int, key: NDArray[np.int64]) -> int:
+    """Return the length of a sample's response."""
+    return int(np.ceil(np.random.default_rng(sample_seed(seed, key)).choice(lengths)))
 
 
 class _Response:
@@ -56,6 +62,8 @@ class PacedGenerator(SessionEngine, FakeEngine):
     """
 
     concurrent: ClassVar[bool] = True
+    lengths: ClassVar[Sequence[float]] = LENGTHS
+    """The lengths of responses, each equally likely."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -83,8 +91,7 @@ class PacedGenerator(SessionEngine, FakeEngine):
             self._run_to_now()
             new = []
             for key, before in zip(samples.keys, partial or [NO_RESPONSE] * len(samples), strict=True):
-                draw = np.random.default_rng(sample_seed(self._spec.seed, key))
-                length = min(sampling.max_tokens, int(np.ceil(draw.choice(LENGTHS))))
+                length = min(sampling.max_tokens, response_tokens(self.lengths, self._spec.seed, key))
                 new.append(_Response(length, before, self._version or 0))
             self._waiting.extend(new)
             self._fill()
@@ -174,10 +181,12 @@ class PacedTrainer(FakeEngine):
 class PacedWorker(EngineWorker):
     """A worker process with one of these engines."""
 
+    generator: ClassVar[type[PacedGenerator]] = PacedGenerator
+
     def build(self, engine: str, spec: EngineSpec) -> None:
         from rlflow.engines.memory import PhasePeaks
 
-        self._engine: Any = PacedGenerator(spec) if "Generates" in spec.capabilities else PacedTrainer(spec)
+        self._engine: Any = self.generator(spec) if "Generates" in spec.capabilities else PacedTrainer(spec)
         if "Generates" in spec.capabilities:
             self._engine_thread = None
         self._peaks = PhasePeaks(spec.device)

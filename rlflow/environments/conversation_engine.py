@@ -22,11 +22,9 @@ from rlflow.environments.transcript import (
     build_conversations,
     piece_of,
     resumed_transcript,
-    turn_keys,
     turn_prompts,
 )
 from rlflow.errors import EngineError, UserError, first_line
-from rlflow.packed import offsets_of
 from rlflow.rewards.base import Row
 
 # Conversations for each sample that the engine can generate at once: those that wait for their environment need room
@@ -133,20 +131,17 @@ class ConversationEngine(SessionEngine):
     def _end_turns(self, conversations: list[_Conversation]) -> None:
         """Add the turns that the engine has generated, or what it has of them."""
         responses = [each.turn.result() for each in conversations if each.turn is not None]
-        keys = turn_keys(np.stack([each.key for each in conversations]), [each.transcript for each in conversations])
+        count, keys = len(conversations), np.stack([each.key for each in conversations])
         # Nobody reads the prompts.
-        no_tokens = Packed(np.zeros(0, np.int32), offsets_of([0] * len(conversations)))
-        samples = Prompts(keys=keys, ids=no_tokens, rows=({},) * len(conversations))
+        samples = Prompts(keys=keys, ids=Packed.from_rows([()] * count, np.int32), rows=({},) * count)
         turns = self._engine.rollouts(samples, responses, conversations[0].sampling)
         lengths = turns.response_ids.lengths - [len(each.transcript.interrupted_turn.ids) for each in conversations]
         self._count_tokens(int(lengths.sum()))
-        complete = [row for row, response in enumerate(responses) if response.is_done]
-        self._exchange.add_turns(
-            [conversations[row].transcript for row in complete], turns.take(np.array(complete, int))
-        )
-        for row, each in enumerate(conversations):
+        for row, (each, response) in enumerate(zip(conversations, responses, strict=True)):
             each.turn = None
-            if not responses[row].is_done:
+            if response.is_done:
+                self._exchange.add_turn(each.transcript, turns, row)
+            else:
                 each.transcript.interrupted_turn = piece_of(turns, row)
         self._continue(conversations)
 

@@ -49,7 +49,7 @@ class EnvironmentTurns:
         transcripts = [resumed_transcript(response) for response in groups.partial_responses(unfinished)]
         if partial is None:
             first_turns = engine.generate(prompts, replace(turn_sampling, group_size=sampling.group_size))
-            exchange.add_turns(transcripts, first_turns)
+            _add_turns(exchange, transcripts, first_turns)
         while True:
             _answer(exchange, samples, transcripts)
             groups.done[unfinished] = [transcript.is_done for transcript in transcripts]
@@ -58,7 +58,7 @@ class EnvironmentTurns:
                 break
             speaking = [transcripts[row] for row in rows]
             given = turn_prompts(samples.keys[rows], [samples.ids[row] for row in rows], speaking)
-            exchange.add_turns(speaking, engine.generate(given, turn_sampling))
+            _add_turns(exchange, speaking, engine.generate(given, turn_sampling))
         new = [build_conversations(samples, transcripts, sampling.scoring_temperature)] if transcripts else []
         conversations = groups.merge(new)
         assert conversations is not None
@@ -71,6 +71,11 @@ class EnvironmentTurns:
                 return exchange
         opened.append((self.options, Exchange(self.options, engine.tokenizer)))
         return opened[-1][1]
+
+
+def _add_turns(exchange: Exchange, transcripts: Sequence[Transcript], turns: Rollouts) -> None:
+    for row, transcript in enumerate(transcripts):
+        exchange.add_turn(transcript, turns, row)
 
 
 def _answer(exchange: Exchange, samples: Prompts, transcripts: Sequence[Transcript]) -> None:

@@ -34,11 +34,10 @@ class Exchange:
             stop_ids=self._stop_ids,
         )
 
-    def add_turns(self, transcripts: Sequence[Transcript], turns: Rollouts) -> None:
-        """Add a complete turn to each conversation. One that was cut at its limit ends the conversation."""
-        for row, (transcript, text) in enumerate(zip(transcripts, turns.texts, strict=True)):
-            transcript.add_turn(piece_of(turns, row), text)
-            transcript.is_done = not turns.finished[row]
+    def add_turn(self, transcript: Transcript, turns: Rollouts, row: int) -> None:
+        """Add a row of ``turns`` to a conversation. A turn that was cut at its limit ends the conversation."""
+        transcript.add_turn(piece_of(turns, row), turns.texts[row])
+        transcript.is_done = not turns.finished[row]
 
     def ask(self, transcripts: Sequence[Transcript], rows: Sequence[Row]) -> "list[Future[Answer]]":
         """Let the environment answer the last turns. Return a future of the Answer for each conversation.

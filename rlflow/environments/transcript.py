@@ -77,16 +77,14 @@ def piece_of(turns: Rollouts, row: int) -> PartialResponse:
     return PartialResponse(turns.response_ids[row].copy(), turns.logprobs[row].copy(), turns.versions[row].copy())
 
 
-def turn_keys(keys: Ints, transcripts: Sequence[Transcript]) -> Ints:
-    """Return the key of each conversation's next turn, [B, 3], from the keys of the conversations.
+def turn_key(key: Sequence[int], turn: int) -> tuple[int, int, int]:
+    """Return the key of a turn of the conversation with this key. The first turn has the conversation's own.
 
-    Each has a prompt number that no other turn of the step has, so that its random draws are its own. They do not
-    depend on when the turn begins. The first turn has the key of the conversation.
+    Later ones have a prompt number that no other turn of the step has, so that their random draws are their own. They
+    do not depend on when the turn begins.
     """
-    turns = np.array([transcript.num_turns for transcript in transcripts], np.int64)
-    numbers = (turns << 2 * _BITS) + (keys[:, 1] << _BITS) + keys[:, 2]
-    later = np.stack([keys[:, 0], numbers, np.zeros_like(numbers)], axis=1)
-    return np.where(turns[:, None] > 0, later, keys)
+    step, prompt, sample = map(int, key)
+    return (step, (turn << 2 * _BITS) + (prompt << _BITS) + sample, 0) if turn else (step, prompt, sample)
 
 
 def turn_prompts(keys: Ints, prompt_ids: Sequence[NDArray[np.generic]], transcripts: Sequence[Transcript]) -> Prompts:
@@ -98,7 +96,10 @@ def turn_prompts(keys: Ints, prompt_ids: Sequence[NDArray[np.generic]], transcri
         np.concatenate([prompt, *(piece.ids for piece in transcript.pieces)])
         for prompt, transcript in zip(prompt_ids, transcripts, strict=True)
     ]
-    return Prompts(keys=turn_keys(keys, transcripts), ids=Packed.from_rows(ids, np.int32), rows=({},) * len(ids))
+    turns = [turn_key(key, transcript.num_turns) for key, transcript in zip(keys, transcripts, strict=True)]
+    return Prompts(
+        keys=np.array(turns, np.int64).reshape(-1, 3), ids=Packed.from_rows(ids, np.int32), rows=({},) * len(ids)
+    )
 
 
 def build_conversations(samples: Prompts, transcripts: Sequence[Transcript], temperature: float) -> Conversations:

@@ -17,7 +17,9 @@ from rlflow.engines.group_progress import NO_RESPONSE, GroupProgress, PartialRes
 from rlflow.engines.serving.activity import EngineActivity
 from rlflow.engines.serving.sessions import SessionEngine
 from rlflow.engines.transformers import TransformersEngine
+from rlflow.environments import exchange
 from rlflow.environments.conversation_engine import ConversationEngine
+from rlflow.environments.turn import EnvironmentSpec
 from rlflow.errors import EngineError, EnvironmentFailedError
 from rlflow.nodes.generate import Converse
 from rlflow.runtime.generation.engine_group import EngineGroup
@@ -29,6 +31,26 @@ ECHO = f"{echo.__name__}:Echo"
 NODE = Converse(environment=ECHO, max_turns=3, turn_tokens=4, max_tokens=20, group_size=2)
 SAMPLING = NODE.sampling
 LIMIT_S = 20.0
+
+
+class Here:
+    """Worker processes in place of which this one answers, at once."""
+
+    def __init__(self, given: EnvironmentSpec, num_processes: int | None) -> None:
+        self._call = given.load(given.environment).call
+
+    def submit(self, questions: Sequence[Any]) -> "list[Future[Any]]":
+        futures: list[Future[Any]] = [Future() for _ in questions]
+        for future, (text, row, state) in zip(futures, questions, strict=True):
+            (answer,) = self._call([text], [(row, state)])
+            future.set_result(answer)
+        return futures
+
+
+@pytest.fixture(autouse=True)
+def _here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr(exchange, "EnvironmentCalls", Here)
 
 
 def turn_of(key: Sequence[int], length: int = 4) -> list[int]:
@@ -188,7 +210,7 @@ def test_a_conversation_does_not_wait_for_another() -> None:
         prompt += [*turn_of(found), *answers.pop(0)] if answers else []
 
 
-@pytest.mark.parametrize("kind", [Eager, WritingEngine])
+@pytest.mark.parametrize("kind", [Eager, pytest.param(WritingEngine, marks=pytest.mark.slow)])
 def test_samples_are_those_of_turns_in_batches(kind: type[Any]) -> None:
     batches = Batches(spec()) if kind is Eager else FakeEngine(spec())
     expected = NODE.run(batches, GIVEN)
@@ -300,6 +322,7 @@ def test_conversations_of_an_engine_that_fails_go_to_the_others() -> None:
     assert [failure["failed"] for failure in group.take_failures()] == ["it died"]
 
 
+@pytest.mark.slow
 def test_an_environment_that_hangs_is_no_failure_of_an_engine() -> None:
     node = replace(NODE, environment="tests.unit.environments.slow:Hanging", timeout_s=0.2)
     engines = Threads([Eager(spec()) for _ in range(2)])
@@ -309,7 +332,7 @@ def test_an_environment_that_hangs_is_no_failure_of_an_engine() -> None:
     assert group.take_failures() == []
 
 
-@pytest.mark.parametrize("kind", [TransformersEngine, Eager])
+@pytest.mark.parametrize("kind", [pytest.param(TransformersEngine, marks=pytest.mark.slow), Eager])
 def test_conversations_continue_in_the_next_step(kind: type[Any]) -> None:
     """Overcommit: they stop when enough groups are complete, and no token is generated twice."""
     engine = kind(spec())

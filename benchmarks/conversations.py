@@ -1,0 +1,220 @@
+"""Measure conversations with an environment that takes its time: ``python -m benchmarks.conversations [--json FILE]``.
+
+4,096 conversations of 8 turns run on Ray, on two simulated hosts with two engines each. The engines have no model:
+turns take the time of their decoding steps, with lengths of a long-tailed distribution. A call of the environment takes
+50 ms to 2 s, log-normal, at true scale. Everything between them is rlflow's: dispatcher, sessions, transcripts, worker
+processes.
+
+The ideal is a brute-force simulation of the same turns and delays without any overhead, in which a turn may go to any
+engine. The table also has the bound that no schedule beats, and the time if each turn waited for all conversations.
+
+``largest_process_mb`` is the largest private memory of a process for the conversations: what the driver, the engines
+and Ray's processes have more than when idle, and all that processes of the environment have.
+"""
+
+import argparse
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import rlflow
+from benchmarks import paced_engine as paced
+from benchmarks import service
+from benchmarks.reporting import Goal, finish
+from benchmarks.turn_schedule import bound, lock_step, simulate
+from rlflow.batch import Conversations, Packed, Prompts, Rollouts
+from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.plan import Plan
+from rlflow.nodes.generate import Converse
+from rlflow.resources.time.lengths import Lengths
+from rlflow.rewards.processes import descendants
+from rlflow.runtime.objects.budget import edge
+from rlflow.runtime.ray.runtime import RayRuntime
+
+CONVERSATIONS, TURNS, ENGINES = 4096, 8, 4
+MEAN_TOKENS, MAX_TOKENS = 100, 500
+# Worker processes of the environment beside each engine.
+PROCESSES = 64
+# Conversations before the measured ones, which load libraries and start processes.
+WARM_UP = 256
+SHARE, LARGEST_MB = 0.9, 200.0
+# Seconds between two looks at the memory of all processes.
+_LOOK_S = 5.0
+
+
+class TurnGenerator(paced.PacedGenerator):
+    """An engine whose responses have the lengths of turns."""
+
+    lengths: ClassVar[Sequence[float]] = Lengths.log_normal(MEAN_TOKENS, MAX_TOKENS).values
+
+
+class TurnWorker(paced.PacedWorker):
+    """A worker process with such an engine."""
+
+    generator = TurnGenerator
+
+    def pid(self) -> int:
+        """Return the number of the process."""
+        return os.getpid()
+
+
+class Dropped:
+    """A subscriber that needs no samples; with one, engines deliver their rollouts in parts, as in a step."""
+
+    def receive(self, rank: int, part: Rollouts) -> None:
+        """Receive samples that an engine has finished."""
+
+    def discard_engine(self, rank: int) -> None:
+        """Discard nothing."""
+
+
+class Memory:
+    """The private memory of this process and of all that it started."""
+
+    def __init__(self) -> None:
+        self._idle = private_mb([os.getpid(), *descendants(os.getpid())])
+        self.peaks: dict[int, float] = {}
+        self._stop = threading.Event()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note the peak of each process within the context."""
+        thread = threading.Thread(target=self._watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            thread.join()
+
+    def added(self, engines: Sequence[int]) -> Mapping[str, float]:
+        """Return the largest memory for conversations, by kind of process; ``engines`` are their processes."""
+        environments = {pid for engine in engines for pid in descendants(engine)}
+        largest: dict[str, float] = {}
+        for pid, peak in self.peaks.items():
+            kind = "driver" if pid == os.getpid() else "Ray"
+            kind = "engine" if pid in engines else "environment" if pid in environments else kind
+            before = 0.0 if pid in environments else self._idle.get(pid, 0.0)
+            largest[kind] = max(largest.get(kind, 0.0), peak - before)
+        return largest
+
+    def _watch(self) -> None:
+        while True:
+            is_over = self._stop.wait(_LOOK_S)
+            for pid, size in private_mb([os.getpid(), *descendants(os.getpid())]).items():
+                self.peaks[pid] = max(size, self.peaks.get(pid, 0.0))
+            if is_over:
+                return
+
+
+def private_mb(pids: Sequence[int]) -> dict[int, float]:
+    """Return the megabytes that each process shares with no other."""
+    found = {}
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            found[pid] = sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
+    return found
+
+
+def plan_of() -> Plan:
+    figures = (
+        "{model_type: qwen3, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 2,"
+        " num_key_value_heads: 1, head_dim: 32, vocab_size: 64, max_position_embeddings: 8192}"
+    )
+    rollouts = (
+        f"{{node: converse, role: rollout, group_size: 2, environment: 'benchmarks.service:Service',"
+        f" options: {{num_turns: {TURNS}}}, max_turns: {TURNS}, turn_tokens: {MAX_TOKENS + 1},"
+        f" max_tokens: {(TURNS + 1) * (MAX_TOKENS + 5)}, processes: {PROCESSES}}}"
+    )
+    recipe = rlflow.load(
+        [
+            "recipe=dr_grpo_tiny",
+            "models.policy={recipe: null, random_weights: true, characters: '0123456789+=', dtype: float32}",
+            f"models.policy.architecture={figures}",
+            f"roles.rollout={{engine: vllm, gpus: {ENGINES}, tensor_parallel_size: 1, colocate: []}}",
+            "roles.actor.gpus=2",
+            f"++graph.rollouts={rollouts}",
+            "evaluation=null",
+        ]
+    )
+    return rlflow.compile(recipe, "2x3@cpu")
+
+
+def prompts(first: int, count: int) -> Prompts:
+    numbers = np.arange(first, first + count)
+    keys = np.stack([np.zeros(count, np.int64), numbers, np.zeros(count, np.int64)], axis=1)
+    ids = Packed.from_rows(np.ones((count, 16)), np.int32)
+    return Prompts(keys=keys, ids=ids, rows=tuple({"number": number} for number in numbers.tolist()))
+
+
+def measure(plan: Plan, count: int) -> tuple[float, Conversations, Mapping[str, float]]:
+    """Return the seconds of ``count`` conversations, these, and the memory that they took."""
+    (node,) = (each.operation for each in plan.graph.nodes if isinstance(each.operation, Converse))
+    sampling = replace(node.sampling, group_size=1)
+    models = models_in_use(plan.recipe)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch("rlflow.runtime.ray.role_workers.EngineWorker", TurnWorker),
+        RayRuntime().start(plan, models, Path(folder)) as engines,
+        edge("rollouts"),
+    ):
+        engine: Any = engines["rollout"]
+        engine.generate(prompts(count, WARM_UP), sampling)
+        memory = Memory()
+        with memory.watched(), engines.stream_to(Dropped(), "rollout"):
+            start = time.perf_counter()
+            conversations = engine.generate(prompts(0, count), sampling)
+            seconds = time.perf_counter() - start
+        pids = [call.result() for call in engine.workers.call_all("pid")]
+        return seconds, conversations, memory.added(pids)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
+    arguments = parser.parse_args()
+    count = arguments.conversations
+    seconds, conversations, memory = measure(plan_of(), count)
+    assert conversations.turns.tolist() == [TURNS] * count
+    assert conversations.finished.all()
+    # Turns and answers alternate, and the last answer is not read.
+    tokens = conversations.own.run_lengths.reshape(count, 2 * TURNS - 1)[:, ::2].astype(np.float64)
+    delays = np.array([[service.delay(row, turn) for turn in range(TURNS)] for row in range(count)])
+    schedule = (tokens, delays, ENGINES, paced.SLOTS, paced.token_seconds)
+    ideal = simulate(*schedule)
+    table = Table("schedule", "seconds", "of the ideal")
+    named = {
+        "bound": bound(*schedule),
+        "ideal": ideal,
+        "measured": seconds,
+        "each turn waits for all": lock_step(*schedule),
+    }
+    for name, value in named.items():
+        table.add_row(name, f"{value:.1f}", f"{ideal / value:.2f}")
+    console = Console(width=100)
+    console.print(table)
+    console.print(f"mean answer {delays.mean():.2f} s, mean turn {tokens.mean():.0f} tokens")
+    console.print("MB for conversations: " + ", ".join(f"{kind} {size:.0f}" for kind, size in sorted(memory.items())))
+    figures = {"share_of_ideal": ideal / seconds, "largest_process_mb": max(memory.values())}
+    goals = {
+        "share_of_ideal": Goal(f"at least {SHARE}", figures["share_of_ideal"] >= SHARE),
+        "largest_process_mb": Goal(f"at most {LARGEST_MB:g}", figures["largest_process_mb"] <= LARGEST_MB),
+    }
+    return finish("conversations", figures, goals, arguments.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
