@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Batch, Packed
 from rlflow.packed import Array, CompressedArray, Rows, compress, decompress, offsets_of
 from rlflow.runtime.objects.ray_api import import_ray, this_host
-from rlflow.runtime.objects.store import Block, RowSpans, StoredColumn, blocks_of, fetch
+from rlflow.runtime.objects.store import Block, RowSpans, StoredColumn, blocks_of, cut, fetch
 
 # Slicing must leave at least this many bytes where they are, to be worth its message.
 _MIN_SAVED_BYTES = 1 << 20
@@ -183,14 +183,14 @@ class BlockSlice:
         """Request the values without waiting for them."""
         self._source.request()
 
-    def read(self, start: int, end: int) -> Array:
-        """Return the block's values ``[start:end]``. Raises EngineError for a block that is lost."""
+    def read(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[Array]:
+        """Return the block's values ``[start:end]`` for each pair. Raises EngineError for a block that is lost."""
         values = self._values
         if values is None:
-            return self._block.read(start, end)
-        interval = int(np.searchsorted(self._starts, start, "right")) - 1
-        first = int(self._offsets[interval]) + start - int(self._starts[interval])
-        return values[first : first + end - start]
+            return self._block.read(starts, ends)
+        intervals = np.searchsorted(self._starts, starts, "right") - 1
+        moved = self._offsets[intervals] - self._starts[intervals]
+        return cut(values, starts + moved, ends + moved)
 
     @cached_property
     def _values(self) -> Array | None:
@@ -220,10 +220,8 @@ class Slicer:
         key = pickle.dumps(([each.hex() for each in references], list(numbers), list(intervals)))
         with self._lock:
             if key not in self._slices:
-                pieces = [list(zip(starts.tolist(), ends.tolist(), strict=True)) for starts, ends in intervals]
-                arrays = zip(ray.get(references), (pieces[number] for number in numbers), strict=True)
-                values = [np.concatenate([array[start:end] for start, end in own]) for array, own in arrays]
-                self._slices[key] = ray.put(values)
+                arrays = zip(ray.get(references), numbers, strict=True)
+                self._slices[key] = ray.put([np.concatenate(cut(array, *intervals[at])) for array, at in arrays])
                 forget = threading.Timer(_SHARED_S, self._slices.pop, [key, None])
                 forget.daemon = True
                 forget.start()

@@ -49,9 +49,9 @@ class Block:
             raise EngineError(f"object store: expected a block of {self.count} values of {self.dtype}, got {found}.")
         return values
 
-    def read(self, start: int, end: int) -> Array:
-        """Return the values ``[start:end]`` without a copy."""
-        return self.values[start:end]
+    def read(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[Array]:
+        """Return the values ``[start:end]`` for each pair, without a copy."""
+        return cut(self.values, starts, ends)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return block_for, (self.reference, self.host, self.count, self.dtype.str)
@@ -60,6 +60,11 @@ class Block:
 def block_for(reference: Any, host: str, count: int, dtype: str) -> Block:
     """Return this process's one Block for ``reference``."""
     return _BLOCKS.setdefault(reference, Block(reference, host, count, dtype))
+
+
+def cut(values: Array, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[Array]:
+    """Return ``values[start:end]`` for each pair."""
+    return [values[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
 def put_array(values: Array) -> Block:
@@ -106,15 +111,12 @@ class RowSpans:
         return result
 
     @cached_property
-    def runs(self) -> list[tuple[int, int, int]]:
-        """Return block, start and end of each run of adjacent rows, which can be read in one go."""
-        if not len(self.block):
-            return []
+    def runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the blocks, starts and ends of the runs of adjacent rows, each of which can be read in one go."""
         ends = self.start + self.length
-        new = np.flatnonzero((self.start[1:] != ends[:-1]) | (self.block[1:] != self.block[:-1])) + 1
-        first, last = np.append(0, new), np.append(new - 1, len(ends) - 1)
-        runs = (self.block[first], self.start[first], ends[last])
-        return list(zip(*(each.tolist() for each in runs), strict=True))
+        is_new = (self.start[1:] != ends[:-1]) | (self.block[1:] != self.block[:-1])
+        first = np.append(True, is_new)[: len(ends)]
+        return self.block[first], self.start[first], ends[np.append(is_new, True)[: len(ends)]]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Adjacent rows have gaps of 0, which take no room in a message.
@@ -134,8 +136,8 @@ class BlockReader(Protocol):
     def request(self) -> None:
         """Request the values without waiting for them."""
 
-    def read(self, start: int, end: int) -> Array:
-        """Return the block's values ``[start:end]``."""
+    def read(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[Array]:
+        """Return the block's values ``[start:end]`` for each pair."""
 
 
 class StoredColumn(Packed):
@@ -190,11 +192,15 @@ class StoredColumn(Packed):
     def _read(self, spans: RowSpans) -> Array:
         for reader in self._readers.values():
             reader.request()
-        pieces = []
-        for block, start, end in spans.runs:
-            if end > self.blocks[block].count:
-                raise EngineError("object store: rows reach beyond the end of their block.")
-            pieces.append(self._readers.get(block, self.blocks[block]).read(start, end))
+        blocks, starts, ends = spans.runs
+        if (ends > np.array([block.count for block in self.blocks])[blocks]).any():
+            raise EngineError("object store: rows reach beyond the end of their block.")
+        pieces: list[Array] = [np.empty(0, self.dtype)] * len(blocks)
+        for block in np.unique(blocks).tolist():
+            runs = np.flatnonzero(blocks == block)
+            values = self._readers.get(block, self.blocks[block]).read(starts[runs], ends[runs])
+            for run, piece in zip(runs.tolist(), values, strict=True):
+                pieces[run] = piece
         return np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
 
 

@@ -140,7 +140,7 @@ def test_without_a_slicer_the_complete_block_is_fetched(elsewhere: Elsewhere) ->
     elsewhere.fails = True
     read = localize(Logprobs(values=column(elsewhere, [5, 0])), "here")
     assert values_of(read) == [100, 101, 102, 0, 1, 2]
-    assert elsewhere.fetched == ["b 100", "here 0"]
+    assert elsewhere.fetched == ["here 0", "b 100"]
 
 
 @pytest.mark.parametrize("error", [ray.exceptions.RaySystemError("no Ray"), ValueError("the name is taken")])
@@ -152,7 +152,7 @@ def test_the_complete_block_is_fetched_when_no_slicer_starts(
 
     monkeypatch.setattr(slices, "_slicer_on", start)
     assert values_of(localize(Logprobs(values=column(elsewhere, [5, 0])), "here")) == [100, 101, 102, 0, 1, 2]
-    assert elsewhere.fetched == ["b 100", "here 0"]
+    assert elsewhere.fetched == ["here 0", "b 100"]
 
 
 def test_a_slicer_does_not_keep_the_block(elsewhere: Elsewhere) -> None:
