@@ -1,27 +1,53 @@
-"""Measure what the driver spends on generation: the time of one scheduling event while samples wait.
+"""Measure the process that drives a run: its scheduling of samples, and all that passes through it in a step.
 
 ``python -m benchmarks.driver [--json FILE]``
 
-An event is an engine's report of finished samples: the scheduler notes it, preempts if a cache is about to overflow,
-and assigns queued samples. The figure is the mean over the events in which 64, 256 or 1,024 engines generate a quarter
-of all samples, with response lengths that differ by a factor of a hundred.
+*Events.* An event is an engine's report of finished samples: the scheduler notes it, preempts if a cache is about to
+overflow, and assigns queued samples. The figure is the mean over the events in which 64, 256 or 1,024 engines generate
+a quarter of all samples, with response lengths that differ by a factor of a hundred.
+
+*Steps.* On Ray, 2 engines generate 65,536 samples, and 64 workers on two other hosts score and train on them. Engines
+have no model and take no time (``benchmarks/instant_engine.py``); scheduling, object stores, rewards, advantages and
+the division among ranks are rlflow's. A step leaves out the weight sync, which ``benchmarks/weight_sync.py`` measures.
+All processes share the CPUs of this machine, so the rate is a lower bound of the driver's own; its CPU time is printed
+beside it. The bytes are those of all messages to and from the driver.
 """
 
 import argparse
 import heapq
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import numpy as np
 
+import rlflow
+from benchmarks import instant_engine as instant
 from benchmarks.reporting import Goal, finish
+from benchmarks.traffic import counted
+from rlflow.compiler.lower import models_in_use
+from rlflow.compiler.plan import Plan
+from rlflow.data.source import load_rows, open_training_data
+from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.runtime.generation.engine_state import Capacity
 from rlflow.runtime.generation.scheduler import Scheduler
+from rlflow.runtime.ray.cluster.connection import simulated
+from rlflow.runtime.ray.engine_set import RayEngines
+from rlflow.runtime.ray.runtime import RayRuntime
+from rlflow.runtime.step import train_step
 
 _GOAL_MS = {64: 0.2, 256: 0.8, 1024: 3.5}
 _SLOTS, _ROWS_PER_ENGINE, _GROUP_SIZE, _MAX_TOKENS, _PROMPT = 64, 128, 8, 8192, 128
 # An engine reports when one in this many of its slots is finished.
 _SHARE = 32
+
+_PROMPTS, _RESPONSES = 4096, 16
+_TRAINERS = 64
+_STEPS = 5
+_STORE = 1_000_000_000
 
 
 def event_ms(engines: int, seed: int = 0) -> float:
@@ -73,14 +99,89 @@ def event_ms(engines: int, seed: int = 0) -> float:
     return seconds / events * 1e3
 
 
+@dataclass(frozen=True)
+class Steps:
+    """The measurements of whole steps, for each sample."""
+
+    seconds: float
+    driver_seconds: float
+    """CPU time of the driver's process."""
+    messages: float
+    nbytes: float
+
+
+def plan_of(trainers: int, prompts: int, responses: int) -> Plan:
+    """Return the plan of a step with 2 engines that generate, on a host of their own, and workers on two others."""
+    recipe = rlflow.load(
+        [
+            "recipe=dr_grpo_tiny",
+            "models.policy={recipe: null, random_weights: true, characters: '0123456789+='}",
+            "models.policy.architecture={model_type: qwen3, hidden_size: 64, intermediate_size: 128,"
+            " num_attention_heads: 2, num_hidden_layers: 2, num_key_value_heads: 1, head_dim: 32, vocab_size: 13,"
+            f" max_position_embeddings: {instant.LIMIT + 64}}}",
+            "roles.rollout={engine: vllm, gpus: 2, colocate: []}",
+            f"roles.actor={{engine: fake, gpus: {trainers}}}",
+            f"data.batch_size={prompts}",
+            f"graph.rollouts={{group_size: {responses}, max_tokens: {instant.LIMIT}}}",
+            f"graph.rewards.function={instant.__name__}:text_length",
+            "+graph.old_logprobs={node: logprobs, role: actor}",
+        ]
+    )
+    return rlflow.compile(recipe, f"1x2@cpu+2x{trainers // 2}@cpu")
+
+
+def measure_steps(plan: Plan, samples: int, steps: int = _STEPS) -> Steps:
+    """Run whole steps of so many samples on the hosts that are simulated now."""
+    recipe, models = plan.recipe, models_in_use(plan.recipe)
+    rows, tokenizer = load_rows(recipe.data, "split"), load_tokenizer("policy", models["policy"])
+    data = open_training_data(recipe.data, tokenizer, rows, recipe.seed, with_responses=False)
+    with (
+        patch("rlflow.runtime.ray.role_workers.EngineWorker", instant.InstantWorker),
+        TemporaryDirectory() as folder,
+        RayRuntime().start(plan, models, Path(folder)) as engines,
+    ):
+        assert isinstance(engines, RayEngines)
+        hosted = engines.place_with_tokens(data)
+        # Processes start in the first step.
+        train_step(plan, engines, hosted, 0, sync=lambda version: 0.0)
+        with counted() as traffic:
+            train_step(plan, engines, hosted, 1, sync=lambda version: 0.0)
+        seconds, driver_seconds = [], []
+        for step in range(2, steps + 2):
+            before = time.process_time()
+            seconds.append(train_step(plan, engines, hosted, step, sync=lambda version: 0.0)["seconds"])
+            driver_seconds.append(time.process_time() - before)
+    return Steps(
+        median(seconds) / samples,
+        median(driver_seconds) / samples,
+        traffic.messages / samples,
+        traffic.nbytes / samples,
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
-    figures = {f"event_ms_{engines}": event_ms(engines) for engines in _GOAL_MS}
+    events = {engines: event_ms(engines) for engines in _GOAL_MS}
+    plan = plan_of(_TRAINERS, _PROMPTS, _RESPONSES)
+    with simulated(plan.cluster, _STORE):
+        steps = measure_steps(plan, _PROMPTS * _RESPONSES)
+    print(f"driver: {steps.driver_seconds * 1e6:.0f} us of CPU time for each sample")
+    figures = {
+        **{f"event_ms_{engines}": value for engines, value in events.items()},
+        "samples_per_second": 1 / steps.seconds,
+        "messages_per_sample": steps.messages,
+        "bytes_per_sample": steps.nbytes,
+    }
     goals = {
-        f"event_ms_{engines}": Goal(f"at most {goal}", figures[f"event_ms_{engines}"] <= goal)
-        for engines, goal in _GOAL_MS.items()
+        **{
+            f"event_ms_{engines}": Goal(f"at most {goal}", events[engines] <= goal)
+            for engines, goal in _GOAL_MS.items()
+        },
+        "samples_per_second": Goal("at least 20000", figures["samples_per_second"] >= 20000),
+        "messages_per_sample": Goal("at most 0.02", steps.messages <= 0.02),
+        "bytes_per_sample": Goal("at most 100", steps.nbytes <= 100),
     }
     return finish("driver", figures, goals, arguments.json)
 
