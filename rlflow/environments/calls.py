@@ -26,7 +26,7 @@ class EnvironmentCalls:
     def __init__(self, spec: EnvironmentSpec, num_processes: int | None) -> None:
         """Load the environment, and start processes when they are needed. Raises RecipeError and EngineError."""
         name = spec.environment
-        pool = ProcessPool({name: spec}, num_processes or _num_own_cpus())
+        pool = ProcessPool({name: spec}, num_processes or num_own_cpus())
         self._name, self._batch_size = name, pool.callables[name].batch_size
         self._numbers = itertools.count()
         self._answers: dict[int, Future[Answer]] = {}
@@ -70,7 +70,7 @@ def _serve(pool: ProcessPool, queue: CallQueue, answers: "dict[int, Future[Answe
         pool.stop()
 
 
-def _num_own_cpus() -> int:
+def num_own_cpus() -> int:
     """Return the CPUs of this process: on a host with several engines, the engine's share."""
     share = os.environ.get("OMP_NUM_THREADS", "")
     return min(num_usable_cpus(), int(share)) if share.isdecimal() and int(share) else num_usable_cpus()

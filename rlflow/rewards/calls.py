@@ -35,7 +35,8 @@ class CallQueue:
         """False once no more calls will arrive."""
         self._calls: SimpleQueue[Call] = SimpleQueue()
         self._counter = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._counter)
+        # When this process ends, a thread may still read.
+        weakref.finalize(self, os.close, self._counter).atexit = False
 
     def put(self, call: Call) -> None:
         """Add a call, from any thread."""
