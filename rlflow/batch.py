@@ -157,7 +157,7 @@ class Conversations(Rollouts):
     reasons: NDArray[np.str_]
     """[B]: why the environment failed; empty where it did not."""
     unfinished: Packed
-    """B rows of uint8: what an engine needs to resume a conversation, pickled. Empty where it is done."""
+    """B rows of uint8: JSON that an engine needs to resume a conversation. Empty where it is done."""
 
     @property
     def failed(self) -> NDArray[np.bool_]:

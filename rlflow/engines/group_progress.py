@@ -27,7 +27,7 @@ class PartialResponse:
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     conversation: bytes = b""
-    """The conversation that they are, pickled; empty for other responses."""
+    """The rest of the conversation that they are (``Conversations.unfinished``); empty for other responses."""
 
 
 NO_RESPONSE = PartialResponse(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))

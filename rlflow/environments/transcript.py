@@ -3,7 +3,8 @@
 Shapes: B conversations, T tokens of a turn or an answer.
 """
 
-import pickle
+import json
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -129,13 +130,30 @@ def build_conversations(samples: Prompts, transcripts: Sequence[Transcript], tem
         ),
         turns=np.array([each.num_turns for each in transcripts], np.int64),
         reasons=np.array([each.reason for each in transcripts], np.str_),
-        unfinished=Packed.from_rows(
-            [np.frombuffer(b"" if each.is_done else pickle.dumps(each), np.uint8) for each in transcripts], np.uint8
-        ),
+        unfinished=Packed.from_rows([np.frombuffer(_rest_of(each), np.uint8) for each in transcripts], np.uint8),
     )
 
 
 def resumed_transcript(response: PartialResponse) -> Transcript:
     """Return the transcript of a conversation that an engine was interrupted in, or a new one."""
-    found: Transcript = pickle.loads(response.conversation) if response.conversation else Transcript()
-    return found
+    if not response.conversation:
+        return Transcript()
+    saved = json.loads(response.conversation)
+    ends = np.cumsum(saved["lengths"], dtype=np.int64)
+    columns = (np.split(column, ends) for column in (response.ids, response.logprobs, response.versions))
+    *pieces, interrupted_turn = (PartialResponse(*each) for each in zip(*columns, strict=True))
+    state = None if saved["state"] is None else b64decode(saved["state"])
+    return Transcript(pieces, interrupted_turn, saved["text"], state, saved["reward"])
+
+
+def _rest_of(transcript: Transcript) -> bytes:
+    """Return what ``resumed_transcript`` needs besides the tokens; nothing for a conversation that is done."""
+    if transcript.is_done:
+        return b""
+    rest = {
+        "lengths": [len(piece.ids) for piece in transcript.pieces],
+        "text": transcript.text,
+        "state": None if transcript.state is None else b64encode(transcript.state).decode(),
+        "reward": transcript.reward,
+    }
+    return json.dumps(rest).encode()
