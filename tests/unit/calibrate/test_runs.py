@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import rlflow
-from rlflow.calibrate.fit import calibration_from_runs
+from rlflow.calibrate.fit import calibration_from_runs, measured_nodes
 from rlflow.compiler import compile_recipe
 from rlflow.compiler.plan import Plan
 from rlflow.compose import load_cluster
@@ -53,6 +53,16 @@ def test_a_run_says_nothing_about_the_memory_of_other_engines() -> None:
     found = calibration_from_runs(runs, {})
     more = {engine: found[f"cpu/{engine}"].process_gib - CPU_EFFICIENCY.process_gib for engine in ("torch", "vllm")}
     assert more == pytest.approx({"torch": 0.0, "vllm": 0.25})
+
+
+@pytest.mark.slow
+def test_the_hosts_of_a_run_have_judged_its_samples_side_by_side() -> None:
+    """Of 2,048 samples each of two hosts has judged 1,024. The controller has computed all advantages."""
+    penalty = ("+graph.kl={node: kl_divergence}", "+graph.penalized={node: kl_penalty, kl_coef: 0.1}")
+    planned = rlflow.compile(load("recipe=grpo_32b", *penalty, "++graph.advantages.rewards=penalized"), "2x8@h100_80gb")
+    for name, samples in (("kl", 1024), ("advantages", 2048)):
+        (node,) = measured_nodes(planned, {"nodes": {name: {"measured": 1.0}}}, {})
+        assert node.predict(Efficiency(host_sample_s=1.0)) == samples
 
 
 def test_a_plan_states_its_calibration_and_the_file_reads_it_back() -> None:
