@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.batch import Prompts, Rollouts
@@ -300,7 +301,7 @@ SCHEDULES = st.tuples(
 )
 
 
-def play(schedule: Any, folder: Path) -> None:
+def play(schedule: Any) -> None:
     """Train with random delays, failures and a resume; without an answer it would hang."""
     staleness, (in_flight, deterministic), engines, delays, failing, room, stop, shared = schedule
     overlap = Overlap(max_staleness=staleness, in_flight=in_flight, deterministic=deterministic)
@@ -310,10 +311,11 @@ def play(schedule: Any, folder: Path) -> None:
     # Only an exact version that is gone ends a run.
     with suppress(EngineError) if deterministic and not shared else nullcontext():
         harness.train(ahead, stop, delays)
-        ahead.save(folder)
-        ahead.close()
-        ahead = harness.ahead()
-        ahead.restore(folder)
+        with TemporaryDirectory() as folder:
+            ahead.save(Path(folder))
+            ahead.close()
+            ahead = harness.ahead()
+            ahead.restore(Path(folder))
         harness.train(ahead, STEPS, delays)
     ahead.close()
     harness.check()
@@ -324,14 +326,14 @@ def play(schedule: Any, folder: Path) -> None:
 
 @pytest.mark.slow
 @given(schedule=SCHEDULES)
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_random_schedules_never_exceed_the_bound(schedule: Any, tmp_path: Path) -> None:
-    play(schedule, tmp_path)
+@settings(deadline=None, max_examples=15)
+def test_random_schedules_never_exceed_the_bound(schedule: Any) -> None:
+    play(schedule)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @given(schedule=SCHEDULES)
-@settings(deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_thousand_random_schedules_never_exceed_the_bound(schedule: Any, tmp_path: Path) -> None:
-    play(schedule, tmp_path)
+@settings(deadline=None, max_examples=1000)
+def test_a_thousand_random_schedules_never_exceed_the_bound(schedule: Any) -> None:
+    play(schedule)
