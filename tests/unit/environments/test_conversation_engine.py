@@ -349,3 +349,27 @@ def test_conversations_continue_in_the_next_step(kind: type[Any]) -> None:
     if kind is Eager:
         check_same(partial, expected)
     assert partial.response_ids[0].tolist() == expected.response_ids[0].tolist()
+
+
+def test_partial_conversations_of_a_step_are_complete_in_the_next() -> None:
+    """Two conversations are complete when the step ends; one is in its first turn, one between two turns."""
+    expected = NODE.run(Batches(spec()), GIVEN)
+    engine, found = Stepped(spec()), []
+    step = EngineGroup("role", Threads([engine]), lambda: None)
+    thread = threading.Thread(target=lambda: found.append(step.continue_rollouts(GIVEN, SAMPLING, None, 1)))
+    thread.start()
+    engine.wait_for(key(0, 1))
+    engine.generate_token(key(0, 1))
+    engine.end_turn(key(0, 3, 1))
+    engine.wait_for(key(1, 3, 1))
+    for sample in range(2):
+        for turn in range(int(expected.turns[sample])):
+            engine.end_turn(key(turn, 0, sample))
+    thread.join(LIMIT_S)
+    (partial,) = found
+    assert isinstance(partial, Conversations)
+    assert partial.keys[:, 1:].tolist() == [[0, 0], [0, 1], [1, 0], [3, 1]]
+    assert (partial.unfinished.lengths > 0).tolist() == [False, False, True, True]
+    assert partial.response_ids[2].tolist() == turn_of(key(0, 1))[:1]
+    later = EngineGroup("role", Threads([Eager(spec())]), lambda: None)
+    check_same(later.continue_rollouts(GIVEN, SAMPLING, partial, len(GIVEN)), expected)
