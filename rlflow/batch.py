@@ -157,7 +157,8 @@ class Conversations(Rollouts):
     reasons: NDArray[np.str_]
     """[B]: why the environment failed; empty where it did not."""
     unfinished: Packed
-    """B rows of uint8: JSON that an engine needs to resume a conversation. Empty where it is done."""
+    """B rows of uint8: JSON that an engine needs to resume a conversation. Empty where it is done. A row that does not
+    begin with a brace also has a pickle of the environment, and never leaves the run."""
 
     @property
     def failed(self) -> NDArray[np.bool_]:

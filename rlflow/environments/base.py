@@ -29,8 +29,8 @@ class Environment(Section, ABC):
     """The other side of one conversation. Derive your own class from this; its fields are its options.
 
     Each conversation has its own object, and attributes that the object sets are its state. Between two turns the
-    state is stored with ``pickle``, because each turn may run in another process. A turn whose process is killed is
-    repeated from the state before it.
+    state is stored, because each turn may run in another process: as JSON where that can hold it, else as a pickle. A
+    turn whose process is killed is repeated from the state before it.
     """
 
     batch_size: ClassVar[int] = 1

@@ -13,12 +13,15 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Conversations, Prompts, Rollouts
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
+from rlflow.environments.turn import is_pickle
 from rlflow.packed import Packed, Repeated
 
 Ints = NDArray[np.int64]
 
 # Bits of a key's number for the sample, and for the prompt: a step has fewer prompts, and a prompt fewer samples.
 _BITS = 20
+# The first byte of an unfinished conversation whose environment is a pickle; others begin with the brace of JSON.
+_WITH_PICKLE = b"P"
 
 
 @dataclass
@@ -32,7 +35,7 @@ class Transcript:
     text: str = ""
     """The model's last complete turn."""
     state: bytes | None = None
-    """The environment after its last answer, pickled; None before the first."""
+    """The environment after its last answer; None before the first."""
     reward: float = 0.0
     reason: str = ""
     """Why the environment failed; empty if it did not."""
@@ -138,7 +141,7 @@ def resumed_transcript(response: PartialResponse) -> Transcript:
     """Return the transcript of a conversation that an engine was interrupted in, or a new one."""
     if not response.conversation:
         return Transcript()
-    saved = json.loads(response.conversation)
+    saved = json.loads(response.conversation.removeprefix(_WITH_PICKLE))
     ends = np.cumsum(saved["lengths"], dtype=np.int64)
     columns = (np.split(column, ends) for column in (response.ids, response.logprobs, response.versions))
     *pieces, interrupted_turn = (PartialResponse(*each) for each in zip(*columns, strict=True))
@@ -150,10 +153,11 @@ def _rest_of(transcript: Transcript) -> bytes:
     """Return what ``resumed_transcript`` needs besides the tokens; nothing for a conversation that is done."""
     if transcript.is_done:
         return b""
+    prefix = _WITH_PICKLE if transcript.state is not None and is_pickle(transcript.state) else b""
     rest = {
         "lengths": [len(piece.ids) for piece in transcript.pieces],
         "text": transcript.text,
         "state": None if transcript.state is None else b64encode(transcript.state).decode(),
         "reward": transcript.reward,
     }
-    return json.dumps(rest).encode()
+    return prefix + json.dumps(rest).encode()

@@ -1,6 +1,7 @@
 """Turns of conversations, run in the workers of a process pool."""
 
 import copy
+import json
 import math
 import pickle
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ class TurnResult:
     done: bool
     reward: float
     state: bytes
-    """The environment, pickled."""
+    """The environment: its attributes as JSON where JSON can hold them, else a pickle."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +62,44 @@ def _run_turn(new: Environment, text: str, row: Row, state: bytes | None) -> Tur
             environment = copy.deepcopy(new)
             environment.reset(row)
         else:
-            environment = pickle.loads(state)
+            environment = _restored(new, state)
         observation = environment.step(text)
     except BaseException as error:  # a user's class may raise anything, SystemExit included
         return Failure("raised", f"failed ({first_line(error)})")
     if problem := _problem(observation):
         return Failure("invalid", f"returned {problem} for {text[:80]!r}")
     try:
-        state = pickle.dumps(environment)
+        state = _stored(environment)
     except Exception as error:  # pickle raises errors of many kinds
         return Failure("invalid", f"cannot be stored between turns ({first_line(error)})")
     # Subclasses of str and float are converted: the process that reads the result may not know them.
     return TurnResult(str(observation.text), observation.done, float(observation.reward), state)
+
+
+def _stored(environment: Environment) -> bytes:
+    attributes = vars(environment)
+    try:
+        state = json.dumps(attributes)
+        if json.loads(state) == attributes:
+            return state.encode()
+    except (TypeError, ValueError):
+        pass
+    return pickle.dumps(environment)
+
+
+def _restored(new: Environment, state: bytes) -> Environment:
+    """Return the environment that ``_stored`` stored; ``new`` is one with the same options."""
+    if is_pickle(state):
+        pickled: Environment = pickle.loads(state)
+        return pickled
+    environment = copy.copy(new)
+    environment.__dict__ = json.loads(state)
+    return environment
+
+
+def is_pickle(state: bytes) -> bool:
+    """Return whether a stored environment is a pickle; JSON begins with a brace."""
+    return not state.startswith(b"{")
 
 
 def _problem(observation: Any) -> str | None:

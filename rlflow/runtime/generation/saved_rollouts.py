@@ -18,8 +18,8 @@ _VALUES, _LENGTHS, _RUNS = ".values", ".lengths", ".runs"
 def save_rollouts(file: Path, rollouts: Rollouts, prompts: Prompts) -> None:
     """Write rollouts of these prompts to ``file``, which ends in ``.npz``.
 
-    Unfinished conversations are left out, and begin again in a resumed run: they hold their environment as a pickle,
-    and a checkpoint may come from anyone.
+    Unfinished conversations with an environment that JSON cannot hold are left out, and begin again in a resumed run:
+    their environment is a pickle, and a checkpoint may come from anyone.
     """
     rollouts, rows = _without_pickles(rollouts), _rows_of(prompts)
     other: dict[str, Any] = {"kind": type(rollouts).__name__, "texts": list(rollouts.texts)}
@@ -62,10 +62,11 @@ def load_rollouts(file: Path, prompts: Prompts) -> Rollouts:
 
 
 def _without_pickles(rollouts: Rollouts) -> Rollouts:
-    """Return the rollouts without unfinished conversations."""
+    """Return the rollouts without unfinished conversations whose environment is a pickle."""
     if not isinstance(rollouts, Conversations):
         return rollouts
-    return rollouts.take(np.flatnonzero(rollouts.unfinished.lengths == 0))
+    rests = (rollouts.unfinished[row].tobytes() for row in range(len(rollouts)))
+    return rollouts.take(np.flatnonzero([not rest or rest.startswith(b"{") for rest in rests]))
 
 
 def _rows_of(prompts: Prompts) -> dict[tuple[int, int], dict[str, Any]]:

@@ -1,12 +1,15 @@
 """Turns of an environment in workers: whatever it does, each turn has an answer in time."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from rlflow.environments.turn import EnvironmentSpec, TurnResult
-from rlflow.rewards.base import Failure, Kind
+from rlflow.environments.base import Environment, Observation
+from rlflow.environments.turn import EnvironmentSpec, TurnResult, is_pickle
+from rlflow.rewards.base import Failure, Kind, Row
 from rlflow.rewards.calls import Call
 from rlflow.rewards.pool import ProcessPool
 from tests.unit.environments import misbehaving
@@ -83,3 +86,29 @@ def test_subclasses_of_text_count_as_text(pool: ProcessPool) -> None:
     (answer,) = answers(pool, ["its own kind"])
     assert isinstance(answer, TurnResult)
     assert type(answer.text) is str
+
+
+@dataclass
+class Counting(Environment):
+    """Counts turns, in an attribute that JSON can hold or in one that only a pickle can."""
+
+    as_set: bool = False
+
+    def reset(self, row: Row) -> None:
+        self.seen: Any = set() if self.as_set else []
+
+    def step(self, text: str) -> Observation:
+        self.seen = {*self.seen, text} if self.as_set else [*self.seen, text]
+        return Observation(",".join(sorted(self.seen)))
+
+
+@pytest.mark.parametrize("as_set", [False, True])
+def test_an_environment_is_stored_as_json_where_that_can_hold_it(as_set: bool) -> None:
+    call: Any = EnvironmentSpec(f"{__name__}:Counting", {"as_set": as_set}, 1.0).load("counting").call
+    [first] = call(["b"], [({}, None)])
+    assert is_pickle(first.state) == as_set
+    assert as_set or json.loads(first.state) == {"as_set": False, "seen": ["b"]}
+    [second] = call(["a"], [({}, first.state)])
+    assert second.text == "a,b"
+    [again] = call(["c"], [({}, first.state)])
+    assert again.text == "b,c", "a repeated turn starts from the state before it"

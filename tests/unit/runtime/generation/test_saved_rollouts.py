@@ -1,10 +1,11 @@
 """Rollouts in a checkpoint are the same when they are read again, and no file of it can run code."""
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pytest
 
 from rlflow.batch import Conversations, Prompts, Rollouts
 from rlflow.engines.group_progress import PartialResponse
@@ -29,34 +30,39 @@ def samples() -> Prompts:
     return GIVEN.repeat(2)
 
 
-def conversations(unfinished: int | None = None) -> Conversations:
+def conversations(unfinished: int | None = None, state: bytes | None = None) -> Conversations:
     turn = PartialResponse(np.array([1, 2], np.int32), np.array([-0.5, -1.0], np.float32), np.array([3, 3], np.int32))
     transcripts = [Transcript(pieces=[turn], text=f"{row}", finished=True, is_done=True) for row in range(4)]
     if unfinished is not None:
-        transcripts[unfinished].finished = transcripts[unfinished].is_done = False
+        transcripts[unfinished] = Transcript(pieces=[turn], text="x", state=state)
     return build_conversations(samples(), transcripts, 1.0)
 
 
 def test_rollouts_are_read_as_they_were(tmp_path: Path) -> None:
-    written = rollouts(sequences((3, 3), ((1, 2), (3, 1))))
-    written = type(written)(**{**vars(written), "keys": samples().keys})
+    written = replace(rollouts(sequences((3, 3), ((1, 2), (3, 1)))), keys=samples().keys)
     save_rollouts(tmp_path / "a.npz", written, GIVEN)
     assert_same(load_rollouts(tmp_path / "a.npz", GIVEN), written)
 
 
-def test_unfinished_conversations_begin_again(tmp_path: Path) -> None:
-    written = conversations(unfinished=2)
+@pytest.mark.parametrize("state", [None, b'{"number": 3}'])
+def test_unfinished_conversations_are_read_as_they_were(state: bytes | None, tmp_path: Path) -> None:
+    written = conversations(2, state)
+    save_rollouts(tmp_path / "a.npz", written, GIVEN)
+    read = load_rollouts(tmp_path / "a.npz", GIVEN)
+    assert_same(read, written)
+    assert isinstance(read, Conversations)
+    assert read.unfinished[2].tobytes() == written.unfinished[2].tobytes()
+
+
+def test_conversations_with_a_pickle_begin_again(tmp_path: Path) -> None:
+    written = conversations(2, pickle.dumps({1, 2}))
     save_rollouts(tmp_path / "a.npz", written, GIVEN)
     assert_same(load_rollouts(tmp_path / "a.npz", GIVEN), written.take(np.array([0, 1, 3])))
 
 
-def test_a_pickle_in_a_file_from_someone_else_is_left_out(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_pickle_in_a_file_from_someone_else_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_rollouts, "_without_pickles", lambda given: given)
-    written = conversations(unfinished=1)
-    assert isinstance(pickle.loads(written.unfinished[1].tobytes()), Transcript)
-    save_rollouts(tmp_path / "a.npz", written, GIVEN)
+    save_rollouts(tmp_path / "a.npz", conversations(1, pickle.dumps({1, 2})), GIVEN)
     monkeypatch.undo()
     read = load_rollouts(tmp_path / "a.npz", GIVEN)
-    assert isinstance(read, Conversations)
-    assert not read.unfinished.lengths.any()
     assert read.keys.tolist() == samples().keys[[0, 2, 3]].tolist()
