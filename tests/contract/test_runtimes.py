@@ -106,6 +106,22 @@ class TestRuntime:
         assert metrics(tmp_path / "run") == metrics(tmp_path / "expected")
         assert {line["sampling/rounds"] for line in metrics(tmp_path / "run")} != {1}
 
+    @pytest.mark.slow
+    def test_steps_that_are_generated_in_one_turn(self, runtime: type[Runtime], tmp_path: Path) -> None:
+        """Three steps have the weights of the first. The run stops, and resumes, between the second and the third."""
+        ahead = "overlap.max_staleness=2"
+        run(plan_of("local", ahead), tmp_path / "expected", LocalRuntime(), [MetricsWriter()])
+        cluster, *pins = PLACEMENTS["all on the same GPUs"]
+        on_hosts = plan_of(cluster, ahead, *(f"roles.{pin}" for pin in pins))
+        plan = on_hosts if runtime is RayRuntime else plan_of("local", ahead)
+        assert plan.takes_turns
+        stops = iter([False, False, True])
+        run(plan, tmp_path / "run", runtime(), [MetricsWriter()], stop=lambda: next(stops))
+        run(plan, tmp_path / "run", runtime(), [MetricsWriter()], resume=True)
+        assert metrics(tmp_path / "run") == metrics(tmp_path / "expected")
+        ages = [line["overlap/staleness_max"] for line in metrics(tmp_path / "run") if "overlap/staleness_max" in line]
+        assert ages == [0, 1, 2, 0, 1, 2]
+
     def test_a_model_that_is_not_there(self, runtime: type[Runtime], tmp_path: Path) -> None:
         source = ("models.policy.random_weights=false", "models.policy.characters=null", "models.policy.path=/nowhere")
         plan = plan_of("local", *source, "roles.reference.engine=transformers")
