@@ -63,6 +63,7 @@ def test_generation_takes_turns_with_training_where_they_share_gpus() -> None:
     assert not compiled(cluster="1x1@cpu").takes_turns
 
 
+@pytest.mark.slow
 def test_turns_of_several_steps_share_the_end_of_a_generation() -> None:
     """While the longest responses of a step end, engines generate others; weights are synced once a turn."""
     shared = ("roles.rollout.colocate=[actor]", "roles.reference.colocate=[actor]")
@@ -82,6 +83,7 @@ def test_the_default_is_no_part_of_the_experiment() -> None:
     assert compiled().fingerprint != compiled("overlap.max_staleness=1").fingerprint
 
 
+@pytest.mark.slow
 def test_the_role_that_generates_has_gpus_of_its_own() -> None:
     for recipe in ("grpo_32b", "ppo_7b"):
         plan = rlflow.compile(load(f"recipe={recipe}", "overlap.max_staleness=1"), "2x8")
@@ -103,6 +105,7 @@ def test_both_sides_take_equally_long() -> None:
     assert overlap.recommended == 1
 
 
+@pytest.mark.slow
 def test_explain_says_what_overlap_would_bring() -> None:
     problem = Problem(load("recipe=grpo_32b"), load_cluster("2x8"), {})
     told = gain_of_overlap(problem)
