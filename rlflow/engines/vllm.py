@@ -256,10 +256,21 @@ class VllmEngine(SessionEngine):
 def _start_vllm(arguments: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.logprobs import LogprobsProcessor
 
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     _on_ranks(engine, "prepare_sampler")
+    LogprobsProcessor.update_from_output = _append_logprobs
     return engine
+
+
+def _append_logprobs(processor: Any, output: Any) -> None:
+    """Append the logprobs of a request's new tokens, without the ranks and texts that vLLM adds in Python.
+
+    ``processor`` is vLLM's LogprobsProcessor, and ``output`` its EngineCoreOutput.
+    """
+    if output.new_logprobs is not None:
+        processor.logprobs.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
 
 
 def _count_cache_tokens(engine: Any) -> int:
