@@ -210,4 +210,5 @@ def _context(recipe: Recipe, graph: Graph, node: GraphNode) -> NodeContext:
         engine=role.engine if role else None,
         dtype=recipe.models[role.model].dtype if role else None,
         samplers=tuple(recipe.roles[each.role].engine for each in read if each.role),
+        max_staleness=recipe.overlap.max_staleness,
     )

@@ -60,6 +60,8 @@ class NodeContext:
     """The number type of its role's model."""
     samplers: tuple[str, ...]
     """The engines that generate the responses which the node reads."""
+    max_staleness: int = 0
+    """The most versions by which these engines' weights are older than the trained ones."""
 
 
 @dataclass

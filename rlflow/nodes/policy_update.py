@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from rlflow.nodes.policy_loss import Columns, Loss
 
+# The age of tokens from which clipping around the policy that sampled them costs learning: benchmarks/staleness.py.
+_STALE = 2
 _OLD = "graph.old_logprobs={node: logprobs, role: actor}"
 CLIPPING: Mapping[str, str] = {
     "clip_ratio": "clip_eps",
@@ -192,6 +194,12 @@ class PolicyGradient(Section):
     def cautions(self, context: NodeContext) -> Iterator[str]:
         if self.kl_coef and self.kl_estimator == "k1":
             yield "kl_estimator: in a loss the gradient of k1 is zero on average, so it does nothing; use k2 or k3"
+        if context.max_staleness >= _STALE and self.correction is None:
+            yield (
+                f"correction: is missing, and tokens are up to {context.max_staleness} versions old, so clipping stops "
+                f"much of their gradient; add old_logprobs: {{node: logprobs, role: {context.role}}} and correction: "
+                "{level: token, outside: bound, max_ratio: 2}"
+            )
         # In float32 engines agree to about 1e-6, far from every bound of a ratio.
         if context.samplers and context.dtype != "float32" and "old_logprobs" not in context.connected:
             yield from self.mismatch_cautions(context)

@@ -138,7 +138,7 @@ class TestSteps:
     def test_a_block_that_is_lost(self, started: Started) -> None:
         prompts = started.data.prompts(0)
         block = prompts.ids.blocks[0]
-        block.count -= 1
+        block.count += 1
         lost = Sequences(keys=prompts.keys, prompt_ids=prompts.ids, response_ids=prompts.ids)
         with pytest.raises(EngineError, match=r"object store: expected a block of \d+ values of int32, got int32 of"):
             started.engines["reference"].logprobs(lost, 1.0)

@@ -34,6 +34,13 @@ def warned(recipe: str, *overrides: str) -> list[str]:
             "k3",
         ),
         (
+            "grpo_tiny",
+            ["overlap.max_staleness=2"],
+            "graph.update.correction: is missing, and tokens are up to 2 versions old, so clipping stops much of their "
+            "gradient; add old_logprobs: {node: logprobs, role: actor} and correction: {level: token, outside: bound, "
+            "max_ratio: 2}",
+        ),
+        (
             "rloo_tiny",
             ["graph.update.num_minibatches=2"],
             "graph.update.num_minibatches: is 2, and this loss has no ratio: from the second optimizer step on it "
