@@ -4,7 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ from rlflow.engines.base import Sampling
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.group_progress import is_done
 from rlflow.errors import EngineError, RecipeError
+from rlflow.recipe import Optimizer
 from rlflow.report.records import MetricsWriter
 from rlflow.runtime.generation.overcommit import OvercommittedGenerate
 from rlflow.runtime.local import LocalRuntime
@@ -161,7 +162,10 @@ def test_stopped_before_the_first_step_and_resumed(tmp_path: Path) -> None:
 
 def test_weights_that_are_not_finite_are_neither_copied_nor_saved_nor_exported(tmp_path: Path) -> None:
     """The sampler never gets them, and the last good checkpoint stays the last."""
-    plan = plan_of("real", "steps=1", "roles.actor.optimizer.learning_rate=1e39")
+    recipe = load("recipe=real", "steps=1", config_dir=CONFIG_DIR)
+    # No recipe may have such a learning rate.
+    actor = replace(recipe.roles["actor"], optimizer=Optimizer(learning_rate=1e39))
+    plan = rlflow.compile(replace(recipe, roles={**recipe.roles, "actor": actor}), "local")
     with pytest.raises(EngineError, match=r"^step 1: role actor: model\.embed_tokens\.weight and .* not finite"):
         go(plan, tmp_path)
     assert not (tmp_path / "checkpoints").exists()

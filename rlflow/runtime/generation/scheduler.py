@@ -33,6 +33,9 @@ _REORDERS = 128
 # start more, it keeps at least the first part of the longest response for each queued sample, divided by the number of
 # running ones, and at most the second part (``benchmarks/tail.py``).
 _FREE_PER_QUEUED, _MAX_FREE = 1 / 512, 1 / 16
+# An engine holds so many more samples than it generates at once: the next ones, until its report of finished ones is
+# answered.
+_SPARE = 1 / 32
 # An engine migrates samples to one whose cache holds less by this factor, and by this part of its own capacity.
 _UNEVEN, _MIN_DIFFERENCE = 1.3, 1 / 16
 # It migrates only samples that may still grow by this share of the tokens to prefill again.
@@ -217,7 +220,8 @@ class Scheduler:
         free = self._max_tokens * min(_FREE_PER_QUEUED * len(self._queue) / self._num_running, _MAX_FREE)
         ahead = max(engine.pace, int(free))
         tokens = engine.tokens + int(self._prompt_lengths[row] + self._lengths[row])
-        return count <= engine.capacity.sequences and tokens + count * ahead <= engine.capacity.tokens
+        sequences = engine.capacity.sequences
+        return count <= sequences + int(_SPARE * sequences) and tokens + count * ahead <= engine.capacity.tokens
 
     def _overflowing(self, engine: EngineState) -> list[int]:
         """Return the rows that must leave so that the others have room until the engine's next message.

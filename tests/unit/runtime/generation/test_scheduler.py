@@ -271,3 +271,12 @@ def test_what_ended_in_an_earlier_step_tells_of_its_group() -> None:
     made = Scheduler(np.array([1, 1]), 4, 100, {0: Capacity(8, 10_000)}, rows=np.array([3, 7]), initial_lengths=done)
     short, long = made._length_model.factors
     assert short > long > 1
+
+
+def test_an_engine_holds_the_next_samples_until_its_report_is_answered() -> None:
+    made = scheduler(200, 1, 100, Capacity(64, 10**6))
+    rows = made.assign()[0]
+    assert len(rows) == 66
+    assert made.assign() == {}
+    made.finished(0, rows[:2], [5, 5], 5)
+    assert len(made.assign()[0]) == 2
