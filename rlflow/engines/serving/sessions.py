@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial as bind
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import Any
 
 import numpy as np
@@ -155,8 +155,9 @@ class _Session:
         self._report_every_s, self._next_report = _REPORT_EACH_S * num_engines, 0.0
         self._lock = threading.Lock()
         self._generating: dict[int, Future[Any]] = {}
-        self._completed: SimpleQueue[int] = SimpleQueue()
-        """Rows whose futures have completed, some of them by an abort."""
+        self._completed: Queue[int] = Queue()
+        """Rows whose futures have completed, some of them by an abort. No SimpleQueue: several threads wait here with a
+        timeout, and in one whose row another has taken, CPython 3.11 may wait forever."""
         self._responses: dict[int, Any] = {}
         """The responses of rows that are done."""
         self._steps_before = engine.decode_steps
