@@ -207,13 +207,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     working, false = 0, 0
-    for case, error in infeasible_cases(given.recipes, given.seed):
+    for count, (case, error) in enumerate(infeasible_cases(given.recipes, given.seed), 1):
         broken, holds = broken_fixes(case, error), is_true(case, error)
         working, false = working + (not broken), false + (not holds)
         if broken or not holds:
             print(" ".join((*case.base, *case.pins)), case.cluster.shape)
             print(f"  {error}".replace("\n", "\n  "))
             print("".join(f"    does not work: {each}\n" for each in broken) + "    false\n" * (not holds), end="")
+        if count % 20 == 0:
+            print(f"{count} recipes: the fixes of {working} work, {false} false reasons", flush=True)
     figures = {"recipes": given.recipes, "fixes_that_work": working, "false_blockers": false}
     goals = {
         "recipes": Goal("for information", True),

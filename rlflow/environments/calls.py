@@ -17,7 +17,7 @@ from rlflow.rewards.pool import ProcessPool
 from rlflow.rewards.processes import num_usable_cpus
 
 Answer = TurnResult | Failure
-_Question = tuple[str, Row, bytes | None]
+_Question = tuple[str, Row, str | bytes | None]
 
 
 class EnvironmentCalls:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Conversations, Prompts, Rollouts
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
-from rlflow.environments.turn import is_pickle
 from rlflow.packed import Packed, Repeated
 
 Ints = NDArray[np.int64]
@@ -34,8 +33,8 @@ class Transcript:
     """The tokens so far of the turn in which an engine was interrupted."""
     text: str = ""
     """The model's last complete turn."""
-    state: bytes | None = None
-    """The environment after its last answer; None before the first."""
+    state: str | bytes | None = None
+    """The environment after its last answer, as JSON or a pickle; None before the first."""
     reward: float = 0.0
     reason: str = ""
     """Why the environment failed; empty if it did not."""
@@ -141,11 +140,13 @@ def resumed_transcript(response: PartialResponse) -> Transcript:
     """Return the transcript of a conversation that an engine was interrupted in, or a new one."""
     if not response.conversation:
         return Transcript()
+    pickled = response.conversation.startswith(_WITH_PICKLE)
     saved = json.loads(response.conversation.removeprefix(_WITH_PICKLE))
     ends = np.cumsum(saved["lengths"], dtype=np.int64)
     columns = (np.split(column, ends) for column in (response.ids, response.logprobs, response.versions))
     *pieces, interrupted_turn = (PartialResponse(*each) for each in zip(*columns, strict=True))
-    state = None if saved["state"] is None else b64decode(saved["state"])
+    # Only a conversation with the prefix may hold a pickle, because checkpoints refuse the prefix.
+    state = b64decode(saved["state"]) if pickled else saved["state"]
     return Transcript(pieces, interrupted_turn, saved["text"], state, saved["reward"])
 
 
@@ -153,11 +154,11 @@ def _rest_of(transcript: Transcript) -> bytes:
     """Return what ``resumed_transcript`` needs besides the tokens; nothing for a conversation that is done."""
     if transcript.is_done:
         return b""
-    prefix = _WITH_PICKLE if transcript.state is not None and is_pickle(transcript.state) else b""
+    state = transcript.state
     rest = {
         "lengths": [len(piece.ids) for piece in transcript.pieces],
         "text": transcript.text,
-        "state": None if transcript.state is None else b64encode(transcript.state).decode(),
+        "state": b64encode(state).decode() if isinstance(state, bytes) else state,
         "reward": transcript.reward,
     }
-    return prefix + json.dumps(rest).encode()
+    return (_WITH_PICKLE if isinstance(state, bytes) else b"") + json.dumps(rest).encode()

@@ -1,6 +1,7 @@
 """Turns of conversations, run in the workers of a process pool."""
 
 import copy
+import copyreg
 import json
 import math
 import pickle
@@ -8,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
+from types import NoneType
 from typing import Any, ClassVar
 
 from rlflow.environments.base import Environment, Observation, load_environment
@@ -16,6 +18,8 @@ from rlflow.rewards.base import Failure, LoadedCallable, Row
 
 # The longest observation. A longer one is a mistake, and would take long to tokenize.
 _MAX_CHARACTERS = 2**20
+# How pickle creates an object of a class that does not say how it is stored.
+_NEW: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,8 @@ class TurnResult:
     text: str
     done: bool
     reward: float
-    state: bytes
-    """The environment: its attributes as JSON where JSON can hold them, else a pickle."""
+    state: str | bytes
+    """The environment: its attributes as JSON where JSON can hold them, else a pickle, which is bytes."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +54,19 @@ class EnvironmentSpec:
 
 
 def _run_turns(
-    environment: Environment, texts: Sequence[str], conversations: Sequence[tuple[Row, bytes | None]]
+    environment: Environment, texts: Sequence[str], conversations: Sequence[tuple[Row, str | bytes | None]]
 ) -> list[TurnResult | Failure]:
     return [_run_turn(environment, text, row, state) for text, (row, state) in zip(texts, conversations, strict=True)]
 
 
-def _run_turn(new: Environment, text: str, row: Row, state: bytes | None) -> TurnResult | Failure:
+def _run_turn(new: Environment, text: str, row: Row, state: str | bytes | None) -> TurnResult | Failure:
     """Run one turn; whatever the environment does, the other turns of the call are not affected."""
     try:
         if state is None:
             environment = copy.deepcopy(new)
             environment.reset(row)
         else:
-            environment = _restored(new, state)
+            environment = _restored(type(new), state)
         observation = environment.step(text)
     except BaseException as error:  # a user's class may raise anything, SystemExit included
         return Failure("raised", f"failed ({first_line(error)})")
@@ -76,30 +80,37 @@ def _run_turn(new: Environment, text: str, row: Row, state: bytes | None) -> Tur
     return TurnResult(str(observation.text), observation.done, float(observation.reward), state)
 
 
-def _stored(environment: Environment) -> bytes:
-    attributes = vars(environment)
-    try:
-        state = json.dumps(attributes)
-        if json.loads(state) == attributes:
-            return state.encode()
-    except (TypeError, ValueError):
-        pass
+def _stored(environment: Environment) -> str | bytes:
+    """Return the environment as JSON if that keeps all that a pickle would keep, else as a pickle."""
+    kind = type(environment)
+    how: Any = environment.__reduce_ex__(2)
+    if how[:2] == (_NEW, (kind,)) and how[3:] == (None, None) and not hasattr(kind, "__setstate__"):
+        attributes = how[2]
+        if type(attributes) in (dict, NoneType) and _is_json(attributes, set()):
+            return json.dumps(attributes or {})
     return pickle.dumps(environment)
 
 
-def _restored(new: Environment, state: bytes) -> Environment:
-    """Return the environment that ``_stored`` stored; ``new`` is one with the same options."""
-    if is_pickle(state):
+def _is_json(value: object, seen: set[int]) -> bool:
+    """Return whether JSON keeps this value as it is: exact types, and no list or dictionary found in two places."""
+    if value is None or type(value) in (str, int, float, bool):
+        return True
+    if not isinstance(value, dict | list) or type(value) not in (dict, list) or id(value) in seen:
+        return False
+    seen.add(id(value))
+    if isinstance(value, list):
+        return all(_is_json(each, seen) for each in value)
+    return all(type(key) is str and _is_json(each, seen) for key, each in value.items())
+
+
+def _restored(kind: type[Environment], state: str | bytes) -> Environment:
+    """Return the environment of this class that ``_stored`` stored."""
+    if isinstance(state, bytes):
         pickled: Environment = pickle.loads(state)
         return pickled
-    environment = copy.copy(new)
-    environment.__dict__ = json.loads(state)
+    environment = kind.__new__(kind)
+    environment.__dict__.update(json.loads(state))
     return environment
-
-
-def is_pickle(state: bytes) -> bool:
-    """Return whether a stored environment is a pickle; JSON begins with a brace."""
-    return not state.startswith(b"{")
 
 
 def _problem(observation: Any) -> str | None:

@@ -1,21 +1,26 @@
 """Turns of an environment in workers: whatever it does, each turn has an answer in time."""
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from threading import Lock
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlflow.environments.base import Environment, Observation
-from rlflow.environments.turn import EnvironmentSpec, TurnResult, is_pickle
+from rlflow.environments.turn import EnvironmentSpec, TurnResult
 from rlflow.rewards.base import Failure, Kind, Row
 from rlflow.rewards.calls import Call
 from rlflow.rewards.pool import ProcessPool
 from tests.unit.environments import misbehaving
 
 DEADLINE_S = 0.5
-Begun = tuple[Mapping[str, Any], bytes | None]
+Begun = tuple[Mapping[str, Any], str | bytes | None]
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +111,86 @@ class Counting(Environment):
 def test_an_environment_is_stored_as_json_where_that_can_hold_it(as_set: bool) -> None:
     call: Any = EnvironmentSpec(f"{__name__}:Counting", {"as_set": as_set}, 1.0).load("counting").call
     [first] = call(["b"], [({}, None)])
-    assert is_pickle(first.state) == as_set
+    assert type(first.state) is (bytes if as_set else str)
     assert as_set or json.loads(first.state) == {"as_set": False, "seen": ["b"]}
     [second] = call(["a"], [({}, first.state)])
     assert second.text == "a,b"
     [again] = call(["c"], [({}, first.state)])
     assert again.text == "b,c", "a repeated turn starts from the state before it"
+
+
+class Mood(StrEnum):
+    GOOD = "good"
+
+
+@dataclass
+class Keeping(Environment):
+    """Keeps a value of a kind, and answers whether it is what it was."""
+
+    kind: str = ""
+
+    def reset(self, row: Row) -> None:
+        shared = ["s"]
+        values = {
+            "enum": Mood.GOOD,
+            "subclass": Counter("aab"),
+            "number": np.float64(0.5),
+            "integer key": {1: "one"},
+            "two places": [shared, shared],
+            "tuple": ("a", "b"),
+            "not a number": [math.nan],
+            "text": "caf\u00e9 \ud800",
+        }
+        self.value: Any = values[self.kind]
+
+    def step(self, text: str) -> Observation:
+        if self.kind == "two places":
+            self.value[0].append("t")
+        return Observation(f"{type(self.value).__name__} {self.value!r}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "second_answer"),
+    [
+        ("enum", bytes, "Mood <Mood.GOOD: 'good'>"),
+        ("subclass", bytes, "Counter Counter({'a': 2, 'b': 1})"),
+        ("number", bytes, "float64 np.float64(0.5)"),
+        ("integer key", bytes, "dict {1: 'one'}"),
+        ("two places", bytes, "list [['s', 't', 't'], ['s', 't', 't']]"),
+        ("tuple", bytes, "tuple ('a', 'b')"),
+        ("not a number", str, "list [nan]"),
+        ("text", str, "str 'caf\u00e9 \\ud800'"),
+    ],
+)
+def test_an_attribute_is_the_same_after_a_turn(kind: str, form: type, second_answer: str) -> None:
+    call: Any = EnvironmentSpec(f"{__name__}:Keeping", {"kind": kind}, 1.0).load("keeping").call
+    [first] = call([""], [({}, None)])
+    assert type(first.state) is form
+    [second] = call([""], [({}, first.state)])
+    assert second.text == second_answer
+
+
+@dataclass
+class StoredItsOwnWay(Environment):
+    """Has a lock, which cannot be stored, and the number of turns, which JSON can hold."""
+
+    turns: int = 0
+
+    def step(self, text: str) -> Observation:
+        self.turns += 1
+        self.lock = Lock()
+        return Observation(str(self.turns))
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"turns": self.turns}
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        self.turns, self.lock = state["turns"], Lock()
+
+
+def test_an_environment_may_say_how_it_is_stored() -> None:
+    call: Any = EnvironmentSpec(f"{__name__}:StoredItsOwnWay", {}, 1.0).load("own").call
+    [first] = call([""], [({}, None)])
+    [second] = call([""], [({}, first.state)])
+    assert type(first.state) is bytes
+    assert (first.text, second.text) == ("1", "2")

@@ -3,13 +3,17 @@
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rlflow.batch import Conversations, Prompts, Rollouts
 from rlflow.engines.group_progress import PartialResponse
-from rlflow.environments.transcript import Transcript, build_conversations
+from rlflow.environments.transcript import Transcript, build_conversations, resumed_transcript
+from rlflow.environments.turn import EnvironmentSpec
+from rlflow.packed import Packed
+from rlflow.rewards.base import Failure
 from rlflow.runtime.generation import saved_rollouts
 from rlflow.runtime.generation.saved_rollouts import load_rollouts, save_rollouts
 from tests.helpers import prompts, rollouts, sequences
@@ -30,7 +34,7 @@ def samples() -> Prompts:
     return GIVEN.repeat(2)
 
 
-def conversations(unfinished: int | None = None, state: bytes | None = None) -> Conversations:
+def conversations(unfinished: int | None = None, state: str | bytes | None = None) -> Conversations:
     turn = PartialResponse(np.array([1, 2], np.int32), np.array([-0.5, -1.0], np.float32), np.array([3, 3], np.int32))
     transcripts = [Transcript(pieces=[turn], text=f"{row}", finished=True, is_done=True) for row in range(4)]
     if unfinished is not None:
@@ -44,8 +48,8 @@ def test_rollouts_are_read_as_they_were(tmp_path: Path) -> None:
     assert_same(load_rollouts(tmp_path / "a.npz", GIVEN), written)
 
 
-@pytest.mark.parametrize("state", [None, b'{"number": 3}'])
-def test_unfinished_conversations_are_read_as_they_were(state: bytes | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", [None, '{"number": 3}'])
+def test_unfinished_conversations_are_read_as_they_were(state: str | bytes | None, tmp_path: Path) -> None:
     written = conversations(2, state)
     save_rollouts(tmp_path / "a.npz", written, GIVEN)
     read = load_rollouts(tmp_path / "a.npz", GIVEN)
@@ -66,3 +70,24 @@ def test_a_pickle_in_a_file_from_someone_else_is_left_out(tmp_path: Path, monkey
     monkeypatch.undo()
     read = load_rollouts(tmp_path / "a.npz", GIVEN)
     assert read.keys.tolist() == samples().keys[[0, 2, 3]].tolist()
+
+
+def test_a_pickle_that_claims_to_be_json_is_never_loaded(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+
+    class Harmful:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (ran,)
+
+    written = conversations(1, pickle.dumps(Harmful()))
+    rests = [written.unfinished[row] for row in range(4)]
+    rests[1] = rests[1][1:]  # without the first byte, which says that it holds a pickle
+    save_rollouts(tmp_path / "a.npz", replace(written, unfinished=Packed.from_rows(rests, np.uint8)), GIVEN)
+    read = load_rollouts(tmp_path / "a.npz", GIVEN)
+    assert isinstance(read, Conversations)
+    columns = (read.response_ids[1], read.logprobs[1], read.versions[1])
+    transcript = resumed_transcript(PartialResponse(*columns, read.unfinished[1].tobytes()))
+    call: Any = EnvironmentSpec("tests.unit.environments.test_turns:Counting", {}, 1.0).load("harmful").call
+    [answer] = call(["a"], [({}, transcript.state)])
+    assert isinstance(answer, Failure)
+    assert not ran.exists()
