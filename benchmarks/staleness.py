@@ -21,7 +21,7 @@ CORRECTED = (
     "graph.old_logprobs={node: logprobs, role: actor}",
     "graph.update.correction={level: token, outside: bound, max_ratio: 2}",
 )
-# By name, the staleness of a run and what it adds to the recipe.
+# The staleness of each run, and what the run adds to the recipe.
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "k0": (0, ()),
     "k1": (1, ()),

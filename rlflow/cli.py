@@ -1,7 +1,7 @@
 """The command line: composes with Hydra, plans, runs, and turns errors into messages and exit codes.
 
-Exit codes: 0 for success, 1 if an engine failed, 2 for a mistake in the recipe or on the command line, and 130 if the
-run was stopped by Ctrl-C or SIGTERM.
+Exit codes: 0 for success, 1 if an engine failed, 2 for a mistake in the recipe or on the command line, and 130 or 143
+if the run was stopped by Ctrl-C or SIGTERM.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 Data goes through the room in this order:
 
-1. ``generate`` samples responses to prompts (``converse``: in turns with an environment).
+1. ``generate`` samples responses to prompts, in one piece or in turns with an environment.
 2. ``scoring`` computes logprobs, values and rewards of them by models, ``reward`` rewards by functions.
 3. ``reward_shaping`` subtracts penalties (``kl``); ``dynamic_sampling`` selects prompts.
 4. ``advantages`` and ``critic`` turn rewards into advantages.

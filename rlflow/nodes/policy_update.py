@@ -83,7 +83,7 @@ class PolicyGradient(Section):
     entropy_coef: Coefficient = 0.0
     """The coefficient of the entropy, which the loss increases."""
     correction: Correction | None = None
-    """An importance weight for the sampling engine's different numerics. Needs ``old_logprobs``."""
+    """An importance weight for what sampled: an engine of other numerics, older versions. Needs ``old_logprobs``."""
     skip_truncated: bool = False
     """Do not train on responses that were cut at the limit (DAPO's overlong filtering)."""
     critic_warmup: Annotated[int, Ge(0)] = 0
@@ -196,8 +196,8 @@ class PolicyGradient(Section):
             yield "kl_estimator: in a loss the gradient of k1 is zero on average, so it does nothing; use k2 or k3"
         if context.max_staleness >= _STALE and self.correction is None:
             yield (
-                f"correction: is missing, and tokens are up to {context.max_staleness} versions old, so clipping stops "
-                f"much of their gradient; add old_logprobs: {{node: logprobs, role: {context.role}}} and correction: "
+                f"correction: is missing, and tokens are up to {context.max_staleness} versions old, which slows "
+                f"learning; add old_logprobs: {{node: logprobs, role: {context.role}}} and correction: "
                 "{level: token, outside: bound, max_ratio: 2}"
             )
         # In float32 engines agree to about 1e-6, far from every bound of a ratio.

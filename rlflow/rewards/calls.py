@@ -35,7 +35,7 @@ class CallQueue:
         """False once no more calls will arrive."""
         self._calls: SimpleQueue[Call] = SimpleQueue()
         self._counter = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # When this process ends, a thread may still read.
+        # A thread may still read when this process ends.
         weakref.finalize(self, os.close, self._counter).atexit = False
 
     def put(self, call: Call) -> None:

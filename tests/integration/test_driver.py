@@ -1,4 +1,4 @@
-"""What passes through the driver in a whole step, with engines that take no time on three simulated hosts."""
+"""The bytes and messages of a whole step on the driver. Three simulated hosts have engines that take no time."""
 
 import pytest
 

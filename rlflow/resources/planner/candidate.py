@@ -11,7 +11,7 @@ from rlflow.resources.planner.placement_solver import Counts, PoolRequest, gpu_i
 from rlflow.resources.planner.pool import RoleChoice, Shortage
 from rlflow.resources.planner.pool_search import PoolUse
 from rlflow.resources.planner.pool_uses import PoolUses
-from rlflow.resources.planner.sharing import Partition
+from rlflow.resources.planner.sharing import Partition, pool_indices
 from rlflow.resources.planner.simulate import Schedule, simulate
 from rlflow.resources.planner.task_times import collecting_seconds, host_task_seconds, weight_sync_seconds
 
@@ -149,8 +149,3 @@ def _host_seconds(partition: Partition, gpus: tuple[int, ...], of: PoolUses) -> 
             collecting = collecting_seconds(of.workload, task, speed, num_hosts)
             seconds[task.node] = host_task_seconds(task, of.demands.values(), speed, num_hosts) + collecting
     return seconds
-
-
-def pool_indices(partition: Partition) -> dict[str, int]:
-    """Return the index of each role's pool."""
-    return {role: index for index, pool in enumerate(partition) for role in pool}

@@ -6,7 +6,7 @@ from math import ceil
 
 from rlflow.resources.layout import GIB, RolePlacement
 from rlflow.resources.planner.pool import HostSet
-from rlflow.resources.planner.sharing import Partition
+from rlflow.resources.planner.sharing import Partition, pool_indices
 from rlflow.resources.time.passes import transfer_seconds
 from rlflow.resources.workload import Edge, Task, Workload
 
@@ -72,7 +72,7 @@ def reading_seconds(
     """
     if sum(gpus) == 1:
         return 0.0
-    pool_of = {role: index for index, pool in enumerate(partition) for role in pool}
+    pool_of = pool_indices(partition)
     hosts = [ceil(count / host_set.largest_host) for count in gpus]
     on_one_host = sum(gpus) <= host_set.largest_host
 

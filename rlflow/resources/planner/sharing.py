@@ -15,6 +15,11 @@ Partition = tuple[tuple[str, ...], ...]
 _ALL_PARTITIONS = 4
 
 
+def pool_indices(partition: Partition) -> dict[str, int]:
+    """Return the index of each role's pool."""
+    return {role: index for index, pool in enumerate(partition) for role in pool}
+
+
 def sharing_partitions(demands: Sequence[Demand]) -> list[Partition]:
     """Return the ways to share GPUs that the recipe allows. Raises PlacementError for contradicting ``colocate``."""
     blocks = _blocks(demands)

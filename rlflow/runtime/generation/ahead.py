@@ -14,6 +14,7 @@ marked with.
 import json
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
@@ -34,7 +35,7 @@ from rlflow.runtime.protocols import Engines
 _STATE = "steps.json"
 
 
-class AheadGeneration:
+class AheadGeneration(ABC):
     """The nodes that run for later steps. Checkpoints save and restore their rollouts.
 
     All public methods are called by the thread that trains.
@@ -79,12 +80,12 @@ class AheadGeneration:
         """Return the nodes that run ahead."""
         return self._nodes.graph.nodes
 
+    @abstractmethod
     def sync(self, version: int) -> float:
         """Take note of a new version of the policy; the engines get it as soon as the recipe allows.
 
         Returns the seconds of weight syncs since the last call. The first call comes before the first step.
         """
-        raise NotImplementedError
 
     def run(
         self, engines: Engines, step: int, edges: dict[str, Any], on_output: Callable[[str, Any], None]
@@ -107,9 +108,9 @@ class AheadGeneration:
         counts = [self._admission.staleness(step, edges[node.name]) for node in self._nodes.generators]
         return found.seconds, self._metrics(np.sum(counts, axis=0))
 
+    @abstractmethod
     def paused(self) -> AbstractContextManager[None]:
         """Generate nothing ahead within the context, in which the engines have the newest weights."""
-        raise NotImplementedError
 
     def save(self, folder: Path) -> None:
         """Save the rollouts of later steps, partial ones included."""
@@ -130,9 +131,9 @@ class AheadGeneration:
         """Judge no more samples."""
         self._judging.shutdown(wait=False, cancel_futures=True)
 
+    @abstractmethod
     def _complete(self, step: int) -> None:
         """Return when all samples of a step are generated."""
-        raise NotImplementedError
 
     def _note_judged(self, seconds: float) -> None:
         """Note how long a complete step has waited until its samples were judged."""

@@ -72,7 +72,7 @@ class AheadNodes:
         last = time.perf_counter()
 
         def note_time(step: int) -> None:
-            """Count the seconds since the last call as this step's; a step's tokens come while others wait for it."""
+            """Count the seconds since the last call as this step's, although engines also wrote later steps in them."""
             nonlocal last
             now, seconds = time.perf_counter(), found[step].seconds
             seconds[node.name] = seconds.get(node.name, 0.0) + now - last

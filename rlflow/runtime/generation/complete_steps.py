@@ -50,7 +50,7 @@ class CompleteSteps:
         return due
 
     def deliver(self, rank: int, part: Rollouts) -> None:
-        """Take a part, and hand over the steps that it completes."""
+        """Take a part, and deliver the steps that it completes."""
         self._delivered.append((rank, part))
         for step in np.unique(part.keys[:, 0]).tolist():
             if sum(int((each.keys[:, 0] == step).sum()) for each in self.delivered) == self._num_rows.get(step):

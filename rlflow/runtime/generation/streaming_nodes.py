@@ -66,7 +66,7 @@ class StreamingNodes:
         self._parts: list[_Part] = []
         self._group_parts: list[_Part] = []
         self._times: dict[str, list[tuple[float, float]]] = {node.name: [] for node in nodes}
-        """When each node worked on a part."""
+        """The times at which each node began and ended its work on a part."""
         self._running = ExitStack()
         self._threads: dict[tuple[str, str | None], ThreadPoolExecutor] = {}
 

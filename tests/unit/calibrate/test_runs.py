@@ -57,7 +57,7 @@ def test_a_run_says_nothing_about_the_memory_of_other_engines() -> None:
 
 @pytest.mark.slow
 def test_the_hosts_of_a_run_have_judged_its_samples_side_by_side() -> None:
-    """Of 2,048 samples each of two hosts has judged 1,024. The controller has computed all advantages."""
+    """Two hosts have judged 1,024 of 2,048 samples each. The controller has computed all advantages."""
     penalty = ("+graph.kl={node: kl_divergence}", "+graph.penalized={node: kl_penalty, kl_coef: 0.1}")
     planned = rlflow.compile(load("recipe=grpo_32b", *penalty, "++graph.advantages.rewards=penalized"), "2x8@h100_80gb")
     for name, samples in (("kl", 1024), ("advantages", 2048)):

@@ -36,8 +36,8 @@ def warned(recipe: str, *overrides: str) -> list[str]:
         (
             "grpo_tiny",
             ["overlap.max_staleness=2"],
-            "graph.update.correction: is missing, and tokens are up to 2 versions old, so clipping stops much of their "
-            "gradient; add old_logprobs: {node: logprobs, role: actor} and correction: {level: token, outside: bound, "
+            "graph.update.correction: is missing, and tokens are up to 2 versions old, which slows learning; add "
+            "old_logprobs: {node: logprobs, role: actor} and correction: {level: token, outside: bound, "
             "max_ratio: 2}",
         ),
         (

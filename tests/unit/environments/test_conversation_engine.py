@@ -259,7 +259,7 @@ def test_a_preempted_conversation_goes_on_elsewhere(until: Callable[[Stepped], N
     out = second.finish_session()
     assert out is not None
     check_same(out, expected)
-    # What was generated before is not generated again.
+    # The tokens from before are not generated again.
     assert all(
         len(prompt) + before >= len(given.ids[0]) + len(partial.response_ids[0]) for _, prompt, before in second.begun
     )

@@ -1,4 +1,4 @@
-"""What an engine reports of its samples, and when."""
+"""An engine reports its samples often, and not too often."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -93,7 +93,7 @@ ENDS = {0.01 * (row + 1): row for row in range(8)}
 
 
 def test_reports_of_many_engines_are_some_time_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 15 engines, each leaves 30 ms between two reports. The report of the last row comes at once."""
+    """Each of 15 engines leaves 30 ms between two reports. The report of the last row comes at once."""
     assert reports(monkeypatch, ENDS, 15) == [(0.01, [0]), (0.04, [1, 2, 3]), (0.07, [4, 5, 6]), (0.08, [7])]
 
 

@@ -110,7 +110,7 @@ class TestSettings:
         assert "cudagraph_capture_sizes" not in few
 
     def test_seeds_are_drawn_from_in_one_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """By the second model runner on GPUs, and by rlflow's own sampler with the first one on CPUs."""
+        """The second model runner does so on GPUs, and rlflow's own sampler with the first one on CPUs."""
         monkeypatch.setattr(os, "environ", environment := dict[str, str]())
         for device, runner in (("cpu", "0"), ("cuda:0", "1")):
             set_environment(replace(spec(), device=device))

@@ -290,7 +290,7 @@ def test_shared_engines_fill_the_end_of_a_turn_with_later_steps(in_flight: Any) 
         harness, _ = run(overlap, (20,) * STEPS, shared=True, engines=1)
         older = [(step - out.versions.values).max() for step, out in enumerate(harness.trained)]
         assert 1 <= max(older) <= staleness
-        # What a turn is for is generated first: the first step has all of its tokens from its own turn.
+        # A turn first generates its own step: the first step has all of its tokens from its own turn.
         assert versions_of(harness)[0] == [0]
         mixed = [len(set(out.versions[row].tolist())) > 1 for out in harness.trained for row in range(len(out))]
         assert any(mixed) == (in_flight == "keep")

@@ -110,7 +110,7 @@ def test_what_is_not_divided() -> None:
 
 
 def test_a_share_names_only_the_blocks_that_it_reads() -> None:
-    """Of 40 blocks on 2 hosts each gets 20. Columns with rows of the same lengths share one description of them."""
+    """Two hosts divide 40 blocks into 20 each. Columns with rows of the same lengths share one description of them."""
     hosts = ["a", "b"] * 20
     samples = on_hosts(hosts, [3] * 40)
     logprobs = StoredColumn([block_for(object(), host, 3, "<f4") for host in hosts], samples.response_ids.spans)  # type: ignore[attr-defined]
