@@ -26,14 +26,16 @@ from rlflow.engines.sharded.checkpoints import (
     UNIVERSAL,
     converted_checkpoint,
     delete_converted,
+    loading_data_only,
     needs_conversion,
+    reason,
     universal_loading,
 )
 from rlflow.engines.sharded.cpu_offload import OffloadedMemory, optimizer_tensors, weight_tensors
 from rlflow.engines.sharded.loading import load_sharded
 from rlflow.engines.sharded.process_group import create_sharding, files_timeout, set_timeouts, wait_for_files
 from rlflow.engines.sharded.settings import TRAINING_MEMORY, deepspeed_config, init_deepspeed
-from rlflow.errors import EngineError, first_line
+from rlflow.errors import EngineError
 from rlflow.resources.memory.state import TrainingMemory
 
 if TYPE_CHECKING:
@@ -163,13 +165,11 @@ class DeepSpeedEngine(TunableEngine):
 
     def _load(self, folder: Path, tag: str) -> None:
         try:
-            with files_timeout(self._spec):
+            with files_timeout(self._spec), loading_data_only():
                 strict = self._spec.lora is None
                 found, _ = self._engine.load_checkpoint(str(folder), tag=tag, load_module_strict=strict)
         except Exception as error:  # DeepSpeed raises errors of many kinds for missing files
-            raise EngineError(
-                f"role {self._spec.role}: '{folder}' cannot be restored ({first_line(error)})."
-            ) from error
+            raise EngineError(f"role {self._spec.role}: '{folder}' cannot be restored ({reason(error)}).") from error
         if found is None:
             raise EngineError(f"role {self._spec.role}: DeepSpeed found no checkpoint in '{folder}'.")
         self._check_weights("in the checkpoint")

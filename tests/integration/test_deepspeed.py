@@ -366,6 +366,33 @@ def test_files_that_cannot_be_converted(
     assert not (tmp_path / UNIVERSAL).exists()
 
 
+class Intruder:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._file,)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_checkpoint_runs_no_code(
+    two: Sequence[EngineProcess], single: Sequence[EngineProcess], address: str, size: int, tmp_path: Path
+) -> None:
+    """Neither when it is loaded as it is, nor when it is converted for another number of ranks."""
+    import torch
+
+    Ranks(two, actor(1), address).save([tmp_path] * 2)
+    file, other = tmp_path / "deepspeed" / "zero_pp_rank_0_mp_rank_00_optim_states.pt", tmp_path / "intruder"
+    torch.save({"optimizer_state_dict": Intruder(other)}, file)
+    of = replace(actor(1), layout=replace(actor(1).layout, data_parallel_size=size))
+    engine = Ranks(two, of, address) if size == 2 else Ranks(single, of, free_address())
+    with pytest.raises(EngineError, match=r"role actor: '.*' cannot be restored .a file in it has objects besides"):
+        engine.restore([tmp_path] * size)
+    assert not other.exists()
+
+
 def find_nothing(engines: list[Any], place: int) -> None:
     """As DeepSpeed does for some files that it lacks."""
     engines[place]._engine.load_checkpoint = lambda *_, **__: (None, {})

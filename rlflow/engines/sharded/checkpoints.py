@@ -1,15 +1,17 @@
-"""Restoring DeepSpeed's checkpoints with another number of ranks, by way of DeepSpeed's universal format.
+"""Restoring DeepSpeed's checkpoints: without running code from them, and with another number of ranks.
 
 DeepSpeed writes one file of weights and moments per rank. Its converter makes them into a folder in which every weight
-is whole, which any number of ranks can load.
+is whole, which any number of ranks can load. All these files are pickles.
 """
 
+import os
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from rlflow.engines.base import EngineSpec
@@ -20,6 +22,8 @@ UNIVERSAL = "universal"
 """The name of the converted folder, beside DeepSpeed's own."""
 # A file that the converter writes beside the folder. rlflow does not use it.
 _LATEST = "latest_universal"
+# torch.load reads it, and it outweighs the argument weights_only=False.
+_DATA_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 # ZeRO stages whose checkpoints DeepSpeed can convert into each other.
 _CONVERTIBLE_STAGES = ({0}, {1, 2}, {3})
 
@@ -39,6 +43,42 @@ def needs_conversion(spec: EngineSpec, saved: Mapping[str, int], current: Mappin
         )
     # Without ZeRO, one file holds everything.
     return saved != current and current["zero_stage"] > 0
+
+
+@contextmanager
+def loading_data_only() -> Iterator[None]:
+    """Let ``torch.load`` read tensors and plain values only, although DeepSpeed asks it for any object.
+
+    A checkpoint may come from anyone, and any other class in a pickle may run any code.
+    """
+    import torch
+
+    before = os.environ.get(_DATA_ONLY)
+    os.environ[_DATA_ONLY] = "1"
+    try:
+        with torch.serialization.safe_globals(_classes_in_checkpoints()):
+            yield
+    finally:
+        if before is None:
+            del os.environ[_DATA_ONLY]
+        else:
+            os.environ[_DATA_ONLY] = before
+
+
+def _classes_in_checkpoints() -> list[Any]:
+    """Return the classes that DeepSpeed puts into checkpoints. They hold values, and do nothing when created."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [LossScaler, ZeroStageEnum, fragment_address]
+
+
+def reason(error: Exception) -> str:
+    """Return why a checkpoint cannot be loaded, for a sentence about it."""
+    if isinstance(error, UnpicklingError):
+        return "a file in it has objects besides tensors and plain values, which could run any code"
+    return first_line(error) or type(error).__name__
 
 
 @contextmanager
@@ -102,8 +142,8 @@ def _convert(source: Path, target: Path, num_shards: int) -> str:
     )
     try:
         # The converter prints its progress.
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        with loading_data_only(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             ds_to_universal.main(arguments)
     except Exception as error:  # the converter raises errors of many kinds for missing files
-        return first_line(error) or type(error).__name__
+        return reason(error)
     return ""
