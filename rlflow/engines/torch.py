@@ -23,13 +23,13 @@ from rlflow.engines.causal_lm.token_outputs import choose_head, compute_outputs,
 from rlflow.engines.causal_lm.totals import LossTotals, check_finite, weighted_means
 from rlflow.engines.memory import TunableEngine, enable_expandable_segments
 from rlflow.engines.sharded.process_group import create_sharding, join_process_group, set_timeouts, wait_for_files
+from rlflow.engines.state_files import restore_state, save_state
 from rlflow.errors import EngineError
 from rlflow.resources.memory.state import TrainingMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_STATE = "state.pt"
+    from torch.nn import Parameter
 
 
 class TorchEngine(TunableEngine):
@@ -80,7 +80,7 @@ class TorchEngine(TunableEngine):
             set_timeouts(spec)
         options = spec.optimizer
         self._optimizer = torch.optim.AdamW(
-            (weight for weight in self._model.parameters() if weight.requires_grad),
+            self._trained_parameters().values(),
             lr=options.learning_rate,
             betas=options.betas,
             weight_decay=options.weight_decay,
@@ -151,24 +151,17 @@ class TorchEngine(TunableEngine):
         super().release_memory()
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":
-        for name, weight in self._trained_weights().items():
+        for name, weight in trained_weights(self._model.state_dict(), self._spec.lora).items():
             yield transfer_name(name), weight
 
     def save(self, folder: Path) -> None:
         """Write the trained weights and the optimizer's state, on rank 0."""
-        import torch
-
         if self._spec.rank == 0:
-            state = {"model": self._trained_weights(), "optimizer": self._optimizer.state_dict()}
-            torch.save(state, folder / _STATE)
+            save_state(folder, self._trained_parameters(), self._optimizer)
         self._wait()
 
     def restore(self, folder: Path) -> None:
-        import torch
-
-        state = torch.load(folder / _STATE, map_location=self._model.device, weights_only=True)
-        self._model.load_state_dict(state["model"], strict=self._spec.lora is None)
-        self._optimizer.load_state_dict(state["optimizer"])
+        restore_state(self._spec.role, folder, self._trained_parameters(), self._optimizer)
         self._check_weights("in the checkpoint")
 
     def export(self, folder: Path) -> None:
@@ -211,13 +204,13 @@ class TorchEngine(TunableEngine):
         is_mixed = self._spec.model.dtype == "bfloat16"
         return torch.autocast(self._model.device.type, torch.bfloat16, enabled=is_mixed)
 
-    def _trained_weights(self) -> "dict[str, Tensor]":
-        return trained_weights(self._model.state_dict(), self._spec.lora)
+    def _trained_parameters(self) -> "dict[str, Parameter]":
+        """Return the weights that the optimizer changes, in its order; tied ones once."""
+        return {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
 
     def _check_weights(self, when: str) -> None:
         """Raise EngineError if a trained weight is not finite, so that it is never copied, saved or exported."""
-        named = self._model.named_parameters()
-        check_finite(self._spec.role, ((name, weight) for name, weight in named if weight.requires_grad), when)
+        check_finite(self._spec.role, self._trained_parameters().items(), when)
 
     def _wait(self) -> None:
         """Wait for the other ranks."""

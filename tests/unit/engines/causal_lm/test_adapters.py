@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlflow.engines.base import EngineSpec
@@ -154,8 +155,7 @@ def test_layers_that_are_not_there(names: tuple[str, ...]) -> None:
 def test_a_checkpoint_has_adapters_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     engine, base = trained(), TorchEngine(actor())._model.state_dict()
     engine.save(tmp_path)
-    saved = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert set(saved["model"]) == {name for name in base if ".lora_" in name}
+    assert set(load_file(tmp_path / "weights.safetensors")) == {name for name in base if ".lora_" in name}
     # With other adapters, which those of the checkpoint replace.
     resumed = trained(steps=1)
     resumed.restore(tmp_path)

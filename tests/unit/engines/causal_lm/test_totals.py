@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rlflow.engines.causal_lm.totals import check_finite
 from rlflow.engines.deepspeed import _own_shard
@@ -62,9 +63,9 @@ def test_a_model_that_is_broken_already(broken_model: Path) -> None:
 def test_a_checkpoint_that_is_broken_already(tmp_path: Path) -> None:
     engine = TorchEngine(spec(capabilities=["Trains"]))
     engine.save(tmp_path)
-    state = torch.load(tmp_path / "state.pt")
-    state["model"][EMBEDDING][0, 0] = float("inf")
-    torch.save(state, tmp_path / "state.pt")
+    saved = load_file(tmp_path / "weights.safetensors")
+    saved[EMBEDDING][0, 0] = float("inf")
+    save_file(saved, tmp_path / "weights.safetensors")
     with pytest.raises(EngineError, match=f"{EMBEDDING} of 25 weights are not finite in the checkpoint"):
         engine.restore(tmp_path)
 
