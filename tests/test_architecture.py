@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "yaml_files": {"errors"},
     "recipe_files": {"errors", "yaml_files"},
     "host_memory": set(),
+    "text_files": set(),
     "packed": set(),
     "rows": {"packed"},
     "batch": {"errors", "packed", "resources", "rows"},
@@ -35,16 +36,16 @@ MAY_IMPORT = {
     "environments": {"errors", "plugins", "schema", "packed", "batch", "engines", "rewards"},
     "nodes": {"errors", "schema", "packed", "batch", "recipe", "engines", "rewards", "environments"},
     "data": {"errors", "plugins", "batch", "recipe"},
-    "compiler": {"errors", "plugins", "schema", "batch", "resources", "recipe", "engines", "nodes"},
+    "compiler": {"errors", "plugins", "schema", "text_files", "batch", "resources", "recipe", "engines", "nodes"},
     "arguments": {"errors"},
     "compose": {
         *("arguments", "errors", "interpolations", "schema", "yaml_files", "recipe_files", "resources", "recipe"),
     },
     "runtime": {
         *("errors", "extras", "host_memory", "packed", "batch", "resources", "recipe", "engines", "rewards"),
-        *("nodes", "data", "compiler"),
+        *("nodes", "data", "compiler", "text_files"),
     },
-    "report": {"errors", "nodes", "compiler", "runtime"},
+    "report": {"errors", "text_files", "nodes", "compiler", "runtime"},
     "command_context": {"errors", "resources", "recipe", "compiler", "compose", "runtime"},
     "cli": {
         *("arguments", "command_context", "errors", "resources", "recipe", "compiler", "compose"),

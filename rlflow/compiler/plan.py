@@ -23,6 +23,7 @@ from rlflow.resources.planner.search import Search
 from rlflow.resources.time.calibration import Calibration, calibration_from
 from rlflow.resources.workload import Workload
 from rlflow.schema import parse
+from rlflow.text_files import replace_text
 
 SCHEMA_VERSION = 8
 # The path of the error for a search that found nothing, where no value of the recipe alone is to blame.
@@ -160,10 +161,11 @@ def read_plan(path: Path) -> Plan:
 def write_plan(plan: Plan, directory: Path) -> None:
     """Write ``plan.json``, and ``recipe.yaml`` for a person to read."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "recipe.yaml").write_text(to_yaml(plan.recipe))
+    replace_text(directory / "recipe.yaml", to_yaml(plan.recipe))
     text = json.dumps(plan.to_dict(), indent=1, sort_keys=True)
     # Lists of numbers, such as expected lengths, stay on one line.
-    (directory / "plan.json").write_text(re.sub(r"\[\n[^][{}\"]*\]", lambda found: " ".join(found[0].split()), text))
+    text = re.sub(r"\[\n[^][{}\"]*\]", lambda found: " ".join(found[0].split()), text)
+    replace_text(directory / "plan.json", text)
 
 
 def _prediction(mapping: Mapping[str, Any]) -> Prediction:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rlflow.compiler.plan import Plan
 from rlflow.runtime.protocols import Observer, Report
 from rlflow.runtime.tuning import FILE
+from rlflow.text_files import replace_text
 
 
 def read_lines(path: Path) -> list[Mapping[str, Any]]:
@@ -27,9 +28,7 @@ def read_lines(path: Path) -> list[Mapping[str, Any]]:
 def remove_lines_after(path: Path, step: int) -> None:
     """Remove the lines of steps after ``step``, and lines that are not JSON objects with a step."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    temporary = path.with_suffix(".writing")
-    temporary.write_text("".join(f"{line}\n" for line in lines if _line_step(line) <= step))
-    temporary.rename(path)
+    replace_text(path, "".join(f"{line}\n" for line in lines if _line_step(line) <= step))
 
 
 def _line_step(line: str) -> float:
@@ -84,23 +83,27 @@ class MetricsWriter(Observer):
     def __init__(self) -> None:
         self._file: IO[str]
         self._events: Any
+        self._path: Path
         self._evaluated: str
-        self._kept: set[tuple[int, float]] = set()
-        """The evaluations in the file that a resumed run may make again: one before the first checkpoint."""
+        self._kept: dict[int, float] = {}
+        """The evaluations in the file, by step. The run may make one after the last checkpoint's step again."""
 
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._evaluated = f"evaluation/{plan.graph.evaluation_metric}"
-        path = directory / "metrics.jsonl"
-        remove_lines_after(path, step)
-        self._kept = {(line["step"], line[self._evaluated]) for line in read_lines(path) if self._evaluated in line}
-        self._file = path.open("a")
-        self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else None)
+        self._path = directory / "metrics.jsonl"
+        remove_lines_after(self._path, step)
+        self._kept = {line["step"]: line[self._evaluated] for line in read_lines(self._path) if self._evaluated in line}
+        self._file = self._path.open("a")
+        self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
 
     def evaluated(self, step: int, figure: float) -> None:
-        if (step, figure) not in self._kept:
-            self._write(step, {self._evaluated: figure})
+        if self._kept.get(step) == figure:
+            return
+        if step in self._kept:
+            self._remove_evaluation(step)
+        self._write(step, {self._evaluated: figure})
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         self._write(step, metrics)
@@ -108,6 +111,12 @@ class MetricsWriter(Observer):
     def close(self) -> None:
         self._file.close()
         self._events.close()
+
+    def _remove_evaluation(self, step: int) -> None:
+        self._file.close()
+        lines = [line for line in read_lines(self._path) if line["step"] != step or self._evaluated not in line]
+        replace_text(self._path, "".join(json.dumps(line) + "\n" for line in lines))
+        self._file = self._path.open("a")
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")

@@ -115,7 +115,14 @@ def save(run: Path, progress: RunProgress, parts: Mapping[str, Any], keep: int) 
 
     write_folder(_folder(run, progress.step), write)
     for old in checkpoints(run)[:-keep]:
-        shutil.rmtree(old)
+        _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint. It loses its name first, because a kill while files are deleted must leave no part of it."""
+    nameless = folder.with_name(f".{folder.name}-removed")
+    folder.rename(nameless)
+    shutil.rmtree(nameless)
 
 
 class CheckpointWriter:
@@ -170,7 +177,7 @@ def last(run: Path, experiment: Experiment) -> Checkpoint | None:
 
 
 def remove_unfinished(run: Path) -> None:
-    """Delete unfinished checkpoints and models of a run that was killed. Needs the folder's lock."""
+    """Delete unfinished and half-deleted checkpoints and models of a killed run. Needs the folder's lock."""
     for parent in (run / "checkpoints", run / "model"):
         for folder in parent.glob(".*-*"):
             shutil.rmtree(folder)

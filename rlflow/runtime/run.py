@@ -16,6 +16,7 @@ from rlflow.runtime.measurements import StepTimes, compare_memory
 from rlflow.runtime.prepare import Training, prepare
 from rlflow.runtime.protocols import Observer, Report, Runtime, StoreUse
 from rlflow.runtime.step import train_step
+from rlflow.text_files import replace_text
 
 
 def run(
@@ -88,7 +89,7 @@ def _finish(training: Training, progress: RunProgress, metrics: Mapping[str, flo
         models=models,
         metrics=metrics,
     )
-    (directory / "report.json").write_text(json.dumps(asdict(report), indent=1))
+    replace_text(directory / "report.json", json.dumps(asdict(report), indent=1))
     training.observer.ended(report)
     return report
 

@@ -16,6 +16,7 @@ from rlflow.compiler.plan import Plan
 from rlflow.engines.registry import engine_class
 from rlflow.runtime.protocols import Observer
 from rlflow.runtime.ray.engine_specs import num_sequences
+from rlflow.text_files import replace_text
 
 FILE = "tuning.json"
 
@@ -223,9 +224,7 @@ class Tuner(Observer):
             }
             for each in self._tuned
         }
-        temporary = self._file.with_suffix(".writing")
-        temporary.write_text(json.dumps(content, indent=1))
-        temporary.rename(self._file)
+        replace_text(self._file, json.dumps(content, indent=1))
 
 
 def _is_tunable(plan: Plan, role: str, name: str) -> bool:

@@ -2,6 +2,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,6 +111,25 @@ def test_every_checkpoint_is_damaged(tmp_path: Path) -> None:
     ):
         checkpoint.last(tmp_path, EXPERIMENT)
     assert len(checkpoint.checkpoints(tmp_path)) == 2, "nothing is moved"
+
+
+def test_a_kill_while_an_old_one_is_deleted_leaves_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def delete_a_file(folder: Path) -> None:
+        (folder / "actor" / "a").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "shutil", SimpleNamespace(rmtree=delete_a_file))
+    for step in (1, 2):
+        save(tmp_path, step, Engine(step))
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 3, Engine(3))
+    monkeypatch.undo()
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {".step-000001-removed", "step-000002", "step-000003"}
+    checkpoint.remove_unfinished(tmp_path)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-000002", "step-000003"]
 
 
 def test_other_names_beside_checkpoints_are_ignored(tmp_path: Path) -> None:
