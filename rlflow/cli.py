@@ -242,11 +242,11 @@ def _config_dir() -> Path | None:
 
 def _run(plan: Plan, directory: Path, console: Console, *, resume: bool, tune: Tune) -> int:
     # Imported late, because a dry run must not import torch.
-    from rlflow.report.records import MetricsWriter, tuning_table
+    from rlflow.report.records import MetricsWriter, SampleLog, tuning_table
     from rlflow.runtime.prepare import runtime_of
     from rlflow.runtime.run import run
 
-    observers = [MetricsWriter(), *displays(console)]
+    observers = [MetricsWriter(), SampleLog(), *displays(console)]
     with stop_on_signals(lambda: console.print(STOPPING)) as stop:
         report = run(plan, directory, runtime_of(plan), observers, resume=resume, stop=stop.is_set, tune=tune)
     if tune:

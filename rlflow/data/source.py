@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Examples, Packed, Pairs, Prompts, Repeated, Rollouts
+from rlflow.batch import Examples, Packed, Pairs, Prompts, Repeated, Rollouts, Sequences
 from rlflow.data.encoding import Rows, encode, make_pairs, missing_column_error, split_answers
 from rlflow.errors import RecipeError, first_line
 from rlflow.plugins import load_object
@@ -20,6 +20,8 @@ from rlflow.recipe import Data
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# The characters of a text for people, at most, so that the samples of long runs need little disk space.
+_MAX_CHARACTERS = 2**15
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -44,6 +46,8 @@ class DataSource:
     """Messages about prompts that were too long."""
     resumed_at: tuple[int, int] = (0, 0)
     """The step that the run resumed at, and the rows used before it, in case ``batch_size`` was changed."""
+    tokenizer: "PreTrainedTokenizerBase | None" = None
+    """The tokenizer of all ids, which ``texts`` needs."""
 
     def prompts(self, step: int) -> Prompts:
         """Return the prompts of ``step``, counted from 0: ``batch_size``, or more and fewer because of ``ahead``."""
@@ -69,6 +73,11 @@ class DataSource:
         return rollouts.map_packed(
             lambda column: column if isinstance(column, Repeated) else Packed(column.values, column.offsets)
         )
+
+    def texts(self, sequences: Sequences) -> list[tuple[str, str]]:
+        """Return the prompt and the response of each row with special tokens; long ones with a gap in the middle."""
+        prompts, responses = sequences.prompt_ids, sequences.response_ids
+        return [(self._text(prompts[row]), self._text(responses[row])) for row in range(len(sequences))]
 
     def examples(self, step: int) -> Examples:
         """Return ``batch_size`` prompts with their responses for ``step``, counted from 0."""
@@ -97,6 +106,12 @@ class DataSource:
         """Return all held-out pairs, in the order of the data set."""
         assert isinstance(self.held_out, Pairs)
         return self.held_out
+
+    def _text(self, ids: NDArray[np.int32]) -> str:
+        assert self.tokenizer is not None
+        text = self.tokenizer.decode(ids.tolist())
+        half = _MAX_CHARACTERS // 2
+        return text if len(text) <= _MAX_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
 
     def _first_position(self, step: int) -> int:
         """Return the position of the first prompt that ``step`` receives."""
@@ -170,6 +185,7 @@ def open_training_data(
         steps=steps,
         resumed_at=resumed_at,
         warnings=(*train.warnings, *evaluation.warnings),
+        tokenizer=tokenizer,
     )
 
 

@@ -1,11 +1,12 @@
-"""Files that a run writes line by line (metrics.jsonl, failures.jsonl, TensorBoard events), and the tuning table.
+"""Files that a run writes line by line (metrics, samples, failures, TensorBoard events), and the tuning table.
 
 A resumed run repeats the steps after its last checkpoint, so their lines are removed first.
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,20 +15,20 @@ from rich.console import Console
 from rich.table import Table
 
 from rlflow.compiler.plan import Plan
-from rlflow.runtime.protocols import Observer, Report
+from rlflow.runtime.protocols import Observer, Report, Sample
 from rlflow.runtime.tuning import FILE
 from rlflow.text_files import replace_text
 
 
 def read_lines(path: Path) -> list[Mapping[str, Any]]:
     """Return the JSON objects in the file; skip other lines, such as the last one of a killed run."""
-    parsed = [_parse(line) for line in path.read_text(errors="replace").splitlines()]
+    parsed = [_parse(line) for line in path.read_text("utf-8", errors="replace").split("\n")]
     return [line for line in parsed if line is not None]
 
 
 def remove_lines_after(path: Path, step: int) -> None:
     """Remove the lines of steps after ``step``, and lines that are not JSON objects with a step."""
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    lines = path.read_text("utf-8", errors="replace").split("\n") if path.exists() else []
     replace_text(path, "".join(f"{line}\n" for line in lines if _line_step(line) <= step))
 
 
@@ -75,6 +76,19 @@ class FailureLog(Observer):
     def ended(self, report: Report) -> None:
         if self._count:
             self._console.print(f"{self._count} responses have no reward, see {self._path}", soft_wrap=True)
+
+
+class SampleLog(Observer):
+    """A log of a few samples of each step, for people to read, in ``samples.jsonl``."""
+
+    def started(self, plan: Plan, directory: Path, step: int) -> None:
+        self._path = directory / "samples.jsonl"
+        if self._path.exists():
+            remove_lines_after(self._path, step)
+
+    def sampled(self, samples: Sequence[Sample]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
 
 
 class MetricsWriter(Observer):

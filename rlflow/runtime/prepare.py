@@ -39,6 +39,7 @@ from rlflow.runtime.generation.resampling import ResamplingRounds
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.preflight import check_before_start, check_directory, check_examples, last_checkpoint
 from rlflow.runtime.protocols import Engines, Observer, Observers, Report, Runtime
+from rlflow.runtime.samples import SampleReader
 from rlflow.runtime.step import StepStart, run_graph, sync_followers
 from rlflow.runtime.tuning import Tuner, with_spare_slots
 
@@ -74,6 +75,7 @@ class Training:
     """The nodes that run in rounds, or ahead of their step."""
     sync: Callable[[int], float]
     """Syncs the weights of a version to the roles that follow, and returns the seconds that it took."""
+    sample_reader: SampleReader
     evaluator: Evaluator | None
     checkpoints: CheckpointWriter
     observer: Observer
@@ -157,6 +159,7 @@ def prepare(
             data=data,
             start_of_step=ahead or rounds,
             sync=ahead.sync if ahead else sync,
+            sample_reader=SampleReader(plan.graph, data, plan.recipe.seed),
             evaluator=evaluator,
             checkpoints=CheckpointWriter(
                 directory, parts, plan.recipe.checkpoints.keep, progress.step if last else None

@@ -14,6 +14,8 @@ from rlflow.recipe import Model
 from rlflow.resources.memory.processes import LOCAL_PROCESS
 
 T = TypeVar("T")
+Choice = Literal["best", "worst", "random"]
+"""Why a sample of a step is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,34 @@ class Runtime(Protocol):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A response of the model and its judgement."""
+
+    choice: Choice
+    """Whether its reward is the highest or the lowest of the step, or it was drawn at random."""
+    step: int
+    """The number of the step, counted from 1."""
+    prompt_number: int
+    """The number of its prompt in the step, and of the sample below, both counted from 0."""
+    sample_number: int
+    prompt: str
+    """The prompt with its special tokens. Long texts have a gap in the middle."""
+    response: str
+    length: int
+    """The tokens of the response."""
+    finished: bool
+    reward: float | None
+    """The reward that its advantage is computed from; None where it has none."""
+    reward_parts: Mapping[str, float | None]
+    """The results of the reward's functions, before their weights."""
+    advantage: float | None
+    """The advantage; None where it differs between tokens, or the sample is excluded from training."""
+    oldest_version: int
+    """The oldest version of the policy that generated some of its tokens, and below the newest."""
+    newest_version: int
+
+
 class Observer:
     """A subscriber to the events of a run, in the run's own process. Derive from it and override what matters."""
 
@@ -125,6 +155,9 @@ class Observer:
 
     def failed(self, step: int, node: str, reasons: Mapping[str, int]) -> None:
         """Receive why a node could not judge some samples of a step, and how many. Comes before ``stepped``."""
+
+    def sampled(self, samples: Sequence[Sample]) -> None:
+        """Receive a few samples of a step, for people to read. Comes before ``stepped``, in steps that generate."""
 
     def ended(self, report: "Report") -> None:
         """Receive the report of a run that made all its steps or was asked to stop."""
@@ -162,6 +195,10 @@ class Observers(Observer):
     def failed(self, step: int, node: str, reasons: Mapping[str, int]) -> None:
         for each in self.observers:
             each.failed(step, node, reasons)
+
+    def sampled(self, samples: Sequence[Sample]) -> None:
+        for each in self.observers:
+            each.sampled(samples)
 
     def ended(self, report: "Report") -> None:
         for each in self.observers:

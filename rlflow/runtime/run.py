@@ -54,7 +54,14 @@ def run(
             if is_over:
                 break
             metrics = train_step(
-                training.plan, engines, data, progress.step, observer, training.start_of_step, training.sync
+                training.plan,
+                engines,
+                data,
+                progress.step,
+                observer,
+                training.start_of_step,
+                training.sync,
+                training.sample_reader,
             )
             times.add(metrics)
             progress = progress.stepped(plan.recipe.data.batch_size)

@@ -19,6 +19,7 @@ from rlflow.runtime.bound_node import BoundNode, operation_of, states_of
 from rlflow.runtime.generation.streaming_nodes import StreamingNodes
 from rlflow.runtime.objects.budget import edge
 from rlflow.runtime.protocols import Engines, Observer
+from rlflow.runtime.samples import SampleReader
 
 OnOutput = Callable[[str, Any], None]
 
@@ -40,27 +41,31 @@ def train_step(
     observer: Observer | None = None,
     start_of_step: StepStart | None = None,
     sync: Callable[[int], float] | None = None,
+    sample_reader: SampleReader | None = None,
 ) -> dict[str, float]:
     """Run the graph once on the data of ``step``, sync the weights, and return the metrics.
 
     ``start_of_step`` runs before the rest of the graph, where it has any. ``sync`` gets the version of the new weights,
     and returns the seconds of the weight sync; by default all followers get them at once. Metrics of time are named
-    ``seconds`` or ``per_second``. The ``observer`` gets the reasons why samples could not be judged.
+    ``seconds`` or ``per_second``. The ``observer`` gets the reasons why samples could not be judged, and what the
+    ``sample_reader`` reads.
     """
     start = time.perf_counter()
     metrics: dict[str, float] = {}
     # The values with which the step begins.
     states = {path: dict(each.state_metrics()) for path, each in states_of(plan.graph, engines).items()}
+    edges: dict[str, Any] = {}
     tokens = 0
 
     def on_output(name: str, output: Any) -> None:
         nonlocal tokens
         if observer and (failures := failures_of(output)):
             observer.failed(step + 1, name, failures)
+        if observer and sample_reader and (samples := sample_reader.read(step, name, output, edges)):
+            observer.sampled(samples)
         metrics.update(metrics_of(name, output))
         tokens += int(output.own_lengths.sum()) if isinstance(output, Sequences) else 0
 
-    edges: dict[str, Any] = {}
     seconds: dict[str, float] = {}
     read = {"prompts": data.prompts, "examples": data.examples, "pairs": data.pairs}
     try:

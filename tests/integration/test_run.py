@@ -22,7 +22,7 @@ from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.group_progress import is_done
 from rlflow.errors import EngineError, RecipeError
 from rlflow.recipe import Optimizer
-from rlflow.report.records import MetricsWriter
+from rlflow.report.records import MetricsWriter, SampleLog, read_lines
 from rlflow.runtime.generation.overcommit import OvercommittedGenerate
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.protocols import Observer, Report
@@ -46,7 +46,14 @@ class StopAfter(Observer):
 
 def go(plan: Plan, folder: Path, *, resume: bool = False, until: int = 0) -> Report:
     stopper = StopAfter(until)
-    return run(plan, folder, LocalRuntime(), [MetricsWriter(), stopper], resume=resume, stop=lambda: stopper.reached)
+    return run(
+        plan,
+        folder,
+        LocalRuntime(),
+        [MetricsWriter(), SampleLog(), stopper],
+        resume=resume,
+        stop=lambda: stopper.reached,
+    )
 
 
 def plan_of(recipe: str, *overrides: str) -> Plan:
@@ -68,7 +75,8 @@ def weights(report: Report) -> dict[str, torch.Tensor]:
 def test_a_run_writes_all_of_it(tmp_path: Path) -> None:
     report = go(plan_of("fake"), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
-        *(".lock", "plan.json", "metrics.jsonl", "tensorboard", "checkpoints", "model", "report.json", "recipe.yaml")
+        *(".lock", "plan.json", "metrics.jsonl", "tensorboard", "checkpoints", "model", "report.json", "recipe.yaml"),
+        "samples.jsonl",
     }
     assert json.loads((tmp_path / "report.json").read_text()) == asdict(report)
     assert (report.status, report.steps) == ("finished", 6)
@@ -76,6 +84,9 @@ def test_a_run_writes_all_of_it(tmp_path: Path) -> None:
     assert [line["step"] for line in lines if "evaluation/reward" in line] == [0, 2, 4, 6]
     assert [line["step"] for line in lines if "update/loss" in line] == [1, 2, 3, 4, 5, 6]
     assert any((tmp_path / "tensorboard").iterdir())
+    samples = read_lines(tmp_path / "samples.jsonl")
+    assert {sample["step"] for sample in samples} == {1, 2, 3, 4, 5, 6}
+    assert all(re.fullmatch(r"\d+\+\d+=", sample["prompt"]) for sample in samples)
 
 
 def test_the_public_way(tmp_path: Path) -> None:
@@ -104,6 +115,7 @@ def test_stopped_after_any_step_and_resumed(tmp_path: Path) -> None:
         for name, weight in expected.items():
             assert torch.equal(again[name], weight), (step, name)
         assert metrics(folder) == metrics(tmp_path / "whole")
+        assert read_lines(folder / "samples.jsonl") == read_lines(tmp_path / "whole" / "samples.jsonl")
         assert (resumed.eval_before, resumed.eval_after) == (whole.eval_before, whole.eval_after)
 
 

@@ -12,7 +12,7 @@ import rlflow
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.fake import FakeEngine
 from rlflow.engines.memory import PhasePeaks
-from rlflow.report.records import MetricsWriter
+from rlflow.report.records import MetricsWriter, SampleLog, read_lines
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.ray.worker import EngineWorker
 from rlflow.runtime.run import run
@@ -57,9 +57,9 @@ def test_each_step_trains_on_its_own_samples(in_flight: str, tmp_path: Path, mon
     assert plan.takes_turns
     monkeypatch.setattr("rlflow.runtime.ray.role_workers.EngineWorker", Worker)
     stops = iter([False, False, True])
-    run(plan, tmp_path, RayRuntime(), [MetricsWriter()], stop=lambda: next(stops))
+    run(plan, tmp_path, RayRuntime(), [MetricsWriter(), SampleLog()], stop=lambda: next(stops))
     assert list(tmp_path.glob("checkpoints/*/graph.rollouts/*.npz"))
-    run(plan, tmp_path, RayRuntime(), [MetricsWriter()], resume=True)
+    run(plan, tmp_path, RayRuntime(), [MetricsWriter(), SampleLog()], resume=True)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "overlap/staleness_max" in line]
     keys = [[np.array([step, p, s]) for p in range(PROMPTS) for s in range(GROUP)] for step in range(STEPS)]
@@ -67,3 +67,9 @@ def test_each_step_trains_on_its_own_samples(in_flight: str, tmp_path: Path, mon
     assert [line["rollouts/length_mean"] for line in steps] == pytest.approx([np.mean(each) for each in lengths])
     assert [line["rollouts/length_max"] for line in steps] == [max(each) for each in lengths]
     assert 1 <= max(line["overlap/staleness_max"] for line in steps) <= 2
+    samples = read_lines(tmp_path / "samples.jsonl")
+    assert sorted({sample["step"] for sample in samples}) == list(range(1, STEPS + 1))
+    for sample in samples:
+        key = np.array([sample["step"] - 1, sample["prompt_number"], sample["sample_number"]])
+        assert sample["length"] == len(response(key))
+        assert sample["oldest_version"] <= sample["newest_version"] < sample["step"]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlflow.batch import Packed, Sequences
 from rlflow.data.arithmetic import additions
 from rlflow.data.source import DataSource, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
@@ -172,3 +173,10 @@ def test_prompts_read_ahead_are_those_of_the_run_and_can_be_read_again(tmp_path:
     assert [again.rows[place] for place in range(4)] == [rows[place] for place in (1, 4, 6, 11)]
     assert again.keys.tolist() == [[0, 1, 0], [0, 4, 0], [1, 1, 0], [3, 0, 0]]
     assert [TOKENIZER.decode(again.ids[place]) for place in range(4)] == [row["prompt"] for row in again.rows]
+
+
+def test_long_texts_of_samples_have_a_gap_in_the_middle(tmp_path: Path) -> None:
+    ids = [Packed.from_rows([TOKENIZER.encode(text)], np.int32) for text in ("1+2=", "1" * 20_000 + "2" * 20_000)]
+    given = Sequences(keys=np.zeros((1, 3), np.int64), prompt_ids=ids[0], response_ids=ids[1])
+    source = opened(data(write(tmp_path / "a.jsonl", ROWS)))
+    assert source.texts(given) == [("1+2=", "1" * 2**14 + " [...] " + "2" * 2**14)]
