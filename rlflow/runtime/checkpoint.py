@@ -1,24 +1,24 @@
 """Checkpoints, which are complete or do not exist.
 
-A checkpoint is written to a folder with another name, flushed to disk with a manifest of its files, and renamed. The
-manifest has the digests of the files and of itself, and the step that is in the folder's name.
+Each has a manifest with the digests of its files and of itself, and the step that is in the folder's name.
 """
 
 import hashlib
 import json
-import os
 import re
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, Self
 
 from rlflow.compiler.continuation import Experiment, check_continuation
 from rlflow.compiler.plan import Plan
-from rlflow.errors import EngineError, RecipeError, StorageError, first_line
+from rlflow.errors import RecipeError
+from rlflow.runtime.atomic_folder import complete_folder, remove_folder, storage_errors, unfinished
 
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -60,83 +60,84 @@ class _DamageError(Exception):
     """A checkpoint has changed since it was written."""
 
 
-def write_folder(folder: Path, write: Callable[[Path], object], *, replaces: bool = False) -> None:
-    """Call ``write`` with a new folder, and rename that to ``folder`` when all of it is on disk.
-
-    If ``folder`` exists by then, because another process did the same work, it stays unless this call ``replaces`` it.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
-        temporary = Path(name) / folder.name
-        temporary.mkdir()
-        with _storage_errors(folder):
-            write(temporary)
-        for path in [*temporary.rglob("*"), temporary]:
-            if path.is_file():  # safetensors makes files that only their owner may read
-                path.chmod(temporary.stat().st_mode & 0o666)
-            _flush(path)
-        if replaces and folder.exists():
-            folder.rename(Path(name) / "before")
-        if not folder.exists():
-            temporary.rename(folder)
-            _flush(folder.parent)
-
-
-@contextmanager
-def _storage_errors(folder: Path) -> Iterator[None]:
-    """Raise StorageError for the errors that torch and safetensors raise when a disk is full."""
-    # Imported late: a dry run looks for checkpoints, and needs no training library.
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except EngineError:
-        raise
-    except (RuntimeError, SafetensorError) as error:
-        raise StorageError(
-            f"{folder}: cannot be written ({first_line(error)}).\n  Fix: free some space on that disk."
-        ) from error
-
-
 def save(run: Path, progress: RunProgress, parts: Mapping[str, Any], keep: int) -> None:
     """Write a checkpoint, and remove all but the newest ``keep``.
 
     ``parts`` have a folder each: trained engines by role, and nodes with a state by their path in the recipe.
     """
+    _begin(run, progress, parts, keep)()
 
-    def write(folder: Path) -> None:
+
+def _begin(run: Path, progress: RunProgress, parts: Mapping[str, Any], keep: int) -> Callable[[], None]:
+    """Let all ``parts`` write their files, and return the function that makes them a checkpoint."""
+    folder = _folder(run, progress.step)
+    with storage_errors(folder), ExitStack() as stack:
+        temporary = stack.enter_context(unfinished(folder))
         for name, part in parts.items():
-            (folder / name).mkdir()
+            (temporary / name).mkdir()
             # The part may be in a process with another working directory.
-            part.save((folder / name).absolute())
-        files = {str(p.relative_to(folder)): _digest(p) for p in sorted(folder.rglob("*")) if p.is_file()}
-        content = {**asdict(progress), "files": files}
-        (folder / _MANIFEST).write_text(json.dumps(content | {"digest": _digest_of(content)}, indent=1))
+            part.save((temporary / name).absolute())
+        written = stack.pop_all()
 
-    write_folder(_folder(run, progress.step), write)
-    for old in checkpoints(run)[:-keep]:
-        _remove(old)
+    def complete() -> None:
+        with storage_errors(folder), written:
+            files = {str(p.relative_to(temporary)): _digest(p) for p in sorted(temporary.rglob("*")) if p.is_file()}
+            content = {**asdict(progress), "files": files}
+            (temporary / _MANIFEST).write_text(json.dumps(content | {"digest": _digest_of(content)}, indent=1))
+            complete_folder(temporary, folder)
+            for old in checkpoints(run)[:-keep]:
+                remove_folder(old)
 
-
-def _remove(folder: Path) -> None:
-    """Delete a checkpoint. It loses its name first, because a kill while files are deleted must leave no part of it."""
-    nameless = folder.with_name(f".{folder.name}-removed")
-    folder.rename(nameless)
-    shutil.rmtree(nameless)
+    return complete
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, each step at most once."""
+    """Writes the checkpoints of a run, each step at most once.
+
+    The parts write their files while the run waits. A thread then reads, flushes and names them during the next step:
+    files cost no more time than a copy in memory, and no memory. An error of the thread is raised by the next call.
+    """
 
     def __init__(self, run: Path, parts: Mapping[str, Any], keep: int, saved_step: int | None) -> None:
         """Write ``parts`` to ``run``. ``saved_step`` is the step of the checkpoint that the run resumes from."""
         self._run, self._parts, self._keep, self._saved_step = run, parts, keep, saved_step
+        self._completing: Future[None] = Future()
+        self._completing.set_result(None)
 
     def save(self, progress: RunProgress) -> None:
         """Write a checkpoint of the progress so far, unless there is one."""
+        self.wait()
         if progress.step != self._saved_step:
-            save(self._run, progress, self._parts, self._keep)
+            complete = _begin(self._run, progress, self._parts, self._keep)
+            self._completing = Future()
+            # A daemon, because a second Ctrl-C ends the process at once.
+            Thread(target=_fulfil, args=(self._completing, complete), name="checkpoint", daemon=True).start()
             self._saved_step = progress.step
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be completed."""
+        if self._completing.done():
+            self._completing.result()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is complete, and raise its error."""
+        self._completing.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for the last checkpoint, unless the process is to end at once. An error of the run comes first."""
+        if kind is None or not issubclass(kind, KeyboardInterrupt):
+            self._completing.exception()
+
+
+def _fulfil(future: "Future[None]", call: Callable[[], None]) -> None:
+    try:
+        call()
+        future.set_result(None)
+    except BaseException as error:  # raised in the thread of the run
+        future.set_exception(error)
 
 
 def is_checkpoint_due(plan: Plan, progress: RunProgress) -> bool:
@@ -238,11 +239,3 @@ def _digest(path: Path) -> str:
 def _digest_of(content: Mapping[str, Any]) -> str:
     """Return the digest of a manifest's content as JSON."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

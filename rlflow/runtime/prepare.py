@@ -21,15 +21,9 @@ from rlflow.engines.registry import engine_kind
 from rlflow.errors import RecipeError
 from rlflow.recipe import Model, Tune
 from rlflow.resources.models.config import check_agreement
+from rlflow.runtime.atomic_folder import write_folder
 from rlflow.runtime.bound_node import bind_nodes, states_of
-from rlflow.runtime.checkpoint import (
-    CheckpointWriter,
-    RunProgress,
-    checkpoints,
-    remove_unfinished,
-    restore,
-    write_folder,
-)
+from rlflow.runtime.checkpoint import CheckpointWriter, RunProgress, checkpoints, remove_unfinished, restore
 from rlflow.runtime.evaluation import Evaluator, PausingEvaluator, evaluator_of
 from rlflow.runtime.folder_lock import locked
 from rlflow.runtime.generation.ahead_own_gpus import AheadOnOwnGpus
@@ -161,8 +155,8 @@ def prepare(
             sync=ahead.sync if ahead else sync,
             sample_reader=SampleReader(plan.graph, data, plan.recipe.seed),
             evaluator=evaluator,
-            checkpoints=CheckpointWriter(
-                directory, parts, plan.recipe.checkpoints.keep, progress.step if last else None
+            checkpoints=stack.enter_context(
+                CheckpointWriter(directory, parts, plan.recipe.checkpoints.keep, progress.step if last else None)
             ),
             observer=observer,
             progress=progress,

@@ -10,7 +10,8 @@ from typing import Any
 from rlflow.compiler.plan import Plan
 from rlflow.recipe import Tune
 from rlflow.resources.layout import GIB
-from rlflow.runtime.checkpoint import RunProgress, is_checkpoint_due, write_folder
+from rlflow.runtime.atomic_folder import write_folder
+from rlflow.runtime.checkpoint import RunProgress, is_checkpoint_due
 from rlflow.runtime.evaluation import is_evaluation_due
 from rlflow.runtime.measurements import StepTimes, compare_memory
 from rlflow.runtime.prepare import Training, prepare
@@ -52,6 +53,7 @@ def run(
             if is_over or is_checkpoint_due(plan, progress):
                 training.checkpoints.save(progress)
             if is_over:
+                training.checkpoints.wait()
                 break
             metrics = train_step(
                 training.plan,
@@ -66,6 +68,7 @@ def run(
             times.add(metrics)
             progress = progress.stepped(plan.recipe.data.batch_size)
             observer.stepped(progress.step, metrics)
+            training.checkpoints.check()
         return _finish(training, progress, metrics, times)
 
 

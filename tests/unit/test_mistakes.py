@@ -1,6 +1,5 @@
 """Values that no type can hold, files that are no text, and disks that take no more: one message each."""
 
-import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import rlflow
 from rlflow.cli import main
 from rlflow.compiler.plan import read_plan
 from rlflow.errors import EngineError, RecipeError, StorageError, storage_error
-from rlflow.runtime.checkpoint import write_folder
+from rlflow.runtime.atomic_folder import write_folder
 from tests.conftest import CONFIG_DIR
 
 ENDS_WITHOUT_SPACE = Path("/dev/full")
@@ -92,12 +91,11 @@ def test_a_full_disk_under_torch_is_named(tmp_path: Path) -> None:
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
-        with pytest.raises((StorageError, OSError)) as raised:
+        with pytest.raises(StorageError, match="step-000001"):
             write_folder(tmp_path / "step-000001", save)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert "step-000001" in str(raised.value) or getattr(raised.value, "errno", 0) == errno.EFBIG
     assert list(tmp_path.iterdir()) == [], "nothing half written stays"
 
 

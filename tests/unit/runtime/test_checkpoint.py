@@ -1,15 +1,17 @@
+import errno
 import json
 import os
 import shutil
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rlflow.errors import RecipeError
-from rlflow.runtime import checkpoint
-from rlflow.runtime.checkpoint import RunProgress
+from rlflow.errors import EngineError, RecipeError, StorageError
+from rlflow.runtime import atomic_folder, checkpoint
+from rlflow.runtime.checkpoint import CheckpointWriter, RunProgress
 
 EXPERIMENT = {"name": "f", "roles": {}, "graph": {}}
 
@@ -46,7 +48,7 @@ def test_the_last_one_is_read_and_old_ones_go(tmp_path: Path) -> None:
 
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     save(tmp_path, 1, Engine(1))
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(StorageError, match="step-000002: disk full"):
         save(tmp_path, 2, Engine(2, fails=True))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
     assert (last := checkpoint.last(tmp_path, EXPERIMENT)) is not None
@@ -120,7 +122,7 @@ def test_a_kill_while_an_old_one_is_deleted_leaves_no_part_of_it(
         (folder / "actor" / "a").unlink()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "shutil", SimpleNamespace(rmtree=delete_a_file))
+    monkeypatch.setattr(atomic_folder, "shutil", SimpleNamespace(rmtree=delete_a_file))
     for step in (1, 2):
         save(tmp_path, step, Engine(step))
     with pytest.raises(KeyboardInterrupt):
@@ -161,41 +163,71 @@ def test_no_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.last(tmp_path, EXPERIMENT) is None
 
 
-def test_the_first_of_two_that_write_the_same_stays(tmp_path: Path) -> None:
-    def write(folder: Path, text: str) -> None:
-        (folder / "a").write_text(text)
+class Disk:
+    """A disk that takes its time until ``ready`` is set, and is full if ``full`` says so."""
 
-    def write_late(folder: Path) -> None:
-        checkpoint.write_folder(tmp_path / "model", lambda other: write(other, "first"))
-        write(folder, "second")
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, full: bool = False) -> None:
+        self.ready, self.full, self._flush = Event(), full, os.fsync
+        monkeypatch.setattr(os, "fsync", self.flush)
 
-    checkpoint.write_folder(tmp_path / "model", write_late)
-    assert (tmp_path / "model" / "a").read_text() == "first"
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_files_get_the_mode_of_the_user(tmp_path: Path) -> None:
-    def write(folder: Path) -> None:
-        (folder / "weights").touch(0o600)  # as safetensors does
-
-    before = os.umask(0o027)
-    try:
-        checkpoint.write_folder(tmp_path / "model", write)
-    finally:
-        os.umask(before)
-    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "model", tmp_path / "model" / "weights")]
-    assert modes == [0o750, 0o640]
+    def flush(self, handle: int) -> None:
+        assert self.ready.wait(10)
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._flush(handle)
 
 
-def test_a_model_replaces_the_one_before_and_a_cached_one_stays(tmp_path: Path) -> None:
-    def written(text: str, *, replaces: bool) -> str:
-        def write(folder: Path) -> None:
-            (folder / "b").write_text(text)
+def progress(step: int) -> RunProgress:
+    return RunProgress(EXPERIMENT, step, 4 * step, {})
 
-        checkpoint.write_folder(tmp_path / "a", write, replaces=replaces)
-        return (tmp_path / "a" / "b").read_text()
 
-    assert written("old", replaces=False) == "old"
-    assert written("older", replaces=False) == "old"
-    assert written("new", replaces=True) == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+def test_a_run_goes_on_while_the_disk_takes_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, engine = Disk(monkeypatch), Engine(1)
+    with CheckpointWriter(tmp_path, {"actor": engine}, 2, None) as writer:
+        writer.save(progress(1))
+        engine.number = 2
+        writer.check()
+        assert checkpoint.checkpoints(tmp_path) == []
+        disk.ready.set()
+        writer.save(progress(2))
+    found = checkpoint.checkpoints(tmp_path)
+    assert [path.name for path in found] == ["step-000001", "step-000002"]
+    assert [(path / "actor" / "b").read_text() for path in found] == ["1", "2"]
+
+
+def test_a_disk_that_is_full_meanwhile_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1, Engine(1))
+    disk = Disk(monkeypatch, full=True)
+    writer = CheckpointWriter(tmp_path, {"actor": Engine(2)}, 2, 1)
+    writer.save(progress(2))
+    disk.ready.set()
+    for call in (writer.wait, writer.check, lambda: writer.save(progress(3))):
+        with pytest.raises(StorageError, match="step-000002: No space left on device"):
+            call()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def fail_while_saving(writer: CheckpointWriter, error: BaseException) -> None:
+    with writer:
+        writer.save(progress(1))
+        raise error
+
+
+def test_an_error_of_the_run_comes_before_one_of_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch, full=True)
+    disk.ready.set()
+    with pytest.raises(EngineError, match="a worker died"):
+        fail_while_saving(CheckpointWriter(tmp_path, {}, 2, None), EngineError("a worker died"))
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_second_interrupt_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch)
+    writer = CheckpointWriter(tmp_path, {}, 2, None)
+    with pytest.raises(KeyboardInterrupt):
+        fail_while_saving(writer, KeyboardInterrupt())
+    assert checkpoint.checkpoints(tmp_path) == []
+    disk.ready.set()
+    writer.wait()

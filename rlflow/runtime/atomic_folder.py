@@ -1,0 +1,79 @@
+"""Folders that are complete or do not exist, whenever this process is killed.
+
+A folder is written under another name, flushed to disk, and renamed.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlflow.errors import EngineError, StorageError, first_line, storage_error
+
+
+def write_folder(folder: Path, write: Callable[[Path], object], *, replaces: bool = False) -> None:
+    """Call ``write`` with a new folder, and rename that to ``folder`` when all of it is on disk.
+
+    If ``folder`` exists by then, because another process did the same work, it stays unless this call ``replaces`` it.
+    """
+    with storage_errors(folder), unfinished(folder) as temporary:
+        write(temporary)
+        complete_folder(temporary, folder, replaces=replaces)
+
+
+@contextmanager
+def unfinished(folder: Path) -> Iterator[Path]:
+    """Create a folder to be renamed to ``folder``, beside it, and delete what is left there at the end."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
+        temporary = Path(name) / folder.name
+        temporary.mkdir()
+        yield temporary
+
+
+def complete_folder(temporary: Path, folder: Path, *, replaces: bool = False) -> None:
+    """Flush a folder to disk, and give it its name."""
+    for path in [*temporary.rglob("*"), temporary]:
+        if path.is_file():  # safetensors makes files that only their owner may read
+            path.chmod(temporary.stat().st_mode & 0o666)
+        _flush(path)
+    if replaces and folder.exists():
+        folder.rename(temporary.with_name("before"))
+    if not folder.exists():
+        temporary.rename(folder)
+        _flush(folder.parent)
+
+
+@contextmanager
+def storage_errors(folder: Path) -> Iterator[None]:
+    """Raise StorageError for the errors that Python, torch and safetensors raise when a disk is full."""
+    # Imported late: a dry run looks for checkpoints, and needs no training library.
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except EngineError:
+        raise
+    except OSError as error:
+        raise storage_error(error, folder) from error
+    except (RuntimeError, SafetensorError) as error:
+        raise StorageError(
+            f"{folder}: cannot be written ({first_line(error)}).\n  Fix: free some space on that disk."
+        ) from error
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder. It loses its name first, because a kill while files are deleted must leave no part of it."""
+    nameless = folder.with_name(f".{folder.name}-removed")
+    folder.rename(nameless)
+    shutil.rmtree(nameless)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
