@@ -19,21 +19,9 @@ from rlflow.packed import Packed, Records, Repeated
 from rlflow.resources.time.lengths import QUANTILES
 from rlflow.rows import Batch
 
-__all__ = [
-    "Advantages",
-    "Batch",
-    "Conversations",
-    "Examples",
-    "Logprobs",
-    "Metrics",
-    "Minibatch",
-    "Packed",
-    "Pairs",
-    "Prompts",
-    "Records",
-    "Repeated",
-    "Rewards",
-    "RolloutAdvantages",
+__all__ = ["Advantages", "Batch", "Conversations", "Examples", "Logprobs", "Metrics", "Minibatch", "Packed"]
+__all__ += ["Pairs", "Prompts", "Records", "Repeated", "Rewards", "RolloutAdvantages"]
+__all__ += [
     "Rollouts",
     "Selection",
     "Sequences",
@@ -46,6 +34,8 @@ __all__ = [
 
 # The number of samples that a message lists.
 _MAX_LISTED = 3
+# Smaller advantages are rounding errors of zero.
+_ZERO = 1e-6
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -208,8 +198,8 @@ class Rewards(Batch):
         return known_mean(self.values)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the mean reward."""
-        return {"mean": self.mean()}
+        """Return the mean reward, and the standard deviation of the known ones."""
+        return {"mean": self.mean(), "std": float(np.nanstd(self.values, dtype=np.float64))}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -258,6 +248,11 @@ class RolloutAdvantages(Advantages):
     @property
     def is_included(self) -> NDArray[np.bool_]:
         return np.isfinite(self.values.run_values)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the share of trained rollouts that bring no gradient, as where all rewards of a prompt are equal."""
+        known = self.values.run_values[self.is_included]
+        return {"zero": float(np.mean(np.abs(known) < _ZERO))} if len(known) else {}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

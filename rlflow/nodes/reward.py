@@ -31,11 +31,11 @@ class SummedRewards(Rewards):
     """[B], why a function failed, whatever reward the response has; empty where none failed."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the mean reward, the share of responses with a failure, and the mean of each part.
+        """Return the metrics of all rewards, the share of responses with a failure, and the mean of each part.
 
         A single part is the sum itself, and a part that failed everywhere has no mean.
         """
-        metrics = {"mean": self.mean(), "failed": float(np.mean(self.reasons != ""))}
+        metrics = {**super().metrics(), "failed": float(np.mean(self.reasons != ""))}
         parts = self.parts if len(self.parts) > 1 else {}
         known = {part: values for part, values in parts.items() if np.isfinite(values).any()}
         return metrics | {f"{part}/mean": known_mean(values) for part, values in known.items()}

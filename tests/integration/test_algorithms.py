@@ -1,6 +1,7 @@
 """Every tiny recipe with a model so small that it takes no time: two steps, before and after which it is evaluated."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +35,10 @@ SAID = {
     "rloo": ["kl/mean", "penalized/mean"],
     "rm": ["update/accuracy", "update/margin"],
 }
+# The last part of each name in the documentation of metrics, with those that are written as the end of another name.
+EXPLAINED = {
+    name.split("/")[-1] for name in re.findall(r"`([\w/]+)`", (ROOT / "docs" / "metrics.md").read_text()) if name
+} | {"step", "clip_fraction_positive", "clip_fraction_negative"}
 
 
 @pytest.mark.slow
@@ -51,3 +56,4 @@ def test_it_runs(algorithm: str, tmp_path: Path) -> None:
     assert len(trained) == 2
     for step in trained:
         assert all(np.isfinite(step[name]) for name in ["update/loss", "update/grad_norm", *SAID[algorithm]])
+    assert {name.split("/")[-1] for step in steps for name in step if not name.startswith("seconds/")} <= EXPLAINED

@@ -46,6 +46,15 @@ def test_by_hand() -> None:
     assert values == pytest.approx([high, -high, -high, high, 0, 0, 0], abs=1e-6)
 
 
+def test_groups_with_equal_rewards_bring_no_gradient() -> None:
+    """Three of seven rollouts are in groups whose rewards do not differ, and a tenth is no exact binary fraction."""
+    rewards = Rewards(values=np.array([1, 0, 0, 1, 0.1, 0.1, 5], np.float32))
+    assert GroupAdvantage().run(GROUPS, rewards).metrics() == {"zero": pytest.approx(3 / 7)}
+    unknown = Rewards(values=np.array([1, 0, 0, 1, np.nan, np.nan, 5], np.float32))
+    assert GroupAdvantage().run(GROUPS, unknown).metrics() == {"zero": pytest.approx(1 / 5)}
+    assert rewards.metrics()["std"] == pytest.approx(np.std([1, 0, 0, 1, 0.1, 0.1, 5]))
+
+
 def test_without_the_division() -> None:
     values = of_each(GroupAdvantage(normalize=False).run(GROUPS, REWARDS))
     assert values == pytest.approx([0.5, -0.5, -0.5, 0.5, 0, 0, 0])

@@ -81,6 +81,7 @@ def test_a_weighted_sum_and_what_each_part_gave() -> None:
     assert given.reasons.tolist() == ["", ""]
     assert metrics_of("rewards", given) == {
         "rewards/mean": -2.25,
+        "rewards/std": 0.75,
         "rewards/failed": 0.0,
         "rewards/good/mean": 1.5,
         "rewards/twice/mean": 3.0,
@@ -94,7 +95,13 @@ def test_what_fails_is_excluded() -> None:
     assert same(given.parts["out"], [5, np.nan])
     assert same(given.parts["good"], [1, 2])
     assert given.reasons.tolist() == ["", "'out' is out"]
-    assert metrics_of("r", given) == {"r/mean": 6.0, "r/failed": 0.5, "r/good/mean": 1.5, "r/out/mean": 5.0}
+    assert metrics_of("r", given) == {
+        "r/mean": 6.0,
+        "r/std": 0.0,
+        "r/failed": 0.5,
+        "r/good/mean": 1.5,
+        "r/out/mean": 5.0,
+    }
 
 
 def test_what_fails_has_a_value_of_its_own() -> None:
