@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.errors import EngineError
+from rlflow.errors import EngineError, NotFiniteError
 from rlflow.packed import Packed, Records, Repeated
 from rlflow.resources.time.lengths import QUANTILES
 from rlflow.rows import Batch
@@ -194,7 +194,7 @@ class Rewards(Batch):
             why = next(iter(self.failures()), "their inputs have none")
             raise EngineError(f"rewards: none of {len(self)} responses has one: {why}.")
         if infinite := int(np.isinf(self.values).sum()):
-            raise EngineError(f"rewards: {infinite} of {len(self)} are infinite.")
+            raise NotFiniteError(f"rewards: {infinite} of {len(self)} are infinite.")
         return known_mean(self.values)
 
     def metrics(self) -> Mapping[str, float]:

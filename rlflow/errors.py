@@ -10,6 +10,7 @@
     └── RuntimeError
         └── EngineError          a model or a worker failed while running; exit code 1
             ├── EnvironmentFailedError  an environment failed, and no engine is at fault
+            ├── NotFiniteError   values of a step are NaN or infinite; the run skips the step
             └── StorageError     a file of the run cannot be read or written, often because the disk is full
 
 Every UserError reads ``<path in the recipe>: <what was expected and found>.``, with indented lines *Known*, *Free* and
@@ -72,6 +73,16 @@ class EngineError(RuntimeError):
 
 class EnvironmentFailedError(EngineError):
     """An environment of a conversation failed. No engine is at fault, so none is replaced."""
+
+
+class NotFiniteError(EngineError):
+    """Values of a step are NaN or infinite, and no optimizer step was made with them. The run skips the step."""
+
+    node: str = ""
+    """The node whose output or loss it is."""
+
+    def __str__(self) -> str:
+        return f"node {self.node}: {super().__str__()}" if self.node else super().__str__()
 
 
 class StorageError(EngineError):

@@ -65,6 +65,11 @@ class Packed:
         """Return the number of values in each row, [rows]."""
         return np.diff(self.offsets)
 
+    @property
+    def is_finite(self) -> bool:
+        """Return whether no value is NaN or infinite."""
+        return are_finite(self.values)
+
     def take(self, rows: Rows) -> "Packed":
         """Return these rows, in this order."""
         lengths = self.lengths[rows]
@@ -76,6 +81,11 @@ class Packed:
         """Return other values, [T], in rows of the same lengths."""
         assert len(values) == self.offsets[-1]
         return Packed(values, self.offsets)
+
+
+def are_finite(values: Array) -> bool:
+    """Return whether no value is NaN or infinite."""
+    return values.dtype.kind != "f" or bool(np.isfinite(values).all())
 
 
 class Repeated(Packed):
@@ -117,6 +127,10 @@ class Repeated(Packed):
     @property
     def values(self) -> Array:
         return np.repeat(self.run_values, self.run_lengths)
+
+    @property
+    def is_finite(self) -> bool:
+        return are_finite(self.run_values)
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:

@@ -168,6 +168,8 @@ class Recipe(Section):
     checkpoints: Checkpoints
     expect: Expect = Expect()
     overlap: Overlap = field(default_factory=Overlap)
+    stop_after_skipped_steps: Count = 3
+    """The number of steps in a row after which the run stops that were skipped for values that are not finite."""
 
     def lora_of(self, role: str) -> Lora | None:
         """Return a role's adapters: its own, or those of the role that it follows."""

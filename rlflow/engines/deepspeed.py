@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,7 +36,7 @@ from rlflow.engines.sharded.cpu_offload import OffloadedMemory, optimizer_tensor
 from rlflow.engines.sharded.loading import load_sharded
 from rlflow.engines.sharded.process_group import create_sharding, files_timeout, set_timeouts, wait_for_files
 from rlflow.engines.sharded.settings import TRAINING_MEMORY, deepspeed_config, init_deepspeed
-from rlflow.errors import EngineError
+from rlflow.errors import EngineError, NotFiniteError
 from rlflow.resources.memory.state import TrainingMemory
 
 if TYPE_CHECKING:
@@ -119,8 +120,11 @@ class DeepSpeedEngine(TunableEngine):
             totals = self._compute_gradients(minibatch, loss)
         self._module.eval()
         means = weighted_means(self._sum_over_ranks(totals.sums))
-        totals.check(means["loss"], self._gather_problems)
+        # Without a finite loss no gradient is, and DeepSpeed drops them only in its step.
         norm = self._step()
+        totals.check(means["loss"], self._gather_problems)
+        if not isfinite(norm):
+            raise NotFiniteError(f"role {self._spec.role}: grad_norm is not finite, although the loss is.")
         self._check_weights(f"after an update with learning rate {learning_rate:g}")
         return Metrics(values={**means, "grad_norm": norm, "learning_rate": learning_rate})
 
@@ -247,19 +251,24 @@ class DeepSpeedEngine(TunableEngine):
         )
 
     def _step(self) -> float:
-        """Clip the gradients and step; return their norm before clipping. Raises EngineError if it is not finite."""
+        """Clip the gradients and step; return their norm before clipping.
+
+        Where the norm is not finite, all ranks drop the gradients, and weights and optimizer stay as they are.
+        """
         import torch
 
         limit = self._spec.optimizer.max_grad_norm
         if self._config["gradient_clipping"]:
+            # DeepSpeed itself checks the norm over all ranks.
             self._engine.step()
             norm = float(self._engine.get_global_grad_norm())
-        else:
-            norm = float(torch.nn.utils.clip_grad_norm_(self._module.parameters(), limit))
+            # Some of its optimizers return -1 for a norm that is not finite.
+            return norm if norm >= 0 else inf
+        norm = float(torch.nn.utils.clip_grad_norm_(self._module.parameters(), limit))
+        if isfinite(norm):
             self._engine.step()
-        # DeepSpeed returns -1 for a norm that is not finite.
-        if not 0 <= norm < float("inf"):
-            raise EngineError(f"role {self._spec.role}: grad_norm is not finite ({norm}), although the loss is.")
+        else:
+            self._engine.zero_grad()
         return norm
 
     def _forward(self, sequences: Sequences, temperature: float) -> Packed:

@@ -92,11 +92,11 @@ class FakeEngine:
     def update(self, minibatch: Minibatch, loss: TokenLoss) -> Metrics:
         import torch
 
-        self._weight += 1
         logprobs = torch.from_numpy(self._logprobs(minibatch.response_ids).values)
         totals = LossTotals(loss, logprobs.device, self._spec.role)
         totals.add(minibatch, logprobs, {})
         totals.check(totals.sums["loss"])
+        self._weight += 1
         return Metrics(values={**weighted_means(totals.sums), "loss": 1 / self._weight})
 
     def weights(self) -> "Iterator[tuple[str, Tensor]]":

@@ -24,7 +24,7 @@ from rlflow.engines.causal_lm.totals import LossTotals, check_finite, weighted_m
 from rlflow.engines.memory import TunableEngine, enable_expandable_segments
 from rlflow.engines.sharded.process_group import create_sharding, join_process_group, set_timeouts, wait_for_files
 from rlflow.engines.state_files import restore_state, save_state
-from rlflow.errors import EngineError
+from rlflow.errors import NotFiniteError
 from rlflow.resources.memory.state import TrainingMemory
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class TorchEngine(TunableEngine):
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._spec.optimizer.max_grad_norm)
         if not torch.isfinite(norm):
             where = f"a minibatch of {len(minibatch)} samples, whose loss is {means['loss']:g}"
-            raise EngineError(f"role {self._spec.role}: grad_norm is {float(norm)} in {where}.")
+            raise NotFiniteError(f"role {self._spec.role}: grad_norm is {float(norm)} in {where}.")
         self._optimizer.step()
         self._check_weights(f"after an update with learning rate {learning_rate:g}")
         return Metrics(values={**means, "grad_norm": float(norm), "learning_rate": learning_rate})

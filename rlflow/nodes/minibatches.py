@@ -4,6 +4,8 @@ Shapes: B rows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -15,6 +17,8 @@ from rlflow.batch import Minibatch, Packed, Repeated, Sequences
 from rlflow.engines.base import TokenLoss, Trains
 
 Aggregation = Literal["token", "sequence", "constant"]
+
+_skipped_steps: ContextVar[int] = ContextVar("skipped_steps", default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,16 @@ class Weighting:
         return f"mean over a minibatch's {rows} of the sum over tokens{divisor}"
 
 
+@contextmanager
+def schedule_behind(num_steps: int) -> Iterator[None]:
+    """Keep the schedules of learning rates so many steps behind the run's: steps that were skipped do not count."""
+    token = _skipped_steps.set(num_steps)
+    try:
+        yield
+    finally:
+        _skipped_steps.reset(token)
+
+
 def train(
     engine: Trains,
     sequences: Sequences,
@@ -87,7 +101,7 @@ def train(
         minibatch = Minibatch(
             **vars(part),
             # At least one sample was started in this step; the others may come from earlier steps.
-            step=int(first_steps.max()) - first_step,
+            step=int(first_steps.max()) - first_step - _skipped_steps.get(),
             columns={name: column.take(rows) for name, column in columns.items()},
             weights=own.take(rows).scale(weighting.weights(lengths[rows], counting[rows]).run_values),
         )

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlflow.batch import Logprobs, Rewards, Rollouts, Sequences, ValueEstimates
+from rlflow.batch import Logprobs, Rewards, Rollouts, Sequences, ValueEstimates, describe_samples
 from rlflow.engines.base import Evaluates, Scores, ScoresBase, Values
-from rlflow.errors import EngineError
+from rlflow.errors import NotFiniteError
 from rlflow.nodes.base import Formula, Node
 
 REWARD_OUTPUT = "the output of the reward model's head at the last token"
@@ -53,9 +53,9 @@ class RewardModel(Node, kind="reward_model", unit="sample"):
 
     def run(self, engine: Evaluates, rollouts: Rollouts) -> Rewards:
         rewards = engine.evaluate(rollouts)
-        if not np.isfinite(rewards.values).all():
-            count = int(np.sum(~np.isfinite(rewards.values)))
-            raise EngineError(f"the reward model gives no finite number for {count} of {len(rollouts)} responses.")
+        if len(bad := np.flatnonzero(~np.isfinite(rewards.values))):
+            where = f"{len(bad)} of {len(rollouts)} responses ({describe_samples(rollouts.keys[bad])})"
+            raise NotFiniteError(f"the reward model gives no finite number for {where}.")
         return Rewards(values=np.where(rollouts.failed, np.float32(np.nan), rewards.values))
 
 

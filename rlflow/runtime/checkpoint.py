@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -36,10 +36,12 @@ class RunProgress:
     """The number of data rows that these steps have taken."""
     evaluations: Mapping[str, float]
     """The measures on held-out rows, by step; JSON's keys are texts."""
+    skipped: Sequence[int] = ()
+    """The steps, counted from 1, that were skipped because of values that were not finite."""
 
-    def stepped(self, rows: int) -> "RunProgress":
-        """Return the progress after one more step, which has taken ``rows`` rows."""
-        return replace(self, step=self.step + 1, rows=self.rows + rows)
+    def stepped(self, rows: int, skipped: Sequence[int]) -> "RunProgress":
+        """Return the progress after one more step, which has taken ``rows`` rows; ``skipped`` are all skipped steps."""
+        return replace(self, step=self.step + 1, rows=self.rows + rows, skipped=skipped)
 
     def evaluated(self, measure: float) -> "RunProgress":
         """Return the progress with a measure on held-out rows."""
@@ -191,7 +193,7 @@ def _read(folder: Path, run: Path, experiment: Experiment) -> RunProgress:
         digest = manifest.pop("digest")
         intact = digest == _digest_of(manifest)
         files = manifest.pop("files")
-        progress = RunProgress(**manifest)
+        progress = RunProgress(**manifest | {"skipped": tuple(manifest.get("skipped", ()))})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _DamageError(f"{_MANIFEST}: {error}") from None
     if not intact:

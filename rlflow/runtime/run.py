@@ -16,6 +16,7 @@ from rlflow.runtime.evaluation import is_evaluation_due
 from rlflow.runtime.measurements import StepTimes, compare_memory
 from rlflow.runtime.prepare import Training, prepare
 from rlflow.runtime.protocols import Observer, Report, Runtime, StoreUse
+from rlflow.runtime.skipped_steps import SkippedSteps
 from rlflow.runtime.step import train_step
 from rlflow.text_files import replace_text
 
@@ -43,6 +44,7 @@ def run(
         engines, data, observer, progress = training.engines, training.data, training.observer, training.progress
         metrics: Mapping[str, float] = {}
         times = StepTimes(plan)
+        skips = SkippedSteps(plan, directory, engines, observer, progress.skipped)
         training.sync(progress.step)
         while True:
             if training.evaluator and is_evaluation_due(plan, progress):
@@ -64,9 +66,11 @@ def run(
                 training.start_of_step,
                 training.sync,
                 training.sample_reader,
+                skips,
             )
-            times.add(metrics)
-            progress = progress.stepped(plan.recipe.data.batch_size)
+            progress = progress.stepped(plan.recipe.data.batch_size, skips.steps)
+            if progress.step not in skips.steps:
+                times.add(metrics)
             observer.stepped(progress.step, metrics)
             training.checkpoints.check()
         return _finish(training, progress, metrics, times)
@@ -95,13 +99,20 @@ def _finish(training: Training, progress: RunProgress, metrics: Mapping[str, flo
         memory=compare_memory(plan, training.engines.peak_bytes()),
         overlap=times.overlap(plan),
         store=_compare_store_use(plan, training.engines.store_use()),
-        warnings=training.warnings,
+        warnings=[*training.warnings, *_skipped_warning(progress)],
         models=models,
         metrics=metrics,
     )
     replace_text(directory / "report.json", json.dumps(asdict(report), indent=1))
     training.observer.ended(report)
     return report
+
+
+def _skipped_warning(progress: RunProgress) -> list[str]:
+    if not progress.skipped:
+        return []
+    steps = ", ".join(map(str, progress.skipped))
+    return [f"{len(progress.skipped)} of {progress.step} steps were skipped for values that are not finite: {steps}"]
 
 
 def _export_models(directory: Path, trained: Mapping[str, Any]) -> dict[str, str]:

@@ -3,25 +3,38 @@
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
-
-from rlflow.batch import Advantages, Rewards, RolloutAdvantages, Rollouts, Sequences, describe_samples
+from rlflow.batch import Sequences
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import DataSource
-from rlflow.errors import EngineError, UserError, below
+from rlflow.errors import EngineError, NotFiniteError, UserError, below
+from rlflow.nodes.minibatches import schedule_behind
 from rlflow.runtime.bound_node import BoundNode, operation_of, states_of
+from rlflow.runtime.finite import check_advantages, check_values
 from rlflow.runtime.generation.streaming_nodes import StreamingNodes
 from rlflow.runtime.objects.budget import edge
 from rlflow.runtime.protocols import Engines, Observer
 from rlflow.runtime.samples import SampleReader
 
 OnOutput = Callable[[str, Any], None]
+SKIPPED = "skipped_at/"
+"""The metric of a skipped step is this and the name of the node whose values are not finite."""
+
+
+class Skips(Protocol):
+    """The steps of a run that are skipped, because some of their values are not finite."""
+
+    @property
+    def count(self) -> int:
+        """Return their number so far."""
+
+    def add(self, step: int, error: NotFiniteError, edges: Mapping[str, Any]) -> None:
+        """Skip a step, counted from 1, and save what is on its edges. Raises EngineError if the run has to end."""
 
 
 class StepStart(Protocol):
@@ -42,9 +55,12 @@ def train_step(
     start_of_step: StepStart | None = None,
     sync: Callable[[int], float] | None = None,
     sample_reader: SampleReader | None = None,
+    skips: Skips | None = None,
 ) -> dict[str, float]:
     """Run the graph once on the data of ``step``, sync the weights, and return the metrics.
 
+    A step with values that are not finite ends there: ``skips`` takes note of it, and the roles that follow get the
+    weights that the trained roles have. Without ``skips`` it raises an error.
     ``start_of_step`` runs before the rest of the graph, where it has any. ``sync`` gets the version of the new weights,
     and returns the seconds of the weight sync; by default all followers get them at once. Metrics of time are named
     ``seconds`` or ``per_second``. The ``observer`` gets the reasons why samples could not be judged, and what the
@@ -59,25 +75,37 @@ def train_step(
 
     def on_output(name: str, output: Any) -> None:
         nonlocal tokens
+        with _naming(name):
+            check_values(output, edges.values())
+            metrics.update(metrics_of(name, output))
         if observer and (failures := failures_of(output)):
             observer.failed(step + 1, name, failures)
         if observer and sample_reader and (samples := sample_reader.read(step, name, output, edges)):
             observer.sampled(samples)
-        metrics.update(metrics_of(name, output))
         tokens += int(output.own_lengths.sum()) if isinstance(output, Sequences) else 0
 
     seconds: dict[str, float] = {}
     read = {"prompts": data.prompts, "examples": data.examples, "pairs": data.pairs}
     try:
-        if start_of_step:
-            seconds, start_metrics = start_of_step.run(engines, step, edges, on_output)
-            metrics.update(start_metrics)
-        for name in () if start_of_step else plan.graph.sources:
-            with edge(name):
-                edges[name] = read[name](step)
-            on_output(name, edges[name])
-        if edges:
-            seconds |= run_graph(plan.graph, engines, edges, on_output, ends_step=True)
+        try:
+            if start_of_step:
+                seconds, start_metrics = start_of_step.run(engines, step, edges, on_output)
+                metrics.update(start_metrics)
+            for name in () if start_of_step else plan.graph.sources:
+                with edge(name):
+                    edges[name] = read[name](step)
+                on_output(name, edges[name])
+            if edges:
+                with schedule_behind(skips.count if skips else 0):
+                    seconds |= run_graph(plan.graph, engines, edges, on_output, ends_step=True)
+        except NotFiniteError as error:
+            if skips is None:
+                raise
+            skips.add(step + 1, error, edges)
+            metrics[f"{SKIPPED}{error.node}"] = 1.0
+            # The times of a part of a step are comparable with nothing.
+            seconds = {}
+            edges.clear()
         seconds["copy"] = sync(step + 1) if sync else sync_followers(plan, engines, version=step + 1)
     except EngineError as error:
         raise EngineError(f"step {step + 1}: {error}") from error
@@ -148,8 +176,8 @@ def run_graph(
                 seconds[node.name] = time.perf_counter() - start
             if ends_step and node.role is not None and last_nodes[node.role] == node.name:
                 engines.mark_idle(node.role)
-            on_output(node.name, output)
             edges[node.name] = output
+            on_output(node.name, output)
             del output
             for name in [name for name in edges if consumers.get(name, node.name) == node.name]:
                 del edges[name]
@@ -166,14 +194,24 @@ def run_node(node: GraphNode, engines: Engines, edges: Mapping[str, Any], *, in_
     operation = operation_of(node, engines)
     run = operation.run_in_evaluation if in_evaluation and isinstance(node.operation, BoundNode) else operation.run
     try:
-        with below(f"graph.{node.name}"), edge(node.name):
+        with below(f"graph.{node.name}"), edge(node.name), _naming(node.name):
             output = run(**arguments)
+            check_advantages(output, inputs)
     except (UserError, EngineError):
         raise
     except Exception as error:
         raise EngineError(f"node {node.name}, role {node.role}: {type(error).__name__}: {error}") from error
-    check_advantages(node.name, output, inputs)
     return output
+
+
+@contextmanager
+def _naming(node: str) -> Iterator[None]:
+    """Name the node in a NotFiniteError raised inside."""
+    try:
+        yield
+    except NotFiniteError as error:
+        error.node = error.node or node
+        raise
 
 
 def _nodes_beside(
@@ -212,38 +250,3 @@ def failures_of(output: Any) -> Mapping[str, int]:
     """Return why samples of an output could not be judged, and how many samples each."""
     failures: Mapping[str, int] = output.failures() if hasattr(output, "failures") else {}
     return failures
-
-
-def check_advantages(node: str, output: Any, inputs: Mapping[str, Any]) -> None:
-    """Raise EngineError for advantages that are not finite although nothing explains it.
-
-    A rollout without a reward has no advantage on purpose, and may take the other rollouts of its prompt with it. The
-    same holds for a conversation that failed and for a response without tokens of the model's own.
-    """
-    rollouts = next((each for each in inputs.values() if isinstance(each, Rollouts)), None)
-    if not isinstance(output, Advantages) or rollouts is None or output.is_included.all():
-        return
-    excluded = _prompts_without_reward(inputs)
-    missing = np.flatnonzero(~output.is_included)
-    infinite = np.zeros(len(rollouts), np.bool_)
-    if isinstance(output, RolloutAdvantages):
-        infinite = np.isinf(output.values.run_values)
-    bad = [row for row in missing if infinite[row] or tuple(rollouts.keys[row, :2]) not in excluded]
-    if bad:
-        raise EngineError(
-            f"node {node}: the advantage is not finite for {len(bad)} of {len(rollouts)} samples that have a reward "
-            f"({describe_samples(rollouts.keys[bad])}). A division by zero causes that: by the number of other "
-            "responses in a group of one, or by a standard deviation of zero."
-        )
-
-
-def _prompts_without_reward(inputs: Mapping[str, Any]) -> set[tuple[int, ...]]:
-    """Return step and prompt of all rollouts that lack a reward, failed, or have no tokens of the model's own."""
-    prompts: set[tuple[int, ...]] = set()
-    for rollouts in (each for each in inputs.values() if isinstance(each, Rollouts)):
-        lacks = rollouts.failed | (rollouts.own_lengths == 0)
-        for rewards in inputs.values():
-            if isinstance(rewards, Rewards) and len(rewards) == len(rollouts):
-                lacks = lacks | np.isnan(rewards.values)
-        prompts.update(map(tuple, rollouts.keys[lacks, :2]))
-    return prompts

@@ -14,6 +14,10 @@ def of_even_length(texts: Any, rows: Any) -> list[float]:
     return [1 // (1 - len(text) % 2) for text in texts]
 
 
+def not_a_number(texts: Any, rows: Any) -> list[float]:
+    return [float("nan")] * len(texts)
+
+
 def length(texts: Sequence[str], rows: Any) -> list[float]:
     """Something in which responses differ: no answer is right."""
     return [float(len(text)) for text in texts]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from rlflow.batch import Minibatch
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.sharded.checkpoints import UNIVERSAL
 from rlflow.engines.torch import TorchEngine
-from rlflow.errors import EngineError, RecipeError
+from rlflow.errors import EngineError, NotFiniteError, RecipeError
 from rlflow.nodes.policy_loss import LikelihoodLoss
 from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.recipe import Model, Optimizer
@@ -411,22 +411,38 @@ def test_bfloat16_has_masters_in_float32(two: Sequence[EngineProcess], address: 
     assert {str(value.dtype) for _, value in ours.weights()[0]} == {"torch.bfloat16"}
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_loss_that_is_not_finite_stops_all_ranks(two: Sequence[EngineProcess], address: str, stage: int) -> None:
-    """One of them has it, and none waits for it."""
-    batch = policy_minibatch(0)
-    batch.columns["advantages"].values[0] = np.inf
-    message = r"role actor: the loss is -?(inf|nan) at .* prompt 0 sample 0\); not finite there: advantages"
-    with pytest.raises(EngineError, match=message):
-        Ranks(two, actor(stage), address).update(split(batch), [LOSS] * 2)
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "bfloat16")])
+def test_a_loss_that_is_not_finite_changes_nothing_on_any_rank(
+    two: Sequence[EngineProcess], address: str, stage: int, dtype: Literal["float32", "bfloat16"]
+) -> None:
+    """One of them has it, and all refuse the step. The next one is made as if there had been none between."""
+    of = replace(actor(stage), model=replace(MODEL, dtype=dtype))
+    message = r"role actor: the loss is nan at .* prompt 0 sample 0; first at token 0\); not finite there: advantages"
+    ours, undisturbed = Ranks(two, of, address), Ranks(two, of, address)
+    for step in range(2):
+        for engine in (ours, undisturbed):
+            engine.update(split(policy_minibatch(step)), [LOSS] * 2)
+        before = dict(ours.weights()[0])
+        broken = policy_minibatch(step)
+        broken.columns["advantages"].values[0] = np.inf
+        with pytest.raises(NotFiniteError, match=message):
+            ours.update(split(broken), [LOSS] * 2)
+        assert all((before[name] == value).all() for name, value in ours.weights()[0])
+    for engine in (ours, undisturbed):
+        engine.update(split(policy_minibatch(2)), [LOSS] * 2)
+    expected = dict(undisturbed.weights()[0])
+    assert all((expected[name] == value).all() for name, value in ours.weights()[0])
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run(two: Sequence[EngineProcess], address: str) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(two: Sequence[EngineProcess], address: str) -> None:
     """Its square is too large, and the loss is not. ZeRO's stages square in float64."""
     batch = policy_minibatch(0)
     batch.columns["advantages"].values[:] = 1e37
-    with pytest.raises(EngineError, match="role actor: grad_norm is not finite"):
-        Ranks(two, actor(0), address).update(split(batch), [LOSS] * 2)
+    ours = Ranks(two, actor(0), address)
+    before = dict(ours.weights()[0])
+    with pytest.raises(NotFiniteError, match="role actor: grad_norm is not finite"):
+        ours.update(split(batch), [LOSS] * 2)
+    assert all((before[name] == value).all() for name, value in ours.weights()[0])
 
 
 def most_gathered(engines: list[Any], place: int) -> int:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from math import isfinite
+from math import isfinite, nan
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Minibatch, Packed, describe_samples
 from rlflow.engines.base import TokenLoss
-from rlflow.errors import EngineError
+from rlflow.errors import EngineError, NotFiniteError
 
 if TYPE_CHECKING:
     import torch
@@ -36,27 +36,33 @@ class LossTotals:
         """Add a pass over ``part`` to the sums, and return its part of the loss, to be differentiated.
 
         ``outputs`` [T] and ``more_columns`` come from the model. A ``share`` of 0 makes the pass count for nothing.
+        The loss is NaN where an input of it is not finite, because a clipped ratio would hide that. So is every
+        gradient then, on all ranks that add them up.
         """
         import torch
 
         columns = {name: self._to_tensor(column) for name, column in part.columns.items()}
-        rows = self._row_numbers(part)
-        columns = {**columns, **more_columns, "rows": rows}
+        columns = {**columns, **more_columns, "rows": self._row_numbers(part)}
         weights = self._to_tensor(part.weights)
         weighted = np.flatnonzero(part.weights.values)
+        tokens = np.arange(len(weights))
         if 0 < len(weighted) < len(weights):
+            tokens = weighted
             # Losses that sum over a response must not see tokens without weight either.
             places = torch.from_numpy(weighted).to(self._device)
             outputs, weights = outputs[places], weights[places]
             columns = {name: column[places] for name, column in columns.items()}
-            rows = columns["rows"]
-            columns["rows"] = torch.unique(rows, return_inverse=True)[1]
+            columns["rows"] = torch.unique(columns["rows"], return_inverse=True)[1]
         losses, metrics = self._loss(outputs, columns)
         weights = weights * share
         total = (losses * weights).sum()
-        value = float(total.detach())
-        if not isfinite(value) and self._problem is None:
-            self._problem = _describe_not_finite(losses, {"the model's outputs": outputs, **columns}, part.keys, rows)
+        inputs = {"the model's outputs": outputs, **columns} if len(weighted) and share else {}
+        # The GPU is synchronized once.
+        sums = [column.detach().isfinite().logical_not().sum() for column in inputs.values()]
+        value, *broken = torch.stack([total.detach().double(), *sums]).tolist()
+        if not isfinite(value) or any(broken):
+            self._problem = self._problem or _describe_not_finite(losses, inputs, part, tokens)
+            value, total = nan, total * nan
         self.sums["loss"] += value
         self.sums[_WEIGHT] += float(weights.sum())
         for name, values in metrics.items():
@@ -68,13 +74,13 @@ class LossTotals:
     def check(
         self, loss: float, gather: "Callable[[str | None], Iterable[str | None]]" = lambda problem: [problem]
     ) -> None:
-        """Raise EngineError if ``loss``, the sum over all ranks, is not finite.
+        """Raise NotFiniteError if ``loss``, the sum over all ranks, is not finite.
 
         ``gather`` returns the problems of all ranks from this rank's problem, so that all raise the same error.
         """
         if not isfinite(loss):
             where = next((problem for problem in gather(self._problem) if problem), "")
-            raise EngineError(f"role {self._role}: the loss is {loss}{where}.")
+            raise NotFiniteError(f"role {self._role}: the loss is {loss}{where}.")
 
     def _row_numbers(self, part: Minibatch) -> "Tensor":
         import torch
@@ -89,15 +95,25 @@ class LossTotals:
 
 
 def _describe_not_finite(
-    losses: "Tensor", inputs: "Mapping[str, Tensor]", keys: NDArray[np.int64], rows: "Tensor"
+    losses: "Tensor", inputs: "Mapping[str, Tensor]", part: Minibatch, tokens: NDArray[np.int64]
 ) -> str | None:
-    """Name the samples whose loss is not finite, and the inputs of the loss that are not finite there."""
+    """Name the samples whose loss or inputs of the loss are not finite, and these inputs.
+
+    ``tokens`` are the places of the losses among all response tokens of ``part``.
+    """
+    broken = {name: ~column.detach().isfinite() for name, column in inputs.items()}
     bad = ~losses.detach().isfinite()
-    samples = keys[np.unique(rows[bad].cpu().numpy())]
-    causes = [name for name, column in inputs.items() if not column.detach()[bad].isfinite().all()]
+    for is_broken in broken.values():
+        bad = bad | is_broken
+    found = tokens[bad.cpu().numpy()]
+    if not len(found):
+        return None
+    offsets = part.response_ids.offsets
+    rows = np.searchsorted(offsets, found, side="right") - 1
+    causes = [name for name, is_broken in broken.items() if is_broken.any()]
     why = f"; not finite there: {', '.join(causes)}" if causes else ""
-    where = f" at {int(bad.sum())} of {len(bad)} tokens of a pass ({describe_samples(samples)})"
-    return f"{where}{why}" if len(samples) else None
+    where = f"{describe_samples(part.keys[np.unique(rows)])}; first at token {found[0] - offsets[rows[0]]}"
+    return f" at {len(found)} of {len(losses)} tokens of a pass ({where}){why}"
 
 
 def weighted_means(sums: Mapping[str, float]) -> dict[str, float]:

@@ -99,10 +99,14 @@ class AheadGeneration(ABC):
             found, judged = self._steps.pop(step), self._judged.pop(step, None)
         engines.expect_release([node.name for node in self.nodes])
         start = time.perf_counter()
-        if judged is not None:
-            judged.result()
-        self._note_judged(time.perf_counter() - start)
-        edges |= {**self._nodes.later_inputs(step), **found.outputs}
+        try:
+            if judged is not None:
+                judged.result()
+        finally:
+            self._note_judged(time.perf_counter() - start)
+            edges |= {**self._nodes.later_inputs(step), **found.outputs}
+        if found.error is not None:
+            raise found.error
         for node in self.nodes:
             on_output(node.name, edges[node.name])
         counts = [self._admission.staleness(step, edges[node.name]) for node in self._nodes.generators]

@@ -13,6 +13,7 @@ from rlflow.batch import Batch, Prompts, Rollouts
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.data.source import DataSource
 from rlflow.engines.group_progress import GroupProgress, is_done
+from rlflow.errors import NotFiniteError
 from rlflow.nodes.generate import Generate
 from rlflow.runtime.generation.dispatcher import Goal
 from rlflow.runtime.generation.resampling import RunGraph
@@ -29,6 +30,8 @@ class StepOutputs:
     """The output of each node that has run. Rollouts of an incomplete step are partial."""
     seconds: dict[str, float] = field(default_factory=dict)
     """The time of each node."""
+    error: NotFiniteError | None = None
+    """The reason why the step is skipped: an output that is not finite."""
 
 
 class AheadNodes:
@@ -49,13 +52,19 @@ class AheadNodes:
         num_prompts = [len(next(iter(source.values()))) for source in sources]
         edges = {name: type(first).concatenate([each[name] for each in sources]) for name, first in sources[0].items()}
         outputs: dict[str, Any] = {}
-        seconds = self._run_graph(self.graph, self._engines, edges, outputs.__setitem__)
+        seconds: Mapping[str, float] = {}
+        problem: NotFiniteError | None = None
+        try:
+            seconds = self._run_graph(self.graph, self._engines, edges, outputs.__setitem__)
+        except NotFiniteError as error:
+            problem = error
         found: dict[int, StepOutputs] = {}
         for index, step in enumerate(steps):
             start, end = (sum(num_prompts[:until]) / sum(num_prompts) for until in (index, index + 1))
             found[step] = StepOutputs(
                 {name: _take_share(output, start, end) for name, output in outputs.items()},
                 {name: value * (end - start) for name, value in seconds.items()},
+                problem,
             )
         return found
 

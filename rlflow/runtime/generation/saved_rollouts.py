@@ -1,18 +1,15 @@
 """Rollouts in files of a checkpoint, as arrays and JSON. Rows of the data set are read from the data again."""
 
-import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batch import Conversations, Packed, Prompts, Repeated, Rollouts
-from rlflow.packed import offsets_of
+from rlflow.batch import Conversations, Prompts, Rollouts
+from rlflow.runtime.objects.batch_files import read_fields, write_fields
 
 _KINDS = {kind.__name__: kind for kind in (Rollouts, Conversations)}
-_VALUES, _LENGTHS, _RUNS = ".values", ".lengths", ".runs"
 
 
 def save_rollouts(file: Path, rollouts: Rollouts, prompts: Prompts) -> None:
@@ -22,43 +19,22 @@ def save_rollouts(file: Path, rollouts: Rollouts, prompts: Prompts) -> None:
     their environment is a pickle, and a checkpoint may come from anyone.
     """
     rollouts, rows = _without_pickles(rollouts), _rows_of(prompts)
-    other: dict[str, Any] = {"kind": type(rollouts).__name__, "texts": list(rollouts.texts)}
     # An environment may have added values to a row.
-    other["rows"] = [
+    added = [
         {name: value for name, value in row.items() if name not in rows[key]}
         for key, row in zip(_prompt_keys(rollouts.keys), rollouts.rows, strict=True)
     ]
-    arrays: dict[str, Any] = {}
-    for field in fields(rollouts):
-        value = getattr(rollouts, field.name)
-        if isinstance(value, Packed):
-            suffix = _RUNS if isinstance(value, Repeated) else _VALUES
-            arrays |= {field.name + suffix: value.values, field.name + _LENGTHS: value.lengths}
-        elif isinstance(value, np.ndarray):
-            arrays[field.name] = value
-        elif field.name not in other:
-            other[field.name] = value
-    arrays["other"] = np.frombuffer(json.dumps(other).encode(), np.uint8)
-    np.savez(file, **arrays)
+    kind = type(rollouts).__name__
+    write_fields(file, {**vars(rollouts), "texts": list(rollouts.texts), "rows": added, "kind": kind})
 
 
 def load_rollouts(file: Path, prompts: Prompts) -> Rollouts:
     """Return the rollouts that ``save_rollouts`` wrote for the same prompts."""
-    with np.load(file) as saved:
-        arrays = dict(saved)
-    other = json.loads(arrays.pop("other").tobytes())
-    kind, added = _KINDS[other.pop("kind")], other.pop("rows")
-    found: dict[str, Any] = {**other, "texts": tuple(other["texts"])}
-    for name, array in arrays.items():
-        stem, dot, rest = name.partition(".")
-        suffix = dot + rest
-        if suffix == _LENGTHS:
-            continue
-        column = Packed(array, offsets_of(arrays[stem + _LENGTHS])) if suffix else array
-        found[stem] = Repeated.from_packed(column) if suffix == _RUNS else column
+    found = read_fields(file)
+    kind, added = _KINDS[found.pop("kind")], found.pop("rows")
     rows = _rows_of(prompts)
     own = [rows[key] | more for key, more in zip(_prompt_keys(found["keys"]), added, strict=True)]
-    return _without_pickles(kind(**found, rows=tuple(own)))
+    return _without_pickles(kind(**{**found, "texts": tuple(found["texts"]), "rows": tuple(own)}))
 
 
 def _without_pickles(rollouts: Rollouts) -> Rollouts:

@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from rlflow.batch import Batch, Packed, Records, Rollouts, Sequences
 from rlflow.errors import EngineError, first_line
-from rlflow.packed import Array, CompressedArray, Rows, compress, decompress, offsets_of
+from rlflow.packed import Array, CompressedArray, Rows, are_finite, compress, decompress, offsets_of
 from rlflow.runtime.objects.ray_api import import_ray, this_host
 
 # The blocks that this process knows, by reference. Columns that arrive in different messages share what they fetch, and
@@ -27,12 +27,16 @@ _BLOCKS: "WeakValueDictionary[Any, Block]" = WeakValueDictionary()
 class Block:
     """One array in an object store. A process has one Block for each."""
 
-    def __init__(self, reference: Any, host: str, count: int, dtype: DTypeLike) -> None:
-        """Describe the array of ``count`` values behind ``reference``, in the store of the Ray node ``host``."""
+    def __init__(self, reference: Any, host: str, count: int, dtype: DTypeLike, is_finite: bool = True) -> None:
+        """Describe the array of ``count`` values behind ``reference``, in the store of the Ray node ``host``.
+
+        ``is_finite`` says that none of them is NaN or infinite, so that nobody needs to read them to know.
+        """
         self.reference = reference
         self.host = host
         self.count = count
         self.dtype = np.dtype(dtype)
+        self.is_finite = is_finite
         self.is_budgeted = False
         """The budget gets the block's bytes back when the block goes."""
 
@@ -54,12 +58,12 @@ class Block:
         return cut(self.values, starts, ends)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return block_for, (self.reference, self.host, self.count, self.dtype.str)
+        return block_for, (self.reference, self.host, self.count, self.dtype.str, self.is_finite)
 
 
-def block_for(reference: Any, host: str, count: int, dtype: str) -> Block:
+def block_for(reference: Any, host: str, count: int, dtype: str, is_finite: bool = True) -> Block:
     """Return this process's one Block for ``reference``."""
-    return _BLOCKS.setdefault(reference, Block(reference, host, count, dtype))
+    return _BLOCKS.setdefault(reference, Block(reference, host, count, dtype, is_finite))
 
 
 def cut(values: Array, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[Array]:
@@ -69,7 +73,7 @@ def cut(values: Array, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> li
 
 def put_array(values: Array) -> Block:
     """Copy an array into the store of this host."""
-    return block_for(import_ray().put(values), this_host(), len(values), values.dtype.str)
+    return block_for(import_ray().put(values), this_host(), len(values), values.dtype.str, are_finite(values))
 
 
 def fetch(reference: Any) -> Any:
@@ -172,6 +176,11 @@ class StoredColumn(Packed):
     @property
     def lengths(self) -> NDArray[np.int64]:
         return self.spans.length
+
+    @property
+    def is_finite(self) -> bool:
+        """Return whether no value of its blocks is NaN or infinite, as the processes said that put them."""
+        return all(block.is_finite for block in self.blocks)
 
     @property
     def dtype(self) -> "np.dtype[Any]":

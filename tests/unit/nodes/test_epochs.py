@@ -21,7 +21,8 @@ from rlflow.engines.torch import TorchEngine
 from rlflow.nodes.critic import GaeAdvantage, ValueUpdate
 from rlflow.nodes.policy_update import PolicyUpdate
 from rlflow.nodes.policy_variants import GspoUpdate
-from rlflow.runtime.step import check_advantages, metrics_of
+from rlflow.runtime.finite import check_advantages
+from rlflow.runtime.step import metrics_of
 from tests.helpers import done, rollouts, sequences, spec
 
 WRITTEN = rollouts(sequences([2] * 8, [[3, 1], [2, 2], [1, 4], [2, 2], [1, 1], [3, 2], [2, 5], [1, 1]]))
@@ -130,7 +131,7 @@ def test_generalized_advantages_of_such_a_response() -> None:
     ours = node.run(**inputs)
     theirs = node.run(**{name: batch.take(kept) for name, batch in inputs.items()})
     assert ours.is_included.tolist() == [True, False, True, False]
-    check_advantages("advantages", ours, inputs)
+    check_advantages(ours, inputs)
     own = given.own_tokens().values
     assert ours.values.values[own] == pytest.approx(theirs.values.values[theirs.values.values != 0], abs=1e-6)
     assert ours.kl == pytest.approx(theirs.kl)

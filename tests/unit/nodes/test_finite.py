@@ -89,7 +89,7 @@ def test_a_loss_that_is_not_finite_names_its_samples_and_their_cause() -> None:
     before = {name: value.clone() for name, value in engine.weights()}
     message = (
         r"role actor: the loss is nan at 2 of 10 tokens of a pass "
-        r"\(step 0 prompt 0 sample 1, step 0 prompt 1 sample 0\); not finite there: advantages\."
+        r"\(step 0 prompt 0 sample 1, step 0 prompt 1 sample 0; first at token 1\); not finite there: advantages\."
     )
     with pytest.raises(EngineError, match=message):
         PolicyUpdate().run(engine, WRITTEN, TokenAdvantages(values=values, excluded=np.zeros(4, np.bool_)))
@@ -99,7 +99,7 @@ def test_a_loss_that_is_not_finite_names_its_samples_and_their_cause() -> None:
 def test_outputs_of_the_model_are_named_as_causes() -> None:
     advantages = RolloutAdvantages(values=Repeated(np.ones(4, np.float32), WRITTEN.response_ids.lengths))
     reference = Logprobs(values=WRITTEN.response_ids.like(np.full(10, np.nan, np.float32)))
-    with pytest.raises(EngineError, match=r"and 1 more\); not finite there: reference\."):
+    with pytest.raises(EngineError, match=r"and 1 more; first at token 0\); not finite there: reference\."):
         PolicyUpdate(kl_coef=0.1).run(TorchEngine(spec()), WRITTEN, advantages, reference=reference)
     broken = TorchEngine(spec())
     next(iter(broken._model.parameters())).data.fill_(np.nan)

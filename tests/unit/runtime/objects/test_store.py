@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -197,3 +198,19 @@ def test_scores_have_a_batch_of_their_own(objects: dict[int, Any], written: Any)
     out = stored(Logprobs(values=written.logprobs))
     assert len(out) == 6
     assert len(objects) == 1
+
+
+def test_a_column_knows_whether_its_values_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that puts values says so, and it travels with the column; integers always are."""
+    ray = SimpleNamespace(put=lambda values: object())
+    monkeypatch.setattr(store, "import_ray", lambda: ray)
+    monkeypatch.setattr(store, "this_host", lambda: "h")
+    good, bad, ids = (
+        StoredColumn.of(store.put_array(np.array(values)), np.array([1, 2]))
+        for values in ([0.0, 1.0, 2.0], [0.0, np.inf, 2.0], [0, 1, 2])
+    )
+    assert (good.is_finite, bad.is_finite, ids.is_finite) == (True, False, True)
+    assert not bad.take(np.array([1])).is_finite
+    restore, arguments = bad.blocks[0].__reduce__()
+    assert not restore(*arguments).is_finite
+    assert not Packed.concatenate([good, bad]).is_finite

@@ -1,0 +1,138 @@
+"""Steps that a run skips because their values are not finite, and their batches in the run's folder.
+
+A batch holds what was on the edges of the graph when the step ended: the inputs of the nodes that had not run, and the
+output or the inputs of the node that failed. Rows of the data set are left out, and ``rlflow.replay`` needs none.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlflow.batch import Batch, Examples, Packed, Pairs, Prompts
+from rlflow.compiler.graph import Graph
+from rlflow.compiler.plan import Plan
+from rlflow.errors import EngineError, NotFiniteError
+from rlflow.runtime.atomic_folder import write_folder
+from rlflow.runtime.objects.batch_files import read_fields, write_fields
+from rlflow.runtime.protocols import Engines, Observer
+
+_SOURCES: Mapping[str, type] = {"prompts": Prompts, "examples": Examples, "pairs": Pairs}
+_REASON = "reason.json"
+_NAME = re.compile(r"step-(\d{6,})")
+# The number of newest batches that stay in the folder.
+_KEPT = 5
+
+
+class SkippedSteps:
+    """The skipped steps of a run. Too many in a row end it."""
+
+    def __init__(
+        self, plan: Plan, directory: Path, engines: Engines, observer: Observer, steps: Sequence[int] = ()
+    ) -> None:
+        """Take the run's ``plan`` with its whole graph, and the ``steps`` that it has skipped so far."""
+        self.steps = tuple(steps)
+        """The skipped steps, counted from 1."""
+        self._limit = plan.recipe.stop_after_skipped_steps
+        self._kinds = _output_types(plan.graph)
+        self._directory, self._engines, self._observer = directory, engines, observer
+        self._writer = BatchWriter()
+
+    @property
+    def count(self) -> int:
+        """Return the number of skipped steps."""
+        return len(self.steps)
+
+    def add(self, step: int, error: NotFiniteError, edges: Mapping[str, Any]) -> None:
+        """Save the batch of a step, and report why it is skipped. Raises EngineError for too many in a row."""
+        self.steps += (step,)
+        folder = self._directory / "skipped" / f"step-{step:06d}"
+        self._save(folder, error, edges)
+        in_a_row = next(n for n in range(1, step + 1) if step - n not in self.steps)
+        if in_a_row >= self._limit:
+            which = f"the last {in_a_row} steps were" if in_a_row > 1 else "the step was"
+            raise EngineError(
+                f"{error} The run ends because {which} skipped (stop_after_skipped_steps).\n"
+                f"  Fix: 'python -m rlflow.replay {self._directory}' shows where the values are not finite; "
+                "resume=true continues from the last checkpoint, for example with a lower learning rate."
+            )
+        self._observer.warned(f"step {step} is skipped: {error} Its batch is in {folder}")
+
+    def _save(self, folder: Path, error: NotFiniteError, edges: Mapping[str, Any]) -> None:
+        writer = self._engines.place_with_tokens(self._writer)
+
+        def write(temporary: Path) -> None:
+            for name, batch in edges.items():
+                if isinstance(batch, Batch) and (kind := self._kinds.get(name)) is not None:
+                    writer.write(str(temporary.absolute() / f"{name}.npz"), batch, _saved_fields(kind))
+            (temporary / _REASON).write_text(json.dumps({"node": error.node, "reason": str(error)}, indent=1))
+
+        write_folder(folder, write, replaces=True)
+        for old in skipped_folders(self._directory)[:-_KEPT]:
+            shutil.rmtree(old)
+
+
+class BatchWriter:
+    """Writes batches to files, in a process that can read their columns."""
+
+    def write(self, file: str, batch: Batch, names: Sequence[str]) -> None:
+        """Write these fields of a batch to ``file``, unless one of them is neither an array nor JSON."""
+        values = {name: getattr(batch, name) for name in names}
+        try:
+            write_fields(Path(file), {**values, **({"texts": list(values["texts"])} if "texts" in values else {})})
+        except TypeError:
+            Path(file).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class SkippedStep:
+    """A skipped step of a run, read from its folder."""
+
+    step: int
+    node: str
+    """The node whose values were not finite."""
+    reason: str
+    edges: Mapping[str, Batch]
+    """The outputs of nodes and the data, by name."""
+
+
+def skipped_folders(directory: Path) -> list[Path]:
+    """Return the folders of skipped steps in the folder of a run, the oldest first."""
+    return sorted(each for each in (directory / "skipped").glob("step-*") if _NAME.fullmatch(each.name))
+
+
+def read_skipped(folder: Path, graph: Graph) -> SkippedStep:
+    """Return the skipped step in ``folder``, of a run with this ``graph``. Rows of the data set are empty."""
+    reason = json.loads((folder / _REASON).read_text())
+    kinds = _output_types(graph)
+    files = {file.stem: file for file in sorted(folder.glob("*.npz"))}
+    edges = {name: _read(file, kinds[name]) for name, file in files.items() if name in kinds}
+    return SkippedStep(int(folder.name.removeprefix("step-")), reason["node"], reason["reason"], edges)
+
+
+def _read(file: Path, kind: type) -> Batch:
+    values = read_fields(file)
+    count = len(values[fields(kind)[0].name])
+    empty = {
+        "rows": tuple({} for _ in range(count)),
+        "unfinished": Packed.from_rows([()] * count, np.uint8),
+    }
+    missing = {each.name for each in fields(kind)} - values.keys()
+    batch: Batch = kind(**values, **{name: empty[name] for name in missing & empty.keys()})
+    return batch
+
+
+def _saved_fields(kind: type) -> list[str]:
+    """Return the fields of a batch that are saved: not rows of the data, and not what an engine needs to resume."""
+    return [each.name for each in fields(kind) if each.name not in ("rows", "unfinished")]
+
+
+def _output_types(graph: Graph) -> Mapping[str, type]:
+    """Return the types of the batches on all edges."""
+    operations = {node.name: getattr(node.operation, "node", node.operation) for node in graph.nodes}
+    return {**_SOURCES, **{name: operation.output() for name, operation in operations.items()}}
