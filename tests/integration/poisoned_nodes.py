@@ -30,7 +30,9 @@ class PoisonedUpdate(PolicyUpdate, Node, kind="poisoned_update", unit="batch"):
 
     bad_step: int
 
-    def run(self, engine: Trains, rollouts: Rollouts, advantages: Advantages, **more: Any) -> Metrics:
+    def run(  # type: ignore[override]
+        self, engine: Trains, rollouts: Rollouts, advantages: Advantages, **more: Any
+    ) -> Metrics:
         if int(rollouts.keys[0, 0]) == self.bad_step - 1:
             values = np.nan_to_num(advantages.values.values)
             values[-1] = np.inf
