@@ -18,7 +18,7 @@ from types import FrameType
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 import rlflow
@@ -205,7 +205,7 @@ def _calibration(options: RunOptions, cluster: Cluster) -> Calibration:
 
 def _take_more_steps(config: DictConfig) -> int:
     """Return the N of ``steps=+N`` and replace the text by N in the configuration; return 0 for a plain number."""
-    steps = config.get("steps")
+    steps = None if OmegaConf.is_interpolation(config, "steps") else config.get("steps")
     if not (isinstance(steps, str) and re.fullmatch(r"\+\d+", steps)):
         return 0
     if not config.get("resume"):

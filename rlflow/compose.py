@@ -242,4 +242,7 @@ def composing_error(error: Exception) -> RecipeError:
             fix=did_you_mean(name, options) or _fix_for_unknown(group, name),
         )
     reason = " ".join(str(error).split("\nSee ")[0].split()).rstrip(".")
-    return RecipeError("command line", reason)
+    if merging := re.match(r"Error merging override \+*([\w.]+)=(.*)", reason):
+        fix = f"write the keys to change: {merging[1]}={{KEY: VALUE}}"
+        return RecipeError(merging[1], f"keys with values cannot be replaced by {merging[2]}", fix=fix)
+    return RecipeError("command line", reason, fix="python -m rlflow --help shows how overrides are written")

@@ -21,7 +21,7 @@ from rlflow.resources.models.figures import check
 from rlflow.resources.models.lora import Lora
 from rlflow.resources.time.lengths import past_lengths
 from rlflow.resources.workload import Overlap
-from rlflow.schema import Count, Section, parse
+from rlflow.schema import Count, CountOrZero, Section, Text, parse
 
 Size = Annotated[float, Ge(0)]
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
@@ -39,7 +39,7 @@ class Model(Section):
     """A recipe, by its name, that trains this model. It runs first unless its result is in the cache."""
     random_weights: bool = False
     """Initialize random weights of ``architecture``, with a tokenizer whose tokens are ``characters``."""
-    characters: str | None = None
+    characters: Text | None = None
     architecture: Architecture | None = None
     """The sizes that planning needs. They come from conf/model or from the ``config.json`` at ``path``."""
     architecture_of: str | None = None
@@ -56,7 +56,7 @@ class Optimizer(Section):
     learning_rate: Annotated[float, Gt(0), Le(1)] = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up: constant, or falling to zero at the last step."""
-    warmup_steps: Annotated[int, Ge(0)] = 0
+    warmup_steps: CountOrZero = 0
     betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999)
     weight_decay: Annotated[float, Ge(0), Le(10)] = 0.0
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
@@ -92,12 +92,12 @@ class Role(Resources):
 class Data(Section):
     """The data set that prompts come from."""
 
-    source: str
+    source: Text
     """A JSONL or Parquet file, a folder of them, a data set on the hub, or ``package.module:function``."""
     name: str | None = None
     """The configuration of a data set on the hub."""
-    split: str = "train"
-    eval_split: str | None = None
+    split: Text = "train"
+    eval_split: Text | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the function."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class Checkpoints(Section):
     """The number of newest checkpoints that are not deleted."""
 
 
-Expected = Annotated[float, Gt(0)] | tuple[float, ...] | Literal["auto"]
+Expected = Annotated[float, Gt(0), Le(2**31 - 1)] | tuple[Annotated[float, Le(2**31 - 1)], ...] | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,9 +252,14 @@ def recipe_from(mapping: Mapping[str, Any]) -> Recipe:
                 f"models.{name}",
                 f"expected exactly one source of weights, got {' and '.join(sources) or 'none'}",
                 known=("path", "recipe", "random_weights"),
+                fix="keep one, and set the others to null",
             )
         if model.random_weights and (model.architecture is None or model.characters is None):
-            raise RecipeError(f"models.{name}.random_weights", "also needs 'architecture' and 'characters'")
+            raise RecipeError(
+                f"models.{name}.random_weights",
+                "also needs 'architecture' and 'characters'",
+                fix="add both, or start from a path",
+            )
         if model.architecture is not None:
             check(model.architecture, f"models.{name}.architecture")
         num_tokens, architecture = len(set(model.characters or "")) + 1, model.architecture

@@ -1,12 +1,14 @@
 """Parses a mapping into a frozen dataclass, strictly, with errors that name the path in the recipe."""
 
 import json
+import math
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rlflow.errors import RecipeError, did_you_mean
@@ -14,8 +16,37 @@ from rlflow.errors import RecipeError, did_you_mean
 T = TypeVar("T")
 # Arrays count in 32 bits.
 Count = Annotated[int, Ge(1), Le(2**31 - 1)]
+CountOrZero = Annotated[int, Ge(0), Le(2**31 - 1)]
+Text = Annotated[str, MinLen(1)]
 Coefficient = Annotated[float, Ge(0), Le(100)]
 """The factor of a term that is added to another one, such as a penalty."""
+# A week: no call takes longer, and timers overflow on numbers such as 1e300.
+Seconds = Annotated[float, Gt(0), Le(7 * 24 * 3600)]
+Minutes = Annotated[float, Gt(0), Le(7 * 24 * 60)]
+
+# Characters that turn the direction of the text after them, so that it reads differently from what it is.
+_TURNING = frozenset(map(chr, [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]))
+_LONGEST_SHOWN = 200
+"""Characters of a wrong value that an error shows."""
+_FIXES: Mapping[str, str] = {
+    "greater_than_equal": "use {ge} or more",
+    "greater_than": "use a number above {gt}",
+    "less_than_equal": "use {le} or less",
+    "less_than": "use a number below {lt}",
+    "int_type": "write a whole number, without quotes",
+    "int_from_float": "write a whole number",
+    "int_parsing_size": "use a smaller number",
+    "float_type": "write a number, without quotes",
+    "finite_number": "write a finite number",
+    "bool_type": "write true or false",
+    "string_type": "write a text; quote it if it looks like a number",
+    "string_too_short": "write a text that is not empty",
+    "literal_error": "use {expected}",
+    "tuple_type": "write a list: [A, B]",
+    "dict_type": "write keys with values: {{KEY: VALUE}}",
+    "dataclass_type": "write keys with values: {{KEY: VALUE}}",
+}
+"""The fix for each kind of error of pydantic, with the names of its bounds."""
 
 
 class Section:
@@ -32,6 +63,7 @@ def parse(kind: type[T], mapping: Mapping[str, Any], path: str) -> T:
 
     Raises RecipeError for an unknown or missing key or a value of the wrong type or size.
     """
+    check_values(mapping, path)
     try:
         # JSON, because strict validation accepts a mapping as a dataclass and a list as a tuple only in JSON.
         hashable: Any = kind  # types are hashable, but mypy checks the type's instances
@@ -39,6 +71,41 @@ def parse(kind: type[T], mapping: Mapping[str, Any], path: str) -> T:
         return parsed
     except ValidationError as error:
         raise _recipe_error(kind, mapping, path, error) from None
+
+
+def check_values(value: Any, path: str) -> None:
+    """Raise RecipeError for a value that a plan or a terminal cannot show as it is, wherever a recipe has it.
+
+    Such are control characters, which may change what a terminal shows; lone surrogates, which no file can hold; keys
+    that are not texts; and numbers that JSON does not have. Texts may have line breaks and tabs, keys may not.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RecipeError(path, f"{value} is not valid: input should be a finite number", fix="write a finite number")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        fact = f"{_shown(value)} is not valid: input should be a number of 64 bits"
+        raise RecipeError(path, fact, fix="use a smaller number")
+    if isinstance(value, str):
+        _check_characters(value.translate({ord(each): None for each in "\n\r\t"}), path)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise RecipeError(path or "recipe", f"the key {key!r} is not a text", fix=f"write '{key}'")
+            _check_characters(key, path)
+            check_values(inner, f"{path}.{key}" if path else key)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            check_values(inner, f"{path}.{index}")
+
+
+def _check_characters(text: str, path: str) -> None:
+    # ASCII is checked first, because most texts are.
+    if text.isascii() and text.isprintable():
+        return
+    for character in text:
+        # The categories are control characters, surrogates, and separators of lines and paragraphs.
+        if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in _TURNING:
+            fact = f"has the character U+{ord(character):04X}, which is not shown as text"
+            raise RecipeError(path or "recipe", fact, fix="remove it")
 
 
 @cache
@@ -56,17 +123,27 @@ def _recipe_error(kind: type, mapping: Mapping[str, Any], path: str, error: Vali
         known = [field.name for field in fields(owner) if field.init] if is_dataclass(owner) else []
         where = ".".join(filter(None, [path, *parents, key]))
         hint = getattr(owner, "hints_for_other_names", {}).get(key)
-        return RecipeError(where, "unknown key", known=sorted(known), fix=hint or did_you_mean(key, known))
+        fix = hint or did_you_mean(key, known) or "use one of the known keys, or remove it"
+        return RecipeError(where, "unknown key", known=sorted(known), fix=fix)
     if first["type"] == "missing" and isinstance(first["loc"][-1], int):
         items, place = _value_at(mapping, first["loc"][:-1])
         where = ".".join(filter(None, [path, place]))
-        return RecipeError(where, f"{items!r} is not valid: expected more than {len(items)} items")
+        fact = f"{_shown(items)} is not valid: expected more than {len(items)} items"
+        return RecipeError(where, fact, fix="add the missing items")
     value, place = _value_at(mapping, first["loc"])
     where = ".".join(filter(None, [path, place]))
     if first["type"] == "missing":
         return RecipeError(where, "is missing", fix=f"add {where}=...")
-    expected = {_lower_first(d["msg"]) for d in details if _value_at(mapping, d["loc"])[1] == place}
-    return RecipeError(where, f"{value!r} is not valid: {', or '.join(sorted(expected))}")
+    here = [detail for detail in details if _value_at(mapping, detail["loc"])[1] == place]
+    expected = {_lower_first(detail["msg"]) for detail in here}
+    fixes = {_FIXES[each["type"]].format(**each.get("ctx", {})) for each in here if each["type"] in _FIXES}
+    fix = ", or ".join(sorted(fixes)) or "write what is expected here"
+    return RecipeError(where, f"{_shown(value)} is not valid: {', or '.join(sorted(expected))}", fix=fix)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _value_at(mapping: Any, loc: tuple[int | str, ...]) -> tuple[Any, str]:

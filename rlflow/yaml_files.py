@@ -16,6 +16,14 @@ from rlflow.errors import FileError, first_line
 MAX_BYTES = 256 * 1024
 MAX_VALUES = 10_000
 
+_FIXES = {
+    "duplicate key": "remove one of the two",
+    "undefined alias": "define it before with &, or quote a text that begins with *",
+    "unhashable": "use a text as the key",
+    "but got": "close the bracket",
+}
+"""The fix for the problems that people meet most often, by some words of PyYAML's message."""
+
 _TAG = "tag:yaml.org,2002:"
 _NUMBERS = {f"{_TAG}{name}" for name in ("int", "float")}
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
@@ -73,7 +81,8 @@ def parse_yaml(text: str, file: str) -> DictConfig:
         if isinstance(error, FileError):
             raise
         # Examples: a value that contradicts its tag (!!int x), a number of thousands of digits, a key that is a list.
-        raise FileError(file, f"has a value that cannot be read ({first_line(error)})") from None
+        fix = "quote the value, or write it as a plain number or text"
+        raise FileError(file, f"has a value that cannot be read ({first_line(error)})", fix=fix) from None
 
 
 def _check_scalars(root: yaml.Node, file: str) -> None:
@@ -134,7 +143,7 @@ def _yaml_error(error: yaml.YAMLError, file: str) -> FileError:
         return FileError(file, f"is not a text file ({first_line(error)})")
     problem = (error.problem or error.context or "is not YAML").replace("\t", "\\t").rstrip(". ")
     mark = error.problem_mark or error.context_mark
-    fix = None
+    fix = next((fix for words, fix in _FIXES.items() if words in problem), "write KEY: VALUE on each line")
     if "'\\t'" in problem:
         fix = "indent with spaces, not with tabs"
     elif "another document" in problem or "single document" in (error.context or ""):

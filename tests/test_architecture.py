@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "rows": {"packed"},
     "batch": {"errors", "packed", "resources", "rows"},
     "resources": {"errors", "schema"},
-    "interpolations": {"errors"},
+    "interpolations": {"errors", "schema"},
     "recipe": {"errors", "interpolations", "schema", "resources"},
     "engines": {"errors", "extras", "host_memory", "batch", "resources", "recipe"},
     "rewards": {"errors", "extras", "plugins", "schema"},

@@ -14,7 +14,7 @@ from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, below, did_you_mean
 from rlflow.nodes.base import KINDS, Node
 from rlflow.nodes.generate import Generate
-from rlflow.plugins import load_object
+from rlflow.plugins import check_module, load_object
 from rlflow.recipe import Recipe, Role
 from rlflow.schema import parse
 
@@ -30,6 +30,8 @@ def wire(recipe: Recipe) -> Graph:
         with below(f"graph.{node.name}"):
             node.operation.check(frozenset(node.inputs))
     graph = Graph(nodes=tuple(nodes[name] for name in _order(nodes)))
+    if ":" in recipe.data.source:
+        check_module(recipe.data.source, "data.source")
     _check_outputs_read(recipe, graph)
     _check_evaluation(recipe, graph)
     _check_heads(graph)
@@ -71,7 +73,7 @@ def _check_role(path: str, kind: type[Node], role: Any, recipe: Recipe) -> None:
         raise GraphError(f"{path}.role", f"'{kind.kind}' uses no model, but has the role '{role}'", fix="remove it")
     if capability is not None and (not isinstance(role, str) or role not in recipe.roles):
         missing = f"is missing: '{kind.kind}' needs a role whose engine can do {capability.__name__}"
-        fix = did_you_mean(str(role), recipe.roles) if role else None
+        fix = did_you_mean(str(role), recipe.roles) or f"{path}.role=ROLE, one of these"
         raise GraphError(f"{path}.role", f"no role '{role}'" if role else missing, known=recipe.roles, fix=fix)
 
 
@@ -85,9 +87,8 @@ def _kind(name: Any, path: str) -> type[Node]:
         return kind
     if not isinstance(name, str) or name not in KINDS:
         fact = "is missing" if name is None else f"no kind of node '{name}'"
-        raise GraphError(
-            f"{path}.node", fact, known=[*sorted(KINDS), "package.module:Class"], fix=did_you_mean(str(name), KINDS)
-        )
+        known = [*sorted(KINDS), "package.module:Class"]
+        raise GraphError(f"{path}.node", fact, known=known, fix=did_you_mean(str(name), KINDS) or "one of these")
     return KINDS[name]
 
 
@@ -186,7 +187,7 @@ def _check_roles(recipe: Recipe, graph: Graph) -> None:
 
 def _check_name(path: str, what: str, name: str, known: Iterable[str]) -> None:
     if name not in (names := list(known)):
-        raise RecipeError(path, f"no {what} '{name}'", known=names, fix=did_you_mean(name, names))
+        raise RecipeError(path, f"no {what} '{name}'", known=names, fix=did_you_mean(name, names) or "one of these")
 
 
 def _check_capability(path: str, engine: str, node: GraphNode) -> None:
@@ -233,7 +234,7 @@ def _check_follows(recipe: Recipe, name: str, leader: str, trained: list[str]) -
         raise GraphError(path, models, fix="the same model for both")
     if "Follows" not in engine_kind(recipe.roles[name].engine).capabilities:
         fact = f"engine '{recipe.roles[name].engine}' cannot load the weights of another role while it runs"
-        raise GraphError(path, fact)
+        raise GraphError(path, fact, fix=f"{path}=null, or another engine")
 
 
 def _check_overcommit(recipe: Recipe, graph: Graph) -> None:

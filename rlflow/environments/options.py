@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
-
-from annotated_types import Gt
+from typing import Any, Literal
 
 from rlflow.environments.turn import EnvironmentSpec
-from rlflow.schema import Count, Section
+from rlflow.schema import Count, Seconds, Section, Text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +22,7 @@ class TurnOptions(Section):
     """The limit of one turn of the model, in tokens."""
     max_tokens: Count
     """The limit of the whole response, in tokens; the environment's tokens count."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Text, ...] = ()
     """Texts that end a turn, each a single token, as the model's own end token does."""
     frame: str = "{}"
     """The text around the environment's answer, which stands in the place of the braces: the role markers of a chat
@@ -32,7 +30,7 @@ class TurnOptions(Section):
     processes: Count | None = None
     """The worker processes of the environment beside each engine; by default one for each of the engine's CPUs. An
     environment that waits for a service needs more: each process makes one call at a time."""
-    timeout_s: Annotated[float, Gt(0)] = 10.0
+    timeout_s: Seconds = 10.0
     """The time limit of one call of the environment."""
     on_failure: Literal["stop", "exclude"] = "stop"
     """The result of a failing environment: the run stops, or the response is excluded from training."""

@@ -18,7 +18,7 @@ from rlflow.nodes.base import Formula, Node, times
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_kl, kl_expression, old_difference, token_kl
 from rlflow.nodes.minibatches import Weighting, mean_metrics, train
 from rlflow.packed import offsets_of
-from rlflow.schema import Coefficient
+from rlflow.schema import Coefficient, Count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -179,7 +179,7 @@ class ValueUpdate(Node, kind="value_update", unit="batch"):
 
     clip_eps: Annotated[float, Gt(0)] | None = 0.2
     """The distance from the value before the step at which a value is clipped. Null: no clipping."""
-    num_minibatches: Annotated[int, Ge(1)] = 1
+    num_minibatches: Count = 1
     """The number of optimizer steps that the rollouts are divided among. With the policy's number, the minibatches are
     the same."""
     num_epochs: Annotated[int, Ge(1), Le(100)] = 1

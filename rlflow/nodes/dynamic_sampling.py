@@ -4,13 +4,12 @@ Shapes: P prompts.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
-from annotated_types import Ge
 
 from rlflow.batch import Rewards, Rollouts, Selection
 from rlflow.nodes.base import Node
+from rlflow.schema import Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +21,7 @@ class DynamicSampling(Node, kind="dynamic_sampling", unit="group"):
     count. Source: DAPO (arXiv 2503.14476), section 3.2 and algorithm 1.
     """
 
-    max_rounds: Annotated[int, Ge(1)] = 10
+    max_rounds: Count = 10
     """The limit of rounds; after it a step trains on the prompts selected so far."""
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> Selection:

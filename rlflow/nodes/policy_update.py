@@ -21,7 +21,7 @@ from rlflow.nodes.base import Formula, Node, NodeContext, inheritance_depth, old
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_kl, kl_expression, ratio
 from rlflow.nodes.minibatches import Aggregation, Weighting, mean_metrics, train
 from rlflow.nodes.policy_loss import Correction, LikelihoodLoss, PolicyLoss, clipped_expression, clipped_surrogate
-from rlflow.schema import Coefficient, Section
+from rlflow.schema import Coefficient, Count, CountOrZero, Section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,7 +73,7 @@ class PolicyGradient(Section):
     aggregation: Aggregation = "token"
     """The unit of equal weight in a minibatch: every ``token``, every ``sequence``, or each token over a ``constant``.
     """
-    constant_length: Annotated[int, Ge(1)] | None = None
+    constant_length: Count | None = None
     """The number of tokens by which ``aggregation: constant`` divides each response."""
     kl_coef: Coefficient = 0.0
     """The coefficient of the KL divergence in the loss. Needs a ``reference``."""
@@ -86,10 +86,10 @@ class PolicyGradient(Section):
     """An importance weight for what sampled: an engine of other numerics, older versions. Needs ``old_logprobs``."""
     skip_truncated: bool = False
     """Do not train on responses that were cut at the limit (DAPO's overlong filtering)."""
-    critic_warmup: Annotated[int, Ge(0)] = 0
+    critic_warmup: CountOrZero = 0
     """The number of first steps that train the critic alone: the policy's learning rate is 0, and its schedule begins
     after them."""
-    num_minibatches: Annotated[int, Ge(1)] = 1
+    num_minibatches: Count = 1
     """The number of optimizer steps that the rollouts are divided among."""
     num_epochs: Annotated[int, Ge(1), Le(100)] = 1
 
@@ -274,7 +274,7 @@ class PolicyUpdate(PolicyGradient, Node, kind="policy_update", unit="batch"):
 class SftUpdate(Node, kind="sft_update", unit="batch"):
     """Supervised training on the responses of the data set."""
 
-    num_minibatches: Annotated[int, Ge(1)] = 1
+    num_minibatches: Count = 1
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         return Formula(symbol="L", expression=f"{Weighting().expression('responses')} of [-log p]")

@@ -18,7 +18,7 @@ from rlflow.nodes.base import Formula, Node, times
 from rlflow.nodes.minibatches import Weighting, mean_metrics, train
 from rlflow.nodes.policy_loss import sums_over_responses
 from rlflow.nodes.scoring import REWARD_OUTPUT
-from rlflow.schema import Section
+from rlflow.schema import Count, Section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Preference(Section):
     """The base of updates on pairs. A kind of node derives from this and from Node."""
 
-    num_minibatches: Annotated[int, Ge(1)] = 1
+    num_minibatches: Count = 1
     """The number of optimizer steps that the pairs are divided among."""
 
     @abstractmethod

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-from annotated_types import Ge, Gt
+from annotated_types import Gt
 from numpy.typing import NDArray
 
 from rlflow.batch import Batch, Logprobs, Rewards, Rollouts, known_mean
 from rlflow.errors import RecipeError
 from rlflow.nodes.base import Formula, Node, times
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_target, kl_expression, old_difference, token_kl
-from rlflow.schema import Coefficient
+from rlflow.schema import Coefficient, Count
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -84,9 +84,9 @@ class OverlongPenalty(Node, kind="overlong_penalty", unit="sample", reads_tokens
     Source: DAPO's soft overlong punishment (arXiv 2503.14476), equation 13.
     """
 
-    max_tokens: Annotated[int, Ge(1)]
+    max_tokens: Count
     """The limit of a response, as in the node that generates it. All tokens of a conversation count."""
-    buffer_tokens: Annotated[int, Ge(1)]
+    buffer_tokens: Count
 
     def check(self, connected: frozenset[str]) -> None:
         if self.buffer_tokens > self.max_tokens:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le
 
 from rlflow.errors import RecipeError
-from rlflow.schema import Section, parse
+from rlflow.schema import Count, CountOrZero, Section, parse
 
 DEFAULT_GPU = "h100_80gb"
 MOST_GPUS = 16384
@@ -37,7 +37,7 @@ class Gpu(Section):
     """Bandwidth of its own memory in GB/s."""
     link_gb_s: Annotated[float, Gt(0)] | None = None
     """Bandwidth to the other GPUs of its host, in one direction, in GB/s."""
-    nvls_channels: Annotated[int, Ge(0)] = 0
+    nvls_channels: CountOrZero = 0
     """NCCL channels for NVLink SHARP, each with its own buffers; 0 where the switches cannot reduce."""
     network_gb_s: Annotated[float, Gt(0)] | None = None
     """Its usual share of the bandwidth to other hosts, in one direction, in GB/s."""
@@ -52,7 +52,7 @@ class Host(Section):
     """A machine with GPUs of one kind."""
 
     name: str
-    gpus: Annotated[int, Ge(1)]
+    gpus: Count
     gpu: str
     """The kind of its GPUs, a key of ``Cluster.gpus``."""
     free: tuple[int, ...] | None = None

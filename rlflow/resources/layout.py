@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from rlflow.schema import Count, Section
+from rlflow.schema import Count, Minutes, Section
 
 Auto = Literal["auto"]
 Offload = Literal["none", "optimizer", "weights"]
@@ -41,7 +41,7 @@ class Resources(Section):
     deterministic: bool = False
     """Train on GPUs with operations that give the same bits every time, as far as torch and flash-attn have them. This
     is slower; on CPUs it changes nothing."""
-    timeout_minutes: Annotated[float, Gt(0)] = 10.0
+    timeout_minutes: Minutes = 10.0
     """How long the ranks of a role that trains or scores wait for each other in an exchange before the run fails."""
 
 

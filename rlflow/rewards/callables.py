@@ -7,16 +7,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
-
-from annotated_types import Gt
+from typing import Any, ClassVar, Literal
 
 from rlflow.errors import RecipeError, first_line
 from rlflow.extras import check_extra
 from rlflow.plugins import builtin_module, load_object
 from rlflow.rewards import functions
 from rlflow.rewards.base import LoadedCallable, no_preparation
-from rlflow.schema import Section, parse
+from rlflow.schema import Seconds, Section, parse
 
 # A function with this parameter receives its time limit. It comes from the recipe's term, not from the options.
 _TIMEOUT = "timeout_s"
@@ -35,7 +33,7 @@ class RewardTerm(Section):
     """The term's factor in the sum. A term with weight 0 is only a metric."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The function's keyword-only parameters."""
-    timeout_s: Annotated[float, Gt(0)] = 10.0
+    timeout_s: Seconds = 10.0
     """Seconds that one call may take."""
     on_failure: Literal["stop", "exclude"] | float = "stop"
     """``stop`` ends the run, ``exclude`` leaves the response out of training, and a number is used as the reward."""

@@ -39,9 +39,8 @@ def test_a_value_that_cannot_be_is_named(override: str, message: str) -> None:
 
 @pytest.mark.parametrize("size", ["100000000000000000000000", "1e30"])
 def test_a_group_that_cannot_be_is_named(size: str) -> None:
-    recipe = rlflow.load(["recipe=fake", f"graph.rollouts.group_size={size}"], CONFIG_DIR)
     with pytest.raises(RecipeError, match=r"^graph\.rollouts\.group_size: .* is not valid"):
-        rlflow.compile(recipe, "local")
+        rlflow.compile(rlflow.load(["recipe=fake", f"graph.rollouts.group_size={size}"], CONFIG_DIR), "local")
 
 
 def test_the_largest_sizes_can_be_planned() -> None:

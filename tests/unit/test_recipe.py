@@ -23,7 +23,7 @@ from tests.conftest import CONFIG_DIR
         ),
         (["models.policy.random_weights=false"], "models.policy: expected exactly one source of weights, got none"),
         (["models.policy.characters=null"], "models.policy.random_weights: also needs 'architecture' and 'characters'"),
-        (["data.source='${nope}'"], "data.source: Interpolation key 'nope' not found"),
+        (["data.source='${nope}'"], "data.source: '${nope}' refers to nothing: no 'nope'"),
         (["data.source=???"], "data.source: is missing"),
         (["models.policy={recipe: nope}"], "models.policy.recipe: no recipe 'nope'"),
         (

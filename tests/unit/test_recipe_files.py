@@ -1,13 +1,13 @@
 """A recipe file comes from anyone: nothing that it says may run a program or write outside the run's folder."""
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import OmegaConf
 
 import rlflow
 from rlflow.cli import main
@@ -212,8 +212,6 @@ def test_a_recipe_reads_no_secret_from_the_environment(tmp_path: Path, monkeypat
     for overrides in ([f"recipe={file}"], ["recipe=grpo_tiny", "data.source='${oc.env:HF_TOKEN}'"]):
         with pytest.raises(RecipeError) as caught:
             rlflow.load(overrides)
-        assert str(caught.value) == (
-            "data.source: reads HF_TOKEN from the environment, and the value would be in plans and logs.\n"
-            '  Fix: data.source="$HF_TOKEN" on the command line, which the shell replaces.'
-        )
-    assert OmegaConf.create({"token": "${oc.env:HF_TOKEN}"}).token == "hf_secret", "elsewhere it works"
+        fact, fix = str(caught.value).split("\n")
+        assert re.match(r"data\.source: '.*env:HF_TOKEN}' calls a function, but a recipe may only refer to its", fact)
+        assert fix == '  Fix: write the value; data.source="$NAME" on the command line takes it from the environment.'

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal, get_args
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from rlflow.errors import RecipeError
-from rlflow.schema import Count, Section
+from rlflow.schema import Count, CountOrZero, Section
 
 ModelType = Literal[
     "deepseek_v3",
@@ -59,9 +59,9 @@ class Recurrent(Section):
     num_heads: Count
     """Heads of values: ``mamba_num_heads``, ``linear_num_value_heads``."""
     head_dim: Count
-    num_key_heads: Annotated[int, Ge(0)] = 0
+    num_key_heads: CountOrZero = 0
     """Mamba's ``n_groups``, ``linear_num_key_heads``; 0 for layers that are only a convolution."""
-    key_head_dim: Annotated[int, Ge(0)] = 0
+    key_head_dim: CountOrZero = 0
     """Mamba's ``ssm_state_size``, ``linear_key_head_dim``."""
     conv_kernel: Count = 4
 
@@ -112,9 +112,9 @@ class Figures(Section):
     num_experts_per_tok: Count | None = None
     moe_intermediate_size: Count | None = None
     """The width of one routed expert."""
-    shared_expert_intermediate_size: Annotated[int, Ge(0)] = 0
+    shared_expert_intermediate_size: CountOrZero = 0
     """The width of all experts that every token uses: ``n_shared_experts`` times ``moe_intermediate_size``."""
-    num_dense_layers: Annotated[int, Ge(0)] = 0
+    num_dense_layers: CountOrZero = 0
     """Layers without experts, in a model with experts: ``first_k_dense_replace``."""
 
     q_lora_rank: Count | None = None
@@ -126,12 +126,12 @@ class Figures(Section):
 
     sliding_window: Count | None = None
     """Tokens that a query of a windowed layer attends to, including itself."""
-    num_full_attention_layers: Annotated[int, Ge(0)] = 0
+    num_full_attention_layers: CountOrZero = 0
     """Layers without a window, in a model with a sliding window."""
 
     recurrent: Recurrent | None = None
     """Layers without a KV cache, in a hybrid model."""
-    num_mlp_layers: Annotated[int, Ge(0)] = 0
+    num_mlp_layers: CountOrZero = 0
     """Layers that are an MLP or experts alone, in a model whose other layers have none (Nemotron-H)."""
     moe_latent_size: Count | None = None
     """The width of what goes to and from routed experts, where it is not the model's."""
@@ -141,13 +141,13 @@ class Figures(Section):
     num_global_key_value_heads: Count | None = None
     attention_k_eq_v: bool = False
     """Layers without a window use their keys as values, too."""
-    num_kv_shared_layers: Annotated[int, Ge(0)] = 0
+    num_kv_shared_layers: CountOrZero = 0
     """The last layers, which use the keys and values of earlier ones."""
     use_double_wide_mlp: bool = False
     """Layers with shared keys and values have an MLP of twice the width."""
-    hidden_size_per_layer_input: Annotated[int, Ge(0)] = 0
+    hidden_size_per_layer_input: CountOrZero = 0
     """The width of embeddings that each layer has of its own."""
-    encoder_parameters: Annotated[int, Ge(0)] = 0
+    encoder_parameters: Annotated[int, Ge(0), Le(2**53)] = 0
     """Parameters of encoders of images and sound, which stay frozen; not among those of the decoder."""
 
     @cached_property
@@ -289,12 +289,12 @@ def check(figures: Figures, path: str) -> None:
         ("num_experts_per_tok", "num_experts"),
         ("num_dense_layers", "num_hidden_layers"),
         ("num_full_attention_layers", "num_hidden_layers"),
-        ("num_key_value_heads", "num_attention_heads"),
         ("num_kv_shared_layers", "num_hidden_layers"),
     ):
         low, high = getattr(figures, smaller), getattr(figures, larger)
         if low is not None and high is not None and low > high:
             raise RecipeError(f"{path}.{smaller}", f"{low} is more than the {high} of {larger}", fix=f"at most {high}")
+    if figures.num_attention_heads % figures.num_key_value_heads:
+        raise RecipeError(f"{path}.num_key_value_heads", "does not divide num_attention_heads", fix="use a divisor")
     if figures.num_attention_layers < 1:
-        layers = f"{figures.num_hidden_layers} layers, of which none has attention"
-        raise RecipeError(path, f"expected at least one layer with attention, got {layers}")
+        raise RecipeError(path, "expected at least one layer with attention", fix="more num_hidden_layers")

@@ -14,6 +14,7 @@ from annotated_types import Ge
 from rlflow.rewards.base import Failure, Outcome, Row
 from rlflow.rewards.sandbox.root import Limits
 from rlflow.rewards.sandbox.run import Exit, SandboxError, run
+from rlflow.schema import Count
 
 # The groups are the backquotes, the language and the rest of the line, which is empty where a block ends.
 _FENCE = re.compile(r"^ {0,3}(`{3,})[ \t]*(\w*)([^\n`]*)$", re.MULTILINE)
@@ -46,7 +47,7 @@ def reward(
     *,
     timeout_s: float,
     memory_mib: Annotated[int, Ge(64)] = Limits.memory_mib,
-    num_processes: Annotated[int, Ge(1)] = Limits.num_processes,
+    num_processes: Count = Limits.num_processes,
 ) -> list[Outcome]:
     """Run each response's program with the tests of its row.
 

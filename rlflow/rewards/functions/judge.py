@@ -12,6 +12,7 @@ from annotated_types import Ge
 
 from rlflow.rewards.base import Failure, Outcome, Row, batched, column_text
 from rlflow.rewards.http import Url, post
+from rlflow.schema import Count
 
 # Responses of one call, which are judged concurrently.
 _CONCURRENCY = 32
@@ -29,7 +30,7 @@ def reward(
     prompt: str,
     timeout_s: float,
     score: re.Pattern[str] = re.compile(r"(?i)score:\s*(-?\d+(?:\.\d+)?)"),
-    max_tokens: Annotated[int, Ge(1)] = 1024,
+    max_tokens: Count = 1024,
     temperature: Annotated[float, Ge(0)] = 0.0,
     api_key: str = "OPENAI_API_KEY",
 ) -> list[Outcome]:

@@ -1,12 +1,10 @@
 """A penalty for long responses, from 0 for one that is short enough to -1 for one that is too long."""
 
 from collections.abc import Sequence
-from typing import Annotated
-
-from annotated_types import Ge, Gt
 
 from rlflow.errors import RecipeError
 from rlflow.rewards.base import Row, batched
+from rlflow.schema import Count, CountOrZero
 
 
 def check(*, max_characters: int, buffer: int) -> None:
@@ -20,8 +18,8 @@ def reward(
     texts: Sequence[str],
     rows: Sequence[Row],
     *,
-    max_characters: Annotated[int, Gt(0)],
-    buffer: Annotated[int, Ge(0)] = 0,
+    max_characters: Count,
+    buffer: CountOrZero = 0,
 ) -> list[float]:
     """Return penalties that fall linearly over the last ``buffer`` characters before ``max_characters``.
 

@@ -64,7 +64,12 @@ class Unfinished(Environment):
             {"unknwon": "?"},
             "options.unknwon: unknown key.\n  Known: unknown.\n  Fix: did you mean 'unknown'?",
         ),
-        ("guessing", {"higher": 3}, "options.higher: 3 is not valid: input should be a valid string."),
+        (
+            "guessing",
+            {"higher": 3},
+            "options.higher: 3 is not valid: input should be a valid string.\n"
+            "  Fix: write a text; quote it if it looks like a number.",
+        ),
         (
             "rlflow.batch:Prompts",
             {},

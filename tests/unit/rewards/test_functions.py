@@ -154,7 +154,11 @@ def test_annotations_may_be_texts_and_defaults_lists() -> None:
         ),
         ("format", {}, "options.pattern: is missing"),
         ("format", {"pattern": "(a"}, "options.pattern: '(a' is not valid: input should be a valid regular expression"),
-        ("length", {"max_characters": 0}, "options.max_characters: 0 is not valid: input should be greater than 0"),
+        (
+            "length",
+            {"max_characters": 0},
+            "options.max_characters: 0 is not valid: input should be greater than or equal to 1",
+        ),
         (
             "length",
             {"max_characters": "9"},
@@ -166,9 +170,9 @@ def test_annotations_may_be_texts_and_defaults_lists() -> None:
             "options.url: 'localhost:80' is not valid: string should match pattern '^https?://'",
         ),
         ("code", {"timeout_s": 1}, "options.timeout_s: unknown key"),
-        ("math:pi", {}, "function: 'math:pi' is not a function"),
+        ("rlflow:__version__", {}, "function: 'rlflow:__version__' is not a function"),
         ("length", {"max_characters": 4, "buffer": 5}, "options.buffer: expected at most max_characters, 4, got 5"),
-        ("builtins:max", {}, "function: the options of 'builtins:max' cannot be read (ValueError: no signature found"),
+        ("builtins:max", {}, "function: 'builtins:max': 'builtins' belongs to Python, and a recipe may only name code"),
         (f"{annotated.__name__}:of_a_thing", {}, "cannot be read (PydanticSchemaGenerationError: "),
         (f"{annotated.__name__}:of_nothing_known", {}, "cannot be read (NameError: name 'Unknown' is not defined)"),
         (

@@ -300,7 +300,7 @@ def test_attention_span_is_the_mean_over_queries_and_layers() -> None:
             "m.num_experts_per_tok: 8 is more than the 4 of num_experts",
         ),
         ({"model_type": "deepseek_v3", "num_experts": 4, "num_experts_per_tok": 2}, "m.kv_lora_rank: is missing"),
-        ({"num_key_value_heads": 8}, "m.num_key_value_heads: 8 is more than the 4 of num_attention_heads"),
+        ({"num_key_value_heads": 8}, "m.num_key_value_heads: does not divide num_attention_heads"),
         ({"sliding_window": 8, "num_full_attention_layers": 3}, "m.num_full_attention_layers: 3 is more than the 2"),
     ],
 )
