@@ -27,6 +27,7 @@ from rlflow.calibrate.fit import calibration_of_run
 from rlflow.command_context import cluster_of_run, default_cluster, detect_cluster, find_run, num_finished_steps
 from rlflow.compiler import compile_recipe
 from rlflow.compiler.plan import Plan, format_duration, read_plan, write_plan
+from rlflow.compiler.plan_page import write_page
 from rlflow.compiler.ranking import SweepOutcome, ranking_table
 from rlflow.compiler.render import render
 from rlflow.compose import (
@@ -144,7 +145,7 @@ def _plan_and_run(config: DictConfig, directory: Path, outcomes: list[SweepOutco
         show_warning(f"the run takes {time}, longer than deadline_hours={options.deadline_hours:g}")
     if options.dry_run:
         _write_plan(plan, directory)
-        console.print(f"\nplan: {directory / 'plan.json'}", soft_wrap=True)
+        console.print(f"\nplan: {directory / 'plan.json'}, as a page: {directory / 'plan.html'}", soft_wrap=True)
         return 0
     if plan.needs_gpus and not resumed and options.plan is None and options.cluster.get("shape") == "auto":
         raise _no_gpus_error(plan)
@@ -161,6 +162,7 @@ def _write_plan(plan: Plan, directory: Path) -> None:
         if checkpoints(directory):
             raise RecipeError("hydra.run.dir", f"'{directory}' holds a run", fix="another folder")
         write_plan(plan, directory)
+        write_page(plan, directory)
 
 
 def _typed_keys() -> set[str]:

@@ -78,6 +78,7 @@ def test_a_dry_run_imports_no_model_library(tmp_path: Path) -> None:
 def test_a_plan_can_be_given_back(tmp_path: Path, rlflow: Command) -> None:
     rlflow(*fake("dry_run=true"))
     (folder,) = run_folders(tmp_path)
+    assert '"name": "fake"' in (folder / "plan.html").read_text()
     rlflow(f"plan={folder}/plan.json", "hydra.run.dir=again")
     assert json.loads((tmp_path / "again" / "report.json").read_text())["name"] == "fake"
 
