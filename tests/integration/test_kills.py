@@ -1,0 +1,27 @@
+"""Runs that are killed, damaged or out of space, and resumed: the benchmark with few of each."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COUNTED = ("kills", "kills_in_saves", "damages")
+
+
+@pytest.mark.parametrize(
+    "kills", [pytest.param(3, marks=pytest.mark.slow), pytest.param(20, marks=[pytest.mark.soak, pytest.mark.slow])]
+)
+@pytest.mark.timeout(600)
+def test_a_killed_run_ends_as_an_undisturbed_one(kills: int, tmp_path: Path) -> None:
+    """In a process of its own: runs are forked, and threads of this one would not survive it."""
+    file = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.kills", "--kills", str(kills), "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert file.exists(), done.stderr
+    figures = json.loads(file.read_text())["figures"]
+    assert figures["kills"] >= kills
+    assert figures["damages"] > 0
+    problems = {name: value for name, value in figures.items() if value and name not in (*COUNTED, "full_disks")}
+    assert not problems, done.stdout
