@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Thread
@@ -176,6 +176,18 @@ def last(run: Path, experiment: Experiment) -> Checkpoint | None:
         facts = "; ".join(f"{folder.name}: {fact}" for folder, fact in damaged.items())
         fix = "restore its files from a copy, or start a new run without resume in another folder"
         raise RecipeError("resume", f"every checkpoint of '{run}' is damaged ({facts})", fix=fix)
+    return None
+
+
+def nearest(run: Path, step: int, experiment: Experiment) -> Checkpoint | None:
+    """Return the undamaged checkpoint nearest before a step, counted from 1; without one the nearest after it, or None.
+
+    Raises RecipeError for a run that cannot continue as ``experiment``.
+    """
+    distances = {folder: checkpoint_step(folder) - step for folder in checkpoints(run)}
+    for folder in sorted(distances, key=lambda folder: (distances[folder] >= 0, abs(distances[folder]))):
+        with suppress(_DamageError):
+            return Checkpoint(folder, _read(folder, run, experiment))
     return None
 
 

@@ -72,7 +72,7 @@ def places_not_finite(output: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]
 
 def keys_of(output: Any, others: Iterable[Any]) -> NDArray[np.int64] | None:
     """Return the keys of an output's samples, [B, 3], from itself or from a batch of the same samples, or None."""
-    column = values_of(output)
+    column = output.values if isinstance(output, Advantages) else values_of(output)
     assert column is not None
     batches = (batch for batch in (output, *others) if isinstance(batch, Sequences))
     return next((each.keys for each in batches if np.array_equal(each.response_ids.lengths, column.lengths)), None)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import rlflow
+from rlflow import replay
 from rlflow.batch import Logprobs, Repeated, Rewards, RolloutAdvantages, Rollouts
 from rlflow.compiler.plan import Plan
 from rlflow.engines.torch import TorchEngine
@@ -234,6 +235,38 @@ def test_a_resumed_run_remembers_its_skipped_steps(tmp_path: Path, monkeypatch: 
                 go(plan_of(), folder, watch, resume=resume)
         else:
             go(plan_of(), folder, watch)
+
+
+def test_replay_shows_the_values_that_are_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 4 is skipped because of the reference, and step 5 because of the loss."""
+    watch = Watch(monkeypatch)
+    break_reference(monkeypatch, watch, {4})
+    break_losses(monkeypatch, watch, {5})
+    go(plan_of("steps=5", "graph.update.kl_coef=0.1", "checkpoints.keep=3"), tmp_path, watch)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    saved: Any = np.load(skipped_folders(tmp_path)[0] / "rollouts.npz")
+    token = saved["logprobs.lengths"][-1] - 1
+    bad = rf"  reference: step 3 prompt 2 sample 3, token {token}: -inf"
+    for step, again in ((4, bad), (1, "  reference: all values are finite")):
+        watch.step = step
+        assert replay.main([str(tmp_path), "--step", "4"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith("step 4 was skipped: node reference: 1 logprobs of 1 of 12 samples are not finite")
+        assert lines[1:3] == ["saved values that are not finite:", bad]
+        assert lines[3:5] == ["run again with the checkpoint of step 2:", again]
+    assert lines[5] == "  advantages: not run, because the step had no rewards yet"
+    watch.step = 5
+    assert replay.main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:4] == ["saved values that are not finite:", "  none", "run again with the checkpoint of step 4:"]
+    assert re.match(
+        r"  node update: role actor: the loss is nan at 1 of \d+ tokens of a pass \(step 4 prompt", lines[4]
+    )
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
+    assert replay.main([str(tmp_path), "--step", "1"]) == 2
+    assert capsys.readouterr().err.endswith("is not saved in '" + str(tmp_path) + "'.\n  Known: 4, 5.\n")
 
 
 def test_a_reward_function_that_returns_nan_is_a_mistake_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
