@@ -23,7 +23,7 @@ _OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chm
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a run."""
+    """A disturbance of a run."""
 
     kind: Literal["none", "moment", "operation", "full disk", "file size"] = "none"
     at: float = 0

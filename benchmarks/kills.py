@@ -174,7 +174,7 @@ def killed_run(folder: Path, expected: Undisturbed, seed: int) -> Counter[str]:
 
 
 def run_without_space(folder: Path, expected: Undisturbed, seed: int) -> Counter[str]:
-    """Let the disk be full, or a file too large, from a random operation on; then let the run go on."""
+    """Fill the disk, or limit the size of files, from a random operation on; then resume the run."""
     draw, plan = random.Random(seed), plan_of(expected.folder.parent)
     # From the first checkpoint on: files before it are written by libraries that are no part of this.
     full = Fault("full disk", draw.choice(expected.operations))
@@ -238,7 +238,7 @@ def damaged_run(folder: Path, expected: Undisturbed, seed: int) -> Counter[str]:
 
 
 def disturb(folder: Path, kills: int) -> Counter[str]:
-    """Disturb runs until there are so many kills, and a quarter as many of each other fault."""
+    """Kill runs until there are so many kills, and a quarter as many of each other fault."""
     expected = undisturbed(folder)
     found: Counter[str] = Counter()
     with ProcessPoolExecutor(_LANES, get_context("fork")) as lanes:
