@@ -73,21 +73,14 @@ def run(
     """
     from datetime import datetime
 
-    from rlflow.report.progress import displays, output_console
-    from rlflow.report.records import MetricsWriter, SampleLog
+    from rlflow.report.progress import displays, output_console, recorders
     from rlflow.runtime.prepare import runtime_of
     from rlflow.runtime.run import run as run_plan
 
     folder = Path(resume or directory or datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S"))
     chosen = displays(output_console()) if observers is None else observers
     return run_plan(
-        plan,
-        folder,
-        runtime_of(plan),
-        [MetricsWriter(), SampleLog(), *chosen],
-        resume=resume is not None,
-        stop=stop,
-        tune=tune,
+        plan, folder, runtime_of(plan), [*recorders(), *chosen], resume=resume is not None, stop=stop, tune=tune
     )
 
 

@@ -27,7 +27,6 @@ from rlflow.calibrate.fit import calibration_of_run
 from rlflow.command_context import cluster_of_run, default_cluster, detect_cluster, find_run, num_finished_steps
 from rlflow.compiler import compile_recipe
 from rlflow.compiler.plan import Plan, format_duration, read_plan, write_plan
-from rlflow.compiler.plan_page import write_page
 from rlflow.compiler.ranking import SweepOutcome, ranking_table
 from rlflow.compiler.render import render
 from rlflow.compose import (
@@ -42,7 +41,8 @@ from rlflow.compose import (
 )
 from rlflow.errors import EngineError, PlacementError, RecipeError, UserError, storage_error
 from rlflow.recipe import Tune
-from rlflow.report.progress import WIDTH, displays, output_console, show, show_error, show_warning
+from rlflow.report.plan_page import write_page
+from rlflow.report.progress import WIDTH, displays, output_console, recorders, show, show_error, show_warning
 from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.resources.time.calibration import Calibration
 
@@ -244,11 +244,11 @@ def _config_dir() -> Path | None:
 
 def _run(plan: Plan, directory: Path, console: Console, *, resume: bool, tune: Tune) -> int:
     # Imported late, because a dry run must not import torch.
-    from rlflow.report.records import MetricsWriter, SampleLog, tuning_table
+    from rlflow.report.records import tuning_table
     from rlflow.runtime.prepare import runtime_of
     from rlflow.runtime.run import run
 
-    observers = [MetricsWriter(), SampleLog(), *displays(console)]
+    observers = [*recorders(), *displays(console)]
     with stop_on_signals(lambda: console.print(STOPPING)) as stop:
         report = run(plan, directory, runtime_of(plan), observers, resume=resume, stop=stop.is_set, tune=tune)
     if tune:

@@ -45,7 +45,7 @@ MAY_IMPORT = {
         *("errors", "extras", "host_memory", "packed", "batch", "resources", "recipe", "engines", "rewards"),
         *("nodes", "data", "compiler", "text_files"),
     },
-    "report": {"errors", "text_files", "nodes", "compiler", "runtime"},
+    "report": {"errors", "text_files", "recipe", "nodes", "compiler", "runtime"},
     "command_context": {"errors", "resources", "recipe", "compiler", "compose", "runtime"},
     "cli": {
         *("arguments", "command_context", "errors", "resources", "recipe", "compiler", "compose"),

@@ -41,6 +41,14 @@ def displays(console: Console) -> list[Observer]:
     return [ProgressDisplay(console), FailureLog(console), EngineReport(console)]
 
 
+def recorders() -> list[Observer]:
+    """Return the observers that write the files of a run: metrics, samples, and a page at the end."""
+    from rlflow.report.records import MetricsWriter, SampleLog
+    from rlflow.report.run_page import PageWriter
+
+    return [MetricsWriter(), SampleLog(), PageWriter()]
+
+
 def show(picture: RenderableType) -> None:
     """Print ``picture`` without spaces at the ends of lines."""
     console = output_console()

@@ -1,8 +1,6 @@
 """The plan as a page: one HTML file that needs nothing else, to look at and to send to others."""
 
-import json
 from dataclasses import asdict
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,8 @@ from rlflow.compiler.graph import GraphNode
 from rlflow.compiler.plan import Plan, format_duration
 from rlflow.compiler.render import describe_layout
 from rlflow.recipe import to_yaml
+from rlflow.report.page import build_page
 from rlflow.text_files import replace_text
-
-_TEMPLATE = "plan_page.html"
 
 
 def write_page(plan: Plan, directory: Path) -> None:
@@ -23,9 +20,7 @@ def write_page(plan: Plan, directory: Path) -> None:
 
 def plan_page(plan: Plan) -> str:
     """Return the page. It loads nothing, and its own script draws the figures that ``page_figures`` returns."""
-    # A script element ends at the first "</", whatever its type.
-    figures = json.dumps(page_figures(plan)).replace("<", "\\u003c")
-    return files("rlflow.compiler").joinpath(_TEMPLATE).read_text("utf-8").replace("{{figures}}", figures)
+    return build_page("plan_page.html", page_figures(plan))
 
 
 def page_figures(plan: Plan) -> dict[str, Any]:

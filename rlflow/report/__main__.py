@@ -1,0 +1,31 @@
+"""Writes a page about one run, or several beside each other: ``python -m rlflow.report RUN... [--output FILE]``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlflow.errors import UserError
+from rlflow.report.run_page import PAGE, run_page
+from rlflow.text_files import replace_text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page, and print where; return the exit code."""
+    parser = argparse.ArgumentParser("python -m rlflow.report", description="Write a page about runs.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, outputs/DATE/TIME")
+    parser.add_argument("--output", type=Path, help=f"the file to write, by default {PAGE} in the (first) folder")
+    options = parser.parse_args(arguments)
+    try:
+        page = run_page(options.runs)
+    except UserError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    output = options.output or options.runs[0] / PAGE
+    replace_text(output, page)
+    print(output)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

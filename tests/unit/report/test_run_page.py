@@ -1,0 +1,113 @@
+"""Runs as a page: what is on it comes from the files of the runs, and a browser draws it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.errors import RecipeError
+from rlflow.report.__main__ import main
+from rlflow.report.run_page import differences, run_figures, run_page
+from tests.browser import drawn, needs_browser
+
+REPORT = {
+    "status": "finished",
+    "seconds": 3.5,
+    "eval_before": 0.25,
+    "eval_after": 0.75,
+    "step": {"predicted": 2.0, "measured": 3.0},
+    "nodes": {"update": {"predicted": 1.0, "measured": None}},
+    "memory": {"local": {"update": {"predicted": 0.5, "measured": 0.6}}},
+    "store": {},
+    "warnings": ["two prompts were too long"],
+}
+
+
+def write_run(folder: Path, steps: int = 3, **recipe: Any) -> Path:
+    """Write the files of a run whose reward is a tenth of the step."""
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps({"recipe": {"name": "mine", "steps": steps, **recipe}}))
+    lines = [{"step": 0, "evaluation/reward": 0.25}]
+    lines += [{"step": step, "rewards/mean": step / 10, "tokens": 7} for step in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "report.json").write_text(json.dumps(REPORT))
+    samples: list[dict[str, Any]] = [
+        {
+            **{"step": step, "choice": choice, "prompt": f"question {step}", "response": f"<b>{choice}</b> {step}"},
+            **{"reward": 1.0, "reward_parts": {}, "advantage": None, "length": 4, "finished": True},
+        }
+        for step in range(1, steps + 1)
+        for choice in ("random", "best")
+    ]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
+    return folder
+
+
+def test_curves_have_the_steps_and_values_of_the_metrics(tmp_path: Path) -> None:
+    figures = run_figures(write_run(tmp_path / "run"))
+    assert figures["curves"] == {
+        "evaluation/reward": [[0], [0.25]],
+        "rewards/mean": [[1, 2, 3], [0.1, 0.2, 0.3]],
+        "tokens": [[1, 2, 3], [7, 7, 7]],
+    }
+    assert figures["report"] == REPORT
+    assert len(figures["samples"]) == 6
+
+
+def test_a_long_run_keeps_its_first_and_last_points_and_the_page_stays_small(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=20_000)
+    steps, values = run_figures(folder)["curves"]["rewards/mean"]
+    assert (steps[0], steps[-1], values[-1]) == (1, 20_000, 2000.0)
+    assert len(steps) == len(values) == 400
+    assert steps == sorted(set(steps))
+    assert len(run_page([folder])) < 200_000
+
+
+def test_a_run_that_has_not_ended_has_a_page_too(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "report.json").unlink()
+    (folder / "samples.jsonl").unlink()
+    figures = run_figures(folder)
+    assert (figures["report"], figures["samples"]) == (None, [])
+
+
+def test_recipes_differ_at_paths() -> None:
+    recipes: list[dict[str, Any]] = [{"a": {"b": 1, "c": [1]}, "d": {}}, {"a": {"b": 2, "c": [1]}, "e": "x"}]
+    assert differences(recipes) == {"a.b": ["1", "2"], "d": ["{}", ""], "e": ["", '"x"']}
+    assert differences(recipes[:1]) == {}
+
+
+def test_the_command_writes_a_page_or_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [write_run(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
+    assert main([*map(str, folders), "--output", str(tmp_path / "both.html")]) == 0
+    assert '"differences": {"seed": ["0", "1"]}' in (tmp_path / "both.html").read_text()
+    assert main([str(folders[0])]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "both.html"), str(folders[0] / "report.html")]
+    assert main([str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    with pytest.raises(RecipeError, match="holds no run"):
+        run_page([tmp_path / "nowhere"])
+
+
+def test_the_page_loads_nothing(tmp_path: Path) -> None:
+    page = run_page([write_run(tmp_path / "run")])
+    assert not re.search(r"src=|@import|fetch\(|XMLHttpRequest|{{", page)
+    # The head of the library names its source in a comment.
+    assert re.findall(r"https?:[^\s]*", page) == ["https://github.com/leeoniya/uPlot"]
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_browser_draws_curves_and_shows_samples_as_text(tmp_path: Path) -> None:
+    page = run_page([write_run(tmp_path / "a"), write_run(tmp_path / "b", seed=1)])
+    first = drawn(page, tmp_path)
+    assert len(re.findall(r"<canvas", first)) == 2, "evaluation and rewards; the others are folded"
+    assert "&lt;b&gt;best&lt;/b&gt; 3" in first
+    assert first.index("best&lt;") < first.index("random&lt;")
+    assert "+50%" in first
+    move = "const s = document.getElementById('sample-step'); s.value = 0; s.dispatchEvent(new Event('input'));"
+    moved = drawn(page, tmp_path, move)
+    assert "&lt;b&gt;best&lt;/b&gt; 1" in moved
+    assert "&lt;b&gt;best&lt;/b&gt; 3" not in moved
