@@ -131,7 +131,9 @@ def _rename(draw: random.Random, recipe: Any) -> None:
 def _refer(draw: random.Random, recipe: Any) -> None:
     """Exchange the name of a model, role or node for another name."""
     places = [(holder, key) for holder, key in _places(recipe) if key in {"model", "role", "follows", *INPUTS}]
-    names = [*recipe.get("graph", ()), *recipe.get("roles", ()), "nobody", "prompts", "pairs", "examples", None]
+    sections = [recipe.get("graph"), recipe.get("roles")]
+    names = [name for section in sections if isinstance(section, dict) for name in section]
+    names += ["nobody", "prompts", "pairs", "examples", None]
     if places:
         holder, key = draw.choice(places)
         holder[key] = draw.choice(names)

@@ -23,6 +23,7 @@ _REFERENCE = re.compile(
 _DEFAULTS: Mapping[str | None, Any] = {None: None, "{}": {}, "[]": []}
 # References to references could double the size of a configuration with every line.
 MAX_SIZE = 2**20
+_SIZE_OF_VALUE = 100  # characters that count as much as a value
 
 _Path = tuple[str | int, ...]
 
@@ -43,11 +44,11 @@ class _Resolver:
         self._open: list[_Path] = []
         """The paths of references that are being followed."""
         self._size = 0
-        """The characters and values that were resolved so far, those of references as often as they are used."""
+        """The size of what was resolved so far, that of references as often as they are used."""
 
     def resolve(self, path: _Path, value: Any) -> Any:
         """Return ``value``, found at ``path``, with all references in it replaced. Raises RecipeError."""
-        self._grow(path, 1 + (len(value) if isinstance(value, str) else 0))
+        self._grow(path, _SIZE_OF_VALUE + (len(value) if isinstance(value, str) else 0))
         if isinstance(value, dict):
             return {key: self.resolve((*path, key), inner) for key, inner in value.items()}
         if isinstance(value, list):

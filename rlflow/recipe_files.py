@@ -24,6 +24,8 @@ from rlflow.yaml_files import parse_yaml, read_text
 
 _HEADER = 512  # as many characters as Hydra reads for the header of a file
 _HYDRA, _TARGET = "hydra", "_target_"
+# Options of the command line that read or continue what other files hold.
+_COMMAND_LINE_ONLY = {"plan", "resume", "calibration"}
 
 
 class CheckedFileSource(FileConfigSource):
@@ -125,10 +127,16 @@ def _check_content(config: DictConfig, config_path: str, package: str, file: str
     for key in map(str, content):
         if key.split(".")[0] == _HYDRA:
             raise _hydra_error(file, f"sets '{key}', which belongs to Hydra")
+        if key in _COMMAND_LINE_ONLY and package in ("", "_global_"):
+            fact = f"sets '{key}', which only the command line may set"
+            raise FileError(file, fact, fix=f"remove it; write {key}=... on the command line")
     defaults = content.get("defaults")
     for entry in defaults if isinstance(defaults, list) else []:
         if _refers_to_hydra(entry):
             raise _hydra_error(file, f"its defaults have {entry!r}, which belongs to Hydra")
+        if name := next((each for each in _names(entry) if _leads_out(each)), None):
+            fact = f"its defaults have '{name}', which may lead out of the folders of configuration files"
+            raise FileError(file, fact, fix="name files of these folders, as /data: gsm8k")
     for path in _targets(content, ""):
         raise FileError(
             file,
@@ -147,6 +155,19 @@ def _refers_to_hydra(entry: Any) -> bool:
     if not isinstance(entry, dict):
         return _HYDRA in _segments(str(entry))
     return any(_HYDRA in _segments(str(group)) or _HYDRA in _folders(option) for group, option in entry.items())
+
+
+def _names(entry: Any) -> list[str]:
+    """Return the groups and options in an entry of a defaults list, each option after its group."""
+    if not isinstance(entry, dict):
+        return [str(entry)]
+    options = [option if isinstance(option, list) else [option] for option in entry.values()]
+    return [f"{group}/{option}" for group, each in zip(entry, options, strict=True) for option in each]
+
+
+def _leads_out(name: str) -> bool:
+    """Return whether a name in a defaults list is a path of its own, or read from somewhere else."""
+    return "${" in name or ".." in re.split(r"[/@\s]", name) or "//" in name or "~" in name
 
 
 def _segments(name: str) -> list[str]:

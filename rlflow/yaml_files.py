@@ -1,6 +1,7 @@
 """Reads YAML files safely and reports every mistake with its file and line."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from rlflow.errors import FileError, first_line
 # hundred bytes whose aliases expand to millions of values would keep it busy for minutes.
 MAX_BYTES = 256 * 1024
 MAX_VALUES = 10_000
+MAX_EVENTS = 2 * MAX_VALUES  # a list or mapping has two, its start and its end
+MAX_DEPTH = 64
+MAX_REFERENCE = 200  # OmegaConf's parser is slow: 100,000 braces would take half a minute
 
 _FIXES = {
     "duplicate key": "remove one of the two",
@@ -60,6 +64,7 @@ def read_text(path: Path) -> str:
 def parse_yaml(text: str, file: str) -> DictConfig:
     """Return the mapping in ``text``, the content of ``file``. Raises FileError."""
     try:
+        _check_size(text, file)
         loader = get_yaml_loader()(text)
         node = loader.get_single_node()
         if node is None:
@@ -83,6 +88,22 @@ def parse_yaml(text: str, file: str) -> DictConfig:
         # Examples: a value that contradicts its tag (!!int x), a number of thousands of digits, a key that is a list.
         fix = "quote the value, or write it as a plain number or text"
         raise FileError(file, f"has a value that cannot be read ({first_line(error)})", fix=fix) from None
+
+
+def _check_size(text: str, file: str) -> None:
+    """Raise FileError for a text with too many values or levels, before PyYAML's slow parser reads it.
+
+    Mistakes in the text are ignored here, because the slow parser has the better messages.
+    """
+    depth = count = 0
+    with suppress(yaml.YAMLError):
+        for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            count += 1
+            if depth > MAX_DEPTH:
+                raise FileError(file, "is nested too deeply", fix=f"use {MAX_DEPTH} levels at most")
+            if count > MAX_EVENTS:
+                raise FileError(file, f"has more than {MAX_VALUES} values", fix="put data into a file of its own")
 
 
 def _check_scalars(root: yaml.Node, file: str) -> None:
@@ -109,6 +130,9 @@ def _check_scalars(root: yaml.Node, file: str) -> None:
                 f"YAML reads {node.value} in base {60 if ':' in node.value else 8}",
                 fix="write a decimal number, or quote a text",
             )
+        if isinstance(node, yaml.ScalarNode) and "${" in node.value and len(node.value) > MAX_REFERENCE:
+            fact = f"a text with a reference has more than {MAX_REFERENCE} characters"
+            raise FileError(_at(file, node.start_mark), fact, fix="write its value")
         stack += _children(node)
 
 
