@@ -12,12 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import rlflow
+from benchmarks.hostile_recipes import BOMBS, cases, cost_of_bomb, effect
 from benchmarks.recipe_fuzzer import draws
 from benchmarks.recipe_rules import broken_rules
 from benchmarks.reporting import Goal, finish
 from rlflow.errors import UserError
 
 TABLE = Path(__file__).with_name("mutations.txt")
+# Limits of what a bomb costs until it is refused.
+MOST_SECONDS, MOST_MIB = 0.1, 50
 _HEAD = "# @package _global_\ndefaults: [grpo_tiny, _self_]\n"
 _FILE = "FILE"
 
@@ -123,9 +126,29 @@ def main() -> int:
                 count("valid", each, answer)
                 if rules := ["the file"] if each.must_fail else broken_rules(each.recipe):
                     count("nonsense_accepted", rules, answer)
-    goals = {name: Goal("0", counts[name] == 0) for name in ("tracebacks", "nonsense_accepted", "unhelpful")}
-    goals |= {"mutations": Goal("at least 300", True), "valid": Goal("any", True)}
+    counts["hostile"], counts["hostile_effective"] = 0, 0
+    for label, taken in _effects():
+        counts["hostile"] += 1
+        counts["hostile_effective"] += bool(taken)
+        if taken:
+            print(f"hostile: {label}: {taken}")
+    zero = ("tracebacks", "nonsense_accepted", "unhelpful", "hostile_effective")
+    goals = {name: Goal("0", counts[name] == 0) for name in zero}
+    goals |= {"mutations": Goal("at least 300", counts["mutations"] >= 300), "valid": Goal("any", True)}
+    goals["hostile"] = Goal("at least 100", counts["hostile"] >= 100)
     return finish("fuzz_recipes", counts, goals, arguments.json)
+
+
+def _effects() -> Iterator[tuple[str, str]]:
+    """Yield each hostile configuration with how it took effect; an empty text if it did not."""
+    for label, (files, words) in cases().items():
+        with tempfile.TemporaryDirectory() as name:
+            yield label, effect(files, words, Path(name))
+    with tempfile.TemporaryDirectory() as name:
+        for label, text in BOMBS.items():
+            message, seconds, mib = cost_of_bomb(text, Path(name))
+            is_cheap = message and seconds < MOST_SECONDS and mib < MOST_MIB
+            yield f"bomb: {label}", "" if is_cheap else f"{seconds:.2f} s, {mib:.0f} MiB {message}"
 
 
 def _count_objections(answer: Answer, what: object, count: "Callable[[str, object, Answer], None]") -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlflow.engines.base import ChecksPackage, Engine, WeightTransport, capabilities_of
 from rlflow.resources.memory.state import TrainingMemory
 
-_NOT_ENGINES = {"base", "buckets", "group_progress", "memory", "registry"}
+_NOT_ENGINES = {"base", "buckets", "group_progress", "memory", "registry", "state_files"}
 
 
 @dataclass(frozen=True)
