@@ -56,6 +56,7 @@ MAY_IMPORT = {
         *("errors", "extras", "host_memory", "batch", "resources", "recipe", "engines", "compiler", "compose"),
         "runtime",
     },
+    "convert": {"errors", "compose"},
     "replay": {"errors", "batch", "compiler", "nodes", "runtime"},
     "__init__": {"command_context", "resources", "recipe", "compiler", "compose", "runtime", "report"},
     "__main__": {"cli"},

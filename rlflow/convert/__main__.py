@@ -1,0 +1,38 @@
+"""Converts a training script of verl to a recipe: ``python -m rlflow.convert SCRIPT [--output FILE]``.
+
+It reads the ``key=value`` arguments of ``verl.trainer.main_ppo`` with GRPO or PPO.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlflow.convert.verl import convert
+from rlflow.errors import UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the recipe and print the remarks; return the exit code."""
+    parser = argparse.ArgumentParser("python -m rlflow.convert", description="Convert a script of verl to a recipe.")
+    parser.add_argument("script", type=Path, help="a file with the arguments of verl.trainer.main_ppo")
+    parser.add_argument("--output", type=Path, help="the file of the recipe, by default the script's name with .yaml")
+    options = parser.parse_args(arguments)
+    try:
+        converted = convert(options.script.read_text("utf-8"))
+    except FileNotFoundError:
+        print(f"RecipeError: script: '{options.script}' does not exist", file=sys.stderr)
+        return 2
+    except UserError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    output = options.output or options.script.with_suffix(".yaml")
+    output.write_text(converted.recipe)
+    for what, why in converted.remarks.items():
+        print(f"{what}: {why}")
+    print(f"\nplan it: python -m rlflow recipe={output} cluster={converted.cluster} dry_run=true")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

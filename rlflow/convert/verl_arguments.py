@@ -1,0 +1,83 @@
+"""The arguments of ``verl.trainer.main_ppo``: their defaults, and which of them have no place in a recipe."""
+
+from collections.abc import Mapping
+from typing import Any
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+# verl's defaults (verl/trainer/config, 2025) of the arguments that a recipe states.
+DEFAULTS: Mapping[str, Any] = {
+    "algorithm.adv_estimator": "gae",
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "algorithm.use_kl_in_reward": False,
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "data.prompt_key": "prompt",
+    "data.filter_overlong_prompts": False,
+    "data.truncation": "error",
+    f"{ACTOR}.optim.lr": 1e-6,
+    f"{ACTOR}.optim.lr_warmup_steps": 0,
+    f"{ACTOR}.optim.weight_decay": 0.01,
+    f"{ACTOR}.grad_clip": 1.0,
+    f"{ACTOR}.ppo_mini_batch_size": 256,
+    f"{ACTOR}.ppo_epochs": 1,
+    f"{ACTOR}.clip_ratio": 0.2,
+    f"{ACTOR}.clip_ratio_c": 3.0,
+    f"{ACTOR}.entropy_coeff": 0,
+    f"{ACTOR}.use_kl_loss": False,
+    f"{ACTOR}.kl_loss_coef": 0.001,
+    f"{ACTOR}.kl_loss_type": "low_var_kl",
+    f"{ACTOR}.loss_agg_mode": "token-mean",
+    f"{ROLLOUT}.n": 1,
+    f"{ROLLOUT}.temperature": 1.0,
+    f"{ROLLOUT}.top_p": 1.0,
+    "critic.optim.lr": 1e-5,
+    "critic.optim.weight_decay": 0.01,
+    "critic.cliprange_value": 0.5,
+    "trainer.critic_warmup": 0,
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+    "trainer.n_gpus_per_node": 8,
+    "trainer.nnodes": 1,
+}
+KL_ESTIMATORS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2", "kl": "k1", "k1": "k1"}
+AGGREGATIONS = {"token-mean": "token", "seq-mean-token-mean": "sequence"}
+OVERLONG = {"error": "error", "left": "truncate_left"}
+# Why arguments have no place in a recipe, by patterns; the first that fits counts.
+WITHOUT_PLACE: Mapping[str, str] = {
+    "*micro_batch_size*": "the planner chooses the tokens of a pass (roles.ROLE.micro_batch_tokens pins them)",
+    "*max_token_len_per_gpu": "the planner chooses the tokens of a pass (roles.ROLE.micro_batch_tokens pins them)",
+    "*dynamic_bsz": "passes always have about equally many tokens",
+    "*remove_padding": "nothing is ever padded",
+    "*offload": "the planner offloads where memory needs it (roles.ROLE.offload pins it)",
+    "*gradient_checkpointing": "the planner decides (roles.actor.gradient_checkpointing pins it)",
+    "*sequence_parallel_size": "the planner chooses it (roles.actor.sequence_parallel_size pins it)",
+    "*tensor_model_parallel_size": "the planner chooses it (roles.rollout.tensor_parallel_size pins it)",
+    "*gpu_memory_utilization": "the planner chooses it (roles.rollout.gpu_memory_utilization pins it)",
+    "*enforce_eager": "CUDA graphs are used where memory has room (roles.rollout.eager pins it)",
+    "*free_cache_engine": "engines that share GPUs with training release their memory while it runs",
+    "*strategy": "training uses DeepSpeed; the planner chooses its ZeRO stage",
+    "*fsdp*": "training uses DeepSpeed; the planner chooses its ZeRO stage",
+    "*max_num_batched_tokens": "vLLM's own default is used",
+    "*max_num_seqs": "follows from the memory of the KV cache",
+    "*chunked_prefill": "vLLM's own default is used",
+    "*load_format": "weights always come from the trained role",
+    "*val_kwargs*": "evaluation takes the likeliest tokens",
+    "*rollout.name": "the engine is vLLM",
+    "*rollout.mode": "the engine is vLLM, with an asynchronous scheduler",
+    "*torch_compile": "not supported",
+    "data.val_batch_size": "the whole evaluation is one batch",
+    "data.shuffle": "rows are always shuffled, by the seed",
+    "data.return_raw_chat": "not needed",
+    "trainer.logger": "metrics go to metrics.jsonl and TensorBoard; other trackers are observers",
+    "trainer.*_name": "a run is known by its folder",
+    "trainer.default_local_dir": "hydra.run.dir on the command line",
+    "trainer.default_hdfs_dir": "not supported",
+    "trainer.resume*": "resume= on the command line",
+    "trainer.val_before_train": "evaluation begins before training",
+    "trainer.balance_batch": "tokens are always balanced among ranks",
+    "reward_model.enable": "a reward model is a role; see the node 'reward_model' in docs/rewards.md",
+}
