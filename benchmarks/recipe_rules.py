@@ -120,9 +120,9 @@ def _broken_values(value: Any, path: tuple[str, ...]) -> Iterator[str]:
             yield f"{where}: a recipe calls no functions"
     elif isinstance(value, float) and not math.isfinite(value):
         yield f"{where}: numbers are finite"
-    elif isinstance(value, int) and abs(value) >= 2**63:
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         yield f"{where}: whole numbers fit into 64 bits"
-    if "options" not in path and "graph" not in path[:-3:-1]:
+    if not {"options", "columns"} & set(path) and "graph" not in path[:-3:-1]:
         yield from _broken_number(key, value, where)
 
 

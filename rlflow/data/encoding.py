@@ -5,12 +5,14 @@ Shapes: P prompts.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Pairs
+from rlflow.data.chat_template import TemplateError, render_all
 from rlflow.errors import RecipeError, did_you_mean, first_line
 from rlflow.recipe import Data
 
@@ -156,7 +158,12 @@ def _encode_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows
                 raise _row_error(
                     data, row, "has a prompt that is neither a text nor a list of messages with a 'role' each"
                 )
-        texts = _convert_errors(data, lambda: [_format_chat(data, tokenizer, prompt) for prompt in column])
+        try:
+            texts = render_all(partial(_format_chat, data, tokenizer), column)
+        except TemplateError as error:
+            fact = f"the tokenizer's chat template {error} of '{data.source}'"
+            fix = "remove such rows, or set data.system_prompt=null if the chat template has no system role"
+            raise RecipeError("data.source", fact, fix=fix) from None
         encoded = _convert_errors(data, lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])
     elif any(not isinstance(prompt, str) for prompt in column):
         raise RecipeError(
@@ -193,10 +200,10 @@ def _format_chat(data: Data, tokenizer: "PreTrainedTokenizerBase", prompt: Any) 
 
 
 def _convert_errors(data: Data, encode: Callable[[], T]) -> T:
-    """Turn an error of a tokenizer or a chat template into a RecipeError."""
+    """Turn an error of a tokenizer into a RecipeError."""
     try:
         return encode()
-    except Exception as error:  # templates and tokenizers raise errors of many kinds
+    except Exception as error:  # tokenizers raise errors of many kinds
         raise RecipeError(
             "data.source",
             f"the tokenizer refuses a text of '{data.source}' ({first_line(error)})",

@@ -28,6 +28,9 @@ from rlflow.rewards.processes import Channel, become_subreaper, children, descen
 # Bytes that a function may allocate on top of what its worker had when it was forked.
 _MEMORY_LIMIT = 4 * 2**30
 
+# Bytes of the outcomes of one call. Rewards are numbers, but an environment answers with texts.
+_MAX_ANSWER = 16 * 2**20
+
 NUMBER = struct.Struct("<i")
 
 
@@ -114,7 +117,11 @@ def _run_worker(channel: Channel, callables: Mapping[str, LoadedCallable], serve
     channel.send(pickle.dumps(None))
     while (calls := channel.receive()) is not None:
         for name, texts, rows in calls:
-            channel.send(pickle.dumps(_call_batch(callables[name], texts, rows)))
+            answer = pickle.dumps(_call_batch(callables[name], texts, rows))
+            if len(answer) > _MAX_ANSWER:
+                failure = Failure("invalid", f"returned {len(answer) // 2**20} MiB, more than {_MAX_ANSWER // 2**20}")
+                answer = pickle.dumps([failure] * len(texts))
+            channel.send(answer)
 
 
 def _call_batch(loaded: LoadedCallable, texts: Sequence[str], rows: Sequence[Any]) -> list[Any]:

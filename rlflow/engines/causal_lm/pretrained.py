@@ -85,6 +85,7 @@ def load_model(
                 dtype=dtype,
                 attn_implementation=chosen,
                 output_loading_info=True,
+                use_safetensors=True,  # other files of weights are pickles
                 trust_remote_code=model.trust_remote_code,
                 **extra,
             )

@@ -1,0 +1,74 @@
+"""Renders chat templates in a process of their own, because a template comes with a model, and a model from anyone.
+
+transformers renders them in jinja2's sandbox, which keeps them from Python's objects. The sandbox limits neither time
+nor memory: a few nested loops would keep the run from starting, and a repeated text would fill the host.
+"""
+
+import json
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rlflow.errors import first_line
+
+SECONDS = 10.0
+"""Time to render one conversation."""
+_MEMORY = 2**30  # bytes that a template may allocate
+_MAX_CHARACTERS = 2**24
+
+
+class TemplateError(Exception):
+    """A chat template failed, or exceeded a limit."""
+
+
+def render_all(render: Callable[[Any], str], conversations: Sequence[Any]) -> list[str]:
+    """Return the text of each conversation. Raises TemplateError, whose message continues a sentence."""
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        ours.close()
+        _answer(theirs, render, conversations)
+    theirs.close()
+    try:
+        ours.settimeout(SECONDS)
+        with ours, ours.makefile("rb") as answers:
+            return [_read(answers, row) for row in range(len(conversations))]
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _read(answers: Any, row: int) -> str:
+    try:
+        line = answers.readline()
+    except TimeoutError:
+        raise TemplateError(f"takes more than {SECONDS:g} s for row {row}") from None
+    if not line:
+        raise TemplateError(f"needs more memory than {_MEMORY // 2**20} MiB for row {row}, or ended its process")
+    answer = json.loads(line)
+    if "text" not in answer:
+        raise TemplateError(f"fails for row {row} ({answer['error']})")
+    return str(answer["text"])
+
+
+def _answer(end: socket.socket, render: Callable[[Any], str], conversations: Sequence[Any]) -> NoReturn:
+    """Send a line of JSON for each conversation, and exit; the child's part."""
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY, used + _MEMORY))
+        for conversation in conversations:
+            try:
+                text = render(conversation)
+                answer = {"text": text} if len(text) <= _MAX_CHARACTERS else {"error": f"{len(text)} characters"}
+            except Exception as error:  # templates raise errors of many kinds
+                answer = {"error": first_line(error)}
+            end.sendall(json.dumps(answer).encode() + b"\n")
+    finally:
+        # Whatever happens, the process must not continue as a copy of its parent.
+        os._exit(0)
