@@ -31,6 +31,7 @@ class Warnings(Observer):
         self.texts.append(warning)
 
 
+@pytest.mark.soak
 def test_ranks_and_workers_on_hosts_skip_a_step_together(tmp_path: Path) -> None:
     """In step 2 one of two ranks gets an infinite advantage; in step 3 a worker on a host makes a NaN."""
     plan = rlflow.compile(

@@ -27,6 +27,7 @@ from rlflow.runtime.run import run
 from rlflow.runtime.skipped_steps import read_skipped, skipped_folders
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load
+from tests.integration.test_overlap import Threads
 
 pytestmark = pytest.mark.slow
 
@@ -93,6 +94,11 @@ def break_losses(monkeypatch: pytest.MonkeyPatch, watch: Watch, steps: Collectio
         return (losses.where(~first, losses * float("nan")) if watch.step in steps else losses), metrics
 
     monkeypatch.setattr(PolicyUpdate, "surrogate", broken)
+
+
+def trained(state: State) -> State:
+    """Return the state without that of the engine that generates, which may still load older weights."""
+    return {name: value for name, value in state.items() if not name.startswith("rollout.")}
 
 
 def same(a: State, b: State) -> bool:
@@ -274,3 +280,32 @@ def test_a_reward_function_that_returns_nan_is_a_mistake_in_it(tmp_path: Path, m
     plan = plan_of("graph.rewards.function='tests.integration.reward_functions:not_a_number'", "evaluation=null")
     with pytest.raises(RecipeError, match=r"graph\.rewards\.function: .* returned nan for the response"):
         go(plan, tmp_path, Watch(monkeypatch))
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_step_that_was_generated_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    """Its advantages are computed ahead too, in a thread of their own; the step that reads them is skipped."""
+    bad_step = 3
+    original = GroupAdvantage.run
+
+    def broken(self: GroupAdvantage, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
+        output = original(self, rollouts, rewards)
+        values = output.values.run_values.copy()
+        values[rollouts.keys[:, 0] == bad_step - 1] = np.inf
+        return RolloutAdvantages(values=Repeated(values, output.values.run_lengths))
+
+    monkeypatch.setattr(GroupAdvantage, "run", broken)
+    watch = Watch(monkeypatch)
+    overlap = "overlap={max_staleness: 1}"
+    apart = ["roles.rollout.colocate=[]"] if gpus > 1 else []
+    plan = rlflow.compile(load("recipe=real", overlap, *apart, config_dir=CONFIG_DIR), f"1x{gpus}@cpu")
+    report = run(plan, tmp_path, Threads(), [watch, MetricsWriter()])
+    skipped = [step for step, line in lines(tmp_path).items() if "skipped_at/advantages" in line]
+    # Steps whose samples are judged in one call are skipped together.
+    assert bad_step in skipped
+    assert set(skipped) <= {bad_step - 1, bad_step, bad_step + 1}
+    assert report.status == "finished"
+    for step in skipped:
+        before, after = ({k: v for k, v in watch.after[s].items() if "rollout" not in k} for s in (step - 1, step))
+        assert same(before, after)
+    assert not same(watch.after[5], watch.after[6])
