@@ -168,4 +168,5 @@ def _reap(workers: dict[int, int | None], helpers: set[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))
+    with suppress(BrokenPipeError, ConnectionResetError):  # the run was killed while this server started
+        main(socket.socket(fileno=int(sys.argv[1])))

@@ -192,8 +192,8 @@ def nearest(run: Path, step: int, experiment: Experiment) -> Checkpoint | None:
 
 
 def remove_unfinished(run: Path) -> None:
-    """Delete unfinished and half-deleted checkpoints and models of a killed run. Needs the folder's lock."""
-    for parent in (run / "checkpoints", run / "model"):
+    """Delete unfinished and half-deleted folders of a killed run. Needs the folder's lock."""
+    for parent in (run / "checkpoints", run / "model", run / "skipped"):
         for folder in parent.glob(".*-*"):
             shutil.rmtree(folder)
 

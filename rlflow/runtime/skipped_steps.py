@@ -6,7 +6,6 @@ output or the inputs of the node that failed. Rows of the data set are left out,
 
 import json
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,7 +17,7 @@ from rlflow.batch import Batch, Examples, Packed, Pairs, Prompts
 from rlflow.compiler.graph import Graph
 from rlflow.compiler.plan import Plan
 from rlflow.errors import EngineError, NotFiniteError
-from rlflow.runtime.atomic_folder import write_folder
+from rlflow.runtime.atomic_folder import remove_folder, write_folder
 from rlflow.runtime.objects.batch_files import read_fields, write_fields
 from rlflow.runtime.protocols import Engines, Observer
 
@@ -74,7 +73,7 @@ class SkippedSteps:
 
         write_folder(folder, write, replaces=True)
         for old in skipped_folders(self._directory)[:-_KEPT]:
-            shutil.rmtree(old)
+            remove_folder(old)
 
 
 class BatchWriter:

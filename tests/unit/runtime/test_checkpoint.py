@@ -146,7 +146,12 @@ def test_other_names_beside_checkpoints_are_ignored(tmp_path: Path) -> None:
 
 def test_unfinished_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     save(tmp_path, 1, Engine(1))
-    for unfinished in ("checkpoints/.step-000002-abc/step-000002", "model/.actor-abc/actor", "model/actor"):
+    for unfinished in (
+        "checkpoints/.step-000002-abc/step-000002",
+        "skipped/.step-000001-abc",
+        "model/.actor-abc/actor",
+        "model/actor",
+    ):
         (tmp_path / unfinished).mkdir(parents=True)
     checkpoint.remove_unfinished(tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
