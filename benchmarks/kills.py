@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import cache
 from itertools import count, islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -57,6 +58,7 @@ class Undisturbed:
     """The files and folders of such a run that keeps two checkpoints."""
 
 
+@cache
 def plan_of(folder: Path, **checkpoint_options: int) -> Plan:
     probe = Probe(name="kills", hidden_size=32, num_layers=2, batch_size=3, group_size=4, max_tokens=6)
     recipe = recipe_of(probe)
@@ -122,12 +124,14 @@ def lines(file: Path) -> list[Mapping[str, Any]]:
 def differences(folder: Path, expected: Undisturbed) -> list[str]:
     """Return the figures in which a run that has ended differs from the undisturbed one."""
     final, model = f"checkpoints/step-{_STEPS:06d}", "model/actor"
+    if left := names(folder) - expected.names:
+        print(f"{folder.name} leaves {', '.join(sorted(left))}", flush=True)
     is_same = {
         "state_differs": all(contents(folder / x) == contents(expected.folder / x) for x in (final, model)),
         "metrics_differ": all(
             lines(folder / x) == lines(expected.folder / x) for x in ("metrics.jsonl", "samples.jsonl")
         ),
-        "leftovers": names(folder) <= expected.names,
+        "leftovers": not left,
     }
     return [figure for figure, same in is_same.items() if not same]
 

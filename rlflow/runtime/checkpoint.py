@@ -87,10 +87,14 @@ def _begin(run: Path, progress: RunProgress, parts: Mapping[str, Any], keep: int
             content = {**asdict(progress), "files": files}
             (temporary / _MANIFEST).write_text(json.dumps(content | {"digest": _digest_of(content)}, indent=1))
             complete_folder(temporary, folder)
-            for old in checkpoints(run)[:-keep]:
-                remove_folder(old)
+            _remove_old(run, keep)
 
     return complete
+
+
+def _remove_old(run: Path, keep: int) -> None:
+    for old in checkpoints(run)[:-keep]:
+        remove_folder(old)
 
 
 class CheckpointWriter:
@@ -109,7 +113,10 @@ class CheckpointWriter:
     def save(self, progress: RunProgress) -> None:
         """Write a checkpoint of the progress so far, unless there is one."""
         self.wait()
-        if progress.step != self._saved_step:
+        if progress.step == self._saved_step:
+            # The run that wrote it may have been killed before it removed old ones.
+            _remove_old(self._run, self._keep)
+        else:
             complete = _begin(self._run, progress, self._parts, self._keep)
             self._completing = Future()
             # A daemon, because a second Ctrl-C ends the process at once.

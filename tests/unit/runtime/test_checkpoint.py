@@ -168,6 +168,14 @@ def test_no_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.last(tmp_path, EXPERIMENT) is None
 
 
+def test_a_run_that_resumes_at_its_end_removes_old_ones(tmp_path: Path) -> None:
+    """The run was killed between its last checkpoint and the removal."""
+    for step in (1, 2, 3):
+        save(tmp_path, step, Engine(step), keep=9)
+    CheckpointWriter(tmp_path, {}, 2, 3).save(progress(3))
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-000002", "step-000003"]
+
+
 class Disk:
     """A disk that takes its time until ``ready`` is set, and is full if ``full`` says so."""
 
