@@ -50,14 +50,15 @@ from rlflow.compiler.lower import models_in_use
 from rlflow.data.source import load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.runtime.objects.budget import Budget, store_limits
+from rlflow.runtime.objects.object_process import ObjectProcess
 from rlflow.runtime.objects.ray_api import import_ray, wait_all
-from rlflow.runtime.objects.results import ObjectProcess, RemoteCall, StoreCalls
+from rlflow.runtime.objects.results import RemoteCall, StoreCalls
 from rlflow.runtime.objects.sharding import divide_rows
 from rlflow.runtime.objects.slices import SharedBatch
 from rlflow.runtime.objects.store import blocks_of
 from rlflow.runtime.ray.cluster.connection import simulated
 from rlflow.runtime.ray.engine_set import RayEngines
-from rlflow.runtime.ray.role_workers import as_future
+from rlflow.runtime.ray.process import as_future
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.step import train_step
 

@@ -95,9 +95,16 @@ def on_hosts(count: int) -> float:
     """Return the seconds in which simulated hosts judge equal parts of all samples, once their processes run."""
     with simulated(load_cluster(f"{count}x1@cpu")):
         # This imports Ray, which reads its variables then.
+        from rlflow.runtime.ray.cluster.services import RayServices
         from rlflow.runtime.ray.remote_objects import RemoteObjects
+        from rlflow.runtime.ray.waits import Waits
+        from rlflow.runtime.ray.watchdog import Watchdog
 
-        with StoreCalls(Budget(store_limits())).running() as store_calls, RemoteObjects(store_calls) as objects:
+        limits = Waits({}, other_s=60.0), Watchdog(RayServices([]))
+        with (
+            StoreCalls(Budget(store_limits())).running() as store_calls,
+            RemoteObjects(store_calls, *limits) as objects,
+        ):
             maker = Samples()
             parts = [
                 objects.proxy_of(maker, host).submit("make", {"count": _SAMPLES // count}) for host in store_limits()

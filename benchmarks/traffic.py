@@ -9,7 +9,7 @@ from unittest.mock import patch
 import ray
 from ray.actor import ActorMethod
 
-from rlflow.runtime.ray import remote_objects, role_workers
+from rlflow.runtime.ray import remote_objects
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Traffic:
 def counted() -> Iterator[Traffic]:
     """Count the messages to and from processes that are called inside the context."""
     traffic = Traffic()
-    remote, told, put = ActorMethod._remote, role_workers.as_future, ray.put
+    remote, told, put = ActorMethod._remote, process.as_future, ray.put
 
     def counted_remote(method: Any, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         traffic.count((args, kwargs))
@@ -45,7 +45,7 @@ def counted() -> Iterator[Traffic]:
 
     with (
         patch.object(ActorMethod, "_remote", counted_remote),
-        patch.object(role_workers, "as_future", counted_told),
+        patch.object(process, "as_future", counted_told),
         patch.object(remote_objects, "as_future", counted_told),
         patch.object(ray, "put", counted_put),
     ):

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.plain_batches import checksum
+from rlflow.runtime.objects.object_process import ObjectProcess
 from rlflow.runtime.objects.ray_api import import_ray
-from rlflow.runtime.objects.results import ObjectProcess
 from rlflow.runtime.ray.cluster.connection import environment, private_ray
 
 _PACKAGES = ("TransferQueue==0.1.11", "tensordict>=0.15,<0.16", "pyvers", "orjson")

@@ -10,6 +10,7 @@ from functools import cache
 from importlib import import_module
 from types import MemberDescriptorType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -131,7 +132,7 @@ def test_ray_knows_the_options_of_workers() -> None:
         gpu_ids={bundle: str(bundle.gpu) for bundle in bundles},
         hosts={"host-0": live("host-0", simulated=True)},
     )
-    actors = RoleWorkers(plan, "rollout", plan.recipe.models["policy"], placed, StoreCalls(Budget({})))
+    actors = RoleWorkers(plan, "rollout", plan.recipe.models["policy"], placed, StoreCalls(Budget({})), Mock())
     assert actors._options(plan.roles["rollout"].workers[0]).keys() <= actor_options.keys()
 
 

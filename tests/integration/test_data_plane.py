@@ -24,10 +24,11 @@ from rlflow.errors import EngineError, PlacementError, RecipeError
 from rlflow.runtime.generation.resampling import ResamplingRounds
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.objects.budget import Budget, StoreLimit, store_limits
-from rlflow.runtime.objects.results import ObjectProcess, StoreCalls
+from rlflow.runtime.objects.object_process import ObjectProcess
+from rlflow.runtime.objects.results import StoreCalls
 from rlflow.runtime.objects.slices import SharedBatch
 from rlflow.runtime.ray.engine_set import RayEngines
-from rlflow.runtime.ray.role_workers import as_future
+from rlflow.runtime.ray.process import as_future
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
 from rlflow.runtime.step import run_graph, train_step

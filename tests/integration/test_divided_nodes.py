@@ -21,10 +21,14 @@ from rlflow.nodes.base import Node
 from rlflow.nodes.reward import Reward
 from rlflow.rewards.callables import RewardTerm
 from rlflow.runtime.objects.budget import Budget, store_limits
+from rlflow.runtime.objects.object_process import ObjectProcess
 from rlflow.runtime.objects.ray_api import this_host
-from rlflow.runtime.objects.results import ObjectProcess, StoreCalls
+from rlflow.runtime.objects.results import StoreCalls
+from rlflow.runtime.ray.cluster.services import RayServices
+from rlflow.runtime.ray.process import as_future
 from rlflow.runtime.ray.remote_objects import RemoteObjects
-from rlflow.runtime.ray.role_workers import as_future
+from rlflow.runtime.ray.waits import Waits
+from rlflow.runtime.ray.watchdog import Watchdog
 from tests.helpers import rollouts, sequences
 from tests.integration.test_data_plane import created
 
@@ -80,7 +84,11 @@ def made_on_two_hosts() -> Iterator[Made]:
     def remote(number: int) -> Any:
         return lambda method, *arguments: as_future(getattr(actors[number], method).remote(*arguments), "a worker")
 
-    with StoreCalls(Budget(store_limits())).running() as store_calls, RemoteObjects(store_calls) as objects:
+    limits = Waits({}, other_s=60.0), Watchdog(RayServices([]))
+    with (
+        StoreCalls(Budget(store_limits())).running() as store_calls,
+        RemoteObjects(store_calls, *limits) as objects,
+    ):
         parts = [store_calls.call(remote(number), "make", prompts[number]).result() for number in range(2)]
         together = Rollouts.concatenate(parts)
         batch = together.take(np.argsort(together.keys[:, 1]))

@@ -46,6 +46,11 @@ def current_edge() -> str:
     return _EDGE.get() or "other"
 
 
+def current_node() -> str:
+    """Return the name of the node whose output is being produced; empty outside the graph."""
+    return _EDGE.get()
+
+
 @dataclass(frozen=True)
 class StoreLimit:
     """The room for batches in the store of one host."""

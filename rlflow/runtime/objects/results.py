@@ -1,13 +1,11 @@
 """Results of worker calls on their way into the object stores, in two phases.
 
 A worker first holds its result and reports the size; when the budget has granted that many bytes, it puts the result
-into its host's store. So nothing is put where there is no room. ``ObjectProcess`` is the worker's side of this,
+into its host's store. So nothing is put where there is no room. ``HeldResults`` is the worker's side of this,
 ``StoreCalls`` the controller's.
 """
 
-import ctypes
 import itertools
-import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,15 +19,11 @@ from rlflow.batch import Batch, Packed, Repeated
 from rlflow.errors import EngineError
 from rlflow.runtime.objects.budget import Budget, current_edge
 from rlflow.runtime.objects.ray_api import this_host
-from rlflow.runtime.objects.slices import BatchSlice, open_message
+from rlflow.runtime.objects.slices import BatchSlice
 from rlflow.runtime.objects.store import RowSpans, StoredColumn, blocks_of, check_even, put_array
 
 RemoteCall = Callable[..., "Future[Any]"]
 """Calls a method of one worker process, an ObjectProcess, by its name."""
-
-# Parameters of mallopt, by their numbers in malloc.h, and bytes: blocks of up to 32 MiB come from the heap, and up to
-# 256 MiB of free memory stay there.
-_ALLOCATION = {-3: 32 << 20, -1: 256 << 20}
 
 
 class StoreCalls:
@@ -157,56 +151,6 @@ class StoreCalls:
 
         call.add_done_callback(pass_on)
         return combined
-
-
-class ObjectProcess:
-    """A worker process around one object, whose results it holds and puts. Its methods may be called concurrently."""
-
-    def __init__(self) -> None:
-        self.held = HeldResults()
-        self._object: Any = None
-
-    def reuse_memory(self) -> None:
-        """Let the process reuse the memory that micro-batches are copied into.
-
-        Allocating new memory takes longer than the copy. Other libraries than glibc have no such setting.
-        """
-        if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-            for parameter, value in _ALLOCATION.items():
-                mallopt(parameter, value)
-
-    def load_object(self, pickled: bytes) -> None:
-        """Unpickle the object; comes before the first call.
-
-        The object is neither an argument of the constructor nor are its arrays mapped: either would keep it in the
-        store as long as this process lives.
-        """
-        self._object = pickle.loads(pickled)
-
-    def call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
-        """Call a method of the object."""
-        return getattr(self._object, method)(*arguments, **named)
-
-    def hold_result(self, ticket: int | None, method: str, /, *arguments: Any, **named: Any) -> "CallResult":
-        """Call a method of the object, and hold the columns of its result until ``put_results`` with the same ticket.
-
-        Without a ticket the result is dropped. A SliceMessage arrives at the method as a batch of its rows. Any number
-        of results may be held under one ticket. Raises what the method raises, and EngineError for uneven columns.
-        """
-        opened = {name: open_message(argument) for name, argument in named.items()}
-        result = self.call(method, *map(open_message, arguments), **opened)
-        return self.held.add(ticket, result)
-
-    def put_results(self, ticket: int) -> Any:
-        """Put all results of a ticket into this host's store, joined to one batch. The caller has reserved the bytes.
-
-        Each field becomes one object of the store, however many calls its rows come from.
-        """
-        return self.held.put(ticket)
-
-    def drop_results(self, ticket: int) -> None:
-        """Drop the results of a ticket."""
-        self.held.drop(ticket)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,13 @@ from rlflow.runtime.objects.results import StoreCalls
 from rlflow.runtime.objects.sharding import cost_of
 from rlflow.runtime.protocols import Engines, StoreUse, Subscriber, T
 from rlflow.runtime.ray.cluster.binding import BoundPlan
+from rlflow.runtime.ray.cluster.services import RayServices
 from rlflow.runtime.ray.gpu_turns import GpuTurns, gpu_neighbors, replaced_roles, sleeping_roles
 from rlflow.runtime.ray.remote_objects import RemoteObjects
 from rlflow.runtime.ray.role_proxy import RoleProxy
 from rlflow.runtime.ray.role_workers import RoleWorkers
+from rlflow.runtime.ray.waits import Waits
+from rlflow.runtime.ray.watchdog import Watchdog
 
 
 @contextmanager
@@ -31,8 +34,9 @@ def start_engines(plan: Plan, models: Mapping[str, Model], bound: BoundPlan, dir
     limits = store_limits()
     check_limits(plan, {name: limits[host.node_id] for name, host in bound.hosts.items()})
     store_calls = StoreCalls(Budget(limits))
+    watchdog = Watchdog(RayServices(bound.hosts.values()))
     workers = {
-        name: RoleWorkers(plan, name, models[role.model], bound, store_calls)
+        name: RoleWorkers(plan, name, models[role.model], bound, store_calls, watchdog)
         for name, role in plan.recipe.roles.items()
     }
     neighbors, sleepers, replaced = gpu_neighbors(plan), sleeping_roles(plan), replaced_roles(plan)
@@ -41,7 +45,10 @@ def start_engines(plan: Plan, models: Mapping[str, Model], bound: BoundPlan, dir
     divided = [node.operation for node in plan.graph.nodes if node.runs_on_every_host]
     with ThreadPoolExecutor(len(workers) + len(divided)) as pool, ExitStack() as running:
         running.enter_context(store_calls.running())
-        remote_objects = running.enter_context(RemoteObjects(store_calls))
+        running.enter_context(watchdog.running())
+        remote_objects = running.enter_context(
+            RemoteObjects(store_calls, Waits.from_plan(plan), watchdog, bound.simulated)
+        )
         for each in workers.values():
             running.callback(each.stop)
         starting = [pool.submit(remote_objects.check_hosts, node, hosts) for node in divided]

@@ -3,27 +3,31 @@
 import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlflow.errors import EngineError, UserError
+from rlflow.runtime.objects.budget import current_node
 from rlflow.runtime.objects.host_shares import divide_by_host, join_outputs
+from rlflow.runtime.objects.object_process import ObjectProcess
 from rlflow.runtime.objects.ray_api import this_host, wait_all
-from rlflow.runtime.objects.results import ObjectProcess, StoreCalls
-from rlflow.runtime.ray.role_workers import as_future
+from rlflow.runtime.objects.results import StoreCalls
+from rlflow.runtime.ray.process import RemoteProcess
+from rlflow.runtime.ray.waits import Waits
+from rlflow.runtime.ray.watchdog import Watchdog
 
 
 class RemoteObjects:
     """Objects in processes of their own, whose results go into the object store of their host."""
 
-    def __init__(self, store_calls: StoreCalls) -> None:
-        self._store_calls = store_calls
+    def __init__(self, store_calls: StoreCalls, waits: Waits, watchdog: Watchdog, *, simulated: bool = False) -> None:
+        """Take the limits of calls and the watchdog; ``simulated`` hosts are all on this machine."""
+        self._store_calls, self._waits, self._watchdog = store_calls, waits, watchdog
+        self._simulated = simulated
         self._proxies: dict[tuple[int, str], tuple[Any, _RemoteObject]] = {}
         # Parts of a generation are processed in several threads.
         self._lock = threading.Lock()
@@ -37,7 +41,8 @@ class RemoteObjects:
         with self._lock:
             if (id(local), host) not in self._proxies:
                 name = f"{type(local).__name__} on {self._host_name(host)}"
-                self._proxies[id(local), host] = local, _RemoteObject(local, name, host, self._store_calls)
+                process = self._start(name, host)
+                self._proxies[id(local), host] = local, _RemoteObject(local, process, self._store_calls, self._waits)
             return self._proxies[id(local), host][1]
 
     def on_every_host(self, node: Any) -> "DividedNode":
@@ -60,6 +65,12 @@ class RemoteObjects:
             except EngineError as error:
                 raise EngineError(f"{self._host_name(host)}: {error}") from error
 
+    def _start(self, name: str, host: str) -> RemoteProcess:
+        affinity = NodeAffinitySchedulingStrategy(host, soft=False)
+        options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": affinity}
+        is_here = self._simulated or host == this_host()
+        return RemoteProcess(ObjectProcess, options, f"the process of {name}", host, is_here, self._watchdog)
+
     def _host_name(self, host: str) -> str:
         return self._store_calls.budget.limits[host].name
 
@@ -71,8 +82,7 @@ class RemoteObjects:
     ) -> None:
         with self._lock:
             for _, proxy in self._proxies.values():
-                with suppress(RayError):  # Ray may be gone itself
-                    ray.kill(proxy.actor)
+                proxy.process.kill()
 
 
 class DividedNode:
@@ -94,15 +104,13 @@ class DividedNode:
 class _RemoteObject:
     """A proxy of an object in another process."""
 
-    def __init__(self, local: Any, name: str, host: str, store_calls: StoreCalls) -> None:
-        """Start the process and load the object there, without waiting for either."""
-        affinity = NodeAffinitySchedulingStrategy(host, soft=False)
-        options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": affinity}
-        self.actor = ray.remote(ObjectProcess).options(**options).remote()
-        self._name = name
-        self._store_calls = store_calls
+    def __init__(self, local: Any, process: RemoteProcess, store_calls: StoreCalls, waits: Waits) -> None:
+        """Load the object in the process, without waiting for it."""
+        self.process = process
+        self._store_calls, self._waits = store_calls, waits
         pickled = ray.cloudpickle.dumps(local)
-        self._loading = [self._call_process("reuse_memory"), self._call_process("load_object", pickled)]
+        loading = waits.of("load_object")
+        self._loading = [process.call(loading, "reuse_memory"), process.call(loading, "load_object", pickled)]
 
     def __getattr__(self, method: str) -> Any:
         return partial(self._call, method)
@@ -110,11 +118,8 @@ class _RemoteObject:
     def submit(self, method: str, named: Mapping[str, Any], *arguments: Any) -> "Future[Any]":
         """Call a method of the object, and return its future."""
         wait_all(self._loading)
-        return self._store_calls.call(self._call_process, method, *arguments, named=named)
+        wait = self._waits.of(method, current_node(), (*arguments, *named.values()))
+        return self._store_calls.call(partial(self.process.call, wait), method, *arguments, named=named)
 
     def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
         return wait_all([self.submit(method, named, *arguments)])[0]
-
-    def _call_process(self, method: str, *arguments: Any, **named: Any) -> "Future[Any]":
-        """Call a method of the process itself."""
-        return as_future(getattr(self.actor, method).remote(*arguments, **named), f"the process of {self._name}")

@@ -32,6 +32,7 @@ from rlflow.runtime.ray.cluster.binding import (
 from rlflow.runtime.ray.cluster.connection import connected, ray_errors
 from rlflow.runtime.ray.cluster.hosts import gpu_users, live_hosts, lost_hosts
 from rlflow.runtime.ray.cluster.machine import gpu_listing, gpus_from
+from rlflow.runtime.ray.cluster.services import alive_hosts
 from rlflow.runtime.ray.engine_specs import check_engines
 
 # Seconds that Ray may take to report that GPUs are free again, to reserve GPUs, and to start a Python process on every
@@ -105,7 +106,8 @@ def bound(plan: Plan) -> Iterator[BoundPlan]:
     finally:
         # Ray removes it anyway when this process ends, and the error that ends it comes first.
         with suppress(Exception):
-            remove_placement_group(group)
+            if alive_hosts() is not None:
+                remove_placement_group(group)
 
 
 def _hosts_with_room(plan: Plan, wanted: tuple[Bundle, ...]) -> dict[str, LiveHost]:

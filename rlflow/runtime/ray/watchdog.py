@@ -1,74 +1,196 @@
-"""A watchdog for engines that hang: the process runs but answers nothing, which neither Ray nor the library reports."""
+"""A watchdog for the processes of a run: no call is waited for without end.
+
+A process that was stopped, or whose host hangs, is reported by nobody: Ray sees a process with an open connection. So
+this process asks each process that it waits for whether it lives. The question is answered in a thread of its own, so
+a slow process answers while it works, and only one that is stopped or hangs completely stays silent. ``waits`` says how
+long a process may be silent, and how long a call may take of a process that answers.
+"""
 
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-# An engine that has work and makes no step for so long hangs. vLLM allows 300 s for a step of its own ranks, and all
-# that takes long (loading, compiling, recording CUDA graphs) happens before the first step.
-SILENT_S = 600.0
-# Seconds between two checks of an engine at work.
-LOOK_S = 10.0
+from rlflow.errors import EngineError
+from rlflow.runtime.objects.object_process import Pulse
+from rlflow.runtime.ray.cluster.services import Outage
+from rlflow.runtime.ray.waits import Wait
+
+# Seconds between two looks at all calls, and between two questions to one process.
+LOOK_S = 1.0
+ASK_S = 5.0
+# An engine that has unfinished samples and makes no step for so long hangs. vLLM allows 300 s for a step of its own
+# ranks, and all that takes long (loading, compiling, recording CUDA graphs) happens before the first step.
+NO_STEP_S = 600.0
+# A look that comes so late shows that this process itself was stopped or had no CPU, so nobody else is late.
+_OWN_DELAY_S = 5.0
+
+
+class WatchedProcess(Protocol):
+    """A process that calls are made to."""
+
+    name: str
+    host: str
+    """The id of its Ray node."""
+
+    def ask(self) -> "Future[Pulse]":
+        """Ask the process for a sign of life."""
+
+    def end(self, error: EngineError) -> None:
+        """Kill the process. All its calls fail with ``error``."""
+
+
+class Services(Protocol):
+    """The services of Ray that a run depends on."""
+
+    def outage(self) -> Outage:
+        """Return what does not answer. Takes a few seconds at most."""
 
 
 @dataclass
-class _Progress:
-    """The last progress that was seen of an engine."""
+class _Watched:
+    """A process with calls that are not done."""
 
-    at: float
-    """Its time, by time.monotonic()."""
+    heard_at: float
+    """The time of its last answer, by time.monotonic(); before the first, that of the call."""
+    stepped_at: float
+    """The time when its number of steps was last seen to change."""
+    asked_at: float
+    pid: int | None = None
     steps: int | None = None
-    pending: "Future[int] | None" = None
-    """The request for the current number of steps."""
+    question: "Future[Pulse] | None" = None
+    """The question that it has not answered."""
+    calls: "dict[Future[Any], tuple[float, Wait]]" = field(default_factory=dict)
+    """When each call began, and what it is."""
+
+    def hear(self, now: float) -> None:
+        """Note the answer to the last question, if there is one."""
+        if self.question is None or not self.question.done():
+            return
+        if self.question.exception() is None:
+            pulse = self.question.result()
+            self.heard_at, self.pid = now, pulse.pid
+            if pulse.steps != self.steps:
+                self.stepped_at, self.steps = now, pulse.steps
+        self.question = None
+
+    def fault(self, now: float) -> str | None:
+        """Return why the process must be ended; None for one that may work on."""
+        longest = min(self.calls.values(), key=lambda call: call[0])[1]
+        silence = now - self.heard_at
+        if silence >= max(wait.silence_s for _, wait in self.calls.values()):
+            return f"has not answered for {silence:.0f} s. {longest}"
+        if any(wait.counts_steps for _, wait in self.calls.values()) and now - self.stepped_at >= NO_STEP_S:
+            return f"has made no step for {NO_STEP_S:g} s. {longest}"
+        late = [wait for began, wait in self.calls.values() if now - began >= wait.limit_s]
+        return f"answers, but has not finished a call within {late[0].limit_s:g} s. {late[0]}" if late else None
+
+    def is_due(self, now: float) -> bool:
+        """Return whether to ask the process now, and note that it is asked."""
+        if self.question is not None or now - self.asked_at < ASK_S:
+            return False
+        self.asked_at = now
+        return True
+
+    def excuse(self, seconds: float) -> None:
+        """Forgive a delay that this process itself has caused."""
+        self.heard_at += seconds
+        self.stepped_at += seconds
+        self.calls = {call: (began + seconds, wait) for call, (began, wait) in self.calls.items()}
 
 
 class Watchdog:
-    """A check, in a thread of its own, that engines at work make steps. Methods may be called from several threads."""
+    """A watch over all calls of a run, in threads of its own. Methods may be called from several threads."""
 
-    def __init__(self, steps: "Callable[[Any], Future[int]]", end: Callable[[Any, str], None]) -> None:
-        """Take two functions: ``steps`` requests an engine's number of steps, ``end`` ends an engine for a reason."""
-        self._steps, self._end = steps, end
+    def __init__(self, services: Services, clock: Callable[[], float] = time.monotonic) -> None:
+        self._services, self._clock = services, clock
         self._lock = threading.Lock()
-        self._calls: dict[Future[Any], Any] = {}
-        self._progress: dict[Any, _Progress] = {}
-        self._is_running = False
+        self._watched: dict[WatchedProcess, _Watched] = {}
+        self._ended = threading.Event()
+        self._failure: EngineError | None = None
+        self._looked_at = clock()
 
-    def watch(self, engine: Any, call: "Future[Any]") -> "Future[Any]":
-        """End the engine if it stops making steps before ``call`` is done. Returns ``call``."""
+    @contextmanager
+    def running(self) -> Iterator["Watchdog"]:
+        """Watch until the end of the block."""
+        looks = (self.look_at_calls, self.look_at_services)
+        threads = [threading.Thread(target=self._repeat, args=[look], name="watchdog", daemon=True) for look in looks]
+        self._looked_at = self._clock()
+        for thread in threads:
+            thread.start()
+        try:
+            yield self
+        finally:
+            self._ended.set()
+            for thread in threads:
+                thread.join()
+
+    def check(self) -> None:
+        """Raise EngineError if Ray itself has failed, so that a new call would wait for nothing."""
+        if self._failure is not None:
+            raise EngineError(str(self._failure))
+
+    def watch(self, process: WatchedProcess, call: "Future[Any]", wait: Wait) -> None:
+        """End the process if it stops answering, or takes too long, before ``call`` is done."""
+        now = self._clock()
         with self._lock:
-            if engine not in self._calls.values():
-                self._progress[engine] = _Progress(time.monotonic())
-            self._calls[call] = engine
-            if not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._run, name="watchdog", daemon=True).start()
-        call.add_done_callback(self._forget)
-        return call
+            watched = self._watched.setdefault(process, _Watched(now, now, now))
+            if wait.counts_steps and not any(each.counts_steps for _, each in watched.calls.values()):
+                watched.stepped_at = now
+            watched.calls[call] = now, wait
+        call.add_done_callback(lambda done: self._forget(process, done))
+        if self._failure is not None:
+            process.end(self._failure)
 
-    def _forget(self, call: "Future[Any]") -> None:
+    def _forget(self, process: WatchedProcess, call: "Future[Any]") -> None:
         with self._lock:
-            del self._calls[call]
+            watched = self._watched[process]
+            del watched.calls[call]
+            if not watched.calls:
+                del self._watched[process]
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                calls = dict(self._calls)
-                if not calls:
-                    self._is_running = False
-                    return
-            for engine in {calls[call] for call in wait(calls, timeout=LOOK_S).not_done}:
-                self._check(engine, self._progress[engine])
+    def look_at_calls(self) -> None:
+        """Note answers, ask again, and end processes that have been silent or busy for too long."""
+        now = self._clock()
+        delay, self._looked_at = now - self._looked_at - LOOK_S, now
+        with self._lock:
+            if delay > _OWN_DELAY_S:
+                for watched in self._watched.values():
+                    watched.excuse(delay)
+            for watched in self._watched.values():
+                watched.hear(now)
+            faults = [(each, watched.pid, watched.fault(now)) for each, watched in self._watched.items()]
+            to_ask = [each for each, watched in self._watched.items() if watched.is_due(now)]
+        for process in to_ask:
+            self._ask(process)
+        for process, pid, fault in faults:
+            if fault is not None:
+                process.end(EngineError(f"{process.name}{'' if pid is None else f' (pid {pid})'} {fault}."))
 
-    def _check(self, engine: Any, progress: _Progress) -> None:
-        now = time.monotonic()
-        if progress.pending is not None and progress.pending.done():
-            if not progress.pending.exception() and progress.pending.result() != progress.steps:
-                progress.at, progress.steps = now, progress.pending.result()
-            progress.pending = None
-        if now - progress.at > SILENT_S:
-            self._end(engine, f"has made no step for {SILENT_S:g} s")
-        elif progress.pending is None:
-            progress.pending = self._steps(engine)
+    def look_at_services(self) -> None:
+        """End processes whose host is lost, and all of them once Ray itself has failed."""
+        if self._failure is not None:
+            return
+        outage = self._services.outage()
+        with self._lock:
+            processes = list(self._watched)
+        if outage.control is not None:
+            self._failure = EngineError(f"{outage.control}.")
+        for process in processes:
+            if self._failure is not None:
+                process.end(self._failure)
+            elif process.host in outage.hosts:
+                process.end(EngineError(f"{process.name} is lost: {outage.hosts[process.host]}."))
+
+    def _repeat(self, look: Callable[[], None]) -> None:
+        while not self._ended.wait(LOOK_S):
+            look()
+
+    def _ask(self, process: WatchedProcess) -> None:
+        question = process.ask()
+        with self._lock:
+            if process in self._watched:
+                self._watched[process].question = question

@@ -14,7 +14,7 @@ from rlflow.engines.buckets import Bucket, build_buckets
 from rlflow.engines.memory import PhasePeaks
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError
-from rlflow.runtime.objects.results import ObjectProcess
+from rlflow.runtime.objects.object_process import ObjectProcess, Pulse
 from rlflow.runtime.ray.engine_specs import build
 from rlflow.runtime.weights.gpu import Receivers, make_sender, send_weights
 
@@ -49,10 +49,9 @@ class EngineWorker(ObjectProcess):
         os.environ.update(variables)
         self.reuse_memory()
 
-    def progress(self) -> int:
-        """Return a number that changes as long as the samples of a concurrent engine make progress."""
-        progress: int = self._engine.progress
-        return progress
+    def pulse(self) -> Pulse:
+        """Return a sign of life, with the number of steps of a concurrent engine."""
+        return Pulse(os.getpid(), getattr(self._engine, "progress", None))
 
     def calls_in_progress(self) -> list[str]:
         """Return the methods of the engine that are running."""

@@ -21,14 +21,16 @@ _ANSWER_S = 5.0
 class SyncWorkers(Protocol):
     """The workers of a role, as far as a weight sync uses them."""
 
-    actors: list[Any]
-    """The Ray handles of the workers, by rank."""
     gpu_transport: GpuTransport | None
     """How the role gets weights from GPU to GPU; None: through the object store."""
     receivers_connected: bool
     """Its engines are connected to the current sender of weights from GPU to GPU."""
 
     def __len__(self) -> int: ...
+
+    @property
+    def actors(self) -> list[Any]:
+        """Return the Ray handles of the workers, by rank."""
 
     @property
     def num_gpus_each(self) -> int: ...

@@ -20,9 +20,17 @@ from rlflow.errors import EngineError, PlacementError, UserError, first_line
 from rlflow.resources.cluster import Cluster
 from rlflow.runtime.objects.ray_api import import_ray
 from rlflow.runtime.ray.cluster.hosts import SIMULATED_LABEL, is_reachable, live_hosts
+from rlflow.runtime.ray.cluster.services import alive_hosts
 
 # Seconds in which simulated hosts must start.
 _START_S = 120.0
+# Ray's own limits are a minute and more: a host that does not answer is given up after 24 s at most, and one whose Ray
+# has died after 4 s. A machine whose cores are all taken must not look like a lost host.
+_HEALTH_CHECKS = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "5000",
+    "RAY_health_check_failure_threshold": "4",
+}
 # Bytes of each simulated host's object store, which batches and weights pass through.
 _SIMULATED_STORE = 256_000_000
 # The processes of a Ray inherit these variables from the one that starts it. Ray has one switch for its own address,
@@ -99,6 +107,8 @@ def joined(address: str) -> Iterator[None]:
             restore_handler()
             yield
         finally:
+            if address == "local":
+                _end_silent_control(ray._private.worker._global_node)
             ray.shutdown()
 
 
@@ -135,7 +145,10 @@ def simulated(cluster: Cluster, store_bytes: int = _SIMULATED_STORE) -> Iterator
             restore_handler()
             with joined(processes.address):
                 _wait_for_hosts(len(cluster.hosts))
-                yield processes
+                try:
+                    yield processes
+                finally:
+                    _end_silent_control(processes.head_node)
         finally:
             # On shutdown Ray removes the published address, whosever it is.
             now = find_bootstrap_address(None)
@@ -154,7 +167,7 @@ def private_ray() -> Iterator[None]:
     # Ray has read the environment variable when it was imported.
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
-        with environment({**_LOOPBACK, **token}):
+        with environment({**_LOOPBACK, **_HEALTH_CHECKS, **token}):
             _reload_token()
             yield
     finally:
@@ -205,6 +218,13 @@ def _wait_for_hosts(count: int) -> None:
         if time.monotonic() > deadline:
             raise PlacementError("cluster", f"{alive} of {count} simulated hosts have started in {_START_S:g} s")
         time.sleep(0.1)
+
+
+def _end_silent_control(node: Any) -> None:
+    """Kill the control service of a Ray that was started here if it does not answer: leaving Ray would wait for it."""
+    if alive_hosts() is None:
+        for started in node.all_processes.get("gcs_server", ()):
+            started.process.kill()
 
 
 def _set_variables(values: Mapping[str, str | None]) -> None:

@@ -11,7 +11,8 @@ from rlflow.batch import Logprobs, Packed, Rewards
 from rlflow.errors import EngineError
 from rlflow.runtime.objects import results
 from rlflow.runtime.objects.budget import Budget, StoreLimit, current_edge, edge
-from rlflow.runtime.objects.results import ObjectProcess, StoreCalls
+from rlflow.runtime.objects.object_process import ObjectProcess
+from rlflow.runtime.objects.results import StoreCalls
 from rlflow.runtime.objects.slices import open_message
 from rlflow.runtime.objects.store import Block, blocks_of
 

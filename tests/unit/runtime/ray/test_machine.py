@@ -139,7 +139,7 @@ class TestNumbers:
             gpu_ids={bundle: str(7 - bundle.gpu) for bundle in bundles},
             hosts={"host-0": live("host-0", simulated=True)},
         )
-        actors = RoleWorkers(plan, "rollout", plan.recipe.models["policy"], placed, StoreCalls(Budget({})))
+        actors = RoleWorkers(plan, "rollout", plan.recipe.models["policy"], placed, StoreCalls(Budget({})), Mock())
         worker = plan.roles["rollout"].workers[0]
         variables = actors._variables(worker)
         assert variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"

@@ -1,70 +1,173 @@
-"""Engines that are at work and do no steps are ended."""
+"""Processes that answer nothing, or make no progress, are ended; slow ones are left alone."""
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
+from rlflow.errors import EngineError
+from rlflow.runtime.objects.object_process import Pulse
+from rlflow.runtime.ray.cluster.services import Outage
+from rlflow.runtime.ray.waits import Wait
 from rlflow.runtime.ray.watchdog import Watchdog
 
-_LONG = 60
+
+class Process:
+    """A process that answers as long as it ``is_alive``, and makes a step with every answer if it ``steps``."""
+
+    name, host = "role actor: worker 1 on host-1", "node-1"
+
+    def __init__(self, is_alive: bool = True, steps: bool = False) -> None:
+        self.is_alive, self.steps = is_alive, steps
+        self.asked = 0
+        self.calls: list[Future[Any]] = []
+        self.error: EngineError | None = None
+
+    def ask(self) -> "Future[Pulse]":
+        self.asked += 1
+        answer: Future[Pulse] = Future()
+        if self.is_alive:
+            answer.set_result(Pulse(4711, self.asked if self.steps else 7))
+        return answer
+
+    def end(self, error: EngineError) -> None:
+        self.error = error
+        for call in self.calls:
+            if not call.done():
+                call.set_exception(error)
 
 
-class Engines:
-    """Of which rank 1 does a step whenever it is asked, and rank 0 none; calls are done when ``ended`` says so."""
+class Site:
+    """A watchdog with a clock of its own, and services that fail as a test says."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Callable[[], "Future[int]"] | None = None) -> None:
-        monkeypatch.setattr("rlflow.runtime.ray.watchdog.LOOK_S", 0.01)
-        monkeypatch.setattr("rlflow.runtime.ray.watchdog.SILENT_S", 0.3)
-        self.asked = [0, 0]
-        self.ended: Future[tuple[int, str]] = Future()
-        self.worked: Future[None] = Future()
-        self._answer = answer
-        self.watch = Watchdog(self._steps, self._end)
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.state = Outage()
+        self.watchdog = Watchdog(self, lambda: self.now)
 
-    def _steps(self, rank: int) -> "Future[int]":
-        self.asked[rank] += 1
-        if self.asked[rank] == 2 * _LONG:
-            self.worked.set_result(None)
-        if self._answer is not None:
-            return self._answer()
-        told: Future[int] = Future()
-        told.set_result(self.asked[rank] if rank == 1 else 7)
-        return told
+    def outage(self) -> Outage:
+        return self.state
 
-    def _end(self, rank: int, why: str) -> None:
-        if not self.ended.done():
-            self.ended.set_result((rank, why))
+    def call(self, process: Process, **limits: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        process.calls.append(future)
+        limits = {"silence_s": 20.0, "limit_s": 3600.0, **limits}
+        self.watchdog.watch(process, future, Wait(method="update", node="update", samples="4 rows", **limits))
+        return future
 
+    def pass_time(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.now += 1
+            self.watchdog.look_at_calls()
+            self.watchdog.look_at_services()
 
-def failing() -> "Future[int]":
-    told: Future[int] = Future()
-    told.set_exception(RuntimeError("gone"))
-    return told
-
-
-@pytest.mark.parametrize("answer", [None, Future, failing])
-def test_an_engine_without_steps_is_ended(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it says so, says nothing, or cannot be asked."""
-    engines = Engines(monkeypatch, answer)
-    call: Future[None] = engines.watch.watch(0, Future())
-    assert engines.ended.result(timeout=_LONG) == (0, "has made no step for 0.3 s")
-    call.set_result(None)
+    def seconds_until_ended(self, process: Process) -> int:
+        for second in range(1, 10_000):
+            self.pass_time(1)
+            if process.error:
+                return second
+        raise AssertionError("the process was not ended")
 
 
-def test_new_calls_do_not_put_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines = Engines(monkeypatch)
-    engines.watch.watch(0, Future())
-    while not engines.ended.done() and engines.asked[0] < 100 * _LONG:
-        engines.watch.watch(0, Future()).set_result(None)
-    assert engines.ended.result(timeout=_LONG)[0] == 0
+@pytest.fixture
+def site() -> Site:
+    return Site()
 
 
-def test_an_engine_with_steps_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long a call takes."""
-    engines = Engines(monkeypatch)
-    call: Future[None] = engines.watch.watch(1, Future())
-    engines.worked.result(timeout=_LONG)
-    call.set_result(None)
-    assert not engines.ended.done()
+def test_a_silent_process_is_ended_in_time(site: Site) -> None:
+    process = Process(is_alive=False)
+    call = site.call(process)
+    assert site.seconds_until_ended(process) == 20
+    text = str(call.exception())
+    assert text.startswith(
+        "role actor: worker 1 on host-1 has not answered for 20 s. Node update waits for its 'update'"
+    )
+    assert text.endswith("of 4 rows.")
+
+
+def test_one_that_is_stopped_at_work_is_named_with_its_process_id(site: Site) -> None:
+    process = Process()
+    site.call(process)
+    site.pass_time(500)
+    assert process.error is None
+    process.is_alive = False
+    # The last answer may be almost five seconds old, and the question that a stopped process got is never answered.
+    assert 15 <= site.seconds_until_ended(process) <= 21
+    assert "(pid 4711) has not answered for 20 s" in str(process.error)
+
+
+def test_a_slow_process_that_answers_has_an_hour(site: Site) -> None:
+    process = Process()
+    site.call(process)
+    assert site.seconds_until_ended(process) == 3600
+    assert "answers, but has not finished a call within 3600 s" in str(process.error)
+
+
+def test_a_call_that_loads_may_be_silent_for_longer(site: Site) -> None:
+    """The limit is the longest of all calls of the process."""
+    process = Process(is_alive=False)
+    site.call(process)
+    site.call(process, silence_s=300.0)
+    assert site.seconds_until_ended(process) == 300
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_an_engine_must_make_steps(steps: bool, site: Site) -> None:
+    process = Process(steps=steps)
+    site.call(process, counts_steps=True)
+    seconds = site.seconds_until_ended(process)
+    if steps:
+        assert seconds == 3600
+    else:
+        # The first answer, at the fifth second, counts as a step.
+        assert 600 <= seconds <= 607
+        assert "has made no step for 600 s" in str(process.error)
+
+
+def test_new_calls_do_not_put_it_off(site: Site) -> None:
+    process = Process(is_alive=False)
+    site.call(process)
+    for _ in range(19):
+        site.pass_time(1)
+        site.call(process).set_result(None)
+    assert site.seconds_until_ended(process) == 1
+
+
+def test_nobody_is_asked_without_calls(site: Site) -> None:
+    process = Process()
+    site.call(process).set_result(None)
+    site.pass_time(100)
+    assert process.asked == 0
+
+
+def test_a_stop_of_this_process_is_nobody_elses_fault(site: Site) -> None:
+    """As Ctrl-Z and a laptop that sleeps do."""
+    process = Process()
+    site.call(process)
+    site.pass_time(7)
+    site.now += 7200
+    site.pass_time(60)
+    assert process.error is None
+
+
+def test_a_lost_host_ends_its_processes_alone(site: Site) -> None:
+    here, there = Process(), Process()
+    here.host = "node-0"
+    calls = [site.call(here), site.call(there)]
+    site.state = Outage(hosts={"node-1": "host-1 (10.0.0.2:1) has not answered for 3 s"})
+    site.pass_time(1)
+    assert not calls[0].done()
+    expected = "role actor: worker 1 on host-1 is lost: host-1 (10.0.0.2:1) has not answered for 3 s."
+    assert str(calls[1].exception()) == expected
+
+
+def test_without_ray_all_calls_fail_and_no_new_ones_wait(site: Site) -> None:
+    process, later = Process(), Process()
+    call = site.call(process)
+    site.state = Outage(control="Ray's control service (GCS) at 127.0.0.1:1 has not answered for 5 s")
+    site.watchdog.check()
+    site.pass_time(1)
+    for failed in (call, site.call(later)):
+        assert str(failed.exception()) == "Ray's control service (GCS) at 127.0.0.1:1 has not answered for 5 s."
+    with pytest.raises(EngineError, match="GCS"):
+        site.watchdog.check()

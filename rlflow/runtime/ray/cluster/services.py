@@ -1,0 +1,78 @@
+"""The services of Ray that a run depends on: whether its control service and its hosts still answer."""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlflow.runtime.objects.ray_api import import_ray
+from rlflow.runtime.ray.cluster.binding import LiveHost
+from rlflow.runtime.ray.cluster.hosts import is_reachable
+
+# Seconds for what a live service answers at once.
+_ANSWER_S = 2.0
+# Seconds without an answer after which the control service is given up. Nobody restarts a private one. A shared one may
+# come back, if it keeps its state in a database; after 60 s Ray itself would end this process.
+_PRIVATE_CONTROL_S, _SHARED_CONTROL_S = 4.0, 45.0
+# Seconds in which nothing accepts a connection on a host, after which the host is given up.
+_HOST_S = 2.0
+
+
+@dataclass(frozen=True)
+class Outage:
+    """The parts of Ray that do not answer any more."""
+
+    control: str | None = None
+    """What is known about Ray's control service, without which nothing else works; None if it answers."""
+    hosts: Mapping[str, str] = field(default_factory=dict)
+    """What is known about each host that is lost, by the id of its Ray node."""
+
+
+class RayServices:
+    """The control service of the connected Ray, and the hosts of a run."""
+
+    def __init__(self, hosts: Iterable[LiveHost]) -> None:
+        """Watch the hosts that the run uses."""
+        self._hosts = list(hosts)
+        self._address: str = import_ray().get_runtime_context().gcs_address
+        self._control_s = _PRIVATE_CONTROL_S if self._address.startswith("127.") else _SHARED_CONTROL_S
+        self._silent_since: dict[str, float] = {}
+        """When each service that does not answer was first found so, by address."""
+
+    def outage(self) -> Outage:
+        """Return what has not answered for so long that it is given up."""
+        alive = alive_hosts()
+        if (silence := self._silence(self._address, is_silent=alive is None)) > self._control_s:
+            return Outage(
+                control=f"Ray's control service (GCS) at {self._address} has not answered for {silence:.0f} s"
+            )
+        lost = {}
+        for host in self._hosts:
+            address = f"{host.address}:{host.port}"
+            if alive is not None and not alive.get(host.node_id, False):
+                lost[host.node_id] = f"Ray has given up {host.name} ({host.address})"
+            elif (silence := self._silence(address, is_silent=not is_reachable(address))) > _HOST_S:
+                lost[host.node_id] = f"{host.name} ({address}) has not answered for {silence:.0f} s"
+        return Outage(hosts=lost)
+
+    def _silence(self, address: str, *, is_silent: bool) -> float:
+        """Return for how many seconds a service has been silent."""
+        now = time.monotonic()
+        if not is_silent:
+            self._silent_since.pop(address, None)
+            return 0.0
+        return now - self._silent_since.setdefault(address, now)
+
+
+def alive_hosts() -> dict[str, bool] | None:
+    """Return whether each host is alive for Ray, by node id; None if its control service does not answer in time."""
+    ray = import_ray()
+    from ray._private import worker
+    from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+    client: Any = worker.global_worker.gcs_client
+    try:
+        found = client.get_all_node_info(timeout=_ANSWER_S)
+    except ray.exceptions.RpcError:
+        return None
+    return {node_id.hex(): node.state == GcsNodeInfo.ALIVE for node_id, node in found.items()}

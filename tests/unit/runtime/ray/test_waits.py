@@ -1,0 +1,34 @@
+"""Time limits of calls: multiples of what the plan predicts, with bounds."""
+
+import numpy as np
+import pytest
+
+from rlflow.runtime.objects.slices import SharedBatch
+from rlflow.runtime.ray.waits import Waits
+from tests.helpers import prompts
+
+
+@pytest.mark.parametrize(
+    ("node", "silence", "limit"),
+    [("tiny", 20, 3600), ("middling", 90, 3600), ("large", 300, 20_000), ("evaluation/rollouts", 150, 3600)],
+)
+def test_limits_follow_the_prediction(node: str, silence: float, limit: float) -> None:
+    waits = Waits({"tiny": 0.1, "middling": 30.0, "large": 1000.0}, other_s=50.0)
+    wait = waits.of("update", node)
+    assert (wait.silence_s, wait.limit_s) == (silence, limit)
+
+
+@pytest.mark.parametrize("method", ["build", "save", "restore"])
+def test_loading_and_saving_take_what_disks_take(method: str) -> None:
+    wait = Waits({"tiny": 0.1}, other_s=1.0).of(method, "tiny")
+    assert (wait.silence_s, wait.limit_s) == (300, 6 * 3600)
+
+
+def test_the_text_names_node_method_and_samples() -> None:
+    waits = Waits({}, other_s=1.0)
+    given = prompts((1,) * 6)
+    wait = waits.of("generate", "rollouts", ["x", SharedBatch(given).slice(np.array([4, 5]))])
+    step, prompt, sample = given.keys[4].tolist()
+    assert str(wait).startswith("Node rollouts waits for its 'generate' since ")
+    assert str(wait).endswith(f", of 2 rows from step {step} prompt {prompt} sample {sample} on")
+    assert str(waits.of("start_sending")).startswith("The run waits for its 'start_sending' since ")
