@@ -103,7 +103,7 @@ def on_hosts(count: int) -> float:
         limits = Waits({}, other_s=60.0), Watchdog(RayServices([]))
         with (
             StoreCalls(Budget(store_limits())).running() as store_calls,
-            RemoteObjects(store_calls, *limits) as objects,
+            RemoteObjects(store_calls, *limits, simulated=True) as objects,
         ):
             maker = Samples()
             parts = [

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import ray
 from ray.actor import ActorMethod
 
-from rlflow.runtime.ray import remote_objects
+from rlflow.runtime.ray import process
 
 
 @dataclass
@@ -46,7 +46,6 @@ def counted() -> Iterator[Traffic]:
     with (
         patch.object(ActorMethod, "_remote", counted_remote),
         patch.object(process, "as_future", counted_told),
-        patch.object(remote_objects, "as_future", counted_told),
         patch.object(ray, "put", counted_put),
     ):
         yield traffic

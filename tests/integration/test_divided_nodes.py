@@ -87,7 +87,7 @@ def made_on_two_hosts() -> Iterator[Made]:
     limits = Waits({}, other_s=60.0), Watchdog(RayServices([]))
     with (
         StoreCalls(Budget(store_limits())).running() as store_calls,
-        RemoteObjects(store_calls, *limits) as objects,
+        RemoteObjects(store_calls, *limits, simulated=True) as objects,
     ):
         parts = [store_calls.call(remote(number), "make", prompts[number]).result() for number in range(2)]
         together = Rollouts.concatenate(parts)

@@ -46,9 +46,8 @@ def start_engines(plan: Plan, models: Mapping[str, Model], bound: BoundPlan, dir
     with ThreadPoolExecutor(len(workers) + len(divided)) as pool, ExitStack() as running:
         running.enter_context(store_calls.running())
         running.enter_context(watchdog.running())
-        remote_objects = running.enter_context(
-            RemoteObjects(store_calls, Waits.from_plan(plan), watchdog, bound.simulated)
-        )
+        objects = RemoteObjects(store_calls, Waits.from_plan(plan), watchdog, simulated=bound.simulated)
+        remote_objects = running.enter_context(objects)
         for each in workers.values():
             running.callback(each.stop)
         starting = [pool.submit(remote_objects.check_hosts, node, hosts) for node in divided]

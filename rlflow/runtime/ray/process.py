@@ -37,12 +37,13 @@ class RemoteProcess:
         """
         watchdog.check()
         self.name, self.host = name, host
+        self.pid: int | None = None
         self.end_error: EngineError | None = None
         """Why the process was ended, if it was."""
         self._is_here, self._watchdog = is_here, watchdog
-        self._pid: int | None = None
         self._calls: set[Future[Any]] = set()
         self.actor: Any = ray.remote(concurrency_groups={_STATUS_GROUP: 1})(kind).options(**options).remote()
+        self.ask()
 
     def call(self, wait: Wait, method: str, *arguments: Any, **named: Any) -> "Future[Any]":
         """Call a method of the process, within the limits of ``wait``."""
@@ -78,14 +79,14 @@ class RemoteProcess:
         """Kill the process, also one that is stopped."""
         with suppress(RayError):  # Ray may be gone itself
             ray.kill(self.actor)
-        if self.end_error is not None and self._is_here and self._pid is not None:
+        if self.end_error is not None and self._is_here and self.pid is not None:
             # Ray asks politely first, and may be gone before it kills.
             with suppress(OSError):
-                os.kill(self._pid, signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
 
     def _note_pid(self, answer: "Future[Pulse]") -> None:
         if answer.exception() is None:
-            self._pid = answer.result().pid
+            self.pid = answer.result().pid
 
 
 def as_future(reference: Any, name: str, end_error: Callable[[], EngineError | None] = lambda: None) -> "Future[Any]":

@@ -24,7 +24,7 @@ from rlflow.runtime.ray.watchdog import Watchdog
 class RemoteObjects:
     """Objects in processes of their own, whose results go into the object store of their host."""
 
-    def __init__(self, store_calls: StoreCalls, waits: Waits, watchdog: Watchdog, *, simulated: bool = False) -> None:
+    def __init__(self, store_calls: StoreCalls, waits: Waits, watchdog: Watchdog, simulated: bool) -> None:
         """Take the limits of calls and the watchdog; ``simulated`` hosts are all on this machine."""
         self._store_calls, self._waits, self._watchdog = store_calls, waits, watchdog
         self._simulated = simulated

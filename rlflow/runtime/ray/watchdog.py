@@ -35,6 +35,8 @@ class WatchedProcess(Protocol):
     name: str
     host: str
     """The id of its Ray node."""
+    pid: int | None
+    """Its process id, once it has answered."""
 
     def ask(self) -> "Future[Pulse]":
         """Ask the process for a sign of life."""
@@ -59,7 +61,6 @@ class _Watched:
     stepped_at: float
     """The time when its number of steps was last seen to change."""
     asked_at: float
-    pid: int | None = None
     steps: int | None = None
     question: "Future[Pulse] | None" = None
     """The question that it has not answered."""
@@ -72,7 +73,7 @@ class _Watched:
             return
         if self.question.exception() is None:
             pulse = self.question.result()
-            self.heard_at, self.pid = now, pulse.pid
+            self.heard_at = now
             if pulse.steps != self.steps:
                 self.stepped_at, self.steps = now, pulse.steps
         self.question = None
@@ -162,13 +163,14 @@ class Watchdog:
                     watched.excuse(delay)
             for watched in self._watched.values():
                 watched.hear(now)
-            faults = [(each, watched.pid, watched.fault(now)) for each, watched in self._watched.items()]
+            faults = [(each, watched.fault(now)) for each, watched in self._watched.items()]
             to_ask = [each for each, watched in self._watched.items() if watched.is_due(now)]
         for process in to_ask:
             self._ask(process)
-        for process, pid, fault in faults:
+        for process, fault in faults:
             if fault is not None:
-                process.end(EngineError(f"{process.name}{'' if pid is None else f' (pid {pid})'} {fault}."))
+                pid = "" if process.pid is None else f" (pid {process.pid})"
+                process.end(EngineError(f"{process.name}{pid} {fault}."))
 
     def look_at_services(self) -> None:
         """End processes whose host is lost, and all of them once Ray itself has failed."""

@@ -108,7 +108,7 @@ def joined(address: str) -> Iterator[None]:
             yield
         finally:
             if address == "local":
-                _end_silent_control(ray._private.worker._global_node)
+                _end_silent_control(ray.get_runtime_context().worker.node)
             ray.shutdown()
 
 

@@ -67,10 +67,9 @@ class RayServices:
 def alive_hosts() -> dict[str, bool] | None:
     """Return whether each host is alive for Ray, by node id; None if its control service does not answer in time."""
     ray = import_ray()
-    from ray._private import worker
     from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
-    client: Any = worker.global_worker.gcs_client
+    client: Any = ray.get_runtime_context().worker.gcs_client
     try:
         found = client.get_all_node_info(timeout=_ANSWER_S)
     except ray.exceptions.RpcError:

@@ -20,6 +20,7 @@ class Process:
     def __init__(self, is_alive: bool = True, steps: bool = False) -> None:
         self.is_alive, self.steps = is_alive, steps
         self.asked = 0
+        self.pid: int | None = None
         self.calls: list[Future[Any]] = []
         self.error: EngineError | None = None
 
@@ -27,7 +28,8 @@ class Process:
         self.asked += 1
         answer: Future[Pulse] = Future()
         if self.is_alive:
-            answer.set_result(Pulse(4711, self.asked if self.steps else 7))
+            self.pid = 4711
+            answer.set_result(Pulse(self.pid, self.asked if self.steps else 7))
         return answer
 
     def end(self, error: EngineError) -> None:
