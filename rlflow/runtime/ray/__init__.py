@@ -6,5 +6,6 @@
    that ``engine_specs`` derives from the plan.
 4. The graph sees one engine per role, a ``role_proxy.RoleProxy``. It divides the rows of each call among the workers
    and joins their results, which travel through the object stores (``runtime/objects``).
-5. Roles that share GPUs use them in turns (``gpu_turns``), and a ``watchdog`` ends engines that hang.
+5. Roles that share GPUs use them in turns (``gpu_turns``). A ``watchdog`` ends processes that are stopped or hang;
+   ``waits`` says after how long.
 """
