@@ -97,7 +97,7 @@ class _Watched:
         return True
 
     def excuse(self, seconds: float) -> None:
-        """Forgive a delay that this process itself has caused."""
+        """Leave out a delay that this process itself has caused."""
         self.heard_at += seconds
         self.stepped_at += seconds
         self.calls = {call: (began + seconds, wait) for call, (began, wait) in self.calls.items()}
