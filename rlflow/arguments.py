@@ -90,6 +90,8 @@ def _translate(argument: str, groups: set[str], config_dir: Path | None) -> str:
     key, equals, value = argument.partition("=")
     if not equals or key.startswith(("-", "hydra.", "hydra=")) or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
         return argument
+    if key in groups and "${" in value:
+        raise RecipeError(key, "the name of a file cannot have a reference", fix=f"write the name: {key}=NAME")
     if key in groups:
         return f"{key}={','.join(_quote_choice(key, each, config_dir) for each in value.split(','))}"
     # '++' sets a key whether or not it exists. The recipe's own check reports unknown keys more clearly than Hydra.
