@@ -18,6 +18,7 @@ from typing import Any
 
 from rlflow.errors import EngineError, PlacementError, UserError, first_line
 from rlflow.resources.cluster import Cluster
+from rlflow.rewards.processes import descendants, kill
 from rlflow.runtime.objects.ray_api import import_ray
 from rlflow.runtime.ray.cluster.hosts import SIMULATED_LABEL, is_reachable, live_hosts
 from rlflow.runtime.ray.cluster.services import alive_hosts
@@ -94,8 +95,8 @@ def running_ray() -> str | None:
 
 
 @contextmanager
-def joined(address: str) -> Iterator[None]:
-    """Connect to Ray at ``address``, or to a new Ray for ``local``."""
+def joined(address: str, own_nodes: Callable[[], list[Any]] = list) -> Iterator[None]:
+    """Connect to Ray at ``address``, or to a new Ray for ``local``. ``own_nodes`` are those that were started here."""
     ray = import_ray()
     options = {"include_dashboard": False} if address == "local" else {}
     with _keeping_signal_handler() as restore_handler:
@@ -107,9 +108,11 @@ def joined(address: str) -> Iterator[None]:
             restore_handler()
             yield
         finally:
-            if address == "local":
-                _end_silent_control(ray.get_runtime_context().worker.node)
+            nodes = [ray.get_runtime_context().worker.node] if address == "local" else own_nodes()
+            agents = _end_silent_control(nodes)
             ray.shutdown()
+            for pid in agents:
+                kill(pid)
 
 
 @contextmanager
@@ -143,12 +146,9 @@ def simulated(cluster: Cluster, store_bytes: int = _SIMULATED_STORE) -> Iterator
                 if host is cluster.hosts[0]:
                     _publish_address(before)
             restore_handler()
-            with joined(processes.address):
+            with joined(processes.address, processes.list_all_nodes):
                 _wait_for_hosts(len(cluster.hosts))
-                try:
-                    yield processes
-                finally:
-                    _end_silent_control(processes.head_node)
+                yield processes
         finally:
             # On shutdown Ray removes the published address, whosever it is.
             now = find_bootstrap_address(None)
@@ -220,11 +220,18 @@ def _wait_for_hosts(count: int) -> None:
         time.sleep(0.1)
 
 
-def _end_silent_control(node: Any) -> None:
-    """Kill the control service of a Ray that was started here if it does not answer: leaving Ray would wait for it."""
-    if alive_hosts() is None:
-        for started in node.all_processes.get("gcs_server", ()):
-            started.process.kill()
+def _end_silent_control(nodes: list[Any]) -> list[int]:
+    """Kill the control service of these nodes if it does not answer, because leaving Ray would wait for it.
+
+    Returns the processes that Ray then leaves behind when it stops: the agents of its hosts.
+    """
+    if not nodes or alive_hosts() is not None:
+        return []
+    started = [(name, each.process) for node in nodes for name, all_ in node.all_processes.items() for each in all_]
+    for name, process in started:
+        if name == "gcs_server":
+            process.kill()
+    return [pid for name, process in started if name == "raylet" for pid in descendants(process.pid)]
 
 
 def _set_variables(values: Mapping[str, str | None]) -> None:
