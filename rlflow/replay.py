@@ -1,7 +1,7 @@
 """Runs a skipped step again on its saved batch: ``python -m rlflow.replay RUN_FOLDER [--step N]``.
 
 It prints which values are not finite, by node, sample and token: first those that were saved, then those of the nodes
-that score and train, with the weights of the checkpoint nearest before the step, else after it, else the initial ones.
+that score and train, with the weights of the checkpoint nearest to the step, or the initial ones.
 Nothing in the run's folder changes.
 """
 

@@ -187,12 +187,12 @@ def last(run: Path, experiment: Experiment) -> Checkpoint | None:
 
 
 def nearest(run: Path, step: int, experiment: Experiment) -> Checkpoint | None:
-    """Return the undamaged checkpoint nearest before a step, counted from 1; without one the nearest after it, or None.
+    """Return the newest undamaged checkpoint of at most so many steps; without one the oldest of more steps, or None.
 
     Raises RecipeError for a run that cannot continue as ``experiment``.
     """
     distances = {folder: checkpoint_step(folder) - step for folder in checkpoints(run)}
-    for folder in sorted(distances, key=lambda folder: (distances[folder] >= 0, abs(distances[folder]))):
+    for folder in sorted(distances, key=lambda folder: (distances[folder] > 0, abs(distances[folder]))):
         with suppress(_DamageError):
             return Checkpoint(folder, _read(folder, run, experiment))
     return None

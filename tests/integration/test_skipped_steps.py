@@ -261,12 +261,12 @@ def test_replay_shows_the_values_that_are_not_finite(
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith("step 4 was skipped: node reference: 1 logprobs of 1 of 12 samples are not finite")
         assert lines[1:3] == ["saved values that are not finite:", bad]
-        assert lines[3:5] == ["run again with the checkpoint of step 2:", again]
+        assert lines[3:5] == ["run again with the checkpoint of step 4:", again]
     assert lines[5] == "  advantages: not run, because the step had no rewards yet"
     watch.step = 5
     assert replay.main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1:4] == ["saved values that are not finite:", "  none", "run again with the checkpoint of step 4:"]
+    assert lines[1:4] == ["saved values that are not finite:", "  none", "run again with the checkpoint of step 5:"]
     assert re.match(
         r"  node update: role actor: the loss is nan at 1 of \d+ tokens of a pass \(step 4 prompt", lines[4]
     )
