@@ -58,8 +58,8 @@ def show(picture: RenderableType) -> None:
 
 
 def show_error(error: UserError | EngineError) -> None:
-    """Print an error without a traceback, wrapped and coloured on a terminal."""
-    _show_lines(type(error).__name__, "bold red", str(error))
+    """Print an error and its notes without a traceback, wrapped and coloured on a terminal."""
+    _show_lines(type(error).__name__, "bold red", "\n".join([str(error), *getattr(error, "__notes__", ())]))
 
 
 def show_warning(text: str) -> None:

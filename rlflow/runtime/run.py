@@ -2,16 +2,18 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlflow.compiler.plan import Plan
+from rlflow.errors import EngineError
 from rlflow.recipe import Tune
 from rlflow.resources.layout import GIB
 from rlflow.runtime.atomic_folder import write_folder
-from rlflow.runtime.checkpoint import RunProgress, is_checkpoint_due
+from rlflow.runtime.checkpoint import RunProgress, checkpoints, is_checkpoint_due
 from rlflow.runtime.evaluation import is_evaluation_due
 from rlflow.runtime.measurements import StepTimes, compare_memory
 from rlflow.runtime.prepare import Training, prepare
@@ -40,7 +42,10 @@ def run(
     Raises a UserError for files that are missing, for a plan that cannot run here and for a directory that another run
     uses, and an EngineError when a model or a worker fails.
     """
-    with prepare(plan, directory, runtime, observers, run=run, resume=resume, stop=stop, tune=tune) as training:
+    with (
+        _continuation_noted(directory),
+        prepare(plan, directory, runtime, observers, run=run, resume=resume, stop=stop, tune=tune) as training,
+    ):
         engines, data, observer, progress = training.engines, training.data, training.observer, training.progress
         metrics: Mapping[str, float] = {}
         times = StepTimes(plan)
@@ -74,6 +79,17 @@ def run(
             observer.stepped(progress.step, metrics)
             training.checkpoints.check()
         return _finish(training, progress, metrics, times)
+
+
+@contextmanager
+def _continuation_noted(directory: Path) -> Iterator[None]:
+    """Add to an EngineError how to continue from the last checkpoint, if there is one."""
+    try:
+        yield
+    except EngineError as error:
+        if checkpoints(directory):
+            error.add_note(f"continue with: python -m rlflow plan={directory}/plan.json resume={directory}")
+        raise
 
 
 def _finish(training: Training, progress: RunProgress, metrics: Mapping[str, float], times: StepTimes) -> Report:

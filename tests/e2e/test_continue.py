@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from rlflow.errors import EngineError
+from rlflow.runtime.local import LocalRuntime
 from tests.conftest import FAKE, Typed
 
 SHORT = ("hydra.run.dir=run", "evaluation.every=4", "checkpoints.every=4")
@@ -101,3 +103,21 @@ def test_it_goes_on_where_it_was_unless_told(typed: Typed, tmp_path: Path) -> No
     assert typed(*FAKE, "hydra.run.dir=run", "steps=1", "cluster=1x2@cpu", "roles.actor.gpus=1", "dry_run=true")[0] == 0
     assert "fake on 1x2@cpu" in typed("resume=run", "steps=+1", "dry_run=true")[1]
     assert "fake on 1x1@cpu" in typed("resume=run", "steps=+1", "dry_run=true", "cluster=local")[1]
+
+
+def test_a_run_that_fails_says_how_to_continue(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once there is a checkpoint."""
+
+    def fail(*arguments: Any, **named: Any) -> None:
+        raise EngineError("role actor: worker 0 died.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalRuntime, "start", fail)
+        code, _, errors = typed(*FAKE, "steps=2", "hydra.run.dir=run")
+    assert (code, "continue with" in errors) == (1, False)
+    assert typed(*FAKE, "steps=2", "hydra.run.dir=run")[0] == 0
+    monkeypatch.setattr(LocalRuntime, "start", fail)
+    code, _, errors = typed(*FAKE, "steps=4", "resume=run")
+    assert code == 1
+    assert "role actor: worker 0 died." in errors
+    assert "continue with: python -m rlflow plan=run/plan.json resume=run" in errors
