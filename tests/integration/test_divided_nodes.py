@@ -169,6 +169,6 @@ def test_a_process_that_ends(tmp_path: Path) -> None:
     with made_on_two_hosts() as made:
         node = reward(tmp_path)
         made.objects.on_every_host(node).run(rollouts=made.batch)
-        ray.kill(made.objects.proxy_of(node, made.hosts[1]).actor)
+        ray.kill(made.objects.proxy_of(node, made.hosts[1]).process.actor)
         with pytest.raises(EngineError, match=r"the process of Reward on \S+ died"):
             made.objects.on_every_host(node).run(rollouts=made.batch)
