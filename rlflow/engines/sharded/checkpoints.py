@@ -69,7 +69,7 @@ def _classes_in_checkpoints() -> list[Any]:
     """Return the classes that DeepSpeed puts into checkpoints. They hold values, and do nothing when created."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
+    from deepspeed.utils import fragment_address
 
     return [LossScaler, ZeroStageEnum, fragment_address]
 
