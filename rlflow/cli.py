@@ -145,7 +145,7 @@ def _plan_and_run(config: DictConfig, directory: Path, outcomes: list[SweepOutco
         show_warning(f"the run takes {time}, longer than deadline_hours={options.deadline_hours:g}")
     if options.dry_run:
         _write_plan(plan, directory)
-        console.print(f"\nplan: {directory / 'plan.json'}, as a page: {directory / 'plan.html'}", soft_wrap=True)
+        console.print(f"\nplan: {directory / 'plan.json'}\npage: {directory / 'plan.html'}", soft_wrap=True)
         return 0
     if plan.needs_gpus and not resumed and options.plan is None and options.cluster.get("shape") == "auto":
         raise _no_gpus_error(plan)

@@ -56,9 +56,9 @@ def test_what_is_shown_is_what_is_printed(block: str, typed: Typed) -> None:
 @pytest.mark.parametrize("block", RUNS, ids=lambda block: block.splitlines()[0])
 def test_the_plan_of_a_run_is_what_is_printed(block: str, typed: Typed) -> None:
     command, shown = block.removeprefix("$ ").split("\n", 1)
-    *plan, _, file = lines(run(f"{command} dry_run=true", typed)[1])
+    *plan, _, file, page = lines(run(f"{command} dry_run=true", typed)[1])
     assert "fingerprint" in plan[-1]
-    assert file.startswith("plan: ")
+    assert (file, page) == ("plan: outputs/plan.json", "page: outputs/plan.html")
     assert lines(shown)[: len(plan)] == plan
 
 

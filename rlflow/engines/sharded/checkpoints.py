@@ -71,7 +71,16 @@ def _classes_in_checkpoints() -> list[Any]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils import fragment_address
 
-    return [LossScaler, ZeroStageEnum, fragment_address]
+    def stage(kind: Any, name: str) -> Any:
+        """Return a member of the enumeration: all that ``getattr`` may do in a checkpoint.
+
+        Before version 3.11.4, Python stores members of an enumeration as a call of ``getattr``.
+        """
+        if kind is not ZeroStageEnum:
+            raise UnpicklingError("getattr of something else than a ZeRO stage")
+        return kind[name]
+
+    return [LossScaler, ZeroStageEnum, fragment_address, (stage, "builtins.getattr")]
 
 
 def reason(error: Exception) -> str:
