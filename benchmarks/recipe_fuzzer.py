@@ -61,7 +61,7 @@ class Draw:
     text: str
     """The file."""
     recipe: Any
-    """What the file says."""
+    """The contents of the file."""
     must_fail: bool
     """The file itself is wrong, whatever it says."""
 

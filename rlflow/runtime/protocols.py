@@ -112,7 +112,7 @@ class Sample:
     """A response of the model and its judgement."""
 
     choice: Choice
-    """Whether its reward is the highest or the lowest of the step, or it was drawn at random."""
+    """The reason for reading it: the highest or the lowest reward of the step, or a random draw."""
     step: int
     """The number of the step, counted from 1."""
     prompt_number: int

@@ -20,7 +20,7 @@ class SampleReader:
     def __init__(self, graph: Graph, data: DataSource, seed: int) -> None:
         """Read samples that the nodes of ``graph`` generate and judge; ``data`` decodes their tokens."""
         self._data, self._seed = data, seed
-        # By the name of the node that computes advantages: where its rollouts and rewards come from.
+        # The inputs of each node that reads rollouts, by its name; one of them computes the advantages.
         self._inputs = {node.name: node.inputs for node in graph.nodes if "rollouts" in node.inputs}
 
     def read(self, step: int, node: str, output: Any, edges: Mapping[str, Any]) -> list[Sample]:

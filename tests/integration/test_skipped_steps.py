@@ -276,7 +276,7 @@ def test_replay_shows_the_values_that_are_not_finite(
 
 
 def test_a_reward_function_that_returns_nan_is_a_mistake_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is stricter than to skip the step."""
+    """The run ends here, which is stricter than to skip the step."""
     plan = plan_of("graph.rewards.function='tests.integration.reward_functions:not_a_number'", "evaluation=null")
     with pytest.raises(RecipeError, match=r"graph\.rewards\.function: .* returned nan for the response"):
         go(plan, tmp_path, Watch(monkeypatch))

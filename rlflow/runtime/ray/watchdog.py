@@ -65,7 +65,7 @@ class _Watched:
     question: "Future[Pulse] | None" = None
     """The question that it has not answered."""
     calls: "dict[Future[Any], tuple[float, Wait]]" = field(default_factory=dict)
-    """When each call began, and what it is."""
+    """The time at which each call began, and the call itself."""
 
     def hear(self, now: float) -> None:
         """Note the answer to the last question, if there is one."""

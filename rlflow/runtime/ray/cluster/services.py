@@ -23,9 +23,9 @@ class Outage:
     """The parts of Ray that do not answer any more."""
 
     control: str | None = None
-    """What is known about Ray's control service, without which nothing else works; None if it answers."""
+    """A description of the silence of Ray's control service, without which nothing else works; None if it answers."""
     hosts: Mapping[str, str] = field(default_factory=dict)
-    """What is known about each host that is lost, by the id of its Ray node."""
+    """A description of the loss of each lost host, by the id of its Ray node."""
 
 
 class RayServices:
@@ -37,7 +37,7 @@ class RayServices:
         self._address: str = import_ray().get_runtime_context().gcs_address
         self._control_s = _PRIVATE_CONTROL_S if self._address.startswith("127.") else _SHARED_CONTROL_S
         self._silent_since: dict[str, float] = {}
-        """When each service that does not answer was first found so, by address."""
+        """The time at which each silent service was first found so, by address."""
 
     def outage(self) -> Outage:
         """Return what has not answered for so long that it is given up."""

@@ -143,7 +143,7 @@ def test_nobody_is_asked_without_calls(site: Site) -> None:
 
 
 def test_a_stop_of_this_process_is_nobody_elses_fault(site: Site) -> None:
-    """As Ctrl-Z and a laptop that sleeps do."""
+    """Ctrl-Z and a laptop that sleeps stop this process in this way."""
     process = Process()
     site.call(process)
     site.pass_time(7)
