@@ -33,8 +33,13 @@ class SampleReader:
             return []
         rollouts: Rollouts = edges[inputs["rollouts"]]
         rewards: Rewards | None = edges[inputs["rewards"]] if "rewards" in inputs else None
-        found = choose(np.full(len(rollouts), np.nan) if rewards is None else rewards.values, [self._seed, step])
-        rows = np.array(list(found.values()))
+        # A response without tokens has no version and no advantage to show.
+        present = np.flatnonzero(rollouts.response_ids.lengths)
+        if not len(present):
+            return []
+        values = np.full(len(rollouts), np.nan) if rewards is None else rewards.values
+        found = choose(values[present], [self._seed, step])
+        rows = present[list(found.values())]
         rollouts, advantages = rollouts.take(rows), output.take(rows)
         rewards = None if rewards is None else rewards.take(rows)
         with edge("samples"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rlflow
-from rlflow.batch import Repeated, RolloutAdvantages, Sequences
+from rlflow.batch import Repeated, Rewards, RolloutAdvantages, Sequences
 from rlflow.nodes.reward import SummedRewards
 from rlflow.report.records import SampleLog, read_lines
 from rlflow.runtime.protocols import Sample
@@ -74,6 +74,22 @@ def test_the_best_and_the_worst_of_a_step_have_their_texts_and_judgements() -> N
     )
     assert (worst.prompt_number, worst.sample_number, worst.reward, worst.advantage) == (0, 1, -1.0, -0.5)
     assert found["random"].step == 7
+
+
+def test_a_response_without_tokens_is_never_read() -> None:
+    data: Any = Numbers()
+    reader = SampleReader(rlflow.compile(load("recipe=grpo_tiny"), "1x1@cpu").graph, data, seed=0)
+    generated = rollouts(sequences((3,), ((0, 2, 3),)))
+    rewards = Rewards(values=np.array([-9, 0, 1], np.float32))
+    advantages = RolloutAdvantages(values=Repeated(np.array([0, 1, 2], np.float32), generated.response_ids.lengths))
+    found = reader.read(0, "advantages", advantages, {"rollouts": generated, "rewards": rewards})
+    assert {sample.choice: sample.reward for sample in found if sample.choice != "random"} == {
+        "best": 1.0,
+        "worst": 0.0,
+    }
+    empty = np.array([0])
+    edges = {"rollouts": generated.take(empty), "rewards": rewards.take(empty)}
+    assert reader.read(0, "advantages", advantages.take(empty), edges) == []
 
 
 def test_a_sample_without_a_reward_is_neither_best_nor_worst() -> None:
