@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf._utils import ValueKind, get_value_kind
 
 from rlflow.errors import RecipeError, did_you_mean
 from rlflow.schema import check_values
@@ -57,8 +56,7 @@ class _Resolver:
             return value
         if value == _MISSING:
             raise RecipeError(_name(path), "is missing", fix=f"add {_name(path)}=...")
-        kind = get_value_kind(value)
-        return self._replaced(path, value) if kind is ValueKind.INTERPOLATION else value
+        return self._replaced(path, value) if "${" in value else value
 
     def _replaced(self, path: _Path, text: str) -> Any:
         """Return the text with its references replaced; a text that is one reference becomes its value."""

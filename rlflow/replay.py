@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from rlflow.batch import RolloutAdvantages
-from rlflow.compiler.graph import GraphNode
 from rlflow.compiler.plan import Plan, read_plan
 from rlflow.errors import EngineError, RecipeError, UserError
 from rlflow.nodes.generate import Generate
@@ -72,7 +71,8 @@ def _run_again(plan: Plan, directory: Path, skipped: SkippedStep) -> Iterator[st
     checkpoint = nearest(directory, skipped.step, experiment_of(plan.recipe))
     weights = f"the checkpoint of step {checkpoint.progress.step}" if checkpoint else "the initial weights"
     graph = bind_nodes(plan.graph)
-    nodes = [node for node in graph.nodes if not isinstance(_operation(node), Generate | Reward)]
+    saved_only = {node.name for node in plan.graph.nodes if isinstance(node.operation, Generate | Reward)}
+    nodes = [node for node in graph.nodes if node.name not in saved_only]
     again = {node.name for node in nodes if node.name == skipped.node or node.name not in skipped.edges}
     edges: dict[str, Any] = {name: batch for name, batch in skipped.edges.items() if name not in again}
     with TemporaryDirectory(prefix="rlflow-replay-") as folder:
@@ -94,11 +94,6 @@ def _run_again(plan: Plan, directory: Path, skipped: SkippedStep) -> Iterator[st
                 edges[node.name] = output
                 found = list(_describe(node.name, output, skipped))
                 yield from found or [f"  {node.name}: all values are finite"]
-
-
-def _operation(node: GraphNode) -> Any:
-    """Return the operation of a node, without the state that it may be bound to."""
-    return getattr(node.operation, "node", node.operation)
 
 
 def _refuse_training(base: Plan, name: str) -> Any:

@@ -67,11 +67,11 @@ def run(
                 engines,
                 data,
                 progress.step,
-                observer,
-                training.start_of_step,
-                training.sync,
-                training.sample_reader,
-                skips,
+                observer=observer,
+                start_of_step=training.start_of_step,
+                sync=training.sync,
+                sample_reader=training.sample_reader,
+                skips=skips,
             )
             progress = progress.stepped(plan.recipe.data.batch_size, skips.steps)
             if progress.step not in skips.steps:

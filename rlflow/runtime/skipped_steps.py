@@ -132,6 +132,5 @@ def _saved_fields(kind: type) -> list[str]:
 
 
 def _output_types(graph: Graph) -> Mapping[str, type]:
-    """Return the types of the batches on all edges."""
-    operations = {node.name: getattr(node.operation, "node", node.operation) for node in graph.nodes}
-    return {**_SOURCES, **{name: operation.output() for name, operation in operations.items()}}
+    """Return the types of the batches on all edges of a plan's graph."""
+    return {**_SOURCES, **{node.name: node.operation.output() for node in graph.nodes}}

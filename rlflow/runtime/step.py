@@ -51,6 +51,7 @@ def train_step(
     engines: Engines,
     data: DataSource,
     step: int,
+    *,
     observer: Observer | None = None,
     start_of_step: StepStart | None = None,
     sync: Callable[[int], float] | None = None,
