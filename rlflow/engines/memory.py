@@ -37,6 +37,7 @@ class PhasePeaks:
     def __init__(self, device: str) -> None:
         self.bytes: dict[str, int] = {}
         """The largest peak by phase, over all calls so far."""
+        self._share = 0.0
         self._device = device
         self._calls = 0
         self._lock = threading.Lock()
@@ -46,6 +47,14 @@ class PhasePeaks:
         for method, phase in _PHASES.items():
             if hasattr(engine, method):
                 setattr(engine, method, self._recorded(phase, getattr(engine, method)))
+
+    def take_share(self) -> float:
+        """Return the largest used share of the GPU's memory in all calls since the last time; 0 on a CPU.
+
+        It includes what other processes held when a call ended.
+        """
+        share, self._share = self._share, 0.0
+        return share
 
     def _recorded(self, phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -67,7 +76,10 @@ class PhasePeaks:
         finally:
             with self._lock, suppress(OSError, KeyError):
                 self._calls -= 1
-                self.bytes[phase] = max(self.bytes.get(phase, 0), _memory_bytes(self._device)[1])
+                others, peak, total = _memory_bytes(self._device)
+                self.bytes[phase] = max(self.bytes.get(phase, 0), peak)
+                if self._device != "cpu":
+                    self._share = max(self._share, min(1.0, (others + peak) / total))
 
 
 _earlier_peaks: dict[str, int] = {}

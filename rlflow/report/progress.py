@@ -3,17 +3,20 @@
 A terminal shows a progress bar; files and pipes receive plain lines.
 """
 
+import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from textwrap import wrap
 
-from rich.columns import Columns
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from rlflow.compiler.facts import format_seconds
 from rlflow.compiler.plan import Plan
 from rlflow.errors import EngineError, UserError
 from rlflow.nodes.generate import Generate
@@ -21,7 +24,8 @@ from rlflow.nodes.policy_update import PolicyGradient, SftUpdate
 from rlflow.nodes.preference import Preference
 from rlflow.nodes.reward import Reward
 from rlflow.nodes.scoring import RewardModel
-from rlflow.runtime.protocols import Observer, Report
+from rlflow.report.run_page import PAGE
+from rlflow.runtime.protocols import FULLEST, Observer, Report
 
 WIDTH = 100
 """The width of output to a file or a pipe."""
@@ -89,18 +93,26 @@ def _wrap_between_words(line: str, width: int) -> list[str]:
 _MAX_LINES = 20
 
 
+# The characters of a sparkline, from low to high, and the most that it has.
+_LEVELS = "▁▂▃▄▅▆▇█"
+_SPARKLINE_WIDTH = 20
+
+
 class _LiveMetrics(Progress):
     """A progress bar with the metrics of the last step below it."""
 
-    metrics: Sequence[str] = ()
+    lines: Sequence[str] = ()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
-        yield Columns(self.metrics, padding=(0, 2))
+        yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in self.lines)
 
 
 class ProgressDisplay(Observer):
-    """A display of step, reward, KL, response length, tokens per second and remaining time."""
+    """A display of step, reward, KL, response length, tokens per second and remaining time.
+
+    A terminal also shows the reward over the run, and what the engines and the GPUs do.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -110,6 +122,9 @@ class ProgressDisplay(Observer):
         self._console.print(f"warning: {warning}", soft_wrap=True, markup=False)
 
     def started(self, plan: Plan, directory: Path, step: int) -> None:
+        from rlflow.report.records import read_lines
+
+        self._plan, self._directory = plan, directory
         self._steps = plan.recipe.steps
         self._columns = _metric_columns(plan)
         self._evaluated = f"held-out {plan.graph.evaluation_metric}"
@@ -117,6 +132,11 @@ class ProgressDisplay(Observer):
         since = f", from step {step}" if step else ""
         self._console.print(f"[bold]{plan.recipe.name}[/]: {self._steps} steps{since}, in {directory}", soft_wrap=True)
         if self._console.is_terminal:
+            self._curve_label, self._curve_metric = _curve_of(self._columns)
+            # The curve of a continued run begins where the run began.
+            path = directory / "metrics.jsonl"
+            earlier = read_lines(path) if step and path.exists() else []
+            self._curve = [line[self._curve_metric] for line in earlier if self._curve_metric in line]
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = _LiveMetrics(*columns, console=self._console)
             self._task = self._bar.add_task("step", total=self._steps, completed=step)
@@ -129,7 +149,7 @@ class ProgressDisplay(Observer):
         self._seconds = [*self._seconds[-19:], metrics["seconds"]]
         shown = [f"{label} {metrics[name]:{form}}" for label, name, form in self._columns if name in metrics]
         if self._bar is not None:
-            self._bar.metrics = shown
+            self._bar.lines = ["  ".join(shown), "  ".join(self._live_figures(metrics))]
             self._bar.update(self._task, completed=step)
         elif step % max(1, self._steps // _MAX_LINES) == 0:
             left = (self._steps - step) * sum(self._seconds) / len(self._seconds)
@@ -144,11 +164,45 @@ class ProgressDisplay(Observer):
         self._console.print(f"{report.name} {verb}: {report.seconds:.0f} s")
         for role, folder in report.models.items():
             self._console.print(f"  model of {role}: {folder}", soft_wrap=True)
+        if (page := self._directory / PAGE).exists():
+            self._console.print(f"  report: {page}", soft_wrap=True)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+    def _live_figures(self, metrics: Mapping[str, float]) -> list[str]:
+        """Return what else is known of a step: a curve, engines, memory, staleness, and the time beside the plan's."""
+        self._curve += [metrics[self._curve_metric]] if self._curve_metric in metrics else []
+        curve = "" if self._console.options.ascii_only else sparkline(self._curve)
+        speeds = {each.partition("/")[0]: value for each, value in metrics.items() if each.endswith(_ENGINE_SPEED)}
+        # Of steps that are generated together, the first takes the time of all.
+        measured = format_seconds(fmean(self._seconds[-self._plan.steps_per_turn :]))
+        predicted = format_seconds(self._plan.prediction.step_seconds)
+        shown = [f"{self._curve_label} {curve:<{_SPARKLINE_WIDTH}}"] if curve else []
+        shown.append(f"step {measured} (predicted {predicted})")
+        shown += [f"{role} {speed:.0f} tokens/s per engine" for role, speed in speeds.items()]
+        shown += [f"{label} {metrics[name]:{form}}" for label, name, form in _LIVE_COLUMNS if name in metrics]
+        return shown
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return a curve as characters of different height, each for the mean of an equal part of the values.
+
+    The lowest mean has the lowest character and the highest mean the highest. Values that are not finite are left out.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    width = min(len(finite), _SPARKLINE_WIDTH)
+    cuts = [round(part * len(finite) / width) for part in range(width + 1)] if width else []
+    means = [fmean(finite[start:end]) for start, end in pairwise(cuts)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    top = len(_LEVELS) - 1
+    return "".join(_LEVELS[round(top * (mean - low) / (high - low)) if high > low else 0] for mean in means)
+
+
+_ENGINE_SPEED = "/engines/tokens_per_second"
+_LIVE_COLUMNS = [("memory", FULLEST, ".0%"), ("staleness", "overlap/staleness_mean", ".1f")]
 
 
 def _metric_columns(plan: Plan) -> list[tuple[str, str, str]]:
@@ -168,3 +222,9 @@ def _metric_columns(plan: Plan) -> list[tuple[str, str, str]]:
             case SftUpdate():
                 shown.append(("loss", f"{node.name}/loss", ".4f"))
     return [*shown, ("tokens/s", "tokens_per_second", ".0f")]
+
+
+def _curve_of(columns: Sequence[tuple[str, str, str]]) -> tuple[str, str]:
+    """Return label and metric of the column that is drawn over the run: the first reward, accuracy or loss."""
+    learned = [(label, name) for label, name, _ in columns if name.rpartition("/")[2] in ("mean", "accuracy", "loss")]
+    return learned[0] if learned else ("", "")

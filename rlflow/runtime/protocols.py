@@ -17,6 +17,9 @@ T = TypeVar("T")
 Choice = Literal["best", "worst", "random"]
 """Why a sample of a step is read."""
 
+FULLEST = "memory/fullest"
+"""The metric of the fullest GPU: the used share of its memory at the peak of a step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoreUse:
@@ -46,7 +49,8 @@ class Engines(dict[str, Any]):
 
     def step_metrics(self, step: int) -> dict[str, float]:
         """Return the metrics that the engines measured in this step, counted from 1."""
-        return {}
+        share = self.peaks.take_share() if self.peaks else 0.0
+        return {FULLEST: share} if share else {}
 
     def store_use(self) -> StoreUse:
         """Return the use of object stores in all measured steps so far; empty in a single process."""

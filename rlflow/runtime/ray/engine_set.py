@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from rlflow.compiler.lower import role_architecture
 from rlflow.compiler.plan import Plan
@@ -17,9 +17,10 @@ from rlflow.runtime.objects.budget import Budget, check_limits, store_limits
 from rlflow.runtime.objects.ray_api import wait_all
 from rlflow.runtime.objects.results import StoreCalls
 from rlflow.runtime.objects.sharding import cost_of
-from rlflow.runtime.protocols import Engines, StoreUse, Subscriber, T
+from rlflow.runtime.protocols import FULLEST, Engines, StoreUse, Subscriber, T
 from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.cluster.services import RayServices
+from rlflow.runtime.ray.engine_specs import is_on_gpu
 from rlflow.runtime.ray.gpu_turns import GpuTurns, gpu_neighbors, replaced_roles, sleeping_roles
 from rlflow.runtime.ray.remote_objects import RemoteObjects
 from rlflow.runtime.ray.role_proxy import RoleProxy
@@ -95,6 +96,7 @@ class RayEngines(Engines):
         self._turns = turns
         self._replaced = replaced
         self._bundles = {role: set(placement.bundles) for role, placement in plan.roles.items()}
+        self._on_gpus = is_on_gpu(plan)
         self._stored: Counter[str] = Counter()
         self._num_steps = 0
 
@@ -115,17 +117,22 @@ class RayEngines(Engines):
         stored = {edge: size for edge, size in self.store_calls.budget.drain_edge_bytes().items() if "/" not in edge}
         self._stored.update(stored)
         self._num_steps += 1
+        if self._on_gpus and (shares := self._ask_workers("take_memory_share")):
+            metrics[FULLEST] = max(shares.values())
         return metrics | {f"store/{edge}_bytes": size for edge, size in stored.items()}
 
     def peak_bytes(self) -> dict[str, dict[str, int]]:
+        return self._ask_workers("peak_bytes")
+
+    def _ask_workers(self, method: str) -> dict[str, Any]:
+        """Return what a method of each worker returns. Workers that have died since their last work are left out."""
         calls = {
             f"{role}/{rank}": call
             for role, engine in self.items()
             if isinstance(engine.workers, RoleWorkers)
-            for rank, call in enumerate(engine.workers.call_all("peak_bytes"))
+            for rank, call in enumerate(engine.workers.call_all(method))
         }
         wait(calls.values())
-        # A worker that has died since its last work has no figures.
         return {name: call.result() for name, call in calls.items() if call.exception() is None}
 
     def store_use(self) -> StoreUse:

@@ -76,6 +76,10 @@ class EngineWorker(ObjectProcess):
         """Return the peak memory of the process in each phase so far."""
         return dict(self._peaks.bytes)
 
+    def take_memory_share(self) -> float:
+        """Return the used share of the GPU's memory at the peak since the last call."""
+        return self._peaks.take_share()
+
     def call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
         """Call a method of the engine."""
         self._calls_in_progress.append(method)

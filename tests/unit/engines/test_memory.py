@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlflow import host_memory
+from rlflow.engines import memory
 from rlflow.engines.memory import PhasePeaks, TunableEngine
 from rlflow.errors import EngineError
 from tests.helpers import spec
@@ -87,6 +88,19 @@ def test_memory_that_is_shared_with_others_does_not_count() -> None:
     finally:
         held.close()
         held.unlink()
+
+
+def test_the_share_of_a_gpu_counts_other_processes_and_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = iter([(2, 5, 10), (1, 3, 10), (9, 9, 10)])  # by others, the peak of this process, the GPU's
+    monkeypatch.setattr(memory, "_memory_bytes", lambda device: next(held))
+    monkeypatch.setattr(memory, "_start_peak", lambda device: None)
+    peaks, reader = PhasePeaks("cuda:0"), Reader()
+    peaks.record(reader)
+    reader.update(None)
+    reader.update(None)
+    assert (peaks.take_share(), peaks.take_share()) == (0.7, 0.0)
+    reader.update(None)
+    assert peaks.take_share() == 1.0
 
 
 def test_running_out_of_memory_is_an_error_with_a_fix() -> None:
