@@ -35,7 +35,7 @@ class Fault:
 def run_with(fault: Fault, work: Callable[[], object], folder: Path, log: Path | None = None) -> int | None:
     """Call ``work``, a run in ``folder``, in a forked process; return its exit code, or None if it was killed.
 
-    The numbers of the file operations on checkpoints and models are written to ``log``.
+    The numbers of the file operations on checkpoints, models and the journal are written to ``log``.
     """
     reader, writer = os.pipe()
     process = os.fork()
@@ -63,7 +63,7 @@ def _child(work: Callable[[], object], folder: Path, fault: Fault, writer: int, 
         if event not in _OPERATIONS or not _is_below(arguments[0], folder, event):
             return
         number = next(numbers)
-        if log is not None and any(f"/{part}/" in str(arguments[0]) for part in ("checkpoints", "model")):
+        if log is not None and any(f"/{part}/" in str(arguments[0]) for part in ("checkpoints", "model", "journal")):
             operations.append(number)
         if fault.kind == "operation" and number == fault.at:
             if fault.delay is None:

@@ -2,19 +2,20 @@
 
 ``python -m benchmarks.kills [--quick] [--kills N] [--json FILE]``
 
-The runs are of a tiny model, with evaluations and unfinished rollouts in their checkpoints. A resumed run must end as
-an undisturbed one: the same weights, optimizer state, metrics and samples, bit for bit, times left out. A kill is
-SIGKILL, at a random moment, before a random file operation of a save, or up to 30 ms after one. Every run is forked
-from one process that has imported everything. Takes about twenty minutes on two cores, and a minute with ``--quick``.
+The runs are of a tiny model, with evaluations. Some generate a step in several batches, some generate ahead of
+training, and some have unfinished rollouts in their checkpoints. A resumed run must end as an undisturbed one: the same
+weights, optimizer state, metrics and samples, bit for bit, times left out. It must not generate a response of the
+journal again; those that a kill interrupted are counted. A kill is SIGKILL, at a random moment, before a random file
+operation of a save or of the journal, or up to 30 ms after one. Every run is forked from one process that has imported
+everything. Takes about twenty minutes on two cores, and a minute with ``--quick``.
 """
 
 import argparse
 import json
-import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +29,9 @@ from typing import Any
 import numpy as np
 
 import rlflow
+from benchmarks.damages import damages
 from benchmarks.faulty_process import FINISHED, TYPED, Fault, run_with
+from benchmarks.noted_responses import count_responses, note_responses, responses_log
 from benchmarks.reporting import Goal, finish
 from rlflow.calibrate.probes import Probe, recipe_of, write_recipe
 from rlflow.compiler.continuation import experiment_of
@@ -37,33 +40,59 @@ from rlflow.errors import RecipeError
 from rlflow.report.records import MetricsWriter, SampleLog
 from rlflow.runtime.checkpoint import checkpoint_step, checkpoints, last
 from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.protocols import Observer
 from rlflow.runtime.run import run
 
 _STEPS, _EVERY = 6, 2
 _KILLS, _KILLS_PER_RUN = 500, 2
 _QUICK = 20
 _LANES = 2
-_GOALS = ("unloadable", "mixed", "state_differs", "metrics_differ", "leftovers", "undetected", "unfinished")
+_GOALS = (
+    *("unloadable", "mixed", "state_differs", "metrics_differ", "leftovers", "undetected", "unfinished"),
+    "generated_again",
+)
+_KINDS = ("batches", "ahead", "overcommit")
 
 
 @dataclass(frozen=True)
 class Undisturbed:
     """A run without a fault, which keeps all its checkpoints."""
 
+    kind: str
     folder: Path
     seconds: float
     operations: list[int]
-    """The numbers of the file operations on checkpoints and models."""
+    """The numbers of the file operations on checkpoints, models and the journal."""
     names: frozenset[str]
     """The files and folders of such a run that keeps two checkpoints."""
 
+    @property
+    def plan(self) -> Plan:
+        return plan_of(self.folder.parent, self.kind)
+
+
+class StopAfter(Observer):
+    """Stops a run after some steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self.is_reached = steps, False
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.is_reached = step == self._steps
+
 
 @cache
-def plan_of(folder: Path, **checkpoint_options: int) -> Plan:
+def plan_of(folder: Path, kind: str, **checkpoint_options: int) -> Plan:
     probe = Probe(name="kills", hidden_size=32, num_layers=2, batch_size=3, group_size=4, max_tokens=6)
     recipe = recipe_of(probe)
     recipe["roles"]["actor"]["optimizer"] = {"learning_rate": 1e-2, "schedule": "linear"}
-    recipe["graph"]["rollouts"]["overcommit"] = 0.67
+    if kind == "overcommit":
+        recipe["graph"]["rollouts"]["overcommit"] = 0.67
+    else:
+        # A prompt and its responses are a batch of their own.
+        recipe["roles"]["rollout"]["micro_batch_tokens"] = 16
+    if kind == "ahead":
+        recipe["overlap"] = {"max_staleness": 1}
     # Responses of a random model differ in it, so that every step changes the weights.
     recipe["graph"]["rewards"]["function"] = "benchmarks.instant_engine:text_length"
     recipe |= {"steps": _STEPS, "evaluation": {"every": 2, "num_prompts": 10}}
@@ -71,24 +100,33 @@ def plan_of(folder: Path, **checkpoint_options: int) -> Plan:
     return rlflow.compile(rlflow.load([f"recipe={write_recipe(recipe, folder)}"]), None)
 
 
-def disturbed(plan: Plan, folder: Path, fault: Fault, log: Path | None = None) -> int | None:
-    """Start the run in ``folder``, or resume it from its last checkpoint, in a process with a fault."""
+def disturbed(plan: Plan, folder: Path, fault: Fault, log: Path | None = None, steps: int | None = None) -> int | None:
+    """Start the run in ``folder``, or resume it from its last checkpoint, in a process with a fault.
+
+    It is stopped after so many ``steps``.
+    """
 
     def train() -> None:
-        run(plan, folder, LocalRuntime(), [MetricsWriter(), SampleLog()], resume=bool(checkpoints(folder)))
+        note_responses(responses_log(folder))
+        stopper = StopAfter(steps or 0)
+        observers = [MetricsWriter(), SampleLog(), stopper]
+        resume = bool(checkpoints(folder))
+        run(plan, folder, LocalRuntime(), observers, resume=resume, stop=lambda: stopper.is_reached)
 
     return run_with(fault, train, folder, log)
 
 
-def undisturbed(folder: Path) -> Undisturbed:
-    """Make two such runs, and check that they are the same."""
-    every, usual = folder / "every", folder / "usual"
+def undisturbed(folder: Path, kind: str) -> Undisturbed:
+    """Make such runs, and check that they are the same. One is stopped after the last step but two."""
+    every, usual, stopped = folder / "every", folder / "usual", folder / "stopped"
+    folder.mkdir()
     start = perf_counter()
-    codes = [disturbed(plan_of(folder), usual, Fault(), folder / "operations")]
+    codes = [disturbed(plan_of(folder, kind), usual, Fault(), folder / "operations")]
     seconds = perf_counter() - start
-    codes.append(disturbed(plan_of(folder, keep=_STEPS), every, Fault()))
-    assert codes == [FINISHED, FINISHED], "an undisturbed run failed"
-    expected = Undisturbed(every, seconds, json.loads((folder / "operations").read_text()), names(usual))
+    codes.append(disturbed(plan_of(folder, kind, keep=_STEPS), every, Fault()))
+    codes.append(disturbed(plan_of(folder, kind), stopped, Fault(), steps=_STEPS - _EVERY))
+    assert codes == [FINISHED] * 3, "an undisturbed run failed"
+    expected = Undisturbed(kind, every, seconds, json.loads((folder / "operations").read_text()), names(usual))
     assert not differences(usual, expected), "two undisturbed runs differ"
     kinds = [(each / "actor" / f"{kind}.safetensors") for kind in ("weights", "exp_avg") for each in checkpoints(every)]
     assert len({file.read_bytes() for file in kinds}) == len(kinds), "steps do not change the model"
@@ -139,7 +177,7 @@ def differences(folder: Path, expected: Undisturbed) -> list[str]:
 def check_checkpoints(folder: Path, expected: Undisturbed) -> Counter[str]:
     """Return how many checkpoints cannot be loaded, and how many are not those of an undisturbed run."""
     found: Counter[str] = Counter()
-    experiment = experiment_of(plan_of(expected.folder.parent).recipe)
+    experiment = experiment_of(expected.plan.recipe)
     for each in checkpoints(folder):
         alone = folder.with_name(f"{folder.name}-alone")
         shutil.copytree(each, alone / "checkpoints" / each.name)
@@ -162,7 +200,7 @@ def resumed(plan: Plan, folder: Path, expected: Undisturbed) -> Counter[str]:
 
 def killed_run(folder: Path, expected: Undisturbed, seed: int) -> Counter[str]:
     """Kill a run, and the run that resumes it, and compare the one that resumes that."""
-    draw, plan = random.Random(seed), plan_of(expected.folder.parent)
+    draw, plan = random.Random(seed), expected.plan
     found: Counter[str] = Counter()
     for _ in range(_KILLS_PER_RUN):
         in_save = Fault("operation", draw.choice(expected.operations), draw.choice([None, draw.uniform(0, 0.03)]))
@@ -174,12 +212,13 @@ def killed_run(folder: Path, expected: Undisturbed, seed: int) -> Counter[str]:
         found["kills"] += 1
         found["kills_in_saves"] += fault is in_save
         found += check_checkpoints(folder, expected)
-    return found + resumed(plan, folder, expected)
+    found += resumed(plan, folder, expected)
+    return found + count_responses(folder)
 
 
 def run_without_space(folder: Path, expected: Undisturbed, seed: int) -> Counter[str]:
     """Fill the disk, or limit the size of files, from a random operation on; then resume the run."""
-    draw, plan = random.Random(seed), plan_of(expected.folder.parent)
+    draw, plan = random.Random(seed), expected.plan
     # From the first checkpoint on: files before it are written by libraries that are no part of this.
     full = Fault("full disk", draw.choice(expected.operations))
     large = max(file.stat().st_size for file in expected.folder.rglob("*.safetensors"))
@@ -190,71 +229,42 @@ def run_without_space(folder: Path, expected: Undisturbed, seed: int) -> Counter
     return found + resumed(plan, folder, expected)
 
 
-def damages(draw: random.Random) -> Iterator[Callable[[Path], None]]:
-    """Yield ways to damage the newest of two checkpoints in a folder."""
-
-    def a_file(newest: Path) -> Path:
-        return draw.choice(sorted(path for path in newest.rglob("*") if path.is_file()))
-
-    def flip(newest: Path) -> None:
-        file = a_file(newest)
-        data = bytearray(file.read_bytes())
-        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-        file.write_bytes(data)
-
-    def cut(newest: Path) -> None:
-        file = a_file(newest)
-        os.truncate(file, draw.randrange(file.stat().st_size))
-
-    def remove(newest: Path) -> None:
-        a_file(newest).unlink()
-
-    def mix(newest: Path) -> None:
-        """Put files of the checkpoint before into this one."""
-        before = newest.with_name(f"step-{checkpoint_step(newest) - _EVERY:06d}")
-        file = newest / draw.choice(["manifest.json", "actor/weights.safetensors", "actor/exp_avg.safetensors"])
-        shutil.copy(before / file.relative_to(newest), file)
-
-    def lie(newest: Path) -> None:
-        """Leave pointers to checkpoints that do not exist, and the name of a newer one without files."""
-        (newest.parent / "latest").write_text("step-000099")
-        (newest.parent / "last").symlink_to("step-000002")
-        shutil.rmtree(newest)
-        newest.mkdir()
-
-    yield from (flip, cut, remove, mix, lie)
-
-
 def damaged_run(folder: Path, expected: Undisturbed, seed: int) -> Counter[str]:
     """Damage the newest checkpoint of a run, and resume it from the one before."""
-    plan, found = plan_of(expected.folder.parent), Counter(["damages"])
-    source = expected.folder.with_name("usual")
+    plan, found = expected.plan, Counter(["damages"])
+    source = expected.folder.with_name("stopped")
     shutil.copytree(source, folder, symlinks=True)
-    ways = list(damages(random.Random(seed)))
+    shutil.copy(responses_log(source), responses_log(folder))
+    ways = list(damages(random.Random(seed), _EVERY))
     newest = checkpoints(folder)[-1]
     ways[seed % len(ways)](newest)
     used = last(folder, experiment_of(plan.recipe))
-    found["undetected"] += used is None or len(used.damaged) != 1 or used.progress.step != _STEPS - _EVERY
+    step = checkpoint_step(newest) - _EVERY
+    found["undetected"] += used is None or len(used.damaged) != 1 or used.progress.step != step
     for name in (f"damaged-{newest.name}", "latest", "last"):  # kept for people to look at
         path = newest.with_name(name)
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-    return found + resumed(plan, folder, expected)
+    found += resumed(plan, folder, expected)
+    return found + count_responses(folder)
 
 
 def disturb(folder: Path, kills: int) -> Counter[str]:
     """Kill runs until there are so many kills, and a quarter as many of each other fault."""
-    expected = undisturbed(folder)
+    kinds = [undisturbed(folder / kind, kind) for kind in _KINDS]
     found: Counter[str] = Counter()
     with ProcessPoolExecutor(_LANES, get_context("fork")) as lanes:
         seeds = count()
         while found["kills"] < kills:
             batch = min(_LANES * 10, -(-(kills - found["kills"]) // _KILLS_PER_RUN))
-            runs = [lanes.submit(killed_run, folder / f"run-{seed}", expected, seed) for seed in islice(seeds, batch)]
+            runs = [
+                lanes.submit(killed_run, folder / f"run-{seed}", kinds[seed % len(kinds)], seed)
+                for seed in islice(seeds, batch)
+            ]
             for done in as_completed(runs):
                 found += done.result()
             print(f"{found['kills']} kills: {dict(found)}", flush=True)
         others = [
-            lanes.submit(work, folder / f"{work.__name__}-{seed}", expected, seed)
+            lanes.submit(work, folder / f"{work.__name__}-{seed}", kinds[seed % len(kinds)], seed)
             for work in (damaged_run, run_without_space)
             for seed in range(-(-kills // 4))
         ]
@@ -278,9 +288,10 @@ def main() -> int:
     torch.set_num_threads(1)
     with TemporaryDirectory(prefix="rlflow-kills-") as temporary:
         found = disturb(Path(temporary), _QUICK if options.quick else options.kills)
-    counted = ("kills", "kills_in_saves", "full_disks", "damages")
-    figures: dict[str, float | bool] = {name: found[name] for name in (*counted, *_GOALS)}
+    counted = ("kills", "kills_in_saves", "full_disks", "damages", "found")
+    figures: dict[str, float | bool] = {name: found[name] for name in (*counted, "interrupted", *_GOALS)}
     goals = {name: Goal("at least 1", found[name] > 0) for name in counted}
+    goals["interrupted"] = Goal("no goal", True)
     goals |= {name: Goal("exactly 0", found[name] == 0) for name in _GOALS}
     return finish("kills", figures, goals, options.json)
 

@@ -277,6 +277,8 @@ class EngineSpec:
     deterministic: bool = False
     timeout_minutes: float = 10.0
     """The time after which a collective between the role's ranks fails."""
+    journal: Path | None = None
+    """The folder of the run's journal, in which finished responses are recorded; None to record nothing."""
 
 
 LOGITS_AT_ONCE = 2**24

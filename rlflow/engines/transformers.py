@@ -16,6 +16,7 @@ from rlflow.engines.causal_lm.micro_batches import build_micro_batches, restore_
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, merge_end_ids
 from rlflow.engines.causal_lm.token_outputs import token_scores
 from rlflow.engines.group_progress import GroupProgress, PartialResponse, prepend_partial
+from rlflow.engines.journal import Journal
 from rlflow.engines.memory import TunableEngine
 from rlflow.errors import EngineError
 from rlflow.resources.memory.state import TrainingMemory
@@ -61,6 +62,7 @@ class TransformersEngine(TunableEngine):
         self.tokenizer = load_tokenizer(spec.model_name, spec.model)
         self._end_ids = merge_end_ids(self._model.generation_config.eos_token_id, self.tokenizer.eos_token_id)
         self._version: int | None = 0
+        self._journal = Journal(spec.journal, spec.role)
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         if sampling.turns is not None:
@@ -68,17 +70,22 @@ class TransformersEngine(TunableEngine):
         self._check_version()
         samples = prompts.repeat(sampling.group_size)
         seeds = [sample_seed(self._spec.seed, key) for key in samples.keys]
-        ids, logprobs, finished = [], [], []
+        recorded, parts = self._journal.recorded(samples.keys), []
         for batch in self._decoding_batches(prompts.ids.lengths, sampling.group_size):
+            first = batch.first_prompt * sampling.group_size + batch.first_sample
+            end = first + batch.num_prompts * batch.num_samples
+            members = samples.take(np.arange(first, end))
+            found, rollouts = recorded.find(members, sampling)
+            if rollouts is not None and len(found) == len(members):
+                parts.append(rollouts)
+                continue
             batch_prompts = prompts.ids.take(np.arange(batch.first_prompt, batch.first_prompt + batch.num_prompts))
             batch_sampling = replace(sampling, group_size=batch.num_samples)
-            first = batch.first_prompt * sampling.group_size + batch.first_sample
-            batch_seeds = seeds[first : first + batch.num_prompts * batch.num_samples]
-            new = decode(self._model, batch_prompts, batch_sampling, batch_seeds, self._end_ids)
-            ids += new.ids
-            logprobs += new.logprobs
-            finished.append(new.finished)
-        return self._build_rollouts(samples, sampling, ids, np.concatenate(logprobs), np.concatenate(finished))
+            new = decode(self._model, batch_prompts, batch_sampling, seeds[first:end], self._end_ids)
+            scores = np.concatenate(new.logprobs)
+            parts.append(self._build_rollouts(members, sampling, new.ids, scores, new.finished))
+            self._journal.add(parts[-1], members, sampling)
+        return Rollouts.concatenate(parts)
 
     def continue_rollouts(
         self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, num_groups: int
@@ -187,7 +194,7 @@ class TransformersEngine(TunableEngine):
                 missing.discard(name)
         if missing:
             raise EngineError(f"role {self._spec.role}: the weights lack '{min(missing)}'.")
-        self._version = version
+        self._version = self._journal.version = version
 
 
 def _stop_when_complete(

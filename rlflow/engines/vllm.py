@@ -12,6 +12,7 @@ from rlflow.batch import Packed, Prompts, Repeated, Rollouts
 from rlflow.engines.base import ALL_TRANSPORTS, EngineSpec, Sampling, WeightTransport, sample_seed
 from rlflow.engines.causal_lm.pretrained import load_tokenizer, merge_end_ids
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse, prepend_partial
+from rlflow.engines.journal import Journal
 from rlflow.engines.serving.activity import EngineActivity
 from rlflow.engines.serving.batching import Batcher, Request, Response
 from rlflow.engines.serving.sessions import SessionEngine
@@ -56,6 +57,7 @@ class VllmEngine(SessionEngine):
         self._spec = spec
         self._weights_asleep = False
         self._num_adapter_syncs = 0
+        self.journal = Journal(spec.journal, spec.role)
         set_environment(spec)
         self.tokenizer = load_tokenizer(spec.model_name, spec.model)
         with model_files(spec) as folder:
@@ -222,7 +224,7 @@ class VllmEngine(SessionEngine):
 
     def _accept_weights(self, engine: Any, version: int) -> None:
         self._clear_prefix_cache(engine)
-        self._batcher.version = version
+        self._batcher.version = self.journal.version = version
 
     def _clear_prefix_cache(self, engine: Any) -> None:
         """Drop the cached prompts, whose keys and values belong to the old weights."""

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from rlflow.compiler.continuation import Experiment, check_continuation
 from rlflow.compiler.plan import Plan
+from rlflow.engines.journal import remove_records
 from rlflow.errors import RecipeError
 from rlflow.runtime.atomic_folder import complete_folder, remove_folder, storage_errors, unfinished
 
@@ -93,8 +94,11 @@ def _begin(run: Path, progress: RunProgress, parts: Mapping[str, Any], keep: int
 
 
 def _remove_old(run: Path, keep: int) -> None:
-    for old in checkpoints(run)[:-keep]:
+    """Remove all but the newest ``keep`` checkpoints, and the records of steps that no resumed run makes again."""
+    found = checkpoints(run)
+    for old in found[:-keep]:
         remove_folder(old)
+    remove_records(run, before=checkpoint_step(found[-keep:][0]))
 
 
 class CheckpointWriter:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlflow.compiler.plan import Plan
+from rlflow.engines.journal import journal_folder
 from rlflow.engines.memory import PhasePeaks
 from rlflow.errors import PlacementError
 from rlflow.recipe import Model
@@ -36,7 +37,8 @@ class LocalRuntime:
         for name, role in plan.recipe.roles.items():
             gpu = plan.roles[name].bundles[0].gpu
             device = f"cuda:{gpu}" if is_on_gpu(plan) else "cpu"
-            engines[name] = build(role.engine, spec_of(plan, name, models[role.model], device=device))
+            spec = spec_of(plan, name, models[role.model], device=device, journal=journal_folder(directory.absolute()))
+            engines[name] = build(role.engine, spec)
             engines.peaks = engines.peaks or PhasePeaks(device)
             engines.peaks.record(engines[name])
         yield engines

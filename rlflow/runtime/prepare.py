@@ -17,6 +17,7 @@ from rlflow.compiler.plan import Plan, write_plan
 from rlflow.data.encoding import Rows
 from rlflow.data.source import DataSource, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
+from rlflow.engines.journal import open_journal
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import RecipeError
 from rlflow.recipe import Model, Tune
@@ -106,6 +107,7 @@ def prepare(
         last, progress = last_checkpoint(plan, directory, resume=resume)
         warnings = _warn(observer, last.damaged if last else ())
         remove_unfinished(directory)
+        open_journal(directory, progress.experiment)
         rows, held_out = load_rows(plan.recipe.data, "split"), _held_out_rows(plan)
 
         def train_base(base: Plan, name: str) -> Report:

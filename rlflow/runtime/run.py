@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.compiler.plan import Plan
+from rlflow.engines.journal import remove_journal
 from rlflow.errors import EngineError
 from rlflow.recipe import Tune
 from rlflow.resources.layout import GIB
@@ -100,6 +101,8 @@ def _finish(training: Training, progress: RunProgress, metrics: Mapping[str, flo
     plan, directory = training.plan, training.directory
     is_finished = progress.step == plan.recipe.steps
     models = _export_models(directory, training.trained) if is_finished else {}
+    if is_finished:
+        remove_journal(directory)
     measures = list(progress.evaluations.values())
     report = Report(
         name=plan.recipe.name,

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from rlflow.batch import Batch, Examples, Packed, Pairs, Prompts
+from rlflow.batch_files import read_fields, write_fields
 from rlflow.compiler.graph import Graph
 from rlflow.compiler.plan import Plan
 from rlflow.errors import EngineError, NotFiniteError
 from rlflow.runtime.atomic_folder import remove_folder, write_folder
-from rlflow.runtime.objects.batch_files import read_fields, write_fields
 from rlflow.runtime.protocols import Engines, Observer
 
 _SOURCES: Mapping[str, type] = {"prompts": Prompts, "examples": Examples, "pairs": Pairs}

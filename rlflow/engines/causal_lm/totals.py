@@ -58,8 +58,7 @@ class LossTotals:
         total = (losses * weights).sum()
         inputs = {"the model's outputs": outputs, **columns} if len(weighted) and share else {}
         # The GPU is synchronized once.
-        sums = [column.detach().isfinite().logical_not().sum() for column in inputs.values()]
-        value, *broken = torch.stack([total.detach().double(), *sums]).tolist()
+        value, *broken = torch.stack([total.detach().double(), *_count_not_finite(inputs.values())]).tolist()
         if not isfinite(value) or any(broken):
             self._problem = self._problem or _describe_not_finite(losses, inputs, part, tokens)
             value, total = nan, total * nan
@@ -92,6 +91,10 @@ class LossTotals:
         import torch
 
         return torch.from_numpy(column.values).to(self._device)
+
+
+def _count_not_finite(columns: "Iterable[Tensor]") -> "list[Tensor]":
+    return [column.detach().isfinite().logical_not().sum() for column in columns]
 
 
 def _describe_not_finite(

@@ -5,6 +5,8 @@ be done, and may preempt others, which another engine then resumes.
 
 Shapes: P prompts, G group size, R rows; row ``prompt * G + sample``. Rows and lengths travel as bytes of int32, which
 are smaller than pickled lists.
+
+Finished responses are recorded in the run's journal, and responses that are recorded already are done at once.
 """
 
 import threading
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling, Turns
 from rlflow.engines.group_progress import GroupProgress, PartialResponse
+from rlflow.engines.journal import Journal
 
 Ints = NDArray[np.int64]
 
@@ -50,6 +53,8 @@ class SampleProgress:
 class SessionEngine(ABC):
     """A base class for engines that take new samples while they generate; several threads may call its methods."""
 
+    journal: Journal = Journal(None, "")
+    """The journal of the run; engines without one record nothing."""
     _session: "_Session | None" = None
     _conversing: "tuple[tuple[Turns, SessionEngine], ...]" = ()
     """The engines of conversations over this one."""
@@ -98,7 +103,7 @@ class SessionEngine(ABC):
         The more engines take part in the generation, the longer each collects the rows of a report.
         """
         engine = self._engine_of(sampling)
-        self._session = _Session(engine, prompts, sampling, num_engines)
+        self._session = _Session(engine, self.journal, prompts, sampling, num_engines)
         return engine.capacity
 
     def advance(self, rows: bytes, num_done: int, partial: Rollouts | None = None) -> SampleProgress:
@@ -131,7 +136,7 @@ class SessionEngine(ABC):
 
     def generate_rows(self, prompts: Prompts, sampling: Sampling, rows: bytes) -> Rollouts | None:
         """Generate these rows, ascending: a whole session in one call. Raises EngineError."""
-        session = _Session(self._engine_of(sampling), prompts, sampling)
+        session = _Session(self._engine_of(sampling), self.journal, prompts, sampling)
         session.advance(_unpack(rows), 0)
         return session.take_all()
 
@@ -150,8 +155,11 @@ class SessionEngine(ABC):
 class _Session:
     """The rows of one generation: which are being generated, and which are done."""
 
-    def __init__(self, engine: SessionEngine, prompts: Prompts, sampling: Sampling, num_engines: int = 1) -> None:
+    def __init__(
+        self, engine: SessionEngine, journal: Journal, prompts: Prompts, sampling: Sampling, num_engines: int = 1
+    ) -> None:
         self._engine, self._prompts, self._sampling = engine, prompts, sampling
+        self._journal, self._recorded = journal, journal.recorded(prompts.keys)
         self._report_every_s, self._next_report = _REPORT_EACH_S * num_engines, 0.0
         self._lock = threading.Lock()
         self._generating: dict[int, Future[Any]] = {}
@@ -159,14 +167,15 @@ class _Session:
         """Rows whose futures have completed, some of them by an abort. No SimpleQueue: several threads wait here with a
         timeout, and in one whose row another has taken, CPython 3.11 may wait forever."""
         self._responses: dict[int, Any] = {}
-        """The responses of rows that are done."""
+        """The responses of rows that are done and in no batch yet."""
+        self._done: dict[int, tuple[Rollouts, int]] = {}
+        """The batch that a done row is in, and its place there."""
+        self._batching = threading.Lock()
         self._steps_before = engine.decode_steps
 
     def advance(self, rows: Ints, num_done: int, partial: Rollouts | None = None) -> SampleProgress:
-        if len(rows):
-            self._submit(rows, partial)
-        done: list[int] = []
-        deadline = time.monotonic() + _REPORT_S
+        done = self._submit(rows, partial) if len(rows) else {}
+        deadline = next_batch = time.monotonic() + _REPORT_S
         while self._generating:
             until = self._next_report if 0 < num_done <= len(done) else deadline
             try:
@@ -174,12 +183,15 @@ class _Session:
             except Empty:
                 if num_done:
                     break
-                continue
-            done += self._collect(row)
+            else:
+                done |= self._collect(row)
+            if (now := time.monotonic()) >= next_batch:
+                self._batch_responses()
+                next_batch = now + _REPORT_S
+        self._batch_responses()
         self._next_report = time.monotonic() + self._report_every_s
-        lengths = [self._responses[row].length for row in done]
         steps = self._engine.decode_steps - self._steps_before
-        return SampleProgress(pack_rows(done), pack_rows(lengths), steps)
+        return SampleProgress(pack_rows(list(done)), pack_rows(list(done.values())), steps)
 
     def preempt(self, rows: Ints) -> Rollouts | None:
         with self._lock:
@@ -191,10 +203,10 @@ class _Session:
                 del self._generating[row]
         # A thread in ``advance`` may wait for these rows alone.
         self._completed.put(_NO_ROW)
-        return self._build_rollouts(aborted)
+        return self._build_rollouts(aborted) if aborted else None
 
     def take(self, rows: Ints) -> Rollouts:
-        rollouts = self._build_rollouts({row: self._responses.pop(row) for row in sorted(rows.tolist())})
+        rollouts = self._take(sorted(rows.tolist()))
         assert rollouts is not None
         return rollouts
 
@@ -202,35 +214,69 @@ class _Session:
         """Return all rollouts that are done, including those that were never reported."""
         for row in list(self._generating):
             self._collect(row)
-        return self._build_rollouts(dict(sorted(self._responses.items())))
+        self._batch_responses()
+        return self._take(sorted(self._done))
 
-    def _submit(self, rows: Ints, partial: Rollouts | None) -> None:
+    def _submit(self, rows: Ints, partial: Rollouts | None) -> dict[int, int]:
+        """Start or resume rows. Return those whose responses are recorded, with their lengths."""
+        samples, done = self._samples(rows), {}
+        found, recorded = self._recorded.find(samples, self._sampling)
+        if recorded is not None:
+            done = dict(zip(rows[found].tolist(), recorded.response_ids.lengths.tolist(), strict=True))
+            self._done |= {row: (recorded, place) for place, row in enumerate(done)}
+            missing = np.delete(np.arange(len(rows)), found)
+            rows, samples = rows[missing], samples.take(missing)
+            if not len(rows):
+                return done
         before = (
             None if partial is None else GroupProgress(self._prompts, self._sampling, partial).partial_responses(rows)
         )
-        futures = self._engine.submit(self._samples(rows), self._sampling, before)
+        futures = self._engine.submit(samples, self._sampling, before)
         with self._lock:
             self._generating |= dict(zip(rows.tolist(), futures, strict=True))
         for row, future in zip(rows.tolist(), futures, strict=True):
             future.add_done_callback(bind(self._note_completed, row))
+        return done
 
     def _note_completed(self, row: int, future: "Future[Any]") -> None:
         self._completed.put(row)
 
-    def _collect(self, row: int) -> list[int]:
-        """Return the row if it is done, else nothing. Raises the error that its generation raised."""
+    def _collect(self, row: int) -> dict[int, int]:
+        """Return the row with its length if it is done, else nothing. Raises the error that its generation raised."""
         with self._lock:
             future = self._generating.get(row)
             if future is None or not future.done() or not future.result().is_done:
-                return []
-            self._responses[row] = self._generating.pop(row).result()
-            return [row]
+                return {}
+            self._responses[row] = response = self._generating.pop(row).result()
+            return {row: response.length}
 
-    def _build_rollouts(self, responses: Mapping[int, Any]) -> Rollouts | None:
-        if not responses:
-            return None
+    def _batch_responses(self) -> None:
+        """Build and record the rollouts of all rows that are done and in no batch yet."""
+        with self._batching:
+            with self._lock:
+                responses, self._responses = dict(sorted(self._responses.items())), {}
+            if responses:
+                batch = self._build_rollouts(responses)
+                self._journal.add(batch, self._samples(np.array(list(responses), np.int64)), self._sampling)
+                self._done |= {row: (batch, place) for place, row in enumerate(responses)}
+
+    def _build_rollouts(self, responses: Mapping[int, Any]) -> Rollouts:
         samples = self._samples(np.array(list(responses), np.int64))
         return self._engine.rollouts(samples, list(responses.values()), self._sampling)
+
+    def _take(self, rows: Sequence[int]) -> Rollouts | None:
+        """Return the rollouts of rows that are done, in this order, and forget them."""
+        places: dict[int, tuple[Rollouts, list[int], list[int]]] = {}
+        for number, row in enumerate(rows):
+            batch, place = self._done.pop(row)
+            _, its_places, numbers = places.setdefault(id(batch), (batch, [], []))
+            its_places.append(place)
+            numbers.append(number)
+        if not places:
+            return None
+        parts = [batch.take(np.array(its_places)) for batch, its_places, _ in places.values()]
+        order = np.argsort(np.concatenate([numbers for *_, numbers in places.values()]))
+        return Rollouts.concatenate(parts).take(order)
 
     def _samples(self, rows: Ints) -> Prompts:
         """Return the prompt of each row, with the row's key."""

@@ -1,5 +1,6 @@
-"""Rollouts in files of a checkpoint, as arrays and JSON. Rows of the data set are read from the data again."""
+"""Rollouts in files of a checkpoint. Rows of the data set are read from the data again."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Conversations, Prompts, Rollouts
-from rlflow.runtime.objects.batch_files import read_fields, write_fields
-
-_KINDS = {kind.__name__: kind for kind in (Rollouts, Conversations)}
+from rlflow.batch_files import read_rollouts, write_rollouts
 
 
 def save_rollouts(file: Path, rollouts: Rollouts, prompts: Prompts) -> None:
@@ -19,22 +18,14 @@ def save_rollouts(file: Path, rollouts: Rollouts, prompts: Prompts) -> None:
     their environment is a pickle, and a checkpoint may come from anyone.
     """
     rollouts, rows = _without_pickles(rollouts), _rows_of(prompts)
-    # An environment may have added values to a row.
-    added = [
-        {name: value for name, value in row.items() if name not in rows[key]}
-        for key, row in zip(_prompt_keys(rollouts.keys), rollouts.rows, strict=True)
-    ]
-    kind = type(rollouts).__name__
-    write_fields(file, {**vars(rollouts), "texts": list(rollouts.texts), "rows": added, "kind": kind})
+    write_rollouts(file, rollouts, [rows[key] for key in _prompt_keys(rollouts.keys)])
 
 
 def load_rollouts(file: Path, prompts: Prompts) -> Rollouts:
     """Return the rollouts that ``save_rollouts`` wrote for the same prompts."""
-    found = read_fields(file)
-    kind, added = _KINDS[found.pop("kind")], found.pop("rows")
-    rows = _rows_of(prompts)
-    own = [rows[key] | more for key, more in zip(_prompt_keys(found["keys"]), added, strict=True)]
-    return _without_pickles(kind(**{**found, "texts": tuple(found["texts"]), "rows": tuple(own)}))
+    found, rows = read_rollouts(file), _rows_of(prompts)
+    own = (rows[key] | dict(added) for key, added in zip(_prompt_keys(found.keys), found.rows, strict=True))
+    return _without_pickles(replace(found, rows=tuple(own)))
 
 
 def _without_pickles(rollouts: Rollouts) -> Rollouts:

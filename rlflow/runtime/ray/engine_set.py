@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from rlflow.compiler.lower import role_architecture
 from rlflow.compiler.plan import Plan
+from rlflow.engines.journal import journal_folder
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model
 from rlflow.runtime.generation.engine_group import summarize_activity
@@ -36,8 +37,9 @@ def start_engines(plan: Plan, models: Mapping[str, Model], bound: BoundPlan, dir
     check_limits(plan, {name: limits[host.node_id] for name, host in bound.hosts.items()})
     store_calls = StoreCalls(Budget(limits))
     watchdog = Watchdog(RayServices(bound.hosts.values()))
+    journal = journal_folder(directory.absolute())
     workers = {
-        name: RoleWorkers(plan, name, models[role.model], bound, store_calls, watchdog)
+        name: RoleWorkers(plan, name, models[role.model], bound, store_calls, watchdog, journal)
         for name, role in plan.recipe.roles.items()
     }
     neighbors, sleepers, replaced = gpu_neighbors(plan), sleeping_roles(plan), replaced_roles(plan)

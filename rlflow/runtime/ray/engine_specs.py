@@ -1,6 +1,7 @@
 """The specification of each worker's engine, from a plan, and the building of the engine."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlflow.compiler.plan import Plan
@@ -43,7 +44,9 @@ def check_engines(plan: Plan, extras: Iterable[str] = ()) -> None:
                 )
 
 
-def spec_of(plan: Plan, role: str, model: Model, *, device: str, rank: int = 0, address: str = "") -> EngineSpec:
+def spec_of(
+    plan: Plan, role: str, model: Model, *, device: str, journal: Path | None = None, rank: int = 0, address: str = ""
+) -> EngineSpec:
     """Return the spec of a worker's engine. ``address`` is where the role's workers meet."""
     options, placement = plan.recipe.roles[role], plan.roles[role]
     return EngineSpec(
@@ -66,6 +69,7 @@ def spec_of(plan: Plan, role: str, model: Model, *, device: str, rank: int = 0, 
         attention=options.attention,
         deterministic=options.deterministic,
         timeout_minutes=options.timeout_minutes,
+        journal=journal,
     )
 
 

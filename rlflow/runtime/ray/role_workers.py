@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -40,10 +41,17 @@ class RoleWorkers:
     """A role's workers, by rank."""
 
     def __init__(
-        self, plan: Plan, role: str, model: Model, bound: BoundPlan, store_calls: StoreCalls, watchdog: Watchdog
+        self,
+        plan: Plan,
+        role: str,
+        model: Model,
+        bound: BoundPlan,
+        store_calls: StoreCalls,
+        watchdog: Watchdog,
+        journal: Path | None = None,
     ) -> None:
-        """Prepare the workers; ``start`` starts them."""
-        self._plan, self._role, self._model, self._bound = plan, role, model, bound
+        """Prepare the workers; ``start`` starts them. ``journal`` is the folder for finished responses."""
+        self._plan, self._role, self._model, self._bound, self._journal = plan, role, model, bound, journal
         self._store_calls = store_calls
         self._engine = plan.recipe.roles[role].engine
         self._workers = plan.roles[role].workers
@@ -181,7 +189,8 @@ class RoleWorkers:
 
     def _spec(self, rank: int, address: str) -> EngineSpec:
         device = "cuda:0" if is_on_gpu(self._plan) else "cpu"
-        return spec_of(self._plan, self._role, self._model, device=device, rank=rank, address=address)
+        plan, role, model = self._plan, self._role, self._model
+        return spec_of(plan, role, model, device=device, journal=self._journal, rank=rank, address=address)
 
     def _options(self, worker: Worker) -> dict[str, Any]:
         """Return Ray's options for the actor.

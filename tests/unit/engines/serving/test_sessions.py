@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from queue import Empty
+from pathlib import Path
+from queue import Empty, Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 
 from rlflow.batch import Prompts
 from rlflow.engines.base import Sampling
+from rlflow.engines.fake import FakeEngine
 from rlflow.engines.group_progress import PartialResponse
+from rlflow.engines.journal import Journal
 from rlflow.engines.serving import sessions
 from rlflow.engines.serving.sessions import pack_rows
 from tests.helpers import WritingEngine, prompts, spec
@@ -26,17 +29,20 @@ class Manual(WritingEngine):
     def __init__(self) -> None:
         super().__init__(spec())
         self.futures: dict[int, Future[Any]] = {}
+        self.samples: dict[int, Prompts] = {}
 
     def submit(
         self, samples: Prompts, sampling: Sampling, partial: Sequence[PartialResponse] | None = None
     ) -> "list[Future[Any]]":
         new = {prompt: Future[Any]() for prompt in samples.keys[:, 1].tolist()}
+        self.samples |= {prompt: samples.take(np.array([row])) for row, prompt in enumerate(new)}
         self.futures |= new
         return list(new.values())
 
     def finish(self, *rows: int) -> None:
         for row in rows:
-            self.futures[row].set_result(SimpleNamespace(length=row + 1, is_done=True))
+            rollouts = FakeEngine.generate(self, self.samples[row], SAMPLING)
+            self.futures[row].set_result(SimpleNamespace(length=row + 1, is_done=True, rollouts=rollouts))
 
 
 class Clock:
@@ -99,3 +105,24 @@ def test_reports_of_many_engines_are_some_time_apart(monkeypatch: pytest.MonkeyP
 
 def test_a_single_engine_reports_each_row_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reports(monkeypatch, ENDS, 1) == [(0.01 * (row + 1), [row]) for row in range(8)]
+
+
+def test_finished_rows_are_recorded_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the runtime waits for all of them, and the others take long."""
+    engine = Manual()
+    engine.journal = Journal(tmp_path, "actor")
+    engine.begin_session(GIVEN, SAMPLING)
+    assert engine._session is not None
+    clock, completed = Clock(engine, {0.5: 3, 0.8: 1, **{10.0 + row: row for row in (0, 2, 4, 5, 6, 7)}}), Queue[int]()
+    recorded: list[tuple[float, int]] = []
+
+    def wait(timeout: float) -> Any:
+        rows, _ = engine.journal.recorded(GIVEN.keys).find(GIVEN, SAMPLING)
+        recorded.append((clock.now, len(rows)))
+        return clock.wait(completed, timeout)
+
+    monkeypatch.setattr(sessions, "time", clock)
+    monkeypatch.setattr(engine._session, "_completed", SimpleNamespace(put=completed.put, get=wait))
+    engine.advance(pack_rows(range(8)), 0)
+    assert max(number for at, number in recorded if at < 0.5) == 0
+    assert next(number for at, number in recorded if at >= 1.8) == 2

@@ -1,0 +1,167 @@
+"""Measure what parts of a run besides training cost, as shares of a step of ``grpo_tiny``.
+
+``python -m benchmarks.overheads [--steps N] [--json FILE]``
+
+The parts are the journal of finished responses, the guards against values that are not finite, and the files and output
+for people: samples, metrics, TensorBoard and progress. Five runs take turns in one process, step by step: a usual one,
+one without each part, and one without all of them. The same step has the same work in all of them, so the difference
+between two runs is the cost of the part. The order of the runs changes with each step. Printed are the median over all
+steps and the middle half, of CPU time, which the figures are, and of wall time. A run in one process waits for no other
+process, so it has no deadlines. Takes about five minutes.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event, Thread
+from time import perf_counter, process_time
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from rich.console import Console
+
+# Waiting threads of a library would count as work.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import rlflow
+from benchmarks.reporting import Goal, finish
+from rlflow.compiler.plan import Plan
+from rlflow.engines.journal import RecordedResponses
+from rlflow.report.progress import displays, recorders
+from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.run import run
+
+_PARTS = ("journal", "guards", "samples")
+_WARM_UP = 3
+_NOTHING_RECORDED = RecordedResponses(None, {})  # type: ignore[arg-type]
+_STAND_INS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "journal": {
+        "rlflow.engines.journal.Journal.add": lambda *_: None,
+        "rlflow.engines.journal.Journal.recorded": lambda *_: _NOTHING_RECORDED,
+    },
+    "guards": {
+        "rlflow.runtime.step.check_values": lambda *_: None,
+        "rlflow.runtime.step.check_advantages": lambda *_: None,
+        "rlflow.engines.torch.check_finite": lambda *_: None,
+        "rlflow.engines.causal_lm.totals._count_not_finite": lambda _: [],
+    },
+    "samples": {"rlflow.runtime.samples.SampleReader.read": lambda *_: []},
+}
+"""What replaces each part for the time of a step. Runs without samples have no observers either."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """The time of one step."""
+
+    cpu: float
+    wall: float
+
+
+class SteppedRun:
+    """A run in a thread that makes a step when it is told to."""
+
+    def __init__(self, plan: Plan, folder: Path, without: tuple[str, ...]) -> None:
+        self._without = without
+        self._go, self._waits, self._is_over = Event(), Event(), False
+        console = Console(file=(folder.parent / f"{folder.name}.out").open("w"), width=100)
+        observers = [] if "samples" in without else [*recorders(), *displays(console)]
+        arguments = (plan, folder, LocalRuntime(), observers)
+        self._thread = Thread(target=run, args=arguments, kwargs={"stop": self._stop}, daemon=True)
+        self._thread.start()
+        self._wait()
+
+    def step(self) -> Seconds:
+        with stand_ins(self._without):
+            cpu, wall = process_time(), perf_counter()
+            self._waits.clear()
+            self._go.set()
+            self._wait()
+            return Seconds(process_time() - cpu, perf_counter() - wall)
+
+    def end(self) -> None:
+        self._is_over = True
+        self._go.set()
+        self._thread.join()
+
+    def _wait(self) -> None:
+        while not self._waits.wait(1.0):
+            assert self._thread.is_alive(), "a run has failed"
+
+    def _stop(self) -> bool:
+        """Let the other runs make their step; called between two steps."""
+        self._waits.set()
+        self._go.wait()
+        self._go.clear()
+        return self._is_over
+
+
+@contextmanager
+def stand_ins(parts: tuple[str, ...]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for part in parts:
+            for name, function in _STAND_INS[part].items():
+                stack.enter_context(patch(name, function))
+        yield
+
+
+def measure(folder: Path, steps: int) -> dict[str, list[Seconds]]:
+    """Return the times of each step of each run, by the part that it goes without."""
+    plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny", "evaluation=null", "checkpoints.every=100000"]), None)
+    without: dict[str, tuple[str, ...]] = {"": (), **{part: (part,) for part in _PARTS}, "total": _PARTS}
+    runs = {name: SteppedRun(plan, folder / (name or "usual"), parts) for name, parts in without.items()}
+    times: dict[str, list[Seconds]] = {name: [] for name in runs}
+    names = list(runs)
+    for step in range(steps + _WARM_UP):
+        # Each run comes first and last equally often, and before each other run as often as after it.
+        first = step // 2 % len(names)
+        order = [*names[first:], *names[:first]]
+        for name in order if step % 2 else reversed(order):
+            times[name].append(runs[name].step())
+    for each in runs.values():
+        each.end()
+    return {name: seconds[_WARM_UP:] for name, seconds in times.items()}
+
+
+def shares(usual: list[float], without: list[float]) -> tuple[float, float, float]:
+    """Return the median share of a step that a part costs, and the quartiles."""
+    each = 1 - np.array(without) / np.array(usual)
+    low, middle, high = np.percentile(each, [25, 50, 75]).tolist()
+    return middle, low, high
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.overheads")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with TemporaryDirectory(prefix="rlflow-overheads-") as temporary:
+        times = measure(Path(temporary), options.steps)
+    usual = times.pop("")
+    print(f"a step takes {np.median([each.wall for each in usual]):.3f} s, over {len(usual)} steps")
+    figures: dict[str, float | bool] = {}
+    for name, seconds in times.items():
+        for clock in ("cpu", "wall"):
+            pair = ([getattr(each, clock) for each in run] for run in (usual, seconds))
+            middle, low, high = shares(*pair)
+            print(f"{name:8} {clock:4} {middle:7.2%} (middle half {low:.2%} to {high:.2%})")
+            if clock == "cpu":
+                figures[f"{name}_share"] = middle
+    goals = {
+        "journal_share": Goal("at most 0.01", figures["journal_share"] <= 0.01),
+        "guards_share": Goal(
+            "with the journal at most 0.02", figures["journal_share"] + figures["guards_share"] <= 0.02
+        ),
+        "samples_share": Goal("at most 0.01", figures["samples_share"] <= 0.01),
+        "total_share": Goal("at most 0.03", figures["total_share"] <= 0.03),
+    }
+    return finish("overheads", figures, goals, options.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
