@@ -28,7 +28,8 @@ from rlflow.arguments import CONF as CONF
 from rlflow.arguments import hydra_arguments
 from rlflow.errors import FileError, RecipeError, did_you_mean
 from rlflow.interpolations import to_mapping
-from rlflow.recipe import Recipe, Tune, load
+from rlflow.recipe import Recipe, Tune
+from rlflow.recipe_loading import load
 from rlflow.resources.cluster import Cluster, cluster_from, parse_shape
 from rlflow.resources.time.calibration import Calibration, calibration_from
 from rlflow.schema import Section, parse
@@ -40,11 +41,17 @@ class RunOptions(Section):
     """The keys of the configuration that do not belong to the recipe."""
 
     cluster: Mapping[str, Any]
+    """A shape such as ``2x8@h200``, ``auto``, ``local``, or a file in ``conf/cluster`` with the keys below."""
     dry_run: bool
+    """Print the plan and stop."""
     plan: str | None
+    """A plan.json to run in place of a recipe."""
     resume: bool | str
+    """The folder of a run to continue; true: the last run of this recipe."""
     explain: bool
+    """Show more of the plan: the graph, all alternatives and limits."""
     tune: Tune
+    """Find faster micro-batches and sequence counts in the first steps; ``adaptive``: in all steps."""
     calibration: str | None
     """A YAML file with measured efficiencies for each kind of GPU, or the folder of a finished run."""
     deadline_hours: Annotated[float, Gt(0)] | None = None

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from annotated_types import Ge, Gt, Le, MinLen
+from annotated_types import Ge, Gt, Le, MinLen, Unit
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rlflow.errors import RecipeError, did_you_mean
@@ -17,12 +17,13 @@ T = TypeVar("T")
 # Arrays count in 32 bits.
 Count = Annotated[int, Ge(1), Le(2**31 - 1)]
 CountOrZero = Annotated[int, Ge(0), Le(2**31 - 1)]
+Steps = Annotated[Count, Unit("steps")]
 Text = Annotated[str, MinLen(1)]
 Coefficient = Annotated[float, Ge(0), Le(100)]
 """The factor of a term that is added to another one, such as a penalty."""
 # A week: no call takes longer, and timers overflow on numbers such as 1e300.
-Seconds = Annotated[float, Gt(0), Le(7 * 24 * 3600)]
-Minutes = Annotated[float, Gt(0), Le(7 * 24 * 60)]
+Seconds = Annotated[float, Gt(0), Le(7 * 24 * 3600), Unit("seconds")]
+Minutes = Annotated[float, Gt(0), Le(7 * 24 * 60), Unit("minutes")]
 
 # Characters that turn the direction of the text after them, so that it reads differently from what it is.
 _TURNING = frozenset(map(chr, [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]))

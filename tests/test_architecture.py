@@ -31,22 +31,27 @@ MAY_IMPORT = {
     "batch_files": {"batch", "packed"},
     "resources": {"errors", "schema"},
     "interpolations": {"errors", "schema"},
-    "recipe": {"errors", "interpolations", "schema", "resources"},
+    "recipe": {"schema", "resources"},
+    "recipe_loading": {"errors", "interpolations", "schema", "resources", "recipe"},
     "engines": {"errors", "extras", "host_memory", "text_files", "batch", "batch_files", "resources", "recipe"},
     "rewards": {"errors", "extras", "plugins", "schema"},
     "environments": {"errors", "plugins", "schema", "packed", "batch", "engines", "rewards"},
     "nodes": {"errors", "schema", "packed", "batch", "recipe", "engines", "rewards", "environments"},
     "data": {"errors", "plugins", "batch", "recipe"},
-    "compiler": {"errors", "plugins", "schema", "text_files", "batch", "resources", "recipe", "engines", "nodes"},
+    "compiler": {
+        *("errors", "plugins", "schema", "text_files", "batch", "resources", "recipe", "recipe_loading", "engines"),
+        "nodes",
+    },
     "arguments": {"errors"},
     "compose": {
         *("arguments", "errors", "interpolations", "schema", "yaml_files", "recipe_files", "resources", "recipe"),
+        "recipe_loading",
     },
     "runtime": {
         *("errors", "extras", "host_memory", "packed", "batch", "batch_files", "resources", "recipe", "engines"),
         *("rewards", "nodes", "data", "compiler", "text_files"),
     },
-    "report": {"errors", "text_files", "recipe", "nodes", "compiler", "runtime"},
+    "report": {"errors", "text_files", "recipe", "recipe_loading", "nodes", "compiler", "runtime"},
     "command_context": {"errors", "resources", "recipe", "compiler", "compose", "runtime"},
     "cli": {
         *("arguments", "command_context", "errors", "resources", "recipe", "compiler", "compose"),
@@ -186,7 +191,7 @@ def test_model_libraries_are_imported_when_needed(path: Path) -> None:
 
 def test_only_what_reads_recipes_sees_omegaconf() -> None:
     seeing = {room(p) for p in FILES if any(n.split(".")[0] == "omegaconf" for n in imports(tree_of(p)))}
-    assert seeing == {"recipe", "interpolations", "yaml_files", "recipe_files", "compose", "cli"}
+    assert seeing == {"recipe_loading", "interpolations", "yaml_files", "recipe_files", "compose", "cli"}
 
 
 def test_sizes() -> None:

@@ -15,7 +15,8 @@ from rlflow.compiler.lower import Requirements
 from rlflow.compiler.run_cost import RunCost, run_cost
 from rlflow.compiler.wire import wire
 from rlflow.errors import PlacementError, RecipeError
-from rlflow.recipe import Recipe, recipe_from, to_yaml
+from rlflow.recipe import Recipe
+from rlflow.recipe_loading import recipe_from, to_yaml
 from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.resources.layout import Bundle, Layout, RolePlacement, Worker
 from rlflow.resources.planner.prediction import Prediction, predict
@@ -37,11 +38,17 @@ class Plan:
     """A recipe on a cluster: the placement of every role, the workload of a step, and the predictions."""
 
     recipe: Recipe
+    """The recipe, with all sizes that it pins."""
     graph: Graph
+    """The nodes and the edges between them."""
     workload: Workload
+    """The tasks, data and weight syncs of a step."""
     cluster: Cluster
+    """The hosts and their GPUs."""
     roles: Mapping[str, RolePlacement]
+    """The layout of each role, and the GPUs of its workers."""
     prediction: Prediction
+    """The predicted times and memory."""
 
     @property
     def needs_gpus(self) -> bool:

@@ -140,7 +140,10 @@ def _graph(arguments: _Arguments, remarks: dict[str, str]) -> dict[str, Any]:
         "old_logprobs": {"node": "logprobs", "role": "actor"},
         "rewards": {"node": "reward", "function": "number"},
     }
-    path, name = get("custom_reward_function.path"), get("custom_reward_function.name")
+    # Older versions of verl have this at the top level.
+    path, name = (
+        get(f"reward.custom_reward_function.{key}") or get(f"custom_reward_function.{key}") for key in ("path", "name")
+    )
     source = (
         f"verl calls {path}:{name or 'compute_score'}" if path else "verl chooses the reward by a row's data_source"
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-# verl's defaults (verl/trainer/config, 2025) of the arguments that a recipe states.
+# verl's defaults (0.9.1) of the arguments that a recipe states.
 DEFAULTS: Mapping[str, Any] = {
     "algorithm.adv_estimator": "gae",
     "algorithm.norm_adv_by_std_in_grpo": True,

@@ -115,7 +115,9 @@ class TokenAdvantage(Node, kind="token_advantage", unit="batch", reads_tokens=Tr
     """
 
     kl_coef: Coefficient = 0.0
+    """The factor of the divergence, which is subtracted from the reward."""
     kl_estimator: Estimator = "k1"
+    """The estimator of a token's divergence; docs/algorithms.md compares them."""
     unbiased: bool = False
     """Divide the variance by n - 1 tokens (as verl) in place of n (as OpenRLHF)."""
 

@@ -90,6 +90,7 @@ class Node(Section):
     """The base of all nodes. A kind of node names its kind and its unit as arguments of the class."""
 
     kind: ClassVar[str]
+    """The name under which recipes ask for the node."""
     unit: ClassVar[Unit]
     """How much the node needs at once: one sample, the samples of a prompt, or all of a step."""
     compares_groups: ClassVar[bool]

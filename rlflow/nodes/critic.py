@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Unit
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Metrics, Packed, Rewards, Rollouts, TokenAdvantages, ValueEstimates
@@ -60,9 +60,9 @@ class GaeAdvantage(Node, kind="gae_advantage", unit="batch", reads_tokens=True):
     kl_coef: Coefficient = 0.0
     """The coefficient of the KL divergence in the reward. Needs a ``reference``."""
     kl_estimator: Estimator = "k1"
-    kl_target: Annotated[float, Gt(0)] | None = None
-    """A divergence in nats a response. ``kl_coef`` is then the start value, and follows the target from step to step.
-    """
+    """The estimator of a token's divergence; docs/algorithms.md compares them."""
+    kl_target: Annotated[float, Gt(0), Unit("nats per response")] | None = None
+    """A divergence of responses. ``kl_coef`` is then the start value, and follows the target from step to step."""
     normalize: bool = True
     """Normalize advantages over all tokens of the batch. Returns are not normalized."""
     unbiased: bool = False
@@ -183,6 +183,7 @@ class ValueUpdate(Node, kind="value_update", unit="batch"):
     """The number of optimizer steps that the rollouts are divided among. With the policy's number, the minibatches are
     the same."""
     num_epochs: Annotated[int, Ge(1), Le(100)] = 1
+    """How often a step trains on its rollouts; prompts are shuffled after the first time."""
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         term, old = "(v - R)^2 / 2", symbols["values"]

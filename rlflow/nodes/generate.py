@@ -21,11 +21,13 @@ class Generate(Node, kind="generate", unit="sample"):
     """Generate ``group_size`` responses to each prompt."""
 
     group_size: Count = 8
+    """The number of responses to each prompt."""
     max_tokens: Count
     """The limit of a response; a response that reaches it is cut."""
     temperature: Annotated[float, Ge(0), Le(10)] = 1.0
     """0 takes the likeliest token."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Sample from the likeliest tokens whose probabilities add up to this share."""
     overcommit: Annotated[float, Ge(0), Lt(1)] = 0.0
     """The share of ``data.batch_size`` by which a step starts more prompts than it trains on. Its generation ends when
     enough groups are complete, and the partial rollouts of the others are resumed in the next step.

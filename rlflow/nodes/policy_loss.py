@@ -39,7 +39,9 @@ class Correction(Section):
     outside: Literal["bound", "mask"] = "bound"
     """The weight of a ratio outside of the bounds: the bound itself, or 0."""
     max_ratio: Annotated[float, Gt(0)] = 2.0
+    """The upper bound of the ratio."""
     min_ratio: Annotated[float, Ge(0)] = 0.0
+    """The lower bound of the ratio."""
 
     def expression(self, sampler: str) -> str:
         """Return the weight as a formula for people; ``sampler`` is the node whose logprobs were sampled with."""

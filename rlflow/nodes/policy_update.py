@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, Unit
 
 from rlflow.batch import Advantages, Examples, Logprobs, Metrics, Packed, Rollouts
 from rlflow.engines.base import Trains
@@ -78,20 +78,22 @@ class PolicyGradient(Section):
     kl_coef: Coefficient = 0.0
     """The coefficient of the KL divergence in the loss. Needs a ``reference``."""
     kl_estimator: Estimator = "k3"
-    kl_target: Annotated[float, Gt(0)] | None = None
-    """A divergence in nats a token. ``kl_coef`` is then the start value, and follows the target from step to step."""
+    """The estimator of a token's divergence; docs/algorithms.md compares them."""
+    kl_target: Annotated[float, Gt(0), Unit("nats per token")] | None = None
+    """A divergence of tokens. ``kl_coef`` is then the start value, and follows the target from step to step."""
     entropy_coef: Coefficient = 0.0
     """The coefficient of the entropy, which the loss increases."""
     correction: Correction | None = None
     """An importance weight for what sampled: an engine of other numerics, older versions. Needs ``old_logprobs``."""
     skip_truncated: bool = False
     """Do not train on responses that were cut at the limit (DAPO's overlong filtering)."""
-    critic_warmup: CountOrZero = 0
+    critic_warmup: Annotated[CountOrZero, Unit("steps")] = 0
     """The number of first steps that train the critic alone: the policy's learning rate is 0, and its schedule begins
     after them."""
     num_minibatches: Count = 1
     """The number of optimizer steps that the rollouts are divided among."""
     num_epochs: Annotated[int, Ge(1), Le(100)] = 1
+    """How often a step trains on its rollouts; prompts are shuffled after the first time."""
 
     @abstractmethod
     def surrogate(self, logprobs: "Tensor", columns: "Columns") -> "Loss":
@@ -275,6 +277,7 @@ class SftUpdate(Node, kind="sft_update", unit="batch"):
     """Supervised training on the responses of the data set."""
 
     num_minibatches: Count = 1
+    """The number of optimizer steps that the examples are divided among."""
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         return Formula(symbol="L", expression=f"{Weighting().expression('responses')} of [-log p]")

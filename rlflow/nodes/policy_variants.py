@@ -36,6 +36,7 @@ class GspoUpdate(PolicyGradient, Node, kind="gspo_update", unit="batch"):
 
     aggregation: Aggregation = "sequence"
     clip_eps: Annotated[float, Gt(0), Lt(1)] = 3e-4
+    """The distance below 1 at which the ratio of a response is clipped."""
     clip_eps_high: Annotated[float, Gt(0)] | None = 4e-4
     """The distance above 1. Null: the same as below."""
     dual_clip: Annotated[float, Gt(1)] | None = None

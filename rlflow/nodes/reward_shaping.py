@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-from annotated_types import Gt
+from annotated_types import Gt, Unit
 from numpy.typing import NDArray
 
 from rlflow.batch import Batch, Logprobs, Rewards, Rollouts, known_mean
@@ -38,6 +38,7 @@ class KlDivergence(Node, kind="kl_divergence", unit="sample"):
     """
 
     kl_estimator: Estimator = "k1"
+    """The estimator of a token's divergence; docs/algorithms.md compares them."""
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         summed = f"sum of {kl_expression(self.kl_estimator, 'd_old')} over the response"
@@ -56,9 +57,9 @@ class KlPenalty(Node, kind="kl_penalty", unit="sample", reads_tokens=False):
     """
 
     kl_coef: Coefficient
-    kl_target: Annotated[float, Gt(0)] | None = None
-    """A divergence in nats a response. ``kl_coef`` is then the start value, and follows the target from step to step.
-    """
+    """The factor of the divergence, which is subtracted from the reward."""
+    kl_target: Annotated[float, Gt(0), Unit("nats per response")] | None = None
+    """A divergence of responses. ``kl_coef`` is then the start value, and follows the target from step to step."""
 
     def check(self, connected: frozenset[str]) -> None:
         check_target(self.kl_coef, self.kl_target)
@@ -87,6 +88,7 @@ class OverlongPenalty(Node, kind="overlong_penalty", unit="sample", reads_tokens
     max_tokens: Count
     """The limit of a response, as in the node that generates it. All tokens of a conversation count."""
     buffer_tokens: Count
+    """The last tokens before the limit, over which the penalty rises."""
 
     def check(self, connected: frozenset[str]) -> None:
         if self.buffer_tokens > self.max_tokens:

@@ -8,7 +8,7 @@ from rlflow.compiler.facts import format_gpu_hours, format_seconds
 from rlflow.compiler.graph import GraphNode
 from rlflow.compiler.plan import Plan, format_duration
 from rlflow.compiler.render import describe_layout
-from rlflow.recipe import to_yaml
+from rlflow.recipe_loading import to_yaml
 from rlflow.report.page import build_page
 from rlflow.text_files import replace_text
 

@@ -52,7 +52,9 @@ class Host(Section):
     """A machine with GPUs of one kind."""
 
     name: str
+    """The name of the machine."""
     gpus: Count
+    """The number of its GPUs."""
     gpu: str
     """The kind of its GPUs, a key of ``Cluster.gpus``."""
     free: tuple[int, ...] | None = None

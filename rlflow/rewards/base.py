@@ -26,6 +26,7 @@ class Failure:
     """The reason why a response has no reward."""
 
     kind: Kind
+    """The kind of mistake: ``raised``, ``invalid``, ``unreadable``, ``timeout``, ``died`` or ``unavailable``."""
     reason: str
     """Continues a sentence that starts with the function's name: ``took longer than 10 s``. Long reasons are cut,
     because errors and services may return texts of any length."""

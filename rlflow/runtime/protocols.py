@@ -218,15 +218,21 @@ class Report:
     """The result of a run, also in ``report.json``."""
 
     name: str
+    """The name of the recipe."""
     fingerprint: str
+    """The fingerprint of the plan, which identifies the experiment."""
     status: Literal["finished", "stopped"]
+    """A stopped run can be resumed."""
     directory: str
+    """The run's folder."""
     steps: int
     """The steps made in all, including those before a resume."""
     seconds: float
     """The time of training and evaluation in this process."""
     eval_before: float | None
+    """The measure on held-out rows before training; None without evaluations."""
     eval_after: float | None
+    """The same after the last step."""
     step: Mapping[str, float | None] = field(default_factory=dict)
     """The seconds of a step, ``predicted`` and ``measured``: the median without the first step."""
     nodes: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)

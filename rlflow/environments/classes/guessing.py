@@ -16,7 +16,9 @@ class Guessing(Environment):
     batch_size = 64
 
     higher: str = ">"
+    """The answer to a guess that is too low."""
     lower: str = "<"
+    """The answer to a guess that is too high."""
 
     def reset(self, row: Row) -> None:
         self.number = int(row["number"])

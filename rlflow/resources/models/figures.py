@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal, get_args
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Unit
 
-from rlflow.errors import RecipeError
 from rlflow.schema import Count, CountOrZero, Section
 
 ModelType = Literal[
@@ -56,14 +55,17 @@ class Recurrent(Section):
     """
 
     num_layers: Count
+    """The number of these layers."""
     num_heads: Count
     """Heads of values: ``mamba_num_heads``, ``linear_num_value_heads``."""
     head_dim: Count
+    """Values of a head."""
     num_key_heads: CountOrZero = 0
     """Mamba's ``n_groups``, ``linear_num_key_heads``; 0 for layers that are only a convolution."""
     key_head_dim: CountOrZero = 0
     """Mamba's ``ssm_state_size``, ``linear_key_head_dim``."""
     conv_kernel: Count = 4
+    """Tokens that a convolution spans."""
 
     @property
     def value_width(self) -> int:
@@ -92,24 +94,34 @@ class Figures(Section):
     """The figures of a decoder-only transformer, under the names that most ``config.json`` files use."""
 
     model_type: ModelType
+    """The type of the model in transformers."""
     hidden_size: Count
+    """The values that represent a token between layers."""
     intermediate_size: Count
-    """The width of an expert too, where ``moe_intermediate_size`` is not given. OPT: ``ffn_dim``."""
+    """The width of an MLP, and of an expert where ``moe_intermediate_size`` is not given. OPT: ``ffn_dim``."""
     num_hidden_layers: Count
+    """The layers of the decoder."""
     num_attention_heads: Count
+    """The heads of queries."""
     num_key_value_heads: Count
+    """The heads of keys and values."""
     head_dim: Count
-    """With latent attention: the dimensions of queries and keys, rotated and other."""
+    """Values of a head. With latent attention: the dimensions of queries and keys, rotated and other."""
     vocab_size: Count
-    max_position_embeddings: Count
+    """Rows of the embeddings."""
+    max_position_embeddings: Annotated[Count, Unit("tokens")]
+    """The longest sequence."""
     tie_word_embeddings: bool = False
+    """The output layer is that of the embeddings."""
     rope_theta: Annotated[float, Gt(0)] = 10_000.0
+    """The base of rotary position embeddings."""
     attention_bias: bool = False
-    """For model types that can be built with and without; the others follow their class."""
+    """Projections of attention have a bias, in model types that can be built with and without."""
 
     num_experts: Count | None = None
     """Routed experts of a layer: ``num_local_experts``, ``n_routed_experts``."""
     num_experts_per_tok: Count | None = None
+    """The routed experts that a token uses."""
     moe_intermediate_size: Count | None = None
     """The width of one routed expert."""
     shared_expert_intermediate_size: CountOrZero = 0
@@ -118,13 +130,17 @@ class Figures(Section):
     """Layers without experts, in a model with experts: ``first_k_dense_replace``."""
 
     q_lora_rank: Count | None = None
+    """The width of the latent of queries, in latent attention."""
     kv_lora_rank: Count | None = None
-    """Given for latent attention (DeepSeek), together with the figures below."""
+    """The width of the cached latent, for latent attention (DeepSeek); the figures below belong to it."""
     qk_nope_head_dim: Count | None = None
+    """Values of a head of queries and keys that are not rotated."""
     qk_rope_head_dim: Count | None = None
+    """Values of a head of queries and keys that are rotated."""
     v_head_dim: Count | None = None
+    """Values of a head of values."""
 
-    sliding_window: Count | None = None
+    sliding_window: Annotated[Count, Unit("tokens")] | None = None
     """Tokens that a query of a windowed layer attends to, including itself."""
     num_full_attention_layers: CountOrZero = 0
     """Layers without a window, in a model with a sliding window."""
@@ -139,6 +155,7 @@ class Figures(Section):
     global_head_dim: Count | None = None
     """Gemma 4: the head dimension of layers without a window."""
     num_global_key_value_heads: Count | None = None
+    """Gemma 4: the heads of keys and values in layers without a window."""
     attention_k_eq_v: bool = False
     """Layers without a window use their keys as values, too."""
     num_kv_shared_layers: CountOrZero = 0
@@ -278,23 +295,3 @@ class Figures(Section):
         if not self.kv_lora_rank:
             return None, None
         return (self.qk_nope_head_dim or 0) + (self.qk_rope_head_dim or 0), self.v_head_dim
-
-
-def check(figures: Figures, path: str) -> None:
-    """Check that the figures, which stand at ``path``, are consistent. Raises RecipeError."""
-    for name in NEEDS.get(figures.model_type, ()):
-        if getattr(figures, name) is None:
-            raise RecipeError(f"{path}.{name}", f"is missing for {figures.model_type}", fix=f"add {path}.{name}=...")
-    for smaller, larger in (
-        ("num_experts_per_tok", "num_experts"),
-        ("num_dense_layers", "num_hidden_layers"),
-        ("num_full_attention_layers", "num_hidden_layers"),
-        ("num_kv_shared_layers", "num_hidden_layers"),
-    ):
-        low, high = getattr(figures, smaller), getattr(figures, larger)
-        if low is not None and high is not None and low > high:
-            raise RecipeError(f"{path}.{smaller}", f"{low} is more than the {high} of {larger}", fix=f"at most {high}")
-    if figures.num_attention_heads % figures.num_key_value_heads:
-        raise RecipeError(f"{path}.num_key_value_heads", "does not divide num_attention_heads", fix="use a divisor")
-    if figures.num_attention_layers < 1:
-        raise RecipeError(path, "expected at least one layer with attention", fix="more num_hidden_layers")

@@ -20,7 +20,9 @@ class Lora(Section):
     """The LoRA options of a role, under peft's names."""
 
     rank: Count = 16
+    """The rank of the matrices A and B; at most 512 with vLLM."""
     alpha: Annotated[float, Gt(0)] = 32.0
+    """B A is multiplied by ``alpha / rank``."""
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], MinLen(1)] = "all-linear"
     """Names of layers in the model's class, such as ``q_proj``; ``all-linear``: all but the output layer."""
 

@@ -54,6 +54,7 @@ def reward(
     The row's ``tests`` are a list, or its JSON, of ``{"input": text, "output": text}`` for programs or
     ``{"call": name, "arguments": [...], "result": ...}`` for functions. The program is the response's last code block
     that is marked as Python, or else the last one without a language. ``timeout_s`` applies to all tests together.
+    A program may use ``memory_mib`` of memory, and ``num_processes`` processes and threads.
     """
     limits = {"memory_mib": memory_mib, "num_processes": num_processes}
     return [

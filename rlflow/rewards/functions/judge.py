@@ -36,9 +36,10 @@ def reward(
 ) -> list[Outcome]:
     """Ask the judge about each response and return the scores in its answers.
 
-    ``url`` ends with ``/v1``. ``prompt`` names ``{response}`` and columns of the row in braces. The last match of
-    ``score`` in the judge's answer is used: its first group is the number, or the whole match if it has no groups.
-    ``api_key`` names the environment variable that holds the key; without it no key is sent.
+    ``url`` ends with ``/v1``. ``model``, ``max_tokens`` and ``temperature`` are those of the request. ``prompt`` names
+    ``{response}`` and columns of the row in braces. The last match of ``score`` in the judge's answer is used: its
+    first group is the number, or the whole match if it has no groups. ``api_key`` names the environment variable that
+    holds the key; without it no key is sent.
     """
     key = os.environ.get(api_key)
     columns = _columns(prompt)

@@ -14,7 +14,7 @@ from rlflow.rewards.http import Url, post
 
 @batched(32)
 def reward(texts: Sequence[str], rows: Sequence[Row], *, url: Url, timeout_s: float) -> list[Outcome]:
-    """Request the rewards of all responses at once. Values of rows that JSON cannot hold are sent as text."""
+    """Request the rewards of all responses from ``url`` at once. Values that JSON cannot hold are sent as text."""
     answer = post(url, {"texts": list(texts), "rows": [dict(row) for row in rows]}, timeout_s)
     if isinstance(answer, Failure):
         return [answer] * len(texts)

@@ -13,7 +13,7 @@ from rlflow.compiler import compile_recipe
 from rlflow.compiler.plan import plan_from, read_plan
 from rlflow.compose import load_cluster
 from rlflow.errors import PlacementError, RecipeError
-from rlflow.recipe import recipe_from
+from rlflow.recipe_loading import recipe_from
 from rlflow.resources.time.speed import Efficiency
 from tests.conftest import CONFIG_DIR, RECIPES
 from tests.helpers import load

@@ -92,6 +92,12 @@ def test_ppo_has_a_critic_and_its_penalty_in_the_reward() -> None:
     assert remarks["steps"] == "rows of the data / 1024, times 3 epochs"
 
 
+@pytest.mark.parametrize("prefix", ["", "reward."])
+def test_the_own_reward_is_named(prefix: str) -> None:
+    remarks = convert(f"{GRPO} {prefix}custom_reward_function.path=mine.py").remarks
+    assert remarks["graph.rewards.function"].startswith("verl calls mine.py:compute_score")
+
+
 def test_every_argument_has_a_place_or_a_remark() -> None:
     remarks = convert(GRPO).remarks
     assert remarks["some.new_option=1"] == "not known to rlflow"

@@ -1,0 +1,79 @@
+"""docs/reference.md has every key of a recipe, each with a meaning, and is up to date."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+import rlflow
+from rlflow.nodes.base import KINDS
+from tests import python_reference, reference
+from tests.conftest import ROOT
+
+KEYS = {key.path: key for table in reference.tables() for key in table.keys}
+
+
+def test_every_key_has_a_meaning() -> None:
+    assert [
+        f"{table.heading}: {key.path}" for table in reference.tables() for key in table.keys if not key.meaning
+    ] == []
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert reference.PAGE.read_text() == reference.page(), "python -m tests.reference writes it anew"
+
+
+def test_public_names_have_a_meaning() -> None:
+    page = python_reference.page()
+    assert [line for line in page.splitlines() if line.endswith("|  |")] == []
+    assert python_reference.PAGE.read_text() == page, "python -m tests.python_reference writes it anew"
+
+
+@pytest.mark.parametrize("name", rlflow.__all__)
+def test_public_names_are_listed(name: str) -> None:
+    assert f"### `rlflow.{name}`" in python_reference.page()
+
+
+@pytest.mark.parametrize(
+    ("path", "row"),
+    [
+        ("roles.ROLE.optimizer.learning_rate", ("number above 0 to 1", "`1e-06`", "")),
+        ("roles.ROLE.zero_stage", ("whole number from 0 to 3 or `auto`", "`auto`", "")),
+        ("roles.ROLE.timeout_minutes", ("number above 0 to 10080", "`10`", "minutes")),
+        ("roles.ROLE.lora.rank", ("whole number from 1", "`16`", "")),
+        ("data.max_prompt_tokens", ("whole number from 1", "", "tokens")),
+        ("data.overlong", ("`error`, `drop` or `truncate_left`", "`error`", "")),
+        ("checkpoints.every", ("whole number from 1", "", "steps")),
+        ("models.NAME.architecture.sliding_window", ("whole number from 1 or `null`", "`null`", "tokens")),
+        ("cluster.gpus.KIND.memory_gb_s", ("number above 0 or `null`", "`null`", "GB/s")),
+        ("tune", ("`true` or `false` or `adaptive`", "`false`", "")),
+    ],
+)
+def test_rows(path: str, row: tuple[str, str, str]) -> None:
+    key = KEYS[path]
+    assert (key.type, key.default, key.unit) == row
+
+
+def paths(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in content.items():
+        inside = prefix.split(".")[0] if prefix.count(".") == 1 else ""
+        shown = {"models": "NAME", "roles": "ROLE"}.get(inside, name)
+        if isinstance(value, Mapping) and shown not in ("options", "columns"):
+            yield from paths(value, f"{prefix}{shown}.")
+        else:
+            yield f"{prefix}{shown}"
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_keys_of_recipes_are_listed(recipe: Any) -> None:
+    content: Any = OmegaConf.to_container(OmegaConf.load(recipe))
+    own = {key: value for key, value in content.items() if key not in ("defaults", "graph")}
+    assert [path for path in paths(own) if path not in KEYS] == []
+
+
+def test_every_kind_of_node_is_listed() -> None:
+    headings = {table.heading for table in reference.tables()}
+    shipped = [kind for kind, node in KINDS.items() if node.__module__.startswith("rlflow.")]
+    assert len(shipped) > 20
+    assert [kind for kind in shipped if f"### `{kind}`" not in headings] == []
