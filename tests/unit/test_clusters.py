@@ -1,8 +1,11 @@
 """What docs/clusters.md offers to copy: scripts that parse, recipes and variables that exist."""
 
 import ast
+import os
 import re
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,14 +23,123 @@ SLURM = ROOT / "docs" / "clusters" / "slurm.sh"
 KUBERAY = ROOT / "docs" / "clusters" / "kuberay.yaml"
 
 
-def manifest() -> Any:
-    return OmegaConf.to_container(OmegaConf.load(KUBERAY))
+DOCKERFILE = ROOT / "docs" / "clusters" / "Dockerfile"
+SKYPILOT = ROOT / "docs" / "clusters" / "skypilot.yaml"
+# Slurm's commands, Ray and Python. As Slurm does, srun sends a signal to all processes of its step. The run is
+# signalled as soon as it has started, unless it resumes.
+STAND_INS = {
+    "scontrol": 'if [ "$1" = show ]; then echo host-a; echo host-b; else echo "scontrol $*" >> log; fi',
+    "srun": """
+export SLURM_NODEID=0 BATCH=$PPID
+while [ "$1" != bash ]; do shift; done
+set -m
+"$@" & step=$!
+trap 'again=yes; kill -USR1 -- "-$step"' USR1
+trap 'again=yes; kill -TERM -- "-$step"' TERM
+again=yes
+while [ -n "$again" ]; do again=; wait "$step"; code=$?; done
+exit "$code"
+""",
+    "ray": "exec tail -f /dev/null",
+    "python": """
+if [ "$1" = -c ]; then echo 2; exit; fi
+echo "python $*" >> log
+case "$*" in *resume=*) exit 0;; esac
+trap 'mkdir -p outputs/slurm-7/checkpoints/step-3; kill "$waiting"; exit 143' TERM
+tail -f /dev/null & waiting=$!
+kill -USR1 "$BATCH"
+wait "$waiting"
+wait "$waiting"
+""",
+}
 
 
-def test_the_slurm_script_is_a_script() -> None:
-    done = subprocess.run(["bash", "-n", SLURM], capture_output=True, text=True, timeout=20)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert 'python -m rlflow cluster=auto "$@" &' in SLURM.read_text()
+def manifest(*, sandbox: bool = False) -> Any:
+    text = KUBERAY.read_text()
+    return OmegaConf.to_container(OmegaConf.create(text.replace("# sandbox: ", "") if sandbox else text))
+
+
+def tool(name: str) -> str:
+    """Return the path of a program; skip the test where it is not installed."""
+    path = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    return path or pytest.skip(f"{name} is not installed")
+
+
+def passes(*command: str | Path) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_slurm_script_passes_shellcheck() -> None:
+    passes(tool("shellcheck"), SLURM)
+
+
+def test_the_dockerfile_passes_hadolint() -> None:
+    passes(tool("hadolint"), DOCKERFILE)
+
+
+def test_a_slurm_job_ends_with_a_checkpoint_and_continues(tmp_path: Path) -> None:
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host-[a-b]", "SLURM_JOB_NUM_NODES": "2"}
+    environment = {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    codes = [
+        subprocess.run(["bash", SLURM, "steps=9"], cwd=tmp_path, env=environment, timeout=60, check=False).returncode
+        for _ in range(2)
+    ]
+    assert codes == [143, 0]
+    assert (tmp_path / "log").read_text().splitlines() == [
+        "python -m rlflow cluster=auto hydra.run.dir=outputs/slurm-7 steps=9",
+        "scontrol requeue 7",
+        "python -m rlflow cluster=auto resume=outputs/slurm-7 steps=9",
+    ]
+
+
+# The fields of KubeRay's resource definition that a manifest may use, from its API reference (1.7.1).
+KUBERAY_FIELDS = {
+    "spec": {"entrypoint", "runtimeEnvYAML", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "backoffLimit"}
+    | {"rayClusterSpec", "submissionMode", "suspend", "activeDeadlineSeconds", "jobId", "metadata"},
+    "rayClusterSpec": {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs", "enableInTreeAutoscaling"},
+    "headGroupSpec": {"rayStartParams", "template", "serviceType", "enableIngress", "resources", "labels"},
+    "workerGroupSpecs": {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
+    | {"numOfHosts", "idleTimeoutSeconds", "suspend", "scaleStrategy", "resources", "labels"},
+}
+
+
+def test_the_manifest_has_fields_of_kuberay() -> None:
+    spec = manifest()["spec"]
+    cluster = spec["rayClusterSpec"]
+    parts = [("spec", spec), ("rayClusterSpec", cluster), ("headGroupSpec", cluster["headGroupSpec"])]
+    parts += [("workerGroupSpecs", group) for group in cluster["workerGroupSpecs"]]
+    assert [name for name, part in parts if not part.keys() <= KUBERAY_FIELDS[name]] == []
+    assert cluster["authOptions"] == {"mode": "token"}
+
+
+@pytest.mark.parametrize("sandbox", [False, True])
+def test_pods_are_those_of_kubernetes(sandbox: bool) -> None:
+    validate = pytest.importorskip("kubernetes_validate").validate
+    cluster = manifest(sandbox=sandbox)["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, **group["template"]}
+        validate(pod, "1.33", strict=True)
+    assert ("securityContext" in pod["spec"]["containers"][0]) is sandbox
+    assert pod["spec"].get("hostUsers", True) is not sandbox
+
+
+def test_the_skypilot_file_is_a_task_of_skypilot() -> None:
+    schemas = pytest.importorskip("sky.utils.schemas")
+    jsonschema = pytest.importorskip("jsonschema")
+    task: Any = OmegaConf.to_container(OmegaConf.load(SKYPILOT))
+    jsonschema.validate(task, schemas.get_task_schema())
+    jsonschema.validate(task["resources"], schemas.get_resources_schema())
+
+
+def test_the_scripts_of_the_skypilot_file_pass_shellcheck(tmp_path: Path) -> None:
+    task: Any = OmegaConf.to_container(OmegaConf.load(SKYPILOT))
+    for part in ("setup", "run"):
+        (tmp_path / part).write_text(f"#!/bin/bash\n{task[part]}")
+        passes(tool("shellcheck"), "--exclude=SC1090", tmp_path / part)
 
 
 def test_the_manifest_is_a_job_of_rlflow() -> None:
@@ -59,7 +171,7 @@ def test_only_workers_have_gpus() -> None:
     assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"]
 
 
-@pytest.mark.parametrize("path", [PAGE, SLURM, KUBERAY], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [PAGE, SLURM, KUBERAY, DOCKERFILE, SKYPILOT], ids=lambda path: path.name)
 def test_recipes_and_files_that_are_named_exist(path: Path) -> None:
     text = path.read_text()
     for name in re.findall(r"\brecipe=(\w+)", text):
