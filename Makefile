@@ -8,7 +8,7 @@ PYTEST := $(BIN)/pytest --dist loadfile --no-loadscope-reorder -n
 # The tests start hundreds of processes: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check soak lint
+.PHONY: demo test check soak lint docs
 
 demo: .venv/runtime
 	$(BIN)/python -m rlflow
@@ -21,6 +21,9 @@ check: lint
 
 soak: .venv/dev
 	$(PYTEST) 3 -m soak
+
+docs: .venv/dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: .venv/dev
 	$(BIN)/ruff check .

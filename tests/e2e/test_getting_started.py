@@ -1,7 +1,9 @@
 """docs/getting-started.md and the docstring of rlflow.run keep their promises."""
 
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -11,9 +13,23 @@ from typing import Any
 import pytest
 
 import rlflow
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Typed
+from tests.e2e.test_readme import own_recipe
 
-CODE = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "getting-started.md").read_text(), flags=re.DOTALL)
+PAGE = (ROOT / "docs" / "getting-started.md").read_text()
+CODE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+COMMANDS = [
+    line.replace("\\\n", "")
+    for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
+    for line in re.findall(r"^python -m rlflow (?:.*\\\n)*.*", block, flags=re.MULTILINE)
+]
+
+
+def files_of_the_page(folder: Path) -> None:
+    """Write the files that the page asks for, among them the README's recipe."""
+    own_recipe(folder)
+    with (folder / "my_rewards.py").open("a") as rewards:
+        rewards.write(f"\n\n{CODE[0]}")
 
 
 def example() -> str:
@@ -48,3 +64,51 @@ def test_the_reward_counts_digits() -> None:
     names: dict[str, Any] = {}
     exec(CODE[0], names)
     assert names["digits_right"](["12", "13", ""], [{"answer": "12"}] * 3) == [1.0, 0.5, 0.0]
+
+
+def test_every_command_is_found() -> None:
+    assert len(COMMANDS) == PAGE.count("python -m rlflow ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_plan(command: str, typed: Typed, tmp_path: Path) -> None:
+    files_of_the_page(tmp_path)
+    code, out, errors = typed(*shlex.split(command)[3:], *([] if "dry_run=true" in command else ["dry_run=true"]))
+    assert (code, errors) == (0, "")
+    assert "fingerprint" in out
+
+
+def save_small_model(folder: Path) -> None:
+    """Save a model of random weights that reads bytes and has a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytewise = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<end>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 2048}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes, **heads)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+@pytest.mark.soak
+def test_a_reader_who_types_every_command_reaches_the_end(tmp_path: Path) -> None:
+    """The model on the hub is replaced by a small one, because nothing is downloaded in tests."""
+    files_of_the_page(tmp_path)
+    save_small_model(tmp_path / "small")
+    small = ["models.policy.path=small", "models.policy.architecture=null", "models.policy.architecture_of=null"]
+    for command in COMMANDS:
+        arguments = [*shlex.split(command)[1:], *(small if "cluster=local" in command else [])]
+        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+    reports = [json.loads(path.read_text()) for path in tmp_path.glob("outputs/*/*/report.json")]
+    trained = [command for command in COMMANDS if "dry_run=true" not in command]
+    assert sorted(report["steps"] for report in reports) == sorted(
+        int(re.findall(r"\bsteps=(\d+)", command)[0]) for command in trained
+    )
