@@ -100,7 +100,7 @@ def on_hosts(count: int) -> float:
         from rlflow.runtime.ray.waits import Waits
         from rlflow.runtime.ray.watchdog import Watchdog
 
-        limits = Waits({}, other_s=60.0), Watchdog(RayServices([]))
+        limits = Waits({}, other_s=60.0), Watchdog(RayServices({}))
         with (
             StoreCalls(Budget(store_limits())).running() as store_calls,
             RemoteObjects(store_calls, *limits, simulated=True) as objects,

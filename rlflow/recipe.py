@@ -175,6 +175,10 @@ class Recipe(Section):
     checkpoints: Checkpoints
     expect: Expect = Expect()
     overlap: Overlap = field(default_factory=Overlap)
+    max_restarts: CountOrZero = 2
+    """How often in a row the run goes back to the same checkpoint when it has lost workers."""
+    elastic: bool = False
+    """Plan again for the other hosts when the run has lost some, and continue on them."""
     stop_after_skipped_steps: Count = 3
     """The number of steps in a row after which the run stops that were skipped for values that are not finite."""
 

@@ -1,8 +1,7 @@
-"""Everything that opens before the first step: checks, models, data, engines and the graph as it runs."""
+"""Everything that opens before the next step: checks, models, data, engines and the graph as it runs."""
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -34,9 +33,10 @@ from rlflow.runtime.generation.resampling import ResamplingRounds
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.preflight import check_before_start, check_directory, check_examples, last_checkpoint
 from rlflow.runtime.protocols import Engines, Observer, Observers, Report, Runtime
+from rlflow.runtime.recovery import Session
 from rlflow.runtime.samples import SampleReader
 from rlflow.runtime.step import StepStart, run_graph, sync_followers
-from rlflow.runtime.tuning import Tuner, with_spare_slots
+from rlflow.runtime.tuning import Tuner
 
 
 class Run(Protocol):
@@ -77,12 +77,10 @@ class Training:
     """All observers of the run."""
     progress: RunProgress
     """The steps made so far: none, or those of the checkpoint that the run resumes from."""
-    warnings: Sequence[str]
-    started_at: float
 
 
 @contextmanager
-def prepare(
+def opened(
     plan: Plan,
     directory: Path,
     runtime: Runtime,
@@ -92,8 +90,8 @@ def prepare(
     resume: bool,
     stop: Callable[[], bool],
     tune: Tune,
-) -> Iterator[Training]:
-    """Check everything, start the engines and restore the last checkpoint; stop the engines on exit.
+) -> Iterator[Session]:
+    """Check everything, read the data and start the engines; stop them on exit.
 
     ``run`` trains the models that other recipes make. Raises the errors of ``rlflow.runtime.run.run``.
     """
@@ -102,7 +100,7 @@ def prepare(
         fact = "compares the times of steps, which overlap.max_staleness lets overlap"
         raise RecipeError("tune", fact, fix="tune=false, or overlap.max_staleness=0")
     check_directory(directory, resume=resume)
-    with locked(directory), ExitStack() as stack:
+    with locked(directory):
         check_before_start(plan, directory, runtime, resume=resume)
         last, progress = last_checkpoint(plan, directory, resume=resume)
         warnings = _warn(observer, last.damaged if last else ())
@@ -120,13 +118,32 @@ def prepare(
         models = resolve_models(plan, train_base)
         data = _open_data(plan, models, rows, held_out, progress)
         warnings += _warn(observer, data.warnings)
-        write_plan(plan, directory)
-        started_at = time.perf_counter()
-        engines = stack.enter_context(runtime.start(with_spare_slots(plan) if tune else plan, models, directory))
-        data = engines.place_with_tokens(data)
+        session = Session(
+            plan=plan,
+            directory=directory,
+            runtime=runtime,
+            models=models,
+            observers=observers,
+            stop=stop,
+            tune=tune,
+            last=last,
+            progress=progress,
+            warnings=warnings,
+            data=data,
+        )
+        with session:
+            yield session
+
+
+@contextmanager
+def prepare(session: Session) -> Iterator[Training]:
+    """Restore the last checkpoint, and prepare everything for the next step."""
+    plan, directory, engines, data = session.plan, session.directory, session.engines, session.data
+    observer = Observers(session.observers)
+    with ExitStack() as stack:
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
         graph = bind_nodes(plan.graph)
-        evaluator = evaluator_of(plan.graph, graph) if held_out else None
+        evaluator = evaluator_of(plan.graph, graph) if plan.recipe.evaluation else None
         graph, overcommits = with_overcommit(graph, plan.recipe.data.batch_size, data)
         rounds = (
             ResamplingRounds(graph, plan.recipe.data.batch_size, data, run_graph) if resampled_nodes(graph) else None
@@ -140,12 +157,12 @@ def prepare(
             evaluator = evaluator and PausingEvaluator(evaluator, ahead.paused)
         parts = {**trained, **overcommits, **states_of(graph, engines)}
         parts |= {each.path: each for each in (rounds, ahead) if each}
-        if last:
-            restore(last, parts)
-        if tune:
-            observer.add(Tuner(engines, adaptive=tune == "adaptive"))
+        if session.last:
+            restore(session.last, parts)
+        if session.tune:
+            observer.add(Tuner(engines, adaptive=session.tune == "adaptive"))
         for each in observer.observers:
-            each.started(plan, directory, progress.step)
+            each.started(plan, directory, session.progress.step)
             stack.callback(each.close)
         yield Training(
             plan=replace(plan, graph=graph.without(ahead.nodes) if ahead else without_resampled(graph)),
@@ -158,12 +175,12 @@ def prepare(
             sample_reader=SampleReader(plan.graph, data, plan.recipe.seed),
             evaluator=evaluator,
             checkpoints=stack.enter_context(
-                CheckpointWriter(directory, parts, plan.recipe.checkpoints.keep, progress.step if last else None)
+                CheckpointWriter(
+                    directory, parts, plan.recipe.checkpoints.keep, session.progress.step if session.last else None
+                )
             ),
             observer=observer,
-            progress=progress,
-            warnings=warnings,
-            started_at=started_at,
+            progress=session.progress,
         )
 
 

@@ -31,6 +31,21 @@ class StoreUse:
     """The largest number of bytes at once, by host."""
 
 
+@dataclass(frozen=True)
+class Lost:
+    """The processes and hosts that a run has lost."""
+
+    processes: Sequence[str] = ()
+    """The processes that have died or were ended, as messages name them."""
+    hosts: Sequence[str] = ()
+    """The plan's names of the hosts."""
+    hosts_may_return: bool = False
+    """The hosts are those of a Ray that was not started by the run, which may get them back."""
+
+    def __bool__(self) -> bool:
+        return bool(self.processes or self.hosts)
+
+
 class Subscriber(Protocol):
     """A consumer of finished samples, while their generation goes on."""
 
@@ -76,6 +91,16 @@ class Engines(dict[str, Any]):
     def are_apart(self, role: str, other: str) -> bool:
         """Return whether two roles can work at the same time, on different GPUs."""
         return False
+
+    def find_lost(self) -> Lost:
+        """Return what has been lost since the engines started. Takes a few seconds at most."""
+        return Lost()
+
+    def restart_lost(self) -> None:
+        """Start the engines of trained roles anew, and of all roles that have lost any; the others keep running.
+
+        They are as after the start of the run. Every other process ends, and starts again when it is needed.
+        """
 
     def mark_idle(self, role: str) -> None:
         """Note that the role is idle until the next weight sync, so that it need not keep its own."""
@@ -146,7 +171,10 @@ class Observer:
         """Receive a warning of a run that continues. May come before ``started``."""
 
     def started(self, plan: Plan, directory: Path, step: int) -> None:
-        """Receive the number of steps made so far: 0, or those of the checkpoint that the run resumes from."""
+        """Receive the number of steps made so far: 0, or those of the checkpoint that the run resumes from.
+
+        Comes again, after ``close``, when a run that has lost workers goes back to its last checkpoint.
+        """
 
     def evaluated(self, step: int, figure: float) -> None:
         """Receive the measure on held-out rows after ``step`` steps.
@@ -167,7 +195,10 @@ class Observer:
         """Receive the report of a run that made all its steps or was asked to stop."""
 
     def close(self) -> None:
-        """Release what the observer holds: the last call of a run that has started, also of one that failed."""
+        """Release what the observer holds: the last call of a run that has started, also of one that failed.
+
+        ``started`` may follow.
+        """
 
 
 class Observers(Observer):
@@ -233,6 +264,8 @@ class Report:
     """The measure on held-out rows before training; None without evaluations."""
     eval_after: float | None
     """The same after the last step."""
+    restarts: int = 0
+    """The number of returns to a checkpoint in this process, after workers or hosts were lost."""
     step: Mapping[str, float | None] = field(default_factory=dict)
     """The seconds of a step, ``predicted`` and ``measured``: the median without the first step."""
     nodes: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)

@@ -17,8 +17,9 @@ from rlflow.runtime.atomic_folder import write_folder
 from rlflow.runtime.checkpoint import RunProgress, checkpoints, is_checkpoint_due
 from rlflow.runtime.evaluation import is_evaluation_due
 from rlflow.runtime.measurements import StepTimes, compare_memory
-from rlflow.runtime.prepare import Training, prepare
+from rlflow.runtime.prepare import Training, opened, prepare
 from rlflow.runtime.protocols import Observer, Report, Runtime, StoreUse
+from rlflow.runtime.recovery import Session
 from rlflow.runtime.skipped_steps import SkippedSteps
 from rlflow.runtime.step import train_step
 from rlflow.text_files import replace_text
@@ -36,17 +37,29 @@ def run(
 ) -> Report:
     """Run ``plan`` in ``directory``; with ``resume`` from the last checkpoint there.
 
-    ``stop`` is called after every step; once it returns True, the run ends with a checkpoint. With ``tune``,
-    micro-batches and the number of concurrent sequences start at the plan's values and grow while that is faster and
-    memory allows: in the first steps, or with "adaptive" during the whole run.
+    A run that loses workers goes back to its last checkpoint with new ones; it also does without lost hosts, where
+    the recipe is elastic. ``stop`` is called after every step; once it returns True, the run ends with a checkpoint.
+    With ``tune``, micro-batches and the number of concurrent sequences start at the plan's values and grow while that
+    is faster and memory allows: in the first steps, or with "adaptive" during the whole run.
 
     Raises a UserError for files that are missing, for a plan that cannot run here and for a directory that another run
     uses, and an EngineError when a model or a worker fails.
     """
     with (
         _continuation_noted(directory),
-        prepare(plan, directory, runtime, observers, run=run, resume=resume, stop=stop, tune=tune) as training,
+        opened(plan, directory, runtime, observers, run=run, resume=resume, stop=stop, tune=tune) as session,
     ):
+        while True:
+            try:
+                return _train(session)
+            except EngineError as error:
+                session.recover(error)
+
+
+def _train(session: Session) -> Report:
+    """Train from the last checkpoint to the end of the run."""
+    plan, directory, stop = session.plan, session.directory, session.stop
+    with prepare(session) as training:
         engines, data, observer, progress = training.engines, training.data, training.observer, training.progress
         metrics: Mapping[str, float] = {}
         times = StepTimes(plan)
@@ -79,7 +92,7 @@ def run(
                 times.add(metrics)
             observer.stepped(progress.step, metrics)
             training.checkpoints.check()
-        return _finish(training, progress, metrics, times)
+        return _finish(session, training, progress, metrics, times)
 
 
 @contextmanager
@@ -93,7 +106,9 @@ def _continuation_noted(directory: Path) -> Iterator[None]:
         raise
 
 
-def _finish(training: Training, progress: RunProgress, metrics: Mapping[str, float], times: StepTimes) -> Report:
+def _finish(
+    session: Session, training: Training, progress: RunProgress, metrics: Mapping[str, float], times: StepTimes
+) -> Report:
     """Export the trained models of a run that made all its steps, and write and return its report.
 
     ``metrics`` are those of the last step.
@@ -110,15 +125,16 @@ def _finish(training: Training, progress: RunProgress, metrics: Mapping[str, flo
         status="finished" if is_finished else "stopped",
         directory=str(directory),
         steps=progress.step,
-        seconds=time.perf_counter() - training.started_at,
+        seconds=time.perf_counter() - session.started_at,
         eval_before=measures[0] if measures else None,
         eval_after=measures[-1] if measures and is_finished else None,
+        restarts=session.restarts,
         step=times.step(plan),
         nodes=times.nodes(plan),
         memory=compare_memory(plan, training.engines.peak_bytes()),
         overlap=times.overlap(plan),
         store=_compare_store_use(plan, training.engines.store_use()),
-        warnings=[*training.warnings, *_skipped_warning(progress)],
+        warnings=[*session.warnings, *_skipped_warning(progress)],
         models=models,
         metrics=metrics,
     )

@@ -84,7 +84,7 @@ def made_on_two_hosts() -> Iterator[Made]:
     def remote(number: int) -> Any:
         return lambda method, *arguments: as_future(getattr(actors[number], method).remote(*arguments), "a worker")
 
-    limits = Waits({}, other_s=60.0), Watchdog(RayServices([]))
+    limits = Waits({}, other_s=60.0), Watchdog(RayServices({}))
     with (
         StoreCalls(Budget(store_limits())).running() as store_calls,
         RemoteObjects(store_calls, *limits, simulated=True) as objects,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import asdict
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,6 +46,12 @@ class EngineGroup:
         self._activity: list[Line] = []
         self._failures: list[Line] = []
         self._subscriber: Subscriber | None = None
+        self._generating = Lock()
+
+    def wait_until_idle(self) -> None:
+        """Return when the generation in progress has ended, if there is one."""
+        with self._generating:
+            pass
 
     @contextmanager
     def subscribed(self, subscriber: Subscriber) -> Iterator[None]:
@@ -82,6 +89,12 @@ class EngineGroup:
         Engines that fail are replaced as in ``generate``. Returns None if it is interrupted before it has any tokens.
         Raises EngineError.
         """
+        with self._generating:
+            return self._generate_until(prompts, sampling, partial, goal)
+
+    def _generate_until(
+        self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, goal: Goal
+    ) -> Rollouts | None:
         previous, subscriber = self._previous_lengths.get(sampling), self._subscriber
         for restarts in range(_MAX_RESTARTS + 1):
             ranks = self._ranks_with_weights()

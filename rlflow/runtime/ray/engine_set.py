@@ -18,7 +18,7 @@ from rlflow.runtime.objects.budget import Budget, check_limits, store_limits
 from rlflow.runtime.objects.ray_api import wait_all
 from rlflow.runtime.objects.results import StoreCalls
 from rlflow.runtime.objects.sharding import cost_of
-from rlflow.runtime.protocols import FULLEST, Engines, StoreUse, Subscriber, T
+from rlflow.runtime.protocols import FULLEST, Engines, Lost, StoreUse, Subscriber, T
 from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.cluster.services import RayServices
 from rlflow.runtime.ray.engine_specs import is_on_gpu
@@ -28,6 +28,7 @@ from rlflow.runtime.ray.role_proxy import RoleProxy
 from rlflow.runtime.ray.role_workers import RoleWorkers
 from rlflow.runtime.ray.waits import Waits
 from rlflow.runtime.ray.watchdog import Watchdog
+from rlflow.runtime.weights.sync import busy_ranks
 
 
 @contextmanager
@@ -36,14 +37,16 @@ def start_engines(plan: Plan, models: Mapping[str, Model], bound: BoundPlan, dir
     limits = store_limits()
     check_limits(plan, {name: limits[host.node_id] for name, host in bound.hosts.items()})
     store_calls = StoreCalls(Budget(limits))
-    watchdog = Watchdog(RayServices(bound.hosts.values()))
+    services = RayServices(bound.hosts)
+    watchdog = Watchdog(services)
     journal = journal_folder(directory.absolute())
     workers = {
         name: RoleWorkers(plan, name, models[role.model], bound, store_calls, watchdog, journal)
         for name, role in plan.recipe.roles.items()
     }
-    neighbors, sleepers, replaced = gpu_neighbors(plan), sleeping_roles(plan), replaced_roles(plan)
-    turns = GpuTurns(workers, neighbors, sleepers, replaced)
+    turns = GpuTurns(workers, gpu_neighbors(plan), sleeping_roles(plan), replaced_roles(plan))
+    for role in workers:
+        turns.stopped(role)
     hosts = _hosts_with_samples(plan, bound)
     divided = [node.operation for node in plan.graph.nodes if node.runs_on_every_host]
     with ThreadPoolExecutor(len(workers) + len(divided)) as pool, ExitStack() as running:
@@ -53,16 +56,29 @@ def start_engines(plan: Plan, models: Mapping[str, Model], bound: BoundPlan, dir
         remote_objects = running.enter_context(objects)
         for each in workers.values():
             running.callback(each.stop)
-        starting = [pool.submit(remote_objects.check_hosts, node, hosts) for node in divided]
-        independent = [role for role in workers if sleepers.isdisjoint({role, *neighbors[role]})]
-        starting += [pool.submit(workers[role].start) for role in independent]
-        for role in sorted(workers.keys() - set(independent), key=lambda role: plan.recipe.roles[role].follows is None):
-            # One after another, those that generate first: vLLM measures the free memory, which must not change.
-            workers[role].start()
-            turns.release(role)
-        wait_all(starting)
+        checking = [pool.submit(remote_objects.check_hosts, node, hosts) for node in divided]
+        _start(plan, workers, turns, pool)
+        wait_all(checking)
         engines = {role: _proxy(plan, role, each, turns) for role, each in workers.items()}
-        yield RayEngines(engines, store_calls, remote_objects, directory, turns, replaced, plan)
+        yield RayEngines(engines, workers, store_calls, remote_objects, directory, turns, plan, services, watchdog)
+
+
+def _start(plan: Plan, workers: Mapping[str, RoleWorkers], turns: GpuTurns, pool: ThreadPoolExecutor) -> None:
+    """Start the workers of some roles, at the same time where that does not change what others measure."""
+
+    def start(role: str) -> None:
+        turns.make_room(role)
+        workers[role].start()
+        turns.started(role)
+
+    neighbors, sleepers = gpu_neighbors(plan), sleeping_roles(plan)
+    independent = [role for role in workers if sleepers.isdisjoint({role, *neighbors[role]})]
+    starting = [pool.submit(start, role) for role in independent]
+    for role in sorted(workers.keys() - set(independent), key=lambda role: plan.recipe.roles[role].follows is None):
+        # One after another, those that generate first: vLLM measures the free memory, which must not change.
+        start(role)
+        turns.release(role)
+    wait_all(starting)
 
 
 def _hosts_with_samples(plan: Plan, bound: BoundPlan) -> set[str]:
@@ -74,7 +90,8 @@ def _hosts_with_samples(plan: Plan, bound: BoundPlan) -> set[str]:
 
 def _proxy(plan: Plan, role: str, workers: RoleWorkers, turns: GpuTurns) -> RoleProxy:
     cost = cost_of(role_architecture(plan.recipe, plan.graph, role))
-    return RoleProxy(role, workers, plan.roles[role].layout, workers.concurrent, turns, cost)
+    is_frozen = role not in plan.graph.trained_roles() and plan.recipe.roles[role].follows is None
+    return RoleProxy(role, workers, plan.roles[role].layout, workers.concurrent, turns, cost, is_frozen=is_frozen)
 
 
 class RayEngines(Engines):
@@ -83,20 +100,24 @@ class RayEngines(Engines):
     def __init__(
         self,
         engines: Mapping[str, RoleProxy],
+        workers: Mapping[str, RoleWorkers],
         store_calls: StoreCalls,
         remote_objects: RemoteObjects,
         directory: Path,
         turns: GpuTurns,
-        replaced: Collection[str],
         plan: Plan,
+        services: RayServices,
+        watchdog: Watchdog,
     ) -> None:
-        """Take the parts; ``replaced`` are the roles that receive all weights in every step."""
+        """Take the parts."""
         super().__init__(engines)
         self.store_calls = store_calls
+        self._workers = workers
         self._remote_objects = remote_objects
         self._directory = directory
         self._turns = turns
-        self._replaced = replaced
+        self._plan, self._services, self._watchdog = plan, services, watchdog
+        self._replaced = replaced_roles(plan)
         self._bundles = {role: set(placement.bundles) for role, placement in plan.roles.items()}
         self._on_gpus = is_on_gpu(plan)
         self._stored: Counter[str] = Counter()
@@ -106,13 +127,15 @@ class RayEngines(Engines):
         """Return the metrics of a step, and append the engines' activity and failures to ``engines.jsonl``."""
         metrics: dict[str, float] = {}
         for role, engine in self.items():
-            if engine.engine_group is None:
-                continue
-            activity, failures = engine.engine_group.take_activity(), engine.engine_group.take_failures()
+            failures = engine.take_failures()
+            activity = engine.engine_group.take_activity() if engine.engine_group else []
             lines = [{name: value for name, value in line.items() if value is not None} for line in activity]
             lines += [{"role": role, **failure} for failure in failures]
-            with (self._directory / "engines.jsonl").open("a") as file:
-                file.writelines(json.dumps({"step": step, **line}) + "\n" for line in lines)
+            if lines:
+                with (self._directory / "engines.jsonl").open("a") as file:
+                    file.writelines(json.dumps({"step": step, **line}) + "\n" for line in lines)
+            if engine.engine_group is None:
+                continue
             role_metrics = {**summarize_activity(activity), "engines/replaced": len(failures)}
             metrics |= {f"{role}/{name}": value for name, value in role_metrics.items()}
         # Edges with a slash are those of an evaluation before the step.
@@ -122,6 +145,34 @@ class RayEngines(Engines):
         if self._on_gpus and (shares := self._ask_workers("take_memory_share")):
             metrics[FULLEST] = max(shares.values())
         return metrics | {f"store/{edge}_bytes": size for edge, size in stored.items()}
+
+    def find_lost(self) -> Lost:
+        """Return what has been lost since the engines started. Raises EngineError if Ray itself has failed."""
+        self._watchdog.check()
+        dead = [workers.name(rank) for workers in self._workers.values() for rank in workers.dead_ranks()]
+        processes = [*dead, *self._remote_objects.dead_processes()]
+        return Lost(processes, self._services.lost_hosts(), not self._services.are_private)
+
+    def restart_lost(self) -> None:
+        for proxy in self.values():
+            if proxy.engine_group is not None:
+                # A generation ahead may still be in progress, whose samples nobody waits for any more.
+                proxy.engine_group.wait_until_idle()
+        self._remote_objects.end_all()
+        trained, sleepers = self._plan.graph.trained_roles(), sleeping_roles(self._plan)
+        stopped: dict[str, RoleWorkers] = {}
+        for role, workers in self._workers.items():
+            # A transfer from GPU to GPU that has lost its sender does not end.
+            dead = workers.dead_ranks() if workers.gpu_transport is None else busy_ranks(workers)
+            if role in trained or (dead and (role in sleepers or not workers.concurrent)):
+                workers.stop()
+                self._turns.stopped(role)
+                stopped[role] = workers
+            elif dead:
+                workers.restart(dead)
+            workers.receivers_connected = False
+        with ThreadPoolExecutor(len(stopped)) as pool:
+            _start(self._plan, stopped, self._turns, pool)
 
     def peak_bytes(self) -> dict[str, dict[str, int]]:
         return self._ask_workers("peak_bytes")

@@ -43,6 +43,23 @@ class GpuTurns:
         """Return the role that has these workers."""
         return next(role for role, own in self._workers.items() if own is workers)
 
+    def stopped(self, role: str) -> None:
+        """Note that the processes of a role have ended, so that it has no memory to give up."""
+        with self._lock:
+            self._asleep[role] = "completely"
+            self._cached.discard(role)
+
+    def make_room(self, role: str) -> None:
+        """Free the GPUs of a role whose processes are about to start."""
+        with self._lock:
+            self._free_gpus(role)
+
+    def started(self, role: str) -> None:
+        """Note that the engines of a role have been built, which are awake."""
+        with self._lock:
+            self._asleep.pop(role, None)
+            self._cached.add(role)
+
     def take(self, role: str) -> None:
         """Give the GPUs to a role that is about to work."""
         with self._lock:

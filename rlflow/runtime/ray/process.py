@@ -2,8 +2,8 @@
 
 import os
 import signal
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +17,8 @@ from rlflow.runtime.ray.watchdog import Watchdog
 
 # The concurrency group of questions about the process itself, which wait for none of its other calls.
 _STATUS_GROUP = "status"
+# Seconds for what a live process answers at once.
+_ANSWER_S = 2.0
 
 
 class RemoteProcess:
@@ -87,6 +89,14 @@ class RemoteProcess:
     def _note_pid(self, answer: "Future[Pulse]") -> None:
         if answer.exception() is None:
             self.pid = answer.result().pid
+
+
+def are_dead(processes: Sequence[RemoteProcess]) -> list[bool]:
+    """Return which processes have died or were ended. One that does not answer counts as alive."""
+    answers = [process.ask() for process in processes]
+    wait(answers, timeout=_ANSWER_S)
+    died = [answer.done() and answer.exception() is not None for answer in answers]
+    return [is_dead or process.end_error is not None for process, is_dead in zip(processes, died, strict=True)]
 
 
 def as_future(reference: Any, name: str, end_error: Callable[[], EngineError | None] = lambda: None) -> "Future[Any]":

@@ -16,7 +16,7 @@ from rlflow.runtime.objects.host_shares import divide_by_host, join_outputs
 from rlflow.runtime.objects.object_process import ObjectProcess
 from rlflow.runtime.objects.ray_api import this_host, wait_all
 from rlflow.runtime.objects.results import StoreCalls
-from rlflow.runtime.ray.process import RemoteProcess
+from rlflow.runtime.ray.process import RemoteProcess, are_dead
 from rlflow.runtime.ray.waits import Waits
 from rlflow.runtime.ray.watchdog import Watchdog
 
@@ -74,15 +74,26 @@ class RemoteObjects:
     def _host_name(self, host: str) -> str:
         return self._store_calls.budget.limits[host].name
 
+    def dead_processes(self) -> list[str]:
+        """Return the names of the processes that have died or were ended."""
+        with self._lock:
+            processes = [proxy.process for _, proxy in self._proxies.values()]
+        return [process.name for process, is_dead in zip(processes, are_dead(processes), strict=True) if is_dead]
+
+    def end_all(self) -> None:
+        """End all processes. Those that are needed again start anew."""
+        with self._lock:
+            for _, proxy in self._proxies.values():
+                proxy.process.kill()
+            self._proxies.clear()
+
     def __enter__(self) -> "RemoteObjects":
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with self._lock:
-            for _, proxy in self._proxies.values():
-                proxy.process.kill()
+        self.end_all()
 
 
 class DividedNode:

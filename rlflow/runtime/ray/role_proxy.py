@@ -27,7 +27,7 @@ from rlflow.engines.base import Sampling, TokenLoss
 from rlflow.errors import EngineError
 from rlflow.resources.layout import Layout
 from rlflow.runtime.generation.dispatcher import Goal
-from rlflow.runtime.generation.engine_group import EngineGroup
+from rlflow.runtime.generation.engine_group import EngineGroup, Line
 from rlflow.runtime.objects.ray_api import wait_all
 from rlflow.runtime.objects.sharding import TOKENS, Cost, Index, divide_rows
 from rlflow.runtime.objects.slices import SharedBatch
@@ -53,6 +53,9 @@ class Workers(Protocol):
     def restart(self, ranks: Sequence[int]) -> None:
         """Replace the engines of these ranks by new ones; the others keep running. Raises EngineError."""
 
+    def dead_ranks(self) -> list[int]:
+        """Return the ranks whose processes have died or were ended."""
+
     def sync_weights(self, source: "Workers", version: int) -> object:
         """Copy the weights of ``source`` to all workers. Raises EngineError when one has not loaded all of them."""
 
@@ -61,11 +64,20 @@ class RoleProxy:
     """An engine with the methods of every capability. The engines behind it have those that the graph asks for."""
 
     def __init__(
-        self, role: str, workers: Workers, layout: Layout, concurrent: bool, turns: "GpuTurns", cost: Cost = TOKENS
+        self,
+        role: str,
+        workers: Workers,
+        layout: Layout,
+        concurrent: bool,
+        turns: "GpuTurns",
+        cost: Cost = TOKENS,
+        *,
+        is_frozen: bool = False,
     ) -> None:
         """Stand for a role. ``cost`` decides how rows are divided among the ranks.
 
-        Engines that are ``concurrent`` accept more prompts while they generate.
+        Engines that are ``concurrent`` accept more prompts while they generate. Those of a role that ``is_frozen``
+        always have their initial weights.
         """
         self.workers = workers
         self.engine_group = EngineGroup(role, workers, self._resync_weights) if concurrent else None
@@ -73,6 +85,8 @@ class RoleProxy:
         self._ranks_per_share = layout.sequence_parallel_size
         self._turns = turns
         self._cost = cost
+        self._is_frozen = is_frozen
+        self._failures: list[Line] = []
         self._last_sync: tuple[Workers, int] | None = None
         """The workers whose weights the role has, and the weights' version."""
         self.resync: Callable[[], None] = self._resync_last_weights
@@ -174,6 +188,11 @@ class RoleProxy:
         """Return the used share of GPU memory of the worker that has the least memory left."""
         return float(max(self._call_all("memory_share")))
 
+    def take_failures(self) -> list[Line]:
+        """Return a line for each engine that failed and was replaced since the last call."""
+        failures, self._failures = self._failures, []
+        return failures + (self.engine_group.take_failures() if self.engine_group else [])
+
     def _resync_weights(self) -> None:
         self.resync()
         self._turns.take(self._role)
@@ -206,9 +225,25 @@ class RoleProxy:
     def _call_shares(self, sequences: Sequences, method: str, *arguments: Any) -> Iterable[tuple[int, Any, Index]]:
         """Return for each share of the rows: the rank of its first worker, that worker's result, and the rows.
 
-        Ranks without rows work on the first row: sharded models need all ranks for every pass.
+        If a process of a frozen role has died, new ones repeat the call.
         """
         self._turns.take(self._role)
+        try:
+            return self._call_ranks(sequences, method, *arguments)
+        except EngineError as error:
+            dead = self.workers.dead_ranks() if self._is_frozen else []
+            if not dead:
+                raise
+            self._failures += [{"engine": rank, "failed": str(error)} for rank in dead]
+            # The ranks of a sharded model meet in every pass, so all of them are replaced.
+            self.workers.restart(range(len(self.workers)))
+            return self._call_ranks(sequences, method, *arguments)
+
+    def _call_ranks(self, sequences: Sequences, method: str, *arguments: Any) -> Iterable[tuple[int, Any, Index]]:
+        """Call the method once for all rows.
+
+        Ranks without rows work on the first row: sharded models need all ranks for every pass.
+        """
         shares = divide_rows(sequences, self._num_shares, self._cost)
         batch = SharedBatch(sequences.as_sequences())
         calls = [

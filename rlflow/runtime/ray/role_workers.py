@@ -22,7 +22,7 @@ from rlflow.runtime.objects.results import RemoteCall, StoreCalls
 from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.cluster.machine import PCI_ORDER
 from rlflow.runtime.ray.engine_specs import gpu_transport, is_on_gpu, spec_of
-from rlflow.runtime.ray.process import RemoteProcess
+from rlflow.runtime.ray.process import RemoteProcess, are_dead
 from rlflow.runtime.ray.role_proxy import Workers
 from rlflow.runtime.ray.waits import Waits
 from rlflow.runtime.ray.watchdog import Watchdog
@@ -93,6 +93,7 @@ class RoleWorkers:
         """Start the processes and build their engines. Raises EngineError and UserErrors."""
         self._processes = [self._new_process(rank) for rank in range(len(self))]
         self._build(range(len(self)))
+        self.receivers_connected = False
 
     def stop(self) -> None:
         """End all processes."""
@@ -111,10 +112,7 @@ class RoleWorkers:
 
     def dead_ranks(self) -> list[int]:
         """Return the ranks whose processes have died or been ended. A process that does not answer counts as alive."""
-        answers = self.call_all("ready")
-        wait(answers, timeout=_ANSWER_S)
-        died = [answer.done() and answer.exception() is not None for answer in answers]
-        return [rank for rank, process in enumerate(self._processes) if died[rank] or process.end_error]
+        return [rank for rank, is_dead in enumerate(are_dead(self._processes)) if is_dead]
 
     def end(self, rank: int, reason: str) -> None:
         """End the process of a rank. All its calls fail with the worker's name and ``reason``."""

@@ -38,9 +38,6 @@ class EngineWorker(ObjectProcess):
         self._incoming: queue.Queue[Bucket | str | None] = queue.Queue(1)
         self._calls_in_progress: list[str] = []
 
-    def ready(self) -> None:
-        """Return, to show that the process runs."""
-
     def prepare(self, variables: Mapping[str, str]) -> None:
         """Set environment variables, before an engine imports the libraries that read them.
 

@@ -173,16 +173,17 @@ def _wait_for(calls: "Mapping[Future[Any], _Worker]", receiving: SyncWorkers | N
     """
     done, late = wait(calls, timeout=LIMIT_S, return_when=FIRST_EXCEPTION)
     if late and not any(call.exception() for call in done):
-        _end([calls[call] for call in calls if call in late] + (_busy(receiving) if receiving else []))
+        busy = [(receiving, rank) for rank in busy_ranks(receiving)] if receiving else []
+        _end([calls[call] for call in calls if call in late] + busy)
     return wait_all(list(calls))
 
 
-def _busy(workers: SyncWorkers) -> list[_Worker]:
-    """Return the workers that are in a call of their engine, or that do not answer."""
+def busy_ranks(workers: SyncWorkers) -> list[int]:
+    """Return the ranks that are in a call of their engine, or that do not answer."""
     answers = [workers.calls_in_progress(rank) for rank in range(len(workers))]
     wait(answers, timeout=_ANSWER_S)
-    busy = [not answer.done() or answer.exception() is not None or answer.result() != [] for answer in answers]
-    return [(workers, rank) for rank in range(len(workers)) if busy[rank]]
+    idle = [answer.done() and answer.exception() is None and answer.result() == [] for answer in answers]
+    return [rank for rank, is_idle in enumerate(idle) if not is_idle]
 
 
 def _end(silent: Sequence[_Worker]) -> None:

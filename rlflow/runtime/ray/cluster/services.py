@@ -1,7 +1,7 @@
 """The services of Ray that a run depends on: whether its control service and its hosts still answer."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ _ANSWER_S = 2.0
 _PRIVATE_CONTROL_S, _SHARED_CONTROL_S = 4.0, 45.0
 # Seconds in which nothing accepts a connection on a host, after which the host is given up.
 _HOST_S = 2.0
+# Seconds in which it is decided whether a host is lost, and seconds between two looks meanwhile.
+_DECISION_S, _POLL_S = 8.0, 0.25
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,13 @@ class Outage:
 class RayServices:
     """The control service of the connected Ray, and the hosts of a run."""
 
-    def __init__(self, hosts: Iterable[LiveHost]) -> None:
-        """Watch the hosts that the run uses."""
-        self._hosts = list(hosts)
+    def __init__(self, hosts: Mapping[str, LiveHost]) -> None:
+        """Watch the hosts that the run uses, by the plan's names."""
+        self._hosts = hosts
         self._address: str = import_ray().get_runtime_context().gcs_address
-        self._control_s = _PRIVATE_CONTROL_S if self._address.startswith("127.") else _SHARED_CONTROL_S
+        self.are_private = self._address.startswith("127.")
+        """The services were started by this run, and end with it."""
+        self._control_s = _PRIVATE_CONTROL_S if self.are_private else _SHARED_CONTROL_S
         self._silent_since: dict[str, float] = {}
         """The time at which each silent service was first found so, by address."""
 
@@ -47,13 +51,25 @@ class RayServices:
                 control=f"Ray's control service (GCS) at {self._address} has not answered for {silence:.0f} s"
             )
         lost = {}
-        for host in self._hosts:
-            address = f"{host.address}:{host.port}"
+        for host in self._hosts.values():
+            address = _address(host)
             if alive is not None and not alive.get(host.node_id, False):
                 lost[host.node_id] = f"Ray has given up {host.name} ({host.address})"
             elif (silence := self._silence(address, is_silent=not is_reachable(address))) > _HOST_S:
                 lost[host.node_id] = f"{host.name} ({address}) has not answered for {silence:.0f} s"
         return Outage(hosts=lost)
+
+    def lost_hosts(self) -> list[str]:
+        """Return the plan's names of the hosts that are lost, once each is known to be lost or not."""
+        deadline = time.monotonic() + _DECISION_S
+        while True:
+            lost = self.outage().hosts
+            is_open = any(
+                _address(each) in self._silent_since for each in self._hosts.values() if each.node_id not in lost
+            )
+            if not is_open or time.monotonic() > deadline:
+                return [name for name, host in self._hosts.items() if host.node_id in lost]
+            time.sleep(_POLL_S)
 
     def _silence(self, address: str, *, is_silent: bool) -> float:
         """Return for how many seconds a service has been silent."""
@@ -62,6 +78,10 @@ class RayServices:
             self._silent_since.pop(address, None)
             return 0.0
         return now - self._silent_since.setdefault(address, now)
+
+
+def _address(host: LiveHost) -> str:
+    return f"{host.address}:{host.port}"
 
 
 def alive_hosts() -> dict[str, bool] | None:

@@ -51,6 +51,9 @@ class Spy:
     def restart(self, ranks: Any) -> Any:
         raise AssertionError
 
+    def dead_ranks(self) -> Any:
+        raise AssertionError
+
     def release_memory(self) -> None:
         assert not self.sleeper
         self.cached = False
@@ -113,7 +116,7 @@ def spies(plan: Plan) -> Iterator[tuple[RayEngines, Mapping[str, Spy], list[str]
     for role in plan.roles:
         turns.release(role)
     proxies = {role: RoleProxy(role, found[role], plan.roles[role].layout, False, turns) for role in plan.roles}
-    yield RayEngines(proxies, Mock(), Mock(), Path(), turns, replaced_roles(plan), plan), found, log
+    yield RayEngines(proxies, {}, Mock(), Mock(), Path(), turns, plan, Mock(), Mock()), found, log
 
 
 def working(graph: Graph) -> Graph:

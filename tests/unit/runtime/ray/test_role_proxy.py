@@ -50,6 +50,9 @@ class Threads:
         for rank in ranks:
             self.engines[rank] = type(self.engines[rank])(spec())
 
+    def dead_ranks(self) -> list[int]:
+        return []
+
     def sync_weights(self, source: Workers, version: int) -> None:
         assert isinstance(source, Threads)
         for engine in self.engines:

@@ -1,0 +1,123 @@
+"""Workers that are killed in the middle of a run on simulated hosts."""
+
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import rlflow
+from rlflow.compiler.plan import Plan
+from rlflow.report.records import MetricsWriter, SampleLog, read_lines
+from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.protocols import Observer, Report
+from rlflow.runtime.ray.runtime import RayRuntime
+from rlflow.runtime.ray.worker import EngineWorker
+from rlflow.runtime.run import run
+from tests.conftest import CONFIG_DIR
+from tests.helpers import load
+
+SHARED_PROCESSES = "hosts"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+METHODS = {"actor": "update", "reference": "logprobs"}
+
+
+class Worker(EngineWorker):
+    """A worker that is killed in a call of its role, while there is a file with that name."""
+
+    folder: Path
+
+    def build(self, engine: str, spec: Any) -> None:
+        self._role = spec.role
+        with (self.folder / "built").open("a") as file:
+            file.write(f"{spec.role}\n")
+        super().build(engine, spec)
+
+    def call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
+        fault = self.folder / self._role
+        if method == METHODS.get(self._role) and fault.exists():
+            fault.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().call(method, *arguments, **named)
+
+
+class KillAfter(Observer):
+    """Has the next call of a role kill its worker once so many steps are made."""
+
+    def __init__(self, step: int, role: str) -> None:
+        self._step, self._role = step, role
+        self.warnings: list[str] = []
+
+    def warned(self, warning: str) -> None:
+        self.warnings.append(warning)
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == self._step and not self.warnings:
+            (Worker.folder / self._role).touch()
+
+
+@pytest.fixture
+def plan(hosts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """Return a plan whose roles have workers of their own."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.setattr(Worker, "folder", tmp_path, raising=False)
+    monkeypatch.setattr("rlflow.runtime.ray.role_workers.EngineWorker", Worker)
+    return rlflow.compile(load("recipe=real", "steps=4", config_dir=CONFIG_DIR), "1x3@cpu+1x2@cpu")
+
+
+def go(plan: Plan, folder: Path, *observers: Observer) -> Report:
+    return run(plan, folder, RayRuntime(), [MetricsWriter(), SampleLog(), *observers])
+
+
+def written(folder: Path) -> dict[str, Any]:
+    """Return what a run has written, times left out."""
+    metrics = [
+        {k: v for k, v in line.items() if "second" not in k and not k.startswith("store/")}
+        for line in read_lines(folder / "metrics.jsonl")
+    ]
+    weights = (folder / "model" / "actor" / "model.safetensors").read_bytes()
+    return {"metrics": metrics, "samples": read_lines(folder / "samples.jsonl"), "weights": weights}
+
+
+def builds(folder: Path) -> Counter[str]:
+    """Return how often an engine of each role was built."""
+    return Counter((folder / "built").read_text().split())
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("expected")
+    local = rlflow.compile(load("recipe=real", "steps=4", config_dir=CONFIG_DIR), "local")
+    run(local, folder, LocalRuntime(), [MetricsWriter(), SampleLog()])
+    return written(folder)
+
+
+def test_a_lost_trainer_is_replaced(plan: Plan, expected: dict[str, Any], tmp_path: Path) -> None:
+    """It dies in its fourth update, and the checkpoint is of the second step. No other model is loaded again."""
+    kill = KillAfter(3, "actor")
+    report = go(plan, tmp_path / "run", kill)
+    assert written(tmp_path / "run") == expected
+    assert report.restarts == 1
+    (text,) = kill.warnings
+    assert text.startswith("step 4: role actor: worker 0 on host-")
+    assert text.endswith("New workers start, and the run continues from step 2.")
+    workers = {role: len(placement.workers) for role, placement in plan.roles.items()}
+    assert builds(tmp_path) == Counter(workers) + Counter({"actor": workers["actor"]})
+
+
+def test_a_lost_reference_repeats_its_call(plan: Plan, expected: dict[str, Any], tmp_path: Path) -> None:
+    """Its weights never change, so the run goes on without going back."""
+    kill = KillAfter(2, "reference")
+    report = go(plan, tmp_path / "run", kill)
+    assert written(tmp_path / "run") == expected
+    assert (report.restarts, kill.warnings) == (0, [])
+    (line,) = read_lines(tmp_path / "run" / "engines.jsonl")
+    assert (line["step"], line["role"]) == (3, "reference")
+    assert " died: " in line["failed"]
+    workers = {role: len(placement.workers) for role, placement in plan.roles.items()}
+    assert builds(tmp_path) == Counter(workers) + Counter({"reference": workers["reference"]})
