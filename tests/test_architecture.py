@@ -63,6 +63,7 @@ MAY_IMPORT = {
         "runtime",
     },
     "convert": {"errors", "compose"},
+    "watch": {"errors", "report"},
     "replay": {"errors", "batch", "compiler", "nodes", "runtime"},
     "__init__": {"command_context", "resources", "recipe", "compiler", "compose", "runtime", "report"},
     "__main__": {"cli"},

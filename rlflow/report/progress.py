@@ -46,11 +46,11 @@ def displays(console: Console) -> list[Observer]:
 
 
 def recorders() -> list[Observer]:
-    """Return the observers that write the files of a run: metrics, samples, and a page at the end."""
-    from rlflow.report.records import MetricsWriter, SampleLog
+    """Return the observers that write the files of a run: metrics, samples, events, and a page at the end."""
+    from rlflow.report.records import EventLog, MetricsWriter, SampleLog
     from rlflow.report.run_page import PageWriter
 
-    return [MetricsWriter(), SampleLog(), PageWriter()]
+    return [MetricsWriter(), SampleLog(), EventLog(), PageWriter()]
 
 
 def show(picture: RenderableType) -> None:

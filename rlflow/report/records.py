@@ -5,6 +5,7 @@ A resumed run repeats the steps after its last checkpoint, so their lines are re
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +23,12 @@ from rlflow.text_files import replace_text
 
 def read_lines(path: Path) -> list[Mapping[str, Any]]:
     """Return the JSON objects in the file; skip other lines, such as the last one of a killed run."""
-    parsed = [_parse(line) for line in path.read_text("utf-8", errors="replace").split("\n")]
+    return parse_lines(path.read_text("utf-8", errors="replace"))
+
+
+def parse_lines(text: str) -> list[Mapping[str, Any]]:
+    """Return the JSON objects in the lines of a text; skip other lines."""
+    parsed = [_parse(line) for line in text.split("\n")]
     return [line for line in parsed if line is not None]
 
 
@@ -89,6 +95,39 @@ class SampleLog(Observer):
     def sampled(self, samples: Sequence[Sample]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
+
+
+class EventLog(Observer):
+    """A log of the warnings of a run and of the steps from which it resumed, in ``events.jsonl``."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._early: list[str] = []
+        self._step = 0
+
+    def warned(self, warning: str) -> None:
+        if self._path is None:
+            self._early.append(warning)
+        else:
+            self._write("warning", warning)
+
+    def started(self, plan: Plan, directory: Path, step: int) -> None:
+        self._path, self._step = directory / "events.jsonl", step
+        if step:
+            self._write("resumed", f"resumed after step {step}")
+        while self._early:
+            self._write("warning", self._early.pop(0))
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._step = step
+
+    def close(self) -> None:
+        self._path = None
+
+    def _write(self, kind: str, text: str) -> None:
+        assert self._path is not None
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": self._step, "at": time.time(), "kind": kind, "text": text}) + "\n")
 
 
 class MetricsWriter(Observer):

@@ -9,7 +9,8 @@ import pytest
 
 from rlflow.errors import RecipeError
 from rlflow.report.__main__ import main
-from rlflow.report.run_page import differences, run_figures, run_page
+from rlflow.report.run_figures import RunFiles
+from rlflow.report.run_page import differences, run_page
 from tests.browser import drawn, needs_browser
 
 REPORT = {
@@ -46,7 +47,7 @@ def write_run(folder: Path, steps: int = 3, **recipe: Any) -> Path:
 
 
 def test_curves_have_the_steps_and_values_of_the_metrics(tmp_path: Path) -> None:
-    figures = run_figures(write_run(tmp_path / "run"))
+    figures = RunFiles(write_run(tmp_path / "run")).figures()
     assert figures["curves"] == {
         "evaluation/reward": [[0], [0.25]],
         "rewards/mean": [[1, 2, 3], [0.1, 0.2, 0.3]],
@@ -58,7 +59,7 @@ def test_curves_have_the_steps_and_values_of_the_metrics(tmp_path: Path) -> None
 
 def test_a_long_run_keeps_its_first_and_last_points_and_the_page_stays_small(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=20_000)
-    steps, values = run_figures(folder)["curves"]["rewards/mean"]
+    steps, values = RunFiles(folder).figures()["curves"]["rewards/mean"]
     assert (steps[0], steps[-1], values[-1]) == (1, 20_000, 2000.0)
     assert len(steps) == len(values) == 400
     assert steps == sorted(set(steps))
@@ -69,7 +70,7 @@ def test_a_run_that_has_not_ended_has_a_page_too(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "report.json").unlink()
     (folder / "samples.jsonl").unlink()
-    figures = run_figures(folder)
+    figures = RunFiles(folder).figures()
     assert (figures["report"], figures["samples"]) == (None, [])
 
 
@@ -101,9 +102,22 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_browser
 def test_a_browser_draws_curves_and_shows_samples_as_text(tmp_path: Path) -> None:
-    page = run_page([write_run(tmp_path / "a"), write_run(tmp_path / "b", seed=1)])
+    folders = [write_run(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
+    step = {"step": 4, "seconds": 8.0, "seconds/rollouts": 6.0, "seconds/update": 2.0}
+    with (folders[0] / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(step) + "\n")
+    second = {"role": "rollout", "engine": 3, "step": 4, "at": 9.5, "seconds": 0.5, "tokens": 21}
+    (folders[0] / "engines.jsonl").write_text(json.dumps({**second, "cache": 0.25, "preemptions": 0}) + "\n")
+    (folders[0] / "events.jsonl").write_text('{"step": 4, "text": "step 4 is <skipped>"}\n')
+    page = run_page(folders)
     first = drawn(page, tmp_path)
-    assert len(re.findall(r"<canvas", first)) == 2, "evaluation and rewards; the others are folded"
+    assert len(re.findall(r"<canvas", first)) == 3, "evaluation, rewards and engines; the others are folded"
+    (track,) = re.findall(r'data-node="rollouts".*?</div>', first)
+    assert 'class="measured"' in track
+    assert "width: 75%" in track
+    assert "rollout 3</td>" in first
+    assert "42</td>" in first, "tokens per second"
+    assert "step 4 is &lt;skipped&gt;" in first
     assert "&lt;b&gt;best&lt;/b&gt; 3" in first
     assert first.index("best&lt;") < first.index("random&lt;")
     assert "+50%" in first
