@@ -83,7 +83,7 @@ class Journal:
     def _append(self, folder: Path, names: Names, rollouts: Rollouts, samples: Prompts) -> None:
         buffer = BytesIO()
         # Whoever reads the rollouts has the prompts.
-        none = Packed.from_rows([()] * len(rollouts), np.int32)
+        none = Packed(np.empty(0, np.int32), np.zeros(len(rollouts) + 1, np.int64))
         write_rollouts(buffer, replace(rollouts, prompt_ids=none), samples.rows)
         content = buffer.getvalue()
         head = _HEADER.pack(len(names), len(content), zlib.crc32(content)) + names.tobytes()
