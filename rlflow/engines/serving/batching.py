@@ -15,6 +15,8 @@ Result = TypeVar("Result")
 
 # How long an idle engine waits for more requests: reading prompts together is faster than one after another.
 _GATHER_S = 0.01
+# How often the requests of a group are submitted again after vLLM has lost some of them.
+_MAX_RETRIES = 3
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class _RequestGroup:
     requests: Sequence[Request]
     futures: "list[Future[Response]]"
     version: int = 0
+    num_retries: int = 0
 
     def fail(self, error: BaseException) -> None:
         for future in self.futures:
@@ -158,6 +161,8 @@ class Batcher:
                 recorder.record_step(finished, idle=len(finished) == len(self._live))
                 for output in finished:
                     self._complete(output)
+                if self._live and _is_idle(engine):
+                    self._retry_lost(engine)
         except BaseException as error:  # without an answer, callers would wait forever
             self._fail(error)
 
@@ -191,10 +196,15 @@ class Batcher:
             group.fail(EngineError(f"role {self._role}: it cannot generate: {why}."))
             return
         group.version = self.version
-        names = [str(self._num_requests + index) for index in range(len(group.requests))]
+        self._start(engine, group, range(len(group.requests)))
+
+    def _start(self, engine: Any, group: _RequestGroup, indices: Sequence[int]) -> None:
+        """Have vLLM start these requests of the group. If it refuses one, the whole group fails."""
+        names = [str(self._num_requests + number) for number in range(len(indices))]
         self._num_requests += len(names)
         try:
-            for name, request in zip(names, group.requests, strict=True):
+            for name, index in zip(names, indices, strict=True):
+                request = group.requests[index]
                 prompt = {"prompt_token_ids": request.prompt_ids}
                 engine.add_request(name, prompt, request.params, lora_request=self.adapters)
         except Exception as error:  # vLLM raises errors of many kinds for an invalid request
@@ -203,7 +213,25 @@ class Batcher:
             refused.__cause__ = error
             group.fail(refused)
             return
-        self._live |= {name: (group, index) for index, name in enumerate(names)}
+        self._live |= {name: (group, index) for name, index in zip(names, indices, strict=True)}
+
+    def _retry_lost(self, engine: Any) -> None:
+        """Submit the requests again that nobody has answered although vLLM has nothing left to do.
+
+        Seeds belong to the requests, so they get the same responses. Requests that are lost every time fail.
+        """
+        lost, self._live = self._live, {}
+        engine.abort_request(list(lost))
+        indices: dict[_RequestGroup, list[int]] = {}
+        for group, index in lost.values():
+            indices.setdefault(group, []).append(index)
+        for group, of_group in indices.items():
+            group.num_retries += 1
+            if group.num_retries > _MAX_RETRIES:
+                what = f"vLLM has lost {len(of_group)} of {len(group.requests)} requests {group.num_retries} times"
+                group.fail(EngineError(f"role {self._role}: {what}."))
+            else:
+                self._start(engine, group, of_group)
 
     def _run(self, engine: Any, call: _Call) -> None:
         try:
@@ -243,9 +271,16 @@ def drain(engine: Any) -> None:
     On GPUs vLLM schedules a step before it has read the results of the last one, so a step may still be running when
     all requests are finished. It must end before its memory is released or its weights change.
     """
-    core = find_core(engine)
-    while core is not None and (core.scheduler.has_requests() or core.batch_queue):
+    while not _is_idle(engine):
         engine.step()
+
+
+def _is_idle(engine: Any) -> bool:
+    """Return whether vLLM has no requests, and no step is running."""
+    core = find_core(engine)
+    if core is None:
+        return not engine.has_unfinished_requests()
+    return not (core.scheduler.has_requests() or core.batch_queue)
 
 
 def partial_outputs(engine: Any, names: Collection[str]) -> list[Any]:

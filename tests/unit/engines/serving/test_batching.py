@@ -24,9 +24,10 @@ class Output:
 
 
 class FakeEngine:
-    """Answers a prompt of n tokens after n steps."""
+    """Answers a prompt of n tokens after n steps. Loses some requests named "lost"."""
 
     def __init__(self) -> None:
+        self.num_losses = 0
         self.live: dict[str, int] = {}
         self.most = 0
         self.go_on = threading.Event()
@@ -37,11 +38,17 @@ class FakeEngine:
     def add_request(self, name: str, prompt: dict[str, list[int]], params: str, lora_request: object) -> None:
         if params == "bad":
             raise ValueError("no such parameter")
+        if params == "lost" and self.num_losses:
+            self.num_losses -= 1
+            return
         self.live[name] = len(prompt["prompt_token_ids"])
 
     def abort_request(self, names: list[str]) -> None:
         for name in names:
             self.live.pop(name, None)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.live)
 
     def step(self) -> list[Output]:
         self.steps += 1
@@ -191,6 +198,23 @@ class TestBatcher:
         assert [written.output.token_ids for written in results[0]] == [[0], [0]]
         assert engine.live == {}
         assert len(generate(batcher, requests(1))) == 1
+
+    @pytest.mark.parametrize("losses", [1, 2, 5])
+    def test_requests_that_vllm_has_lost_are_submitted_again(
+        self, losses: int, engine: FakeEngine, batcher: Batcher
+    ) -> None:
+        engine.num_losses = losses
+        done = generate(batcher, [*requests(4), *requests(3, 2, params="lost"), *requests(7)])
+        assert [each.length for each in done] == [1] * 4
+        assert engine.num_losses == 0
+        assert engine.live == {}
+
+    def test_a_request_that_is_lost_every_time_fails(self, engine: FakeEngine, batcher: Batcher) -> None:
+        engine.num_losses = 1000
+        with pytest.raises(EngineError, match="role rollout: vLLM has lost 1 of 2 requests 4 times"):
+            generate(batcher, [*requests(3, params="lost"), *requests(2)])
+        assert engine.num_losses == 1000 - 4
+        assert len(generate(batcher, requests(1))) == 1, "others are generated"
 
     def test_what_does_not_start_says_so(self) -> None:
         with pytest.raises(ZeroDivisionError):
