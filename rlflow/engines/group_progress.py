@@ -7,7 +7,7 @@ A group is *complete* when all of its responses are done.
 Shapes: P prompts, G group size, R = P x G rollouts; rollout ``sample`` of ``prompt`` is row ``prompt * G + sample``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from rlflow.batch import Conversations, Packed, Prompts, Repeated, Rollouts
 from rlflow.engines.base import Sampling
+from rlflow.errors import EngineError
 
 Ints = NDArray[np.int64]
 
@@ -92,6 +93,16 @@ class GroupProgress:
     def rows_of(self, keys: Ints) -> Ints:
         """Return the rows of the samples with these keys [n, 3]."""
         return np.searchsorted(self._prompts, _prompt_numbers(keys)) * self._group_size + keys[:, 2]
+
+    def check(self, rollouts: Rollouts | None, rows: Collection[int], also: Collection[int] = ()) -> None:
+        """Raise EngineError unless ``rollouts`` are those of ``rows``, each once, and maybe some of ``also``."""
+        found = [] if rollouts is None else self.rows_of(rollouts.keys).tolist()
+        missing, unknown = set(rows).difference(found), set(found).difference(rows, also)
+        if missing or unknown or len(found) > len(set(found)):
+            raise EngineError(
+                f"an engine has returned {len(found)} rollouts for {len(rows)} samples: {len(missing)} are missing,"
+                f" {len(found) - len(set(found))} are doubled, {len(unknown)} are of other samples."
+            )
 
     def partial_responses(self, rows: Ints) -> list[PartialResponse]:
         """Return the partial response of each row; ``NO_RESPONSE`` for a row that has none."""

@@ -8,11 +8,11 @@ them. From engine to engine, only references pass through this process. The rows
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from rlflow.engines.group_progress import GroupProgress
 from rlflow.engines.serving.sessions import pack_rows
 from rlflow.errors import EngineError, EnvironmentFailedError
 from rlflow.runtime.generation.complete_steps import CompleteSteps
-from rlflow.runtime.generation.engine_state import Capacity
+from rlflow.runtime.generation.engine_state import AllEnginesFailedError, Capacity, EngineCalls
 from rlflow.runtime.generation.partial_results import EarlyResults, PartialResults
 from rlflow.runtime.generation.partial_rollouts import PartialRollouts
 from rlflow.runtime.generation.scheduler import Scheduler
@@ -35,22 +35,6 @@ _REPORTS = 32
 # And when one in so many of those that it generates is, since the end of a step may wait for the last of them.
 _LAST_REPORTS = 8
 _Method = Literal["advance", "preempt", "take_rollouts"]
-
-
-class AllEnginesFailedError(EngineError):
-    """The failure of all engines before enough groups were complete. Everything that they generated is lost."""
-
-    def __init__(self, failures: Mapping[int, EngineError]) -> None:
-        super().__init__(str(next(iter(failures.values()))))
-        self.failures = failures
-
-
-class EngineCalls(Protocol):
-    """Calls of the engines of a role, by rank."""
-
-    def __len__(self) -> int: ...
-
-    def submit(self, rank: int, method: str, *arguments: Any) -> "Future[Any]": ...
 
 
 @dataclass(frozen=True)
@@ -121,7 +105,7 @@ class _Pass:
         self._groups, self._goal, self._is_stopping = groups, goal, False
         self._prompt_lengths, self._steps = prompts.ids.lengths, prompts.keys[:, 0]
         self._partial = PartialRollouts(groups)
-        self._calls: dict[Future[Any], tuple[_Method, int]] = {}
+        self._calls: dict[Future[Any], tuple[_Method, int, Sequence[int]]] = {}
         self._answered: SimpleQueue[Future[Any]] = SimpleQueue()
         self._advancing: Counter[int] = Counter()
         """How many calls to advance each engine has not answered."""
@@ -165,7 +149,7 @@ class _Pass:
                 self._stop()
         used = [rank for rank in scheduler.ranks if rank in self._used]
         calls = {rank: self._engines.submit(rank, "finish_session") for rank in used}
-        finished = [rollouts for rollouts in self._successes(calls).values() if rollouts is not None]
+        finished = [each for each in self._successes(calls, self._check_finished).values() if each is not None]
         for rollouts in finished:
             # Some finished before their engine was asked to preempt them, and were never reported.
             self._partial.discard(self._groups.rows_of(rollouts.keys).tolist())
@@ -177,11 +161,19 @@ class _Pass:
 
     def _generate_at_once(self) -> list[Rollouts]:
         """Generate rows that all fit into the engines by a single call of each engine."""
+        assigned = self._scheduler.assign()
         calls = {
             rank: self._engines.submit(rank, "generate_rows", self._batch, self._sampling, pack_rows(rows))
-            for rank, rows in self._scheduler.assign().items()
+            for rank, rows in assigned.items()
         }
-        return list(self._successes(calls).values())
+        return list(self._successes(calls, lambda rank, each: self._groups.check(each, assigned[rank])).values())
+
+    def _check_finished(self, rank: int, rollouts: Rollouts | None) -> None:
+        """Raise EngineError unless an engine returns all rows that it has reported as finished, each once."""
+        delivered = self._results.delivered if self._results else []
+        taken = {row for part in delivered for row in self._groups.rows_of(part.keys).tolist()}
+        finished = set(self._scheduler.finished_rows(rank)) - taken
+        self._groups.check(rollouts, finished, also=self._scheduler.running_rows(rank))
 
     def _assign(self) -> None:
         for rank, rows in self._scheduler.assign().items():
@@ -197,12 +189,12 @@ class _Pass:
             report_at = min(report_at, self._most_unreported)
         partial = self._partial.of_rows(rows)
         partial_argument = [] if partial is None else [SharedBatch(partial).slice(np.arange(len(partial)))]
-        self._call("advance", rank, pack_rows(rows), report_at, *partial_argument)
+        self._call("advance", rank, rows, report_at, *partial_argument)
         self._used.add(rank)
 
-    def _call(self, method: _Method, rank: int, *arguments: Any) -> "Future[Any]":
-        call = self._engines.submit(rank, method, *arguments)
-        self._calls[call] = (method, rank)
+    def _call(self, method: _Method, rank: int, rows: Sequence[int], *arguments: Any) -> "Future[Any]":
+        call = self._engines.submit(rank, method, pack_rows(rows), *arguments)
+        self._calls[call] = (method, rank, rows)
         if method == "advance":
             self._advancing[rank] += 1
         # Each answer costs the same, however many engines have not answered.
@@ -211,7 +203,7 @@ class _Pass:
 
     def _handle(self, call: "Future[Any]") -> None:
         """Handle an engine's answer, and call engines that have something to do now."""
-        method, rank = self._calls.pop(call)
+        method, rank, rows = self._calls.pop(call)
         if method == "advance":
             self._advancing[rank] -= 1
         self._preempting.pop(call, None)
@@ -219,6 +211,8 @@ class _Pass:
             return
         try:
             result = call.result()
+            if method == "take_rollouts":
+                self._groups.check(result, rows)
         except EngineError as error:
             self._handle_failure(rank, error)
             return
@@ -254,7 +248,7 @@ class _Pass:
         if self._is_stopping:
             return
         for other, rows in (self._results.due(rank, finished) if self._results else {}).items():
-            self._call("take_rollouts", other, pack_rows(rows))
+            self._call("take_rollouts", other, rows)
         if self._may_stop_early and self._goal.is_reached(self._groups):
             self._stop()
             return
@@ -270,7 +264,7 @@ class _Pass:
         """Have an engine preempt those of the rows that it was not asked to preempt already."""
         leaving = {row for other, its_rows in self._preempting.values() if other == rank for row in its_rows}
         if rows := [row for row in rows if row not in leaving]:
-            self._preempting[self._call("preempt", rank, pack_rows(rows))] = rank, frozenset(rows)
+            self._preempting[self._call("preempt", rank, rows)] = rank, frozenset(rows)
 
     def _handle_failure(self, rank: int, error: EngineError) -> None:
         """Queue all rows of a failed engine again. The rollouts that it has returned are lost with its process."""
@@ -288,12 +282,19 @@ class _Pass:
         if self._results:
             self._results.discard_engine(rank)
 
-    def _successes(self, calls: "dict[int, Future[Any]]") -> dict[int, Any]:
-        """Return the results of the engines that do not fail, and note the failures of the others."""
+    def _successes(
+        self, calls: "dict[int, Future[Any]]", check: Callable[[int, Any], None] = lambda rank, result: None
+    ) -> dict[int, Any]:
+        """Return the results of the engines that do not fail, and note the failures of the others.
+
+        An engine fails too if ``check`` raises EngineError for its result.
+        """
         results: dict[int, Any] = {}
         for rank, call in calls.items():
             try:
-                results[rank] = call.result()
+                result = call.result()
+                check(rank, result)
+                results[rank] = result
             except EngineError as error:
                 self._note_failure(rank, error)
         return results

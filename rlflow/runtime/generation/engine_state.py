@@ -1,7 +1,27 @@
-"""The room of an engine, and what a scheduler knows of its work."""
+"""The engines of a generation: how they are called, their room, and what a scheduler knows of their work."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlflow.errors import EngineError
+
+
+class AllEnginesFailedError(EngineError):
+    """The failure of all engines before enough groups were complete. Everything that they generated is lost."""
+
+    def __init__(self, failures: Mapping[int, EngineError]) -> None:
+        super().__init__(str(next(iter(failures.values()))))
+        self.failures = failures
+
+
+class EngineCalls(Protocol):
+    """Calls of the engines of a role, by rank."""
+
+    def __len__(self) -> int: ...
+
+    def submit(self, rank: int, method: str, *arguments: Any) -> "Future[Any]": ...
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from rlflow.batch import (
     ValueEstimates,
 )
 from rlflow.engines.base import Sampling, TokenLoss
+from rlflow.engines.group_progress import GroupProgress
 from rlflow.errors import EngineError
 from rlflow.resources.layout import Layout
 from rlflow.runtime.generation.dispatcher import Goal
@@ -102,7 +103,10 @@ class RoleProxy:
         calls = [
             self.workers.submit(rank, "generate", batch.slice(share), sampling) for rank, share in enumerate(shares)
         ]
-        return Rollouts.concatenate(wait_all(calls))
+        parts: list[Rollouts] = wait_all(calls)
+        rollouts = Rollouts.concatenate(parts)
+        GroupProgress(prompts, sampling).check(rollouts, range(len(prompts) * sampling.group_size))
+        return rollouts
 
     def continue_rollouts(
         self, prompts: Prompts, sampling: Sampling, partial: Rollouts | None, num_groups: int

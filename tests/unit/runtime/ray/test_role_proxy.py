@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlflow.batch import Metrics, Minibatch, Packed, Rewards, Sequences
+from rlflow.batch import Metrics, Minibatch, Packed, Prompts, Rewards, Rollouts, Sequences
 from rlflow.engines.base import Sampling, TokenLoss
 from rlflow.engines.fake import FakeEngine
 from rlflow.errors import EngineError
@@ -80,6 +80,21 @@ def test_responses_do_not_depend_on_the_number_of_workers(count: int, room: int 
         assert (getattr(out, name).values == getattr(alone, name).values).all()
         assert (getattr(out, name).offsets == getattr(alone, name).offsets).all()
     assert (tuple(out.texts), tuple(out.rows), out.temperature) == (alone.texts, alone.rows, alone.temperature)
+
+
+class Forgetful(FakeEngine):
+    """Returns all rollouts but the last."""
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+        rollouts = super().generate(prompts, sampling)
+        return rollouts.take(np.arange(len(rollouts) - 1))
+
+
+def test_a_worker_that_loses_a_sample_is_an_error() -> None:
+    with pytest.raises(EngineError, match="returned 11 rollouts for 12 samples: 1 are missing"):
+        proxy(Threads([FakeEngine(spec()), Forgetful(spec())])).generate(
+            prompts((3, 5, 2, 4)), Sampling(max_tokens=4, group_size=3)
+        )
 
 
 class Recorder:
