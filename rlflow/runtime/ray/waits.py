@@ -1,5 +1,6 @@
 """Time limits for each call of a worker, from what the plan predicts."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlflow.batch import Batch, describe_samples
+from rlflow.compiler.lower import role_architecture
 from rlflow.compiler.plan import Plan
 from rlflow.runtime.objects.slices import BatchSlice
 
@@ -19,8 +21,11 @@ SILENCE_S = (20.0, 300.0)
 _LIMIT_FACTOR = 20.0
 _LIMIT_S = 3600.0
 # Calls that load libraries, data or models, or move files: no figure of the plan bounds what a disk may take.
-_LOADING = frozenset({"prepare", "build", "load_object", "check_host", "save", "restore", "export"})
+_LOADING = frozenset({"prepare", "build", "load_object", "check_host"})
+_STATE = frozenset({"save", "restore", "export"})
 _LOADING_LIMIT_S = 6 * 3600.0
+# Weights and optimizer of a parameter, and what a slow disk takes in a second: a library may write a file in one call.
+_STATE_BYTES, _DISK_BYTES_PER_S = 16, 1e8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,30 +53,43 @@ class Wait:
 class Waits:
     """The time limits of a plan's nodes."""
 
-    def __init__(self, node_seconds: Mapping[str, float], other_s: float) -> None:
-        """Take the predicted seconds of each node, and of calls outside the graph, such as those of an evaluation."""
+    def __init__(self, node_seconds: Mapping[str, float], other_s: float, num_parameters: float = math.inf) -> None:
+        """Take the predicted seconds of each node, and of calls outside the graph, such as those of an evaluation.
+
+        ``num_parameters`` are those of the largest model.
+        """
         self._node_seconds, self._other_s = node_seconds, other_s
+        self._state_s = num_parameters * _STATE_BYTES / _DISK_BYTES_PER_S
 
     @classmethod
     def from_plan(cls, plan: Plan) -> "Waits":
         prediction = plan.prediction
         seconds = {name: time.seconds for name, time in prediction.nodes.items()}
-        return cls(seconds, prediction.step_seconds + prediction.evaluation_seconds)
+        architectures = [role_architecture(plan.recipe, plan.graph, role) for role in plan.recipe.roles]
+        num_parameters = max(math.inf if each is None else each.num_parameters for each in architectures)
+        return cls(seconds, prediction.step_seconds + prediction.evaluation_seconds, num_parameters)
 
     def of(self, method: str, node: str = "", arguments: Sequence[Any] = (), *, counts_steps: bool = False) -> Wait:
         """Return the wait for a method of a worker, called for ``node`` with ``arguments``."""
         samples = _samples(arguments)
         if method in _LOADING:
             return Wait(method=method, node=node, samples=samples)
+        if method in _STATE:
+            return Wait(method=method, node=node, silence_s=_silence(self._state_s), limit_s=_LOADING_LIMIT_S)
         predicted = self._node_seconds.get(node, self._other_s)
         return Wait(
             method=method,
             node=node,
             samples=samples,
-            silence_s=min(max(SILENCE_FACTOR * predicted, SILENCE_S[0]), SILENCE_S[1]),
+            silence_s=_silence(predicted),
             limit_s=max(_LIMIT_FACTOR * predicted, _LIMIT_S),
             counts_steps=counts_steps,
         )
+
+
+def _silence(predicted_s: float) -> float:
+    """Return how long a process may be silent in a call that takes so many seconds."""
+    return min(max(SILENCE_FACTOR * predicted_s, SILENCE_S[0]), SILENCE_S[1])
 
 
 def _samples(arguments: Sequence[Any]) -> str:
