@@ -67,6 +67,10 @@ class Engines(dict[str, Any]):
         share = self.peaks.take_share() if self.peaks else 0.0
         return {FULLEST: share} if share else {}
 
+    def take_warnings(self) -> list[str]:
+        """Return the warnings about engines since the last call, such as one that is much slower than the others."""
+        return []
+
     def store_use(self) -> StoreUse:
         """Return the use of object stores in all measured steps so far; empty in a single process."""
         return StoreUse(edges={}, peaks={})

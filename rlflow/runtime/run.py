@@ -91,6 +91,8 @@ def _train(session: Session) -> Report:
             if progress.step not in skips.steps:
                 times.add(metrics)
             observer.stepped(progress.step, metrics)
+            for warning in engines.take_warnings():
+                observer.warned(f"step {progress.step}: {warning}")
             training.checkpoints.check()
         return _finish(session, training, progress, metrics, times)
 

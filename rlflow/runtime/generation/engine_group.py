@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import asdict
+from statistics import median
 from threading import Lock
 from typing import Any, Protocol
 
@@ -14,11 +15,15 @@ from rlflow.batch import Prompts, Rollouts
 from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import is_done
 from rlflow.errors import EngineError
-from rlflow.runtime.generation.dispatcher import AllEnginesFailedError, EngineCalls, Goal, dispatch
+from rlflow.runtime.generation.dispatcher import Goal, dispatch
+from rlflow.runtime.generation.engine_state import AllEnginesFailedError, EngineCalls
 from rlflow.runtime.protocols import Subscriber
 
 # How often one generation may replace all engines after all have failed.
 _MAX_RESTARTS = 2
+# An engine is slow whose decoding steps take so many times as long as those of the others, measured in at least so many
+# seconds of a step.
+_SLOW_FACTOR, _MIN_SECONDS = 5.0, 3
 
 Line = dict[str, Any]
 """A line of ``engines.jsonl``: a second of an engine, or its failure."""
@@ -174,3 +179,21 @@ def summarize_activity(lines: Sequence[Line]) -> dict[str, float]:
         "engines/cache_most": max(line["cache"] for line in lines),
         "engines/preemptions": sum(line["preemptions"] for line in lines),
     }
+
+
+def slow_engines(lines: Sequence[Line]) -> dict[int, float]:
+    """Return how many times as long a decoding step takes each slow engine as the median of the others.
+
+    A second in which an engine ran out of samples does not count: how many it had is not known.
+    """
+    steps: dict[int, list[float]] = {}
+    for line in lines:
+        if line["running"] and line["tokens"]:
+            steps.setdefault(line["engine"], []).append(line["seconds"] * line["running"] / line["tokens"])
+    medians = {engine: median(seconds) for engine, seconds in steps.items() if len(seconds) >= _MIN_SECONDS}
+    factors = {
+        engine: seconds / median(others)
+        for engine, seconds in medians.items()
+        if (others := [other for each, other in medians.items() if each != engine])
+    }
+    return {engine: factor for engine, factor in factors.items() if factor >= _SLOW_FACTOR}

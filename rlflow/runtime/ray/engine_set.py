@@ -13,7 +13,7 @@ from rlflow.compiler.plan import Plan
 from rlflow.engines.journal import journal_folder
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model
-from rlflow.runtime.generation.engine_group import summarize_activity
+from rlflow.runtime.generation.engine_group import slow_engines, summarize_activity
 from rlflow.runtime.objects.budget import Budget, check_limits, store_limits
 from rlflow.runtime.objects.ray_api import wait_all
 from rlflow.runtime.objects.results import StoreCalls
@@ -122,6 +122,9 @@ class RayEngines(Engines):
         self._on_gpus = is_on_gpu(plan)
         self._stored: Counter[str] = Counter()
         self._num_steps = 0
+        self._warnings: list[str] = []
+        self._slow: set[tuple[str, int]] = set()
+        """The engines that were slow in the last step."""
 
     def step_metrics(self, step: int) -> dict[str, float]:
         """Return the metrics of a step, and append the engines' activity and failures to ``engines.jsonl``."""
@@ -138,6 +141,7 @@ class RayEngines(Engines):
                 continue
             role_metrics = {**summarize_activity(activity), "engines/replaced": len(failures)}
             metrics |= {f"{role}/{name}": value for name, value in role_metrics.items()}
+            self._note_slow(role, slow_engines(activity))
         # Edges with a slash are those of an evaluation before the step.
         stored = {edge: size for edge, size in self.store_calls.budget.drain_edge_bytes().items() if "/" not in edge}
         self._stored.update(stored)
@@ -173,6 +177,18 @@ class RayEngines(Engines):
             workers.receivers_connected = False
         with ThreadPoolExecutor(len(stopped)) as pool:
             _start(self._plan, stopped, self._turns, pool)
+
+    def _note_slow(self, role: str, factors: Mapping[int, float]) -> None:
+        """Warn about engines that are slow now and were not in the step before."""
+        for rank, factor in factors.items():
+            if (role, rank) not in self._slow:
+                name = self[role].workers.name(rank)
+                self._warnings.append(f"{name} is {factor:.0f} times as slow as the role's other workers")
+        self._slow = {each for each in self._slow if each[0] != role} | {(role, rank) for rank in factors}
+
+    def take_warnings(self) -> list[str]:
+        warnings, self._warnings = self._warnings, []
+        return warnings
 
     def peak_bytes(self) -> dict[str, dict[str, int]]:
         return self._ask_workers("peak_bytes")

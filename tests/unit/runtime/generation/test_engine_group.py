@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from rlflow.engines.base import Sampling
 from rlflow.engines.fake import FakeEngine
 from rlflow.engines.group_progress import PartialResponse
 from rlflow.errors import EngineError
-from rlflow.runtime.generation.engine_group import EngineGroup, summarize_activity
+from rlflow.runtime.generation.engine_group import EngineGroup, slow_engines, summarize_activity
 from tests.helpers import WritingEngine, prompts, spec
 from tests.stepwise import MAX_TOKENS, Stepwise, response
 from tests.stepwise import Dying as StepwiseDying
@@ -125,6 +125,50 @@ def test_the_samples_of_an_engine_that_fails_go_to_the_others(kind: type[Dying],
     assert workers.engines[1].given
 
 
+class Sloppy(WritingEngine):
+    """Returns other rollouts than it should: ``rows`` of those that it has."""
+
+    rows: ClassVar[list[int]] = []
+
+    def generate_rows(self, *arguments: Any) -> Rollouts | None:
+        return self._damaged(super().generate_rows(*arguments))
+
+    def finish_session(self) -> Rollouts | None:
+        return self._damaged(super().finish_session())
+
+    def _damaged(self, rollouts: Rollouts | None) -> Rollouts:
+        assert rollouts is not None
+        return rollouts.take(np.append(np.arange(2, len(rollouts)), self.rows).astype(np.int64))
+
+
+@pytest.mark.parametrize("room", [4, 100])
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([0], "1 are missing, 0 are doubled"),
+        ([0, 1, 1], "0 are missing, 1 are doubled"),
+        ([0, 2], "1 are missing, 1 are"),
+    ],
+)
+def test_an_engine_that_loses_or_doubles_a_sample_is_replaced(
+    rows: list[int], told: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sloppy, "rows", rows)
+    sloppy = Sloppy(spec(), (room, 10_000))
+    workers = Threads([WritingEngine(spec(), (room, 10_000)), sloppy])
+    writing = writing_of(workers)
+    check(writing.generate(GIVEN, SAMPLING))
+    assert workers.engines[1] is not sloppy
+    (line,) = writing.take_failures()
+    assert told in line["failed"]
+
+
+def test_engines_that_lose_a_sample_every_time_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sloppy, "rows", [0])
+    with pytest.raises(EngineError, match="1 are missing"):
+        writing_of(Threads([Sloppy(spec()) for _ in range(2)])).generate(GIVEN, SAMPLING)
+
+
 class Stillborn(Dying):
     at = 0
 
@@ -233,6 +277,20 @@ def test_activity_is_reported_once() -> None:
         "engines/preemptions": 2,
     }
     assert summarize_activity([]) == {}
+
+
+def seconds_of(engine: int, count: int, running: int, tokens: int) -> list[dict[str, Any]]:
+    return [{"engine": engine, "seconds": 1.0, "running": running, "tokens": tokens}] * count
+
+
+def test_a_slow_engine_shows_by_its_decoding_steps() -> None:
+    """Two take 10 ms for a token of each of their samples, however many these are, and one takes 200 ms."""
+    lines = [*seconds_of(0, 4, 10, 1000), *seconds_of(1, 4, 2, 200), *seconds_of(2, 4, 10, 50)]
+    assert slow_engines(lines) == {2: pytest.approx(20.0)}
+    assert slow_engines(lines[:8]) == {}
+    assert slow_engines([*lines[:8], *seconds_of(2, 2, 10, 50)]) == {}, "two seconds are too few"
+    assert slow_engines(seconds_of(0, 9, 10, 50)) == {}, "it has no others to compare it with"
+    assert slow_engines([*lines[:8], *seconds_of(2, 9, 0, 1)]) == {}, "seconds in which samples ran out"
 
 
 def test_rows_arrive_in_the_order_of_keys() -> None:
