@@ -47,10 +47,12 @@ def become_subreaper() -> None:
 
 def children(pid: int) -> list[int]:
     """Return the children of all threads of a process; none if the process does not exist."""
+    found: list[int] = []
     with suppress(OSError):
-        tasks = [task / "children" for task in Path(f"/proc/{pid}/task").iterdir()]
-        return [int(child) for task in tasks for child in task.read_text().split()]
-    return []
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # this thread has ended, and its children are another one's now
+                found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def descendants(pid: int) -> list[int]:

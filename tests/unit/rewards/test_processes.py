@@ -1,4 +1,6 @@
 import os
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,3 +19,22 @@ def test_processors(share: str | None, expected: int, tmp_path: Path, monkeypatc
     monkeypatch.setattr(processes, "_CGROUP_CPU_MAX", file)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert processes.num_usable_cpus() == expected
+
+
+def test_a_thread_that_ends_meanwhile_hides_no_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, stop = Path.read_text, threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+
+    def read_as_if_it_had_ended(path: Path) -> str:
+        if path.parent.name == str(thread.native_id):
+            raise ProcessLookupError
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_text", read_as_if_it_had_ended)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        found = processes.children(os.getpid())
+        child.kill()
+    stop.set()
+    thread.join()
+    assert child.pid in found
