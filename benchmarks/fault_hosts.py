@@ -1,0 +1,101 @@
+"""The processes of runs with faults: simulated hosts that several runs share, and what a run leaves behind."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from select import select
+from time import monotonic, sleep
+from unittest.mock import patch
+
+from rlflow.compose import load_cluster
+from rlflow.rewards.processes import descendants, die_with_parent, kill
+from rlflow.runtime.ray.cluster import connection
+
+HOSTS = "2x2@cpu"
+# No process may stay longer after its run.
+_LEFTOVER_S = 15.0
+
+
+class Hosts:
+    """Simulated hosts in a process of their own, which runs use one after another."""
+
+    def __init__(self) -> None:
+        """Start them. They end with this process."""
+        ours, theirs = os.pipe()
+        self._parent, self.pid = os.getpid(), 0
+        self.pid = os.fork()
+        if self.pid == 0:
+            os._exit(self._serve(theirs))
+        os.close(theirs)
+        with os.fdopen(ours) as pipe:
+            content: Mapping[str, str] = json.loads(pipe.readline())
+        self.address, self._token = content["address"], content["token"]
+
+    def _serve(self, pipe: int) -> int:
+        die_with_parent(self._parent)
+        with connection.simulated(load_cluster(HOSTS)) as processes:
+            answer = {"address": processes.address, "token": os.environ["RAY_AUTH_TOKEN"]}
+            os.write(pipe, f"{json.dumps(answer)}\n".encode())
+            select([], [], [])
+        return 0
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Join them from the process of a run."""
+        token = patch("secrets.token_hex", lambda size: self._token)
+        with token, connection.private_ray(), connection.joined(self.address):
+            yield
+
+    def stop(self) -> None:
+        """Kill all their processes."""
+        for pid in (*descendants(self.pid), self.pid):
+            kill(pid)
+        os.waitpid(self.pid, 0)
+
+
+_RUNNING: list[Hosts] = []
+"""The hosts of this process that runs share."""
+
+
+def shared_hosts() -> Hosts:
+    """Return hosts that all runs of this process use."""
+    if not _RUNNING:
+        _RUNNING.append(Hosts())
+    return _RUNNING[0]
+
+
+def stop_shared_hosts() -> None:
+    """Stop them, so that forked processes have their own."""
+    while _RUNNING:
+        _RUNNING.pop().stop()
+
+
+def wait_for_end(known: set[int]) -> list[str]:
+    """Wait until all processes have ended that are not known, kill those that stay, and describe them."""
+    deadline = monotonic() + _LEFTOVER_S
+    while True:
+        new = [pid for pid in descendants(os.getpid()) if pid not in known]
+        alive = {pid: command for pid in new if (command := _alive(pid)) is not None}
+        if not alive:
+            return []
+        if monotonic() > deadline:
+            for pid in alive:
+                kill(pid)
+            return [f"{pid} {command[:80]}" for pid, command in alive.items()]
+        sleep(0.2)
+
+
+def _alive(pid: int) -> str | None:
+    """Return the command line of a process; None for one that has ended, which is then taken away if it is ours."""
+    try:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return None
+    except ChildProcessError:
+        pass
+    try:
+        is_zombie = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+        return None if is_zombie else Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return None

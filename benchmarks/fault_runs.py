@@ -1,0 +1,322 @@
+"""Runs with faults: each in its own process, resumed until it is finished, then compared with an undisturbed run."""
+
+import json
+import os
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from select import select
+from time import time
+from typing import Any
+from unittest.mock import patch
+
+import rlflow
+from benchmarks.fault_hosts import HOSTS, Hosts, shared_hosts, stop_shared_hosts, wait_for_end
+from benchmarks.fault_injection import DRIVER, Fault, Faults, FaultyProcess, FaultyWorker
+from benchmarks.faulty_process import FINISHED, TYPED, UNTYPED
+from benchmarks.kills import contents, names
+from rlflow.calibrate.probes import Probe, recipe_of, write_recipe
+from rlflow.compiler.plan import Plan
+from rlflow.errors import EngineError, UserError
+from rlflow.report.records import MetricsWriter, SampleLog
+from rlflow.rewards.processes import become_subreaper, descendants, die_with_parent, kill
+from rlflow.runtime.checkpoint import checkpoints
+from rlflow.runtime.protocols import Observer
+from rlflow.runtime.ray.runtime import RayRuntime
+from rlflow.runtime.run import run
+
+SHORT_SILENCE_S = 6.0
+_SHORT_LIMIT_S = 12.0
+# No run may take longer.
+_HANG_S = 300.0
+_MOST_ATTEMPTS = 8
+_ANY_RUN = ("skipped/", "tensorboard/")
+_METRICS_OF_FAULTS = ("rollout/engines/", "store/")
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a fault: what became of the run."""
+
+    fault: Fault
+    how: str
+    detection: float | None
+    """Seconds until the run noticed it; None for one that no run notices."""
+
+
+@dataclass
+class Outcome:
+    """A run with faults, which is finished or cannot be."""
+
+    name: str
+    usual_limits: bool
+    ends: list[End] = field(default_factory=list)
+    num_forgotten: int = 0
+    problems: Counter[str] = field(default_factory=Counter)
+    remarks: list[str] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """Return its faults and what is wrong, in a line or a few."""
+        faults = ", ".join(
+            f"{end.fault.kind} at {end.fault.stage}: {end.how}"
+            + ("" if end.detection is None else f" ({end.detection:.1f} s)")
+            for end in self.ends
+        )
+        return "\n  ".join([f"{self.name}: {faults}", *self.remarks])
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run without a fault."""
+
+    folder: Path
+    size: "Size"
+    names: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a run. Each step has ``num_prompts`` times ``group_size`` rollouts."""
+
+    steps: int
+    num_prompts: int
+    group_size: int
+
+
+SMALL, WIDE = Size(8, 4, 4), Size(25, 64, 8)
+
+
+@cache
+def plan_of(folder: Path, size: Size) -> Plan:
+    """Return the plan of runs of this size: two engines on two hosts, a trainer, a reference."""
+    probe = Probe(
+        name=f"faults_{size.steps}",
+        hidden_size=32,
+        num_layers=2,
+        batch_size=size.num_prompts,
+        group_size=size.group_size,
+        max_tokens=6,
+    )
+    recipe = recipe_of(probe)
+    recipe["roles"]["actor"] |= {"gpus": 1, "optimizer": {"learning_rate": 1e-2}}
+    recipe["roles"]["rollout"] = {"engine": "fake", "gpus": 2}
+    recipe["roles"]["reference"] = {"engine": "fake", "gpus": 1}
+    recipe["graph"]["rewards"]["function"] = "benchmarks.scripted_engine:mean_digit"
+    recipe["graph"]["advantages"] = {"node": "benchmarks.fault_injection:FaultyAdvantage"}
+    recipe |= {"steps": size.steps, "stop_after_skipped_steps": 1, "checkpoints": {"every": 2}}
+    recipe["evaluation"] = {"every": 4, "num_prompts": 6}
+    return rlflow.compile(rlflow.load([f"recipe={write_recipe(recipe, folder)}"]), HOSTS)
+
+
+class _ArmedObserver(Observer):
+    """The place of faults that happen to the driver between two steps."""
+
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._faults.meet("driver", 0, "stepped", lambda: None, ())
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run to which faults happen."""
+
+    folder: Path
+    expected: Undisturbed | None
+    faults: Sequence[Fault]
+    usual_limits: bool
+    size: Size = SMALL
+    forgets_one_in: int = 0
+
+    @property
+    def notes(self) -> Path:
+        """Return the folder of the faults, and of what the run notes about them."""
+        return self.folder.with_name(f"{self.folder.name}-faults")
+
+    def run(self) -> Outcome:
+        """Run until it is finished, and compare it with the undisturbed run."""
+        become_subreaper()
+        self.notes.mkdir()
+        for fault in self.faults:
+            (self.notes / f"fault-{fault.number}.json").write_text(json.dumps(asdict(fault)))
+        outcome = Outcome(self.folder.name, self.usual_limits)
+        for attempt in range(_MOST_ATTEMPTS):
+            before = {fault.number for fault in self._happened()}
+            how = self._attempt(outcome, attempt)
+            new = [fault for fault in self._happened() if fault.number not in before]
+            for fault in new:
+                is_last = fault is new[-1]
+                outcome.ends.append(End(fault, how if is_last else "went on", self._detection(fault)))
+            if how == "went on":
+                break
+            if how in ("hang", "untyped") or not new:
+                outcome.problems["hangs" if how == "hang" else "untyped"] += 1
+                outcome.remarks.append(
+                    f"attempt {attempt}, {'after' if new else 'without'} a fault: {how}: {self._error()}"
+                )
+            if not new:
+                break
+        else:
+            outcome.problems["unfinished"] += 1
+        if (forgotten := self.notes / "forgotten").exists():
+            outcome.num_forgotten = len(forgotten.read_text().splitlines())
+        if self.expected is not None and not outcome.problems["unfinished"]:
+            outcome.problems += differences(self.folder, self.expected, outcome.remarks)
+        return outcome
+
+    def _happened(self) -> list[Fault]:
+        files = self.notes.glob("happened-*.json")
+        return sorted((Fault(**json.loads(file.read_text())) for file in files), key=lambda fault: fault.at)
+
+    def _error(self) -> str:
+        file = self.notes / "error"
+        return file.read_text().strip() if file.exists() else ""
+
+    def _attempt(self, outcome: Outcome, attempt: int) -> str:
+        """Start the run, or resume it, and return how it ended."""
+        hosts = None if any(fault.needs_own_ray for fault in self.faults) else shared_hosts()
+        known = set(descendants(os.getpid()))
+        (self.notes / "error").unlink(missing_ok=True)
+        child = os.fork()
+        if child == 0:
+            os._exit(self._child(hosts, attempt))
+        end = os.pidfd_open(child)
+        is_over = bool(select([end], [], [], _HANG_S)[0])
+        os.close(end)
+        if not is_over:
+            for pid in (*descendants(child), child):
+                kill(pid)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if left := wait_for_end(known):
+            outcome.problems["leftovers"] += 1
+            outcome.remarks.append(f"attempt {attempt} leaves processes: {'; '.join(left)}")
+        if not is_over:
+            return "hang"
+        return {FINISHED: "went on", TYPED: "typed error", -9: "killed"}.get(code, "untyped")
+
+    def _child(self, hosts: Hosts | None, attempt: int) -> int:
+        parent = os.getppid()
+        log = os.open(self.notes / f"log-{attempt}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        try:
+            die_with_parent(parent)
+            (self.notes / "driver").write_text(str(os.getpid()))
+            (self.notes / "root").write_text(str(hosts.pid if hosts else os.getpid()))
+            with ExitStack() as stack:
+                faults = self._armed(stack)
+                if hosts:
+                    stack.enter_context(hosts.joined())
+                observers = [_ArmedObserver(faults), MetricsWriter(), SampleLog()]
+                run(
+                    plan_of(self.folder.parent, self.size),
+                    self.folder,
+                    RayRuntime(),
+                    observers,
+                    resume=bool(checkpoints(self.folder)),
+                )
+        except (UserError, EngineError, OSError) as error:
+            (self.notes / "error").write_text(f"{type(error).__name__}: {error}")
+            return TYPED
+        except BaseException:
+            (self.notes / "error").write_text(traceback.format_exc())
+            return UNTYPED
+        return FINISHED
+
+    def _armed(self, stack: ExitStack) -> Faults:
+        """Have all processes of a run meet faults, and note when the run notices the end of one."""
+        from rlflow.runtime.ray import process
+
+        options = {"folder": self.notes, "forgets_one_in": self.forgets_one_in}
+        worker, beside = type("Worker", (FaultyWorker,), options), type("Process", (FaultyProcess,), options)
+        as_error, ended = process._as_engine_error, process.RemoteProcess.end
+
+        def noted_error(error: BaseException, name: str, end_error: EngineError | None) -> BaseException:
+            self._note(name)
+            return as_error(error, name, end_error)
+
+        def noted_end(remote: Any, error: EngineError) -> None:
+            self._note(remote.name)
+            ended(remote, error)
+
+        changes: dict[str, Any] = {
+            "role_workers.EngineWorker": worker,
+            "role_workers.RoleWorkers.concurrent": property(lambda workers: workers._role == "rollout"),
+            "remote_objects.ObjectProcess": beside,
+            "process._as_engine_error": noted_error,
+            "process.RemoteProcess.end": noted_end,
+        }
+        if not self.usual_limits:
+            changes |= {
+                "watchdog.LOOK_S": 0.25,
+                "watchdog.ASK_S": 1.0,
+                "watchdog.NO_STEP_S": _SHORT_LIMIT_S,
+                "waits.SILENCE_S": (SHORT_SILENCE_S, 60.0),
+                "waits._LIMIT_S": _SHORT_LIMIT_S,
+                "waits._LOADING_LIMIT_S": _SHORT_LIMIT_S,
+            }
+        for name, value in changes.items():
+            stack.enter_context(patch(f"rlflow.runtime.ray.{name}", value))
+        DRIVER.append(Faults(self.notes))
+        return DRIVER[-1]
+
+    def _note(self, name: str) -> None:
+        with (self.notes / "noticed").open("a") as file:
+            file.write(f"{time()} {name}\n")
+
+    def _detection(self, fault: Fault) -> float | None:
+        """Return after how many seconds the run noticed a process that died or stopped."""
+        victim = fault.victim
+        file = self.notes / "noticed"
+        if victim is None or not file.exists():
+            return None
+        notes = [line.split(" ", 1) for line in file.read_text().splitlines()]
+        seconds = [float(at) - fault.at for at, name in notes if name.startswith(victim)]
+        return min((each for each in seconds if each >= 0), default=None)
+
+
+def undisturbed(folder: Path, size: Size = SMALL) -> Undisturbed:
+    """Make a run without a fault. Its steps must change the model."""
+    trial = Trial(folder / f"undisturbed-{size.steps}", None, (), usual_limits=True, size=size)
+    outcome = trial.run()
+    stop_shared_hosts()
+    assert not outcome.problems, outcome.remarks
+    expected = Undisturbed(trial.folder, size, names(trial.folder))
+    weights = [(each / "actor" / "weights.safetensors").read_bytes() for each in checkpoints(trial.folder)]
+    assert len(set(weights)) == len(weights) > 1, "steps do not change the model"
+    return expected
+
+
+def differences(folder: Path, expected: Undisturbed, remarks: list[str]) -> Counter[str]:
+    """Return how often a finished run differs from the undisturbed one."""
+    found: Counter[str] = Counter()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        ours, theirs = (_lines(each / name) for each in (folder, expected.folder))
+        numbers = Counter(key for key, _ in ours)
+        found["doubled"] += sum(numbers.values()) - len(numbers)
+        found["lost"] += len({key for key, _ in theirs} - numbers.keys())
+        found["metrics_differ"] += dict(ours) != dict(theirs)
+    final = f"checkpoints/step-{expected.size.steps:06d}/actor"
+    same = all(contents(folder / each) == contents(expected.folder / each) for each in (final, "model/actor"))
+    found["different_weights"] += not same
+    left = {name for name in names(folder) - expected.names if not name.startswith(_ANY_RUN)} - {"skipped"}
+    if left:
+        found["leftovers"] += 1
+        remarks.append(f"leaves {', '.join(sorted(left))}")
+    return +found
+
+
+def _lines(file: Path) -> list[tuple[tuple[Any, ...], Mapping[str, Any]]]:
+    """Return each line by what it is of, without times and without what faults change: engines and object stores."""
+    found: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+    for line in map(json.loads, file.read_text("utf-8").splitlines()):
+        kind = line.get("choice", "step" if "tokens" in line else "evaluation")
+        values = {key: value for key, value in line.items() if "second" not in key}
+        values = {key: value for key, value in values.items() if not key.startswith(_METRICS_OF_FAULTS)}
+        found.append(((line["step"], kind), values))
+    return found

@@ -1,0 +1,216 @@
+"""Inject faults into runs on simulated hosts: ``python -m benchmarks.faults [--quick] [--faults N] [--json FILE]``.
+
+A run trains a tiny model with torch on Ray, with two hosts, two engines, a reference and a reward. Several faults
+happen to it, drawn from a seed: SIGKILL of a worker, an engine, a host, the driver or Ray's control service; SIGSTOP; a
+call that is 20 times as slow, raises, is delayed or never ends; a result that is lost, doubled or corrupted; a full
+disk; no memory. A run that a fault ends is resumed, until it is finished. It must then have the weights, metrics and
+samples of an undisturbed run, and leave no processes and no other files. A fault that ends it must do so with an error
+of rlflow.
+
+``--dropped N`` adds N steps of 512 rollouts, in each of which an engine forgets one. In most runs the time limits of
+processes are a few seconds instead of rlflow's own, which every eighth run has. Takes about half an hour on two cores,
+and two minutes with ``--quick``.
+"""
+
+import argparse
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import count, islice
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.fault_injection import Fault
+from benchmarks.fault_runs import SHORT_SILENCE_S, WIDE, Outcome, Trial, undisturbed
+from benchmarks.reporting import Goal, finish
+from rlflow.runtime.ray.waits import SILENCE_S
+
+_FAULTS, _QUICK = 200, 20
+_LANES = 2
+_FAULTS_PER_RUN = 5
+# Both engines together forget one rollout of a step of 512.
+_ONE_IN = WIDE.num_prompts * WIDE.group_size
+# One run of so many has faults that take Ray with them, and one of so many has rlflow's own time limits.
+_WITH_RAY, _USUAL_LIMITS = 3, 8
+_WORKERS = (("update", "actor"), ("sync", "actor"), ("save", "actor"), ("reference", "reference"), ("score", "rewards"))
+_ENGINES = (("generate", "rollout"), ("sync", "rollout"))
+_DRIVER = (("advantage", "driver"),)
+_RESULTS = (("generate", "rollout"), ("sync", "rollout"), *_WORKERS[3:], *_DRIVER)
+# Where each kind may happen: the stage, and the role whose process comes to it.
+_KINDS: Mapping[str, Sequence[tuple[str, str]]] = {
+    "kill worker": _WORKERS,
+    "kill engine": _ENGINES,
+    "stop": (*_WORKERS, *_ENGINES),
+    "slow": (*_WORKERS, *_ENGINES, *_DRIVER),
+    "exception": (*_WORKERS, *_ENGINES, *_DRIVER),
+    "lost result": _RESULTS,
+    "doubled result": _RESULTS,
+    "corrupted result": _RESULTS,
+    "full disk": (("save", "actor"), ("save", "driver")),
+    "delayed call": (*_WORKERS, *_ENGINES),
+    "dropped call": (*_WORKERS, *_ENGINES),
+    "out of memory": (*_WORKERS, *_ENGINES, *_DRIVER),
+}
+_KINDS_WITH_RAY: Mapping[str, Sequence[tuple[str, str]]] = {
+    "kill host": (*_WORKERS, *_ENGINES, *_DRIVER),
+    "kill GCS": (*_WORKERS, *_ENGINES, *_DRIVER),
+    "kill driver": (*_WORKERS, *_ENGINES, *_DRIVER),
+    "stop host": _ENGINES,
+}
+_CRASHES, _HOSTS, _STOPS = ("kill worker", "kill engine"), ("kill host",), ("stop", "stop host")
+_BAD = ("hangs", "untyped", "lost", "doubled", "different_weights", "metrics_differ", "leftovers", "unfinished")
+
+
+def faults_of(seed: int) -> tuple[list[Fault], bool]:
+    """Draw the faults of one run, and whether it has rlflow's own time limits."""
+    draw = random.Random(seed)
+    usual = seed % _USUAL_LIMITS == _USUAL_LIMITS - 1
+    with_ray = seed % _WITH_RAY == _WITH_RAY - 1
+    faults = []
+    for number in range(_FAULTS_PER_RUN):
+        # Faults with and without Ray in turns, so that each run has both.
+        kinds = _KINDS_WITH_RAY if with_ray and number % 2 == 0 else _KINDS
+        # A call that never ends takes an hour of rlflow's own limits, and a process that is stopped 20 s.
+        kind = draw.choice([kind for kind in kinds if not usual or kind != "dropped call"])
+        if usual and number == 0:
+            kind = "stop"
+        stage, role = draw.choice({**_KINDS, **_KINDS_WITH_RAY}[kind])
+        rank = draw.randrange(2) if role == "rollout" else 0
+        faults.append(Fault(number=number, kind=kind, stage=stage, role=role, rank=rank, skip=draw.randrange(2)))
+    return faults, usual
+
+
+def run_trials(folder: Path, wanted: int) -> Iterator[Outcome]:
+    """Yield the outcomes of runs, until so many faults have happened."""
+    if not wanted:
+        return
+    expected = undisturbed(folder)
+    happened = 0
+    with ProcessPoolExecutor(_LANES, get_context("fork")) as lanes:
+        seeds = count()
+        while happened < wanted:
+            number = min(_LANES * 4, -(-(wanted - happened) // _FAULTS_PER_RUN))
+            trials = [
+                lanes.submit(Trial(folder / f"run-{seed}", expected, *faults_of(seed)).run)
+                for seed in islice(seeds, number)
+            ]
+            for done in as_completed(trials):
+                outcome = done.result()
+                happened += len(outcome.ends)
+                print(f"{happened} faults; {outcome.describe()}", flush=True)
+                yield outcome
+
+
+def run_forgetful(folder: Path, steps: int) -> Iterator[Outcome]:
+    """Yield the outcomes of runs of so many steps in all, in each of which an engine forgets one of 512 rollouts."""
+    if not steps:
+        return
+    expected = undisturbed(folder, WIDE)
+    trials = [
+        Trial(folder / f"forgetful-{number}", expected, (), usual_limits=True, size=WIDE, forgets_one_in=_ONE_IN)
+        for number in range(-(-steps // WIDE.steps))
+    ]
+    with ProcessPoolExecutor(_LANES, get_context("fork")) as lanes:
+        for done in as_completed([lanes.submit(trial.run) for trial in trials]):
+            print(done.result().describe(), flush=True)
+            yield done.result()
+
+
+@dataclass
+class _Kind:
+    ends: Counter[str]
+    detections: list[float]
+
+
+def table_of(outcomes: Sequence[Outcome]) -> Table:
+    """Return how the faults of each kind ended."""
+    kinds: dict[str, _Kind] = defaultdict(lambda: _Kind(Counter(), []))
+    for outcome in outcomes:
+        for end in outcome.ends:
+            kinds[end.fault.kind].ends[end.how] += 1
+            kinds[end.fault.kind].detections += [] if end.detection is None else [end.detection]
+    columns = sorted({how for kind in kinds.values() for how in kind.ends})
+    table = Table("kind", "number", *columns, "slowest detection")
+    for name in (*_KINDS, *_KINDS_WITH_RAY):
+        found = kinds[name]
+        slowest = f"{max(found.detections):.1f} s" if found.detections else ""
+        numbers = [str(found.ends[how] or "") for how in columns]
+        table.add_row(name, str(found.ends.total()), *numbers, slowest)
+    return table
+
+
+def figures_of(outcomes: Sequence[Outcome]) -> tuple[dict[str, float | bool], dict[str, Goal]]:
+    """Return the figures of all runs, and their goals."""
+    total = sum((outcome.problems for outcome in outcomes), Counter[str]())
+    ends = [(outcome, end) for outcome in outcomes for end in outcome.ends]
+    figures: dict[str, float | bool] = {"runs": len(outcomes), "faults": len(ends)}
+    figures["completed_by_themselves"] = sum(end.how == "went on" for _, end in ends)
+    figures |= {name: total[name] for name in _BAD}
+
+    def slowest(kinds: Sequence[str], usual: bool | None = None) -> float:
+        chosen = [end for outcome, end in ends if usual in (None, outcome.usual_limits) and end.fault.kind in kinds]
+        return max((end.detection for end in chosen if end.detection is not None), default=0.0)
+
+    detections = [end.detection for _, end in ends if end.detection is not None]
+    figures["slowest_crash_s"] = slowest(_CRASHES)
+    figures["slowest_host_s"] = slowest(_HOSTS)
+    figures["slowest_stopped_s"] = slowest(_STOPS, usual=True)
+    figures["slowest_stopped_short_s"] = slowest(_STOPS, usual=False)
+    figures["slowest_detection_s"] = max(detections, default=0.0)
+    goals = {name: Goal("exactly 0", total[name] == 0) for name in _BAD}
+    limits = {
+        "slowest_crash_s": 1.0,
+        "slowest_host_s": 5.0,
+        "slowest_stopped_s": SILENCE_S[0] + 1,
+        "slowest_stopped_short_s": SHORT_SILENCE_S + 1,
+        "slowest_detection_s": 31.0,
+    }
+    goals |= {name: Goal(f"at most {limit:g}", figures[name] <= limit) for name, limit in limits.items()}
+    goals |= {name: Goal("any", True) for name in ("runs", "faults", "completed_by_themselves")}
+    return figures, goals
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.faults")
+    parser.add_argument("--quick", action="store_true", help=f"{_QUICK} faults")
+    parser.add_argument("--faults", type=int, default=_FAULTS)
+    parser.add_argument(
+        "--dropped", type=int, default=0, help="steps in each of which one of 512 rollouts is forgotten"
+    )
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    import_libraries()
+    with TemporaryDirectory(prefix="rlflow-faults-") as temporary:
+        outcomes = list(run_trials(Path(temporary), _QUICK if options.quick else options.faults))
+        forgetful = list(run_forgetful(Path(temporary), options.dropped))
+    Console().print(table_of(outcomes))
+    figures, goals = figures_of(outcomes)
+    if forgetful:
+        total = sum((outcome.problems for outcome in forgetful), Counter[str]())
+        figures |= {"dropped": sum(outcome.num_forgotten for outcome in forgetful), "dropped_bad": total.total()}
+        goals["dropped"] = Goal(f"at least {options.dropped}", figures["dropped"] >= options.dropped)
+        goals["dropped_bad"] = Goal("exactly 0", total.total() == 0)
+    return finish("faults", figures, goals, options.json)
+
+
+def import_libraries() -> None:
+    """Import everything that a run needs, so that forked processes share it. Threads do not survive a fork."""
+    import accelerate.utils.other  # type: ignore[import-untyped]  # noqa: F401
+    import torch
+    import torch.utils.tensorboard
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+    from rlflow.runtime.objects.ray_api import import_ray
+
+    import_ray()
+    torch.set_num_threads(1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
