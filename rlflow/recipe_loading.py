@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from rlflow.errors import RecipeError, below, did_you_mean
 from rlflow.interpolations import to_mapping
 from rlflow.recipe import Recipe
+from rlflow.resources.models.architecture import check
 from rlflow.resources.models.config import check_agreement, read_architecture
-from rlflow.resources.models.consistency import check
 from rlflow.resources.time.lengths import past_lengths
 from rlflow.schema import parse
 

@@ -5,7 +5,6 @@ python -m tests.python_reference
 
 import ast
 import inspect
-import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -55,11 +54,8 @@ def _signature(function: Any) -> str:
     """Return the head of a function as its source has it, without quotes around types."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     assert isinstance(tree, ast.FunctionDef)
-    arguments = re.split(r", (?=\*|\w+:)", ast.unparse(tree.args).replace("=", " = "))
-    if len(arguments) > 2:
-        arguments = ["\n    " + ",\n    ".join(arguments) + ",\n"]
     returned = "" if tree.returns is None else f" -> {ast.unparse(tree.returns)}"
-    return f"{function.__name__}({', '.join(arguments)}){returned}".replace("'", "")
+    return f"{function.__name__}({ast.unparse(tree.args)}){returned}".replace("'", "")
 
 
 def _paragraphs(docstring: str) -> Iterator[str]:
@@ -81,8 +77,7 @@ def _fields(kind: type) -> Iterator[str]:
 def _methods(kind: type) -> Iterator[str]:
     for name, member in vars(kind).items():
         if isinstance(member, property):
-            meaning = (inspect.getdoc(member) or "").removeprefix("Return ")
-            yield _row(name, meaning[:1].upper() + meaning[1:])
+            yield _row(name, inspect.getdoc(member) or "")
         elif not name.startswith("_") and callable(function := getattr(member, "__func__", member)):
             arguments = [each for each in inspect.signature(function).parameters if each not in ("self", "cls")]
             yield _row(f"{name}({', '.join(arguments)})", inspect.getdoc(function) or "")

@@ -147,7 +147,7 @@ def _node(kind: type[Node]) -> Iterator[Table]:
     if inputs := [f"`{each.name}`" + ("" if each.required else " (optional)") for each in kind.inputs()]:
         facts.append(f"Inputs: {', '.join(inputs)}.")
     if (capability := kind.capability()) is not None:
-        facts.append(f"Its role's engine must have the capability `{capability.__name__}`.")
+        facts.append(f"Its role's engine: `{capability.__name__}`.")
     facts += [f"It also has the options of {_COMMON[base.__name__]}." for base in shared]
     facts += [f"It also has the options of `{base.kind}`." for base in parents]
     shown = {field.name for field in fields(kind)} - (inherited - own)
@@ -248,13 +248,12 @@ def _type(annotation: Any) -> str:
         return _alternatives([f"`{value}`" for value in arguments])
     if origin is tuple:
         if arguments[1:] == (...,):
-            return f"list ({_type(arguments[0])})"
-        return f"list of {len(arguments)} ({_type(arguments[0])})"
+            return f"list of: {_type(arguments[0])}"
+        return f"list of {len(arguments)}: {_type(arguments[0])}"
     if origin is Mapping:
         return "keys with values"
     if origin is not None and origin is not re.Pattern:
-        flat = [part for each in arguments for part in ((True, False) if each is bool else (each,))]
-        return _alternatives([_value(each) if isinstance(each, bool) else _type(each) for each in flat])
+        return _alternatives([_type(each) for each in arguments])
     names: Mapping[Any, str] = {
         **{bool: "`true` or `false`", int: "whole number", float: "number", str: "text", NoneType: "`null`"},
         **{re.Pattern: "regular expression", re.Pattern[str]: "regular expression", Any: "any value"},

@@ -25,7 +25,7 @@ class Generate(Node, kind="generate", unit="sample"):
     max_tokens: Count
     """The limit of a response; a response that reaches it is cut."""
     temperature: Annotated[float, Ge(0), Le(10)] = 1.0
-    """The temperature of sampling; 0 takes the likeliest token."""
+    """0 takes the likeliest token."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     """Sample from the likeliest tokens whose probabilities add up to this share."""
     overcommit: Annotated[float, Ge(0), Lt(1)] = 0.0

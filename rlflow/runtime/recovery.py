@@ -73,25 +73,32 @@ class Session:
         Raises ``error`` if nothing was lost or nothing can replace it, for a run that has been asked to stop, and for
         one that comes back to the same checkpoint too often.
         """
-        lost, is_elastic = self.engines.find_lost(), self.plan.recipe.elastic
-        is_replaceable = not lost.hosts or is_elastic or lost.hosts_may_return
-        if not lost or not is_replaceable or self.stop():
+        recipe, lost = self.plan.recipe, self.engines.find_lost()
+        is_replaceable = not lost.hosts or recipe.elastic or lost.hosts_may_return
+        if not lost or not is_replaceable or not recipe.max_restarts or self.stop():
             raise error
         before = self.progress.step
         remove_unfinished(self.directory)
         self.last, self.progress = last_checkpoint(self.plan, self.directory, resume=bool(checkpoints(self.directory)))
+        self._own_data = replace(self._own_data, resumed_at=(self.progress.step, self.progress.rows))
         self._num_returns = self._num_returns + 1 if self.restarts and self.progress.step == before else 1
-        if self._num_returns > self.plan.recipe.max_restarts:
+        if self._num_returns > recipe.max_restarts:
+            allowed = f"max_restarts={recipe.max_restarts} allows"
+            error.add_note(f"the run has gone back to step {self.progress.step} as often as {allowed}")
             raise error
         self.restarts += 1
         self._warn(*self.last.damaged if self.last else ())
-        self._own_data = replace(self._own_data, resumed_at=(self.progress.step, self.progress.rows))
+        self._replace(lost, error)
+
+    def _replace(self, lost: Lost, error: EngineError) -> None:
+        """Start new workers: on the same hosts, on those that are left, or once lost hosts are back."""
         if not lost.hosts:
             self._note(error, lost, "New workers start")
             self.engines.restart_lost()
             self.data = self.engines.place_with_tokens(self._own_data)
-        elif is_elastic:
+        elif self.plan.recipe.elastic:
             smaller = _planned_without(self.plan, lost.hosts, error)
+            self.runtime.check(smaller)
             changes = _changes(self.plan, smaller)
             self._note(error, lost, f"The run is planned again for {smaller.cluster.shape} ({changes})")
             self._running.close()
@@ -104,7 +111,6 @@ class Session:
             self._start_with_all_hosts(error)
 
     def _start(self) -> None:
-        self.runtime.check(self.plan)
         write_plan(self.plan, self.directory)
         plan = with_spare_slots(self.plan) if self.tune else self.plan
         self.engines = self._running.enter_context(self.runtime.start(plan, self.models, self.directory))

@@ -71,7 +71,7 @@ def test_every_command_is_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command in COMMANDS if "rlflow -m" not in command])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_commands_plan(command: str, typed: Typed, tmp_path: Path) -> None:
     files_of_the_page(tmp_path)
     code, out, errors = typed(*shlex.split(command)[3:], *([] if "dry_run=true" in command else ["dry_run=true"]))
@@ -98,7 +98,6 @@ def save_small_model(folder: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
 def test_a_reader_who_types_every_command_reaches_the_end(tmp_path: Path) -> None:
     """The model on the hub is replaced by a small one, because nothing is downloaded in tests."""
     files_of_the_page(tmp_path)

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from tests.conftest import CONFIG_DIR
 from tests.helpers import load
 
 SHARED_PROCESSES = "hosts"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-METHODS = {"actor": "update", "reference": "logprobs"}
+CLUSTER = "1x3@cpu+1x2@cpu"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+METHODS = {"actor": "update", "critic": "update", "reference": "logprobs"}
 
 
 class Worker(EngineWorker):
@@ -39,10 +41,10 @@ class Worker(EngineWorker):
         super().build(engine, spec)
 
     def call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
-        fault = self.folder / self._role
-        if method == METHODS.get(self._role) and fault.exists():
-            fault.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if method == METHODS.get(self._role):
+            with suppress(FileNotFoundError):
+                (self.folder / self._role).unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
         return super().call(method, *arguments, **named)
 
 
@@ -61,13 +63,15 @@ class KillAfter(Observer):
             (Worker.folder / self._role).touch()
 
 
-@pytest.fixture
-def plan(hosts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """Return a plan whose roles have workers of their own."""
+@pytest.fixture(autouse=True)
+def workers_with_faults(hosts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     monkeypatch.setattr(Worker, "folder", tmp_path, raising=False)
     monkeypatch.setattr("rlflow.runtime.ray.role_workers.EngineWorker", Worker)
-    return rlflow.compile(load("recipe=real", "steps=4", config_dir=CONFIG_DIR), "1x3@cpu+1x2@cpu")
+
+
+def plan_of(cluster: str, *overrides: str) -> Plan:
+    return rlflow.compile(load("recipe=real", "steps=4", *overrides, config_dir=CONFIG_DIR), cluster)
 
 
 def go(plan: Plan, folder: Path, *observers: Observer) -> Report:
@@ -92,14 +96,13 @@ def builds(folder: Path) -> Counter[str]:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("expected")
-    local = rlflow.compile(load("recipe=real", "steps=4", config_dir=CONFIG_DIR), "local")
-    run(local, folder, LocalRuntime(), [MetricsWriter(), SampleLog()])
+    run(plan_of("local"), folder, LocalRuntime(), [MetricsWriter(), SampleLog()])
     return written(folder)
 
 
-def test_a_lost_trainer_is_replaced(plan: Plan, expected: dict[str, Any], tmp_path: Path) -> None:
+def test_a_lost_trainer_is_replaced(expected: dict[str, Any], tmp_path: Path) -> None:
     """It dies in its fourth update, and the checkpoint is of the second step. No other model is loaded again."""
-    kill = KillAfter(3, "actor")
+    plan, kill = plan_of(CLUSTER), KillAfter(3, "actor")
     report = go(plan, tmp_path / "run", kill)
     assert written(tmp_path / "run") == expected
     assert report.restarts == 1
@@ -110,9 +113,10 @@ def test_a_lost_trainer_is_replaced(plan: Plan, expected: dict[str, Any], tmp_pa
     assert builds(tmp_path) == Counter(workers) + Counter({"actor": workers["actor"]})
 
 
-def test_a_lost_reference_repeats_its_call(plan: Plan, expected: dict[str, Any], tmp_path: Path) -> None:
-    """Its weights never change, so the run goes on without going back."""
-    kill = KillAfter(2, "reference")
+@pytest.mark.soak
+def test_a_lost_reference_repeats_its_call(expected: dict[str, Any], tmp_path: Path) -> None:
+    """Its weights never change, so the run continues without going back."""
+    plan, kill = plan_of(CLUSTER), KillAfter(2, "reference")
     report = go(plan, tmp_path / "run", kill)
     assert written(tmp_path / "run") == expected
     assert (report.restarts, kill.warnings) == (0, [])
@@ -121,3 +125,24 @@ def test_a_lost_reference_repeats_its_call(plan: Plan, expected: dict[str, Any],
     assert " died: " in line["failed"]
     workers = {role: len(placement.workers) for role, placement in plan.roles.items()}
     assert builds(tmp_path) == Counter(workers) + Counter({"reference": workers["reference"]})
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("role", "overrides"),
+    [
+        ("critic", ("algorithm=ppo", "roles.critic={engine: torch, model: policy}")),
+        ("actor", ("roles.actor={engine: deepspeed, data_parallel_size: 2, zero_stage: 2, micro_batch_tokens: 64}",)),
+        ("actor", ("overlap.max_staleness=1", "roles.rollout.colocate=[]")),
+    ],
+    ids=["two trained roles", "one of two ranks", "generation ahead"],
+)
+def test_all_that_trains_goes_back_together(role: str, overrides: tuple[str, ...], tmp_path: Path) -> None:
+    plan, kill = plan_of(CLUSTER, *overrides), KillAfter(3, role)
+    go(plan, tmp_path / "undisturbed")
+    before = builds(tmp_path)
+    report = go(plan, tmp_path / "run", kill)
+    assert written(tmp_path / "run") == written(tmp_path / "undisturbed")
+    assert report.restarts == 1
+    trained = {role: len(plan.roles[role].workers) for role in plan.graph.trained_roles()}
+    assert builds(tmp_path) == before + before + Counter(trained)

@@ -47,7 +47,7 @@ def test_public_names_are_listed(name: str) -> None:
         ("checkpoints.every", ("whole number from 1", "", "steps")),
         ("models.NAME.architecture.sliding_window", ("whole number from 1 or `null`", "`null`", "tokens")),
         ("cluster.gpus.KIND.memory_gb_s", ("number above 0 or `null`", "`null`", "GB/s")),
-        ("tune", ("`true`, `false` or `adaptive`", "`false`", "")),
+        ("tune", ("`true` or `false` or `adaptive`", "`false`", "")),
     ],
 )
 def test_rows(path: str, row: tuple[str, str, str]) -> None:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from rlflow.resources.models.figures import Figures
+from rlflow.errors import RecipeError
+from rlflow.resources.models.figures import NEEDS, Figures
 from rlflow.resources.models.layers import LayerKind, expert_parameters, layer_kinds, norm_parameters, traits_of
 
 
@@ -121,3 +122,23 @@ def _positions(of: Figures) -> int:
     """Count the position embeddings, where they are learned."""
     extra = traits_of(of).learned_positions
     return 0 if extra is None else (of.max_position_embeddings + extra) * of.hidden_size
+
+
+def check(figures: Figures, path: str) -> None:
+    """Check that the figures, which stand at ``path``, are consistent. Raises RecipeError."""
+    for name in NEEDS.get(figures.model_type, ()):
+        if getattr(figures, name) is None:
+            raise RecipeError(f"{path}.{name}", f"is missing for {figures.model_type}", fix=f"add {path}.{name}=...")
+    for smaller, larger in (
+        ("num_experts_per_tok", "num_experts"),
+        ("num_dense_layers", "num_hidden_layers"),
+        ("num_full_attention_layers", "num_hidden_layers"),
+        ("num_kv_shared_layers", "num_hidden_layers"),
+    ):
+        low, high = getattr(figures, smaller), getattr(figures, larger)
+        if low is not None and high is not None and low > high:
+            raise RecipeError(f"{path}.{smaller}", f"{low} is more than the {high} of {larger}", fix=f"at most {high}")
+    if figures.num_attention_heads % figures.num_key_value_heads:
+        raise RecipeError(f"{path}.num_key_value_heads", "does not divide num_attention_heads", fix="use a divisor")
+    if figures.num_attention_layers < 1:
+        raise RecipeError(path, "expected at least one layer with attention", fix="more num_hidden_layers")

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import RecipeError, did_you_mean, first_line
-from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.consistency import NEEDS, OF_EXPERTS, check
-from rlflow.resources.models.figures import MODEL_TYPES
+from rlflow.resources.models.architecture import Architecture, check
+from rlflow.resources.models.figures import MODEL_TYPES, NEEDS, OF_EXPERTS
 from rlflow.resources.models.hybrid_config import with_known_names
 from rlflow.schema import parse
 

@@ -35,6 +35,15 @@ ModelType = Literal[
     "qwen3_next",
 ]
 MODEL_TYPES: tuple[str, ...] = get_args(ModelType)
+OF_EXPERTS = ("num_experts", "num_experts_per_tok")
+_OF_LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+# Figures that a model type needs in addition to those of all types.
+NEEDS = {
+    "deepseek_v3": (*OF_EXPERTS, *_OF_LATENT),
+    **dict.fromkeys(("gpt_oss", "granitemoeshared", "mixtral", "qwen2_moe", "qwen3_moe"), OF_EXPERTS),
+    **dict.fromkeys(("lfm2", "olmo_hybrid", "qwen3_5_text"), ("recurrent",)),
+    **dict.fromkeys(("lfm2_moe", "qwen3_5_moe_text", "qwen3_next"), ("recurrent", *OF_EXPERTS)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

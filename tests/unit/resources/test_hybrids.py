@@ -9,9 +9,8 @@ from rlflow.errors import RecipeError
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.phases import generate_memory, update_terms
 from rlflow.resources.memory.state import TrainingMemory, layer_activations, state_terms
-from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.models.architecture import Architecture, check
 from rlflow.resources.models.config import architecture_from_config
-from rlflow.resources.models.consistency import check
 from rlflow.resources.models.lora import Lora, adapter_parameters
 from rlflow.resources.time.decoding import generation
 from rlflow.resources.time.lengths import Lengths

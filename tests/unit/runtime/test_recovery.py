@@ -201,8 +201,9 @@ def test_the_same_checkpoint_too_often(tmp_path: Path) -> None:
         save(tmp_path, replace(run.progress, step=2, rows=6), {"actor": run.engines["actor"]}, keep=1)
         for _ in range(2):
             lose(run)
-        with pytest.raises(EngineError, match=DIED):
+        with pytest.raises(EngineError, match=DIED) as raised:
             lose(run)
+    assert raised.value.__notes__ == ["the run has gone back to step 2 as often as max_restarts=2 allows"]
     assert run.restarts == 4
     assert [text.split()[-1] for text in run.warnings] == ["0.", "0.", "2.", "2."]
     assert run.progress.step == 2

@@ -6,8 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlflow.errors import RecipeError
-from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.models.consistency import check
+from rlflow.resources.models.architecture import Architecture, check
 from rlflow.schema import parse
 from tests.conftest import ROOT
 from tests.helpers import ARCHITECTURE

@@ -31,6 +31,8 @@ class Threads:
     def __init__(self, engines: list[Any]) -> None:
         self.engines = engines
         self.calls: list[tuple[int, str]] = []
+        self.dead: list[int] = []
+        self.restarted: list[int] = []
         self._pools = [ThreadPoolExecutor(8) for _ in engines]
 
     def __len__(self) -> int:
@@ -47,11 +49,12 @@ class Threads:
         return nothing
 
     def restart(self, ranks: Sequence[int]) -> None:
+        self.restarted += ranks
         for rank in ranks:
             self.engines[rank] = type(self.engines[rank])(spec())
 
     def dead_ranks(self) -> list[int]:
-        return []
+        return self.dead
 
     def sync_weights(self, source: Workers, version: int) -> None:
         assert isinstance(source, Threads)
@@ -61,6 +64,32 @@ class Threads:
 
 def proxy(workers: Threads, layout: Layout = LAYOUT, concurrent: bool = False) -> RoleProxy:
     return RoleProxy("role", workers, layout, concurrent, GpuTurns({"role": workers}, {"role": []}))
+
+
+class Dying(FakeEngine):
+    """An engine that dies in a call."""
+
+    def logprobs(self, *arguments: Any) -> Any:
+        raise EngineError("role: worker 1 died.")
+
+
+@pytest.mark.parametrize(("is_frozen", "dead"), [(True, [1]), (True, []), (False, [1])])
+def test_a_frozen_role_that_has_lost_a_rank_repeats_the_call(is_frozen: bool, dead: list[int]) -> None:
+    """New workers have the weights that the old ones had. An engine that fails and lives would fail again."""
+    workers = fakes(2)
+    workers.engines[1].logprobs = Dying(spec()).logprobs
+    workers.dead = dead
+    turns = GpuTurns({"role": workers}, {"role": []})
+    role = RoleProxy("role", workers, LAYOUT, False, turns, is_frozen=is_frozen)
+    given = sequences((3, 5), [[4, 2], [3, 6]])
+    if not (is_frozen and dead):
+        with pytest.raises(EngineError, match="worker 1 died"):
+            role.logprobs(given, 1.0)
+        return
+    expected = FakeEngine(spec()).logprobs(given, 1.0).values
+    assert role.logprobs(given, 1.0).values.values.tolist() == expected.values.tolist()
+    assert workers.restarted == [0, 1]
+    assert role.take_failures() == [{"engine": 1, "failed": "role: worker 1 died."}]
 
 
 def fakes(count: int) -> Threads:

@@ -1,0 +1,69 @@
+"""A host that is lost in the middle of a run, whose recipe allows to continue on others."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlflow
+from rlflow.compiler.plan import read_plan
+from rlflow.report.records import MetricsWriter, SampleLog
+from rlflow.resources.cluster import Cluster
+from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.protocols import Observer
+from rlflow.runtime.ray.cluster import connection
+from rlflow.runtime.ray.cluster.hosts import live_hosts
+from rlflow.runtime.ray.runtime import RayRuntime
+from rlflow.runtime.run import run
+from tests.conftest import CONFIG_DIR
+from tests.helpers import load
+from tests.integration.test_lost_workers import written
+
+pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(600)]
+ELASTIC = ("recipe=real", "steps=4", "elastic=true", "roles.rollout.colocate=[]")
+
+
+class KillHost(Observer):
+    """Kills the host with the rollouts after a step, with all processes on it."""
+
+    def __init__(self, started: list[Any]) -> None:
+        self._started = started
+        self.warnings: list[str] = []
+
+    def warned(self, warning: str) -> None:
+        self.warnings.append(warning)
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == 3 and not self.warnings:
+            ids = {host.name: host.node_id for host in live_hosts()}
+            (node,) = [node for node in self._started[-1].worker_nodes if node.node_id == ids["host-1"]]
+            for process in node.all_processes["raylet"]:
+                process.process.kill()
+
+
+def test_the_run_continues_on_the_hosts_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load(*ELASTIC, config_dir=CONFIG_DIR)
+    plan = rlflow.compile(recipe, "3x1@cpu")
+    assert {bundle.host for bundle in plan.roles["rollout"].bundles} == {"host-1"}
+    assert {bundle.host for role in ("actor", "reference") for bundle in plan.roles[role].bundles} == {"host-0"}
+    simulated, started = connection.simulated, []
+
+    @contextmanager
+    def noted(cluster: Cluster) -> Iterator[Any]:
+        with simulated(cluster) as processes:
+            started.append(processes)
+            yield processes
+
+    monkeypatch.setattr(connection, "simulated", noted)
+    kill = KillHost(started)
+    report = run(plan, tmp_path / "run", RayRuntime(), [MetricsWriter(), SampleLog(), kill])
+    assert report.restarts == 1
+    (text,) = kill.warnings
+    assert "Lost: host 'host-1'. The run is planned again for 2x1@cpu (" in text
+    assert text.endswith("and the run continues from step 2.")
+    assert read_plan(tmp_path / "run" / "plan.json").cluster.shape == "2x1@cpu"
+    local = rlflow.compile(load("recipe=real", "steps=4", config_dir=CONFIG_DIR), "local")
+    run(local, tmp_path / "expected", LocalRuntime(), [MetricsWriter(), SampleLog()])
+    assert written(tmp_path / "run") == written(tmp_path / "expected")
