@@ -134,8 +134,7 @@ def undisturbed(folder: Path, kind: str) -> Undisturbed:
 
 
 def names(folder: Path) -> frozenset[str]:
-    found = (str(path.relative_to(folder)) for path in folder.rglob("*"))
-    return frozenset(name for name in found if not name.startswith("tensorboard/"))
+    return frozenset(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 def content(file: Path) -> Any:
@@ -282,7 +281,6 @@ def main() -> int:
     # Everything that a run imports, so that forked processes share it. Threads do not survive a fork.
     import accelerate.utils.other  # type: ignore[import-untyped]  # noqa: F401
     import torch
-    import torch.utils.tensorboard
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     torch.set_num_threads(1)

@@ -77,7 +77,7 @@ class SteppedRun:
         self._without = without
         self._go, self._waits, self._is_over = Event(), Event(), False
         console = Console(file=(folder.parent / f"{folder.name}.out").open("w"), width=100)
-        observers = [] if "samples" in without else [*recorders(), *displays(console)]
+        observers = [] if "samples" in without else [*recorders(plan), *displays(console)]
         arguments = (plan, folder, LocalRuntime(), observers)
         self._thread = Thread(target=run, args=arguments, kwargs={"stop": self._stop}, daemon=True)
         self._thread.start()

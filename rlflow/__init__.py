@@ -80,7 +80,7 @@ def run(
     folder = Path(resume or directory or datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S"))
     chosen = displays(output_console()) if observers is None else observers
     return run_plan(
-        plan, folder, runtime_of(plan), [*recorders(), *chosen], resume=resume is not None, stop=stop, tune=tune
+        plan, folder, runtime_of(plan), [*recorders(plan), *chosen], resume=resume is not None, stop=stop, tune=tune
     )
 
 

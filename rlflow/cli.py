@@ -248,7 +248,7 @@ def _run(plan: Plan, directory: Path, console: Console, *, resume: bool, tune: T
     from rlflow.runtime.prepare import runtime_of
     from rlflow.runtime.run import run
 
-    observers = [*recorders(), *displays(console)]
+    observers = [*recorders(plan), *displays(console)]
     with stop_on_signals(lambda: console.print(STOPPING)) as stop:
         report = run(plan, directory, runtime_of(plan), observers, resume=resume, stop=stop.is_set, tune=tune)
     if tune:

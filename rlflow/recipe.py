@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from rlflow.evaluation import Evaluation
 from rlflow.resources.layout import Resources
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.lora import Lora
@@ -116,19 +117,6 @@ class Data(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation(Section):
-    """Evaluation on held-out rows: greedy responses scored by the graph's reward, or the accuracy on pairs.
-
-    The accuracy is the share of pairs whose chosen response the model prefers.
-    """
-
-    every: Steps
-    """Steps between two evaluations. The first is before training and the last after it."""
-    num_prompts: Count
-    """The number of held-out rows, taken from the beginning of the split."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Checkpoints(Section):
     """The checkpoints of a run."""
 
@@ -181,6 +169,9 @@ class Recipe(Section):
     """Plan again for the other hosts when the run has lost some, and continue on them."""
     stop_after_skipped_steps: Count = 3
     """The number of steps in a row after which the run stops that were skipped for values that are not finite."""
+    trackers: tuple[Text, ...] = ("tensorboard",)
+    """The trackers that receive metrics and samples: ``tensorboard``, ``wandb``, ``mlflow``, ``trackio``, ``swanlab``,
+    or ``package.module:Class`` for one of your own."""
 
     def lora_of(self, role: str) -> Lora | None:
         """Return a role's adapters: its own, or those of the role that it follows."""

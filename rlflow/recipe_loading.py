@@ -1,7 +1,7 @@
 """The stage load: checks a configuration and builds its recipe."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -117,7 +117,9 @@ def recipe_from(mapping: Mapping[str, Any]) -> Recipe:
 def _check_names(recipe: Recipe) -> None:
     """Raise RecipeError for a name that is not safe as the name of a file or folder."""
     names = [("name", recipe.name)]
-    sections = {"models": recipe.models, "roles": recipe.roles, "graph": recipe.graph}
+    sections: dict[str, Iterable[str]] = {"models": recipe.models, "roles": recipe.roles, "graph": recipe.graph}
+    if recipe.evaluation is not None:
+        sections["evaluation.sets"] = recipe.evaluation.sets
     names += [(section, name) for section, entries in sections.items() for name in entries]
     for where, name in names:
         if not _NAME.fullmatch(name) or name in (".", ".."):

@@ -34,7 +34,7 @@ from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "reference.md"
 # The names that a recipe chooses, in paths.
-_NAMES = {"models": "NAME", "roles": "ROLE", "gpus": "KIND", "hosts": "N", "functions": "NAME"}
+_NAMES = {"models": "NAME", "roles": "ROLE", "sets": "NAME", "gpus": "KIND", "hosts": "N", "functions": "NAME"}
 # Units that the names of keys end with.
 _UNITS = {
     **{"_tokens": "tokens", "_steps": "steps", "_characters": "characters", "_gib": "GiB", "_mib": "MiB"},
@@ -282,7 +282,7 @@ def _value(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return f"`{'null' if value is None else str(value).lower()}`"
     if isinstance(value, tuple):
-        return f"`[{', '.join(f'{each:g}' for each in value)}]`"
+        return f"`[{', '.join(each if isinstance(each, str) else f'{each:g}' for each in value)}]`"
     if isinstance(value, Mapping):
         return "`{}`"
     if isinstance(value, re.Pattern):

@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     "errors": set(),
     "plugins": {"errors"},
-    "extras": {"errors"},
+    "extras": {"errors", "plugins"},
     "schema": {"errors"},
     "yaml_files": {"errors"},
     "recipe_files": {"errors", "yaml_files"},
@@ -31,16 +31,17 @@ MAY_IMPORT = {
     "batch_files": {"batch", "packed"},
     "resources": {"errors", "schema"},
     "interpolations": {"errors", "schema"},
-    "recipe": {"schema", "resources"},
+    "evaluation": {"schema"},
+    "recipe": {"evaluation", "schema", "resources"},
     "recipe_loading": {"errors", "interpolations", "schema", "resources", "recipe"},
     "engines": {"errors", "extras", "host_memory", "text_files", "batch", "batch_files", "resources", "recipe"},
     "rewards": {"errors", "extras", "plugins", "schema"},
     "environments": {"errors", "plugins", "schema", "packed", "batch", "engines", "rewards"},
     "nodes": {"errors", "schema", "packed", "batch", "recipe", "engines", "rewards", "environments"},
-    "data": {"errors", "plugins", "batch", "recipe"},
+    "data": {"errors", "plugins", "batch", "evaluation", "recipe"},
     "compiler": {
-        *("errors", "plugins", "schema", "text_files", "batch", "resources", "recipe", "recipe_loading", "engines"),
-        "nodes",
+        *("errors", "extras", "plugins", "schema", "text_files", "batch", "resources", "evaluation", "recipe"),
+        *("recipe_loading", "engines", "nodes"),
     },
     "arguments": {"errors"},
     "compose": {
@@ -48,10 +49,12 @@ MAY_IMPORT = {
         "recipe_loading",
     },
     "runtime": {
-        *("errors", "extras", "host_memory", "packed", "batch", "batch_files", "resources", "recipe", "engines"),
-        *("rewards", "nodes", "data", "compiler", "text_files"),
+        *("errors", "extras", "host_memory", "packed", "batch", "batch_files", "resources", "evaluation", "recipe"),
+        *("engines", "rewards", "nodes", "data", "compiler", "text_files"),
     },
-    "report": {"errors", "text_files", "recipe", "recipe_loading", "nodes", "compiler", "runtime"},
+    "report": {
+        *("errors", "plugins", "text_files", "evaluation", "recipe", "recipe_loading", "nodes", "compiler", "runtime"),
+    },
     "command_context": {"errors", "resources", "recipe", "compiler", "compose", "runtime"},
     "cli": {
         *("arguments", "command_context", "errors", "resources", "recipe", "compiler", "compose"),

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rlflow.errors import RecipeError
+from rlflow.evaluation import Evaluation
 from rlflow.recipe import Optimizer, Recipe
 from rlflow.resources.layout import Resources
 
@@ -17,6 +18,12 @@ _MAY_CHANGE = re.compile(
     r"steps|evaluation(\..*)?|data\.batch_size|roles\.\w+\.optimizer\.(learning_rate|schedule|warmup_steps)"
 )
 _ABSENT = object()
+# The options of an evaluation that were added later, with their defaults.
+_EVALUATION = {
+    key: value
+    for key, value in asdict(Evaluation(every=1, num_prompts=1)).items()
+    if key not in ("every", "num_prompts")
+}
 # Without them an architecture is what it was before they were known.
 _OF_SOME_MODELS = frozenset(
     [
@@ -110,6 +117,7 @@ def _figures(architecture: dict[str, Any] | None) -> dict[str, Any] | None:
 def _experiment(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return the parts of a recipe, and of the recipes that make its models, that do not depend on where it runs."""
     left_out = {"checkpoints", "elastic", "expect", "max_restarts", "models", "roles", "stop_after_skipped_steps"}
+    left_out.add("trackers")
     models = {
         # The figures of a model that has files of its own are no part of the experiment.
         name: {key: value for key, value in model.items() if key not in _NOT_OF_THE_EXPERIMENT}
@@ -126,9 +134,12 @@ def _experiment(recipe: dict[str, Any]) -> dict[str, Any]:
         }
         for name, role in recipe["roles"].items()
     }
-    # With its default it is what it was before there was one.
+    # With its default it is what it was before there was one, and so is an evaluation.
     data = {key: value for key, value in recipe["data"].items() if (key, value) != ("overlong", "error")}
+    evaluation = recipe["evaluation"] and {
+        key: value for key, value in recipe["evaluation"].items() if (key, value) not in _EVALUATION.items()
+    }
     if not recipe["overlap"]["max_staleness"]:
         left_out.add("overlap")
     kept = {key: value for key, value in recipe.items() if key not in left_out}
-    return kept | {"models": models, "roles": roles, "data": data}
+    return kept | {"models": models, "roles": roles, "data": data, "evaluation": evaluation}

@@ -137,17 +137,23 @@ def _hosts_of(node: GraphNode, graph: Graph, tasks: Mapping[str, Task]) -> str |
 
 
 def _evaluation(recipe: Recipe, graph: Graph, tasks: Sequence[Task]) -> tuple[Task, ...]:
-    """Return the tasks of an evaluation: one response to each held-out prompt, or the scores of held-out pairs."""
-    if recipe.evaluation is None:
+    """Return the tasks of an evaluation: the responses to held-out prompts, or the scores of held-out pairs."""
+    options = recipe.evaluation
+    if options is None:
         return ()
-    count = recipe.evaluation.num_prompts
+    sets = options.sets_with(recipe.data.eval_split).values()
     if graph.evaluation_metric == "accuracy" and (update := accuracy_node(graph)) is not None:
         scoring = tasks[: graph.nodes.index(update) + 1]
+        count = sum(options.prompts_of(each) for each in sets)
         pairs = (replace(task, samples=count * task.unit_size, after=(), streams=False) for task in scoring)
         return tuple(replace(task, kind="score" if task.kind == "update" else task.kind) for task in pairs)
     names = [node.name for node in evaluation_nodes(graph) or ()]
+    measured = [replace(task, after=(), streams=False) for task in tasks if task.node in names]
+    numbers = [(options.prompts_of(each), options.responses_of(each)) for each in sets]
     return tuple(
-        replace(task, samples=count, group_size=1, after=(), streams=False) for task in tasks if task.node in names
+        replace(task, samples=prompts * responses, group_size=responses)
+        for prompts, responses in numbers
+        for task in measured
     )
 
 

@@ -12,6 +12,8 @@ from rlflow.compiler.graph import SOURCES, Graph, GraphNode, accuracy_node, eval
 from rlflow.engines.base import HEADS
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, below, did_you_mean
+from rlflow.evaluation import Evaluation
+from rlflow.extras import check_trackers
 from rlflow.nodes.base import KINDS, Node
 from rlflow.nodes.generate import Generate
 from rlflow.plugins import check_module, load_object
@@ -32,6 +34,10 @@ def wire(recipe: Recipe) -> Graph:
     graph = Graph(nodes=tuple(nodes[name] for name in _order(nodes)))
     if ":" in recipe.data.source:
         check_module(recipe.data.source, "data.source")
+    for name, each in recipe.evaluation.sets.items() if recipe.evaluation else ():
+        if each.source and ":" in each.source:
+            check_module(each.source, f"evaluation.sets.{name}.source")
+    check_trackers(recipe.trackers)
     _check_outputs_read(recipe, graph)
     _check_evaluation(recipe, graph)
     _check_heads(graph)
@@ -142,10 +148,32 @@ def _check_evaluation(recipe: Recipe, graph: Graph) -> None:
         raise GraphError(
             "evaluation", fact, fix="derive it from rlflow.nodes.preference.Preference, or evaluation=null"
         )
-    if recipe.data.eval_split is None:
+    if not recipe.evaluation.sets_with(recipe.data.eval_split):
         raise RecipeError(
             "data.eval_split", "is missing, and evaluation needs it", fix="name a split, or evaluation=null"
         )
+    _check_responses(recipe.evaluation, graph)
+
+
+def _check_responses(options: Evaluation, graph: Graph) -> None:
+    """Check that several responses to a prompt are generated where any are, and sampled."""
+    counts = {"evaluation": options.num_responses}
+    counts |= {f"evaluation.sets.{name}": options.responses_of(each) for name, each in options.sets.items()}
+    several = [path for path, count in counts.items() if count > 1]
+    sampled = {"temperature": options.temperature, "top_p": options.top_p}
+    for name in [name for name, value in sampled.items() if value is not None and not several]:
+        fact = "a single response has the likeliest tokens, whatever the temperature"
+        raise RecipeError(f"evaluation.{name}", fact, fix="evaluation.num_responses=8, or leave it out")
+    if not several:
+        return
+    path = f"{several[0]}.num_responses"
+    if graph.evaluation_metric == "accuracy":
+        raise RecipeError(path, "pairs are given, and no responses are generated", fix="leave it out")
+    generator, _ = evaluation_nodes(graph) or (None, None)
+    operation = generator.operation if generator else None
+    if options.temperature is None and isinstance(operation, Generate) and not operation.temperature:
+        fact = "all responses to a prompt would be the same at temperature 0, that of training"
+        raise RecipeError(path, fact, fix="evaluation.temperature=1")
 
 
 def _check_heads(graph: Graph) -> None:

@@ -3,8 +3,10 @@
 A position counts the rows of a run: rows of all epochs, in the order in which training uses them.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Examples, Packed, Pairs, Prompts, Repeated, Rollouts, Sequences
 from rlflow.data.encoding import Rows, encode, make_pairs, missing_column_error, split_answers
 from rlflow.errors import RecipeError, first_line
+from rlflow.evaluation import Evaluation
 from rlflow.plugins import load_object
 from rlflow.recipe import Data
 
@@ -35,7 +38,8 @@ class DataSource:
     prompt_ids: Packed
     response_ids: Packed | None
     """The responses of examples, or the chosen responses of pairs."""
-    held_out: Prompts | Pairs
+    held_out: Mapping[str, Prompts | Pairs]
+    """The held-out rows of each evaluation set; the one of ``eval_split`` has an empty name."""
     rejected_ids: Packed | None = None
     """The rejected responses of pairs."""
     ahead: int = 0
@@ -97,15 +101,17 @@ class DataSource:
         columns = [ids.take(rows) for ids in (self.prompt_ids, self.response_ids, self.rejected_ids)]
         return make_pairs(_keys(step, len(rows)), *columns)
 
-    def held_out_prompts(self) -> Prompts:
-        """Return all held-out prompts, in the order of the data set."""
-        assert isinstance(self.held_out, Prompts)
-        return self.held_out
+    def held_out_prompts(self, evaluation_set: str = "") -> Prompts:
+        """Return all held-out prompts of an evaluation set, in the order of the data set."""
+        held_out = self.held_out[evaluation_set]
+        assert isinstance(held_out, Prompts)
+        return held_out
 
-    def held_out_pairs(self) -> Pairs:
-        """Return all held-out pairs, in the order of the data set."""
-        assert isinstance(self.held_out, Pairs)
-        return self.held_out
+    def held_out_pairs(self, evaluation_set: str = "") -> Pairs:
+        """Return all held-out pairs of an evaluation set, in the order of the data set."""
+        held_out = self.held_out[evaluation_set]
+        assert isinstance(held_out, Pairs)
+        return held_out
 
     def _text(self, ids: NDArray[np.int32]) -> str:
         assert self.tokenizer is not None
@@ -154,6 +160,35 @@ def load_rows(data: Data, field: Literal["split", "eval_split"]) -> Rows:
     return split_answers(rows)
 
 
+def load_held_out(data: Data, evaluation: Evaluation | None) -> dict[str, tuple[Data, Rows]]:
+    """Read the rows of all evaluation sets; return them with the data that they come from. Raises RecipeError."""
+    if evaluation is None:
+        return {}
+    held_out = {}
+    for name, each in evaluation.sets_with(data.eval_split).items():
+        own: dict[str, Any] = {"name": each.name, "options": each.options, "columns": each.columns}
+        given = own | {"source": each.source} if each.source else {key: value for key, value in own.items() if value}
+        of_set = replace(data, eval_split=each.split, **given)
+        with _at_evaluation_set(name):
+            held_out[name] = of_set, load_rows(of_set, "eval_split")[: evaluation.prompts_of(each)]
+    return held_out
+
+
+@contextmanager
+def _at_evaluation_set(name: str) -> Iterator[None]:
+    """Name an evaluation set's own keys, in place of those of ``data``, in a RecipeError raised inside."""
+    try:
+        yield
+    except RecipeError as error:
+        if name:
+            for key in ("eval_split", "source", "name", "options", "columns"):
+                of_set = f"evaluation.sets.{name}.{key.removeprefix('eval_')}"
+                error.path = re.sub(rf"^data\.{key}\b", of_set, error.path)
+                if error.notes["Fix"]:
+                    error.notes["Fix"] = re.sub(rf"\bdata\.{key}\b", of_set, error.notes["Fix"])
+        raise
+
+
 def open_training_data(
     data: Data,
     tokenizer: "PreTrainedTokenizerBase",
@@ -162,29 +197,38 @@ def open_training_data(
     *,
     with_responses: bool,
     with_pairs: bool = False,
-    held_out: Rows = (),
+    held_out: Mapping[str, tuple[Data, Rows]] | None = None,
     ahead: int = 0,
     steps: int = 0,
     resumed_at: tuple[int, int] = (0, 0),
 ) -> DataSource:
-    """Encode all rows of training and evaluation. Raises RecipeError."""
+    """Encode all rows of training and evaluation. Raises RecipeError.
+
+    ``held_out`` has the rows of each evaluation set, with the data that they come from.
+    """
     names = ("chosen", "rejected") if with_pairs else ("response",) if with_responses else ()
     train = encode(data, tokenizer, rows, "split", names)
-    evaluation = encode(data, tokenizer, held_out, "eval_split", names if with_pairs else ())
-    keys = _keys(0, len(evaluation.rows))
-    prompts = Prompts(keys=keys, ids=evaluation.prompt_ids, rows=tuple(evaluation.rows))
+    sets: dict[str, Prompts | Pairs] = {}
+    warnings = [*train.warnings]
+    for name, (of_set, held_out_rows) in (held_out or {}).items():
+        with _at_evaluation_set(name):
+            encoded = encode(of_set, tokenizer, held_out_rows, "eval_split", names if with_pairs else ())
+        keys = _keys(0, len(encoded.rows))
+        prompts = Prompts(keys=keys, ids=encoded.prompt_ids, rows=tuple(encoded.rows))
+        sets[name] = make_pairs(keys, encoded.prompt_ids, *encoded.responses) if with_pairs else prompts
+        warnings += encoded.warnings
     return DataSource(
         data,
         seed,
         train.rows,
         train.prompt_ids,
         train.responses[0] if names else None,
-        make_pairs(keys, evaluation.prompt_ids, *evaluation.responses) if with_pairs else prompts,
+        sets,
         train.responses[1] if with_pairs else None,
         ahead=ahead,
         steps=steps,
         resumed_at=resumed_at,
-        warnings=(*train.warnings, *evaluation.warnings),
+        warnings=tuple(warnings),
         tokenizer=tokenizer,
     )
 

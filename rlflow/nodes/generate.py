@@ -66,9 +66,20 @@ class Generate(Node, kind="generate", unit="sample"):
         """
         return int(self.overcommit * batch_size + 1e-9)
 
-    def greedy(self) -> Self:
-        """Return the node for evaluation: one response to each prompt, of the likeliest tokens."""
-        return replace(self, temperature=0.0, group_size=1, overcommit=0.0)
+    def for_evaluation(self, num_responses: int, temperature: float | None, top_p: float | None) -> Self:
+        """Return the node for evaluation: one response to each prompt of the likeliest tokens, or several samples.
+
+        None stands for the node's own ``temperature`` or ``top_p``.
+        """
+        if num_responses == 1:
+            return replace(self, temperature=0.0, group_size=1, overcommit=0.0)
+        return replace(
+            self,
+            group_size=num_responses,
+            overcommit=0.0,
+            temperature=self.temperature if temperature is None else temperature,
+            top_p=self.top_p if top_p is None else top_p,
+        )
 
     def cautions(self, context: NodeContext) -> Iterator[str]:
         if self.overcommit:

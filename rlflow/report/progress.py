@@ -19,6 +19,7 @@ from rich.text import Text
 from rlflow.compiler.facts import format_seconds
 from rlflow.compiler.plan import Plan
 from rlflow.errors import EngineError, UserError
+from rlflow.evaluation import PREFIX
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.policy_update import PolicyGradient, SftUpdate
 from rlflow.nodes.preference import Preference
@@ -45,12 +46,16 @@ def displays(console: Console) -> list[Observer]:
     return [ProgressDisplay(console), FailureLog(console), EngineReport(console)]
 
 
-def recorders() -> list[Observer]:
-    """Return the observers that write the files of a run: metrics, samples, events, and a page at the end."""
+def recorders(plan: Plan) -> list[Observer]:
+    """Return the observers that record a run: its trackers, and those that write metrics, samples, events and a page.
+
+    Trackers come first, because they read which steps the metrics of an earlier run had.
+    """
     from rlflow.report.records import EventLog, MetricsWriter, SampleLog
     from rlflow.report.run_page import PageWriter
+    from rlflow.report.trackers import trackers
 
-    return [MetricsWriter(), SampleLog(), EventLog(), PageWriter()]
+    return [*trackers(plan.recipe.trackers, show_warning), MetricsWriter(), SampleLog(), EventLog(), PageWriter()]
 
 
 def show(picture: RenderableType) -> None:
@@ -127,7 +132,9 @@ class ProgressDisplay(Observer):
         self._plan, self._directory = plan, directory
         self._steps = plan.recipe.steps
         self._columns = _metric_columns(plan)
-        self._evaluated = f"held-out {plan.graph.evaluation_metric}"
+        options, split = plan.recipe.evaluation, plan.recipe.data.eval_split
+        figure = options.figure(split, plan.graph.evaluation_metric) if options else ""
+        self._figure = f"held-out {figure.removeprefix(PREFIX)}"
         self._seconds: list[float] = []
         since = f", from step {step}" if step else ""
         self._console.print(f"[bold]{plan.recipe.name}[/]: {self._steps} steps{since}, in {directory}", soft_wrap=True)
@@ -142,8 +149,13 @@ class ProgressDisplay(Observer):
             self._task = self._bar.add_task("step", total=self._steps, completed=step)
             self._bar.start()
 
-    def evaluated(self, step: int, figure: float) -> None:
-        self._console.print(f"step {step:>5}  {self._evaluated} {figure:.3f}")
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        sets: dict[str, list[str]] = {}
+        for name, value in metrics.items():
+            evaluation_set, _, metric = name.removeprefix(PREFIX).rpartition("/")
+            sets.setdefault(evaluation_set, []).append(f"{metric} {value:.3f}")
+        for evaluation_set, shown in sets.items():
+            self._console.print(f"step {step:>5}  held-out {evaluation_set and f'{evaluation_set} '}{'  '.join(shown)}")
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         self._seconds = [*self._seconds[-19:], metrics["seconds"]]
@@ -159,7 +171,7 @@ class ProgressDisplay(Observer):
         self.close()
         if report.eval_before is not None and report.eval_after is not None:
             before, after = f"eval_before {report.eval_before:.3f}", f"eval_after {report.eval_after:.3f}"
-            self._console.print(f"{self._evaluated}: {before}, {after}")
+            self._console.print(f"{self._figure}: {before}, {after}")
         verb = "finished" if report.status == "finished" else f"stopped after step {report.steps}"
         self._console.print(f"{report.name} {verb}: {report.seconds:.0f} s")
         for role, folder in report.models.items():

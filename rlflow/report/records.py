@@ -1,4 +1,4 @@
-"""Files that a run writes line by line (metrics, samples, failures, TensorBoard events), and the tuning table.
+"""Files that a run writes line by line (metrics, samples, failures), and the tuning table.
 
 A resumed run repeats the steps after its last checkpoint, so their lines are removed first.
 """
@@ -16,9 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from rlflow.compiler.plan import Plan
+from rlflow.evaluation import PREFIX
 from rlflow.runtime.protocols import Observer, Report, Sample
 from rlflow.runtime.tuning import FILE
 from rlflow.text_files import replace_text
+
+METRICS = "metrics.jsonl"
+"""The name of the file with the metrics of a run, in its folder."""
 
 
 def read_lines(path: Path) -> list[Mapping[str, Any]]:
@@ -131,51 +135,48 @@ class EventLog(Observer):
 
 
 class MetricsWriter(Observer):
-    """A log of the metrics of each step and evaluation, in ``metrics.jsonl`` and as TensorBoard events."""
+    """A log of the metrics of each step and evaluation, in ``metrics.jsonl``."""
 
     def __init__(self) -> None:
         self._file: IO[str]
-        self._events: Any
         self._path: Path
-        self._evaluated: str
-        self._kept: dict[int, float] = {}
-        """The evaluations in the file, by step. The run may make one after the last checkpoint's step again."""
+        self._evaluated: dict[int, Mapping[str, Any]] = {}
+        """The lines of evaluations, by step. The run may make one after the last checkpoint's step again."""
 
     def started(self, plan: Plan, directory: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._evaluated = f"evaluation/{plan.graph.evaluation_metric}"
-        self._path = directory / "metrics.jsonl"
+        self._path = directory / METRICS
         remove_lines_after(self._path, step)
-        self._kept = {line["step"]: line[self._evaluated] for line in read_lines(self._path) if self._evaluated in line}
+        self._evaluated = {line["step"]: line for line in read_lines(self._path) if is_evaluation(line)}
         self._file = self._path.open("a")
-        self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
 
-    def evaluated(self, step: int, figure: float) -> None:
-        if self._kept.get(step) == figure:
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        line = {"step": step, **metrics}
+        if self._evaluated.get(step) == line:
             return
-        if step in self._kept:
+        if step in self._evaluated:
             self._remove_evaluation(step)
-        self._write(step, {self._evaluated: figure})
+        self._write(step, metrics)
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         self._write(step, metrics)
 
     def close(self) -> None:
         self._file.close()
-        self._events.close()
 
     def _remove_evaluation(self, step: int) -> None:
         self._file.close()
-        lines = [line for line in read_lines(self._path) if line["step"] != step or self._evaluated not in line]
+        lines = [line for line in read_lines(self._path) if line["step"] != step or not is_evaluation(line)]
         replace_text(self._path, "".join(json.dumps(line) + "\n" for line in lines))
         self._file = self._path.open("a")
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
-        for name, value in metrics.items():
-            self._events.add_scalar(name, value, step)
+
+
+def is_evaluation(line: Mapping[str, Any]) -> bool:
+    """Return whether a line of metrics is one of an evaluation, and not one of a step."""
+    return "seconds" not in line and any(name.startswith(PREFIX) for name in line)
 
 
 def tuning_table(directory: Path) -> Table | str:

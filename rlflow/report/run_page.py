@@ -43,13 +43,14 @@ def page_figures(files: Sequence[RunFiles]) -> dict[str, Any]:
 
 def differences(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return the values of every recipe at the paths where they differ; an empty text where a recipe has none."""
-    flat = [dict(_leaves(recipe, "")) for recipe in recipes]
-    paths = sorted({path for leaves in flat for path in leaves})
-    values = {path: [leaves.get(path, "") for leaves in flat] for path in paths}
-    return {path: row for path, row in values.items() if len(set(row)) > 1}
+    flat = [dict(leaves(recipe, "")) for recipe in recipes]
+    paths = sorted({path for values in flat for path in values})
+    rows = {path: [values.get(path, "") for values in flat] for path in paths}
+    return {path: row for path, row in rows.items() if len(set(row)) > 1}
 
 
-def _leaves(value: Any, path: str) -> Sequence[tuple[str, str]]:
+def leaves(value: Any, path: str) -> Sequence[tuple[str, str]]:
+    """Return the path and the JSON of every value at ``path`` and below it that has no values inside."""
     if not isinstance(value, Mapping) or not value:
         return [(path, json.dumps(value))]
-    return [leaf for key, inner in value.items() for leaf in _leaves(inner, f"{path}.{key}" if path else key)]
+    return [leaf for key, inner in value.items() for leaf in leaves(inner, f"{path}.{key}" if path else key)]

@@ -28,10 +28,10 @@ class BoundNode:
         """Run the node on its inputs, and leave its state as it is."""
         return self._run(copy.deepcopy(self._state), inputs)
 
-    def greedy(self) -> "BoundNode":
+    def for_evaluation(self, num_responses: int, temperature: float | None, top_p: float | None) -> "BoundNode":
         """Return a node that generates, as evaluation runs it."""
         node: Any = self.node
-        return BoundNode(node.greedy(), self._state)
+        return BoundNode(node.for_evaluation(num_responses, temperature, top_p), self._state)
 
     def state_metrics(self) -> Mapping[str, float]:
         """Return the metrics of the state."""

@@ -80,6 +80,24 @@ class StepTimes:
         return median(means[1:] or means) if means else None
 
 
+def figures_per_gpu(plan: Plan, seconds: Mapping[str, float], total: float, tokens: int) -> dict[str, float]:
+    """Return the throughput per GPU of a step, and the idle share of each pool of GPUs.
+
+    ``seconds`` has the time of each node and of the weight sync, ``total`` the time of the step, and ``tokens`` the
+    tokens of prompts and responses. A pool's idle share is known only if every node runs in its own step.
+    """
+    figures = {"tokens_per_second_per_gpu": tokens / total / plan.prediction.num_gpus}
+    if plan.workload.ahead is not None or not seconds:
+        return figures
+    roles = {task.node: task.role for task in plan.workload.tasks}
+    for pool in plan.prediction.pools:
+        busy = sum(time for node, time in seconds.items() if roles.get(node) in pool.roles)
+        if any({sync.source, sync.target} & set(pool.roles) for sync in plan.workload.copies):
+            busy += seconds[_COPY]
+        figures[f"pools/{'-'.join(pool.roles)}/idle"] = max(0.0, 1 - busy / total)
+    return figures
+
+
 def compare_memory(plan: Plan, peaks: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, Pair]]:
     """Return the predicted and measured GiB of each process at the peak of each phase.
 

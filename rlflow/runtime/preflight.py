@@ -104,23 +104,30 @@ def check_examples(plan: Plan, data: DataSource) -> None:
     if data.response_ids is None:
         return
     sequences = data.prompt_ids.lengths + data.response_ids.lengths
+    at, rows = "data.split", f"'{data.data.split}' of '{data.data.source}'"
     if data.rejected_ids is None:
-        _check(plan, data, "examples", "split", sequences, sequences)
+        _check(plan, "examples", at, rows, sequences, sequences)
         return
-    _check_pairs(plan, data, "split", sequences, data.prompt_ids.lengths + data.rejected_ids.lengths)
-    both = data.held_out_pairs()
-    if len(both):
+    _check_pairs(plan, at, rows, sequences, data.prompt_ids.lengths + data.rejected_ids.lengths)
+    sets = plan.recipe.evaluation.sets_with(data.data.eval_split) if plan.recipe.evaluation else {}
+    for name in data.held_out:
+        both = data.held_out_pairs(name)
         held_out = both.prompt_ids.lengths + both.response_ids.lengths
-        _check_pairs(plan, data, "eval_split", held_out[0::2], held_out[1::2])
+        at = f"evaluation.sets.{name}.split" if name else "data.eval_split"
+        rows = f"'{sets[name].split}' of '{sets[name].source or data.data.source}'"
+        _check_pairs(plan, at, rows, held_out[0::2], held_out[1::2])
 
 
-def _check_pairs(plan: Plan, data: DataSource, split: str, chosen: Lengths, rejected: Lengths) -> None:
+def _check_pairs(plan: Plan, at: str, rows: str, chosen: Lengths, rejected: Lengths) -> None:
     # Both responses go through a model in one pass.
-    _check(plan, data, "pairs", split, chosen.clip(min=rejected), chosen + rejected)
+    _check(plan, "pairs", at, rows, chosen.clip(min=rejected), chosen + rejected)
 
 
-def _check(plan: Plan, data: DataSource, source: str, split: str, sequences: Lengths, passes: Lengths) -> None:
-    """Check the longest sequence of each row, and the tokens that go through a model in one pass because of it."""
+def _check(plan: Plan, source: str, path: str, rows: str, sequences: Lengths, passes: Lengths) -> None:
+    """Check the longest sequence of each row, and the tokens that go through a model in one pass because of it.
+
+    ``rows`` names the rows in the error, and ``path`` is where the recipe names them.
+    """
     one, one_pass = ("example", "example") if source == "examples" else ("longer sequence", "pair")
     for node in plan.graph.nodes:
         if node.role is None or source not in node.inputs.values():
@@ -138,8 +145,7 @@ def _check(plan: Plan, data: DataSource, source: str, split: str, sequences: Len
         for what, lengths, limit, of, fix in limits:
             if (longest := lengths.max()) > limit:
                 raise RecipeError(
-                    f"data.{split}",
-                    f"the {what} of row {lengths.argmax()} of '{getattr(data.data, split)}' of '{data.data.source}' "
-                    f"has {longest} tokens, more than the {limit} {of}",
+                    path,
+                    f"the {what} of row {lengths.argmax()} of {rows} has {longest} tokens, more than the {limit} {of}",
                     fix=f"{fix}, or remove such rows",
                 )

@@ -14,12 +14,12 @@ from rlflow.compiler.graph import resampled_nodes, without_resampled
 from rlflow.compiler.lower import models_in_use, trained_role
 from rlflow.compiler.plan import Plan, write_plan
 from rlflow.data.encoding import Rows
-from rlflow.data.source import DataSource, load_rows, open_training_data
+from rlflow.data.source import DataSource, load_held_out, load_rows, open_training_data
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.journal import open_journal
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import RecipeError
-from rlflow.recipe import Model, Tune
+from rlflow.recipe import Data, Model, Tune
 from rlflow.resources.models.config import check_agreement
 from rlflow.runtime.atomic_folder import write_folder
 from rlflow.runtime.bound_node import bind_nodes, states_of
@@ -106,7 +106,8 @@ def opened(
         warnings = _warn(observer, last.damaged if last else ())
         remove_unfinished(directory)
         open_journal(directory, progress.experiment)
-        rows, held_out = load_rows(plan.recipe.data, "split"), _held_out_rows(plan)
+        rows = load_rows(plan.recipe.data, "split")
+        held_out = load_held_out(plan.recipe.data, plan.recipe.evaluation)
 
         def train_base(base: Plan, name: str) -> Report:
             write_plan(plan, directory)
@@ -143,7 +144,8 @@ def prepare(session: Session) -> Iterator[Training]:
     with ExitStack() as stack:
         trained = {role: engines[role] for role in plan.graph.trained_roles()}
         graph = bind_nodes(plan.graph)
-        evaluator = evaluator_of(plan.graph, graph) if plan.recipe.evaluation else None
+        options = plan.recipe.evaluation
+        evaluator = evaluator_of(plan.graph, graph, options, plan.recipe.data.eval_split) if options else None
         graph, overcommits = with_overcommit(graph, plan.recipe.data.batch_size, data)
         rounds = (
             ResamplingRounds(graph, plan.recipe.data.batch_size, data, run_graph) if resampled_nodes(graph) else None
@@ -230,13 +232,12 @@ def _resolve(plan: Plan, name: str, model: Model, train_base: Callable[[Plan, st
     return replace(model, path=str(folder.resolve()), recipe=None)
 
 
-def _held_out_rows(plan: Plan) -> Rows:
-    options = plan.recipe.evaluation
-    return load_rows(plan.recipe.data, "eval_split")[: options.num_prompts] if options else []
-
-
 def _open_data(
-    plan: Plan, models: Mapping[str, Model], rows: Rows, held_out: Rows, progress: RunProgress
+    plan: Plan,
+    models: Mapping[str, Model],
+    rows: Rows,
+    held_out: Mapping[str, tuple[Data, Rows]],
+    progress: RunProgress,
 ) -> DataSource:
     recipe, graph = plan.recipe, plan.graph
     name = recipe.roles[graph.tokenizer_role()].model

@@ -180,11 +180,11 @@ class Observer:
         Comes again, after ``close``, when a run that has lost workers goes back to its last checkpoint.
         """
 
-    def evaluated(self, step: int, figure: float) -> None:
-        """Receive the measure on held-out rows after ``step`` steps.
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Receive all metrics of an evaluation after ``step`` steps. Comes before ``evaluated``."""
 
-        It is the mean reward of prompts under greedy decoding, or the accuracy on pairs.
-        """
+    def evaluated(self, step: int, figure: float) -> None:
+        """Receive the first metric of an evaluation: the mean reward of held-out prompts, or the accuracy on pairs."""
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         """Receive the metrics of step number ``step``, counted from 1."""
@@ -222,6 +222,10 @@ class Observers(Observer):
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         for each in self.observers:
             each.started(plan, directory, step)
+
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        for each in self.observers:
+            each.measured(step, metrics)
 
     def evaluated(self, step: int, figure: float) -> None:
         for each in self.observers:

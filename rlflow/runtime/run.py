@@ -67,9 +67,11 @@ def _train(session: Session) -> Report:
         training.sync(progress.step)
         while True:
             if training.evaluator and is_evaluation_due(plan, progress):
-                measure = training.evaluator.run(engines, data)
-                progress = progress.evaluated(measure)
-                observer.evaluated(progress.step, measure)
+                measures = training.evaluator.run(engines, data)
+                figure = next(iter(measures.values()))
+                progress = progress.evaluated(figure)
+                observer.measured(progress.step, measures)
+                observer.evaluated(progress.step, figure)
             is_over = stop() or progress.step == plan.recipe.steps
             if is_over or is_checkpoint_due(plan, progress):
                 training.checkpoints.save(progress)

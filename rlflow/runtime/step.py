@@ -17,6 +17,7 @@ from rlflow.nodes.minibatches import schedule_behind
 from rlflow.runtime.bound_node import BoundNode, operation_of, states_of
 from rlflow.runtime.finite import check_advantages, check_values
 from rlflow.runtime.generation.streaming_nodes import StreamingNodes
+from rlflow.runtime.measurements import figures_per_gpu
 from rlflow.runtime.objects.budget import edge
 from rlflow.runtime.protocols import Engines, Observer
 from rlflow.runtime.samples import SampleReader
@@ -72,10 +73,10 @@ def train_step(
     # The values with which the step begins.
     states = {path: dict(each.state_metrics()) for path, each in states_of(plan.graph, engines).items()}
     edges: dict[str, Any] = {}
-    tokens = 0
+    tokens = longest_edge = 0
 
     def on_output(name: str, output: Any) -> None:
-        nonlocal tokens
+        nonlocal tokens, longest_edge
         with _naming(name):
             check_values(output, edges.values())
             metrics.update(metrics_of(name, output))
@@ -83,7 +84,9 @@ def train_step(
             observer.failed(step + 1, name, failures)
         if observer and sample_reader and (samples := sample_reader.read(step, name, output, edges)):
             observer.sampled(samples)
-        tokens += int(output.own_lengths.sum()) if isinstance(output, Sequences) else 0
+        if isinstance(output, Sequences):
+            tokens += int(output.own_lengths.sum())
+            longest_edge = max(longest_edge, int((output.prompt_ids.lengths + output.response_ids.lengths).sum()))
 
     seconds: dict[str, float] = {}
     read = {"prompts": data.prompts, "examples": data.examples, "pairs": data.pairs}
@@ -105,7 +108,7 @@ def train_step(
             skips.add(step + 1, error, edges)
             metrics[f"{SKIPPED}{error.node}"] = 1.0
             # The times of a part of a step are comparable with nothing.
-            seconds = {}
+            seconds, longest_edge = {}, 0
             edges.clear()
         seconds["copy"] = sync(step + 1) if sync else sync_followers(plan, engines, version=step + 1)
     except EngineError as error:
@@ -116,6 +119,7 @@ def train_step(
         "tokens": tokens,
         "tokens_per_second": tokens / total,
         "seconds": total,
+        **(figures_per_gpu(plan, seconds, total, longest_edge) if longest_edge else {}),
         **{f"seconds/{name}": value for name, value in seconds.items()},
         **engines.step_metrics(step + 1),
         **{f"{path.removeprefix('graph.')}/{name}": v for path, state in states.items() for name, v in state.items()},

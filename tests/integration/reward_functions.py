@@ -34,3 +34,7 @@ def recorded(texts: Sequence[str], rows: Any, *, folder: str, failing: str = "")
         if word == failing:
             raise ValueError(f"{word} has {len(text)} characters")
     return length(texts, rows)
+
+
+def even(texts: Sequence[str], rows: Any) -> list[float]:
+    return [float(int(text) % 2 == 0) for text in texts]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rlflow
-from rlflow.recipe import Evaluation
+from rlflow.evaluation import Evaluation
 from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run

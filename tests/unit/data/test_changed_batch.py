@@ -14,7 +14,7 @@ def source(batch_size: int, resumed_at: tuple[int, int] = (0, 0)) -> DataSource:
     rows = [{"answer": str(row)} for row in range(20)]
     data = Data(source="x:y", batch_size=batch_size, max_prompt_tokens=1)
     ids = Packed.from_rows([np.array([row + 1]) for row in range(20)], np.int32)
-    return DataSource(data, 0, rows, ids, ids, prompts(), resumed_at=resumed_at)
+    return DataSource(data, 0, rows, ids, ids, {"": prompts()}, resumed_at=resumed_at)
 
 
 def answers(data: DataSource, *steps: int) -> list[str]:

@@ -21,7 +21,13 @@ def opened(path: Path, *, with_pairs: bool = False, **fields: Any) -> DataSource
     )
     rows = load_rows(options, "split")
     return open_training_data(
-        options, TOKENIZER, rows, 0, with_responses=not with_pairs, with_pairs=with_pairs, held_out=rows[:2]
+        options,
+        TOKENIZER,
+        rows,
+        0,
+        with_responses=not with_pairs,
+        with_pairs=with_pairs,
+        held_out={"": (options, rows[:2])},
     )
 
 

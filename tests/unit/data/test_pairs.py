@@ -17,7 +17,9 @@ END = TOKENIZER.eos_token_id
 def opened(path: Path, rows: list[dict[str, Any]] = ROWS, **fields: Any) -> DataSource:
     options = data(write(path / "pairs.jsonl", rows), batch_size=3, **fields)
     read = load_rows(options, "split")
-    return open_training_data(options, TOKENIZER, read, 0, with_responses=False, with_pairs=True, held_out=read[:2])
+    return open_training_data(
+        options, TOKENIZER, read, 0, with_responses=False, with_pairs=True, held_out={"": (options, read[:2])}
+    )
 
 
 def test_both_responses_of_a_prompt_are_neighbours(tmp_path: Path) -> None:

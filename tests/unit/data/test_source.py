@@ -75,7 +75,7 @@ def test_parquet_and_a_folder_with_splits(tmp_path: Path) -> None:
     write(folder / "test.jsonl", ROWS[5:])
     options = data(folder, eval_split="test")
     apart = load_rows(options, "eval_split")
-    held_out = open_training_data(options, TOKENIZER, apart, 0, with_responses=False, held_out=apart)
+    held_out = open_training_data(options, TOKENIZER, apart, 0, with_responses=False, held_out={"": (options, apart)})
     assert [row["prompt"] for row in held_out.held_out_prompts().rows] == ["5+5=", "6+6="]
 
 

@@ -1,7 +1,6 @@
 """What a killed run, or a person, has left in a file of lines."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from rlflow.report.records import MetricsWriter, read_lines, remove_lines_after
@@ -36,29 +35,12 @@ def test_a_file_that_is_not_there_is_empty(tmp_path: Path) -> None:
 
 def test_an_evaluation_that_is_made_again_is_written_once(tmp_path: Path) -> None:
     """A run that is killed before its first checkpoint evaluates its model twice, and GPUs may give two figures."""
-    plan: Any = SimpleNamespace(graph=SimpleNamespace(evaluation_metric="reward"))
+    plan: Any = None
     for measure in (0.25, 0.25, 0.5):
         metrics = MetricsWriter()
         metrics.started(plan, tmp_path, 0)
-        metrics.evaluated(0, measure)
+        metrics.measured(0, {"evaluation/reward": measure})
         metrics.stepped(1, {"loss": 2.0})
         metrics.close()
         lines = read_lines(tmp_path / "metrics.jsonl")
         assert lines == [{"step": 0, "evaluation/reward": measure}, {"step": 1, "loss": 2.0}]
-
-
-def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:
-    """Also of a run that was killed before its first checkpoint and starts again."""
-    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
-        EventAccumulator,
-    )
-
-    plan: Any = SimpleNamespace(graph=SimpleNamespace(evaluation_metric="reward"))
-    for last in (3, 2):
-        metrics = MetricsWriter()
-        metrics.started(plan, tmp_path, 0)
-        for step in range(1, last + 1):
-            metrics.stepped(step, {"loss": float(last)})
-        metrics.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
-    assert [(event.step, event.value) for event in events] == [(1, 2.0), (2, 2.0)]

@@ -11,6 +11,7 @@ from rlflow.compiler.graph import Graph
 from rlflow.compiler.wire import wire
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.fake import FakeEngine
+from rlflow.evaluation import Evaluation
 from rlflow.nodes.base import Node
 from rlflow.nodes.reward import Reward
 from rlflow.nodes.scoring import RewardModel
@@ -20,6 +21,7 @@ from tests.conftest import CONFIG_DIR
 from tests.helpers import load, pairs, spec
 
 GIVEN = pairs(40)
+EVERY_STEP = Evaluation(every=1, num_prompts=40)
 
 
 class Untrained(FakeEngine):
@@ -43,12 +45,15 @@ class Neutral(Untrained):
 
 def accuracy(recipe: str, **engines: Any) -> float:
     graph = wire(load(f"recipe={recipe}"))
-    data: Any = SimpleNamespace(held_out_pairs=lambda: GIVEN)
-    return evaluator_of(graph, graph).run(Engines({role: engine(spec()) for role, engine in engines.items()}), data)
+    data: Any = SimpleNamespace(held_out_pairs=lambda name: GIVEN)
+    evaluator = evaluator_of(graph, graph, EVERY_STEP, "test")
+    metrics = evaluator.run(Engines({role: engine(spec()) for role, engine in engines.items()}), data)
+    assert metrics.keys() == {"evaluation/accuracy"}
+    return metrics["evaluation/accuracy"]
 
 
 def judge(graph: Graph) -> Node:
-    evaluator = evaluator_of(graph, graph)
+    evaluator = evaluator_of(graph, graph, EVERY_STEP, "test")
     assert isinstance(evaluator, RewardEvaluator)
     return evaluator.reward.operation
 

@@ -11,7 +11,7 @@ from rlflow.data.encoding import make_pairs
 from rlflow.data.source import DataSource
 from rlflow.errors import RecipeError
 from rlflow.runtime.preflight import check_examples
-from tests.helpers import load, pairs, prompts
+from tests.helpers import load, prompts
 
 LONG = ["models.policy.architecture.max_position_embeddings=100000"]
 
@@ -20,7 +20,7 @@ def check(prompt: int, response: int, *overrides: str) -> None:
     plan = rlflow.compile(load("recipe=sft_tiny", *overrides), "local")
     short = np.ones(2, np.int32)
     ids = [Packed.from_rows([short, np.ones(longest)], np.int32) for longest in (prompt, response)]
-    data = DataSource(replace(plan.recipe.data, source="additions"), 0, [{}, {}], ids[0], ids[1], prompts())
+    data = DataSource(replace(plan.recipe.data, source="additions"), 0, [{}, {}], ids[0], ids[1], {"": prompts()})
     check_examples(plan, data)
 
 
@@ -55,7 +55,7 @@ def check_pair(chosen: int, rejected: int, *overrides: str) -> None:
     plan = rlflow.compile(load("recipe=dpo_tiny", *overrides), "local")
     ids = [Packed.from_rows([np.ones(2), np.ones(length)], np.int32) for length in (10, chosen, rejected)]
     source = replace(plan.recipe.data, source="additions")
-    check_examples(plan, DataSource(source, 0, [{}, {}], ids[0], ids[1], pairs(1), ids[2]))
+    check_examples(plan, DataSource(source, 0, [{}, {}], ids[0], ids[1], {}, ids[2]))
 
 
 def test_a_pair() -> None:
@@ -79,4 +79,4 @@ def test_a_pair_that_is_held_out() -> None:
     held_out = make_pairs(np.zeros((1, 3), np.int64), ids, ids, Packed.from_rows([np.ones(31)], np.int32))
     source = replace(plan.recipe.data, source="additions")
     with pytest.raises(RecipeError, match=r"data\.eval_split: the longer sequence of row 0 of 'test' of 'addi"):
-        check_examples(plan, DataSource(source, 0, [{}], ids, ids, held_out, ids))
+        check_examples(plan, DataSource(source, 0, [{}], ids, ids, {"": held_out}, ids))

@@ -162,7 +162,7 @@ def session(plan: Plan, folder: Path, runtime: LosingRuntime, *, stopped: bool =
         last=None,
         progress=RunProgress(experiment_of(recipe), 0, 0, {}),
         warnings=[],
-        data=DataSource(recipe.data, recipe.seed, [], nothing, None, prompts(())),
+        data=DataSource(recipe.data, recipe.seed, [], nothing, None, {"": prompts(())}),
     ) as started:
         yield started
 

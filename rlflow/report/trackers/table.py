@@ -1,0 +1,23 @@
+"""The table of samples, as all trackers have it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from rlflow.runtime.protocols import Sample
+
+SAMPLES = "samples"
+"""The name of the table."""
+COLUMNS = [field.name for field in fields(Sample)]
+
+
+def rows(samples: Sequence[Sample]) -> list[list[Any]]:
+    """Return the cells of samples."""
+    return [row(asdict(sample)) for sample in samples]
+
+
+def row(sample: Mapping[str, Any]) -> list[Any]:
+    """Return the cells of a sample. The parts of its reward are one cell, since samples may have different ones."""
+    cells = {**sample, "reward_parts": json.dumps(sample["reward_parts"])}
+    return [cells[name] for name in COLUMNS]
