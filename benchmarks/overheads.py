@@ -182,13 +182,13 @@ def main() -> int:
             for clock in ("cpu", "wall")
         )
         inside = np.array([each.inside[name] / each.cpu for each in usual])
-        figures[f"{name}_share"], text = median(cpu)
-        print(f"{name:8} CPU {text}, wall {median(wall)[1]}, inside {median(inside)[1]}")
-    goals = {
+        figures[f"{name}_share"], paired = median(cpu)
+        figures[f"{name}_inside"], own = median(inside)
+        print(f"{name:8} CPU {paired}, wall {median(wall)[1]}, inside {own}")
+    both = figures["journal_share"] + figures["guards_share"]
+    goals = {name: Goal("no goal", True) for name in figures} | {
         "journal_share": Goal("at most 0.01", figures["journal_share"] <= 0.01),
-        "guards_share": Goal(
-            "with the journal at most 0.02", figures["journal_share"] + figures["guards_share"] <= 0.02
-        ),
+        "guards_share": Goal("with the journal at most 0.02", both <= 0.02),
         "samples_share": Goal("at most 0.01", figures["samples_share"] <= 0.01),
         "total_share": Goal("at most 0.03", figures["total_share"] <= 0.03),
     }
