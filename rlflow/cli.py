@@ -26,7 +26,7 @@ from rlflow.arguments import help_text, hydra_arguments
 from rlflow.calibrate.fit import calibration_of_run
 from rlflow.command_context import cluster_of_run, default_cluster, detect_cluster, find_run, num_finished_steps
 from rlflow.compiler import compile_recipe
-from rlflow.compiler.plan import Plan, format_duration, read_plan, write_plan
+from rlflow.compiler.plan import Plan, format_duration, read_plan
 from rlflow.compiler.ranking import SweepOutcome, ranking_table
 from rlflow.compiler.render import render
 from rlflow.compose import (
@@ -41,8 +41,9 @@ from rlflow.compose import (
 )
 from rlflow.errors import EngineError, PlacementError, RecipeError, UserError, storage_error
 from rlflow.recipe import Tune
-from rlflow.report.plan_page import write_page
+from rlflow.report.plan_page import write_dry_run
 from rlflow.report.progress import WIDTH, displays, output_console, recorders, show, show_error, show_warning
+from rlflow.report.sweep_page import write_sweep_page
 from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.resources.time.calibration import Calibration
 
@@ -95,6 +96,8 @@ def main() -> int:
         return _exit_code(composing_error(error))
     if len(outcomes) > 1:
         show(ranking_table(outcomes))
+        if (page := write_sweep_page(outcomes)) is not None:
+            output_console().print(f"page: {page}", soft_wrap=True)
     return max(codes, default=0)
 
 
@@ -137,32 +140,21 @@ def _plan_and_run(config: DictConfig, directory: Path, outcomes: list[SweepOutco
     console = output_console()
     options = run_options_from_config(config)
     plan, resumed = _plan(config, options, directory.parent.parent)
-    outcome = SweepOutcome(_overrides(), plan.prediction, plan.cost, options.deadline_hours)
+    outcome = SweepOutcome(_overrides(), plan, options.deadline_hours)
     outcomes.append(outcome)
     show(render(plan, explain=options.explain, width=min(WIDTH, console.width)))
     if outcome.is_late:
         time = format_duration(3600 * plan.cost.hours)
         show_warning(f"the run takes {time}, longer than deadline_hours={options.deadline_hours:g}")
     if options.dry_run:
-        _write_plan(plan, directory)
+        write_dry_run(plan, directory)
+        outcomes[-1] = replace(outcome, folder=directory)
         console.print(f"\nplan: {directory / 'plan.json'}\npage: {directory / 'plan.html'}", soft_wrap=True)
         return 0
     if plan.needs_gpus and not resumed and options.plan is None and options.cluster.get("shape") == "auto":
         raise _no_gpus_error(plan)
     console.print()
     return _run(plan, resumed or directory, console, resume=resumed is not None, tune=options.tune)
-
-
-def _write_plan(plan: Plan, directory: Path) -> None:
-    """Write the plan of a dry run. Raises RecipeError if the folder holds a run, whose plan must stay."""
-    from rlflow.runtime.checkpoint import checkpoints
-    from rlflow.runtime.folder_lock import locked
-
-    with locked(directory):
-        if checkpoints(directory):
-            raise RecipeError("hydra.run.dir", f"'{directory}' holds a run", fix="another folder")
-        write_plan(plan, directory)
-        write_page(plan, directory)
 
 
 def _typed_keys() -> set[str]:

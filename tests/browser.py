@@ -1,24 +1,67 @@
 """A browser for tests of pages, where one is installed."""
 
 import shutil
-import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, Request, sync_playwright
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+WIDTHS = {"desktop": 1240, "phone": 390}
+Scheme = Literal["light", "dark"]
 
 
-def drawn(page: str, folder: Path, script: str = "") -> str:
-    """Return the page as the browser has drawn it and a script has changed it."""
-    assert BROWSER is not None
-    file = folder / "page.html"
-    # An error of a script becomes part of the page.
-    catch = "<script>onerror = message => document.documentElement.append(`error: ${message}`);</script>"
-    file.write_text(page.replace("<title>", f"{catch}<title>").replace("</html>", f"<script>{script}</script></html>"))
-    options = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}", "--dump-dom")
-    command = [BROWSER, *options, file.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=folder)
-    assert "error: " not in done.stdout.partition("</html>")[0].rpartition("</body>")[2]
-    return done.stdout
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """A browser without windows."""
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@contextmanager
+def shown(browser: Browser, file: Path, width: int = WIDTHS["desktop"], scheme: Scheme = "light") -> Iterator[Page]:
+    """A file in a window. At the end, nothing was written to its console and nothing else was loaded."""
+    messages: list[str] = []
+    add: Callable[[object], None] = lambda message: messages.append(str(message))  # noqa: E731
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    page.on("console", add)
+    page.on("pageerror", add)
+
+    def loaded(request: Request) -> None:
+        if request.url not in (file.as_uri(), "data:,"):
+            messages.append(request.url)
+
+    page.on("request", loaded)
+    page.goto(file.as_uri())
+    yield page
+    context.close()
+    assert messages == []
+
+
+def assert_accessible(browser: Browser, file: Path) -> None:
+    """Check that axe-core finds no fault in light and dark, and that a phone need not scroll sideways."""
+    schemes: tuple[Scheme, ...] = ("light", "dark")
+    for scheme in schemes:
+        with shown(browser, file, scheme=scheme) as page:
+            for details in page.locator("details").all():
+                details.evaluate("each => { each.open = true; }")
+            found = Axe().run(page).response["violations"]
+            assert [(each["impact"], each["help"], each["nodes"][0]["html"]) for each in found] == []
+    with shown(browser, file, WIDTHS["phone"]) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS["phone"]
+
+
+def assert_prints(page: Page) -> None:
+    """Check that the page can be printed, and that what only works on a screen is left out."""
+    page.emulate_media(media="print")
+    assert [each.is_visible() for each in page.locator(".screen").all()] == [False] * page.locator(".screen").count()
+    assert page.locator("h1").is_visible()
+    assert page.pdf().startswith(b"%PDF")

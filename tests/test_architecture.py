@@ -53,7 +53,8 @@ MAY_IMPORT = {
         *("engines", "rewards", "nodes", "data", "compiler", "text_files"),
     },
     "report": {
-        *("errors", "plugins", "text_files", "evaluation", "recipe", "recipe_loading", "nodes", "compiler", "runtime"),
+        *("errors", "plugins", "text_files", "resources", "evaluation", "recipe", "recipe_loading", "nodes"),
+        *("compiler", "runtime"),
     },
     "command_context": {"errors", "resources", "recipe", "compiler", "compose", "runtime"},
     "cli": {

@@ -84,11 +84,11 @@ def _data(plan: Plan) -> str:
     data = plan.prediction.data
     largest = max(data.edges, key=lambda edge: data.edges[edge])
     fullest = max(data.store_peak_gib, key=lambda host: data.store_peak_gib[host])
-    moved = f"{_size(sum(data.edges.values()))} per step ({largest} {_size(data.edges[largest])})"
-    return f"{moved}, object store peak {_size(data.store_peak_gib[fullest] * GIB)} ({fullest})"
+    moved = f"{format_size(sum(data.edges.values()))} per step ({largest} {format_size(data.edges[largest])})"
+    return f"{moved}, object store peak {format_size(data.store_peak_gib[fullest] * GIB)} ({fullest})"
 
 
-def _size(count: float) -> str:
+def format_size(count: float) -> str:
     """Format a number of bytes."""
     scale, name = next((u, n) for u, n in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if count >= u or n == "KiB")
     return f"{count / scale:.3g} {name}" if count < 1000 * scale else f"{count / scale:.0f} {name}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -9,9 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlflow.compiler.facts import format_gpu_hours, format_seconds
-from rlflow.compiler.plan import format_duration
-from rlflow.compiler.run_cost import RunCost
-from rlflow.resources.planner.prediction import Prediction
+from rlflow.compiler.plan import Plan, format_duration
 
 
 @dataclass(frozen=True)
@@ -19,40 +18,53 @@ class SweepOutcome:
     """The plan of one job of a sweep, or why there is none."""
 
     overrides: tuple[str, ...]
-    prediction: Prediction | None
+    plan: Plan | None
     """None if the job does not fit the cluster."""
-    cost: RunCost | None = None
-    """The cost of the run; None if there is no plan."""
     deadline_hours: float | None = None
     """The hours in which the run should be finished."""
     reason: str = ""
     """Why it does not fit."""
+    folder: Path | None = None
+    """The folder with the plan's page; None without a dry run."""
 
     @property
     def is_late(self) -> bool:
         """Return whether the run misses its deadline."""
-        return self.cost is not None and self.deadline_hours is not None and self.cost.hours > self.deadline_hours
+        return self.plan is not None and self.deadline_hours is not None and self.plan.cost.hours > self.deadline_hours
+
+
+def ranked(outcomes: Sequence[SweepOutcome]) -> list[tuple[str, SweepOutcome]]:
+    """Return the jobs, each with its own overrides, without those that all jobs share.
+
+    The fastest step comes first; with a deadline the cheapest run, and runs that miss it after those that do not. Jobs
+    that do not fit come last.
+    """
+    everywhere = set(outcomes[0].overrides).intersection(*(outcome.overrides for outcome in outcomes))
+    return [
+        (", ".join(_short(each) for each in outcome.overrides if each not in everywhere), outcome)
+        for outcome in sorted(outcomes, key=lambda each: (_rank(each), each.overrides))
+    ]
+
+
+def are_priced(outcomes: Sequence[SweepOutcome]) -> bool:
+    """Return whether every plan has a price."""
+    return all(outcome.plan.cost.price is not None for outcome in outcomes if outcome.plan)
 
 
 def ranking_table(outcomes: Sequence[SweepOutcome]) -> RenderableType:
-    """Return a table of the jobs by step time; with a deadline by cost, and those that miss it after those that do not.
-
-    Jobs that do not fit come last, with the reasons below the table. Overrides that all jobs share are left out.
-    """
-    priced = all(outcome.cost.price is not None for outcome in outcomes if outcome.cost)
+    """Return a table of the jobs in the order of their rank, with reasons below it for those that do not fit."""
+    priced = are_priced(outcomes)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     money = ["price"] if priced else []
     for heading in ("sweep", "fits", "step", "tokens/s\nper GPU", "run", "GPU-hours", *money, "headroom"):
         table.add_column(heading, overflow="fold", no_wrap=heading != "sweep")
-    everywhere = set(outcomes[0].overrides).intersection(*(outcome.overrides for outcome in outcomes))
     reasons: list[Text] = []
-    for outcome in sorted(outcomes, key=lambda each: (_rank(each), each.overrides)):
-        own = ", ".join(_short(each) for each in outcome.overrides if each not in everywhere)
-        prediction, cost = outcome.prediction, outcome.cost
-        if prediction is None or cost is None:
+    for own, outcome in ranked(outcomes):
+        if outcome.plan is None:
             table.add_row(own, "no")
             reasons.append(Text(f"{own}: {outcome.reason}."))
             continue
+        prediction, cost = outcome.plan.prediction, outcome.plan.cost
         table.add_row(
             own,
             "tight" if prediction.verdict == "TIGHT" else "yes",
@@ -68,11 +80,11 @@ def ranking_table(outcomes: Sequence[SweepOutcome]) -> RenderableType:
 
 def _rank(outcome: SweepOutcome) -> tuple[int, float, float]:
     """Return the place of a job in the table, the smallest first."""
-    cost = outcome.cost
-    if outcome.prediction is None or cost is None:
+    if outcome.plan is None:
         return 2, 0.0, 0.0
+    cost = outcome.plan.cost
     if outcome.deadline_hours is None:
-        return 0, outcome.prediction.step_seconds, 0.0
+        return 0, outcome.plan.prediction.step_seconds, 0.0
     if outcome.is_late:
         return 1, cost.hours, 0.0
     return 0, cost.gpu_hours if cost.price is None else cost.price, cost.hours

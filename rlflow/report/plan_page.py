@@ -6,16 +6,30 @@ from typing import Any
 
 from rlflow.compiler.facts import format_gpu_hours, format_seconds
 from rlflow.compiler.graph import GraphNode
-from rlflow.compiler.plan import Plan, format_duration
+from rlflow.compiler.lower import training_memory
+from rlflow.compiler.plan import Plan, format_duration, write_plan
 from rlflow.compiler.render import describe_layout
+from rlflow.errors import RecipeError
 from rlflow.recipe_loading import to_yaml
+from rlflow.report.graph_drawing import draw_graph
 from rlflow.report.page import build_page
+from rlflow.report.size_figures import size_figures
+from rlflow.resources.planner.confidence import MEMORY_BANDS, kind_of
+from rlflow.runtime.checkpoint import checkpoints
+from rlflow.runtime.folder_lock import locked
 from rlflow.text_files import replace_text
 
+PAGE = "plan.html"
+"""The name of the page in the folder of a dry run."""
 
-def write_page(plan: Plan, directory: Path) -> None:
-    """Write ``plan.html``."""
-    replace_text(directory / "plan.html", plan_page(plan))
+
+def write_dry_run(plan: Plan, directory: Path) -> None:
+    """Write the plan and its page. Raises RecipeError if the folder holds a run, whose plan must stay."""
+    with locked(directory):
+        if checkpoints(directory):
+            raise RecipeError("hydra.run.dir", f"'{directory}' holds a run", fix="another folder")
+        write_plan(plan, directory)
+        replace_text(directory / PAGE, plan_page(plan))
 
 
 def plan_page(plan: Plan) -> str:
@@ -28,6 +42,7 @@ def page_figures(plan: Plan) -> dict[str, Any]:
     prediction, cost = plan.prediction, plan.cost
     low, high = prediction.step_seconds_range
     unit = "CPU" if prediction.headroom_gib is None else "GPU"
+    pool_of = {role: index for index, pool in enumerate(prediction.pools) for role in pool.roles}
     return {
         "name": plan.recipe.name,
         "cluster": plan.cluster.shape,
@@ -53,9 +68,19 @@ def page_figures(plan: Plan) -> dict[str, Any]:
         "roles": {role: _role(plan, role) for role in plan.roles},
         "pools": [asdict(pool) for pool in prediction.pools],
         "nodes": [
-            {"name": name, "role": _role_of(plan, name), "time": format_seconds(time.seconds), **asdict(time)}
+            {
+                "name": name,
+                "role": (role := _role_of(plan, name)),
+                "pool": None if role is None else pool_of[role],
+                "time": format_seconds(time.seconds),
+                **asdict(time),
+            }
             for name, time in prediction.nodes.items()
         ],
+        "graph": draw_graph(plan),
+        "unit": unit,
+        "gpu_gib": min((gib for host in plan.cluster.hosts if (gib := plan.cluster.memory_gib(host))), default=None),
+        "sizes": size_figures(plan, unit),
         "step_seconds": prediction.step_seconds,
         "remarks": {
             "why": list(prediction.reasons),
@@ -95,8 +120,20 @@ def _role(plan: Plan, role: str) -> dict[str, Any]:
         "phase": memory.phase,
         "phases": memory.phases,
         "peak_gib": memory.peak_gib,
+        "band_gib": _band(plan, role),
         "sequences": memory.sequences,
     }
+
+
+def _band(plan: Plan, role: str) -> tuple[float, float] | None:
+    """Return the range of the role's memory on its fullest GPU; None for an engine, which takes what it is given."""
+    memory, recipe = plan.prediction.memory[role], plan.recipe
+    peaks = [gib for gpus in memory.peak_gib.values() for gib in gpus.values()]
+    if not peaks or memory.phase == "generate":
+        return None
+    training = training_memory(recipe.roles[role], recipe.models[recipe.roles[role].model])
+    band = MEMORY_BANDS[kind_of(plan.roles[role].layout, training)]
+    return band.low * max(peaks), band.high * max(peaks)
 
 
 def _role_of(plan: Plan, node: str) -> str | None:

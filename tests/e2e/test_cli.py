@@ -88,6 +88,10 @@ def test_a_sweep(rlflow: Command) -> None:
     assert [f"grpo_32b on {shape}" in out for shape in ("1x8@h100_80gb", "2x8@h100_80gb", "4x8@h200")] == [True] * 3
     ranked = [line.split()[:2] for line in out.splitlines() if line.startswith("cluster=")]
     assert ranked == [["cluster=4x8@h200", "yes"], ["cluster=2x8", "yes"], ["cluster=1x8", "yes"]]
+    page = Path(out.splitlines()[-1].removeprefix("page: "))
+    assert page.name == "plans.html"
+    assert [f'"page": "{number}/plan.html"' in page.read_text() for number in range(3)] == [True] * 3
+    assert all((page.parent / str(number) / "plan.html").exists() for number in range(3))
 
 
 def test_a_sweep_tells_of_the_cluster_that_is_too_small(rlflow: Command) -> None:

@@ -78,14 +78,7 @@ class Lengths:
         thousands of responses repeat themselves without end (published clip ratios are 0.2 to 5 %). This is left out
         where those alone would make more than half of the mean.
         """
-        mean = min(mean, limit)
-        endless = limit <= mean * _POINTS / 2
-        low, high = mean / 8, mean * 64
-        for _ in range(40):
-            median = sqrt(low * high)
-            found = cls(_log_normal(median, limit, endless))
-            low, high = (median, high) if found.mean < mean else (low, median)
-        return found
+        return _log_normal(min(mean, limit), limit)
 
     def _means(self, integral: Callable[[float], float]) -> tuple[float, ...]:
         width = self.longest / _INTERVALS
@@ -93,9 +86,17 @@ class Lengths:
         return tuple((at[index + 1] - at[index]) / width for index in range(_INTERVALS))
 
 
-def _log_normal(median: float, limit: float, endless: bool) -> tuple[float, ...]:
-    values = tuple(min(limit, max(1.0, median * factor)) for factor in _factors())
-    return (*values[:-1], limit) if endless else values
+@cache
+def _log_normal(mean: float, limit: float) -> Lengths:
+    """Return the lengths whose median gives the mean. A plan asks for the same ones many times."""
+    endless = limit <= mean * _POINTS / 2
+    low, high = mean / 8, mean * 64
+    for _ in range(40):
+        median = sqrt(low * high)
+        values = tuple(min(limit, max(1.0, median * factor)) for factor in _factors())
+        found = Lengths((*values[:-1], limit) if endless else values)
+        low, high = (median, high) if found.mean < mean else (low, median)
+    return found
 
 
 @cache

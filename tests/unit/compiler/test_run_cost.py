@@ -87,7 +87,7 @@ def ranked(outcomes: list[SweepOutcome]) -> list[list[str]]:
 
 
 def outcome(shape: str, plan: Plan, deadline_hours: float | None) -> SweepOutcome:
-    return SweepOutcome((f"cluster={shape}",), plan.prediction, plan.cost, deadline_hours)
+    return SweepOutcome((f"cluster={shape}",), plan, deadline_hours)
 
 
 @pytest.mark.slow

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import Browser
 
 import rlflow
+from rlflow.compiler.facts import format_seconds
+from rlflow.compiler.other_sizes import size_axes, size_points
 from rlflow.compiler.plan import Plan
+from rlflow.report.graph_drawing import draw_graph
 from rlflow.report.plan_page import page_figures, plan_page
-from tests.browser import drawn, needs_browser
+from tests.browser import WIDTHS, assert_accessible, assert_prints, needs_browser, shown
 from tests.helpers import load
 
 
@@ -20,14 +24,14 @@ def plan() -> Plan:
     return rlflow.compile(load("recipe=ppo_7b"), "1x7+1x8")
 
 
-def shown(page: str) -> Any:
+def figures_of(page: str) -> Any:
     """Return the figures in the page."""
     (text,) = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', page, flags=re.DOTALL)
     return json.loads(text)
 
 
 def test_the_figures_are_those_of_the_plan(plan: Plan) -> None:
-    written, figures = json.loads(json.dumps(plan.to_dict())), shown(plan_page(plan))
+    written, figures = json.loads(json.dumps(plan.to_dict())), figures_of(plan_page(plan))
     for node in figures["nodes"]:
         assert (node["start"], node["seconds"]) == tuple(
             written["nodes"][node["name"]][k] for k in ("start", "seconds")
@@ -45,10 +49,12 @@ def test_the_figures_are_those_of_the_plan(plan: Plan) -> None:
 
 def test_the_page_loads_nothing_and_no_text_ends_its_script(plan: Plan) -> None:
     page = plan_page(replace(plan, recipe=replace(plan.recipe, name="</script><img src=x>")))
-    assert shown(page)["name"] == "</script><img src=x>"
+    assert figures_of(page)["name"] == "</script><img src=x>"
     assert page.count("</script>") == page.count("<script")
     own = page[: page.index("application/json")] + page[page.index("const plan") :]
-    assert not re.search(r"src=|url\(|@import|fetch\(|http|<link(?! rel=\"icon\" href=\"data:,\">)", own)
+    assert not re.search(
+        r"src=|url\(|@import|fetch\(|https?:(?!//www.w3.org/2000/svg)|<link(?! rel=\"icon\" href=\"data:,\">)", own
+    )
     assert "{{" not in page
 
 
@@ -62,20 +68,132 @@ def test_cpus_have_no_memory_of_gpus() -> None:
     assert "least headroom" not in figures["summary"]
 
 
+def test_two_columns_of_the_graph_are_joined_by_what_the_second_reads(plan: Plan) -> None:
+    graph = draw_graph(plan)
+    boxes = {box["name"]: box for box in graph["boxes"]}
+    assert boxes["update"]["reads"] == list(dict.fromkeys(dict(read_by(plan))["update"]))
+    assert boxes["actor->rollout"]["reads"] == ["update"]
+    places = [(box["column"], box["row"]) for box in graph["boxes"]]
+    assert len(set(places)) == len(places)
+    for line in graph["lines"]:
+        assert [column for column, _ in line] == list(range(line[0][0], line[-1][0] + 1))
+        assert not set(line[1:-1]) & set(places), "a line passes beside boxes"
+        first, last = (
+            next(name for name, place in zip(boxes, places, strict=True) if place == end) for end in (line[0], line[-1])
+        )
+        assert first in boxes[last]["reads"]
+
+
+def read_by(plan: Plan) -> list[tuple[str, list[str]]]:
+    return [(node.name, list(node.inputs.values())) for node in plan.graph.nodes]
+
+
+@pytest.fixture(scope="module")
+def file(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the page of the plan."""
+    path = tmp_path_factory.mktemp("page") / "plan.html"
+    path.write_text(plan_page(plan))
+    return path
+
+
 @pytest.mark.slow
 @needs_browser
-def test_a_browser_draws_every_gpu_and_sorts_alternatives(plan: Plan, tmp_path: Path) -> None:
-    page = plan_page(plan)
-    before = drawn(page, tmp_path)
-    assert before.count('class="gpu"') == 15
-    assert f"{plan.recipe.name} on {plan.cluster.shape} <span" in before
-    steps = [each.step_seconds for each in plan.prediction.alternatives]
-    assert times(before) == pytest.approx(sorted(step or 1e9 for step in steps), rel=0.01)
-    again = drawn(page, tmp_path, 'document.querySelectorAll("th button")[1].click();' * 2)
-    assert times(again) == pytest.approx(sorted((step or 1e9 for step in steps), reverse=True), rel=0.01)
+def test_a_browser_draws_every_gpu_and_node(plan: Plan, file: Path, chromium: Browser) -> None:
+    with shown(chromium, file) as page:
+        assert page.locator(".gpu").count() == 15
+        assert page.locator("h1").inner_text() == f"{plan.recipe.name} on {plan.cluster.shape} FITS"
+        assert page.locator("#graph rect").count() == len(plan.graph.nodes) + 2, "with the prompts and the weight sync"
+        rows = page.locator("[data-node]")
+        assert rows.count() == len(plan.prediction.nodes)
+        critical = {name for name, time in plan.prediction.nodes.items() if time.critical}
+        assert {row.get_attribute("data-node") for row in page.locator(".row.critical").all()} == critical
+        assert page.locator("#step h3").all_inner_texts()[1].startswith("critic on 7 GPUs, idle for")
+        assert_prints(page)
 
 
-def times(page: str) -> list[float]:
-    """Return the seconds in the table of alternatives."""
-    cells = re.findall(r'<td class="number">(.*?)</td>', page)
-    return [1e9 if cell == "does not fit" else float(cell.removesuffix(" s")) for cell in cells]
+@pytest.mark.slow
+@needs_browser
+def test_alternatives_sort_by_click_and_by_keyboard(plan: Plan, file: Path, chromium: Browser) -> None:
+    steps = [each.step_seconds or 1e9 for each in plan.prediction.alternatives]
+    with shown(chromium, file) as page:
+
+        def cells() -> list[float]:
+            texts = page.locator("#alternatives td.number").all_inner_texts()
+            return [1e9 if text == "does not fit" else float(text.removesuffix(" s")) for text in texts]
+
+        assert cells() == pytest.approx(sorted(steps), rel=0.01)
+        heading = page.locator("#alternatives th", has_text="step")
+        heading.locator("button").click()
+        assert heading.get_attribute("aria-sort") == "descending"
+        assert [step for step in cells() if step < 1e9] == pytest.approx(
+            sorted((step for step in steps if step < 1e9), reverse=True), rel=0.01
+        )
+        page.keyboard.press("Enter")
+        assert cells() == pytest.approx(sorted(steps), rel=0.01)
+        page.keyboard.press("Shift+Tab")
+        page.keyboard.press("Space")
+        names = page.locator("#alternatives td:first-child").all_inner_texts()
+        assert names == sorted(names)
+
+
+@pytest.mark.slow
+@needs_browser
+def test_sliders_show_what_the_planner_says_of_these_sizes(plan: Plan, file: Path, chromium: Browser) -> None:
+    with shown(chromium, file) as page:
+        figures = page.locator("#size-summary")
+        assert format_seconds(plan.prediction.step_seconds) in figures.inner_text()
+        assert page.locator("#own").is_disabled()
+        page.get_by_label("Longest response, tokens").focus()
+        page.keyboard.press("ArrowRight")
+        page.get_by_label("Batch").focus()
+        page.keyboard.press("Home")
+        sizes = {"graph.rollouts.max_tokens": 4096, "data.batch_size": 512}
+        assert page.locator("output").all_inner_texts() == [str(size) for size in sizes.values()]
+        point = next(each for each in size_points(plan, size_axes(plan)) if each.sizes == tuple(sizes.values()))
+        assert point.step_seconds is not None
+        assert point.peak_gib is not None
+        assert format_seconds(point.step_seconds) in figures.inner_text()
+        assert f"{point.step_seconds / plan.prediction.step_seconds - 1:+.0%}" in figures.inner_text()
+        for role, gib in point.peak_gib.items():
+            assert f"{gib:.1f} GiB" in page.locator(f"[data-role={role}]").inner_text()
+        page.locator("#own").click()
+        assert format_seconds(plan.prediction.step_seconds) in figures.inner_text()
+
+
+@pytest.mark.slow
+@needs_browser
+def test_the_page_is_accessible(file: Path, chromium: Browser) -> None:
+    assert_accessible(chromium, file)
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_thousand_gpus_are_drawn_within_a_second(tmp_path: Path, chromium: Browser) -> None:
+    file = tmp_path / "plan.html"
+    file.write_text(plan_page(rlflow.compile(load("recipe=grpo_32b"), "128x8")))
+    assert file.stat().st_size < 2_000_000
+    seconds = []
+    for _ in range(3):
+        with shown(chromium, file) as page:
+            assert page.locator(".gpu").count() == 1024
+            times = "performance.getEntriesByType('navigation')[0]"
+            seconds.append(page.evaluate(f"{times}.domComplete - {times}.responseEnd") / 1000)
+    assert 0 < min(seconds) < 1
+
+
+@pytest.mark.slow
+@needs_browser
+def test_the_picture_of_the_documentation(chromium: Browser, tmp_path: Path, picture: Path) -> None:
+    file = tmp_path / "plan.html"
+    file.write_text(plan_page(rlflow.compile(load("recipe=grpo_32b"), "2x8")))
+    with shown(chromium, file) as page:
+        box = page.locator("#step").bounding_box()
+        assert box is not None
+        height = box["y"] + box["height"] + 20
+        page.screenshot(
+            path=picture / "plan.png",
+            full_page=True,
+            clip={"x": 0, "y": 0, "width": WIDTHS["desktop"], "height": height},
+        )
+        page.locator("#sizes-section").screenshot(path=picture / "sizes.png")
+    assert (picture / "plan.png").stat().st_size < 300_000

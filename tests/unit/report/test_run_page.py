@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import Browser
 
 from rlflow.errors import RecipeError
 from rlflow.report.__main__ import main
 from rlflow.report.run_figures import RunFiles
 from rlflow.report.run_page import differences, run_page
-from tests.browser import drawn, needs_browser
+from tests.browser import assert_accessible, assert_prints, needs_browser, shown
 
 REPORT = {
     "status": "finished",
@@ -101,27 +102,31 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_browser
-def test_a_browser_draws_curves_and_shows_samples_as_text(tmp_path: Path) -> None:
+def test_a_browser_draws_curves_and_shows_samples_as_text(tmp_path: Path, chromium: Browser) -> None:
     folders = [write_run(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
     step = {"step": 4, "seconds": 8.0, "seconds/rollouts": 6.0, "seconds/update": 2.0}
-    with (folders[0] / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(step) + "\n")
+    with (folders[0] / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps(step) + "\n")
     second = {"role": "rollout", "engine": 3, "step": 4, "at": 9.5, "seconds": 0.5, "tokens": 21}
     (folders[0] / "engines.jsonl").write_text(json.dumps({**second, "cache": 0.25, "preemptions": 0}) + "\n")
     (folders[0] / "events.jsonl").write_text('{"step": 4, "text": "step 4 is <skipped>"}\n')
-    page = run_page(folders)
-    first = drawn(page, tmp_path)
-    assert len(re.findall(r"<canvas", first)) == 3, "evaluation, rewards and engines; the others are folded"
-    (track,) = re.findall(r'data-node="rollouts".*?</div>', first)
-    assert 'class="measured"' in track
-    assert "width: 75%" in track
-    assert "rollout 3</td>" in first
-    assert "42</td>" in first, "tokens per second"
-    assert "step 4 is &lt;skipped&gt;" in first
-    assert "&lt;b&gt;best&lt;/b&gt; 3" in first
-    assert first.index("best&lt;") < first.index("random&lt;")
-    assert "+50%" in first
-    move = "const s = document.getElementById('sample-step'); s.value = 0; s.dispatchEvent(new Event('input'));"
-    moved = drawn(page, tmp_path, move)
-    assert "&lt;b&gt;best&lt;/b&gt; 1" in moved
-    assert "&lt;b&gt;best&lt;/b&gt; 3" not in moved
+    file = tmp_path / "report.html"
+    file.write_text(run_page(folders))
+    with shown(chromium, file) as page:
+        assert page.locator("canvas").count() == 3, "evaluation, rewards and engines; the others are folded"
+        assert page.locator("canvas").nth(1).get_attribute("aria-label") == "rewards/mean, a curve over the steps"
+        page.locator("summary", has_text="step").press("Enter")
+        assert page.locator("[id=curves-step] canvas").count() >= 1
+        measured = page.locator('[data-node="rollouts"] .measured')
+        assert "width: 75%" in (measured.get_attribute("style") or "")
+        engine = page.locator("#engines").inner_text()
+        assert "rollout 3" in engine
+        assert "42" in engine, "tokens per second"
+        assert "step 4 is <skipped>" in page.locator("#events").inner_text()
+        assert "+50%" in page.locator("#measured").inner_text()
+        responses = page.locator(".sample .text:last-child")
+        assert responses.all_inner_texts() == ["<b>best</b> 3", "<b>random</b> 3"]
+        page.get_by_role("slider", name="Step").press("Home")
+        assert responses.all_inner_texts() == ["<b>best</b> 1", "<b>random</b> 1"]
+        assert_prints(page)
+    assert_accessible(chromium, file)
