@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlflow.compiler.plan import Plan
-    from rlflow.recipe import Recipe, Tune
+    from rlflow.recipe import Recipe, Trace, Tune
     from rlflow.resources.cluster import Cluster
     from rlflow.runtime.protocols import Observer, Report
 
@@ -54,6 +54,7 @@ def run(
     observers: "Sequence[Observer] | None" = None,
     stop: Callable[[], bool] = lambda: False,
     tune: "Tune" = False,
+    trace: "Trace" = False,
 ) -> "Report":
     """Train as planned, and return the report, with the metrics of the last step.
 
@@ -61,7 +62,7 @@ def run(
     ``outputs``. ``resume`` is the folder of a run to continue from its last checkpoint. ``observers`` are called after
     every step; the default ones show progress on standard output, and ``()`` shows nothing. ``stop`` is called after
     every step; when it returns True, the run ends with a checkpoint. ``tune``, True or "adaptive", looks for faster
-    batch sizes while the run trains.
+    batch sizes while the run trains. ``trace``, True or numbers of steps, writes ``trace.json``.
 
     Raises EngineError, and RecipeError for a file or data set that the recipe names and that does not exist.
 
@@ -79,9 +80,8 @@ def run(
 
     folder = Path(resume or directory or datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S"))
     chosen = displays(output_console()) if observers is None else observers
-    return run_plan(
-        plan, folder, runtime_of(plan), [*recorders(plan), *chosen], resume=resume is not None, stop=stop, tune=tune
-    )
+    every = [*recorders(plan), *chosen]
+    return run_plan(plan, folder, runtime_of(plan), every, resume=resume is not None, stop=stop, tune=tune, trace=trace)
 
 
 def __getattr__(name: str) -> Any:

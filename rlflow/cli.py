@@ -40,7 +40,6 @@ from rlflow.compose import (
     run_options_from_config,
 )
 from rlflow.errors import EngineError, PlacementError, RecipeError, UserError, storage_error
-from rlflow.recipe import Tune
 from rlflow.report.plan_page import write_dry_run
 from rlflow.report.progress import WIDTH, displays, output_console, recorders, show, show_error, show_warning
 from rlflow.report.sweep_page import write_sweep_page
@@ -154,7 +153,7 @@ def _plan_and_run(config: DictConfig, directory: Path, outcomes: list[SweepOutco
     if plan.needs_gpus and not resumed and options.plan is None and options.cluster.get("shape") == "auto":
         raise _no_gpus_error(plan)
     console.print()
-    return _run(plan, resumed or directory, console, resume=resumed is not None, tune=options.tune)
+    return _run(plan, resumed or directory, console, options, resume=resumed is not None)
 
 
 def _typed_keys() -> set[str]:
@@ -174,10 +173,10 @@ def _no_gpus_error(plan: Plan) -> PlacementError:
 def _plan(config: DictConfig, options: RunOptions, root: Path) -> tuple[Plan, Path | None]:
     """Return the plan, and the folder of the run that it continues, if any."""
     if options.plan is not None:
-        if others := sorted(_typed_keys() - {"plan", "dry_run", "resume", "explain", "tune", "deadline_hours"}):
-            raise RecipeError(
-                "plan", f"a saved plan cannot be changed, got '{others[0]}'", fix=f"leave out {', '.join(others)}"
-            )
+        allowed = {"plan", "dry_run", "resume", "explain", "tune", "trace", "deadline_hours"}
+        if others := sorted(_typed_keys() - allowed):
+            fact = f"a saved plan cannot be changed, got '{others[0]}'"
+            raise RecipeError("plan", fact, fix=f"leave out {', '.join(others)}")
         plan = read_plan(Path(options.plan))
         return plan, find_run(options.resume, plan.recipe, root)
     config_dir = _config_dir()
@@ -203,11 +202,8 @@ def _take_more_steps(config: DictConfig) -> int:
     if not (isinstance(steps, str) and re.fullmatch(r"\+\d+", steps)):
         return 0
     if not config.get("resume"):
-        raise RecipeError(
-            "steps",
-            f"'{steps}' adds to the steps of an earlier run",
-            fix=f"add resume=FOLDER, or write steps={steps[1:]}",
-        )
+        fact = f"'{steps}' adds to the steps of an earlier run"
+        raise RecipeError("steps", fact, fix=f"add resume=FOLDER, or write steps={steps[1:]}")
     config.steps = int(steps)
     return int(steps)
 
@@ -234,15 +230,16 @@ def _config_dir() -> Path | None:
     return known
 
 
-def _run(plan: Plan, directory: Path, console: Console, *, resume: bool, tune: Tune) -> int:
+def _run(plan: Plan, directory: Path, console: Console, options: RunOptions, *, resume: bool) -> int:
     # Imported late, because a dry run must not import torch.
     from rlflow.report.records import tuning_table
     from rlflow.runtime.prepare import runtime_of
     from rlflow.runtime.run import run
 
-    observers = [*recorders(plan), *displays(console)]
+    observers, runtime = [*recorders(plan), *displays(console)], runtime_of(plan)
+    tune, trace = options.tune, options.trace
     with stop_on_signals(lambda: console.print(STOPPING)) as stop:
-        report = run(plan, directory, runtime_of(plan), observers, resume=resume, stop=stop.is_set, tune=tune)
+        report = run(plan, directory, runtime, observers, resume=resume, stop=stop.is_set, tune=tune, trace=trace)
     if tune:
         console.print()
         show(tuning_table(directory))

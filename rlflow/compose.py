@@ -28,7 +28,7 @@ from rlflow.arguments import CONF as CONF
 from rlflow.arguments import hydra_arguments
 from rlflow.errors import FileError, RecipeError, did_you_mean
 from rlflow.interpolations import to_mapping
-from rlflow.recipe import Recipe, Tune
+from rlflow.recipe import Recipe, Trace, Tune
 from rlflow.recipe_loading import load
 from rlflow.resources.cluster import Cluster, cluster_from, parse_shape
 from rlflow.resources.time.calibration import Calibration, calibration_from
@@ -52,6 +52,8 @@ class RunOptions(Section):
     """Show more of the plan: the graph, all alternatives and limits."""
     tune: Tune
     """Find faster micro-batches and sequence counts in the first steps; ``adaptive``: in all steps."""
+    trace: Trace
+    """Write trace.json, a timeline of every node on every worker; ``[3,4]``: of these steps alone."""
     calibration: str | None
     """A YAML file with measured efficiencies for each kind of GPU, or the folder of a finished run."""
     deadline_hours: Annotated[float, Gt(0)] | None = None

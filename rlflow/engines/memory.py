@@ -18,13 +18,17 @@ from rlflow.errors import EngineError
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _OPTION = "expandable_segments"
 
-# The phase of a role's work that each method of an engine belongs to.
-_PHASES: Mapping[str, str] = {
+PHASES: Mapping[str, str] = {
     **dict.fromkeys(("generate", "continue_rollouts", "advance"), "generate"),
     **dict.fromkeys(("logprobs", "base_logprobs", "values", "evaluate"), "score"),
     "update": "update",
     "load_weights": "sync",
 }
+"""The phase of a role's work that each method of an engine belongs to."""
+
+
+FULLEST = "memory/fullest"
+"""The metric of the fullest GPU: the used share of its memory at the peak of a step."""
 
 
 class PhasePeaks:
@@ -44,7 +48,7 @@ class PhasePeaks:
 
     def record(self, engine: object) -> None:
         """Record the peak of each call of the engine's methods from now on."""
-        for method, phase in _PHASES.items():
+        for method, phase in PHASES.items():
             if hasattr(engine, method):
                 setattr(engine, method, self._recorded(phase, getattr(engine, method)))
 
@@ -55,6 +59,11 @@ class PhasePeaks:
         """
         share, self._share = self._share, 0.0
         return share
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metric of this share; none on a CPU."""
+        share = self.take_share()
+        return {FULLEST: share} if share else {}
 
     def _recorded(self, phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from rlflow.compiler.facts import format_seconds
 from rlflow.compiler.plan import Plan
+from rlflow.engines.memory import FULLEST
 from rlflow.errors import EngineError, UserError
 from rlflow.evaluation import PREFIX
 from rlflow.nodes.generate import Generate
@@ -26,7 +27,7 @@ from rlflow.nodes.preference import Preference
 from rlflow.nodes.reward import Reward
 from rlflow.nodes.scoring import RewardModel
 from rlflow.report.run_page import PAGE
-from rlflow.runtime.protocols import FULLEST, Observer, Report
+from rlflow.runtime.protocols import Observer, Report
 
 WIDTH = 100
 """The width of output to a file or a pipe."""

@@ -19,7 +19,7 @@ from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.journal import open_journal
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import RecipeError
-from rlflow.recipe import Data, Model, Tune
+from rlflow.recipe import Data, Model, Trace, Tune
 from rlflow.resources.models.config import check_agreement
 from rlflow.runtime.atomic_folder import write_folder
 from rlflow.runtime.bound_node import bind_nodes, states_of
@@ -36,6 +36,7 @@ from rlflow.runtime.protocols import Engines, Observer, Observers, Report, Runti
 from rlflow.runtime.recovery import Session
 from rlflow.runtime.samples import SampleReader
 from rlflow.runtime.step import StepStart, run_graph, sync_followers
+from rlflow.runtime.trace import TraceWriter
 from rlflow.runtime.tuning import Tuner
 
 
@@ -90,6 +91,7 @@ def opened(
     resume: bool,
     stop: Callable[[], bool],
     tune: Tune,
+    trace: Trace,
 ) -> Iterator[Session]:
     """Check everything, read the data and start the engines; stop them on exit.
 
@@ -127,6 +129,7 @@ def opened(
             observers=observers,
             stop=stop,
             tune=tune,
+            trace=TraceWriter(trace) if trace else None,
             last=last,
             progress=progress,
             warnings=warnings,
@@ -163,6 +166,9 @@ def prepare(session: Session) -> Iterator[Training]:
             restore(session.last, parts)
         if session.tune:
             observer.add(Tuner(engines, adaptive=session.tune == "adaptive"))
+        if session.trace:
+            session.trace.follow(engines)
+            observer.add(session.trace)
         for each in observer.observers:
             each.started(plan, directory, session.progress.step)
             stack.callback(each.close)

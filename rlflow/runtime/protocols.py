@@ -10,15 +10,13 @@ from typing import Any, Literal, Protocol, TypeVar
 from rlflow.batch import Rollouts
 from rlflow.compiler.plan import Plan
 from rlflow.engines.memory import PhasePeaks
+from rlflow.engines.times import UNTRACED, Span, Times, record_each
 from rlflow.recipe import Model
 from rlflow.resources.memory.processes import LOCAL_PROCESS
 
 T = TypeVar("T")
 Choice = Literal["best", "worst", "random"]
 """Why a sample of a step is read."""
-
-FULLEST = "memory/fullest"
-"""The metric of the fullest GPU: the used share of its memory at the peak of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +59,16 @@ class Engines(dict[str, Any]):
 
     peaks: PhasePeaks | None = None
     """The peak memory of this process, where it is recorded."""
+    trace: Times = UNTRACED
+    """When nodes ran, in a traced run."""
 
     def step_metrics(self, step: int) -> dict[str, float]:
         """Return the metrics that the engines measured in this step, counted from 1."""
-        share = self.peaks.take_share() if self.peaks else 0.0
-        return {FULLEST: share} if share else {}
+        return self.peaks.take_metrics() if self.peaks else {}
+
+    def record_calls(self) -> Callable[[], dict[str, list[Span]]]:
+        """Record the calls of all engines; return a function that takes those since the last time, by worker."""
+        return record_each({f"{role}/0": engine for role, engine in self.items()})
 
     def take_warnings(self) -> list[str]:
         """Return the warnings about engines since the last call, such as one that is much slower than the others."""
@@ -294,5 +297,4 @@ class Report:
 
     def history(self) -> list[dict[str, float]]:
         """Return the metrics of every step and evaluation, from ``metrics.jsonl``."""
-        lines = (Path(self.directory) / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return [json.loads(line) for line in (Path(self.directory) / "metrics.jsonl").read_text().splitlines()]

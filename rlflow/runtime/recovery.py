@@ -20,6 +20,7 @@ from rlflow.recipe import Model, Tune
 from rlflow.runtime.checkpoint import Checkpoint, RunProgress, checkpoints, remove_unfinished
 from rlflow.runtime.preflight import last_checkpoint
 from rlflow.runtime.protocols import Engines, Lost, Observer, Observers, Runtime
+from rlflow.runtime.trace import TraceWriter
 from rlflow.runtime.tuning import with_spare_slots
 
 # Seconds that a run waits for a lost host, as long as a cluster needs to replace one, and seconds between two looks.
@@ -38,6 +39,7 @@ class Session:
     observers: Sequence[Observer]
     stop: Callable[[], bool]
     tune: Tune
+    trace: TraceWriter | None = None
     last: Checkpoint | None
     """The checkpoint to continue from; None for the initial weights."""
     progress: RunProgress

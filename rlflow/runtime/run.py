@@ -11,7 +11,7 @@ from typing import Any
 from rlflow.compiler.plan import Plan
 from rlflow.engines.journal import remove_journal
 from rlflow.errors import EngineError
-from rlflow.recipe import Tune
+from rlflow.recipe import Trace, Tune
 from rlflow.resources.layout import GIB
 from rlflow.runtime.atomic_folder import write_folder
 from rlflow.runtime.checkpoint import RunProgress, checkpoints, is_checkpoint_due
@@ -34,20 +34,24 @@ def run(
     resume: bool = False,
     stop: Callable[[], bool] = lambda: False,
     tune: Tune = False,
+    trace: Trace = False,
 ) -> Report:
     """Run ``plan`` in ``directory``; with ``resume`` from the last checkpoint there.
 
     A run that loses workers goes back to its last checkpoint with new ones; it also does without lost hosts, where
     the recipe is elastic. ``stop`` is called after every step; once it returns True, the run ends with a checkpoint.
     With ``tune``, micro-batches and the number of concurrent sequences start at the plan's values and grow while that
-    is faster and memory allows: in the first steps, or with "adaptive" during the whole run.
+    is faster and memory allows: in the first steps, or with "adaptive" during the whole run. With ``trace``, all steps
+    or those with the given numbers are written to ``trace.json``.
 
     Raises a UserError for files that are missing, for a plan that cannot run here and for a directory that another run
     uses, and an EngineError when a model or a worker fails.
     """
     with (
         _continuation_noted(directory),
-        opened(plan, directory, runtime, observers, run=run, resume=resume, stop=stop, tune=tune) as session,
+        opened(
+            plan, directory, runtime, observers, run=run, resume=resume, stop=stop, tune=tune, trace=trace
+        ) as session,
     ):
         while True:
             try:
@@ -67,14 +71,18 @@ def _train(session: Session) -> Report:
         training.sync(progress.step)
         while True:
             if training.evaluator and is_evaluation_due(plan, progress):
+                start = time.perf_counter()
                 measures = training.evaluator.run(engines, data)
+                engines.trace.add("evaluation", start, time.perf_counter())
                 figure = next(iter(measures.values()))
                 progress = progress.evaluated(figure)
                 observer.measured(progress.step, measures)
                 observer.evaluated(progress.step, figure)
             is_over = stop() or progress.step == plan.recipe.steps
             if is_over or is_checkpoint_due(plan, progress):
+                start = time.perf_counter()
                 training.checkpoints.save(progress)
+                engines.trace.add("checkpoint", start, time.perf_counter())
             if is_over:
                 training.checkpoints.wait()
                 break

@@ -1,7 +1,7 @@
 """One training step: a pass over the graph, and the new weights to the roles that follow."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
@@ -113,7 +113,7 @@ def train_step(
         seconds["copy"] = sync(step + 1) if sync else sync_followers(plan, engines, version=step + 1)
     except EngineError as error:
         raise EngineError(f"step {step + 1}: {error}") from error
-    total = time.perf_counter() - start
+    total = _note_times(engines, "step", [(start, time.perf_counter())])
     return {
         **metrics,
         "tokens": tokens,
@@ -126,12 +126,12 @@ def train_step(
     }
 
 
-def sync_followers(plan: Plan, engines: Mapping[str, Any], version: int) -> float:
+def sync_followers(plan: Plan, engines: Engines, version: int) -> float:
     """Sync the weights of trained roles to the roles that follow them, and return the seconds it took."""
     start = time.perf_counter()
     for sync in plan.workload.copies:
         engines[sync.target].load_weights(engines[sync.source].weights(), version)
-    return time.perf_counter() - start
+    return _note_times(engines, "copy", [(start, time.perf_counter())])
 
 
 def run_graph(
@@ -165,7 +165,8 @@ def run_graph(
                 inputs = {origin: edges[origin] for origin in other.inputs.values()}
                 early[other.name] = threads.submit(copy_context().run, _run_timed, other, engines, inputs)
             if node.name in streams:
-                output, seconds[node.name] = streams.pop(node.name).output(node, edges)
+                output, spans = streams.pop(node.name).output(node, edges)
+                seconds[node.name] = _note_times(engines, node.name, spans)
             elif node.name in early:
                 output, seconds[node.name] = early.pop(node.name).result()
             else:
@@ -178,7 +179,7 @@ def run_graph(
                         subscriptions.enter_context(engines.stream_to(stream, str(node.role)))
                         subscriptions.callback(stream.end)
                     output = run_node(node, engines, edges)
-                seconds[node.name] = time.perf_counter() - start
+                seconds[node.name] = _note_times(engines, node.name, [(start, time.perf_counter())])
             if ends_step and node.role is not None and last_nodes[node.role] == node.name:
                 engines.mark_idle(node.role)
             edges[node.name] = output
@@ -238,7 +239,15 @@ def _nodes_beside(
 
 def _run_timed(node: GraphNode, engines: Engines, edges: Mapping[str, Any]) -> tuple[Any, float]:
     start = time.perf_counter()
-    return run_node(node, engines, edges), time.perf_counter() - start
+    output = run_node(node, engines, edges)
+    return output, _note_times(engines, node.name, [(start, time.perf_counter())])
+
+
+def _note_times(engines: Engines, node: str, spans: Sequence[tuple[float, float]]) -> float:
+    """Note when a node ran, and return the seconds that it took."""
+    for start, end in spans:
+        engines.trace.add(node, start, end)
+    return sum(end - start for start, end in spans)
 
 
 def _run_follower(engines: Engines, node: GraphNode, edges: Mapping[str, Any]) -> Any:

@@ -85,6 +85,7 @@ class AheadNodes:
             nonlocal last
             now, seconds = time.perf_counter(), found[step].seconds
             seconds[node.name] = seconds.get(node.name, 0.0) + now - last
+            self._engines.trace.add(node.name, last, now)
             last = now
 
         def note_complete(step: int, rollouts: Rollouts) -> None:

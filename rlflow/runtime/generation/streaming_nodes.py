@@ -108,8 +108,8 @@ class StreamingNodes:
         for part in (*self._parts, *self._group_parts):
             part.edges.pop(self._generator)
 
-    def output(self, node: GraphNode, edges: Mapping[str, Any]) -> tuple[Any, float]:
-        """Return a node's output for the complete ``edges``, and the seconds that the node worked.
+    def output(self, node: GraphNode, edges: Mapping[str, Any]) -> tuple[Any, list[tuple[float, float]]]:
+        """Return a node's output for the complete ``edges``, and the spans of time in which the node worked.
 
         Raises what the node raised on any part that is not discarded.
         """
@@ -129,7 +129,7 @@ class StreamingNodes:
         if len(outputs) > 1:
             units = np.concatenate([rows, rest])[::unit] // unit
             output = output.take_units(np.argsort(units), len(units))
-        return output, _total(self._times[node.name]) + time.perf_counter() - start
+        return output, merged([*self._times[node.name], (start, time.perf_counter())])
 
     def _submit(self, nodes: Sequence[GraphNode], part: _Part) -> None:
         for node in nodes:
@@ -162,13 +162,15 @@ class StreamingNodes:
         return output
 
 
-def _total(times: Sequence[tuple[float, float]]) -> float:
-    """Return the length of all these spans of time together, which may overlap."""
-    total, until = 0.0, float("-inf")
-    for start, end in sorted(times):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
+def merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return spans of time that cover the same time as these, and do not overlap."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
 
 
 def _join(parts: Sequence[tuple[Callable[[], Any], Ints]], order: Ints) -> Any:

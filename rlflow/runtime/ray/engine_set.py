@@ -11,6 +11,8 @@ from typing import Any, cast
 from rlflow.compiler.lower import role_architecture
 from rlflow.compiler.plan import Plan
 from rlflow.engines.journal import journal_folder
+from rlflow.engines.memory import FULLEST
+from rlflow.engines.times import Span
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model
 from rlflow.runtime.generation.engine_group import slow_engines, summarize_activity
@@ -18,7 +20,7 @@ from rlflow.runtime.objects.budget import Budget, check_limits, store_limits
 from rlflow.runtime.objects.ray_api import wait_all
 from rlflow.runtime.objects.results import StoreCalls
 from rlflow.runtime.objects.sharding import cost_of
-from rlflow.runtime.protocols import FULLEST, Engines, Lost, StoreUse, Subscriber, T
+from rlflow.runtime.protocols import Engines, Lost, StoreUse, Subscriber, T
 from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.cluster.services import RayServices
 from rlflow.runtime.ray.engine_specs import is_on_gpu
@@ -189,6 +191,12 @@ class RayEngines(Engines):
     def take_warnings(self) -> list[str]:
         warnings, self._warnings = self._warnings, []
         return warnings
+
+    def record_calls(self) -> Callable[[], dict[str, list[Span]]]:
+        for engine in self.values():
+            if isinstance(engine.workers, RoleWorkers):
+                engine.workers.record_calls()
+        return lambda: self._ask_workers("take_calls")
 
     def peak_bytes(self) -> dict[str, dict[str, int]]:
         return self._ask_workers("peak_bytes")

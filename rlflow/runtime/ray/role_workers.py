@@ -60,6 +60,7 @@ class RoleWorkers:
         """How weights reach the role from GPU to GPU; None: through the object store."""
         self.receivers_connected = False
         """The engines are connected to the role that sends them weights from GPU to GPU."""
+        self._records_calls = False
         self._processes: list[RemoteProcess] = []
         """The EngineWorkers, by rank."""
 
@@ -167,6 +168,11 @@ class RoleWorkers:
             self._processes[rank].kill()
             self._processes[rank] = self._new_process(rank)
 
+    def record_calls(self) -> None:
+        """Have all workers record the calls of their engines from now on, also new ones."""
+        self._records_calls = True
+        wait_all(self.call_all("record_calls"))
+
     def _build(self, ranks: Sequence[int]) -> None:
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             wait_all([self.call(rank, "prepare", self._variables(self._workers[rank])) for rank in ranks])
@@ -174,6 +180,8 @@ class RoleWorkers:
             calls = [self.call(rank, "build", self._engine, self._spec(rank, address)) for rank in ranks]
             try:
                 wait_all(calls)
+                if self._records_calls:
+                    wait_all([self.call(rank, "record_calls") for rank in ranks])
                 break
             except EngineError:
                 # A rank that came to another process's port may fail before the rank that finds its own port taken.

@@ -13,6 +13,7 @@ from rlflow.engines.base import EngineSpec, GpuTransport
 from rlflow.engines.buckets import Bucket, build_buckets
 from rlflow.engines.memory import PhasePeaks
 from rlflow.engines.registry import engine_kind
+from rlflow.engines.times import Span, Times
 from rlflow.errors import EngineError
 from rlflow.runtime.objects.object_process import ObjectProcess, Pulse
 from rlflow.runtime.ray.engine_specs import build
@@ -37,6 +38,7 @@ class EngineWorker(ObjectProcess):
         self._sender: Any = None
         self._incoming: queue.Queue[Bucket | str | None] = queue.Queue(1)
         self._calls_in_progress: list[str] = []
+        self._calls = Times()
 
     def prepare(self, variables: Mapping[str, str]) -> None:
         """Set environment variables, before an engine imports the libraries that read them.
@@ -68,6 +70,14 @@ class EngineWorker(ObjectProcess):
         self._engine = self._run(build, engine, spec)
         self._peaks = PhasePeaks(spec.device)
         self._peaks.record(self._engine)
+
+    def record_calls(self) -> None:
+        """Record the calls of the engine from now on, for a trace."""
+        self._calls = Times(self._engine)
+
+    def take_calls(self) -> list[Span]:
+        """Return the calls of the engine since the last time."""
+        return self._calls.take()
 
     def peak_bytes(self) -> dict[str, int]:
         """Return the peak memory of the process in each phase so far."""

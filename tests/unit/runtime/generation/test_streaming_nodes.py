@@ -17,7 +17,7 @@ from rlflow.nodes.base import Node
 from rlflow.nodes.dynamic_sampling import DynamicSampling
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward_shaping import KlPenalty, OverlongPenalty
-from rlflow.runtime.generation.streaming_nodes import StreamingNodes, _total
+from rlflow.runtime.generation.streaming_nodes import StreamingNodes, merged
 from rlflow.runtime.objects.store import StoredColumn, block_for
 from tests.helpers import prompts, rollouts, sequences
 
@@ -151,4 +151,4 @@ def test_hosts_work_side_by_side_and_each_on_one_part_after_another() -> None:
 
 
 def test_a_node_is_busy_while_any_host_is() -> None:
-    assert _total([(7.0, 8.0), (0.0, 4.0), (1.0, 2.0), (3.0, 5.0)]) == 6
+    assert merged([(7.0, 8.0), (0.0, 4.0), (1.0, 2.0), (3.0, 5.0)]) == [(0.0, 5.0), (7.0, 8.0)]

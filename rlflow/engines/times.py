@@ -1,0 +1,68 @@
+"""The times at which methods and nodes ran, for the trace of a run."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from rlflow.engines.memory import PHASES
+
+
+@dataclass(frozen=True)
+class Span:
+    """A time in which something ran, in nanoseconds since 1970 by the clock of its host."""
+
+    name: str
+    start: int
+    end: int
+
+
+class Times:
+    """Spans since they were last taken. Any thread may add some."""
+
+    def __init__(self, engine: object = None) -> None:
+        """Record each call of the ``engine``, if there is one, from now on."""
+        self._spans: list[Span] = []
+        for method in PHASES:
+            if hasattr(engine, method):
+                setattr(engine, method, self._recorded(method, getattr(engine, method)))
+
+    def add(self, name: str, start: float, end: float) -> None:
+        """Add a span from its ends in seconds of ``time.perf_counter``."""
+        offset = time.time_ns() - time.perf_counter_ns()
+        self._spans.append(Span(name, offset + round(1e9 * start), offset + round(1e9 * end)))
+
+    def take(self) -> list[Span]:
+        """Return the spans that were added since the last time."""
+        taken = list(self._spans)
+        del self._spans[: len(taken)]
+        return taken
+
+    def _recorded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*arguments: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return method(*arguments, **named)
+            finally:
+                self.add(name, start, time.perf_counter())
+
+        return call
+
+
+def record_each(engines: Mapping[str, object]) -> Callable[[], dict[str, list[Span]]]:
+    """Record the calls of engines; return a function that takes those since the last time, by the engines' names."""
+    times = {name: Times(engine) for name, engine in engines.items()}
+    return lambda: {name: each.take() for name, each in times.items()}
+
+
+class _NoTimes(Times):
+    """The times of a run that is not traced, which are not recorded."""
+
+    def add(self, name: str, start: float, end: float) -> None:
+        pass
+
+
+UNTRACED = _NoTimes()
+"""Takes times, and forgets them."""
