@@ -133,6 +133,21 @@ def test_the_run_goes_back_to_its_last_checkpoint(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("placement", [("local",), ("2x1@cpu", "roles.rollout.colocate=[]")], ids=["shared", "own"])
+def test_steps_that_are_generated_ahead(
+    placement: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs that train too, and by a thread on GPUs of their own."""
+    plan = plan_of(*placement, "overlap.max_staleness=1")
+    assert plan.takes_turns == (placement == ("local",))
+    for name, at in (("undisturbed", set[int]()), ("run", {4})):
+        monkeypatch.setattr(Dying, "at", at, raising=False)
+        report = run(plan, tmp_path / name, LosingRuntime(ACTOR), [MetricsWriter(), SampleLog()])
+        assert report.restarts == (name == "run")
+    assert written(tmp_path / "run") == written(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
 def test_a_lost_host_is_left_out(expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake engines train the same on any number of hosts."""
     monkeypatch.setattr(Dying, "at", {4}, raising=False)

@@ -198,6 +198,19 @@ def test_which_roles_sleep_and_which_release_memory() -> None:
     assert told() == ["critic wake True"]
     turns.take("critic")
     assert told() == ["critic wake"]
+    # Lost workers have nothing to give up, and the roles beside them do before new workers start.
+    lost = ("critic", "actor")
+    for name in lost:
+        turns.stopped(name)
+        roles[name].cached, roles[name].rest, roles[name].weights = False, False, "lost"
+    turns.take("rollout")
+    assert told() == ["rollout wake"]
+    for name in lost:
+        turns.make_room(name)
+        turns.started(name)
+        roles[name].cached, roles[name].rest, roles[name].weights = True, True, "here"
+        turns.release(name)
+    assert told() == ["rollout sleep True", "critic sleep", "actor release_memory"]
 
 
 def test_on_cpus_roles_do_not_take_turns() -> None:
