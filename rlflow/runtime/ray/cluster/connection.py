@@ -153,7 +153,11 @@ def simulated(cluster: Cluster, store_bytes: int = _SIMULATED_STORE) -> Iterator
             # On shutdown Ray removes the published address, whosever it is.
             now = find_bootstrap_address(None)
             own = processes.address
+            hosts = [each for node in processes.list_all_nodes() for each in node.all_processes.get("raylet", ())]
+            workers = [pid for host in hosts for pid in descendants(host.process.pid)]
             processes.shutdown()
+            for pid in workers:  # they end with their host, unless they are stopped
+                kill(pid)
             _publish_address(before if now == own else now)
 
 
