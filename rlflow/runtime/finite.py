@@ -24,7 +24,7 @@ from rlflow.batch import (
     ValueEstimates,
     describe_samples,
 )
-from rlflow.errors import NotFiniteError
+from rlflow.errors import EngineError, NotFiniteError
 
 
 def check_values(output: Any, others: Iterable[Any]) -> None:
@@ -81,11 +81,16 @@ def keys_of(output: Any, others: Iterable[Any]) -> NDArray[np.int64] | None:
 def check_advantages(output: Any, inputs: Mapping[str, Any]) -> None:
     """Raise NotFiniteError for advantages that are not finite although nothing explains it.
 
-    A rollout without a reward has no advantage on purpose, and may take the other rollouts of its prompt with it. The
-    same holds for a conversation that failed and for a response without tokens of the model's own.
+    Raises EngineError unless each sample has one. A rollout without a reward has no advantage on purpose, and may take
+    the other rollouts of its prompt with it. The same holds for a conversation that failed and for a response without
+    tokens of the model's own.
     """
     rollouts = next((each for each in inputs.values() if isinstance(each, Rollouts)), None)
-    if not isinstance(output, Advantages) or rollouts is None or output.is_included.all():
+    if not isinstance(output, Advantages) or rollouts is None:
+        return
+    if len(output) != len(rollouts):
+        raise EngineError(f"expected an advantage for each of {len(rollouts)} samples, got {len(output)}.")
+    if output.is_included.all():
         return
     excluded = _prompts_without_reward(inputs)
     missing = np.flatnonzero(~output.is_included)
