@@ -14,8 +14,8 @@ from rlflow.rewards.processes import descendants, die_with_parent, kill
 from rlflow.runtime.ray.cluster import connection
 
 HOSTS = "2x2@cpu"
-# No process may stay longer after its run.
-_LEFTOVER_S = 15.0
+# No process may stay longer after its run. Ray's agents look for their control service for a minute.
+_LEFTOVER_S = 75.0
 
 
 class Hosts:
@@ -72,18 +72,22 @@ def stop_shared_hosts() -> None:
         _RUNNING.pop().stop()
 
 
-def wait_for_end(known: set[int]) -> list[str]:
-    """Wait until all processes have ended that are not known, kill those that stay, and describe them."""
-    deadline = monotonic() + _LEFTOVER_S
+def wait_for_end(known: set[int]) -> tuple[list[str], float]:
+    """Wait until all processes have ended that are not known, and kill those that stay.
+
+    Returns their descriptions, and the seconds that it took.
+    """
+    start = monotonic()
     while True:
         new = [pid for pid in descendants(os.getpid()) if pid not in known]
         alive = {pid: command for pid in new if (command := _alive(pid)) is not None}
+        seconds = monotonic() - start
         if not alive:
-            return []
-        if monotonic() > deadline:
+            return [], seconds
+        if seconds > _LEFTOVER_S:
             for pid in alive:
                 kill(pid)
-            return [f"{pid} {command[:80]}" for pid, command in alive.items()]
+            return [f"{pid} {command[:80].strip()}" for pid, command in alive.items()], seconds
         sleep(0.2)
 
 

@@ -243,7 +243,7 @@ class FaultyProcess(ObjectProcess):
 
 
 class FaultyWorker(EngineWorker):
-    """A worker whose engine meets faults, and forgets one in every ``forgets_one_in`` requests."""
+    """A worker whose engine meets faults. The first engine forgets one in every ``forgets_one_in`` requests."""
 
     folder: Path
     forgets_one_in = 0
@@ -265,13 +265,13 @@ class FaultyWorker(EngineWorker):
 
     def _forgets(self, number: int) -> bool:
         """Return whether the engine forgets a request, and note that it does."""
-        if not self.forgets_one_in:
+        if not self.forgets_one_in or self._rank:
             return False
         block, place = divmod(number, self.forgets_one_in)
-        if place != np.random.default_rng([block, self._rank]).integers(self.forgets_one_in):
+        if place != np.random.default_rng(block).integers(self.forgets_one_in):
             return False
         with (self.folder / "forgotten").open("a") as file:
-            file.write(f"{self._rank} {number}\n")
+            file.write(f"{number}\n")
         return True
 
     def call(self, method: str, /, *arguments: Any, **named: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import rlflow
-from benchmarks.fault_hosts import HOSTS, Hosts, shared_hosts, stop_shared_hosts, wait_for_end
+from benchmarks.fault_hosts import HOSTS, Hosts, shared_hosts, wait_for_end
 from benchmarks.fault_injection import DRIVER, Fault, Faults, FaultyProcess, FaultyWorker
 from benchmarks.faulty_process import FINISHED, TYPED, UNTYPED
 from benchmarks.kills import contents, names
@@ -56,6 +56,8 @@ class Outcome:
     usual_limits: bool
     ends: list[End] = field(default_factory=list)
     num_forgotten: int = 0
+    slowest_end_s: float = 0.0
+    """The longest time after which a run's processes had ended."""
     problems: Counter[str] = field(default_factory=Counter)
     remarks: list[str] = field(default_factory=list)
 
@@ -66,7 +68,7 @@ class Outcome:
             + ("" if end.detection is None else f" ({end.detection:.1f} s)")
             for end in self.ends
         )
-        return "\n  ".join([f"{self.name}: {faults}", *self.remarks])
+        return "\n  ".join([f"{self.name}, ended within {self.slowest_end_s:.1f} s: {faults}", *self.remarks])
 
 
 @dataclass(frozen=True)
@@ -143,15 +145,15 @@ class Trial:
         become_subreaper()
         self.notes.mkdir()
         for fault in self.faults:
-            (self.notes / f"fault-{fault.number}.json").write_text(json.dumps(asdict(fault)))
+            (self.notes / f"fault-{fault.number:03}.json").write_text(json.dumps(asdict(fault)))
         outcome = Outcome(self.folder.name, self.usual_limits)
         for attempt in range(_MOST_ATTEMPTS):
             before = {fault.number for fault in self._happened()}
             how = self._attempt(outcome, attempt)
             new = [fault for fault in self._happened() if fault.number not in before]
             for fault in new:
-                is_last = fault is new[-1]
-                outcome.ends.append(End(fault, how if is_last else "went on", self._detection(fault)))
+                ends_run = fault is new[-1] or fault.needs_own_ray
+                outcome.ends.append(End(fault, how if ends_run else "went on", self._detection(fault)))
             if how == "went on":
                 break
             if how in ("hang", "untyped") or not new:
@@ -192,7 +194,9 @@ class Trial:
             for pid in (*descendants(child), child):
                 kill(pid)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if left := wait_for_end(known):
+        left, seconds = wait_for_end(known)
+        outcome.slowest_end_s = max(outcome.slowest_end_s, seconds)
+        if left:
             outcome.problems["leftovers"] += 1
             outcome.remarks.append(f"attempt {attempt} leaves processes: {'; '.join(left)}")
         if not is_over:
@@ -284,7 +288,6 @@ def undisturbed(folder: Path, size: Size = SMALL) -> Undisturbed:
     """Make a run without a fault. Its steps must change the model."""
     trial = Trial(folder / f"undisturbed-{size.steps}", None, (), usual_limits=True, size=size)
     outcome = trial.run()
-    stop_shared_hosts()
     assert not outcome.problems, outcome.remarks
     expected = Undisturbed(trial.folder, size, names(trial.folder))
     weights = [(each / "actor" / "weights.safetensors").read_bytes() for each in checkpoints(trial.folder)]
