@@ -81,10 +81,10 @@ class StepTimes:
 
 
 def figures_per_gpu(plan: Plan, seconds: Mapping[str, float], total: float, tokens: int) -> dict[str, float]:
-    """Return the throughput per GPU of a step, and the idle share of each pool of GPUs.
+    """Return the throughput per GPU of a step, and how long the GPUs of each pool were idle.
 
     ``seconds`` has the time of each node and of the weight sync, ``total`` the time of the step, and ``tokens`` the
-    tokens of prompts and responses. A pool's idle share is known only if every node runs in its own step.
+    tokens of prompts and responses. A pool's idle time is known only if every node runs in its own step.
     """
     figures = {"tokens_per_second_per_gpu": tokens / total / plan.prediction.num_gpus}
     if plan.workload.ahead is not None or not seconds:
@@ -94,7 +94,7 @@ def figures_per_gpu(plan: Plan, seconds: Mapping[str, float], total: float, toke
         busy = sum(time for node, time in seconds.items() if roles.get(node) in pool.roles)
         if any({sync.source, sync.target} & set(pool.roles) for sync in plan.workload.copies):
             busy += seconds[_COPY]
-        figures[f"pools/{'-'.join(pool.roles)}/idle"] = max(0.0, 1 - busy / total)
+        figures[f"pools/{'-'.join(pool.roles)}/idle_seconds"] = max(0.0, total - busy)
     return figures
 
 

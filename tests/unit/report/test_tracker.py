@@ -92,6 +92,7 @@ def test_a_run_that_starts_again_is_a_new_one(tmp_path: Path) -> None:
     assert [step for step, metrics, _ in tracker.logged if "loss" in metrics] == [1, 2, 3, 1, 2]
 
 
+@pytest.mark.slow
 def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:
     """Also of a run that was killed before its first checkpoint and starts again."""
     from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
