@@ -82,7 +82,8 @@ class ScriptedEngine(SessionEngine, FakeEngine):
         self.core = ScriptedCore()
         self._batcher = Batcher(spec.role, lambda: self.core)
         self.journal = Journal(spec.journal, spec.role)
-        self._shapes: Mapping[str, Any] = {}
+        self.shapes: Mapping[str, Any] = {}
+        """The shapes of its first weights, by name, which all later ones must have."""
         self._digest = 0
 
     @property
@@ -136,8 +137,8 @@ class ScriptedEngine(SessionEngine, FakeEngine):
             if name not in shapes:
                 digest.update(name.encode() + tensor.numpy().tobytes())
             shapes[name] = tuple(tensor.shape)
-        self._shapes = self._shapes or shapes
-        if shapes != self._shapes:
+        self.shapes = self.shapes or shapes
+        if shapes != self.shapes:
             raise EngineError(f"role {self._spec.role}: the weights do not fit the model.")
         self._digest = int.from_bytes(digest.digest()[:8], "big")
         self._batcher.version = self.journal.version = version
