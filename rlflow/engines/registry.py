@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from rlflow.engines.base import ChecksPackage, Engine, WeightTransport, capabilities_of
 from rlflow.resources.memory.state import TrainingMemory
-
-_NOT_ENGINES = {"base", "buckets", "group_progress", "memory", "registry", "state_files"}
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,9 @@ class EngineKind:
 
 @cache
 def engine_names() -> list[str]:
-    """Return all names that a recipe may use: the modules of this folder."""
-    modules = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if not module.ispkg}
-    return sorted(modules - _NOT_ENGINES)
+    """Return all names that a recipe may use: the modules of this folder that have an ENGINE."""
+    modules = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if not module.ispkg]
+    return sorted(name for name in modules if hasattr(_module(name), "ENGINE"))
 
 
 @cache
@@ -58,8 +57,12 @@ def engine_kind(name: str) -> EngineKind:
 
 def engine_class(name: str) -> type[Engine]:
     """Import an engine's class. Only building an engine imports its model library."""
-    engine: type[Engine] = import_module(f"rlflow.engines.{name}").ENGINE
+    engine: type[Engine] = _module(name).ENGINE
     return engine
+
+
+def _module(name: str) -> Any:
+    return import_module(f"rlflow.engines.{name}")
 
 
 def import_package(package: str) -> None:

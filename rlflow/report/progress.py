@@ -18,7 +18,6 @@ from rich.text import Text
 
 from rlflow.compiler.facts import format_seconds
 from rlflow.compiler.plan import Plan
-from rlflow.engines.memory import FULLEST
 from rlflow.errors import EngineError, UserError
 from rlflow.evaluation import PREFIX
 from rlflow.nodes.generate import Generate
@@ -215,7 +214,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 _ENGINE_SPEED = "/engines/tokens_per_second"
-_LIVE_COLUMNS = [("memory", FULLEST, ".0%"), ("staleness", "overlap/staleness_mean", ".1f")]
+_LIVE_COLUMNS = [("memory", "memory/fullest", ".0%"), ("staleness", "overlap/staleness_mean", ".1f")]
 
 
 def _metric_columns(plan: Plan) -> list[tuple[str, str, str]]:

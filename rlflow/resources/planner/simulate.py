@@ -10,7 +10,7 @@ PARTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class TaskSpan:
     """The time of one task, in seconds from the start of the step."""
 
     node: str
@@ -31,7 +31,7 @@ class Span:
 class Schedule:
     """The spans of all tasks of a step."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[TaskSpan, ...]
     pools: int
 
     @property
@@ -91,7 +91,9 @@ class StepScheduler:
     def schedule(self, seconds: Mapping[str, float]) -> Schedule:
         """Return the schedule of a step; ``seconds`` has every node and weight sync."""
         spans = [
-            Span(node=node, start=start, end=end, pools=pools, waits_for=None if waits is None else self.nodes[waits])
+            TaskSpan(
+                node=node, start=start, end=end, pools=pools, waits_for=None if waits is None else self.nodes[waits]
+            )
             for node, pools, (start, end, waits) in zip(self.nodes, self._pools, self._times(seconds), strict=True)
         ]
         return Schedule(tuple(spans), self._num_pools)
