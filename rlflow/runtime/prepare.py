@@ -107,7 +107,6 @@ def opened(
         last, progress = last_checkpoint(plan, directory, resume=resume)
         warnings = _warn(observer, last.damaged if last else ())
         remove_unfinished(directory)
-        open_journal(directory, progress.experiment)
         rows = load_rows(plan.recipe.data, "split")
         held_out = load_held_out(plan.recipe.data, plan.recipe.evaluation)
 
@@ -121,6 +120,7 @@ def opened(
         models = resolve_models(plan, train_base)
         data = _open_data(plan, models, rows, held_out, progress)
         warnings += _warn(observer, data.warnings)
+        open_journal(directory, progress.experiment)
         session = Session(
             plan=plan,
             directory=directory,
