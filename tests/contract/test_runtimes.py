@@ -19,6 +19,7 @@ from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load, prompts
+from tests.trace_rules import checked_events, process_names
 
 SHARED_PROCESSES = "hosts"
 
@@ -48,6 +49,23 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     """Times and stores aside."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if "second" not in k and not k.startswith("store/")} for line in lines]
+
+
+def check_trace(folder: Path, plan: Plan) -> None:
+    """Check that a trace has the calls of every worker, inside the nodes that made them."""
+    events = checked_events(folder / "trace.json")
+    names = {pid: name.partition(" ")[0] for pid, name in process_names(events).items()}
+    calls = {
+        (names[event["pid"]], event["name"], event["args"]["method"])
+        for event in events
+        if "method" in event.get("args", {})
+    }
+    made = {"actor": ("update", "update"), "rollout": ("copy", "load_weights"), "reference": ("reference", "logprobs")}
+    for role, call in made.items():
+        for rank in range(len(plan.roles[role].workers)):
+            assert (f"{role}/{rank}", *call) in calls
+    nodes = {node.name for node in plan.graph.nodes}
+    assert {name for _, name, _ in calls} <= {*nodes, "copy", "evaluation"}
 
 
 @pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
@@ -86,8 +104,9 @@ class TestRuntime:
         stopped = run(plan_of("local"), tmp_path / "run", runtime(), [MetricsWriter()], stop=lambda: True)
         assert stopped.status == "stopped"
         plan = placed("uneven hosts") if runtime is RayRuntime else plan_of("local")
-        report = run(plan, tmp_path / "run", runtime(), [MetricsWriter()], resume=True)
+        report = run(plan, tmp_path / "run", runtime(), [MetricsWriter()], resume=True, trace=True)
         assert report.status == "finished"
+        check_trace(tmp_path / "run", plan)
         assert Path(report.models["actor"]).is_dir()
         assert metrics(tmp_path / "run") == expected
 
