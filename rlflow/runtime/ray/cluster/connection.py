@@ -32,6 +32,7 @@ _HEALTH_CHECKS = {
     "RAY_health_check_timeout_ms": "5000",
     "RAY_health_check_failure_threshold": "4",
 }
+_BUSY = "run it again; on a machine with other work, Ray may take longer to start than it waits for itself"
 # Bytes of each simulated host's object store, which batches and weights pass through.
 _SIMULATED_STORE = 256_000_000
 # The processes of a Ray inherit these variables from the one that starts it. Ray has one switch for its own address,
@@ -100,10 +101,9 @@ def joined(address: str, own_nodes: Callable[[], list[Any]] = list) -> Iterator[
     ray = import_ray()
     options = {"include_dashboard": False} if address == "local" else {}
     with _keeping_signal_handler() as restore_handler:
-        try:
+        fix = _BUSY if address == "local" else "use the version and the token (RAY_AUTH_TOKEN) of that Ray"
+        with _start_errors(f"Ray at '{address}' cannot be joined", fix=fix):
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
-        except (OSError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
-            raise PlacementError("cluster", f"Ray at '{address}' cannot be joined ({first_line(error)})") from None
         try:
             restore_handler()
             yield
@@ -131,18 +131,19 @@ def simulated(cluster: Cluster, store_bytes: int = _SIMULATED_STORE) -> Iterator
     with _keeping_signal_handler() as restore_handler, private_ray(), environment({"CUDA_VISIBLE_DEVICES": None}):
         try:
             for host in cluster.hosts:
-                processes.add_node(
-                    node_name=host.name,
-                    num_gpus=host.gpus,
-                    num_cpus=1,
-                    object_store_memory=store_bytes,
-                    labels={SIMULATED_LABEL: "true"},
-                    # Nothing scales here and nobody reads the logs of workers, and each of these takes a process.
-                    include_dashboard=False,
-                    include_log_monitor=False,
-                    no_monitor=True,
-                    wait=False,
-                )
+                with _start_errors(f"host '{host.name}' cannot be simulated"):
+                    processes.add_node(
+                        node_name=host.name,
+                        num_gpus=host.gpus,
+                        num_cpus=1,
+                        object_store_memory=store_bytes,
+                        labels={SIMULATED_LABEL: "true"},
+                        # Nothing scales here and nobody reads the logs of workers, and each of these takes a process.
+                        include_dashboard=False,
+                        include_log_monitor=False,
+                        no_monitor=True,
+                        wait=False,
+                    )
                 if host is cluster.hosts[0]:
                     _publish_address(before)
             restore_handler()
@@ -159,6 +160,15 @@ def simulated(cluster: Cluster, store_bytes: int = _SIMULATED_STORE) -> Iterator
             for pid in workers:  # they end with their host, unless they are stopped
                 kill(pid)
             _publish_address(before if now == own else now)
+
+
+@contextmanager
+def _start_errors(fact: str, *, fix: str = _BUSY) -> Iterator[None]:
+    """Raise PlacementError for a failure of Ray to start or to connect. Its errors are of all kinds, plain ones too."""
+    try:
+        yield
+    except Exception as error:
+        raise PlacementError("cluster", f"{fact} ({first_line(error)})", fix=fix) from None
 
 
 @contextmanager
