@@ -89,7 +89,7 @@ class Size:
     group_size: int
 
 
-SMALL, LONG, WIDE = Size(8, 4, 4), Size(12, 4, 4), Size(25, 64, 8)
+SMALL, LONG, WIDE = Size(8, 4, 4), Size(16, 4, 4), Size(25, 64, 8)
 
 
 @cache

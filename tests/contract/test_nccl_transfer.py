@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rlflow.engines.journal import Journal
 from rlflow.engines.serving.batching import Batcher
 from rlflow.engines.serving.vllm_worker import WorkerExtension
 from rlflow.engines.vllm import VllmEngine
@@ -117,6 +118,9 @@ class LlmEngine:
             answers.put(self._threads.submit(getattr(worker, method), *args, **kwargs))
         return [answers.get().result(60) for answers in self.answers]
 
+    def has_unfinished_requests(self) -> bool:
+        return False
+
     def reset_prefix_cache(self) -> bool:
         return True
 
@@ -132,6 +136,7 @@ def rollout_engine(patch: pytest.MonkeyPatch) -> RolloutWorker:
     engine = VllmEngine(spec())
     engine._spec = replace(spec("rollout"), device="cuda:0")
     engine._weights_asleep = False
+    engine.journal = Journal(None, "rollout")
     inner = LlmEngine()
     engine._batcher = Batcher("rollout", lambda: inner)
     worker = RolloutWorker()

@@ -15,7 +15,7 @@ from tests.conftest import CONFIG_DIR, ROOT
 UPDATES = [
     kind for kind in KINDS.values() if issubclass(kind, PolicyGradient) and kind.__module__.startswith("rlflow.")
 ]
-PAGE = (ROOT / "docs" / "algorithms.md").read_text()
+ALGORITHMS, COMING_FROM = ((ROOT / "docs" / name).read_text() for name in ("algorithms.md", "coming-from.md"))
 
 
 @pytest.mark.parametrize("kind", UPDATES, ids=lambda kind: kind.kind)
@@ -53,7 +53,7 @@ def test_reinforce_plus_plus_by_its_usual_name() -> None:
 
 
 def test_corrections_of_the_page_are_read() -> None:
-    written = re.findall(r"`(\{level: [^}]*\})`", PAGE)
+    written = re.findall(r"`(\{level: [^}]*\})`", ALGORITHMS)
     assert len(written) >= 5
     for correction in written:
         overrides = ["+graph.old_logprobs={node: logprobs, role: actor}", f"graph.update.correction={correction}"]
@@ -62,7 +62,7 @@ def test_corrections_of_the_page_are_read() -> None:
 
 def test_the_page_has_the_defaults() -> None:
     """The table that compares rlflow's defaults with verl's and TRL's."""
-    (table,) = re.findall(r"\| what \| rlflow \| verl.*?\n\n", PAGE, flags=re.DOTALL)
+    (table,) = re.findall(r"\| what \| rlflow \| verl.*?\n\n", COMING_FROM, flags=re.DOTALL)
     here = {row.split("|")[1].strip(): row.split("|")[2].strip() for row in table.strip().splitlines()[2:]}
 
     def default(kind: str, option: str) -> object:
