@@ -75,9 +75,9 @@ def test_processes_end_with_their_object(pools: list[ProcessPool]) -> None:
     stopped = pool.stop
     del calls, pool
     pools.clear()
-    gc.collect()
     while stopped.alive:
-        os.sched_yield()
+        # A thread of the pool may still have had it at the first time.
+        gc.collect()
 
 
 def test_calls_fail_with_their_fork_server(pools: list[ProcessPool]) -> None:
