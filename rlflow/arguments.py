@@ -1,5 +1,6 @@
 """Translates command-line arguments into overrides that Hydra understands."""
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,7 +83,7 @@ def _recipe_of_resumed_run(typed: Sequence[str]) -> list[str]:
     folder = keys.get("resume", "").strip("'\"")
     if is_yaml_constant(folder) or {"recipe", "plan"} & keys.keys():
         return []
-    file = Path(folder).expanduser() / "recipe.yaml"
+    file = Path(os.path.expanduser(folder)) / "recipe.yaml"
     return [f"recipe={file}"] if file.is_file() else []
 
 
@@ -112,7 +113,8 @@ def _quote_choice(group: str, name: str, config_dir: Path | None) -> str:
 
 def _recipe_file(name: str, config_dir: Path | None) -> Path | None:
     """Return the absolute path of a recipe that is given as a file; None if ``name`` is a recipe's name."""
-    path = Path(name).expanduser()
+    # Path.expanduser raises an error for "~nobody"; here it is a name like any other.
+    path = Path(os.path.expanduser(name))
     if "/" not in name and path.suffix != ".yaml":
         return None
     for file in (path, path.with_name(f"{path.name}.yaml")):

@@ -1,5 +1,6 @@
 """Finds what a command leaves out: the cluster of this machine, and the earlier run that ``resume`` continues."""
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -44,7 +45,7 @@ def find_run(resume: bool | str, recipe: Recipe, root: Path) -> Path | None:
     if not resume:
         return None
     if resume is not True:
-        return Path(resume).expanduser()
+        return Path(os.path.expanduser(resume))
     candidates = [path for path in root.glob("*/*/plan.json") if _is_run_of(recipe, path)]
     if not candidates:
         raise RecipeError(

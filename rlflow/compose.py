@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlflow import recipe_files
 from rlflow.arguments import CONF as CONF
 from rlflow.arguments import hydra_arguments
-from rlflow.errors import FileError, RecipeError, did_you_mean
+from rlflow.errors import FileError, RecipeError, UserError, did_you_mean
 from rlflow.interpolations import to_mapping
 from rlflow.recipe import Recipe, Trace, Tune
 from rlflow.recipe_loading import load
@@ -124,7 +124,10 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Di
     try:
         with initialize_config_dir(str(CONF.resolve()), version_base="1.3"):
             return hydra_compose("config", [*extra, *hydra_arguments(overrides, config_dir)])
-    except COMPOSING_ERRORS as error:
+    except UserError:
+        raise
+    # Hydra reads "nan" as a number, and has no better error for a number in the place of a name.
+    except (*COMPOSING_ERRORS, ValueError) as error:
         raise composing_error(error) from None
     finally:
         hydra.hydra = outer

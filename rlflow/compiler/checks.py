@@ -1,6 +1,7 @@
 """Checks of a whole graph before it is lowered: groups, pairs, reward models and resampling; and warnings about it."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def _model_classes(model: Model) -> list[str]:
     if model.path is None:
         return []
     try:
-        config = json.loads((Path(model.path).expanduser() / "config.json").read_text())
+        config = json.loads((Path(os.path.expanduser(model.path)) / "config.json").read_text())
         return list(config["architectures"])
     except (OSError, ValueError, KeyError, TypeError):
         return []

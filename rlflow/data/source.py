@@ -3,6 +3,7 @@
 A position counts the rows of a run: rows of all epochs, in the order in which training uses them.
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -251,7 +252,7 @@ def _read_files_or_hub(data: Data, field: str, split: str) -> Rows:
     import datasets
 
     datasets.disable_progress_bars()
-    path = Path(data.source).expanduser()
+    path = Path(os.path.expanduser(data.source))
     local = path.exists() or path.suffix in _FORMATS or data.source.startswith((".", "/", "~"))
     if local and not path.exists():
         raise RecipeError("data.source", f"'{data.source}' does not exist", fix=f"relative paths start at {Path.cwd()}")

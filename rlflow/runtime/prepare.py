@@ -225,7 +225,7 @@ def _resolve(plan: Plan, name: str, model: Model, train_base: Callable[[Plan, st
     if model.recipe is None:
         if model.path is not None and model.architecture is not None:
             check_agreement(model.architecture, model.architecture_of, model.path, f"models.{name}")
-        folder = Path(model.path or "").expanduser()
+        folder = Path(os.path.expanduser(model.path or ""))
         return replace(model, path=str(folder.resolve())) if model.path and folder.is_dir() else model
     base = compile_recipe(model.recipe, plan.cluster)
     folder = cache_folder() / f"{model.recipe.name}-{base.fingerprint}"

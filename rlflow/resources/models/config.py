@@ -152,7 +152,7 @@ def _is_folder(path: str) -> bool:
 
 def find_config(path: str) -> Path | None:
     """Return the ``config.json`` in a folder, or the newest one of a hub name in this machine's Hugging Face cache."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if folder.is_dir():
         return file if (file := folder / "config.json").is_file() else None
     snapshots = _hub_cache() / f"models--{path.replace('/', '--')}" / "snapshots"
@@ -162,8 +162,8 @@ def find_config(path: str) -> Path | None:
 def _hub_cache() -> Path:
     """Return the folder of the cache, from the environment variables of huggingface_hub."""
     if folder := os.environ.get("HF_HUB_CACHE"):
-        return Path(folder).expanduser()
-    return Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
+        return Path(os.path.expanduser(folder))
+    return Path(os.path.expanduser(os.environ.get("HF_HOME") or "~/.cache/huggingface")) / "hub"
 
 
 def architecture_from_config(config: Mapping[str, Any], path: str) -> Architecture:

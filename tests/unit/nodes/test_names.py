@@ -62,7 +62,7 @@ def test_corrections_of_the_page_are_read() -> None:
 
 def test_the_page_has_the_defaults() -> None:
     """The table that compares rlflow's defaults with verl's and TRL's."""
-    (table,) = re.findall(r"\| what \| rlflow \| verl.*?\n\n", COMING_FROM, flags=re.DOTALL)
+    (table,) = re.findall(r"\| what \| rlflow \| verl \| TRL \| option.*?(?:\n\n|\Z)", COMING_FROM, flags=re.DOTALL)
     here = {row.split("|")[1].strip(): row.split("|")[2].strip() for row in table.strip().splitlines()[2:]}
 
     def default(kind: str, option: str) -> object:
