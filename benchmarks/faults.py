@@ -43,7 +43,7 @@ _WORKERS = (("update", "actor"), ("sync", "actor"), ("save", "actor"), ("referen
 _ENGINES = (("generate", "rollout"), ("sync", "rollout"))
 _DRIVER = (("advantage", "driver"),)
 _RESULTS = (("generate", "rollout"), ("sync", "rollout"), *_WORKERS[3:], *_DRIVER)
-# Where each kind may happen: the stage, and the role whose process comes to it.
+# Each kind may happen in these stages, when a process of this role comes to one.
 _KINDS: Mapping[str, Sequence[tuple[str, str]]] = {
     "kill worker": _WORKERS,
     "kill engine": _ENGINES,
@@ -195,7 +195,7 @@ def figures_of(outcomes: Sequence[Outcome], wanted: int) -> tuple[dict[str, floa
         "slowest_stopped_short_s": seconds(_STOPS, usual=False),
         "slowest_detection_s": seconds({**_KINDS, **_KINDS_WITH_RAY}),
     }
-    # What did not happen in these runs has no figure.
+    # A kind that did not happen in these runs has no figure.
     figures |= {name: max(each) for name, each in detections.items() if each}
     goals = {name: Goal("exactly 0", total[name] == 0) for name in _BAD}
     limits = {

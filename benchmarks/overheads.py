@@ -56,7 +56,7 @@ _STAND_INS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     },
     "samples": {"rlflow.runtime.samples.SampleReader.read": lambda *_: []},
 }
-"""What replaces each part for the time of a step. Runs without samples have no observers either."""
+"""The stand-ins that replace each part for the time of a step. Runs without samples have no observers either."""
 _OBSERVERS = [f"rlflow.runtime.protocols.Observers.{name}" for name in ("stepped", "sampled", "failed")]
 
 

@@ -18,7 +18,7 @@ PREFIX = "evaluation/"
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSet(Section):
-    """A named set of held-out rows. What it leaves out is as for the rows of ``data.eval_split``."""
+    """A named set of held-out rows. Options that it leaves out are those of the rows of ``data.eval_split``."""
 
     split: Text
     """The split of the data set."""
@@ -104,7 +104,7 @@ def pass_metrics(
     numbers = np.bincount(prompts[judged], minlength=size).tolist()
     passed = np.bincount(prompts[judged], rewards[judged] >= least, minlength=size).astype(int).tolist()
     most = max(numbers)
-    ks = sorted({2**power for power in range(most.bit_length())} | {most})
+    ks = sorted({2**power for power in range(most.bit_length())} | {most} - {0})
     shares = {
         k: [pass_at_k(number, passes, k) for number, passes in zip(numbers, passed, strict=True) if number >= k]
         for k in ks

@@ -18,7 +18,7 @@ _MAY_CHANGE = re.compile(
     r"steps|evaluation(\..*)?|data\.batch_size|roles\.\w+\.optimizer\.(learning_rate|schedule|warmup_steps)"
 )
 _ABSENT = object()
-# The options of an evaluation that were added later, with their defaults.
+# Options of an evaluation that leave the experiment as it is while they have these defaults.
 _EVALUATION = {
     key: value
     for key, value in asdict(Evaluation(every=1, num_prompts=1)).items()
@@ -116,8 +116,8 @@ def _figures(architecture: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def _experiment(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return the parts of a recipe, and of the recipes that make its models, that do not depend on where it runs."""
-    left_out = {"checkpoints", "elastic", "expect", "max_restarts", "models", "roles", "stop_after_skipped_steps"}
-    left_out.add("trackers")
+    left_out = {"checkpoints", "elastic", "expect", "max_restarts", "stop_after_skipped_steps", "trackers"}
+    left_out |= {"models", "roles"}
     models = {
         # The figures of a model that has files of its own are no part of the experiment.
         name: {key: value for key, value in model.items() if key not in _NOT_OF_THE_EXPERIMENT}

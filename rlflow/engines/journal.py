@@ -82,7 +82,7 @@ class Journal:
 
     def _append(self, folder: Path, names: Names, rollouts: Rollouts, samples: Prompts) -> None:
         buffer = BytesIO()
-        # Whoever reads the rollouts has the prompts.
+        # The reader of the rollouts has the prompts already.
         none = Packed(np.empty(0, np.int32), np.zeros(len(rollouts) + 1, np.int64))
         write_rollouts(buffer, replace(rollouts, prompt_ids=none), samples.rows)
         content = buffer.getvalue()

@@ -5,7 +5,7 @@ const roles = Object.keys(plan.roles);
 const COLOURS = ["#0b62a8", "#a3476b", "#1d7a5f", "#8a5a00", "#5b4bb5", "#a0402b"];
 const NO_ROLE = "#59636e";
 const colourOf = role => role === null ? NO_ROLE : COLOURS[roles.indexOf(role) % COLOURS.length];
-// What memory is for: colours that colour-blind eyes can tell apart (Okabe and Ito), and the planner's terms.
+// The purposes of memory, with colours that colour-blind eyes can tell apart (Okabe and Ito), and the planner's terms.
 const PURPOSES = [
   ["weights", "#0072b2", ["weights"]],
   ["optimizer", "#e69f00", ["optimizer", "step"]],

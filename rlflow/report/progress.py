@@ -127,7 +127,7 @@ class ProgressDisplay(Observer):
         self._console.print(f"warning: {warning}", soft_wrap=True, markup=False)
 
     def started(self, plan: Plan, directory: Path, step: int) -> None:
-        from rlflow.report.records import read_lines
+        from rlflow.report.records import METRICS, read_lines
 
         self._plan, self._directory = plan, directory
         self._steps = plan.recipe.steps
@@ -141,7 +141,7 @@ class ProgressDisplay(Observer):
         if self._console.is_terminal:
             self._curve_label, self._curve_metric = _curve_of(self._columns)
             # The curve of a continued run begins where the run began.
-            path = directory / "metrics.jsonl"
+            path = directory / METRICS
             earlier = read_lines(path) if step and path.exists() else []
             self._curve = [line[self._curve_metric] for line in earlier if self._curve_metric in line]
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -189,7 +189,7 @@ class ProgressDisplay(Observer):
         self._curve += [metrics[self._curve_metric]] if self._curve_metric in metrics else []
         curve = "" if self._console.options.ascii_only else sparkline(self._curve)
         speeds = {each.partition("/")[0]: value for each, value in metrics.items() if each.endswith(_ENGINE_SPEED)}
-        # Of steps that are generated together, the first takes the time of all.
+        # The first of several steps that are generated together takes the time of all.
         measured = format_seconds(fmean(self._seconds[-self._plan.steps_per_turn :]))
         predicted = format_seconds(self._plan.prediction.step_seconds)
         shown = [f"{self._curve_label} {curve:<{_SPARKLINE_WIDTH}}"] if curve else []

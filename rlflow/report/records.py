@@ -71,8 +71,10 @@ class FailureLog(Observer):
 
     def started(self, plan: Plan, directory: Path, step: int) -> None:
         self._path = directory / "failures.jsonl"
+        self._count = 0
         if self._path.exists():
             remove_lines_after(self._path, step)
+            self._count = sum(sum(line["reasons"].values()) for line in read_lines(self._path))
 
     def failed(self, step: int, node: str, reasons: Mapping[str, int]) -> None:
         with self._path.open("a") as file:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import RecipeError
-from rlflow.report.records import parse_lines
+from rlflow.report.records import METRICS, parse_lines
 
 Line = Mapping[str, Any]
 
@@ -63,7 +63,7 @@ class RunFiles:
             raise RecipeError("run", f"'{folder}' holds no run", fix=fix)
         self._folder = folder
         self._parts: Mapping[str, _Metrics | _Samples | _Engines | _Events] = {
-            "metrics.jsonl": _Metrics(),
+            METRICS: _Metrics(),
             "samples.jsonl": _Samples(),
             "engines.jsonl": _Engines(),
             "events.jsonl": _Events(),
@@ -114,7 +114,7 @@ class RunFiles:
     def _updated(self) -> float | None:
         """Return when the last metrics came, in seconds since 1970."""
         try:
-            return (self._folder / "metrics.jsonl").stat().st_mtime
+            return (self._folder / METRICS).stat().st_mtime
         except FileNotFoundError:
             return None
 

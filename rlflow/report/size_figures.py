@@ -7,7 +7,7 @@ from rlflow.compiler.facts import format_seconds
 from rlflow.compiler.other_sizes import SizePoint, size_axes, size_points
 from rlflow.compiler.plan import Plan
 
-# What a reader calls the sizes, by the last part of their paths.
+# The names of the sizes for readers, by the last part of their paths.
 _SIZES = {
     "max_tokens": "Longest response, tokens",
     "batch_size": "Batch, rows of the data in a step",

@@ -60,7 +60,7 @@ class Engines(dict[str, Any]):
     peaks: PhasePeaks | None = None
     """The peak memory of this process, where it is recorded."""
     trace: Times = UNTRACED
-    """When nodes ran, in a traced run."""
+    """The times at which nodes ran, in a traced run."""
 
     def step_metrics(self, step: int) -> dict[str, float]:
         """Return the metrics that the engines measured in this step, counted from 1."""

@@ -19,8 +19,8 @@ from rlflow.runtime.protocols import Engines, Observer
 FILE = "trace.json"
 CONTROLLER = "controller"
 """The group of rows of the process that runs the graph."""
-# What the controller does besides nodes.
-_STEP, _COPY, _EVALUATION = "step", "copy", "evaluation"
+# The work of the controller besides nodes that calls engines.
+_COPY, _EVALUATION = "copy", "evaluation"
 _END = "\n]\n"
 
 Event = dict[str, Any]
@@ -84,7 +84,7 @@ class TraceWriter(Observer):
             self._file = None
 
     def _can_cause(self, name: str, role: str) -> bool:
-        """Return whether what the controller did under this name may call engines of the role."""
+        """Return whether the controller's work of this name may call engines of the role."""
         roles = {node.name: node.role for node in self._plan.graph.nodes}
         return roles[name] == role if name in roles else name in (_COPY, _EVALUATION)
 

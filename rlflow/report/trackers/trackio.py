@@ -20,7 +20,7 @@ class Trackio(Tracker):
         import trackio
 
         name = f"{plan.recipe.name}-{run_id}"
-        # What it prints belongs beside the other libraries' messages, not into the output of a run.
+        # Its messages belong beside those of other libraries, not into the output of a run.
         with redirect_stdout(sys.stderr):
             self._run: Any = trackio.init(PROJECT, name, config=asdict(plan.recipe), resume="allow", embed=False)
         return run_id

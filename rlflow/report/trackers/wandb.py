@@ -25,7 +25,7 @@ class Wandb(Tracker):
             resume="allow",
             config=asdict(plan.recipe),
             dir=str(directory),
-            # What a program prints may hold secrets, and a progress bar is no log.
+            # The output of a program may hold secrets, and a progress bar is no log.
             settings=wandb.Settings(console="off"),
         )
         return run_id

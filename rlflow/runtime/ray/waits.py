@@ -20,7 +20,8 @@ SILENCE_S = (20.0, 300.0)
 # A process that answers is slow rather than stopped, and a prediction may be ten times too low.
 _LIMIT_FACTOR = 20.0
 _LIMIT_S = 3600.0
-# Calls that load libraries, data or models, or move files: no figure of the plan bounds what a disk may take.
+# Calls that load libraries, data or models, and calls that move files.
+# No figure of the plan bounds what a disk may take.
 _LOADING = frozenset({"prepare", "build", "load_object", "check_host"})
 _STATE = frozenset({"save", "restore", "export"})
 _LOADING_LIMIT_S = 6 * 3600.0
