@@ -3,9 +3,10 @@
 ``python -m benchmarks.overheads [--steps N] [--json FILE]``
 
 The parts are the journal of finished responses, the guards against values that are not finite, and the files and output
-for people: samples, metrics, TensorBoard and progress. Five runs take turns in one process, step by step: a usual one,
-one without each part, and one without all of them. The same step has the same work in all of them, so the difference
-between two runs is the cost of the part. The order of the runs changes with each step.
+for people: samples, metrics, TensorBoard and progress. Five equal runs take turns in one process, step by step. In each
+step one of them is as usual, three go without one part, and one goes without all of them; the next step deals this out
+anew. The same step has the same work in all runs, so the difference between two of them is the cost of the part. What
+sets the runs themselves apart, such as where their memory lies, cancels out.
 
 Printed are the medians over all steps with 95% intervals: of CPU time, which the figures are, of wall time, and of
 the CPU time inside the part's functions, which varies less and leaves out what it costs elsewhere. A run in one process
@@ -54,10 +55,16 @@ _STAND_INS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         "rlflow.engines.torch.check_finite": lambda *_: None,
         "rlflow.engines.causal_lm.totals._count_not_finite": lambda _: [],
     },
-    "samples": {"rlflow.runtime.samples.SampleReader.read": lambda *_: []},
+    "samples": {
+        "rlflow.runtime.samples.SampleReader.read": lambda *_: [],
+        "rlflow.runtime.protocols.Observers.stepped": lambda *_: None,
+        "rlflow.runtime.protocols.Observers.sampled": lambda *_: None,
+        "rlflow.runtime.protocols.Observers.failed": lambda *_: None,
+    },
 }
-"""The stand-ins that replace each part for the time of a step. Runs without samples have no observers either."""
-_OBSERVERS = [f"rlflow.runtime.protocols.Observers.{name}" for name in ("stepped", "sampled", "failed")]
+"""The stand-ins that replace each part for the time of a step."""
+# The parts that a step goes without, by the name of its figures.
+_VARIANTS = {"usual": (), **{part: (part,) for part in _PARTS}, "total": _PARTS}
 
 
 @dataclass(frozen=True)
@@ -73,18 +80,16 @@ class Seconds:
 class SteppedRun:
     """A run in a thread that makes a step when it is told to."""
 
-    def __init__(self, plan: Plan, folder: Path, without: tuple[str, ...]) -> None:
-        self._without = without
+    def __init__(self, plan: Plan, folder: Path) -> None:
         self._go, self._waits, self._is_over = Event(), Event(), False
         console = Console(file=(folder.parent / f"{folder.name}.out").open("w"), width=100)
-        observers = [] if "samples" in without else [*recorders(plan), *displays(console)]
-        arguments = (plan, folder, LocalRuntime(), observers)
+        arguments = (plan, folder, LocalRuntime(), [*recorders(plan), *displays(console)])
         self._thread = Thread(target=run, args=arguments, kwargs={"stop": self._stop}, daemon=True)
         self._thread.start()
         self._wait()
 
-    def step(self) -> Seconds:
-        with stand_ins(self._without) if self._without else timed_parts() as inside:
+    def step(self, without: tuple[str, ...]) -> Seconds:
+        with stand_ins(without) if without else timed_parts() as inside:
             cpu, wall = process_time(), perf_counter()
             self._waits.clear()
             self._go.set()
@@ -133,27 +138,26 @@ def timed_parts() -> Iterator[dict[str, float]]:
 
         return call
 
-    names = [(name, part) for part in _PARTS for name in _STAND_INS[part]] + [(name, "samples") for name in _OBSERVERS]
     with ExitStack() as stack:
-        for name, part in names:
-            stack.enter_context(patch(name, timed(pkgutil.resolve_name(name), part)))
+        for part, functions in _STAND_INS.items():
+            for name in functions:
+                stack.enter_context(patch(name, timed(pkgutil.resolve_name(name), part)))
         yield inside
 
 
 def measure(folder: Path, steps: int) -> dict[str, list[Seconds]]:
-    """Return the times of each step of each run, by the part that it goes without."""
+    """Return the times of each step of each variant."""
     plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny", "evaluation=null", "checkpoints.every=100000"]), None)
-    without: dict[str, tuple[str, ...]] = {"": (), **{part: (part,) for part in _PARTS}, "total": _PARTS}
-    runs = {name: SteppedRun(plan, folder / (name or "usual"), parts) for name, parts in without.items()}
-    times: dict[str, list[Seconds]] = {name: [] for name in runs}
-    names = list(runs)
+    runs = [SteppedRun(plan, folder / str(number)) for number in range(len(_VARIANTS))]
+    times: dict[str, list[Seconds]] = {name: [] for name in _VARIANTS}
     for step in range(steps + _WARM_UP):
-        # Each run comes first and last equally often, and before each other run as often as after it.
-        first = step // 2 % len(names)
-        order = [*names[first:], *names[:first]]
-        for name in order if step % 2 else reversed(order):
-            times[name].append(runs[name].step())
-    for each in runs.values():
+        pairs = [(runs[(place + step) % len(runs)], name) for place, name in enumerate(_VARIANTS)]
+        # Each variant comes first and last equally often, and before each other one as often as after it.
+        first = step // 2 % len(pairs)
+        order = [*pairs[first:], *pairs[:first]]
+        for run_of_step, name in order if step % 2 else reversed(order):
+            times[name].append(run_of_step.step(_VARIANTS[name]))
+    for each in runs:
         each.end()
     return {name: seconds[_WARM_UP:] for name, seconds in times.items()}
 
@@ -173,7 +177,7 @@ def main() -> int:
     options = parser.parse_args()
     with TemporaryDirectory(prefix="rlflow-overheads-") as temporary:
         times = measure(Path(temporary), options.steps)
-    usual = times.pop("")
+    usual = times.pop("usual")
     print(f"a step takes {np.median([each.wall for each in usual]):.3f} s, over {len(usual)} steps")
     figures: dict[str, float | bool] = {}
     for name, seconds in times.items():

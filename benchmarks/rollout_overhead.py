@@ -6,9 +6,10 @@ Its generation takes turns with two other processes, which have no rlflow around
 - *Alone* is the same engine, with the same seeds, logprobs and sampler. It must generate the same tokens.
 - *Stock* is vLLM as its users run it, without seeds and logprobs. It generates other tokens, equally many per request.
 
-Each turn gives the share of the loop in their speed; the figures are medians over turns. The learning rate is so small
-that the weights stay the same. Random weights give every token the same probability, so responses end by chance, some
-early and some late.
+Each turn gives the share of the loop in their speed; the figures are medians over turns. Each of the three starts when
+all processes are idle, since stock vLLM keeps a core busy for a second after its last answer. The learning rate is so
+small that the weights stay the same. Random weights give every token the same probability, so responses end by chance,
+some early and some late.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -57,6 +59,8 @@ CASES = (
     Case("long", max_tokens=768, characters=383, turns=3),
 )
 GOALS = {"alone": 0.9, "stock": 0.95}
+# Processes are idle that take less than this share of a core in so many seconds; Ray's take about 0.04 at all times.
+_IDLE_SHARE, _IDLE_S, _MOST_SECONDS = 0.1, 0.5, 30
 
 
 def plan_of(case: Case) -> Plan:
@@ -136,7 +140,28 @@ def process(target: Any, *arguments: Any) -> Iterator[Connection]:
     started.join(60)
 
 
+def wait_until_idle() -> None:
+    """Wait until the processes below this one are idle."""
+    for _ in range(int(_MOST_SECONDS / _IDLE_S)):
+        before = _cpu_seconds()
+        time.sleep(_IDLE_S)
+        if _cpu_seconds() - before < _IDLE_SHARE * _IDLE_S:
+            return
+    raise RuntimeError(f"processes of the benchmark are still busy after {_MOST_SECONDS} s")
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of the processes below this one."""
+    total = 0.0
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            times = child.cpu_times()
+            total += times.user + times.system
+    return total
+
+
 def ask(connection: Connection, *work: Any) -> Any:
+    wait_until_idle()
     connection.send(work)
     assert connection.poll(600), "vLLM does not answer"
     return connection.recv()
@@ -169,6 +194,7 @@ def seconds_of(case: Case) -> tuple[dict[str, list[float]], list[int]]:
             if step == 0:  # to warm up
                 prompts = prompts.take(np.arange(4))
             outputs: dict[str, Any] = {}
+            wait_until_idle()
             nodes = run_graph(plan.graph, engines, {"prompts": prompts}, outputs.__setitem__)
             engines["rollout"].load_weights(engines["actor"].weights(), step + 1)
             response_ids: Packed = outputs["rollouts"].response_ids

@@ -13,7 +13,9 @@ import pytest
 import ray
 
 import rlflow
+from rlflow.batch import Prompts
 from rlflow.compiler.plan import Plan
+from rlflow.errors import EngineError
 from rlflow.report.records import MetricsWriter, SampleLog, read_lines
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.protocols import Observer, Report
@@ -39,6 +41,14 @@ class Worker(EngineWorker):
         with (self.folder / "built").open("a") as file:
             file.write(f"{spec.role}\n")
         super().build(engine, spec)
+        if engine == "vllm":
+            self._submit, self._engine.submit = self._engine.submit, self._note_and_submit
+
+    def _note_and_submit(self, samples: Prompts, *arguments: Any) -> Any:
+        """Note the samples that vLLM is to generate."""
+        with (self.folder / "submitted").open("a") as file:
+            file.writelines(f"{key}\n" for key in samples.keys.tolist())
+        return self._submit(samples, *arguments)
 
     def call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
         if method == METHODS.get(self._role):
@@ -79,9 +89,9 @@ def go(plan: Plan, folder: Path, *observers: Observer) -> Report:
 
 
 def written(folder: Path) -> dict[str, Any]:
-    """Return what a run has written, times left out."""
+    """Return what a run has written, without times and what its processes did for it."""
     metrics = [
-        {k: v for k, v in line.items() if "second" not in k and not k.startswith("store/")}
+        {k: v for k, v in line.items() if "second" not in k and not k.startswith(("store/", "rollout/engines/"))}
         for line in read_lines(folder / "metrics.jsonl")
     ]
     weights = (folder / "model" / "actor" / "model.safetensors").read_bytes()
@@ -146,3 +156,19 @@ def test_all_that_trains_goes_back_together(role: str, overrides: tuple[str, ...
     assert report.restarts == 1
     trained = {role: len(plan.roles[role].workers) for role in plan.graph.trained_roles()}
     assert builds(tmp_path) == before + before + Counter(trained)
+
+
+@pytest.mark.soak
+def test_vllm_does_not_generate_again_what_a_failed_run_has_recorded(tmp_path: Path) -> None:
+    """The trainer dies in its fourth update, and the checkpoint is of the second step."""
+    overrides = ("roles.rollout={engine: vllm}", "models.policy.architecture.head_dim=32", "max_restarts=0")
+    plan = plan_of(CLUSTER, *overrides)
+    go(plan, tmp_path / "undisturbed")
+    submitted = tmp_path / "submitted"
+    expected = Counter(submitted.read_text().splitlines())
+    submitted.unlink()
+    with pytest.raises(EngineError, match="died"):
+        go(plan, tmp_path / "run", KillAfter(3, "actor"))
+    run(plan, tmp_path / "run", RayRuntime(), [MetricsWriter(), SampleLog()], resume=True)
+    assert Counter(submitted.read_text().splitlines()) == expected
+    assert written(tmp_path / "run") == written(tmp_path / "undisturbed")
