@@ -67,6 +67,10 @@ class Evaluation(Section):
         """Return the number of prompts of a set."""
         return each.num_prompts or self.num_prompts
 
+    def responses_of(self, each: EvaluationSet) -> int:
+        """Return the number of responses to each prompt of a set."""
+        return each.num_responses or self.num_responses
+
     def figure(self, eval_split: str | None, measured: str) -> str:
         """Return the name of the metric that stands for an evaluation: mean reward or accuracy on the first set.
 
@@ -74,10 +78,6 @@ class Evaluation(Section):
         """
         name, first = next(iter(self.sets_with(eval_split).items()))
         return metric_name(name, mean_metric(self.responses_of(first)) if measured == "reward" else measured)
-
-    def responses_of(self, each: EvaluationSet) -> int:
-        """Return the number of responses to each prompt of a set."""
-        return each.num_responses or self.num_responses
 
 
 def metric_name(evaluation_set: str, metric: str) -> str:
