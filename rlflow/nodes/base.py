@@ -11,6 +11,7 @@ them to the ``run`` that it overrides. The runtime itself passes two further par
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -188,17 +189,9 @@ def inheritance_depth(instance: object, method: str) -> int:
     return next(depth for depth, owner in enumerate(type(instance).__mro__) if method in vars(owner))
 
 
-_SIGNATURES: dict[type, tuple[tuple[Input, ...], type]] = {}
-
-
+# Read once, because planning asks for signatures often.
+@cache
 def _signature(cls: type[Node]) -> tuple[tuple[Input, ...], type]:
-    """Return the inputs and the output of ``run``, which are read once, because planning asks for them often."""
-    if cls not in _SIGNATURES:
-        _SIGNATURES[cls] = _read_signature(cls)
-    return _SIGNATURES[cls]
-
-
-def _read_signature(cls: type[Node]) -> tuple[tuple[Input, ...], type]:
     """Return the inputs and the output of ``run``, which may pass ``**inputs`` on to the ``run`` that it overrides."""
     inputs: dict[str, Input] = {}
     output: Any = None
