@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from rlflow.engines.base import ChecksPackage, Engine, WeightTransport, capabilities_of
 from rlflow.resources.memory.state import TrainingMemory
@@ -37,7 +36,7 @@ class EngineKind:
 def engine_names() -> list[str]:
     """Return all names that a recipe may use: the modules of this folder that have an ENGINE."""
     modules = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if not module.ispkg]
-    return sorted(name for name in modules if hasattr(_module(name), "ENGINE"))
+    return sorted(name for name in modules if hasattr(import_module(f".{name}", __package__), "ENGINE"))
 
 
 @cache
@@ -57,12 +56,8 @@ def engine_kind(name: str) -> EngineKind:
 
 def engine_class(name: str) -> type[Engine]:
     """Import an engine's class. Only building an engine imports its model library."""
-    engine: type[Engine] = _module(name).ENGINE
+    engine: type[Engine] = import_module(f".{name}", __package__).ENGINE
     return engine
-
-
-def _module(name: str) -> Any:
-    return import_module(f"rlflow.engines.{name}")
 
 
 def import_package(package: str) -> None:
