@@ -19,7 +19,7 @@ TRACKERS: Mapping[str, str] = {
     "trackio": "trackio",
     "swanlab": "swanlab",
 }
-"""The trackers that a recipe names by a word, with the library of each."""
+"""The trackers that a recipe names by a word, each with its library. Their files are in ``rlflow/report/trackers``."""
 # The extra that installs a library, where its name differs.
 _EXTRAS = {**dict.fromkeys(TRAINING, "train"), "mlflow-skinny": "mlflow"}
 # The module of a library, where its name differs.

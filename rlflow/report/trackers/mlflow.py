@@ -63,3 +63,6 @@ class Mlflow(Tracker):
             self._client.log_dict(self._id, table, _TABLE)
             self._client.set_tag(self._id, "mlflow.loggedArtifacts", json.dumps([{"path": _TABLE, "type": "table"}]))
         self._client.set_terminated(self._id, "FINISHED" if self.has_ended else "FAILED")
+
+
+TRACKER = Mlflow

@@ -43,3 +43,6 @@ class Swanlab(Tracker):
                 self._run.finish()
             else:
                 self._run.finish("crashed", error="the run failed")
+
+
+TRACKER = Swanlab

@@ -29,3 +29,6 @@ class TensorBoard(Tracker):
 
     def close(self) -> None:
         self._events.close()
+
+
+TRACKER = TensorBoard

@@ -36,3 +36,6 @@ class Trackio(Tracker):
 
         with redirect_stdout(sys.stderr):
             trackio.finish()
+
+
+TRACKER = Trackio

@@ -38,3 +38,6 @@ class Wandb(Tracker):
 
     def close(self) -> None:
         self._run.finish(exit_code=0 if self.has_ended else 1)
+
+
+TRACKER = Wandb

@@ -1,6 +1,7 @@
-"""Trackers: what they log after a resume, what happens when one fails, and which ones a recipe may name."""
+"""Trackers: logs after a resume, failures, and names in a recipe."""
 
 import importlib
+import inspect
 import json
 import re
 import sys
@@ -9,18 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
 import rlflow
 from rlflow import extras
 from rlflow.errors import RecipeError
-from rlflow.report import trackers as libraries
 from rlflow.report.records import MetricsWriter
 from rlflow.report.tracker import Guard, Tracker, redact
 from rlflow.report.trackers import trackers
 from rlflow.report.trackers.tensorboard import TensorBoard
-from rlflow.runtime.protocols import Observer, Sample
+from rlflow.runtime.protocols import Observer, Observers, Sample
 from tests.conftest import ROOT
 from tests.helpers import load
 
@@ -44,7 +45,7 @@ SAMPLE = Sample(
 
 
 class Remembering(Tracker):
-    """Its runs are named by the numbers 1, 2, ..."""
+    """A tracker that remembers its calls. Its runs are run-1, run-2 and so on."""
 
     def __init__(self) -> None:
         self.opened: list[tuple[str, int]] = []
@@ -94,20 +95,29 @@ def test_a_run_that_starts_again_is_a_new_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:
-    """Also of a run that was killed before its first checkpoint and starts again."""
+    """The run is killed before its first checkpoint, starts again, and is resumed after its first step."""
     from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
         EventAccumulator,
     )
 
     for first, last, factor in ((0, 3, 1), (0, 2, 10), (1, 3, 100)):
         tracker = TensorBoard()
-        plan: Any = rlflow.compile(load("recipe=grpo_tiny"), "local")
-        tracker.started(plan, tmp_path, first)
+        tracker.started(rlflow.compile(load("recipe=grpo_tiny"), "local"), tmp_path, first)
         for step in range(first + 1, last + 1):
             tracker.stepped(step, {"seconds": 1.0, "loss": float(factor * step)})
         tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
     assert [(event.step, event.value) for event in events] == [(1, 10.0), (2, 200.0), (3, 300.0)]
+
+
+@pytest.mark.parametrize("event", [name for name in vars(Observer) if not name.startswith("_")])
+def test_every_event_is_forwarded(event: str) -> None:
+    _, *parameters = inspect.signature(getattr(Observer, event)).parameters
+    receiver = Mock(spec=Observer)
+    for sender in (Guard("mine", receiver, print), Observers([receiver])):
+        getattr(sender, event)(*parameters)
+        assert receiver.mock_calls == [getattr(call, event)(*parameters)]
+        receiver.reset_mock()
 
 
 class Failing(Observer):
@@ -174,13 +184,13 @@ def test_a_missing_library_is_told_with_its_command(name: str, library: str, mon
 
 
 def test_each_name_has_a_class_and_a_library() -> None:
-    assert list(libraries.TRACKERS) == list(extras.TRACKERS)
+    assert len(trackers(list(extras.TRACKERS), print)) == 5
     for name in ("wandb", "mlflow", "trackio", "swanlab"):
         assert extras.requirement_of(extras.TRACKERS[name]).specifier
         assert f"`pip install 'rlflow[{name}]'`" in PAGE
 
 
-def test_the_tracker_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tracker_of_the_page_writes_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (text,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     (tmp_path / "my_trackers.py").write_text(text)
@@ -193,7 +203,7 @@ def test_the_tracker_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(json.loads((tmp_path / "trackers.json").read_text())) == ["my_trackers:CsvTracker"]
 
 
-def test_what_is_no_tracker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_that_is_no_tracker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = ModuleType("not_trackers")
     module.Number = int
     monkeypatch.setitem(sys.modules, "not_trackers", module)
@@ -201,7 +211,7 @@ def test_what_is_no_tracker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         trackers(["not_trackers:Number"], print)
 
 
-def test_the_commands_of_the_page_are_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_the_page_name_every_tracker() -> None:
     commands = re.findall(r"python -m rlflow '(trackers=\[[\w,]+\])'", PAGE)
     assert {name for command in commands for name in load(command).trackers} == set(extras.TRACKERS)
 
