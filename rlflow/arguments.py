@@ -64,6 +64,15 @@ def hydra_arguments(typed: Sequence[str], config_dir: Path | None = None) -> lis
     return [_translate(argument, groups, config_dir) for argument in [*typed, *recipe]]
 
 
+def recipe_argument(name: str) -> str:
+    """Return the argument for a recipe that another recipe names by its name or as a file.
+
+    Hydra would read other names as lists, deletions or functions.
+    """
+    is_file = "/" in name or name.endswith(".yaml")
+    return f"recipe={name if is_file else _quote(name)}"
+
+
 def is_yaml_constant(value: str) -> bool:
     """Return whether ``value`` means true, false or null in YAML, and so is not a path."""
     return value.lower() in ("true", "false", "null", "yes", "no", "on", "off", "")
@@ -104,11 +113,16 @@ def _translate(argument: str, groups: set[str], config_dir: Path | None) -> str:
 
 def _quote_choice(group: str, name: str, config_dir: Path | None) -> str:
     if group == "recipe" and (file := _recipe_file(name.strip("'\""), config_dir)) is not None:
-        return "'" + str(file).replace("'", "\\'") + "'"
+        return _quote(str(file))
     if group == "cluster":
         name = re.sub(r"(?<=@)\w+", lambda kind: _complete_gpu_kind(kind[0], config_dir), name)
     # Quoted where YAML would read the name as a number or as null.
-    return f"'{name}'" if re.fullmatch(r"[\d.e_-]+", name) or is_yaml_constant(name) else name
+    return _quote(name) if re.fullmatch(r"[\d.e_-]+|nan|inf", name) or is_yaml_constant(name) else name
+
+
+def _quote(text: str) -> str:
+    """Return ``text`` in quotes, in which Hydra reads it as it is."""
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda end: end[1] * 2 + end[2].replace("'", "\\'"), text) + "'"
 
 
 def _recipe_file(name: str, config_dir: Path | None) -> Path | None:

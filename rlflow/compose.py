@@ -25,8 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlflow import recipe_files
 from rlflow.arguments import CONF as CONF
-from rlflow.arguments import hydra_arguments
-from rlflow.errors import FileError, RecipeError, UserError, did_you_mean
+from rlflow.arguments import hydra_arguments, recipe_argument
+from rlflow.errors import FileError, RecipeError, UserError, below, did_you_mean
 from rlflow.interpolations import to_mapping
 from rlflow.recipe import Recipe, Trace, Tune
 from rlflow.recipe_loading import load
@@ -144,7 +144,9 @@ def recipe_from_config(config: DictConfig, config_dir: Path | None = None, paren
             raise RecipeError("recipe", f"refers to itself: {' -> '.join([*parents, name])}", fix="start from a path")
         if config_dir is None and (CONF / "recipe" / f"{name}.yaml").is_file():
             return asdict(_shipped_recipe(name))
-        return asdict(recipe_from_config(compose([f"recipe={name}"], config_dir), config_dir, (*parents, name)))
+        config = compose([recipe_argument(name)], config_dir)
+        with below("recipe"):
+            return asdict(recipe_from_config(config, config_dir, (*parents, name)))
 
     return load(_recipe_part(config), recipe_of_model)
 

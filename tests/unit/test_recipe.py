@@ -1,3 +1,4 @@
+import json
 import math
 from pathlib import Path
 
@@ -68,5 +69,24 @@ def test_a_recipe_that_starts_from_itself(tmp_path: Path) -> None:
     (tmp_path / "recipe" / "ring.yaml").write_text(
         "# @package _global_\ndefaults: [/algorithm: sft]\nname: ring\nmodels: {policy: {recipe: ring}}\n"
     )
-    with pytest.raises(RecipeError, match="refers to itself: ring -> ring"):
+    with pytest.raises(
+        RecipeError, match=r"^models\.policy\.recipe\.models\.policy\.recipe: refers to itself: ring -> ring"
+    ):
         rlflow.load(["recipe=ring"], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["nan", "1e3", "[1]", "a,b", "x=y", "it's\\", "~nobody-here", ""])
+def test_the_recipe_of_a_model_is_a_name_whatever_hydra_reads_in_it(name: str, tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(f"# @package _global_\ndefaults: [grpo_tiny]\nmodels: {{policy: {{recipe: {json.dumps(name)}}}}}\n")
+    with pytest.raises(RecipeError) as raised:
+        rlflow.load([f"recipe={own}"])
+    assert str(raised.value).startswith(f"models.policy.recipe: no recipe '{name}'.")
+
+
+def test_a_mistake_in_the_recipe_of_a_model_is_found_there(tmp_path: Path) -> None:
+    base, own = tmp_path / "base.yaml", tmp_path / "own.yaml"
+    base.write_text("# @package _global_\ndefaults: [grpo_tiny, _self_]\nsteps: 0\n")
+    own.write_text(f"# @package _global_\ndefaults: [beginner_tiny, _self_]\nmodels: {{policy: {{recipe: {base}}}}}\n")
+    with pytest.raises(RecipeError, match=r"^models\.policy\.recipe\.steps: "):
+        rlflow.load([f"recipe={own}"])
