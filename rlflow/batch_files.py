@@ -8,6 +8,7 @@ from typing import IO, Any
 import numpy as np
 
 from rlflow.batch import Conversations, Packed, Repeated, Rollouts
+from rlflow.errors import StorageError
 from rlflow.packed import offsets_of
 
 _VALUES, _LENGTHS, _RUNS = ".values", ".lengths", ".runs"
@@ -39,7 +40,7 @@ def write_fields(file: Path | IO[bytes], values: Mapping[str, Any]) -> None:
 
 
 def read_fields(file: Path | IO[bytes]) -> dict[str, Any]:
-    """Return what ``write_fields`` wrote, by field. Sequences are lists."""
+    """Return what ``write_fields`` wrote, by field. Sequences are lists. Raises StorageError for an older format."""
     with np.load(file, allow_pickle=False) as saved:
         arrays = dict(saved)
     found: dict[str, Any] = json.loads(arrays.pop(_OTHER).tobytes())
@@ -49,6 +50,11 @@ def read_fields(file: Path | IO[bytes]) -> dict[str, Any]:
         if suffix == _VALUES:
             found[stem] = Packed(array, offsets_of(arrays[stem + _LENGTHS]))
         elif suffix == _RUNS:
+            if stem + _RUNS_PER_ROW not in arrays:
+                raise StorageError(
+                    f"{file}: expected the format of this version of rlflow, got that of an older one.\n"
+                    "  Fix: read the run with the version that wrote it, or start a new run without resume."
+                )
             per_row = arrays[stem + _RUNS_PER_ROW]
             found[stem] = Repeated(array, arrays[stem + _RUN_LENGTHS], None if (per_row == 1).all() else per_row)
         elif not suffix:

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "packed": set(),
     "rows": {"packed"},
     "batch": {"errors", "packed", "resources", "rows"},
-    "batch_files": {"batch", "packed"},
+    "batch_files": {"errors", "batch", "packed"},
     "resources": {"errors", "schema"},
     "interpolations": {"errors", "schema"},
     "evaluation": {"schema"},

@@ -12,6 +12,7 @@ from rlflow.batch import Conversations, Prompts, Rollouts
 from rlflow.engines.group_progress import PartialResponse
 from rlflow.environments.transcript import Transcript, build_conversations, resumed_transcript
 from rlflow.environments.turn import EnvironmentSpec
+from rlflow.errors import StorageError
 from rlflow.packed import Packed
 from rlflow.rewards.base import Failure
 from rlflow.runtime.generation import saved_rollouts
@@ -56,6 +57,21 @@ def test_unfinished_conversations_are_read_as_they_were(state: str | bytes | Non
     assert_same(read, written)
     assert isinstance(read, Conversations)
     assert read.unfinished[2].tobytes() == written.unfinished[2].tobytes()
+
+
+def test_a_file_of_an_older_version_is_an_error_with_a_fix(tmp_path: Path) -> None:
+    """Older versions wrote the values and lengths of a repeated column, and no lengths of runs."""
+    file = tmp_path / "a.npz"
+    save_rollouts(file, conversations(), GIVEN)
+    with np.load(file) as saved:
+        arrays = dict(saved)
+    arrays["versions.lengths"] = arrays.pop("versions.run_lengths")
+    del arrays["versions.runs_per_row"]
+    np.savez(file, **arrays)
+    with pytest.raises(StorageError) as raised:
+        load_rollouts(file, GIVEN)
+    assert str(raised.value).startswith(f"{file}: expected the format of this version of rlflow, got that of an older")
+    assert "\n  Fix: " in str(raised.value)
 
 
 def test_conversations_with_a_pickle_begin_again(tmp_path: Path) -> None:
