@@ -22,16 +22,16 @@ class Hosts:
     """Simulated hosts in a process of their own, which runs use one after another."""
 
     def __init__(self) -> None:
-        """Start them. They end with this process."""
-        ours, theirs = os.pipe()
+        """Start the hosts. They end with this process."""
+        reader, writer = os.pipe()
         self._parent, self.pid = os.getpid(), 0
         self.pid = os.fork()
         if self.pid == 0:
-            os._exit(self._serve(theirs))
-        os.close(theirs)
-        with os.fdopen(ours) as pipe:
-            content: Mapping[str, str] = json.loads(pipe.readline())
-        self.address, self._token = content["address"], content["token"]
+            os._exit(self._serve(writer))
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            answer: Mapping[str, str] = json.loads(pipe.readline())
+        self.address, self._token = answer["address"], answer["token"]
 
     def _serve(self, pipe: int) -> int:
         die_with_parent(self._parent)
@@ -43,13 +43,13 @@ class Hosts:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Join them from the process of a run."""
-        token = patch("secrets.token_hex", lambda size: self._token)
-        with token, connection.private_ray(), connection.joined(self.address):
+        """Join the hosts from the process of a run."""
+        same_token = patch("secrets.token_hex", lambda size: self._token)
+        with same_token, connection.private_ray(), connection.joined(self.address):
             yield
 
     def stop(self) -> None:
-        """Kill all their processes."""
+        """Kill all processes of the hosts."""
         for pid in (*descendants(self.pid), self.pid):
             kill(pid)
         os.waitpid(self.pid, 0)
@@ -67,15 +67,15 @@ def shared_hosts() -> Hosts:
 
 
 def stop_shared_hosts() -> None:
-    """Stop them, so that forked processes have their own."""
+    """Stop the shared hosts, so that forked processes start their own."""
     while _RUNNING:
         _RUNNING.pop().stop()
 
 
 def wait_for_end(known: set[int]) -> tuple[list[str], float]:
-    """Wait until all processes have ended that are not known, and kill those that stay.
+    """Wait until all child processes that are not ``known`` have ended, and kill those that stay.
 
-    Returns their descriptions, and the seconds that it took.
+    Returns the descriptions of killed processes, and the seconds of waiting.
     """
     start = monotonic()
     while True:
@@ -92,7 +92,7 @@ def wait_for_end(known: set[int]) -> tuple[list[str], float]:
 
 
 def _alive(pid: int) -> str | None:
-    """Return the command line of a process; None for one that has ended, which is then taken away if it is ours."""
+    """Return the command line of a process; None for one that has ended, which is then reaped if it is a child."""
     try:
         if os.waitpid(pid, os.WNOHANG)[0]:
             return None

@@ -39,10 +39,10 @@ _CALLS: Mapping[str, Mapping[str, Sequence[str]]] = {
 }
 _RESULTS = {"rollout": ("generate_rows", "finish_session", "take_rollouts")}
 _LOST_HOST = "--node-name=host-1"
-# A slow call takes so many times as long, but not less than the second number of seconds.
+# A slow call is delayed by this many times its own duration, and by at least so many seconds.
 _SLOWER, _SLOW_S = 20.0, 0.5
 _DELAY_S = 2.0
-# The size of files where the disk is full, and the bytes that a process without memory may still take.
+# The largest size of a file on a full disk, and the bytes that a process may still take when it is out of memory.
 _FILE_SIZE, _FREE_MEMORY = 1 << 11, 1 << 26
 
 
@@ -56,14 +56,14 @@ class Fault:
     role: str
     rank: int = 0
     skip: int = 0
-    """The calls of the stage that come before it, in the same process."""
+    """The number of calls of the stage that the same process completes before the fault."""
     at: float = 0.0
     """The time at which it happened."""
     pid: int = 0
 
     @property
     def needs_own_ray(self) -> bool:
-        """Return whether it takes processes of Ray, or the driver, with which a Ray of its own must end."""
+        """Return whether the fault hits processes of Ray, or the driver, whose death must also end its Ray."""
         return self.kind in ("kill host", "stop host", "kill GCS", "kill driver")
 
     @property
@@ -73,7 +73,7 @@ class Fault:
 
     @property
     def victim(self) -> str | None:
-        """Return with what the names of the processes begin that die or stop; None where all others go on."""
+        """Return the start of the names of the processes that die or stop; None if no process does."""
         if self.kind in ("kill host", "stop host", "kill GCS"):
             return ""
         if self.kind not in ("kill worker", "kill engine", "stop"):
@@ -147,7 +147,7 @@ class Faults:
         return call(*arguments)
 
     def _signal(self, daemon: str, option: str, number: int) -> None:
-        """Send a signal to a daemon of the run's Ray with this option, and to all processes below it, this one last."""
+        """Send a signal to a daemon of the run's Ray with this option and to its descendants, this process last."""
         root = int((self._folder / "root").read_text())
         found = [pid for pid in descendants(root) if _is_daemon(pid, daemon, option)]
         assert found, f"Ray has no {daemon} with {option}"
@@ -187,7 +187,7 @@ def _use_up_memory() -> None:
 
 
 def _damaged(kind: str, result: Any) -> Any:
-    """Return the result without its last row, with that row twice, or with values that cannot be."""
+    """Return the result without its last row, with that row twice, or with invalid values."""
     if not isinstance(result, Batch) or not len(_rows(result)):
         return None
     rows = np.arange(len(_rows(result)))
@@ -215,7 +215,7 @@ def _rows(batch: Batch) -> Any:
 
 
 def _damaged_weights(kind: str, weights: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
-    """Yield the weights without the last one, with it twice, or with one that has another shape."""
+    """Return the weights without the last one, with it twice, or with one that has another shape."""
     tensors = list(weights)
     if kind == "lost result":
         return tensors[:-1]
@@ -279,7 +279,7 @@ class FaultyWorker(EngineWorker):
             return super(FaultyWorker, self).call(method, *given, **named)
 
         if method == "load_weights" and not self._engine.shapes:
-            # An engine learns from its first weights what it must get; others read it from the model's files.
+            # An engine learns the shapes of the model from its first weights; others read them from the model's files.
             return call(*arguments)
         return self._faults.meet(self._role, self._rank, method, call, arguments)
 

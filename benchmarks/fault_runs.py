@@ -31,10 +31,10 @@ from rlflow.runtime.run import run
 
 SHORT_SILENCE_S = 6.0
 _SHORT_LIMIT_S = 12.0
-# No run may take longer.
+# A run that takes longer hangs.
 _HANG_S = 300.0
 _MOST_ATTEMPTS = 8
-_ANY_RUN = ("skipped/", "tensorboard/")
+_SOMETIMES_WRITTEN = ("skipped/", "tensorboard/")
 _METRICS_OF_FAULTS = ("rollout/engines/", "store/")
 
 
@@ -62,7 +62,7 @@ class Outcome:
     remarks: list[str] = field(default_factory=list)
 
     def describe(self) -> str:
-        """Return its faults and what is wrong, in a line or a few."""
+        """Return the faults of the run and its problems, one line each."""
         faults = ", ".join(
             f"{end.fault.kind} at {end.fault.stage}: {end.how}"
             + ("" if end.detection is None else f" ({end.detection:.1f} s)")
@@ -115,7 +115,7 @@ def plan_of(folder: Path, size: Size) -> Plan:
 
 
 class _ArmedObserver(Observer):
-    """The place of faults that happen to the driver between two steps."""
+    """An observer through which faults happen to the driver between two steps."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
@@ -153,8 +153,8 @@ class Trial:
             new = [fault for fault in self._happened() if fault.number not in before]
             for fault in new:
                 ends_run = fault is new[-1] or fault.needs_own_ray
-                outcome.ends.append(End(fault, how if ends_run else "went on", self._detection(fault)))
-            if how == "went on":
+                outcome.ends.append(End(fault, how if ends_run else "continued", self._detection(fault)))
+            if how == "continued":
                 break
             if how in ("hang", "untyped") or not new:
                 outcome.problems["hangs" if how == "hang" else "untyped"] += 1
@@ -201,7 +201,7 @@ class Trial:
             outcome.remarks.append(f"attempt {attempt} leaves processes: {'; '.join(left)}")
         if not is_over:
             return "hang"
-        return {FINISHED: "went on", TYPED: "typed error", -9: "killed"}.get(code, "untyped")
+        return {FINISHED: "continued", TYPED: "typed error", -9: "killed"}.get(code, "untyped")
 
     def _child(self, hosts: Hosts | None, attempt: int) -> int:
         parent = os.getppid()
@@ -233,7 +233,7 @@ class Trial:
         return FINISHED
 
     def _armed(self, stack: ExitStack) -> Faults:
-        """Have all processes of a run meet faults, and note when the run notices the end of one."""
+        """Have all processes of a run meet faults, and note when the run notices that a process has ended."""
         from rlflow.runtime.ray import process
 
         options = {"folder": self.notes, "forgets_one_in": self.forgets_one_in}
@@ -285,7 +285,7 @@ class Trial:
 
 
 def undisturbed(folder: Path, size: Size = SMALL) -> Undisturbed:
-    """Make a run without a fault. Its steps must change the model."""
+    """Make a run without a fault, and check that each of its steps changes the model."""
     trial = Trial(folder / f"undisturbed-{size.steps}", None, (), usual_limits=True, size=size)
     outcome = trial.run()
     assert not outcome.problems, outcome.remarks
@@ -307,7 +307,7 @@ def differences(folder: Path, expected: Undisturbed, remarks: list[str]) -> Coun
     final = f"checkpoints/step-{expected.size.steps:06d}/actor"
     same = all(contents(folder / each) == contents(expected.folder / each) for each in (final, "model/actor"))
     found["different_weights"] += not same
-    left = {name for name in names(folder) - expected.names if not name.startswith(_ANY_RUN)} - {"skipped"}
+    left = {name for name in names(folder) - expected.names if not name.startswith(_SOMETIMES_WRITTEN)} - {"skipped"}
     if left:
         found["leftovers"] += 1
         remarks.append(f"leaves {', '.join(sorted(left))}")
@@ -315,7 +315,7 @@ def differences(folder: Path, expected: Undisturbed, remarks: list[str]) -> Coun
 
 
 def _lines(file: Path) -> list[tuple[tuple[Any, ...], Mapping[str, Any]]]:
-    """Return each line by what it is of, without times and without what faults change: engines and object stores."""
+    """Return the lines by step and kind, without times and without figures that faults change."""
     found: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
     for line in map(json.loads, file.read_text("utf-8").splitlines()):
         kind = line.get("choice", "step" if "tokens" in line else "evaluation")

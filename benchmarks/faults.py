@@ -37,13 +37,13 @@ _LANES = 2
 _FAULTS_PER_RUN = 5
 # One of two engines forgets one rollout of a step of 512.
 _ONE_IN = WIDE.num_prompts * WIDE.group_size // 2
-# One run of so many has faults that take Ray with them, and one of so many has rlflow's own time limits.
+# One in so many runs has faults that end Ray too; one in so many has rlflow's own time limits.
 _WITH_RAY, _USUAL_LIMITS = 3, 8
 _WORKERS = (("update", "actor"), ("sync", "actor"), ("save", "actor"), ("reference", "reference"), ("score", "rewards"))
 _ENGINES = (("generate", "rollout"), ("sync", "rollout"))
 _DRIVER = (("advantage", "driver"),)
 _RESULTS = (("generate", "rollout"), ("sync", "rollout"), *_WORKERS[3:], *_DRIVER)
-# Each kind may happen in these stages, when a process of this role comes to one.
+# The stages in which each kind of fault may happen, and the role whose process it hits.
 _KINDS: Mapping[str, Sequence[tuple[str, str]]] = {
     "kill worker": _WORKERS,
     "kill engine": _ENGINES,
@@ -62,24 +62,33 @@ _KINDS_WITH_RAY: Mapping[str, Sequence[tuple[str, str]]] = {
     "kill host": (*_WORKERS, *_ENGINES, *_DRIVER),
     "kill GCS": (*_WORKERS, *_ENGINES, *_DRIVER),
     "kill driver": (*_WORKERS, *_ENGINES, *_DRIVER),
-    # It is noticed when something there is waited for.
+    # A run notices a stopped host when it waits for a call there.
     "stop host": (("update", "actor"), ("reference", "reference")),
 }
 _QUICK = (
-    *(("kill engine", "generate", "rollout"), ("slow", "score", "rewards"), ("lost result", "sync", "rollout")),
-    *(
-        ("stop", "generate", "rollout"),
-        ("kill worker", "reference", "reference"),
-        ("doubled result", "sync", "rollout"),
-    ),
-    *(("exception", "generate", "rollout"), ("delayed call", "update", "actor"), ("exception", "sync", "actor")),
-    *(("doubled result", "generate", "rollout"), ("slow", "advantage", "driver"), ("slow", "sync", "rollout")),
-    *(("dropped call", "generate", "rollout"), ("slow", "reference", "reference"), ("kill engine", "sync", "rollout")),
-    *(("corrupted result", "generate", "rollout"), ("delayed call", "score", "rewards"), ("slow", "update", "actor")),
-    *(("corrupted result", "sync", "rollout"), ("full disk", "save", "actor")),
+    ("kill engine", "generate", "rollout"),
+    ("slow", "score", "rewards"),
+    ("lost result", "sync", "rollout"),
+    ("stop", "generate", "rollout"),
+    ("kill worker", "reference", "reference"),
+    ("doubled result", "sync", "rollout"),
+    ("exception", "generate", "rollout"),
+    ("delayed call", "update", "actor"),
+    ("exception", "sync", "actor"),
+    ("doubled result", "generate", "rollout"),
+    ("slow", "advantage", "driver"),
+    ("slow", "sync", "rollout"),
+    ("dropped call", "generate", "rollout"),
+    ("slow", "reference", "reference"),
+    ("kill engine", "sync", "rollout"),
+    ("corrupted result", "generate", "rollout"),
+    ("delayed call", "score", "rewards"),
+    ("slow", "update", "actor"),
+    ("corrupted result", "sync", "rollout"),
+    ("full disk", "save", "actor"),
 )
 _CRASHES, _HOSTS, _STOPS = ("kill worker", "kill engine"), ("kill host",), ("stop", "stop host")
-_BAD = ("hangs", "untyped", "lost", "doubled", "different_weights", "metrics_differ", "leftovers", "unfinished")
+_PROBLEMS = ("hangs", "untyped", "lost", "doubled", "different_weights", "metrics_differ", "leftovers", "unfinished")
 
 
 def faults_of(seed: int) -> tuple[list[Fault], bool]:
@@ -91,7 +100,7 @@ def faults_of(seed: int) -> tuple[list[Fault], bool]:
     for number in range(_FAULTS_PER_RUN):
         # Faults with and without Ray in turns, so that each run has both.
         kinds = _KINDS_WITH_RAY if with_ray and number % 2 == 0 else _KINDS
-        # A call that never ends takes an hour of rlflow's own limits, and a process that is stopped 20 s.
+        # With rlflow's own limits, a stopped process is noticed after 20 s, but a call that never ends after an hour.
         kind = draw.choice([kind for kind in kinds if not usual or kind != "dropped call"])
         if usual and number == 0:
             kind = "stop"
@@ -102,7 +111,7 @@ def faults_of(seed: int) -> tuple[list[Fault], bool]:
 
 
 def quick_faults() -> list[Fault]:
-    """Return faults of one run, in the order in which its steps come to them. It survives all but the last."""
+    """Return faults of one run in the order of its stages. The run survives all but the last."""
     return [
         Fault(number=number, kind=kind, stage=stage, role=role, rank=number % 2 if role == "rollout" else 0)
         for number, (kind, stage, role) in enumerate(_QUICK)
@@ -119,7 +128,7 @@ def run_quick(folder: Path) -> Iterator[Outcome]:
 
 
 def run_trials(folder: Path, wanted: int) -> Iterator[Outcome]:
-    """Yield the outcomes of runs, until so many faults have happened."""
+    """Yield the outcomes of runs until ``wanted`` faults have happened."""
     expected = undisturbed(folder)
     stop_shared_hosts()
     happened = 0
@@ -139,7 +148,7 @@ def run_trials(folder: Path, wanted: int) -> Iterator[Outcome]:
 
 
 def run_forgetful(folder: Path, steps: int) -> Iterator[Outcome]:
-    """Yield the outcomes of runs of so many steps in all, in each of which an engine forgets one of 512 rollouts."""
+    """Yield the outcomes of runs with ``steps`` steps in all. In each step an engine forgets one of 512 rollouts."""
     expected = undisturbed(folder, WIDE)
     stop_shared_hosts()
     trials = [
@@ -176,12 +185,12 @@ def table_of(outcomes: Sequence[Outcome]) -> Table:
 
 
 def figures_of(outcomes: Sequence[Outcome], wanted: int) -> tuple[dict[str, float | bool], dict[str, Goal]]:
-    """Return the figures of all runs, and their goals; ``wanted`` is the number of faults that were asked for."""
+    """Return the figures of all runs, and their goals. ``wanted`` is the number of faults that must have happened."""
     total = sum((outcome.problems for outcome in outcomes), Counter[str]())
     ends = [(outcome, end) for outcome in outcomes for end in outcome.ends]
     figures: dict[str, float | bool] = {"runs": len(outcomes), "faults": len(ends)}
-    figures["completed_by_themselves"] = sum(end.how == "went on" for _, end in ends)
-    figures |= {name: total[name] for name in _BAD}
+    figures["completed_by_themselves"] = sum(end.how == "continued" for _, end in ends)
+    figures |= {name: total[name] for name in _PROBLEMS}
 
     def seconds(kinds: Collection[str], usual: bool | None = None) -> list[float]:
         chosen = [end for outcome, end in ends if usual in (None, outcome.usual_limits) and end.fault.kind in kinds]
@@ -195,9 +204,9 @@ def figures_of(outcomes: Sequence[Outcome], wanted: int) -> tuple[dict[str, floa
         "slowest_stopped_short_s": seconds(_STOPS, usual=False),
         "slowest_detection_s": seconds({**_KINDS, **_KINDS_WITH_RAY}),
     }
-    # A kind that did not happen in these runs has no figure.
+    # Kinds of faults that did not happen have no figure.
     figures |= {name: max(each) for name, each in detections.items() if each}
-    goals = {name: Goal("exactly 0", total[name] == 0) for name in _BAD}
+    goals = {name: Goal("exactly 0", total[name] == 0) for name in _PROBLEMS}
     limits = {
         "slowest_crash_s": 1.0,
         "slowest_host_s": 5.0,

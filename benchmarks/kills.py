@@ -47,8 +47,14 @@ _STEPS, _EVERY = 6, 2
 _KILLS, _KILLS_PER_RUN = 500, 2
 _QUICK = 20
 _LANES = 2
-_GOALS = (
-    *("unloadable", "mixed", "state_differs", "metrics_differ", "leftovers", "undetected", "unfinished"),
+_PROBLEMS = (
+    "unloadable",
+    "mixed",
+    "state_differs",
+    "metrics_differ",
+    "leftovers",
+    "undetected",
+    "unfinished",
     "generated_again",
 )
 _KINDS = ("batches", "ahead", "overcommit")
@@ -103,7 +109,7 @@ def plan_of(folder: Path, kind: str, **checkpoint_options: int) -> Plan:
 def disturbed(plan: Plan, folder: Path, fault: Fault, log: Path | None = None, steps: int | None = None) -> int | None:
     """Start the run in ``folder``, or resume it from its last checkpoint, in a process with a fault.
 
-    It is stopped after so many ``steps``.
+    With ``steps``, the run stops after them.
     """
 
     def train() -> None:
@@ -117,7 +123,7 @@ def disturbed(plan: Plan, folder: Path, fault: Fault, log: Path | None = None, s
 
 
 def undisturbed(folder: Path, kind: str) -> Undisturbed:
-    """Make such runs, and check that they are the same. One is stopped after the last step but two."""
+    """Make undisturbed runs, and check that they are the same. One stops before its last checkpoint."""
     every, usual, stopped = folder / "every", folder / "usual", folder / "stopped"
     folder.mkdir()
     start = perf_counter()
@@ -286,11 +292,11 @@ def main() -> int:
     torch.set_num_threads(1)
     with TemporaryDirectory(prefix="rlflow-kills-") as temporary:
         found = disturb(Path(temporary), _QUICK if options.quick else options.kills)
-    counted = ("kills", "kills_in_saves", "full_disks", "damages", "found")
-    figures: dict[str, float | bool] = {name: found[name] for name in (*counted, "interrupted", *_GOALS)}
+    counted = ("kills", "kills_in_saves", "full_disks", "damages", "responses_found")
+    figures: dict[str, float | bool] = {name: found[name] for name in (*counted, "responses_interrupted", *_PROBLEMS)}
     goals = {name: Goal("at least 1", found[name] > 0) for name in counted}
-    goals["interrupted"] = Goal("no goal", True)
-    goals |= {name: Goal("exactly 0", found[name] == 0) for name in _GOALS}
+    goals["responses_interrupted"] = Goal("no goal", True)
+    goals |= {name: Goal("exactly 0", found[name] == 0) for name in _PROBLEMS}
     return finish("kills", figures, goals, options.json)
 
 

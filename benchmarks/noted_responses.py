@@ -1,4 +1,4 @@
-"""A note of each response that the processes of a run generate, record in its journal, or find there."""
+"""Notes of the responses that the processes of a run generate, record in its journal, or find there."""
 
 import json
 from collections import Counter
@@ -38,11 +38,11 @@ def note_responses(log: Path) -> None:
 
 
 def count_responses(folder: Path) -> Counter[str]:
-    """Return how many responses the processes of a run found, generated again, and did not finish."""
+    """Return how many responses of a run were found in its journal, generated again, and not finished."""
     noted = [json.loads(line) for line in responses_log(folder).read_text().splitlines()]
     recorded = Counter(tuple(each) for line in noted for each in line.get("recorded", ()))
     return Counter(
-        found=sum(line.get("found", 0) for line in noted),
+        responses_found=sum(line.get("found", 0) for line in noted),
         generated_again=recorded.total() - len(recorded),
-        interrupted=sum(line.get("started", 0) for line in noted) - recorded.total(),
+        responses_interrupted=sum(line.get("started", 0) for line in noted) - recorded.total(),
     )

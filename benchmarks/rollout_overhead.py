@@ -122,7 +122,7 @@ def stock_vllm(spec: EngineSpec, connection: Connection) -> None:
         outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
         connection.send(time.perf_counter() - began)
-    # Its engine is a process of its own, which this one would wait for.
+    # vLLM's engine is a process of its own. Without this, the program would wait for it.
     engine.llm_engine.engine_core.shutdown()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-BAD = ("hangs", "untyped", "lost", "doubled", "different_weights", "metrics_differ", "leftovers", "unfinished")
+PROBLEMS = ("hangs", "untyped", "lost", "doubled", "different_weights", "metrics_differ", "leftovers", "unfinished")
 
 
 @pytest.mark.parametrize(
@@ -19,11 +19,11 @@ BAD = ("hangs", "untyped", "lost", "doubled", "different_weights", "metrics_diff
 )
 @pytest.mark.timeout(3600)
 def test_runs_with_faults_end_as_an_undisturbed_one(options: list[str], faults: int, tmp_path: Path) -> None:
-    """In a process of its own: runs are forked, and threads of this one would not survive it."""
+    """The benchmark has a process of its own: it forks runs, and threads do not survive a fork."""
     file = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.faults", *options, "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert file.exists(), done.stderr
     figures = json.loads(file.read_text())["figures"]
     assert figures["faults"] >= faults
-    assert {name: figures[name] for name in BAD} == dict.fromkeys(BAD, 0), done.stdout
+    assert {name: figures[name] for name in PROBLEMS} == dict.fromkeys(PROBLEMS, 0), done.stdout
