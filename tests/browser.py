@@ -1,7 +1,7 @@
-"""A browser for tests of pages, where one is installed."""
+"""A browser for tests of pages, if one is installed."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ Scheme = Literal["light", "dark"]
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """A browser without windows."""
+    """Yield a browser without windows."""
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield started
@@ -26,20 +26,22 @@ def browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def shown(browser: Browser, file: Path, width: int = WIDTHS["desktop"], scheme: Scheme = "light") -> Iterator[Page]:
-    """A file in a window. At the end, nothing was written to its console and nothing else was loaded."""
+def open_page(browser: Browser, file: Path, width: int = WIDTHS["desktop"], scheme: Scheme = "light") -> Iterator[Page]:
+    """Yield a file as a page. At the end, check that it wrote nothing to its console and loaded nothing else."""
     messages: list[str] = []
-    add: Callable[[object], None] = lambda message: messages.append(str(message))  # noqa: E731
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     page = context.new_page()
-    page.on("console", add)
-    page.on("pageerror", add)
 
-    def loaded(request: Request) -> None:
+    def note(message: object) -> None:
+        messages.append(str(message))
+
+    def note_request(request: Request) -> None:
         if request.url not in (file.as_uri(), "data:,"):
-            messages.append(request.url)
+            note(request.url)
 
-    page.on("request", loaded)
+    page.on("console", note)
+    page.on("pageerror", note)
+    page.on("request", note_request)
     page.goto(file.as_uri())
     yield page
     context.close()
@@ -50,17 +52,17 @@ def assert_accessible(browser: Browser, file: Path) -> None:
     """Check that axe-core finds no fault in light and dark, and that a phone need not scroll sideways."""
     schemes: tuple[Scheme, ...] = ("light", "dark")
     for scheme in schemes:
-        with shown(browser, file, scheme=scheme) as page:
+        with open_page(browser, file, scheme=scheme) as page:
             for details in page.locator("details").all():
                 details.evaluate("each => { each.open = true; }")
             found = Axe().run(page).response["violations"]
             assert [(each["impact"], each["help"], each["nodes"][0]["html"]) for each in found] == []
-    with shown(browser, file, WIDTHS["phone"]) as page:
+    with open_page(browser, file, WIDTHS["phone"]) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS["phone"]
 
 
 def assert_prints(page: Page) -> None:
-    """Check that the page can be printed, and that what only works on a screen is left out."""
+    """Check that the page can be printed, and that elements for screens alone are left out."""
     page.emulate_media(media="print")
     assert [each.is_visible() for each in page.locator(".screen").all()] == [False] * page.locator(".screen").count()
     assert page.locator("h1").is_visible()

@@ -1,5 +1,6 @@
 """Small models, prompts and sequences for tests."""
 
+import json
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
@@ -142,6 +143,12 @@ def rollouts(rewarded: Sequences, texts: Sequence[str] | None = None) -> Rollout
         texts=tuple(texts or ["1"] * len(rewarded)),
         rows=({"answer": "1"},) * len(rewarded),
     )
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run without times and without figures of object stores."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if "second" not in k and not k.startswith("store/")} for line in lines]
 
 
 def done(count: int) -> Packed:

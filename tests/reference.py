@@ -2,8 +2,8 @@
 
     python -m tests.reference
 
-The meaning of a key is the docstring below its field. Without one it is that of the field that it overrides, or that of
-the section which the key holds. The meaning of a reward function's option is what the function's docstring says of it.
+The meaning of a key is the docstring below its field, or else that of the field that it overrides, or that of the
+section in the key. The meaning of a reward function's option is the part of the function's docstring that names it.
 """
 
 import ast
@@ -33,14 +33,20 @@ from rlflow.schema import Section
 from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "reference.md"
-# The names that a recipe chooses, in paths.
+# The words in paths for the names that a recipe chooses.
 _NAMES = {"models": "NAME", "roles": "ROLE", "sets": "NAME", "gpus": "KIND", "hosts": "N", "functions": "NAME"}
-# Units that the names of keys end with.
+# The units of keys, by the ends of their names.
 _UNITS = {
-    **{"_tokens": "tokens", "_steps": "steps", "_characters": "characters", "_gib": "GiB", "_mib": "MiB"},
-    **{"_gb_s": "GB/s", "_tflops": "TFLOP/s", "_hours": "hours"},
+    "_tokens": "tokens",
+    "_steps": "steps",
+    "_characters": "characters",
+    "_gib": "GiB",
+    "_mib": "MiB",
+    "_gb_s": "GB/s",
+    "_tflops": "TFLOP/s",
+    "_hours": "hours",
 }
-# Larger bounds only keep numbers within 32 or 64 bits.
+# Larger bounds are not shown, because they only keep numbers within 32 or 64 bits.
 _LARGE = 2**31 - 1
 
 _INTRODUCTION = """\
@@ -51,12 +57,11 @@ set on the command line: `graph.rollouts.group_size=16`. Capital letters stand f
 leaves a choice to the planner; a key without a default is required.
 """
 _NODES = """\
-## `graph.NODE`
-
 `node` is the kind of the node, one of those below or `package.module:Class`. `role` names the role whose engine it
 uses, if it uses one. An input that a recipe does not name is the node of that name; `INPUT: NODE` names another. All
-further keys are options.
-"""
+further keys are options."""
+# The base classes of nodes with options that several kinds share, each with the nodes that it is the base of.
+_COMMON = {"PolicyGradient": "every policy update", "Preference": "every update on pairs"}
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,7 @@ def tables() -> Iterator[Table]:
     assert isinstance(options, dict)
     yield Table("## Command line", "", tuple(_keys(RunOptions, "", defaults=options)))
     yield from _sections(Recipe, "## Recipe", "")
+    yield Table("## `graph.NODE`", _NODES, ())
     for base in _bases_of_nodes():
         yield Table(f"### Options of {_COMMON[base.__name__]}", "", tuple(_keys(base, "")))
         yield from _nested(base, "####", "")
@@ -117,18 +123,7 @@ def tables() -> Iterator[Table]:
 
 def page() -> str:
     """Return the whole page."""
-    parts = []
-    for table in tables():
-        if table.heading.startswith("### Options of") and _NODES not in parts:
-            parts.append(_NODES)
-        parts.append(table.markdown)
-    return "\n".join([_INTRODUCTION, *parts])
-
-
-_COMMON = {
-    "PolicyGradient": "every policy update",
-    "Preference": "every update on pairs",
-}
+    return "\n".join([_INTRODUCTION, *(table.markdown for table in tables())])
 
 
 def _bases_of_nodes() -> list[type]:
@@ -255,8 +250,14 @@ def _type(annotation: Any) -> str:
     if origin is not None and origin is not re.Pattern:
         return _alternatives([_type(each) for each in arguments])
     names: Mapping[Any, str] = {
-        **{bool: "`true` or `false`", int: "whole number", float: "number", str: "text", NoneType: "`null`"},
-        **{re.Pattern: "regular expression", re.Pattern[str]: "regular expression", Any: "any value"},
+        bool: "`true` or `false`",
+        int: "whole number",
+        float: "number",
+        str: "text",
+        NoneType: "`null`",
+        re.Pattern: "regular expression",
+        re.Pattern[str]: "regular expression",
+        Any: "any value",
     }
     return names.get(annotation, "keys with values")
 
@@ -268,8 +269,10 @@ def _alternatives(types: list[str]) -> str:
 
 def _bounds(metadata: tuple[Any, ...]) -> str:
     words = {
-        **{annotated_types.Ge: ("from {:g}", "ge"), annotated_types.Gt: ("above {:g}", "gt")},
-        **{annotated_types.Le: ("to {:g}", "le"), annotated_types.Lt: ("below {:g}", "lt")},
+        annotated_types.Ge: ("from {:g}", "ge"),
+        annotated_types.Gt: ("above {:g}", "gt"),
+        annotated_types.Le: ("to {:g}", "le"),
+        annotated_types.Lt: ("below {:g}", "lt"),
     }
     bounds = [(words[type(each)][0], getattr(each, words[type(each)][1])) for each in metadata if type(each) in words]
     return "".join(f" {text.format(number)}" for text, number in bounds if number < _LARGE)

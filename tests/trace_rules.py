@@ -1,4 +1,4 @@
-"""The rules of the Trace Event Format that a viewer relies on, and the times in a trace."""
+"""The rules of the Trace Event Format on which viewers rely, and the times in a trace."""
 
 import json
 from collections import defaultdict
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 Event = Mapping[str, Any]
-# What the format asks of each kind of event that is used.
+# The keys that the format requires of each kind of event.
 _KEYS = {
     "M": {"pid", "name", "args"},
     "X": {"pid", "tid", "name", "ts", "dur", "args"},
@@ -18,7 +18,7 @@ _KEYS = {
 
 
 def checked_events(path: Path) -> list[Event]:
-    """Return the events of a trace that keeps the rules."""
+    """Return the events of a trace, which must keep the rules."""
     events: list[Event] = json.loads(path.read_text())
     for event in events:
         assert event.keys() >= _KEYS[event["ph"]], event

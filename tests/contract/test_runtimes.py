@@ -1,6 +1,5 @@
 """What every runtime must do, wherever its workers live."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from rlflow.runtime.protocols import Runtime
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
-from tests.helpers import load, prompts
+from tests.helpers import load, metrics_of, prompts
 from tests.trace_rules import checked_events, process_names
 
 SHARED_PROCESSES = "hosts"
@@ -45,12 +44,6 @@ def placed(kind: str) -> Plan:
     return plan
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    """Times and stores aside."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "second" not in k and not k.startswith("store/")} for line in lines]
-
-
 def check_trace(folder: Path, plan: Plan) -> None:
     """Check that a trace has the calls of every worker, inside the nodes that made them."""
     events = checked_events(folder / "trace.json")
@@ -60,8 +53,12 @@ def check_trace(folder: Path, plan: Plan) -> None:
         for event in events
         if "method" in event.get("args", {})
     }
-    made = {"actor": ("update", "update"), "rollout": ("copy", "load_weights"), "reference": ("reference", "logprobs")}
-    for role, call in made.items():
+    expected = {
+        "actor": ("update", "update"),
+        "rollout": ("copy", "load_weights"),
+        "reference": ("reference", "logprobs"),
+    }
+    for role, call in expected.items():
         for rank in range(len(plan.roles[role].workers)):
             assert (f"{role}/{rank}", *call) in calls
     nodes = {node.name for node in plan.graph.nodes}
@@ -80,7 +77,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return the metrics of a run in this process that nothing stops."""
     folder = tmp_path_factory.mktemp("expected")
     run(plan_of("local"), folder, LocalRuntime(), [MetricsWriter()])
-    return metrics(folder)
+    return metrics_of(folder)
 
 
 class TestRuntime:
@@ -108,7 +105,7 @@ class TestRuntime:
         assert report.status == "finished"
         check_trace(tmp_path / "run", plan)
         assert Path(report.models["actor"]).is_dir()
-        assert metrics(tmp_path / "run") == expected
+        assert metrics_of(tmp_path / "run") == expected
 
     @pytest.mark.slow
     def test_steps_that_ask_for_more_prompts(
@@ -122,8 +119,8 @@ class TestRuntime:
         monkeypatch.setattr("rlflow.runtime.objects.store.fetch", read.append)
         run(plan, tmp_path / "run", runtime(), [MetricsWriter()])
         assert read == []
-        assert metrics(tmp_path / "run") == metrics(tmp_path / "expected")
-        assert {line["sampling/rounds"] for line in metrics(tmp_path / "run")} != {1}
+        assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "expected")
+        assert {line["sampling/rounds"] for line in metrics_of(tmp_path / "run")} != {1}
 
     @pytest.mark.slow
     def test_steps_that_are_generated_in_one_turn(self, runtime: type[Runtime], tmp_path: Path) -> None:
@@ -137,8 +134,10 @@ class TestRuntime:
         stops = iter([False, False, True])
         run(plan, tmp_path / "run", runtime(), [MetricsWriter()], stop=lambda: next(stops))
         run(plan, tmp_path / "run", runtime(), [MetricsWriter()], resume=True)
-        assert metrics(tmp_path / "run") == metrics(tmp_path / "expected")
-        ages = [line["overlap/staleness_max"] for line in metrics(tmp_path / "run") if "overlap/staleness_max" in line]
+        assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "expected")
+        ages = [
+            line["overlap/staleness_max"] for line in metrics_of(tmp_path / "run") if "overlap/staleness_max" in line
+        ]
         assert ages == [0, 1, 2, 0, 1, 2]
 
     def test_a_model_that_is_not_there(self, runtime: type[Runtime], tmp_path: Path) -> None:
@@ -164,7 +163,7 @@ def test_a_run_does_not_depend_on_where_roles_are(
     kind: str, expected: list[dict[str, Any]], tmp_path: Path, hosts: None
 ) -> None:
     run(placed(kind), tmp_path / "ray", RayRuntime(), [MetricsWriter()])
-    assert metrics(tmp_path / "ray") == expected
+    assert metrics_of(tmp_path / "ray") == expected
 
 
 def test_the_local_runtime_has_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ COMMANDS = [
 ]
 
 
-def files_of_the_page(folder: Path) -> None:
+def write_files_of_the_page(folder: Path) -> None:
     """Write the files that the page asks for, among them the README's recipe."""
     own_recipe(folder)
     with (folder / "my_rewards.py").open("a") as rewards:
@@ -72,8 +72,8 @@ def test_every_command_is_found() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_plan(command: str, typed: Typed, tmp_path: Path) -> None:
-    files_of_the_page(tmp_path)
+def test_every_command_has_a_plan(command: str, typed: Typed, tmp_path: Path) -> None:
+    write_files_of_the_page(tmp_path)
     code, out, errors = typed(*shlex.split(command)[3:], *([] if "dry_run=true" in command else ["dry_run=true"]))
     assert (code, errors) == (0, "")
     assert "fingerprint" in out
@@ -99,8 +99,8 @@ def save_small_model(folder: Path) -> None:
 
 @pytest.mark.soak
 def test_a_reader_who_types_every_command_reaches_the_end(tmp_path: Path) -> None:
-    """The model on the hub is replaced by a small one, because nothing is downloaded in tests."""
-    files_of_the_page(tmp_path)
+    """A small model replaces that on the hub, because tests download nothing."""
+    write_files_of_the_page(tmp_path)
     save_small_model(tmp_path / "small")
     small = ["models.policy.path=small", "models.policy.architecture=null", "models.policy.architecture_of=null"]
     for command in COMMANDS:

@@ -1,4 +1,4 @@
-"""A host that is lost in the middle of a run, whose recipe allows to continue on others."""
+"""A host that is lost in the middle of a run with ``elastic``, which continues on the others."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ ELASTIC = ("recipe=real", "steps=4", "elastic=true", "roles.rollout.colocate=[]"
 
 
 class KillHost(Observer):
-    """Kills the host with the rollouts after a step, with all processes on it."""
+    """An observer that kills the host of the rollout role after a step, with all processes there."""
 
     def __init__(self, started: list[Any]) -> None:
         self._started = started
@@ -51,12 +51,12 @@ def test_the_run_continues_on_the_hosts_that_are_left(tmp_path: Path, monkeypatc
     simulated, started = connection.simulated, []
 
     @contextmanager
-    def noted(cluster: Cluster) -> Iterator[Any]:
+    def simulated_and_noted(cluster: Cluster) -> Iterator[Any]:
         with simulated(cluster) as processes:
             started.append(processes)
             yield processes
 
-    monkeypatch.setattr(connection, "simulated", noted)
+    monkeypatch.setattr(connection, "simulated", simulated_and_noted)
     kill = KillHost(started)
     report = run(plan, tmp_path / "run", RayRuntime(), [MetricsWriter(), SampleLog(), kill])
     assert report.restarts == 1

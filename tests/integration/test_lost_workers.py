@@ -23,7 +23,7 @@ from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.ray.worker import EngineWorker
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
-from tests.helpers import load
+from tests.helpers import load, metrics_of
 
 SHARED_PROCESSES = "hosts"
 CLUSTER = "1x3@cpu+1x2@cpu"
@@ -32,7 +32,7 @@ METHODS = {"actor": "update", "critic": "update", "reference": "logprobs"}
 
 
 class Worker(EngineWorker):
-    """A worker that is killed in a call of its role, while there is a file with that name."""
+    """A worker that a call of its role kills if there is a file with the name of the role."""
 
     folder: Path
 
@@ -59,7 +59,7 @@ class Worker(EngineWorker):
 
 
 class KillAfter(Observer):
-    """Has the next call of a role kill its worker once so many steps are made."""
+    """An observer that has the next call of a role after a step kill its worker."""
 
     def __init__(self, step: int, role: str) -> None:
         self._step, self._role = step, role
@@ -89,10 +89,10 @@ def go(plan: Plan, folder: Path, *observers: Observer) -> Report:
 
 
 def written(folder: Path) -> dict[str, Any]:
-    """Return what a run has written, without times and what its processes did for it."""
+    """Return the files of a run that depend neither on time nor on its processes."""
     metrics = [
-        {k: v for k, v in line.items() if "second" not in k and not k.startswith(("store/", "rollout/engines/"))}
-        for line in read_lines(folder / "metrics.jsonl")
+        {name: value for name, value in line.items() if not name.startswith("rollout/engines/")}
+        for line in metrics_of(folder)
     ]
     weights = (folder / "model" / "actor" / "model.safetensors").read_bytes()
     return {"metrics": metrics, "samples": read_lines(folder / "samples.jsonl"), "weights": weights}
@@ -111,7 +111,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_a_lost_trainer_is_replaced(expected: dict[str, Any], tmp_path: Path) -> None:
-    """It dies in its fourth update, and the checkpoint is of the second step. No other model is loaded again."""
+    """The trainer dies in the fourth step, and the checkpoint is of the second. No other model is loaded again."""
     plan, kill = plan_of(CLUSTER), KillAfter(3, "actor")
     report = go(plan, tmp_path / "run", kill)
     assert written(tmp_path / "run") == expected
@@ -125,7 +125,7 @@ def test_a_lost_trainer_is_replaced(expected: dict[str, Any], tmp_path: Path) ->
 
 @pytest.mark.soak
 def test_a_lost_reference_repeats_its_call(expected: dict[str, Any], tmp_path: Path) -> None:
-    """Its weights never change, so the run continues without going back."""
+    """The weights of a reference never change, so the run continues without going back."""
     plan, kill = plan_of(CLUSTER), KillAfter(2, "reference")
     report = go(plan, tmp_path / "run", kill)
     assert written(tmp_path / "run") == expected

@@ -28,7 +28,7 @@ from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.protocols import Observer, Report
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
-from tests.helpers import load
+from tests.helpers import load, metrics_of
 from tests.integration.reward_functions import first_digit
 
 pytestmark = pytest.mark.slow
@@ -60,12 +60,6 @@ def plan_of(recipe: str, *overrides: str) -> Plan:
     return rlflow.compile(load(f"recipe={recipe}", *overrides, config_dir=CONFIG_DIR))
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    """Times aside."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "second" not in k} for line in lines]
-
-
 def weights(report: Report) -> dict[str, torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
@@ -80,7 +74,7 @@ def test_a_run_writes_all_of_it(tmp_path: Path) -> None:
     }
     assert json.loads((tmp_path / "report.json").read_text()) == asdict(report)
     assert (report.status, report.steps) == ("finished", 6)
-    lines = metrics(tmp_path)
+    lines = metrics_of(tmp_path)
     assert [line["step"] for line in lines if "evaluation/reward" in line] == [0, 2, 4, 6]
     assert [line["step"] for line in lines if "update/loss" in line] == [1, 2, 3, 4, 5, 6]
     samples = read_lines(tmp_path / "samples.jsonl")
@@ -96,9 +90,9 @@ def test_the_public_way(tmp_path: Path) -> None:
 def test_the_same_seed_gives_the_same_run(recipe: str, tmp_path: Path) -> None:
     for name in ("a", "b"):
         go(plan_of(recipe), tmp_path / name)
-    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
+    assert metrics_of(tmp_path / "a") == metrics_of(tmp_path / "b")
     go(plan_of(recipe, "seed=1"), tmp_path / "c")
-    assert metrics(tmp_path / "a") != metrics(tmp_path / "c")
+    assert metrics_of(tmp_path / "a") != metrics_of(tmp_path / "c")
 
 
 def test_stopped_after_any_step_and_resumed(tmp_path: Path) -> None:
@@ -113,7 +107,7 @@ def test_stopped_after_any_step_and_resumed(tmp_path: Path) -> None:
         again = weights(resumed)
         for name, weight in expected.items():
             assert torch.equal(again[name], weight), (step, name)
-        assert metrics(folder) == metrics(tmp_path / "whole")
+        assert metrics_of(folder) == metrics_of(tmp_path / "whole")
         assert read_lines(folder / "samples.jsonl") == read_lines(tmp_path / "whole" / "samples.jsonl")
         assert (resumed.eval_before, resumed.eval_after) == (whole.eval_before, whole.eval_after)
 
@@ -149,7 +143,7 @@ def test_prompts_begun_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         again = weights(resumed)
         for name, weight in expected.items():
             assert torch.equal(again[name], weight), (step, name)
-        assert metrics(folder) == metrics(tmp_path / "whole")
+        assert metrics_of(folder) == metrics_of(tmp_path / "whole")
 
 
 def test_a_checkpoint_behind_the_metrics(tmp_path: Path) -> None:
@@ -159,7 +153,7 @@ def test_a_checkpoint_behind_the_metrics(tmp_path: Path) -> None:
     go(plan, tmp_path / "dead", until=5)
     (tmp_path / "dead" / "checkpoints" / "step-000005").rename(tmp_path / "lost")
     go(plan, tmp_path / "dead", resume=True)
-    assert metrics(tmp_path / "dead") == metrics(tmp_path / "whole")
+    assert metrics_of(tmp_path / "dead") == metrics_of(tmp_path / "whole")
 
 
 def test_stopped_before_the_first_step_and_resumed(tmp_path: Path) -> None:
@@ -168,7 +162,7 @@ def test_stopped_before_the_first_step_and_resumed(tmp_path: Path) -> None:
     stopped = run(plan, tmp_path / "run", LocalRuntime(), [MetricsWriter()], stop=lambda: True)
     assert (stopped.status, stopped.steps) == ("stopped", 0)
     go(plan, tmp_path / "run", resume=True)
-    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
 
 
 def test_weights_that_are_not_finite_are_neither_copied_nor_saved_nor_exported(tmp_path: Path) -> None:
@@ -190,15 +184,15 @@ def test_half_a_line_of_metrics_is_dropped(tmp_path: Path) -> None:
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "upd')
     go(plan, tmp_path / "run", resume=True)
-    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
 
 
 def test_a_folder_that_holds_a_run_is_not_used_again(tmp_path: Path) -> None:
     go(plan_of("fake"), tmp_path)
-    before = metrics(tmp_path)
+    before = metrics_of(tmp_path)
     with pytest.raises(RecipeError, match=r"resume: '.*' holds a run already"):
         go(plan_of("fake"), tmp_path)
-    assert metrics(tmp_path) == before
+    assert metrics_of(tmp_path) == before
 
 
 class Warnings(Observer):
@@ -256,7 +250,7 @@ def test_stopped_in_the_run_of_the_base_and_resumed(top_plan: Plan, tmp_path: Pa
     assert (tmp_path / "run" / "plan.json").exists()
     resumed = go(top_plan, tmp_path / "run", resume=True)
     assert resumed.status == "finished"
-    assert [line["step"] for line in metrics(tmp_path / "run" / "base" / "policy") if "update/loss" in line] == [
+    assert [line["step"] for line in metrics_of(tmp_path / "run" / "base" / "policy") if "update/loss" in line] == [
         *range(1, 7)
     ]
 
@@ -299,7 +293,7 @@ def test_responses_without_a_reward_are_left_out(tmp_path: Path) -> None:
     parts = f"even: {{function: '{function}', on_failure: exclude}}, exact: {{weight: 0.5}}"
     plan = plan_of("fake", "graph.rewards.function=null", f"graph.rewards.functions={{{parts}}}", "data.batch_size=20")
     go(plan, tmp_path)
-    for line in metrics(tmp_path):
+    for line in metrics_of(tmp_path):
         if "rewards/mean" in line:
             assert 0 < line["rewards/failed"] < 1
             assert line["rewards/even/mean"] == 1

@@ -1,10 +1,11 @@
 """A run with all trackers that is killed and resumed; then each tracker's own library reads it back.
 
-A process of its own: it refuses every connection to another machine, and its libraries warn of much. It writes what it
-has read as JSON to ``read.json`` in the working directory.
+This is a program, because it refuses every connection to another machine, and its libraries print many warnings. It
+writes the values from the trackers as JSON to ``read.json`` in the working directory.
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 CONNECTS = {"socket.connect": 1, "socket.sendto": 1, "socket.getaddrinfo": 0}
-"""The events of Python's audit that lead elsewhere, with the place of the address among their arguments."""
+"""The audit events of Python that open connections, each with the position of the address in its arguments."""
 outgoing: list[str] = []
 Points = list[tuple[int, str, float]]
 
@@ -58,7 +59,7 @@ def read_tensorboard(folder: Path) -> tuple[Points, int | None, Any]:
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     text = events.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0].decode()
     points = [(point.step, name, point.value) for name in events.Tags()["scalars"] for point in events.Scalars(name)]
-    return points, None, "steps: 4" in text and 4
+    return points, None, int(re.findall(r"^steps: (\d+)", text, flags=re.MULTILINE)[0])
 
 
 def read_wandb(folder: Path) -> tuple[Points, int, Any]:

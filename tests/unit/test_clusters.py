@@ -1,4 +1,4 @@
-"""What docs/clusters.md offers to copy: scripts that parse, recipes and variables that exist."""
+"""The files that docs/clusters.md offers to copy are valid, and name recipes and variables that exist."""
 
 import ast
 import os
@@ -25,8 +25,8 @@ KUBERAY = ROOT / "docs" / "clusters" / "kuberay.yaml"
 
 DOCKERFILE = ROOT / "docs" / "clusters" / "Dockerfile"
 SKYPILOT = ROOT / "docs" / "clusters" / "skypilot.yaml"
-# Slurm's commands, Ray and Python. As Slurm does, srun sends a signal to all processes of its step. The run is
-# signalled as soon as it has started, unless it resumes.
+# Slurm's commands, Ray and Python. Like Slurm's, srun sends a signal to all processes of its step. The run gets the
+# signal as soon as it has started, unless it resumes.
 STAND_INS = {
     "scontrol": 'if [ "$1" = show ]; then echo host-a; echo host-b; else echo "scontrol $*" >> log; fi',
     "srun": """
@@ -117,7 +117,7 @@ def test_the_manifest_has_fields_of_kuberay() -> None:
 
 
 @pytest.mark.parametrize("sandbox", [False, True])
-def test_pods_are_those_of_kubernetes(sandbox: bool) -> None:
+def test_kubernetes_accepts_the_pods(sandbox: bool) -> None:
     validate = pytest.importorskip("kubernetes_validate").validate
     cluster = manifest(sandbox=sandbox)["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):

@@ -18,7 +18,7 @@ ROWS = [
 ]
 
 
-def test_rlflow_has_its_options() -> None:
+def test_rlflow_has_the_options_of_its_column() -> None:
     tables = list(reference.tables())
     paths = {key.path for table in tables for key in table.keys}
     nodes = {table.heading.strip("# `") for table in tables}
@@ -29,12 +29,12 @@ def test_rlflow_has_its_options() -> None:
             assert name in paths or option in paths or name in nodes or name.startswith("defaults"), name
 
 
-def test_trl_has_its_options() -> None:
+def test_trl_has_the_options_of_its_column() -> None:
     """The names are read from the sources, because importing them takes long."""
-    folders = [importlib.util.find_spec(name) for name in ("trl", "transformers")]
-    if None in folders:
+    found = importlib.util.find_spec("trl"), importlib.util.find_spec("transformers")
+    if None in found:
         pytest.skip("trl is not installed")
-    trl, transformers = (Path(str(spec.origin)).parent for spec in folders if spec)
+    trl, transformers = (Path(str(spec.origin)).parent for spec in found if spec)
     files = (
         *(trl / "trainer" / f"{name}_config.py" for name in ("base", "grpo", "model")),
         *(trl / "scripts" / "utils.py", transformers / "training_args.py"),
@@ -45,6 +45,6 @@ def test_trl_has_its_options() -> None:
     assert sorted(names - known) == []
 
 
-def test_every_row_is_for_somebody() -> None:
+def test_every_row_has_an_option_of_rlflow_and_of_another_library() -> None:
     assert len(ROWS) > 40
     assert [row for row in ROWS if len(row) != 5 or not row[1] or not any(row[2:])] == []

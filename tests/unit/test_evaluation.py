@@ -1,9 +1,7 @@
 """Several responses to a held-out prompt, and several sets of held-out prompts."""
 
-import json
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from rlflow.evaluation import Evaluation, EvaluationSet, pass_at_k, pass_metrics
 from rlflow.recipe import Data
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load
+from tests.unit.data.test_source import write
 
 
 def test_pass_at_k_is_the_share_of_all_draws_with_a_response_that_passes() -> None:
@@ -28,7 +27,7 @@ def test_pass_at_k_is_the_share_of_all_draws_with_a_response_that_passes() -> No
 
 
 def test_responses_without_a_reward_do_not_count() -> None:
-    """By hand: two of three pass and one of four, of two responses to each at least one in all draws and in half."""
+    """Two of three responses pass, and one of four. Two draws contain a pass always, and in half of the cases."""
     rewards = np.array([1.0, 0.2, np.nan, 0.5, 0.0, 0.7, 0.4, 0.1], np.float32)
     metrics = pass_metrics(rewards, np.repeat([0, 1], 4), 0.5)
     assert metrics == pytest.approx({"pass_at_1": (2 / 3 + 1 / 4) / 2, "pass_at_2": (1 + 1 / 2) / 2, "pass_at_4": 1.0})
@@ -38,19 +37,15 @@ def test_k_is_each_power_of_two_and_the_number_of_responses() -> None:
     assert list(pass_metrics(np.zeros(6), np.zeros(6, np.int64), 1.0)) == [f"pass_at_{k}" for k in (1, 2, 4, 6)]
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def test_a_set_has_rows_of_its_own(tmp_path: Path) -> None:
     """The second set is another file with other columns; the first reads the data of training."""
     own = write(tmp_path / "own.jsonl", [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(9)])
     other = write(tmp_path / "other.jsonl", [{"prompt": "1+1=", "text": "2"}, {"prompt": "2+2=", "text": "4"}])
-    data = Data(source=own, batch_size=1, max_prompt_tokens=8, columns={"prompt": "question"}, eval_split="train[5:]")
+    columns = {"prompt": "question"}
+    data = Data(source=str(own), batch_size=1, max_prompt_tokens=8, columns=columns, eval_split="train[5:]")
     sets = {
         "few": EvaluationSet(split="train[:3]", num_prompts=2),
-        "other": EvaluationSet(source=other, split="train", columns={"answer": "text"}),
+        "other": EvaluationSet(source=str(other), split="train", columns={"answer": "text"}),
     }
     held_out = load_held_out(data, Evaluation(every=1, num_prompts=3, sets=sets))
     prompts = {name: [(row["prompt"], row["answer"]) for row in rows] for name, (_, rows) in held_out.items()}
@@ -70,7 +65,8 @@ def test_a_set_has_rows_of_its_own(tmp_path: Path) -> None:
     ],
 )
 def test_an_error_names_the_set(evaluation_set: EvaluationSet, message: str, tmp_path: Path) -> None:
-    data = Data(source=write(tmp_path / "own.jsonl", [{"prompt": "1+1="}]), batch_size=1, max_prompt_tokens=8)
+    own = write(tmp_path / "own.jsonl", [{"prompt": "1+1="}])
+    data = Data(source=str(own), batch_size=1, max_prompt_tokens=8)
     with pytest.raises(UserError) as raised:
         load_held_out(data, Evaluation(every=1, num_prompts=3, sets={"mine": evaluation_set}))
     assert str(raised.value).startswith(message)
@@ -87,7 +83,7 @@ def test_an_error_names_the_set(evaluation_set: EvaluationSet, message: str, tmp
         (("data.eval_split=null",), "data.eval_split: is missing, and evaluation needs it"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(overrides: tuple[str, ...], message: str) -> None:
+def test_options_without_a_meaning_are_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError) as raised:
         rlflow.compile(load(*overrides), "local")
     assert str(raised.value).startswith(message)
@@ -104,7 +100,7 @@ def test_the_plan_counts_all_responses_of_all_sets() -> None:
     ]
 
 
-def test_an_evaluation_without_new_options_is_the_experiment_that_it_was() -> None:
+def test_only_options_that_are_set_belong_to_the_experiment() -> None:
     assert experiment_of(load())["evaluation"] == {"every": 25, "num_prompts": 500}
     more = experiment_of(load("evaluation.num_responses=4"))["evaluation"]
     assert more == {"every": 25, "num_prompts": 500, "num_responses": 4}
@@ -112,7 +108,7 @@ def test_an_evaluation_without_new_options_is_the_experiment_that_it_was() -> No
 
 @pytest.mark.slow
 def test_a_run_measures_each_set(tmp_path: Path) -> None:
-    """Rewards are 0 or 1, so the mean of all responses is pass@1; the set without a name has the figure of the run."""
+    """Rewards are 0 or 1, so the mean of all responses is pass@1. The report has the mean of the set without a name."""
     reward = "graph.rewards.function='tests.integration.reward_functions:even'"
     sets = "evaluation.sets.one={split: test, num_prompts: 5, num_responses: 1}"
     overrides = ("recipe=fake", "steps=2", "evaluation.num_responses=4", reward, sets)
@@ -124,5 +120,5 @@ def test_a_run_measures_each_set(tmp_path: Path) -> None:
     assert 0 < first["evaluation/mean_at_4"] == pytest.approx(first["evaluation/pass_at_1"])
     assert first["evaluation/pass_at_1"] < first["evaluation/pass_at_2"] < first["evaluation/pass_at_4"] <= 1
     assert report.eval_before == first["evaluation/mean_at_4"]
-    # The fake engine's responses follow from the keys alone, of which each prompt's first is in both sets.
+    # Each of the five rewards is 0 or 1.
     assert first["evaluation/one/reward"] in (0, 0.2, 0.4, 0.6, 0.8, 1)

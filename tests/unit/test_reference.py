@@ -50,7 +50,7 @@ def test_public_names_are_listed(name: str) -> None:
         ("tune", ("`true` or `false` or `adaptive`", "`false`", "")),
     ],
 )
-def test_rows(path: str, row: tuple[str, str, str]) -> None:
+def test_rows_have_type_default_and_unit(path: str, row: tuple[str, str, str]) -> None:
     key = KEYS[path]
     assert (key.type, key.default, key.unit) == row
 

@@ -1,4 +1,4 @@
-"""The live page: what the server answers and refuses, and how the page follows the run."""
+"""The live page: answers and refusals of its server, and how the page follows the run."""
 
 import http.client
 import json
@@ -79,15 +79,15 @@ def test_nothing_else_is_served(server: RunServer) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil.example:1"]
 )
-def test_another_name_of_this_machine_is_refused(server: RunServer, host: str) -> None:
+def test_another_host_name_is_refused(server: RunServer, host: str) -> None:
     assert ask(server, folder_of(server), host=host)[0] == 404
 
 
-def test_a_tunnel_has_another_port(server: RunServer) -> None:
+def test_a_tunnel_on_another_port_is_served(server: RunServer) -> None:
     assert ask(server, folder_of(server), host="localhost:8080")[0] == 200
 
 
-def test_only_this_machine_can_connect_and_a_silent_client_holds_up_nobody(server: RunServer) -> None:
+def test_only_this_machine_can_connect_and_a_silent_client_delays_nobody(server: RunServer) -> None:
     assert server.server_address[0] == "127.0.0.1"
     with socket.create_connection(("127.0.0.1", server.server_port)):
         assert ask(server, folder_of(server))[0] == 200
@@ -122,7 +122,7 @@ def test_a_browser_follows_the_run(tmp_path: Path) -> None:
     run = GrowingRun(write_run(tmp_path / "run"))
     with served(run) as server:
         options = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}")
-        # Its clock runs as fast as the page allows.
+        # The clock of the page runs as fast as the page allows.
         command = [str(BROWSER), *options, "--virtual-time-budget=20000", "--dump-dom", server.url]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)
     page = done.stdout

@@ -1,4 +1,4 @@
-"""A plan's placement with other sizes: as the planner predicts a recipe that pins all of it."""
+"""A plan with other sizes has the figures that the planner predicts for a recipe with pinned placement."""
 
 from itertools import product
 from math import prod
@@ -45,13 +45,15 @@ def test_the_recipes_own_sizes_are_those_of_the_plan(recipe: str, cluster: str) 
 
 def test_other_sizes_are_what_the_planner_says_of_a_recipe_that_pins_the_placement() -> None:
     plan = rlflow.compile(load("recipe=grpo_32b"), "2x8")
+    engine, trained = (
+        ("tensor_parallel_size", "gpu_memory_utilization"),
+        ("micro_batch_tokens", "zero_stage", "offload"),
+    )
     pins = [
-        f"roles.{role}.{field}={getattr(placement.layout, field)}"
+        f"roles.{role}.{field}={value}"
         for role, placement in plan.roles.items()
-        for field in ("micro_batch_tokens", "zero_stage", "offload", "tensor_parallel_size", "gpu_memory_utilization")
-        if getattr(placement.layout, field) is not None
-        and (field in ("zero_stage", "offload", "micro_batch_tokens")) == (role != "rollout")
-        and (field != "tensor_parallel_size" or role == "rollout")
+        for field in (engine if role == "rollout" else trained)
+        if (value := getattr(placement.layout, field)) is not None
     ]
     pins += [f"roles.{role}.gpus=16" for role in plan.roles] + ["roles.actor.gradient_checkpointing=true"]
     points = points_of(plan)
@@ -77,7 +79,7 @@ def test_longer_responses_are_tight_beyond_the_plans_limit_and_do_not_fit_far_be
     assert [points[tokens].verdict for tokens in (1024, 2048, 4096)] == ["FITS"] * 3
     assert points[8192].verdict == "TIGHT"
     assert points[16384].step_seconds is None
-    # The prompt has up to 512 tokens.
+    # A sequence is a prompt of up to 512 tokens and a response.
     assert points[16384].reason.startswith("actor: ")
     assert "for 16896 tokens" in points[16384].reason
 
@@ -103,7 +105,7 @@ def test_expected_lengths_grow_with_the_longest_response() -> None:
     axes = size_axes(plan)
     own = tuple(axis.values[axis.own] for axis in axes)
     double = points[2 * own[0], *own[1:]].step_seconds
-    written = rlflow.compile(
+    longer = rlflow.compile(
         load("recipe=grpo_7b", "expect.response_tokens=[1000,3000]", f"graph.rollouts.max_tokens={2 * own[0]}"), "1x8"
     )
-    assert double == pytest.approx(written.prediction.step_seconds, rel=0.1)
+    assert double == pytest.approx(longer.prediction.step_seconds, rel=0.1)

@@ -93,7 +93,7 @@ def test_ppo_has_a_critic_and_its_penalty_in_the_reward() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "reward."])
-def test_the_own_reward_is_named(prefix: str) -> None:
+def test_a_remark_names_the_reward_function_of_the_script(prefix: str) -> None:
     remarks = convert(f"{GRPO} {prefix}custom_reward_function.path=mine.py").remarks
     assert remarks["graph.rewards.function"].startswith("verl calls mine.py:compute_score")
 

@@ -24,20 +24,20 @@ GIVEN = prompts((3, 5, 2), step=7)
 SAMPLES = GIVEN.repeat(2)
 
 
-def written(given: Prompts = GIVEN, version: int = 7) -> Rollouts:
-    """Return rollouts of the given prompts, of which some end before the limit."""
+def rollouts_of(given: Prompts = GIVEN, version: int = 7) -> Rollouts:
+    """Return rollouts of the given prompts. Some of them end before the limit."""
     made = FakeEngine(spec("rollout")).generate(given, SAMPLING)
     return replace(made, versions=Repeated(np.full(len(made), version, np.int32), made.response_ids.lengths))
 
 
-def journal(folder: Path, role: str = "rollout", version: int = 7) -> Journal:
+def journal_at(folder: Path, role: str = "rollout", version: int = 7) -> Journal:
     made = Journal(folder, role)
     made.version = version
     return made
 
 
-def found(of: Journal, samples: Prompts = SAMPLES, sampling: Sampling = SAMPLING) -> tuple[list[int], Any]:
-    rows, rollouts = of.recorded(samples.keys).find(samples, sampling)
+def found(records: Journal, samples: Prompts = SAMPLES, sampling: Sampling = SAMPLING) -> tuple[list[int], Any]:
+    rows, rollouts = records.recorded(samples.keys).find(samples, sampling)
     return rows.tolist(), rollouts
 
 
@@ -47,17 +47,17 @@ def only_file(folder: Path) -> Path:
 
 
 def test_responses_come_back_as_they_were(tmp_path: Path) -> None:
-    """Of several engines and in any order, with the rows of whoever asks."""
-    made, order = written(), np.array([5, 1, 0, 3])
-    journal(tmp_path).add(made.take(np.arange(4)), SAMPLES.take(np.arange(4)), SAMPLING)
-    journal(tmp_path).add(made.take(np.array([5, 4])), SAMPLES.take(np.array([5, 4])), SAMPLING)
-    rows, rollouts = found(journal(tmp_path), SAMPLES.take(order))
+    """Two engines record, and a third finds responses in any order, with the rows of its own samples."""
+    made, order = rollouts_of(), np.array([5, 1, 0, 3])
+    journal_at(tmp_path).add(made.take(np.arange(4)), SAMPLES.take(np.arange(4)), SAMPLING)
+    journal_at(tmp_path).add(made.take(np.array([5, 4])), SAMPLES.take(np.array([5, 4])), SAMPLING)
+    rows, rollouts = found(journal_at(tmp_path), SAMPLES.take(order))
     assert rows == [0, 1, 2, 3]
     assert_same(rollouts, made.take(order))
     assert rollouts.versions.runs_per_row is None
     others = prompts((4,), step=9)
     both = Prompts.concatenate([SAMPLES.take(np.array([2])), others.repeat(2), SAMPLES.take(np.array([3]))])
-    rows, rollouts = found(journal(tmp_path), both)
+    rows, rollouts = found(journal_at(tmp_path), both)
     assert rows == [0, 3]
     assert_same(rollouts, made.take(np.array([2, 3])))
 
@@ -65,9 +65,9 @@ def test_responses_come_back_as_they_were(tmp_path: Path) -> None:
 def test_conversations_come_back_with_what_their_environment_added(tmp_path: Path) -> None:
     samples = prompts((3, 3), step=4).repeat(2)
     made = replace(conversations(), rows=tuple({**row, "environment_reward": 0.5} for row in samples.rows))
-    of = journal(tmp_path, version=3)
-    of.add(made, samples, SAMPLING)
-    rows, rollouts = found(of, samples)
+    records = journal_at(tmp_path, version=3)
+    records.add(made, samples, SAMPLING)
+    rows, rollouts = found(records, samples)
     assert rows == [0, 1, 2, 3]
     assert_same(rollouts, made)
     assert isinstance(rollouts, Conversations)
@@ -94,82 +94,81 @@ def changed_prompt(samples: Prompts) -> Prompts:
 def test_another_response_is_not_found(
     role: str, version: int, changes: Callable[[Prompts], Prompts], sampling: Sampling, tmp_path: Path
 ) -> None:
-    journal(tmp_path).add(written(), SAMPLES, SAMPLING)
-    assert found(journal(tmp_path))[0] == [0, 1, 2, 3, 4, 5]
-    assert found(journal(tmp_path, role, version), changes(SAMPLES), sampling) == ([], None)
+    journal_at(tmp_path).add(rollouts_of(), SAMPLES, SAMPLING)
+    assert found(journal_at(tmp_path))[0] == [0, 1, 2, 3, 4, 5]
+    assert found(journal_at(tmp_path, role, version), changes(SAMPLES), sampling) == ([], None)
 
 
 def test_a_file_that_is_cut_off_loses_only_its_last_record(tmp_path: Path) -> None:
-    of = journal(tmp_path)
-    of.add(written().take(np.arange(2)), SAMPLES.take(np.arange(2)), SAMPLING)
+    records = journal_at(tmp_path)
+    records.add(rollouts_of().take(np.arange(2)), SAMPLES.take(np.arange(2)), SAMPLING)
     first = len(only_file(tmp_path).read_bytes())
-    of.add(written().take(np.arange(2, 6)), SAMPLES.take(np.arange(2, 6)), SAMPLING)
+    records.add(rollouts_of().take(np.arange(2, 6)), SAMPLES.take(np.arange(2, 6)), SAMPLING)
     content = only_file(tmp_path).read_bytes()
     for size in [*range(first, first + 100, 9), *range(first + 100, len(content), 499), len(content) - 1]:
         only_file(tmp_path).write_bytes(content[:size])
-        rows, rollouts = found(journal(tmp_path))
+        rows, rollouts = found(journal_at(tmp_path))
         assert rows == [0, 1], size
-        assert_same(rollouts, written().take(np.arange(2)))
+        assert_same(rollouts, rollouts_of().take(np.arange(2)))
 
 
 def test_a_record_with_a_flipped_bit_is_missing(tmp_path: Path) -> None:
-    of = journal(tmp_path)
-    of.add(written().take(np.arange(2)), SAMPLES.take(np.arange(2)), SAMPLING)
-    of.add(written().take(np.arange(2, 6)), SAMPLES.take(np.arange(2, 6)), SAMPLING)
+    records = journal_at(tmp_path)
+    records.add(rollouts_of().take(np.arange(2)), SAMPLES.take(np.arange(2)), SAMPLING)
+    records.add(rollouts_of().take(np.arange(2, 6)), SAMPLES.take(np.arange(2, 6)), SAMPLING)
     file, draw = only_file(tmp_path), np.random.default_rng(0)
     content = file.read_bytes()
     for place in [*range(0, 60, 3), *draw.integers(60, len(content), 20).tolist()]:
         damaged = bytearray(content)
         damaged[place] ^= 1 << int(draw.integers(8))
         file.write_bytes(damaged)
-        rows, rollouts = found(journal(tmp_path))
+        rows, rollouts = found(journal_at(tmp_path))
         assert rows in ([0, 1], [2, 3, 4, 5], []), place
         if rows:
-            assert_same(rollouts, written().take(np.array(rows)))
+            assert_same(rollouts, rollouts_of().take(np.array(rows)))
 
 
-def test_files_of_something_else_are_nothing(tmp_path: Path) -> None:
+def test_files_without_records_are_ignored(tmp_path: Path) -> None:
     folder = tmp_path / "step-000007"
     folder.mkdir()
     for number, content in enumerate((b"", b"\0" * 1000, bytes(range(256)) * 9)):
         (folder / f"rollout-{number}").write_bytes(content)
-    assert found(journal(tmp_path)) == ([], None)
+    assert found(journal_at(tmp_path)) == ([], None)
 
 
 def test_a_conversation_that_is_not_done_is_never_resumed_from_a_record(tmp_path: Path) -> None:
-    """Its environment could be a pickle of a stranger."""
+    """A record of a stranger could have a harmful pickle as its environment."""
     samples = prompts((3, 3), step=4).repeat(2)
-    journal(tmp_path).add(conversations(2, b"a pickle"), samples, SAMPLING)
-    assert found(journal(tmp_path), samples) == ([], None)
+    journal_at(tmp_path).add(conversations(2, b"a pickle"), samples, SAMPLING)
+    assert found(journal_at(tmp_path), samples) == ([], None)
 
 
 def test_records_are_filed_by_the_first_step_that_can_train_on_them(tmp_path: Path) -> None:
-    """Step 7 generated ahead by version 5, and a sample of step 7 that version 9 has finished."""
-    run = tmp_path
+    """Version 5 generates step 7 ahead, and version 9 finishes a sample of step 7."""
     for version in (5, 9):
-        journal(journal_folder(run), version=version).add(written(version=version), SAMPLES, SAMPLING)
-    assert sorted(each.name for each in journal_folder(run).iterdir()) == ["step-000007", "step-000009"]
-    remove_records(run, before=8)
-    assert found(journal(journal_folder(run), version=5)) == ([], None)
-    assert found(journal(journal_folder(run), version=9))[0] == [0, 1, 2, 3, 4, 5]
+        journal_at(journal_folder(tmp_path), version=version).add(rollouts_of(version=version), SAMPLES, SAMPLING)
+    assert sorted(each.name for each in journal_folder(tmp_path).iterdir()) == ["step-000007", "step-000009"]
+    remove_records(tmp_path, before=8)
+    assert found(journal_at(journal_folder(tmp_path), version=5)) == ([], None)
+    assert found(journal_at(journal_folder(tmp_path), version=9))[0] == [0, 1, 2, 3, 4, 5]
 
 
 def test_samples_of_two_steps_are_in_the_files_of_both(tmp_path: Path) -> None:
     given = Prompts.concatenate([prompts((3, 2), step=7), prompts((4,), step=8)])
-    journal(tmp_path).add(written(given), given.repeat(2), SAMPLING)
+    journal_at(tmp_path).add(rollouts_of(given), given.repeat(2), SAMPLING)
     assert [file.parent.name for file in sorted(tmp_path.glob("*/*"))] == ["step-000007", "step-000008"]
-    rows, rollouts = found(journal(tmp_path), given.repeat(2))
+    rows, rollouts = found(journal_at(tmp_path), given.repeat(2))
     assert rows == [0, 1, 2, 3, 4, 5]
-    assert_same(rollouts, written(given))
+    assert_same(rollouts, rollouts_of(given))
 
 
 def test_another_experiment_starts_with_an_empty_journal(tmp_path: Path) -> None:
     open_journal(tmp_path, {"seed": 1})
-    journal(journal_folder(tmp_path)).add(written(), SAMPLES, SAMPLING)
+    journal_at(journal_folder(tmp_path)).add(rollouts_of(), SAMPLES, SAMPLING)
     open_journal(tmp_path, {"seed": 1})
-    assert found(journal(journal_folder(tmp_path)))[0] == [0, 1, 2, 3, 4, 5]
+    assert found(journal_at(journal_folder(tmp_path)))[0] == [0, 1, 2, 3, 4, 5]
     open_journal(tmp_path, {"seed": 2})
-    assert found(journal(journal_folder(tmp_path))) == ([], None)
+    assert found(journal_at(journal_folder(tmp_path))) == ([], None)
     (journal_folder(tmp_path) / "experiment.json").write_bytes(b"\xff")
     open_journal(tmp_path, {"seed": 2})
     assert (journal_folder(tmp_path) / "experiment.json").read_text() == '{"seed": 2}'
@@ -178,7 +177,7 @@ def test_another_experiment_starts_with_an_empty_journal(tmp_path: Path) -> None
 def test_a_disk_that_is_full_for_a_while_costs_only_some_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of, opened = journal(tmp_path), Path.open
+    records, opened = journal_at(tmp_path), Path.open
 
     def half_written(path: Path, mode: str) -> Any:
         with opened(path, mode) as file:
@@ -187,9 +186,9 @@ def test_a_disk_that_is_full_for_a_while_costs_only_some_records(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", half_written)
-        of.add(written().take(np.arange(2)), SAMPLES.take(np.arange(2)), SAMPLING)
-    of.add(written().take(np.arange(2, 6)), SAMPLES.take(np.arange(2, 6)), SAMPLING)
-    assert found(journal(tmp_path))[0] == [2, 3, 4, 5]
+        records.add(rollouts_of().take(np.arange(2)), SAMPLES.take(np.arange(2)), SAMPLING)
+    records.add(rollouts_of().take(np.arange(2, 6)), SAMPLES.take(np.arange(2, 6)), SAMPLING)
+    assert found(journal_at(tmp_path))[0] == [2, 3, 4, 5]
 
 
 def engine_at(folder: Path, version: int = 7) -> TransformersEngine:
@@ -202,31 +201,30 @@ def engine_at(folder: Path, version: int = 7) -> TransformersEngine:
 def test_an_engine_decodes_only_the_batches_that_are_not_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine is killed in its third batch; another one goes on, and does the same as one that was not."""
-    decoded: list[int] = []
-    decode = decoding.decode
+    """An engine is killed in its third batch. Another one decodes that batch, and a third one none."""
+    num_decoded, decode = 0, decoding.decode
 
-    def limited(*arguments: Any, **named: Any) -> Any:
-        if len(decoded) == 2:
+    def decode_two_batches(*arguments: Any, **named: Any) -> Any:
+        nonlocal num_decoded
+        if num_decoded == 2:
             raise KeyboardInterrupt
-        decoded.append(len(arguments[1]))
+        num_decoded += 1
         return decode(*arguments, **named)
 
     expected = engine_at(tmp_path / "undisturbed").generate(GIVEN, SAMPLING)
-    monkeypatch.setattr(transformers, "decode", limited)
+    monkeypatch.setattr(transformers, "decode", decode_two_batches)
     with pytest.raises(KeyboardInterrupt):
         engine_at(tmp_path / "killed").generate(GIVEN, SAMPLING)
-    del decoded[0]
-    assert_same(engine_at(tmp_path / "killed").generate(GIVEN, SAMPLING), expected)
-    assert decoded == [1, 1]
-    assert_same(engine_at(tmp_path / "killed").generate(GIVEN, SAMPLING), expected)
-    assert decoded == [1, 1]
+    for num_missing in (1, 0):
+        num_decoded = 0
+        assert_same(engine_at(tmp_path / "killed").generate(GIVEN, SAMPLING), expected)
+        assert num_decoded == num_missing
 
 
 def test_a_session_generates_only_what_is_not_recorded(tmp_path: Path) -> None:
     first, second = WritingEngine(spec("rollout")), WritingEngine(spec("rollout"))
     for engine in (first, second):
-        engine.journal = journal(tmp_path, version=0)
+        engine.journal = journal_at(tmp_path, version=0)
     first.begin_session(GIVEN, SAMPLING)
     first.advance(pack_rows([1, 4]), 1)
     expected = WritingEngine(spec("rollout")).generate_rows(GIVEN, SAMPLING, pack_rows(range(6)))
@@ -240,7 +238,7 @@ def test_a_session_generates_only_what_is_not_recorded(tmp_path: Path) -> None:
 def test_a_session_reports_recorded_rows_with_their_lengths(tmp_path: Path) -> None:
     first, second = WritingEngine(spec("rollout")), WritingEngine(spec("rollout"))
     for engine in (first, second):
-        engine.journal = journal(tmp_path, version=0)
+        engine.journal = journal_at(tmp_path, version=0)
         engine.begin_session(GIVEN, SAMPLING)
     reported = first.advance(pack_rows([0, 3]), 1)
     second.begin_session(GIVEN, SAMPLING)

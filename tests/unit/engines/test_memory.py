@@ -91,8 +91,9 @@ def test_memory_that_is_shared_with_others_does_not_count() -> None:
 
 
 def test_the_share_of_a_gpu_counts_other_processes_and_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = iter([(2, 5, 10), (1, 3, 10), (9, 9, 10)])  # by others, the peak of this process, the GPU's
-    monkeypatch.setattr(memory, "_memory_bytes", lambda device: next(held))
+    # Each is the memory of other processes, the peak of this one, and the memory of the GPU.
+    measurements = iter([(2, 5, 10), (1, 3, 10), (9, 9, 10)])
+    monkeypatch.setattr(memory, "_memory_bytes", lambda device: next(measurements))
     monkeypatch.setattr(memory, "_start_peak", lambda device: None)
     peaks, reader = PhasePeaks("cuda:0"), Reader()
     peaks.record(reader)

@@ -76,7 +76,7 @@ def test_processes_end_with_their_object(pools: list[ProcessPool]) -> None:
     del calls, pool
     pools.clear()
     while stopped.alive:
-        # A thread of the pool may still have had it at the first time.
+        # At the first collection, a thread of the pool may still refer to it.
         gc.collect()
 
 

@@ -60,8 +60,7 @@ def test_corrections_of_the_page_are_read() -> None:
         wire(rlflow.load(["recipe=fake", *overrides], CONFIG_DIR))
 
 
-def test_the_page_has_the_defaults() -> None:
-    """The table that compares rlflow's defaults with verl's and TRL's."""
+def test_the_table_beside_verl_and_trl_has_the_defaults_of_rlflow() -> None:
     (table,) = re.findall(r"\| what \| rlflow \| verl \| TRL \| option.*?(?:\n\n|\Z)", COMING_FROM, flags=re.DOTALL)
     here = {row.split("|")[1].strip(): row.split("|")[2].strip() for row in table.strip().splitlines()[2:]}
 

@@ -1,4 +1,4 @@
-"""What a killed run, or a person, has left in a file of lines."""
+"""Files of lines that a killed run has cut off, or a person has edited."""
 
 from pathlib import Path
 from typing import Any

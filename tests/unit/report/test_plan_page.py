@@ -15,7 +15,7 @@ from rlflow.compiler.other_sizes import size_axes, size_points
 from rlflow.compiler.plan import Plan
 from rlflow.report.graph_drawing import draw_graph
 from rlflow.report.plan_page import page_figures, plan_page
-from tests.browser import WIDTHS, assert_accessible, assert_prints, needs_browser, shown
+from tests.browser import WIDTHS, assert_accessible, assert_prints, needs_browser, open_page
 from tests.helpers import load
 
 
@@ -68,10 +68,11 @@ def test_cpus_have_no_memory_of_gpus() -> None:
     assert "least headroom" not in figures["summary"]
 
 
-def test_two_columns_of_the_graph_are_joined_by_what_the_second_reads(plan: Plan) -> None:
+def test_lines_join_nodes_of_the_graph_to_their_inputs_and_pass_beside_boxes(plan: Plan) -> None:
     graph = draw_graph(plan)
     boxes = {box["name"]: box for box in graph["boxes"]}
-    assert boxes["update"]["reads"] == list(dict.fromkeys(dict(read_by(plan))["update"]))
+    (update,) = [node for node in plan.graph.nodes if node.name == "update"]
+    assert boxes["update"]["reads"] == list(dict.fromkeys(update.inputs.values()))
     assert boxes["actor->rollout"]["reads"] == ["update"]
     places = [(box["column"], box["row"]) for box in graph["boxes"]]
     assert len(set(places)) == len(places)
@@ -82,10 +83,6 @@ def test_two_columns_of_the_graph_are_joined_by_what_the_second_reads(plan: Plan
             next(name for name, place in zip(boxes, places, strict=True) if place == end) for end in (line[0], line[-1])
         )
         assert first in boxes[last]["reads"]
-
-
-def read_by(plan: Plan) -> list[tuple[str, list[str]]]:
-    return [(node.name, list(node.inputs.values())) for node in plan.graph.nodes]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +96,7 @@ def file(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @needs_browser
 def test_a_browser_draws_every_gpu_and_node(plan: Plan, file: Path, chromium: Browser) -> None:
-    with shown(chromium, file) as page:
+    with open_page(chromium, file) as page:
         assert page.locator(".gpu").count() == 15
         assert page.locator("h1").inner_text() == f"{plan.recipe.name} on {plan.cluster.shape} FITS"
         assert page.locator("#graph rect").count() == len(plan.graph.nodes) + 2, "with the prompts and the weight sync"
@@ -115,7 +112,7 @@ def test_a_browser_draws_every_gpu_and_node(plan: Plan, file: Path, chromium: Br
 @needs_browser
 def test_alternatives_sort_by_click_and_by_keyboard(plan: Plan, file: Path, chromium: Browser) -> None:
     steps = [each.step_seconds or 1e9 for each in plan.prediction.alternatives]
-    with shown(chromium, file) as page:
+    with open_page(chromium, file) as page:
 
         def cells() -> list[float]:
             texts = page.locator("#alternatives td.number").all_inner_texts()
@@ -139,7 +136,7 @@ def test_alternatives_sort_by_click_and_by_keyboard(plan: Plan, file: Path, chro
 @pytest.mark.slow
 @needs_browser
 def test_sliders_show_what_the_planner_says_of_these_sizes(plan: Plan, file: Path, chromium: Browser) -> None:
-    with shown(chromium, file) as page:
+    with open_page(chromium, file) as page:
         figures = page.locator("#size-summary")
         assert format_seconds(plan.prediction.step_seconds) in figures.inner_text()
         assert page.locator("#own").is_disabled()
@@ -174,7 +171,7 @@ def test_a_thousand_gpus_are_drawn_within_a_second(tmp_path: Path, chromium: Bro
     assert file.stat().st_size < 2_000_000
     seconds = []
     for _ in range(3):
-        with shown(chromium, file) as page:
+        with open_page(chromium, file) as page:
             assert page.locator(".gpu").count() == 1024
             times = "performance.getEntriesByType('navigation')[0]"
             seconds.append(page.evaluate(f"{times}.domComplete - {times}.responseEnd") / 1000)
@@ -183,10 +180,10 @@ def test_a_thousand_gpus_are_drawn_within_a_second(tmp_path: Path, chromium: Bro
 
 @pytest.mark.slow
 @needs_browser
-def test_the_picture_of_the_documentation(chromium: Browser, tmp_path: Path, picture: Path) -> None:
+def test_the_picture_of_the_documentation_is_small(chromium: Browser, tmp_path: Path, picture: Path) -> None:
     file = tmp_path / "plan.html"
     file.write_text(plan_page(rlflow.compile(load("recipe=grpo_32b"), "2x8")))
-    with shown(chromium, file) as page:
+    with open_page(chromium, file) as page:
         box = page.locator("#step").bounding_box()
         assert box is not None
         height = box["y"] + box["height"] + 20

@@ -70,18 +70,16 @@ def test_earlier_lines_are_not_read_again(tmp_path: Path) -> None:
 
 def test_a_resumed_run_drops_the_steps_that_it_repeats_and_an_older_report(tmp_path: Path) -> None:
     write_plan(tmp_path)
-    path, report = (
-        tmp_path / "metrics.jsonl",
-        {"steps": 2, "status": "stopped", "warnings": ["late"], "x": float("nan")},
-    )
+    path = tmp_path / "metrics.jsonl"
+    report = {"steps": 2, "status": "stopped", "warnings": ["late"], "x": float("nan")}
     add(path, *({"step": step, "seconds": 1.0} for step in (1, 2)))
     (tmp_path / "report.json").write_text(json.dumps(report))
     files = RunFiles(tmp_path)
     first = files.figures()
     assert first["report"] == {**report, "x": None}
     assert [event["text"] for event in first["events"]] == ["late"]
-    (tmp_path / "kept").write_text(path.read_text().splitlines(keepends=True)[0])
-    (tmp_path / "kept").replace(path)
+    (tmp_path / "shortened").write_text(path.read_text().splitlines(keepends=True)[0])
+    (tmp_path / "shortened").replace(path)
     add(path, *({"step": step, "seconds": 2.0} for step in (2, 3)))
     figures = files.figures()
     assert figures["curves"]["seconds"] == [[1, 2, 3], [1.0, 2.0, 2.0]]
@@ -123,12 +121,17 @@ def test_engines_show_their_last_step_and_which_were_replaced(tmp_path: Path) ->
     )
     add(tmp_path / "events.jsonl", {"step": 5, "kind": "resumed", "text": "resumed after step 5"})
     figures = RunFiles(tmp_path).figures()
-    first, other = figures["engines"]
+    first, second_engine = figures["engines"]
     assert first == {
-        **{"role": "rollout", "engine": 0, "step": 2},
-        **{"seconds": 1.5, "tokens": 15, "cache": 0.4, "preemptions": 3},
+        "role": "rollout",
+        "engine": 0,
+        "step": 2,
+        "seconds": 1.5,
+        "tokens": 15,
+        "cache": 0.4,
+        "preemptions": 3,
     }
-    assert (other["engine"], other["tokens"]) == (1, 3)
+    assert (second_engine["engine"], second_engine["tokens"]) == (1, 3)
     assert figures["engine_tokens"] == {"rollout": [[100, 101, 102], [7, 13, 5]]}
     assert [event["text"] for event in figures["events"]] == [
         "rollout: engine 1 replaced: it died",
@@ -148,10 +151,11 @@ def test_samples_of_a_long_run_stay_few_and_keep_the_first_and_the_last(tmp_path
     assert len(files.figures()["samples"][0]["prompt"]) < 4100
 
 
-def test_warnings_are_logged_also_those_before_the_start(tmp_path: Path) -> None:
-    log, plan = EventLog(), Any
+def test_warnings_are_logged_even_from_before_the_start(tmp_path: Path) -> None:
+    log = EventLog()
+    plan: Any = None
     log.warned("early")
-    log.started(plan, tmp_path, 4)  # type: ignore[arg-type]
+    log.started(plan, tmp_path, 4)
     log.stepped(5, {})
     log.warned("later")
     log.close()

@@ -12,7 +12,7 @@ from rlflow.errors import RecipeError
 from rlflow.report.__main__ import main
 from rlflow.report.run_figures import RunFiles
 from rlflow.report.run_page import differences, run_page
-from tests.browser import assert_accessible, assert_prints, needs_browser, shown
+from tests.browser import assert_accessible, assert_prints, needs_browser, open_page
 
 REPORT = {
     "status": "finished",
@@ -112,7 +112,7 @@ def test_a_browser_draws_curves_and_shows_samples_as_text(tmp_path: Path, chromi
     (folders[0] / "events.jsonl").write_text('{"step": 4, "text": "step 4 is <skipped>"}\n')
     file = tmp_path / "report.html"
     file.write_text(run_page(folders))
-    with shown(chromium, file) as page:
+    with open_page(chromium, file) as page:
         assert page.locator("canvas").count() == 3, "evaluation, rewards and engines; the others are folded"
         assert page.locator("canvas").nth(1).get_attribute("aria-label") == "rewards/mean, a curve over the steps"
         page.locator("summary", has_text="step").press("Enter")

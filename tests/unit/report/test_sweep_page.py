@@ -1,4 +1,4 @@
-"""The plans of a sweep as a page: figures of the plans, the frontier, and what does not fit."""
+"""The plans of a sweep as a page: figures of the plans, the frontier, and clusters that are too small."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from rlflow.compose import load_cluster
 from rlflow.report.plan_page import write_dry_run
 from rlflow.report.sweep_page import sweep_figures, write_sweep_page
 from rlflow.resources.cluster import Cluster
-from tests.browser import assert_accessible, assert_prints, needs_browser, shown
+from tests.browser import assert_accessible, assert_prints, needs_browser, open_page
 from tests.helpers import load
 
 SHAPES = ("1x4", "1x8", "2x8")
@@ -30,7 +30,7 @@ def plans(price: float | None = 2.5) -> dict[str, Plan]:
 
 
 def outcomes_of(found: dict[str, Plan], folder: Path) -> list[SweepOutcome]:
-    """Return the outcomes of a sweep over clusters, of which the first is too small."""
+    """Return the outcomes of a sweep over clusters. The first cluster is too small."""
     small = SweepOutcome(("recipe=grpo_7b", "cluster=1x1"), None, reason="roles: nothing fits 1x1")
     fits = [
         SweepOutcome(("recipe=grpo_7b", f"cluster={shape}"), plan, folder=folder / str(number))
@@ -69,7 +69,7 @@ def test_a_plan_that_takes_longer_and_costs_more_is_not_on_the_frontier(tmp_path
     assert slow.cost.hours > found["1x8"].cost.hours
     assert slow.cost.gpu_hours > found["1x8"].cost.gpu_hours
     assert not figures["slow"]["frontier"]
-    # Of two plans, the fastest and the cheapest are never beaten.
+    # No plan beats the fastest or the cheapest one.
     for least in ("hours", "gpu_hours"):
         best = min(figures.values(), key=lambda row: row[least])
         assert best["frontier"]
@@ -92,7 +92,7 @@ def test_a_browser_compares_plans_and_opens_them(
         write_dry_run(outcome.plan, outcome.folder)
     file = write_sweep_page(outcomes)
     assert file == tmp_path / "plans.html"
-    with shown(chromium, file) as page:
+    with open_page(chromium, file) as page:
         names = page.locator("#plans td:first-child")
         assert names.all_inner_texts() == ["cluster=2x8", "cluster=1x8", "cluster=1x4"]
         page.get_by_role("button", name="GPU-hours").click()
@@ -102,9 +102,8 @@ def test_a_browser_compares_plans_and_opens_them(
         assert names.all_inner_texts() == sorted(hours, key=lambda name: -hours[name])
         assert page.locator("#rejected").inner_text().split("\t") == ["cluster=1x1", "roles: nothing fits 1x1"]
         names_of_charts = [each.get_attribute("aria-label") or "" for each in page.locator("canvas").all()]
-        assert [name.split(" by ")[0] for name in names_of_charts] == [
-            *("Hours of the run", "Step, s", "GPU-hours of the run", "Price of the run"),
-        ]
+        headings = ["Hours of the run", "Step, s", "GPU-hours of the run", "Price of the run"]
+        assert [name.split(" by ")[0] for name in names_of_charts] == headings
         step = found["1x4"].prediction.step_seconds
         assert f"cluster=1x4: 4, {float(f'{step:.3g}'):g}" in names_of_charts[1]
         assert_prints(page)

@@ -12,7 +12,9 @@ from rlflow.rewards import processes
     ("share", "expected"),
     [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("9000000 100000", 8), (None, 8)],
 )
-def test_processors(share: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usable_cpus_are_those_of_the_cgroup(
+    share: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "cpu.max"
     if share is not None:
         file.write_text(share)
@@ -26,12 +28,12 @@ def test_a_thread_that_ends_meanwhile_hides_no_children(monkeypatch: pytest.Monk
     thread = threading.Thread(target=stop.wait)
     thread.start()
 
-    def read_as_if_it_had_ended(path: Path) -> str:
+    def read_without_the_thread(path: Path) -> str:
         if path.parent.name == str(thread.native_id):
             raise ProcessLookupError
         return read(path)
 
-    monkeypatch.setattr(Path, "read_text", read_as_if_it_had_ended)
+    monkeypatch.setattr(Path, "read_text", read_without_the_thread)
     with subprocess.Popen(["sleep", "60"]) as child:
         found = processes.children(os.getpid())
         child.kill()

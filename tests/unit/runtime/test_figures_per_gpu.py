@@ -1,4 +1,4 @@
-"""Throughput per GPU and idle pools, by hand."""
+"""Throughput per GPU and idle pools, calculated by hand."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ def plan(**workload: Any) -> Any:
 
 
 def test_a_weight_sync_keeps_both_pools_busy() -> None:
-    """Of 10 seconds: 10 - 5 - 0.5, and 10 - 2 - 0.5; 800 tokens on 4 GPUs."""
+    """The pools idle for 10 - 5 - 0.5 and 10 - 2 - 0.5 seconds, and 4 GPUs make 800 tokens in 10 seconds."""
     assert figures_per_gpu(plan(), SECONDS, 10.0, 800) == pytest.approx(
         {
             "tokens_per_second_per_gpu": 20.0,

@@ -1,4 +1,4 @@
-"""Runs that lose workers and hosts, on a runtime of this process that only says so."""
+"""Runs that lose workers and hosts, on a runtime of this process that only reports the losses."""
 
 import json
 import re
@@ -30,7 +30,7 @@ from rlflow.runtime.ray.engine_specs import spec_of
 from rlflow.runtime.recovery import Session
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
-from tests.helpers import load, prompts
+from tests.helpers import load, metrics_of, prompts
 
 DIED = "role actor: worker 0 on host-0 died."
 ACTOR = Lost(processes=["role actor: worker 0 on host-0"])
@@ -76,7 +76,7 @@ class LosingRuntime(LocalRuntime):
     """A runtime of this process for any plan. ``starts`` has the plan of each start."""
 
     def __init__(self, lost: Lost, missing: int = 0) -> None:
-        """For so many starts after the first a host is ``missing``."""
+        """Set the losses that engines report, and for how many starts after the first a host is ``missing``."""
         self.lost, self.missing = lost, missing
         self.starts: list[Plan] = []
         self.engines: list[Engines] = []
@@ -102,10 +102,13 @@ class Warnings(Observer):
 
 
 def written(folder: Path) -> dict[str, Any]:
-    """Return what a run has written, times left out."""
-    metrics = [{k: v for k, v in line.items() if "second" not in k} for line in read_lines(folder / "metrics.jsonl")]
+    """Return the files of a run that do not depend on time."""
     final = folder / "checkpoints" / "step-000006" / "actor" / "state.json"
-    return {"metrics": metrics, "samples": read_lines(folder / "samples.jsonl"), "state": final.read_text()}
+    return {
+        "metrics": metrics_of(folder),
+        "samples": read_lines(folder / "samples.jsonl"),
+        "state": final.read_text(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +120,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("step", "continues_from"), [(1, 0), (2, 0), (3, 2), (6, 4)])
-def test_the_run_goes_back_to_its_last_checkpoint(
+def test_a_run_goes_back_to_its_last_checkpoint_and_ends_as_if_nothing_had_happened(
     step: int, continues_from: int, expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or to its initial weights, and ends as if nothing had happened. Checkpoints are after every second step."""
+    """Without a checkpoint it goes back to its initial weights. Checkpoints are saved after every second step."""
     monkeypatch.setattr(Dying, "at", {step}, raising=False)
     runtime, warnings = LosingRuntime(ACTOR), Warnings()
     report = run(plan_of("local"), tmp_path, runtime, [MetricsWriter(), SampleLog(), warnings])
@@ -134,10 +137,10 @@ def test_the_run_goes_back_to_its_last_checkpoint(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", [("local",), ("2x1@cpu", "roles.rollout.colocate=[]")], ids=["shared", "own"])
-def test_steps_that_are_generated_ahead(
+def test_steps_that_are_generated_ahead_are_repeated(
     placement: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On GPUs that train too, and by a thread on GPUs of their own."""
+    """Engines share GPUs with training, or a thread generates on GPUs of their own."""
     plan = plan_of(*placement, "overlap.max_staleness=1")
     assert plan.takes_turns == (placement == ("local",))
     for name, at in (("undisturbed", set[int]()), ("run", {4})):
@@ -183,7 +186,7 @@ def session(plan: Plan, folder: Path, runtime: LosingRuntime, *, stopped: bool =
 
 
 def lose(run: Session) -> None:
-    """Have the run fail because of what its runtime has lost."""
+    """Have the run fail after the losses of its runtime."""
     run.recover(EngineError(DIED))
 
 
@@ -197,7 +200,7 @@ def lose(run: Session) -> None:
     ],
     ids=["an engine fails", "asked to stop", "no restarts", "a host of its own"],
 )
-def test_what_ends_a_run(lost: Lost, stopped: bool, override: str, tmp_path: Path) -> None:
+def test_a_run_that_cannot_recover_ends(lost: Lost, stopped: bool, override: str, tmp_path: Path) -> None:
     runtime = LosingRuntime(lost)
     with (
         pytest.raises(EngineError, match=f"^{re.escape(DIED)}$"),
@@ -207,7 +210,7 @@ def test_what_ends_a_run(lost: Lost, stopped: bool, override: str, tmp_path: Pat
     assert (run.restarts, run.warnings, len(runtime.starts)) == (0, [], 1)
 
 
-def test_the_same_checkpoint_too_often(tmp_path: Path) -> None:
+def test_a_run_that_goes_back_to_the_same_checkpoint_too_often_ends(tmp_path: Path) -> None:
     """A worker that runs out of memory does so again. A new checkpoint shows that the run gets further."""
     plan = plan_of("local")
     with session(plan, tmp_path, LosingRuntime(ACTOR)) as run:
@@ -225,7 +228,7 @@ def test_the_same_checkpoint_too_often(tmp_path: Path) -> None:
 
 
 def test_rows_continue_from_the_checkpoint(tmp_path: Path) -> None:
-    """Also where a checkpoint before the step that the run was resumed from is used."""
+    """The run started at step 0, and continues from a checkpoint of step 4."""
     with session(plan_of("local"), tmp_path, LosingRuntime(ACTOR)) as run:
         save(tmp_path, replace(run.progress, step=4, rows=14), {"actor": run.engines["actor"]}, keep=1)
         lose(run)
@@ -242,7 +245,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     assert "step-000004 is damaged" in run.warnings[0]
 
 
-def test_no_plan_fits_the_hosts_that_are_left(tmp_path: Path) -> None:
+def test_a_run_ends_if_no_plan_fits_the_hosts_that_are_left(tmp_path: Path) -> None:
     plan = plan_of("2x1@cpu", "elastic=true", "roles.rollout.gpus=2")
     with (
         pytest.raises(EngineError, match=r"No plan fits the hosts that are left\. roles\.rollout\.gpus: ") as raised,
@@ -254,7 +257,7 @@ def test_no_plan_fits_the_hosts_that_are_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_names_and_stages_stay(tmp_path: Path) -> None:
+def test_a_new_plan_keeps_names_of_hosts_and_zero_stages(tmp_path: Path) -> None:
     """A host keeps its own name, and a trained role the ZeRO stage that its checkpoints have."""
     recipe = load("recipe=grpo_7b", "elastic=true")
     three = load_cluster("3x8@h200")
@@ -271,7 +274,7 @@ def pinned(recipe: Recipe, zero_stage: int) -> dict[str, Role]:
     return {**recipe.roles, "actor": replace(recipe.roles["actor"], zero_stage=zero_stage)}
 
 
-def test_a_host_that_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_waits_for_a_host_that_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "_POLL_S", 0.0)
     runtime = LosingRuntime(replace(HOST, hosts_may_return=True), missing=3)
     with session(plan_of("2x1@cpu"), tmp_path, runtime) as run:
@@ -283,7 +286,7 @@ def test_a_host_that_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-def test_a_host_that_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_does_not_come_back_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "_HOST_WAIT_S", 0.0)
     runtime = LosingRuntime(replace(HOST, hosts_may_return=True), missing=3)
     with pytest.raises(EngineError, match=DIED), session(plan_of("2x1@cpu"), tmp_path, runtime) as run:

@@ -76,7 +76,7 @@ def test_the_best_and_the_worst_of_a_step_have_their_texts_and_judgements() -> N
     assert found["random"].step == 7
 
 
-def test_a_response_without_tokens_is_never_read() -> None:
+def test_a_response_without_tokens_is_never_a_sample() -> None:
     data: Any = Numbers()
     reader = SampleReader(rlflow.compile(load("recipe=grpo_tiny"), "1x1@cpu").graph, data, seed=0)
     generated = rollouts(sequences((3,), ((0, 2, 3),)))

@@ -1,4 +1,4 @@
-"""The trace of a run: what is in it, by the rules of its format and beside the metrics."""
+"""The trace of a run keeps the rules of its format and agrees with the metrics."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_slices_agree_with_the_metrics(tmp_path: Path) -> None:
     seconds = seconds_of(events, "controller")
     for line in metrics:
         for name, value in line.items():
-            # The first step has the first sync too, which is no part of its metrics.
+            # The trace also has the sync before the first step, which is not in the metrics of that step.
             if name.startswith("seconds/") and (line["step"], name) != (1, "seconds/copy"):
                 assert seconds[line["step"], name.removeprefix("seconds/")] == pytest.approx(value, abs=1e-5)
         assert seconds[line["step"], "step"] == pytest.approx(line["seconds"], abs=1e-5)
@@ -75,7 +75,7 @@ def test_arrows_follow_the_edges_of_the_graph(tmp_path: Path) -> None:
     assert not {("update", "rollouts"), ("rewards", "reference")} & found
 
 
-def test_some_steps_are_traced_and_without_a_trace_there_is_none(tmp_path: Path) -> None:
+def test_only_chosen_steps_are_traced(tmp_path: Path) -> None:
     assert len(traced(tmp_path / "some", (2, 7))) > 2
     assert {step for step, _ in seconds_of(checked_events(tmp_path / "some" / "trace.json"), "controller")} == {2}
     traced(tmp_path / "none", False)
@@ -86,7 +86,7 @@ class Engine:
     def update(self) -> None: ...
 
 
-def test_a_trace_goes_on_when_the_run_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
+def test_a_trace_continues_when_the_run_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
     plan: Any = rlflow.compile(load("recipe=fake", config_dir=CONFIG_DIR), "local")
     writer = TraceWriter(True)
     for engines in (Engines(actor=Engine()) for _ in range(2)):
@@ -100,7 +100,7 @@ def test_a_trace_goes_on_when_the_run_goes_back_to_a_checkpoint(tmp_path: Path) 
     assert [event["name"] for event in slices].count("update") == 2 + 2
 
 
-def test_times_are_taken_once() -> None:
+def test_each_time_is_taken_once() -> None:
     engine = Engine()
     times = Times(engine)
     engine.update()
@@ -116,7 +116,7 @@ def test_an_arrow_comes_from_the_last_slice_that_starts_before() -> None:
     assert arrows(rounds, edges) == [(rounds[0], rounds[1]), (rounds[2], rounds[3])]
 
 
-def test_a_call_belongs_to_what_it_overlaps_most() -> None:
+def test_a_call_belongs_to_the_node_that_it_overlaps_most() -> None:
     around = [Span("reference", 0, 10), Span("update", 10, 100)]
     assert cause_of(Span("logprobs", 2, 12), around) == "reference"
     assert cause_of(Span("logprobs", 9, 60), around) == "update"

@@ -24,7 +24,7 @@ class Output:
 
 
 class FakeEngine:
-    """Answers a prompt of n tokens after n steps. Loses some requests named "lost"."""
+    """Answers a prompt of n tokens after n steps, and loses ``num_losses`` requests with the parameters "lost"."""
 
     def __init__(self) -> None:
         self.num_losses = 0

@@ -108,7 +108,7 @@ def test_a_single_engine_reports_each_row_at_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_finished_rows_are_recorded_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while the runtime waits for all of them, and the others take long."""
+    """The runtime meanwhile waits for all rows, of which the others take long."""
     engine = Manual()
     engine.journal = Journal(tmp_path, "actor")
     engine.begin_session(GIVEN, SAMPLING)

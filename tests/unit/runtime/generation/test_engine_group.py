@@ -126,7 +126,7 @@ def test_the_samples_of_an_engine_that_fails_go_to_the_others(kind: type[Dying],
 
 
 class Sloppy(WritingEngine):
-    """Returns other rollouts than it should: ``rows`` of those that it has."""
+    """An engine that drops its first two rollouts and returns ``rows`` in their place."""
 
     rows: ClassVar[list[int]] = []
 
@@ -143,7 +143,7 @@ class Sloppy(WritingEngine):
 
 @pytest.mark.parametrize("room", [4, 100])
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("rows", "reason"),
     [
         ([0], "1 are missing, 0 are doubled"),
         ([0, 1, 1], "0 are missing, 1 are doubled"),
@@ -151,7 +151,7 @@ class Sloppy(WritingEngine):
     ],
 )
 def test_an_engine_that_loses_or_doubles_a_sample_is_replaced(
-    rows: list[int], told: str, room: int, monkeypatch: pytest.MonkeyPatch
+    rows: list[int], reason: str, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Sloppy, "rows", rows)
     sloppy = Sloppy(spec(), (room, 10_000))
@@ -160,7 +160,7 @@ def test_an_engine_that_loses_or_doubles_a_sample_is_replaced(
     check(writing.generate(GIVEN, SAMPLING))
     assert workers.engines[1] is not sloppy
     (line,) = writing.take_failures()
-    assert told in line["failed"]
+    assert reason in line["failed"]
 
 
 def test_engines_that_lose_a_sample_every_time_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,8 +283,8 @@ def seconds_of(engine: int, count: int, running: int, tokens: int) -> list[dict[
     return [{"engine": engine, "seconds": 1.0, "running": running, "tokens": tokens}] * count
 
 
-def test_a_slow_engine_shows_by_its_decoding_steps() -> None:
-    """Two take 10 ms for a token of each of their samples, however many these are, and one takes 200 ms."""
+def test_a_slow_engine_shows_in_its_decoding_steps() -> None:
+    """A decoding step takes 10 ms on two engines, with 10 samples and with 2, and 200 ms on the third."""
     lines = [*seconds_of(0, 4, 10, 1000), *seconds_of(1, 4, 2, 200), *seconds_of(2, 4, 10, 50)]
     assert slow_engines(lines) == {2: pytest.approx(20.0)}
     assert slow_engines(lines[:8]) == {}

@@ -26,7 +26,7 @@ from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from rlflow.runtime.step import run_graph
 from tests.conftest import CONFIG_DIR
-from tests.helpers import load, spec
+from tests.helpers import load, metrics_of, spec
 
 BATCH, GROUP, STEPS = 4, 3, 5
 
@@ -51,9 +51,8 @@ def plan_of(reward: str, *overrides: str, recipe: str = "fake") -> Plan:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """Of the steps, times aside."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "second" not in k} for line in lines if "sampling/rounds" in line]
+    """Return the metrics of the steps, without those of evaluations."""
+    return [line for line in metrics_of(folder) if "sampling/rounds" in line]
 
 
 def data_of(plan: Plan) -> DataSource:

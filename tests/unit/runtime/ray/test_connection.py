@@ -1,4 +1,4 @@
-"""A Ray that cannot start is one message, and leaves nothing."""
+"""A Ray that cannot start is one error message."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from rlflow.errors import PlacementError
 from rlflow.runtime.ray.cluster.connection import simulated
 
 
-def test_a_simulated_host_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulated_host_that_cannot_start_is_an_error_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray raises a plain Exception when its own processes do not answer in time."""
     from ray.cluster_utils import Cluster
 

@@ -198,7 +198,7 @@ def test_which_roles_sleep_and_which_release_memory() -> None:
     assert told() == ["critic wake True"]
     turns.take("critic")
     assert told() == ["critic wake"]
-    # Lost workers have nothing to give up, and the roles beside them do before new workers start.
+    # Lost workers have no memory to release. The roles beside them release theirs before new workers start.
     lost = ("critic", "actor")
     for name in lost:
         turns.stopped(name)

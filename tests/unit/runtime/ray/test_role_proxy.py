@@ -74,8 +74,8 @@ class Dying(FakeEngine):
 
 
 @pytest.mark.parametrize(("is_frozen", "dead"), [(True, [1]), (True, []), (False, [1])])
-def test_a_frozen_role_that_has_lost_a_rank_repeats_the_call(is_frozen: bool, dead: list[int]) -> None:
-    """New workers have the weights that the old ones had. An engine that fails and lives would fail again."""
+def test_only_a_frozen_role_that_has_lost_a_rank_repeats_the_call(is_frozen: bool, dead: list[int]) -> None:
+    """New workers have the weights of the old ones. An engine that fails without dying would fail again."""
     workers = fakes(2)
     workers.engines[1].logprobs = Dying(spec()).logprobs
     workers.dead = dead
@@ -112,7 +112,7 @@ def test_responses_do_not_depend_on_the_number_of_workers(count: int, room: int 
 
 
 class Forgetful(FakeEngine):
-    """Returns all rollouts but the last."""
+    """An engine that returns all rollouts but the last."""
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         rollouts = super().generate(prompts, sampling)

@@ -25,7 +25,7 @@ def test_limits_follow_the_prediction(node: str, silence: float, limit: float) -
     ("method", "parameters", "silence"),
     [("build", 1e4, 300), ("save", 1e4, 20), ("restore", 3e8, 144), ("export", 7e9, 300), ("save", math.inf, 300)],
 )
-def test_loading_and_saving_take_what_disks_take(method: str, parameters: float, silence: float) -> None:
+def test_loading_and_saving_may_take_as_long_as_slow_disks(method: str, parameters: float, silence: float) -> None:
     wait = Waits({"tiny": 0.1}, other_s=1.0, num_parameters=parameters).of(method, "tiny")
     assert (wait.silence_s, wait.limit_s) == (silence, 6 * 3600)
 
