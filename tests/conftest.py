@@ -16,8 +16,8 @@ from hypothesis import settings
 
 from tests.integration.engine_process import EngineProcess, free_address, processes
 
-# Libraries leave millions of objects behind as they are imported, which the garbage collector would look through many
-# times. What is there when the tests have been collected stays, and only what comes later is looked through.
+# Imported libraries leave millions of objects behind, which the garbage collector would search many times. Objects from
+# before the collection of tests are therefore frozen, and it searches only later ones.
 gc.disable()
 
 # Nothing is fetched in a test, and texts are as wide as in a pipe.
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 CONFIG_DIR = Path(__file__).parent / "conf"
 FAKE = ("--config-dir", str(CONFIG_DIR), "recipe=fake")
 
-# All recipes, for tests that are run with each of them: `make check` takes these few and `make test` all.
+# Tests that run with each recipe have these few in `make check`, and all in `make test`.
 FEW = {"grpo_tiny", "ppo_tiny", "dpo_7b", "grpo_32b"}
 RECIPES = [
     pytest.param(path.stem, marks=() if path.stem in FEW else pytest.mark.slow, id=path.stem)

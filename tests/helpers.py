@@ -101,7 +101,7 @@ def prompts(lengths: Sequence[int] = (3, 5, 2), step: int = 0, seed: int = 0) ->
 
 
 def sequences(prompt_lengths: Sequence[int], response_lengths: Sequence[Sequence[int]], seed: int = 0) -> Sequences:
-    """For each prompt a group of responses of these lengths."""
+    """Return a group of responses of these lengths for each prompt."""
     draw = np.random.default_rng(seed)
     prompt_rows = [draw.integers(1, 13, length) for length in prompt_lengths]
     groups = list(zip(prompt_rows, response_lengths, strict=True))
@@ -113,7 +113,7 @@ def sequences(prompt_lengths: Sequence[int], response_lengths: Sequence[Sequence
 
 
 def pairs(count: int, seed: int = 0) -> Pairs:
-    """Of prompts and responses of one to eight tokens."""
+    """Return pairs of prompts and responses of one to eight tokens."""
     draw = np.random.default_rng(seed)
     columns = (
         Packed.from_rows([draw.integers(1, 13, draw.integers(1, 9)) for _ in range(count)], np.int32) for _ in range(3)
@@ -122,7 +122,7 @@ def pairs(count: int, seed: int = 0) -> Pairs:
 
 
 def minibatch(of: Sequences, step: int = 0, **columns: NDArray[Any]) -> Minibatch:
-    """With every token counting the same."""
+    """Return a minibatch in which every token has the same weight."""
     size = len(of.response_ids.values)
     return Minibatch(
         **vars(of),

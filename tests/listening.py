@@ -1,10 +1,10 @@
-"""Which sockets processes of this machine listen on, as the kernel has it."""
+"""The sockets on which processes of this machine listen, from the kernel's tables."""
 
 import os
 from contextlib import suppress
 from pathlib import Path
 
-# As the kernel writes them: 127.0.0.1, ::1 and ::ffff:127.0.0.1.
+# The addresses 127.0.0.1, ::1 and ::ffff:127.0.0.1 in the kernel's form.
 LOOPBACK = {"0100007F", f"{0:024}01000000", f"{0:016}FFFF00000100007F"}
 LISTENS = "0A"
 

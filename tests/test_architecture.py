@@ -111,7 +111,7 @@ def module_name(path: Path) -> str:
 
 
 def executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes, except for those under ``if TYPE_CHECKING``."""
+    """Yield all nodes of a tree, except for those under ``if TYPE_CHECKING``."""
     yield tree
     for child in ast.iter_child_nodes(tree):
         if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):

@@ -20,6 +20,8 @@ FRAGMENTS = (
     "Of That Those These This As Likewise Whether What Where When Which Who How Why In On By For From To With Without "
     "Between It Its There Is Are Has Not No Only If"
 )
+# Beginnings of comments and docstrings that are no sentences, in tests too.
+FRAGMENT = re.compile(r'^ *(?:# |""")(?:Of|What|Which|Whether|Whoever|Also|Likewise|Or|And)\b.*', re.MULTILINE)
 VERBS = set((ROOT / "tests" / "verbs.txt").read_text().split())
 """Verbs in the imperative that docstrings of functions start with. Add the plain ones that are missing."""
 REFUSED = {
@@ -100,6 +102,12 @@ def test_docstrings_are_statements(room: Path) -> None:
                 if docstring and (wrong := fault(docstring, is_function)):
                     found.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)} {wrong}: {docstring[:80]}")
     assert found == []
+
+
+@pytest.mark.parametrize("folder", ["rlflow", "benchmarks", "tests"])
+def test_comments_and_docstrings_are_sentences(folder: str) -> None:
+    found = {str(path.relative_to(ROOT)): FRAGMENT.findall(path.read_text()) for path in sources(ROOT / folder)}
+    assert {path: lines for path, lines in found.items() if lines} == {}
 
 
 @pytest.mark.parametrize("room", [*rooms(), ROOT / "benchmarks"], ids=lambda room: room.name)

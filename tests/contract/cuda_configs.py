@@ -27,7 +27,7 @@ from rlflow.runtime.ray.engine_specs import check_engines, spec_of
 from tests.helpers import load
 
 GPUS = 8
-# Of each recipe: a host, two hosts, and two hosts with the engines apart from the trainer.
+# Each recipe runs on a host, on two hosts, and on two hosts with the engines apart from the trainer.
 VARIANTS = (("1x8", ""), ("2x8", ""), ("2x8", "roles.rollout.colocate=[]"))
 # The name of a plan's engine with more sequences than any plan here has.
 MANY = "1000 sequences"
@@ -35,7 +35,7 @@ _COMPILED = ("vllm._C_stable_libtorch", "vllm.vllm_flash_attn")
 
 
 class _Compiled(ModuleType):
-    """A module that is compiled for GPUs, and not in the build for processors. What it has is never called here."""
+    """A module that is compiled for GPUs and missing in the build for CPUs. Its functions are never called here."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -123,7 +123,7 @@ def config_of(plan: Plan, role: str, plan_spec: EngineSpec, folder: str) -> Any:
 
 
 def told(plan: Plan, recipe: str, role: str, **changes: Any) -> dict[str, Any]:
-    """What vLLM makes of a role, beside what is planned, or its error."""
+    """Return vLLM's settings for a role beside those of the plan, or vLLM's error."""
     spec = replace(spec_of(plan, role, plan.recipe.models[plan.recipe.roles[role].model], device="cuda:0"), **changes)
     set_environment(spec)
     line: dict[str, Any] = {"recipe": recipe, "cluster": plan.cluster.shape, "role": role}

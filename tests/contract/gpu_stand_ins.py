@@ -1,4 +1,4 @@
-"""What vLLM's GPU code needs of a GPU, replaced on the processor: streams, devices, and gloo in place of NCCL."""
+"""Stand-ins on the CPU for everything that vLLM's GPU code uses: streams, devices, and gloo in place of NCCL."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
-"""What rlflow's source calls of the libraries below it, found in the source itself.
+"""The calls of rlflow's source to the libraries below it, found in the source itself.
 
-A call is found by the names that a file imports, by the annotations of parameters, and by what ``OBJECTS`` and
-``RETURNS`` say of objects that neither tells.
+A call is found by the names that a file imports and by the annotations of parameters. ``OBJECTS`` and ``RETURNS`` list
+the types of other objects.
 """
 
 import ast

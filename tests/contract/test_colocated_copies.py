@@ -36,7 +36,7 @@ class Torch:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Torch:
-    """What vLLM's sender sees of torch."""
+    """Replace torch in vLLM's sender by a stand-in."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from vllm.distributed.weight_transfer import ipc_engine, packed_tensor

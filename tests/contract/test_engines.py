@@ -1,4 +1,4 @@
-"""What every engine of a capability must do, whichever library it is."""
+"""The contract of every engine with a capability, whichever its library is."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

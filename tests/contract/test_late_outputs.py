@@ -1,7 +1,7 @@
 """The batcher and its sessions over an engine whose outputs come one step late, as vLLM's do on GPUs.
 
 There a step is scheduled before the last one has been read (asynchronous scheduling), so ``step`` returns the outputs
-of the step before, and nothing the first time. That a request has ended is known when the next step runs already.
+of the step before, and nothing the first time. The end of a request is known only when the next step already runs.
 """
 
 import threading
@@ -22,7 +22,7 @@ from rlflow.errors import EngineError
 from tests.helpers import prompts, spec
 
 PATIENCE_S = 60
-# What ends each response, whatever comes after it in the step that runs meanwhile.
+# The token that ends each response. The step that runs meanwhile may add another one.
 END = 0
 
 
@@ -81,7 +81,7 @@ class LateEngine:
         before, self.running = self.running, list(self.requests) or None
         finished = []
         for name in before or ():
-            # Those aborted since are passed over, as vLLM's output processor does.
+            # Requests that were aborted meanwhile are skipped, as vLLM's output processor does.
             if (request := self.requests.get(name)) is not None:
                 left = request.length - len(request.ids)
                 request.ids.append(END if left == 1 else 1)
@@ -121,7 +121,7 @@ def inner(monkeypatch: pytest.MonkeyPatch) -> LateEngine:
 
 @pytest.fixture
 def engine(inner: LateEngine, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
-    """As on a GPU."""
+    """Return an engine on a stand-in for a GPU."""
     monkeypatch.setattr(VllmEngine, "__init__", lambda self, given: None)
     engine = VllmEngine(spec())
     engine._spec = replace(spec("rollout"), device="cuda:0")
@@ -167,7 +167,7 @@ def test_a_step_on_its_way_ends_before_the_engine_sleeps_or_takes_weights(
         engine.finish_transfer(version)
         engine.wake()
     assert engine._batcher.submit(requests(2))[0].result(PATIENCE_S).version == 2
-    # What is told of weights waits for what is being written, too.
+    # The new version of the weights also waits for responses that are being generated.
     late = engine._batcher.submit(requests(30))
     engine.finish_transfer(3)
     assert (late[0].result(PATIENCE_S).version, late[0].done()) == (2, True)

@@ -27,7 +27,7 @@ from tests.unit.runtime.ray.test_binding import live
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 _AUTO = "transformers.models.auto.auto_factory._BaseAutoModelClass"
-# Where the class that is annotated leaves what is called to its subclasses.
+# The subclasses that define these methods for the annotated class.
 SUBCLASSES = {
     # Behind a decorator that hides it.
     "transformers.AutoModelForCausalLM.from_config": f"{_AUTO}.from_config",
@@ -64,7 +64,7 @@ def found(path: str) -> Any:
 
 
 def made_by_objects(kind: type, name: str) -> bool:
-    """Whether objects of the class have an attribute that the class has not."""
+    """Return whether objects of the class have an attribute that the class lacks."""
     if name.removesuffix("_id") in getattr(kind, "SPECIAL_TOKENS_ATTRIBUTES", ()):
         return True
     for each in kind.__mro__[:-1]:
@@ -109,7 +109,7 @@ def test_a_call_fits_the_signature(call: Call) -> None:
 
 
 def test_every_name_exists() -> None:
-    """Also of classes, constants and functions that are handed on and not called."""
+    """Classes, constants and functions that are passed on without a call exist too."""
     names = {name for source, where in files() for name in references_of(source, where)}
     missing = []
     for name in sorted(names):
@@ -121,7 +121,7 @@ def test_every_name_exists() -> None:
 
 
 def test_ray_knows_the_options_of_workers() -> None:
-    """Which are checked when an actor starts."""
+    """Ray checks these options only when an actor starts."""
     from ray._common.ray_option_utils import actor_options
 
     plan = rlflow.compile(load("recipe=grpo_7b"), "1x8")

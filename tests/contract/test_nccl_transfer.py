@@ -49,7 +49,7 @@ def given(version: int) -> dict[str, Tensor]:
 
 
 class Trainer:
-    """Of which each rank goes through all weights, and meets the other for each as in a gather."""
+    """A rank of a trainer, which meets the other rank for each of its weights, as in a gather."""
 
     def __init__(self, rank: int, meeting: threading.Barrier) -> None:
         self._rank, self._meeting = rank, meeting
@@ -58,7 +58,7 @@ class Trainer:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in given(self.version).items():
             self._meeting.wait(60)
-            # Only those of rank 0 are the whole weights.
+            # Only rank 0 has complete weights.
             yield name, tensor if self._rank == 0 else torch.full_like(tensor, torch.nan)
 
 
@@ -103,7 +103,7 @@ def vllm_worker(rank: int) -> Any:
 
 
 class LlmEngine:
-    """In the place of vLLM's LLMEngine: calls all its workers at once, as its executor of several processes does.
+    """A stand-in for vLLM's LLMEngine. It calls all its workers at once, as vLLM's executor of several processes does.
 
     A worker that fails ends the reading of answers, and leaves those of later ranks to the next call.
     """
@@ -156,7 +156,7 @@ class Setting:
         self.engines = [rollout_engine(patch) for _ in range(ENGINES)]
 
     def copy(self, version: int) -> None:
-        """As ``sync.directly`` does it."""
+        """Send the weights as ``sync.directly`` does."""
         receivers = Receivers([Actor(engine) for engine in self.engines], WIDTH)
         for worker in self.trainer:
             worker._engine.version = version
@@ -230,7 +230,7 @@ def test_an_engine_that_is_replaced_meets_those_that_go_on(setting: Setting) -> 
 
 
 def test_a_failed_rank_leaves_no_answer_behind(setting: Setting) -> None:
-    """What one rank raises is raised, and the next call gets answers of its own."""
+    """The error of one rank is raised, and the next call gets answers of its own."""
     setting.copy(1)
     inner = setting.engines[0].inner
     worker = inner.workers[0]

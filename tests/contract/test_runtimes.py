@@ -1,4 +1,4 @@
-"""What every runtime must do, wherever its workers live."""
+"""The contract of every runtime, wherever its workers live."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,7 +97,7 @@ class TestRuntime:
     def test_a_run_is_the_same_and_goes_on_where_it_stopped(
         self, runtime: type[Runtime], expected: list[dict[str, Any]], tmp_path: Path
     ) -> None:
-        """With Ray on other hosts than before."""
+        """A run on Ray resumes on other hosts."""
         stopped = run(plan_of("local"), tmp_path / "run", runtime(), [MetricsWriter()], stop=lambda: True)
         assert stopped.status == "stopped"
         plan = placed("uneven hosts") if runtime is RayRuntime else plan_of("local")
@@ -111,7 +111,7 @@ class TestRuntime:
     def test_steps_that_ask_for_more_prompts(
         self, runtime: type[Runtime], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Of whose tokens none comes to the process that runs the graph."""
+        """No tokens come to the process that runs the graph."""
         more = ("+graph.sampling={node: dynamic_sampling}", f"graph.rewards.function='{__name__}:begins_low'")
         plan = plan_of("local", *more, "evaluation=null")
         run(plan, tmp_path / "expected", LocalRuntime(), [MetricsWriter()])
@@ -153,7 +153,7 @@ class TestRuntime:
 
 
 def begins_low(texts: Sequence[str], rows: Any) -> list[float]:
-    """In which responses to a prompt mostly differ."""
+    """Reward a low first digit, in which the responses to a prompt mostly differ."""
     return [float(text[:1] < "3") for text in texts]
 
 

@@ -23,7 +23,7 @@ from rlflow.engines.serving.settings import set_environment
 from tests.helpers import spec
 
 _SECONDS = 200
-# What engines of a library import when they are built.
+# The modules that engines of a library import when they are built.
 _MODULES = {
     "deepspeed": [
         "deepspeed",
@@ -80,7 +80,7 @@ class EngineProcess:
 
 
 class RemoteEngine:
-    """Has the methods of the engine behind it."""
+    """An engine in another process, with all its methods."""
 
     def __init__(self, process: EngineProcess, place: int) -> None:
         self._process, self._place = process, place
@@ -116,7 +116,7 @@ def all_of(processes: Sequence[EngineProcess], function: Callable[..., Any], *ar
 
 
 def free_address() -> str:
-    """Where the workers of a role can meet on this machine."""
+    """Return an address where the workers of a role can meet on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
@@ -158,7 +158,7 @@ def _template(library: str) -> _Template:
 
 def _fork(control: socket.socket, library: str) -> None:
     multiprocessing.current_process().daemon = False  # engines may start processes
-    # As the engines do before they import the libraries, which read it then.
+    # Libraries read the environment when they are imported, so engines set it before.
     if library == "vllm":
         set_environment(spec())
     os.environ["DS_ACCELERATOR"] = "cpu"

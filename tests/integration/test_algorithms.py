@@ -18,7 +18,7 @@ from tests.helpers import load
 
 ALGORITHMS = sorted({path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml")} - {"sft"})
 FROM_PAIRS = {"dpo", "rm"}
-# What each says of itself, besides what all do.
+# The metrics of each algorithm, besides those of all.
 SAID = {
     "cispo": ["update/clip_fraction"],
     "dapo": ["shaped/mean", "sampling/differing"],

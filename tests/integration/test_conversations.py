@@ -27,7 +27,7 @@ def plan_of(*overrides: str, cluster: str = "local") -> Plan:
 
 
 def metrics(plan: Plan, folder: Path) -> list[dict[str, Any]]:
-    """Of rollouts, rewards and evaluations, by step."""
+    """Run a plan, and return the metrics of rollouts, rewards and evaluations by step."""
     assert run(plan, folder, runtime_of(plan), [MetricsWriter()]).status == "finished"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = ("rollouts/", "rewards/", "evaluation/", "step")

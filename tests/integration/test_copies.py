@@ -30,13 +30,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 class Failing(EngineWorker):
-    """As often as there are files in its folder, the rank 1 of a role does what they are named after."""
+    """A worker whose rank 1 fails as often as its folder has files, in the ways that their names say."""
 
     folder: Path
 
     def build(self, engine: str, spec: EngineSpec) -> None:
         super().build(engine, spec)
-        # Of vLLM's ways from GPU to GPU, for which there are no GPUs here.
+        # These stand for vLLM's transports from GPU to GPU, because there are no GPUs here.
         self._engine.transfer = lambda method, arguments: self._maybe("transfer_hangs")
         self._engine.finish_transfer = lambda version: setattr(self._engine, "_version", version)
 

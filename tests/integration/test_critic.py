@@ -40,7 +40,7 @@ ADAPTIVE = ("graph.advantages.kl_coef=0.1", "graph.advantages.kl_target=0.01")
 
 
 def plan_of(*overrides: str, cluster: str = "local") -> Plan:
-    """With a model so small that it takes no time."""
+    """Return a plan with a model so small that it takes no time."""
     recipe = load("recipe=ppo_tiny", *SMALL, *overrides)
     return rlflow.compile(replace(recipe, models=load("recipe=real", config_dir=CONFIG_DIR).models), cluster)
 
@@ -128,7 +128,7 @@ def without_stores(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("hosts")
 def test_four_roles_on_four_hosts_and_back(tmp_path: Path) -> None:
-    """With a coefficient that lives where tokens are read, and lies in checkpoints."""
+    """The coefficient is in the process that reads tokens, and in checkpoints."""
     pins = [f"roles.{role}.colocate=[]" for role in ("actor", "critic", "reference", "rollout")]
     apart = plan_of(*FAKE, *ADAPTIVE, *pins, cluster="4x1@cpu")
     assert len({bundle for placement in apart.roles.values() for bundle in placement.bundles}) == 4

@@ -38,7 +38,7 @@ GSPO = GspoUpdate(
 # The difference of the weights before and after is the gradient, but for this factor: large, so that their own rounding
 # counts little.
 STEP = 16.0
-# Of a gradient, by that of weights of about one.
+# The rounding error of a gradient, from that of weights of about one.
 ROUNDING = 1e-7 / STEP
 GIVEN = sequences([3, 6, 2, 9], [[4, 9, 1], [2, 7, 7, 5], [5], [12, 3, 3]])
 BACKWARDS = np.arange(len(GIVEN))[::-1]
@@ -68,7 +68,7 @@ def ten_and_one(given: Minibatch) -> list[Minibatch]:
 
 
 def all_and_none(given: Minibatch) -> list[Minibatch]:
-    """As a rank without rows is given one that counts nothing."""
+    """Return the minibatch, and one with weight zero as for a rank without rows."""
     idle = given.take(np.array([0]))
     return [given, replace(idle, weights=idle.weights.like(np.zeros_like(idle.weights.values)))]
 
@@ -76,9 +76,9 @@ def all_and_none(given: Minibatch) -> list[Minibatch]:
 @dataclass(frozen=True, eq=False)
 class Cut:
     tokens: int
-    """Of a micro-batch, at most."""
+    """The most tokens of a micro-batch."""
     stage: int | None = None
-    """Of ZeRO, on two ranks; None: the plain engine."""
+    """The ZeRO stage on two ranks; None for the plain engine."""
     split: Callable[[Minibatch], list[Minibatch]] | None = None
     """None: the ranks share each sequence."""
     order: NDArray[np.int64] | None = None
@@ -152,7 +152,7 @@ def plain(of: EngineSpec) -> TorchEngine:
 
 
 def build(engines: list[Any], of: EngineSpec) -> int:
-    """In the child."""
+    """Build an engine in the child process."""
     from rlflow.engines.deepspeed import DeepSpeedEngine
 
     class Engine(DeepSpeedEngine):
@@ -167,7 +167,7 @@ def build(engines: list[Any], of: EngineSpec) -> int:
 def gradients(
     engines: list[Any], place: int, given: Minibatch, tokens: int, node: PolicyGradient = PPO
 ) -> tuple[Gradients, Metrics]:
-    """Of each weight, and what the update said. The engine is left as it was."""
+    """Return the gradient of each weight and the metrics of an update, and restore the engine."""
     engine = engines[place]
     engine._spec = replace(engine._spec, layout=replace(engine._spec.layout, micro_batch_tokens=tokens))
 
@@ -189,13 +189,13 @@ def in_one_pass(node: PolicyGradient) -> tuple[Gradients, Metrics]:
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[Gradients, Metrics]:
-    """Of the whole minibatch in one pass."""
+    """Return the gradients of the whole minibatch in one pass."""
     return in_one_pass(PPO)
 
 
 @pytest.fixture(scope="module")
 def places(two: Sequence[EngineProcess]) -> Callable[[int | None, int], list[int]]:
-    """Of the engine of a ZeRO stage and so many ranks that share sequences, in each of the processes."""
+    """Return a function that builds an engine in each process, and returns its places there."""
     address = free_address()
 
     @cache

@@ -190,7 +190,7 @@ class Columns:
 
 
 def test_between_hosts_goes_what_is_read_there() -> None:
-    """Of a batch of 16 MiB, of which readers on another host have a quarter each, two of them the same."""
+    """Three readers on another host have a quarter of a batch of 16 MiB each, and two of them the same one."""
     nodes = sorted(store_limits().items(), key=lambda item: item[1].name)
     actors = []
     for host, _ in (nodes[0], nodes[1], nodes[1], nodes[1]):
@@ -232,7 +232,7 @@ def test_a_plan_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.mark.soak
 def test_a_reward_that_fails_is_the_recipes(tmp_path: Path) -> None:
-    """Its texts and rows come to it as they do in one process."""
+    """A reward function gets texts and rows in the same form as in one process."""
     plan = plan_of(f"graph.rewards.function='{__name__}:fails'", "evaluation=null")
     said = rf"graph\.rewards\.function: '{__name__}:fails' failed \(ValueError: 1 texts, of which str\)"
     with pytest.raises(RecipeError, match=said):

@@ -30,7 +30,7 @@ STEPS = 5
 
 
 def share_everything() -> None:
-    """In the child. DeepSpeed keeps small weights whole, which here would be all of them, and has large buffers."""
+    """Have DeepSpeed shard the small weights of tests too, with small buffers. Called in the child process."""
     from rlflow.engines import deepspeed
     from rlflow.engines.sharded.settings import deepspeed_config
 
@@ -43,7 +43,7 @@ def share_everything() -> None:
 
 
 def build_deepspeed(engines: list[Any], of: EngineSpec, sgd: bool) -> int:
-    """In the child."""
+    """Build an engine with DeepSpeed in the child process."""
     import torch
 
     from rlflow.engines import deepspeed
@@ -61,7 +61,7 @@ def build_deepspeed(engines: list[Any], of: EngineSpec, sgd: bool) -> int:
 
 
 def build_torch(engines: list[Any], of: EngineSpec, sgd: bool) -> int:
-    """In the child."""
+    """Build an engine with torch in the child process."""
     engines.append(plain(sgd, of=of))
     return len(engines) - 1
 
@@ -139,7 +139,7 @@ def test_it_trains_as_the_plain_engine_does(two: Sequence[EngineProcess], addres
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_weights_that_are_not_finite_end_the_update(two: Sequence[EngineProcess], address: str, stage: int) -> None:
-    """On every rank, though under ZeRO 3 each sees its shard alone."""
+    """Every rank raises the error, although each sees only its shard under ZeRO 3."""
     ranks = Ranks(two, replace(actor(stage), optimizer=Optimizer(learning_rate=1e39)), address)
     for process, place, part in zip(two, ranks._places, split(policy_minibatch(0)), strict=True):
         process.send(call, place, "update", part, LOSS)
@@ -283,7 +283,7 @@ def test_it_goes_on_from_what_it_saved(
     one.update(split(policy_minibatch(0)), [LOSS] * 2)
     one.save([tmp_path] * 2)
     saved = {path.name for path in tmp_path.iterdir()}
-    # Of a run with another number of ranks that was killed.
+    # A killed run with another number of ranks leaves these.
     (tmp_path / UNIVERSAL).mkdir()
     (tmp_path / "latest_universal").touch()
     other.restore([tmp_path] * 2)
@@ -394,7 +394,7 @@ def test_a_checkpoint_runs_no_code(
 
 
 def find_nothing(engines: list[Any], place: int) -> None:
-    """As DeepSpeed does for some files that it lacks."""
+    """Have DeepSpeed find no checkpoint, as it does if some files are missing."""
     engines[place]._engine.load_checkpoint = lambda *_, **__: (None, {})
 
 
@@ -435,7 +435,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_on_any_rank(
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(two: Sequence[EngineProcess], address: str) -> None:
-    """Its square is too large, and the loss is not. ZeRO's stages square in float64."""
+    """The square of the gradient is too large, but not the loss. Under ZeRO, DeepSpeed squares in float64."""
     batch = policy_minibatch(0)
     batch.columns["advantages"].values[:] = 1e37
     ours = Ranks(two, actor(0), address)
@@ -468,7 +468,7 @@ def test_no_rank_gathers_the_whole_model(two: Sequence[EngineProcess], address: 
 
 
 def park(engines: list[Any], place: int) -> float:
-    """Bytes given up, over those of the weights; then all is back. On the processor, where sleeping does nothing."""
+    """Return the released bytes as a multiple of those of the weights, and restore them. Sleep does nothing on CPUs."""
     engine = engines[place]
     engine.release_memory()
     before = call(engines, place, "weights")
@@ -482,7 +482,7 @@ def park(engines: list[Any], place: int) -> float:
             assert weight.equal(same), name
     assert all(storage.nbytes() == 0 for storage, _ in engine._offloaded_state._storages)
     engine.wake()
-    # Of an engine that is awake, as on a GPU, the state goes and the weights stay.
+    # An engine that is awake, as on a GPU, releases its state and keeps its weights.
     device, engine._device = engine._device, SimpleNamespace(type="cuda")
     engine.wake(True)
     engine._device = device

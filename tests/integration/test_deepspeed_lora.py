@@ -82,7 +82,7 @@ def test_it_goes_on_from_adapters_and_optimizer_alone(
 
 
 def frozen_in(engines: list[Any], folder: str) -> list[str]:
-    """Weights of the model itself that a checkpoint holds. In the child, where DeepSpeed's classes are known."""
+    """Return the base model's weights in a checkpoint. Called in the child process, which knows DeepSpeed's classes."""
     import torch
 
     return [

@@ -41,7 +41,7 @@ class Delayed:
 
 
 class Threads(LocalRuntime):
-    """All engines in this process, whatever GPUs the plan gives them, delayed if there is a seed."""
+    """A runtime with all engines in this process, whatever the plan says. With a seed, it delays them."""
 
     def __init__(self, seed: int | None = None) -> None:
         self.seed = seed
@@ -89,7 +89,7 @@ def test_delays_of_workers_change_no_bit(tmp_path: Path) -> None:
         assert_same(whole, go(plan, tmp_path / str(seed), seed=seed))
         assert metrics(tmp_path / "whole") == metrics(tmp_path / str(seed))
     assert whole.overlap["tokens_by_staleness"].keys() == {"0", "1", "2"}
-    # Without the first step; its tokens are of version 0.
+    # The mean leaves out the first step, whose tokens have version 0.
     assert whole.overlap["staleness"]["measured"] == (1 + 2 + 2 + 2) / 4
     assert 0 <= (whole.overlap["train_idle"]["measured"] or 0.0) < 1
     stale = [line["overlap/staleness_mean"] for line in metrics(tmp_path / "whole") if "overlap/staleness_mean" in line]

@@ -32,7 +32,7 @@ from tests.integration.test_cuts import (
 SHARED_PROCESSES = "DeepSpeed"
 pytestmark = pytest.mark.slow
 
-# As nodes: what ``gradients`` asks of one is its loss.
+# Stand-ins for nodes, of which ``gradients`` uses only the loss.
 DPO: Any = SimpleNamespace(loss=lambda temperature: DpoLoss(beta=0.5, temperature=temperature), head="Scores")
 REWARD: Any = SimpleNamespace(loss=lambda temperature: RankingLoss(), head="Evaluates")
 GIVEN = pairs(7)
@@ -50,7 +50,7 @@ def spec_for(node: Any, *arguments: Any) -> Any:
 
 
 def pair_gradients(engines: list[Any], place: int, given: Minibatch, tokens: int, name: str) -> Any:
-    """In the child."""
+    """Return the gradients of pairs, in the child process."""
     return gradients(engines, place, given, tokens, {"Scores": DPO, "Evaluates": REWARD}[name])
 
 
@@ -62,7 +62,7 @@ def in_one_pass(name: str) -> tuple[Gradients, Metrics]:
 
 @pytest.fixture(scope="module")
 def places(two: Sequence[EngineProcess]) -> Callable[[Any, int | None, int], list[int]]:
-    """Of the engine of a ZeRO stage and so many ranks that share sequences, in each of the processes."""
+    """Return a function that builds an engine in each process, and returns its places there."""
     address = free_address()
 
     @cache
@@ -76,7 +76,7 @@ def places(two: Sequence[EngineProcess]) -> Callable[[Any, int | None, int], lis
 @pytest.mark.parametrize("node", [DPO, REWARD], ids=["dpo", "reward"])
 @pytest.mark.parametrize("tokens", [90, 40, 1])
 def test_on_one_rank(tokens: int, node: Any) -> None:
-    """Of one token, a pair is a pass."""
+    """With one token per micro-batch, each pair has a pass of its own."""
     compare(gradients([plain(spec_for(node, None, 1))], 0, batch(), tokens, node), in_one_pass(node.head))
 
 
@@ -96,7 +96,7 @@ def test_on_two_ranks(
 
 
 def export(engines: list[Any], place: int, folder: Path) -> Any:
-    """In the child. Returns what it says of the first pairs."""
+    """Export the model in the child process, and return its rewards of the first pairs."""
     engines[place].export(folder)
     return engines[place].evaluate(GIVEN).values
 

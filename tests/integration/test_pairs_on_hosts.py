@@ -1,4 +1,4 @@
-"""What learns from pairs on two simulated hosts, sharded by DeepSpeed, as it does in this process."""
+"""Training on pairs on two simulated hosts, sharded by DeepSpeed, equals training in this process."""
 
 import json
 from dataclasses import replace

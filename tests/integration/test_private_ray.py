@@ -51,7 +51,7 @@ def test_every_process_listens_on_the_loopback_alone(address: str, earlier: list
 def test_nobody_joins_without_the_token(address: str, tmp_path: Path) -> None:
     code = f"import ray; ray.init(address='{address}'); print('joined')"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    # On the same machine, by the way that leads there.
+    # One process has no token, and the other a wrong one.
     without = {**environment, "HOME": str(tmp_path), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     wrong = {**without, "RAY_AUTH_MODE": "token", TOKEN: "0" * 64}
     started = [

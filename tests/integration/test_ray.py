@@ -90,7 +90,7 @@ def check_every_gpu(plan: Plan) -> None:
 
 @pytest.fixture(scope="class")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """With a tool that tells of two GPUs."""
+    """Start simulated hosts with an nvidia-smi that lists two GPUs."""
     tool = tmp_path_factory.mktemp("bin") / "nvidia-smi"
     tool.write_text("#!/bin/sh\nprintf 'GPU 0: NVIDIA A10G (UUID: GPU-a)\\nGPU 1: NVIDIA A10G (UUID: GPU-b)\\n'\n")
     tool.chmod(0o755)
@@ -101,7 +101,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class TestHosts:
-    """On the same hosts, which each test leaves as it found them."""
+    """Tests on the same hosts, each of which frees all that it used."""
 
     @pytest.fixture(autouse=True)
     def all_is_let_go(self, hosts: Any) -> Iterator[None]:
@@ -300,7 +300,7 @@ def error_of(plan: Plan) -> str:
 
 
 def until_nothing_is_left() -> None:
-    """Of groups, actors and GPUs that are taken."""
+    """Wait until no placement group, actor or GPU is in use."""
     from ray._private.state import actors
     from ray.util import placement_group_table
 

@@ -19,7 +19,7 @@ from tests.helpers import load, spec
 @pytest.mark.slow
 @pytest.mark.parametrize("judged_by_sums", [True, False])
 def test_its_rewards_are_those_of_the_steps(judged_by_sums: bool, tmp_path: Path) -> None:
-    """What is held out is judged by a function where there is one, else by the model."""
+    """A function judges held-out responses if the graph has one, and otherwise the model does."""
     TorchEngine(spec(capabilities=["Trains", "Evaluates"])).export(tmp_path / "judge")
     without = [] if judged_by_sums else ["~graph.exact"]
     recipe = load("recipe=reward_model", *without, config_dir=CONFIG_DIR)

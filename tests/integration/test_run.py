@@ -206,7 +206,7 @@ class Warnings(Observer):
 
 
 def test_prompts_that_are_too_long_are_counted_where_a_person_sees_it(tmp_path: Path) -> None:
-    """All sums have six tokens, such as 12+34=."""
+    """All prompts have six tokens, such as 12+34=, which is one too many."""
     plan, seen = plan_of("fake", "data.max_prompt_tokens=5", "data.overlong=truncate_left", "steps=1"), Warnings()
     report = run(plan, tmp_path, LocalRuntime(), [seen])
     train, held_out = seen.said
@@ -234,7 +234,7 @@ def test_evaluation_takes_the_likeliest_tokens_of_held_out_prompts(tmp_path: Pat
 
 @pytest.fixture
 def top_plan(tmp_path: Path) -> Plan:
-    """Of a recipe that starts from what another makes."""
+    """Return the plan of a recipe that starts from the model of another one."""
     (tmp_path / "conf" / "recipe").mkdir(parents=True)
     base = (CONFIG_DIR / "recipe" / "real.yaml").read_text()
     start, end = base.index("  policy:"), base.index("roles:")

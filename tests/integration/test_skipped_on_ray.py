@@ -33,7 +33,7 @@ class Warnings(Observer):
 
 @pytest.mark.soak
 def test_ranks_and_workers_on_hosts_skip_a_step_together(tmp_path: Path) -> None:
-    """In step 2 one of two ranks gets an infinite advantage; in step 3 a worker on a host makes a NaN."""
+    """One of two ranks gets an infinite advantage in step 2, and a worker on a host makes a NaN in step 3."""
     plan = rlflow.compile(
         load(
             "recipe=real",

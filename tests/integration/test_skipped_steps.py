@@ -220,7 +220,7 @@ def test_the_number_in_a_row_is_the_recipes(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_resumed_run_remembers_its_skipped_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its schedule stays behind, and the row goes on: 4 and 5 before the checkpoint, 6 after it."""
+    """A skipped step does not advance the learning rate, and a row of skipped steps continues over a checkpoint."""
     whole = Watch(monkeypatch)
     break_losses(monkeypatch, whole, {2})
     expected = go(plan_of(LINEAR), tmp_path / "whole", whole)
@@ -284,7 +284,7 @@ def test_a_reward_function_that_returns_nan_is_a_mistake_in_it(tmp_path: Path, m
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_a_step_that_was_generated_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
-    """Its advantages are computed ahead too, in a thread of their own; the step that reads them is skipped."""
+    """A thread computes the advantages ahead too, and the step that reads them is skipped."""
     bad_step = 3
     original = GroupAdvantage.run
 

@@ -1,4 +1,4 @@
-"""How long ranks wait for one another: in exchanges as the recipe says, and for files as long as files take."""
+"""The limits of waiting between ranks: in exchanges that of the recipe, and for files a long one."""
 
 from dataclasses import replace
 from datetime import timedelta

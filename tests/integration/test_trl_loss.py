@@ -29,7 +29,7 @@ def padded(rows: Any, pad: float, left: bool, dtype: torch.dtype) -> torch.Tenso
 CASES: dict[str, tuple[PolicyGradient, dict[str, Any]]] = {
     "token": (PolicyUpdate(), {"loss_type": "bnpo"}),
     "clip-higher": (PolicyUpdate(clip_eps=0.1, clip_eps_high=0.15), {"epsilon": 0.1, "epsilon_high": 0.15}),
-    # TRL calls it delta. Its bound holds for all advantages, and where they are positive the other is nearer.
+    # TRL calls it delta, and applies it to all advantages. The other bound is tighter for positive ones.
     "dual clip": (PolicyUpdate(clip_eps=0.1, dual_clip=1.2), {"epsilon": 0.1, "delta": 1.2}),
     "sequence": (PolicyUpdate(aggregation="sequence"), {"loss_type": "grpo"}),
     "dr_grpo": (
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[PolicyGradient, dict[str, Any]]] = {
         GspoUpdate(clip_eps=0.05, clip_eps_high=0.07, aggregation="sequence"),
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 0.07},
     ),
-    # Of TRL's the bound is that of the ratio itself.
+    # TRL's bound is that of the ratio itself.
     "cispo": (CispoUpdate(clip_eps_high=0.1), {"loss_type": "cispo", "epsilon_high": 1.1}),
     "entropy": (PolicyUpdate(entropy_coef=0.3), {"entropy_coef": 0.3}),
     "correction": (PolicyUpdate(correction=Correction(max_ratio=1.1)), {}),
@@ -95,7 +95,7 @@ def trls(
         "num_items_in_batch": torch.tensor(len(given.response_ids.values)),
     }
     if "importance_sampling_ratio" in columns:
-        # Of vLLM, where TRL finds it without having sampled.
+        # TRL takes the ratio from vLLM, even without having sampled.
         trainer.use_vllm = True
         trainer.vllm_importance_sampling_correction = True
         ratios = [columns["importance_sampling_ratio"][row].tolist() for row in rows]
@@ -108,7 +108,7 @@ def trls(
 
 
 def weights_of_trl(correction: Correction, apart: Packed) -> Any:
-    """By its modes token_truncate and sequence_mask."""
+    """Return the weights of TRL's modes token_truncate and sequence_mask."""
     if correction.outside == "bound":
         return np.minimum(np.exp(apart.values), correction.max_ratio)
     ratios = [np.full(len(apart[row]), np.exp(apart[row].sum())) for row in range(len(apart))]
@@ -116,7 +116,7 @@ def weights_of_trl(correction: Correction, apart: Packed) -> Any:
 
 
 def engine_of(folder: Path) -> TorchEngine:
-    """Of a model that is in ``folder`` too. It does steps of nought."""
+    """Return an engine whose model is also in ``folder``. Its optimizer steps are nearly zero."""
     TorchEngine(spec()).export(folder / "model")
     model = Model(path=str(folder / "model"), dtype="float32")
     return TorchEngine(spec(model=model, optimizer=Optimizer(learning_rate=1e-9, max_grad_norm=1e9)))

@@ -17,7 +17,7 @@ from tests.integration.test_trl_loss import compare, padded
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 GIVEN = pairs(3)
-# As TRL has them: all chosen responses, then all rejected ones.
+# TRL's order: all chosen responses, then all rejected ones.
 ORDER = [0, 2, 4, 1, 3, 5]
 ARGUMENTS: dict[str, Any] = {
     "per_device_train_batch_size": 3,
@@ -29,7 +29,7 @@ ARGUMENTS: dict[str, Any] = {
 
 
 def engine_of(folder: Path, head: str) -> TorchEngine:
-    """Of the model that TRL is given."""
+    """Return an engine with the model that TRL is given."""
     # The largest norm leaves gradients as they are.
     options: dict[str, Any] = {"capabilities": ["Trains", head], "optimizer": Optimizer(max_grad_norm=1e9)}
     TorchEngine(spec(**options)).export(folder / "model")

@@ -44,7 +44,7 @@ def workers_of_this_module(hosts: None) -> None:
 
 @pytest.mark.parametrize("in_flight", ["keep", "abort"])
 def test_each_step_trains_on_its_own_samples(in_flight: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the run stops, and resumes, with unfinished samples in its checkpoint."""
+    """The run stops and resumes with unfinished samples in its checkpoint."""
     overrides = (
         f"overlap={{max_staleness: 2, in_flight: {in_flight}, deterministic: false}}",
         "roles.rollout={engine: vllm, gpus: 1, colocate: [actor, reference]}",

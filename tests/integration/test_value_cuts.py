@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Critic:
-    """Where a policy's node would stand."""
+    """A value function in place of a policy's node."""
 
     clip_eps: float = 0.3
 
@@ -61,7 +61,7 @@ def whole(*given: Any) -> tuple[Gradients, Metrics]:
 
 @cache
 def expected() -> tuple[Gradients, Metrics]:
-    """Of the whole minibatch in one pass."""
+    """Return the gradients of the whole minibatch in one pass."""
     return whole([plain(valued(None, 1))], 0, batch(), 4096, Critic())
 
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 NUM_COPIES = pytest.mark.parametrize("copies", [3, pytest.param(20, marks=pytest.mark.soak)])
 NUM_FAILURES = pytest.mark.parametrize("failures", [5, pytest.param(20, marks=pytest.mark.soak)])
-# Of logprobs in float32: the order of additions differs, by a few units in the last place.
+# Logprobs in float32 differ by a few units in the last place, because the order of additions differs.
 TOLERANCE = 1e-5
 # Longer than a block of vLLM's cache, so that keys and values of old weights would be found in it.
 GIVEN = prompts((70, 40, 5))
@@ -71,13 +71,13 @@ def reference() -> TransformersEngine:
 
 @pytest.fixture(params=["alone", "pair"])
 def engine(request: pytest.FixtureRequest) -> RemoteEngine:
-    """On one rank, and tensor-parallel on two."""
+    """Return an engine on one rank, and one that is tensor-parallel on two."""
     return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
 
 
 @pytest.fixture
 def layout(request: pytest.FixtureRequest) -> Layout:
-    """Of ``engine``."""
+    """Return the layout of ``engine``."""
     return LAYOUTS[request.node.callspec.params["engine"]]
 
 
@@ -179,7 +179,7 @@ def test_a_copy_that_fails_midway_is_never_generated_from(
 
 
 def load_unchecked(engines: list[Any], place: int, weights: Weights) -> None:
-    """In the engine's process: vLLM itself meets what does not fit."""
+    """Load weights in the engine's process without rlflow's checks, so that vLLM meets those that do not fit."""
     engine = engines[place]
     expected, engine._expected = engine._expected, SimpleNamespace(check=lambda role, given: given)
     try:
@@ -205,7 +205,7 @@ def test_a_copy_that_fails_inside_vllm(engine: RemoteEngine, reference: Transfor
 
 
 def generate_at_once(engines: list[Any], place: int, groups: Sequence[Any], sampling: Sampling) -> list[Rollouts]:
-    """In the engine's process: a thread for each group of prompts."""
+    """Generate in the engine's process, with a thread for each group of prompts."""
     with ThreadPoolExecutor(len(groups)) as pool:
         return list(pool.map(lambda group: engines[place].generate(group, sampling), groups))
 
@@ -314,7 +314,7 @@ def test_a_model_that_vllm_cannot_run_here(process: EngineProcess) -> None:
 
 
 def kill_a_rank(_: list[Any]) -> None:
-    """In the engine's process."""
+    """Kill a rank from the engine's process."""
     multiprocessing.active_children()[-1].kill()
 
 
@@ -341,7 +341,7 @@ def broken_off(
 
 
 def gone_on(engines: Sequence[Any], place: int, given: Prompts, sampling: Sampling, begun: Rollouts) -> Rollouts | None:
-    """All of it."""
+    """Return the complete rollouts of a generation that was stopped."""
     engine, groups = engines[place], GroupProgress(given, sampling, begun)
     engine.begin_session(given, sampling)
     engine.advance(np.flatnonzero(~groups.done).astype(np.int32).tobytes(), 0, begun)

@@ -37,7 +37,7 @@ def sampling_of(file: Path, waits: bool) -> Sampling:
 
 
 def in_batches(engines: list[Any], place: int, given: Prompts, sampling: Sampling) -> Rollouts:
-    """In the engine's process: each turn waits for all conversations."""
+    """Generate in the engine's process, where each turn waits for all conversations."""
     assert sampling.turns is not None
     return sampling.turns.generate(engines[place], given, sampling)
 

@@ -30,7 +30,7 @@ from tests.integration.test_vllm import (
 SHARED_PROCESSES = "vLLM"
 pytestmark = pytest.mark.slow
 
-# Of a rank that vLLM has no room of its own for.
+# vLLM supports this rank only within the room of a larger one.
 LORA = Lora(rank=5, alpha=10)
 
 
@@ -61,7 +61,7 @@ def reference() -> TransformersEngine:
 
 @pytest.fixture(params=["alone", pytest.param("pair", marks=pytest.mark.soak)])
 def engine(request: pytest.FixtureRequest) -> RemoteEngine:
-    """On one rank, and tensor-parallel on two."""
+    """Return an engine on one rank, and one that is tensor-parallel on two."""
     return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
 
 
@@ -111,7 +111,7 @@ def test_a_copy_that_fails_midway_is_never_generated_from(
 
 
 def load_unchecked(engines: list[Any], place: int, weights: Weights) -> None:
-    """In the engine's process: vLLM itself meets what does not fit."""
+    """Load weights in the engine's process without rlflow's checks, so that vLLM meets those that do not fit."""
     engine = engines[place]
     expected, engine._expected = engine._expected, SimpleNamespace(check=lambda role, given: given)
     try:

@@ -117,7 +117,7 @@ def test_an_interrupted_response_is_the_same_in_the_end(engine: RemoteEngine) ->
 
 
 def draw(_: list[Any], logits: Floats, seeds: list[int], positions: NDArray[np.int32], k: int, p: float) -> Any:
-    """In a process with vLLM."""
+    """Draw tokens in a process with vLLM."""
     count = len(seeds)
     runner = SimpleNamespace(input_batch=SimpleNamespace(num_tokens_no_spec=positions))
     generators = {row: SimpleNamespace(initial_seed=lambda seed=seed: seed) for row, seed in enumerate(seeds)}

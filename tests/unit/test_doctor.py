@@ -19,13 +19,13 @@ from rlflow.doctor.finding import Finding
 from rlflow.runtime.ray.cluster import machine, probes
 from rlflow.runtime.ray.cluster.machine import Device, Machine
 
-# As nvidia-smi prints them for --format=csv,noheader,nounits: two of the eight GPUs of a host, one in use, one silent.
+# The output of nvidia-smi with --format=csv,noheader,nounits for two of eight GPUs, one in use and one without figures.
 LISTING = """\
 0, GPU-5a1f, NVIDIA H100 80GB HBM3, 81559, 40321, 550.54.15
 1, GPU-77c2, NVIDIA H100 80GB HBM3, [N/A], [N/A], 550.54.15
 """
 USERS = "GPU-5a1f\nGPU-5a1f\n"
-# As nvidia-smi topo -m prints it: tabs, and codes of the terminal in its heading.
+# The output of nvidia-smi topo -m, with tabs, and terminal codes in its heading.
 NVLINK = (
     "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
     "GPU0\t X \tNV18\tNV18\tNV18\tPIX\t0-51,104-155\t0\t\tN/A\n"
@@ -299,7 +299,7 @@ def test_the_exit_code(broken: bool, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 @pytest.mark.soak
 def test_the_command(tmp_path: Path) -> None:
-    """On this very machine, with the address of a cluster that does not answer."""
+    """The command checks this machine, with the address of a cluster that does not answer."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -87,7 +87,7 @@ def test_the_preference_loss_is_ipos(written: Any) -> None:
 
 
 def test_an_input_of_each_token_without_a_copied_run(written: Any) -> None:
-    """Its graph is wired by name, excluded rows are cut out of it, and it weighs the loss."""
+    """The input is wired by name, excluded rows are removed from it, and it scales the loss."""
     distill = ["recipe=distill_tiny", "graph.update.node='extension_3:WeighedByTeacher'", "graph.update.reference=null"]
     (update,) = (node for node in wire(load(*distill)).nodes if node.name == "update")
     assert update.inputs == {"teacher": "teacher", "rollouts": "rollouts", "advantages": "advantages"}

@@ -1,4 +1,4 @@
-"""How rows of published runs become cases, and what they say of memory."""
+"""The cases from rows of published runs, and their verdicts about memory."""
 
 from collections.abc import Mapping
 from dataclasses import replace

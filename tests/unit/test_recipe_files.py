@@ -81,7 +81,7 @@ def test_defaults_in_a_circle_are_named(tmp_path: Path) -> None:
 
 
 def test_a_recipe_reads_no_secret_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by a name that is put together either; the command line is no exception, since plans are shared."""
+    """A reference with a computed name is refused too. So is one on the command line, because plans are shared."""
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     file = tmp_path / "mine.yaml"
     file.write_text(

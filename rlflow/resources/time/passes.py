@@ -25,8 +25,8 @@ ENGINE_WAKE_S = 3.0
 # Python time on the controller: of a step, and of collecting, decoding, scoring by rule and packing a sample. Published
 # logs of NeMo-RL have 4 s of it in a step of 66 s.
 _HOST_STEP_S, _HOST_SAMPLE_S = 0.1, 2e-3
-# Time of a weight sync, whatever its size: engines that wake, barriers. And the time of each tensor of the file,
-# which is gathered, renamed, looked up and copied into the engine; a model with experts has tens of thousands.
+# Time of each tensor of the file in a weight sync: it is gathered, renamed, looked up and copied into the engine. A
+# model with experts has tens of thousands.
 _SYNC_TENSOR_S = 0.7e-3
 
 

@@ -32,7 +32,8 @@ from rlflow.runtime.protocols import Subscriber
 
 # While rows are queued, an engine reports when one in so many of the rows that it can generate at once is finished.
 _REPORTS = 32
-# And when one in so many of those that it generates is, since the end of a step may wait for the last of them.
+# When none is queued, it reports when one in so many of the rows that it generates is finished, since the end of a step
+# may wait for the last of them.
 _LAST_REPORTS = 8
 _Method = Literal["advance", "preempt", "take_rollouts"]
 

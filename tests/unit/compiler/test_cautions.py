@@ -100,7 +100,7 @@ def test_warnings_are_the_plans() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_recipe_of_ours_warns_of_its_own_options(recipe: str) -> None:
-    """But for how many prompts dynamic sampling is planned for."""
+    """The only warnings are about the number of prompts that dynamic sampling is planned for."""
     assert [line for line in warned(recipe) if "expect.rounds" not in line] == []
 
 

@@ -1,4 +1,4 @@
-"""What may change when a run goes on from a checkpoint."""
+"""Changes of a recipe that a resumed run accepts or refuses."""
 
 import re
 from typing import Any

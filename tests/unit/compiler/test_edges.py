@@ -54,7 +54,7 @@ def test_prompts_started_ahead_are_stored_too() -> None:
 
 
 def test_as_many_bytes_as_an_engine_puts_into_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what a model wrote, and of prompts, as they lie there."""
+    """The sizes are those of responses and of prompts in the store."""
     held: dict[int, Any] = {}
 
     def put(values: Any) -> Block:
@@ -115,7 +115,7 @@ def test_a_token_that_is_a_character_is_a_byte_of_text() -> None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Own(Batch):
-    """As a user may write one."""
+    """A batch as a user may write one."""
 
     any_float: "NDArray[np.floating[Any]]"
     plain: np.ndarray

@@ -1,4 +1,4 @@
-"""What compares responses to a prompt needs several, and a greedy baseline is greedy."""
+"""Nodes that compare responses to a prompt need several of them, and a greedy baseline is greedy."""
 
 import pytest
 

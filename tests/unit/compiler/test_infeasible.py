@@ -50,7 +50,7 @@ def test_the_nearest_group_is_proposed() -> None:
 
 
 def test_two_conflicts_are_solved_together() -> None:
-    """Without one of two labels that no host has, the other still has no host."""
+    """No host has either label, so removing only one of them does not help."""
     error = refused("recipe=grpo_7b", "roles.actor.label=fast", "roles.rollout.label=slow", cluster="1x8")
     assert error.notes["Fix"] == "roles.actor.label=null roles.rollout.label=null"
 

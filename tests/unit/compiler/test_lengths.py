@@ -64,5 +64,5 @@ def test_what_only_positions_bound_is_left_to_the_data() -> None:
     assert free.roles["actor"].layout.micro_batch_tokens == 2048
     expecting = rlflow.compile(load(*sft, "expect.response_tokens=[9000]"), "local")
     assert expecting.roles["actor"].layout.micro_batch_tokens > 9000
-    # With memory to be counted there is room for what may come.
+    # On a GPU, whose memory is counted, there is room for longer sequences.
     assert rlflow.compile(load(*sft), "1x1@a100_80gb").roles["actor"].layout.micro_batch_tokens >= 32768

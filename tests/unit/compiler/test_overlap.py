@@ -65,7 +65,7 @@ def test_generation_takes_turns_with_training_where_they_share_gpus() -> None:
 
 @pytest.mark.slow
 def test_turns_of_several_steps_share_the_end_of_a_generation() -> None:
-    """While the longest responses of a step end, engines generate others; weights are synced once a turn."""
+    """Engines generate other samples while the longest responses of a step end, and weights are synced once a turn."""
     shared = ("roles.rollout.colocate=[actor]", "roles.reference.colocate=[actor]")
     synchronous = rlflow.compile(load("recipe=grpo_32b", *shared), "2x8").prediction
     ahead = rlflow.compile(load("recipe=grpo_32b", *shared, "overlap.max_staleness=4"), "2x8").prediction

@@ -26,7 +26,7 @@ def test_what_a_reward_model_is_asked() -> None:
 
 @pytest.mark.parametrize(("name", "kinds"), [("dpo_7b", ["score", "update"]), ("rm_7b", ["update"])])
 def test_the_work_of_a_step(name: str, kinds: list[str]) -> None:
-    """Both responses to each prompt, which share it; a pass has room for both."""
+    """Both responses to a prompt share it, and a pass has room for both."""
     recipe = loaded(name, *LENGTHS, "data.batch_size=64")
     workload = lower(recipe, wire(recipe)).workload
     assert [task.kind for task in workload.tasks] == kinds

@@ -59,7 +59,7 @@ def test_a_folder_with_a_reward_model(tmp_path: Path) -> None:
 
 
 def test_a_different_tokenizer_is_an_error_before_anything_runs(tmp_path: Path) -> None:
-    """Also that of a model which is yet to be made."""
+    """The check covers a model that another recipe has yet to train."""
     judge = load("recipe=rm_tiny")
     judge = replace(judge, models={"policy": replace(MODEL, characters="+=0123456789")})
     with pytest.raises(RecipeError, match=r"^roles\.reward\.model: 'judge' reads the tokens of 'policy', where"):

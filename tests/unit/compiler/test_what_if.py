@@ -59,7 +59,7 @@ def test_what_pinned_values_cost() -> None:
 
 @pytest.mark.slow
 def test_a_plan_answers_with_its_own_calibration() -> None:
-    """On slower GPUs the answer about pinned values counts the longer step too."""
+    """The answer about pinned values counts the longer step on slower GPUs."""
     cluster = load_cluster("1x8")
     slow = {"h100_80gb": replace(Efficiency(), matmul=Efficiency().matmul / 2)}
     recipe = load("recipe=grpo_7b", "roles.rollout.tensor_parallel_size=4")

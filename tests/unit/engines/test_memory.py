@@ -1,4 +1,4 @@
-"""What an engine that can be tuned says of itself."""
+"""The memory that an engine reports for tuning."""
 
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -23,7 +23,7 @@ class Engine(TunableEngine):
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Of 64 GiB, whatever others on this machine take and give back meanwhile."""
+    """Simulate a host of 64 GiB, whatever other processes of this machine use."""
     used = {"by others": 0}
     free = host_memory.free_bytes
     monkeypatch.setattr(host_memory, "total_bytes", lambda: 64 * GIB)

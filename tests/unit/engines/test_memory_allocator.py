@@ -1,4 +1,4 @@
-"""Who uses torch's expandable segments, held against the torch that is installed."""
+"""The use of torch's expandable segments, compared with the installed torch."""
 
 import json
 import os

@@ -5,7 +5,7 @@ from rlflow.rewards.base import Row
 
 
 class Echo(Environment):
-    """It ends at a text of its row's."""
+    """An environment that ends at a text from its row."""
 
     def reset(self, row: Row) -> None:
         self.heard, self.last = 0, row["last"]

@@ -12,7 +12,7 @@ TURNS = 3
 
 @dataclass
 class Meeting(Environment):
-    """The conversation of the row ``early`` writes a file at its end. That of ``late`` waits for it at its start."""
+    """An environment in which the conversation of the row ``late`` starts after that of ``early`` has ended."""
 
     file: str
     waits: bool

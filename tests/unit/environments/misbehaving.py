@@ -28,7 +28,7 @@ class Misbehaving(Environment):
 
 
 class Telling(str):
-    """Of a class that only its own process knows."""
+    """A text of a class that only its own process knows."""
 
 
 DOES: dict[str, Callable[[Misbehaving], Any]] = {

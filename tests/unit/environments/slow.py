@@ -6,7 +6,7 @@ from rlflow.environments.base import Environment, Observation
 
 
 class Hanging(Environment):
-    """It never answers."""
+    """An environment that never answers."""
 
     def step(self, text: str) -> Observation:
         time.sleep(1000)

@@ -201,7 +201,7 @@ def test_a_conversation_does_not_wait_for_another() -> None:
     thread.join(LIMIT_S)
     assert np.frombuffer(done[0].rows, np.int32).tolist() == [1]
     assert list(engine.live) == [key(0, 0)]
-    # In the tokens of "1" and "22".
+    # These are the tokens of "1" and "22".
     answers = [[2], [3, 3]]
     prompt = GIVEN.ids[1].tolist()
     for turn, (found, tokens, _) in enumerate(engine.begun[1:]):

@@ -35,7 +35,7 @@ def pool() -> Iterator[ProcessPool]:
 def answers(
     pool: ProcessPool, texts: Sequence[str], begun: Sequence[Begun] | None = None
 ) -> list[TurnResult | Failure]:
-    """In one call."""
+    """Return the answers of one call."""
     call = Call("it", range(len(texts)), texts, begun or [({}, None)] * len(texts))
     found = {
         place: answer
@@ -172,7 +172,7 @@ def test_an_attribute_is_the_same_after_a_turn(kind: str, form: type, second_ans
 
 @dataclass
 class StoredItsOwnWay(Environment):
-    """Has a lock, which cannot be stored, and the number of turns, which JSON can hold."""
+    """An environment with a lock, which cannot be stored, and a number of turns, which JSON can hold."""
 
     turns: int = 0
 

@@ -1,4 +1,4 @@
-"""By hand, and on ragged random groups against plain loops in float64."""
+"""Advantages worked out by hand, and compared with plain loops in float64 on ragged random groups."""
 
 from collections.abc import Callable, Iterator, Mapping
 from math import sqrt
@@ -25,7 +25,7 @@ REWARDS = Rewards(values=np.array([1, 0, 0, 1, 3, 3, 5], np.float32))
 DRAW = np.random.default_rng(0)
 SIZES = [4, 1, 7, 3, 2]
 LENGTHS = [DRAW.integers(1, 9, size).tolist() for size in SIZES]
-# In no order: rollouts of a prompt need not stand together.
+# The order is random, because rollouts of a prompt need not be neighbours.
 SHUFFLED = DRAW.permutation(sum(SIZES))
 RAGGED = rollouts(sequences([2] * len(SIZES), LENGTHS)).take(SHUFFLED)
 RANDOM = Rewards(values=DRAW.normal(0.3, 2, len(RAGGED)).astype(np.float32))
@@ -122,7 +122,7 @@ def test_a_plain_loop_gives_the_same(node: Any, plain: Callable[[], list[float]]
 
 
 def test_the_greedy_response_is_the_baseline_of_its_prompt() -> None:
-    """In whatever order they come."""
+    """The order of the responses does not matter."""
     order = np.array([3, 0, 4, 2, 1])
     greedy = rollouts(sequences([2] * len(SIZES), [[3]] * len(SIZES))).take(order)
     rewards = Rewards(values=order.astype(np.float32))
@@ -210,7 +210,7 @@ def test_rollouts_without_a_reward_change_nothing(node: Any) -> None:
 
 
 def test_the_others_of_a_group_by_hand() -> None:
-    """Of the first group 1, 0 and 4 are left, whose mean is 5/3 and whose deviation sqrt(13/3); of the second one."""
+    """The first group keeps 1, 0 and 4, with mean 5/3 and deviation sqrt(13/3), and the second one a single reward."""
     given = Rewards(values=np.array([1, np.nan, 0, 4, np.nan, 3, np.nan], np.float32))
     values = of_each(GroupAdvantage().run(GROUPS, given).take(np.array([0, 2, 3, 5])))
     expected = [(reward - 5 / 3) / ((13 / 3) ** 0.5 + 1e-4) for reward in (1, 0, 4)]

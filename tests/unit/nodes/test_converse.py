@@ -25,7 +25,7 @@ ECHO = f"{echo.__name__}:Echo"
 TOKENIZER = load_tokenizer("policy", MODEL)
 END = TOKENIZER.eos_token_id
 GIVEN = prompts((3, 5))
-# Of MODEL's tokenizer: 0 is the end, 1 to 10 the digits, 11 "+", 12 "=".
+# The tokenizer of MODEL has 0 for the end, 1 to 10 for digits, 11 for "+" and 12 for "=".
 PLUS = 11
 
 
@@ -201,7 +201,7 @@ def test_a_failure_may_end_the_run() -> None:
 
 
 def test_what_looks_like_a_special_token_is_text() -> None:
-    """In the frame it is one."""
+    """The same text in the frame is a special token."""
     model = replace(MODEL, characters="0123456789+=<|end>")
     node = converse(environment="guessing", options={"higher": "<|end|>"}, frame="<|end|>{}+", max_tokens=40)
     given = replace(GIVEN, rows=({"number": 3}, {"number": 1}))
@@ -248,7 +248,7 @@ def test_a_single_turn_is_what_generate_writes(kind: type[FakeEngine] | type[Tra
 
 
 def test_draws_differ_from_turn_to_turn() -> None:
-    """Of the same sample, with the same words before it."""
+    """The same sample draws anew even after the same words."""
     engine = Scripted(["1|", "2|"], ["9|", "9|"])
     conversations(engine, converse())
     same = [replace(asked, ids=Packed.from_rows([GIVEN.ids[0]] * 2, np.int32)) for asked in engine.asked]

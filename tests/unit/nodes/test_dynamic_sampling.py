@@ -1,4 +1,4 @@
-"""Which prompts teach something, by hand."""
+"""The choice of prompts whose rewards differ, by hand."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ NAN = np.nan
 
 
 def test_where_rewards_differ() -> None:
-    """All right, all wrong, one of three, one that is known, none, two that are known and differ or not."""
+    """The groups have equal rewards (two of them), one that differs, one known reward, none, and two known ones."""
     rewards = [1, 1, 1], [0, 0, 0], [0, 1, 0], [NAN, 1, NAN], [NAN, NAN, NAN], [0, NAN, 1], [NAN, 0.5, 0.5]
     given = rollouts(sequences([2] * 7, [[1] * 3] * 7))
     values = np.array(rewards, np.float32).ravel()

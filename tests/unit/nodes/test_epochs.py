@@ -1,4 +1,4 @@
-"""How an epoch is cut into minibatches, and rows that have nothing to train on."""
+"""The minibatches of an epoch, and rows without tokens to train on."""
 
 from dataclasses import replace
 from typing import Any
@@ -114,7 +114,7 @@ def test_a_response_without_tokens_of_its_own_is_as_if_it_were_not_there(node: P
 
 @pytest.mark.filterwarnings("error")
 def test_generalized_advantages_of_such_a_response() -> None:
-    """Its reward comes with no token, of its own or of another response."""
+    """The reward of such a response reaches no token."""
     given, kept = conversations(), np.array([0, 2])
     draw = np.random.default_rng(0)
     values, reference = (

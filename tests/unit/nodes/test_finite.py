@@ -1,4 +1,4 @@
-"""What is not a number ends the step with an error that says where it is; an excluded rollout is no such thing."""
+"""A value that is not a number ends the step with an error that says where it is, unless its rollout is excluded."""
 
 from dataclasses import dataclass
 

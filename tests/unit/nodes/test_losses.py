@@ -58,7 +58,7 @@ def test_kl_is_k3() -> None:
 
 
 def test_how_far_the_sampler_was_apart() -> None:
-    """Only where the ratio is not taken to what it sampled with."""
+    """The difference is reported only if the ratio is not taken to the sampler's logprobs."""
     columns = {name: torch.tensor([value]) for name, value in (("old_logprobs", -1.0), ("advantages", 0.0))}
     _, metrics = LOSS(torch.tensor([-3.0]), columns | {"sampler_logprobs": torch.tensor([-1.25])})
     assert metrics["sampler_difference"].tolist() == [0.25]
@@ -99,7 +99,7 @@ def test_likelihood() -> None:
 
 @dataclass(frozen=True)
 class Token:
-    """All that is known of one, each a number in float64."""
+    """The values of one token, each a number in float64."""
 
     logprob: Tensor
     entropy: Tensor
@@ -171,7 +171,7 @@ def plain_loss(node: PolicyGradient, surrogate: Callable[[Response, int], Tensor
 
 
 def random_minibatch(node: PolicyGradient) -> Minibatch:
-    """Of 12 responses of 1 to 9 tokens."""
+    """Return a minibatch of 12 responses of 1 to 9 tokens."""
     given = sequences([2, 3, 1], [[4, 9, 1, 1], [2, 7, 7, 5], [6, 3, 3, 8]])
     draw = np.random.default_rng(0)
     size = len(given.response_ids.values)

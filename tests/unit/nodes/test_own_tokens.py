@@ -1,6 +1,6 @@
-"""What an environment wrote is read by the model, and by no loss, advantage, reward or metric.
+"""The tokens of an environment are read by the model, and by no loss, advantage, reward or metric.
 
-Where the environment wrote, columns are garbage here.
+In these tests, columns have invalid values at the tokens of the environment.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from rlflow.nodes.reward_shaping import KlDivergence
 from rlflow.runtime.step import metrics_of
 from tests.helpers import done, rollouts, sequences, spec
 
-# Of each response the lengths of turns: the model's, the environment's, the model's, ...
+# The lengths of the turns of each response: the model's, the environment's, the model's and so on.
 TURNS = [[2, 3, 1], [4], [1, 2, 2, 1, 3], [3, 1]]
 OWN = [np.repeat(np.arange(len(turns)) % 2 == 0, turns) for turns in TURNS]
 ADVANTAGES = np.array([0.5, -1.0, 2.0, 0.25], np.float32)

@@ -41,7 +41,7 @@ def test_far_log_ratios_have_a_finite_loss_and_no_gradient_of_the_ratio(
 ) -> None:
     (loss,), (gradient,), metrics = loss_of(node, [log_ratio], [advantage])
     assert abs(loss) <= exp(20) * max(1, abs(log_ratio))
-    # That of CISPO is its logprob's, times a bounded ratio.
+    # CISPO's gradient is that of the logprob times a bounded ratio.
     assert abs(gradient) <= (5 if isinstance(node, CispoUpdate) else 0)
     assert all(np.isfinite(value.detach().nan_to_num().numpy()).all() for value in metrics.values())
 
@@ -52,7 +52,7 @@ def test_ratios_are_exact_as_far_as_twenty() -> None:
 
 
 def test_k3_of_a_token_is_at_most_ten() -> None:
-    """In a loss, and in rewards."""
+    """The limit holds in a loss and in rewards."""
     node = PolicyUpdate(kl_coef=1.0)
     _, gradient, metrics = loss_of(node, [0.0] * 4, [0.0] * 4, reference=[1.0, 3.0, 30.0, 500.0])
     assert metrics["kl"].tolist() == pytest.approx([exp(1) - 2, 10, 10, 10])
@@ -75,7 +75,7 @@ def test_dual_clip_bounds_bad_tokens_alone(node: PolicyGradient) -> None:
 
 
 def test_the_fraction_that_is_clipped_by_the_sign_of_the_advantage() -> None:
-    """Of three tokens with a negative advantage two are clipped, of two with a positive one one, and of zeros none."""
+    """Two of three tokens with a negative advantage are clipped, one of two with a positive one, and no others."""
     given = sequences([1], [[6]])
     ratios = np.array([0.5, 0.5, 1.0, 1.5, 1.0, 9.0])
     batch = minibatch(
@@ -104,7 +104,7 @@ def test_cispo_with_a_lower_bound() -> None:
 
 
 def test_a_correction_by_the_geometric_mean() -> None:
-    """Of the first response ratios 4 and 1 have 2 in the geometric mean; of the second 1/8."""
+    """The ratios 4 and 1 of the first response have the geometric mean 2; the second response has 1/8."""
     weights, _ = Correction(level="geometric", outside="mask", max_ratio=1.9)(
         torch.tensor([4, 1, 0.125]).log(), torch.tensor([0, 0, 1])
     )

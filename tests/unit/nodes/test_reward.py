@@ -160,7 +160,7 @@ def test_what_fails_ends_the_run(function: Any, kind: type[Exception], message: 
 
 
 def test_a_step_in_which_all_fail_ends_the_run() -> None:
-    """And not a part of one."""
+    """The metrics of the whole step raise the error, because all samples of one part may fail."""
     given = run(part=RewardTerm(function=named(raising), on_failure="exclude"))
     with pytest.raises(EngineError, match=r"^rewards: none of 2 responses has one: 'part' failed \(KeyError: 'solu"):
         metrics_of("rewards", given)

@@ -128,7 +128,7 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
         "1 weight is missing from the checkpoint (score.weight).\n"
         "  Fix: for rewards, use a sequence classification model with one label, as reward_model_update exports it."
     )
-    # Where it is trained its head is new.
+    # A role that is trained gets a new head.
     assert TorchEngine(spec(model=model, capabilities=["Trains", "Evaluates"]))
 
 

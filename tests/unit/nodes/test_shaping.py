@@ -41,13 +41,13 @@ def test_where_there_is_no_reward_the_kl_does_not_count() -> None:
 
 
 def test_without_other_logprobs_the_samplers() -> None:
-    """Which are 0 here."""
+    """The sampler's logprobs are 0 here."""
     kl = KlDivergence().run(GIVEN, logprobs(-1, -1, -1, -1, -2, -3))
     assert kl.values.tolist() == [1, 3, 5]
 
 
 def test_the_last_tokens_before_the_limit_cost() -> None:
-    """Of 10 tokens the last 4: 6 are free, 10 cost one."""
+    """The last 4 of 10 tokens cost: a response of 6 tokens costs nothing, and one of 10 costs 1."""
     lengths = [1, 6, 7, 8, 10]
     given = rollouts(sequences([2], [lengths]))
     rewards = Rewards(values=np.ones(5, np.float32))

@@ -1,4 +1,4 @@
-"""Which engine lags, and why."""
+"""The report of engines that lag, with the reason."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What could not be judged."""
+"""The report of samples that could not be judged."""
 
 import io
 import json

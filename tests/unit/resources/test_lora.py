@@ -1,4 +1,4 @@
-"""What the planner knows of adapters, by hand for Qwen2.5-7B: hidden 3584, keys 512, MLP 18944, 28 layers."""
+"""The planner's figures of adapters, by hand for Qwen2.5-7B: hidden 3584, keys 512, MLP 18944, 28 layers."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a step asks of the roles, by hand."""
+"""The demands of a step on the roles, by hand."""
 
 from dataclasses import replace
 

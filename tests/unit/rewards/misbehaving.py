@@ -28,7 +28,7 @@ def by_fours(texts: Texts, rows: Rows) -> list[float]:
 
 @batched(4)
 def told_its_time(texts: Texts, rows: Rows, *, timeout_s: float) -> list[float]:
-    """And does not keep it."""
+    """Exceed the time limit that is passed in."""
     hang(texts)
     return []
 
@@ -49,7 +49,7 @@ def hang_on(texts: Texts) -> None:
 
 
 def leave_a_daemon(texts: Texts) -> None:
-    """And hang."""
+    """Start a daemon and hang."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:

@@ -1,4 +1,4 @@
-"""Whether this host allows the sandbox."""
+"""A check whether this host allows the sandbox."""
 
 import pytest
 

@@ -15,7 +15,7 @@ class Service:
     asked: list[tuple[str, dict[str, Any], str | None]] = field(default_factory=list)
     """Path, content and authorization of each request."""
     closing: Event = field(default_factory=Event)
-    """Whoever answers late waits for it."""
+    """Set when the service closes; late answers wait for it."""
 
 
 @contextmanager

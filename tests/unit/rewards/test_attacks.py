@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.slow, needs_sandbox]
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPool]:
-    """Of one worker, so that what a program does to it would be seen by the next."""
+    """Yield a pool of one worker, in which a program would see the damage of the one before."""
     terms = {"ended": RewardTerm(function="code", timeout_s=DEADLINE_S), "right": RewardTerm(function="code")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOKEN", "secret")
@@ -75,7 +75,7 @@ def test_a_program(attack: Attack, pool: ProcessPool, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="the others are an ordinary user's already")
 def test_attacks_on_the_guard_of_an_ordinary_user() -> None:
-    """Who is not that of root, but the same user as the program."""
+    """The guard and the program run as the same ordinary user here."""
     root = Path(__file__).parents[3]
     python = next(filter(may_run, (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}")), None)
     if python is None:

@@ -100,7 +100,7 @@ def test_a_service_that_is_not_running() -> None:
 
 
 def said(text: str) -> Mapping[str, Any]:
-    """As an endpoint of the OpenAI protocol answers."""
+    """Return an answer in the form of the OpenAI protocol."""
     return {"object": "chat.completion", "choices": [{"index": 0, "message": {"role": "assistant", "content": text}}]}
 
 

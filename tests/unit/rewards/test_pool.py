@@ -285,7 +285,7 @@ def test_a_worker_that_cannot_go_on_says_why(capfd: pytest.CaptureFixture[str]) 
 
 
 def state(pid: float) -> str | None:
-    """Of a process, as /proc has it."""
+    """Return the state of a process from /proc."""
     try:
         return Path(f"/proc/{pid:.0f}/stat").read_text().split()[2]
     except OSError:

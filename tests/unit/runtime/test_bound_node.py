@@ -73,7 +73,7 @@ def test_nothing_trained_on_leaves_the_coefficient() -> None:
 
 
 def test_a_coefficient_in_the_reward(tmp_path: Path) -> None:
-    """Its mark is the divergence of a whole response."""
+    """The target is compared with the divergence of a whole response."""
     penalty = KlPenalty(kl_coef=0.1, kl_target=2.0)
     node = bound(penalty)
     rewards = Rewards(values=np.ones(2, np.float32))

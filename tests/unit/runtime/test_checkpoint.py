@@ -96,7 +96,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage
     (warning,) = last.damaged
     assert f"step-000002 is damaged ({fact}" in warning
     assert "the run resumes from step-000001, and damaged-step-000002 can be deleted" in warning
-    # Where it stood, the run that goes on writes its own.
+    # The resumed run saves its own checkpoint in the same place.
     save(tmp_path, 2, Engine(22))
     last, engine = checkpoint.last(tmp_path, EXPERIMENT), Engine()
     assert last is not None

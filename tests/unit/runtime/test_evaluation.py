@@ -1,4 +1,4 @@
-"""What is measured on held-out rows, by the graph that trains."""
+"""Evaluation on held-out rows by the graph that trains."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ class Untrained(FakeEngine):
 
 
 class Liking(Untrained):
-    """Its logprobs are the numbers of the tokens."""
+    """An engine whose logprobs are the numbers of the tokens."""
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Logprobs:
         ids = sequences.response_ids

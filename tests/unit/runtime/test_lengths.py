@@ -51,7 +51,7 @@ def test_examples_within_all_limits_pass() -> None:
 
 
 def check_pair(chosen: int, rejected: int, *overrides: str) -> None:
-    """With a prompt of ten tokens."""
+    """Check a pair whose prompt has ten tokens."""
     plan = rlflow.compile(load("recipe=dpo_tiny", *overrides), "local")
     ids = [Packed.from_rows([np.ones(2), np.ones(length)], np.int32) for length in (10, chosen, rejected)]
     source = replace(plan.recipe.data, source="additions")

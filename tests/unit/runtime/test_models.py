@@ -1,4 +1,4 @@
-"""Where models are, for workers that are started elsewhere."""
+"""The paths of models for workers that start in other folders."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 """An online DPO from outside of rlflow: it learns from pairs that it makes of its own responses.
 
-What is measured follows from what its graph reads: prompts, so a reward.
+The measure follows from the inputs of the graph: it reads prompts, so it is a reward.
 """
 
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ def test_what_reads_rewards_does_not_judge() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Silent(Node, kind="silent_pairs_update", unit="batch"):
-    """It reads pairs and does not say how many of them it gets right."""
+    """A node that reads pairs and does not report its accuracy on them."""
 
     def run(self, engine: TrainsLogprobs, pairs: Pairs) -> Metrics:
         return Metrics(values={})

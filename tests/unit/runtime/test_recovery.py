@@ -123,7 +123,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_run_goes_back_to_its_last_checkpoint_and_ends_as_if_nothing_had_happened(
     step: int, continues_from: int, expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a checkpoint it goes back to its initial weights. Checkpoints are saved after every second step."""
+    """A run without a checkpoint goes back to its initial weights. Checkpoints are saved after every second step."""
     monkeypatch.setattr(Dying, "at", {step}, raising=False)
     runtime, warnings = LosingRuntime(ACTOR), Warnings()
     report = run(plan_of("local"), tmp_path, runtime, [MetricsWriter(), SampleLog(), warnings])

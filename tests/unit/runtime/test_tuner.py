@@ -118,7 +118,7 @@ def test_the_table_has_measured_and_predicted_values(tmp_path: Path) -> None:
 
 
 def test_with_dynamic_sampling_a_trainer_is_measured_by_what_it_trains_on(tmp_path: Path) -> None:
-    """And a step that finds nothing to train on says nothing."""
+    """A step without anything to train on does not count."""
     plan = rlflow.compile(load("recipe=dapo_tiny"))
     tuner = Tuner({"actor": Stub(), "rollout": Stub()}, adaptive=False)
     tuner.started(plan, tmp_path, 0)

@@ -53,7 +53,7 @@ def test_memory_bounds_it_before_it_runs_out() -> None:
     settings = run(climb, float, lambda setting: 0.3 + setting / 10_000)
     assert max(settings) <= 6000
     assert max(settings) == settings[-1] == 5063
-    # With one trial alone nothing is known but that half as much again needs at most half as much again.
+    # A single trial shows only that half as much again takes at most half as much memory again.
     assert set(run(HillClimb(1000, 100, 10**6), float, lambda setting: 0.7 + setting / 10**6)) == {1000}
 
 
@@ -67,10 +67,10 @@ def test_it_stays_within_its_bounds() -> None:
 def test_an_adaptive_one_follows_what_changes() -> None:
     climb = HillClimb(2000, 100, 10**6, adaptive=True)
     assert run(climb, lambda setting: min(setting, 3000), little, 40)[-1] == 3000
-    # Longer texts, of which less at a time is faster.
+    # Smaller settings are faster for longer texts.
     settings = run(climb, lambda setting: 1e6 / setting, little, 200)
     assert settings[-1] < 1000
-    # And more again.
+    # Larger settings are faster again.
     assert run(climb, float, little, 400)[-1] > 3000
 
 

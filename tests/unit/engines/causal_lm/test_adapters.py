@@ -62,7 +62,7 @@ def test_new_adapters_leave_the_model_as_it_is() -> None:
 
 
 def test_without_them_it_is_the_model_that_it_was() -> None:
-    """Also between updates, which go on as if nobody had asked."""
+    """Reading the base model between two updates does not change them."""
     engine, plain = trained(), TorchEngine(actor(lora=None))
     assert (engine.base_logprobs(GIVEN, 1.0).values.values == logprobs(plain)).all()
     assert np.abs(logprobs(engine) - logprobs(plain)).max() > 0.01
@@ -90,7 +90,7 @@ def test_adapters_are_in_float32_and_the_rest_in_the_type_of_the_model(dtype: An
 
 
 def test_gradients_are_those_of_the_weights_that_they_stand_for() -> None:
-    """By W = W0 + s B A: dL/dB = s dL/dW A', and dL/dA = s B' dL/dW."""
+    """With W = W0 + s B A, the gradients are dL/dB = s dL/dW A' and dL/dA = s B' dL/dW."""
     engine, plain = trained(), TorchEngine(actor(lora=None))
     plain._model.load_state_dict(whole(engine))
     batch = minibatch(GIVEN)
@@ -156,7 +156,7 @@ def test_a_checkpoint_has_adapters_and_resumes_bit_for_bit(tmp_path: Path) -> No
     engine, base = trained(), TorchEngine(actor())._model.state_dict()
     engine.save(tmp_path)
     assert set(load_file(tmp_path / "weights.safetensors")) == {name for name in base if ".lora_" in name}
-    # With other adapters, which those of the checkpoint replace.
+    # The adapters of the checkpoint replace others.
     resumed = trained(steps=1)
     resumed.restore(tmp_path)
     for each in (engine, resumed):

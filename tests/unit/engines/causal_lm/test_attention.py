@@ -43,7 +43,7 @@ def one_row_after_another(
     longest_key: int,
     **options: Any,
 ) -> Tensor:
-    """What torch's kernel for GPUs does, [W, H, D]."""
+    """Attend row by row as torch's kernel for GPUs does, [W, H, D]."""
     assert options.pop("window_size") == (-1, 0)
     assert query_ends.dtype == torch.int32
     assert query_ends.equal(key_ends)
@@ -57,14 +57,14 @@ def one_row_after_another(
 
 
 def flash_attn_varlen_func(*given: Any, softmax_scale: float, causal: bool, deterministic: bool) -> Tensor:
-    """What flash-attn's does."""
+    """Attend as the function of flash-attn does."""
     assert causal
     return one_row_after_another(*given, scale=softmax_scale, window_size=(-1, 0), enable_gqa=True)
 
 
 @pytest.fixture(params=["torch", "flash-attn"])
 def rows_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> VarlenKernel:
-    """With a kernel for processors behind it."""
+    """Return attention by rows with a kernel for CPUs behind it."""
     monkeypatch.setattr(attention, "varlen_attn", one_row_after_another)
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
     return flash_varlen_attention if request.param == "flash-attn" else torch_varlen_attention
@@ -73,7 +73,7 @@ def rows_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def attended(
     stream: Stream, heads: int, key_heads: int, by: VarlenKernel = torch_varlen_attention
 ) -> tuple[Tensor, list[Tensor]]:
-    """And the gradients."""
+    """Return the output of attention and its gradients."""
     draw = torch.Generator().manual_seed(0)
     shapes = [(1, count, len(stream.ids), 8) for count in (heads, key_heads, key_heads)]
     query, key, value = given = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]

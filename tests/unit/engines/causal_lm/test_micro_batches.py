@@ -18,7 +18,7 @@ from rlflow.engines.causal_lm.micro_batches import (
 )
 from tests.helpers import sequences
 
-# For each prompt its length, and those of its responses.
+# The length of each prompt, and those of its responses.
 GROUPS = st.lists(
     st.tuples(st.integers(1, 12), st.lists(st.integers(1, 30), min_size=1, max_size=6)), min_size=1, max_size=12
 )
@@ -55,7 +55,7 @@ def test_prompts_are_divided_where_that_saves_enough_passes() -> None:
     """Three rows of 10 of each of four prompts: together they would take four passes of 30, divided they take three."""
     given = sequences([1] * 4, [[9] * 3] * 4)
     assert len(build_micro_batches(given, 40)) == 3
-    # With prompts of 9 tokens, reading one again costs more than that.
+    # Reading a prompt of 9 tokens again costs more than that.
     assert len(build_micro_batches(sequences([9] * 4, [[1] * 3] * 4), 40)) == 4
 
 
@@ -88,7 +88,7 @@ def test_rows_that_are_compared_stay_in_one_pass(limit: int, pieces: list[list[i
     assert lists(build_micro_batches(given, limit)) == pieces
     # Not more of them than there are pairs.
     assert len(build_micro_batches(given, limit, 5)) == 3
-    # What a rank without rows works on.
+    # A rank without rows works on one row of its own.
     assert lists(build_micro_batches(given.take(np.array([0])), limit)) == [[0]]
 
 
@@ -103,7 +103,7 @@ def test_no_more_passes_than_first_fit_is_bound_to(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_as_few_passes_as_can_be(seed: int) -> None:
-    """Of all ways to put six rows into passes; first-fit decreasing is exact for so few."""
+    """No way to put six rows into passes has fewer; first-fit decreasing is exact for so few."""
     lengths = np.random.default_rng(seed).integers(2, 60, 6)
     fewest = min(
         len(set(way))

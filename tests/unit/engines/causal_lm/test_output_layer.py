@@ -31,7 +31,7 @@ def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, 
 
 
 def gradients(values: Tensor, *of: Tensor | None, entropy: float = 0.3) -> list[Tensor]:
-    """Of logprobs, and of entropies as far as ``entropy`` says."""
+    """Return gradients of logprobs, and of entropies with the weight ``entropy``."""
     weights = torch.randn(T, 2, generator=torch.Generator().manual_seed(1)) * torch.tensor([1.0, entropy])
     return list(torch.autograd.grad((values * weights).sum(), [x for x in of if x is not None]))
 
@@ -68,7 +68,7 @@ def test_large_logits_of_either_sign(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("at_once", [2**20, 130])
 def test_impossible_tokens_do_not_count(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    """As where a vocabulary is larger than the tokenizer's, and the rest is forbidden."""
+    """A vocabulary may be larger than the tokenizer's, with the other tokens forbidden."""
     monkeypatch.setattr(head, "_CPU_LOGITS_AT_ONCE", at_once)
     hidden, weight, _ = inputs(bias=False)
     bias = torch.zeros(V)

@@ -57,6 +57,6 @@ def test_the_peak_does_not_grow_with_the_batch(groups: list[int]) -> None:
         engine.update(small, LikelihoodLoss())
     updates = [peak(partial(engine.update, batch, LikelihoodLoss())) for batch in (small, large)]
     scores = [peak(partial(engine.logprobs, batch, 1.0)) for batch in (small, large)]
-    # What of it is a number for each token is 4 bytes of thousands.
+    # A number per token has 4 bytes of the thousands that a token takes.
     assert updates[1] <= 1.05 * updates[0]
     assert scores[1] <= 1.05 * scores[0]

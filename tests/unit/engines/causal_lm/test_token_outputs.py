@@ -99,7 +99,7 @@ def test_greedy_decoding_is_the_librarys() -> None:
 
 
 def test_sequences_end_at_the_end_token_and_leave_the_others_alone() -> None:
-    """With many end tokens, sequences leave at every step; each must read as it does alone, cut at its first end."""
+    """Sequences leave at every step. Each must equal the one generated alone, cut at its first end."""
     prompts = sequences([3, 7, 1, 2], [[1]] * 4).prompt_ids
     sampling = Sampling(max_tokens=10, group_size=5)
     whole = decoded(prompts, sampling, merge_end_ids=())

@@ -13,7 +13,7 @@ class DriverError(Exception):
 
 
 def driver(*, fails: bool) -> ModuleType:
-    """In place of pynvml, for a host of three GPUs that compute 10, 20 and 60 % of the time."""
+    """Return a stand-in for pynvml on a host with three GPUs that compute 10, 20 and 60 % of the time."""
 
     def rates(handle: int) -> SimpleNamespace:
         if fails:

@@ -75,7 +75,7 @@ def batcher(engine: FakeEngine) -> Batcher:
 
 
 def started(function: Callable[..., Any], *arguments: Any) -> "tuple[threading.Thread, list[Any]]":
-    """In a thread; its result or error comes into the list."""
+    """Start a function in a thread that adds its result or error to the list."""
     results: list[Any] = []
 
     def run() -> None:
@@ -253,7 +253,7 @@ class TestSleeps:
 
     @pytest.fixture
     def engine(self, inner: SleepingEngine, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
-        """As on a GPU."""
+        """Return an engine that takes its device for a GPU."""
         monkeypatch.setattr(VllmEngine, "__init__", lambda self, spec: None)
         engine = VllmEngine(spec())
         engine._spec = replace(spec("rollout"), device="cuda:0")

@@ -1,4 +1,4 @@
-"""What DeepSpeed is told, and memory that is given up."""
+"""The settings of DeepSpeed, and the memory that an offloaded engine releases."""
 
 from dataclasses import replace
 from typing import Any

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Exchange:
-    """What an all-to-all does, between threads."""
+    """An all-to-all between threads."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size, timeout=20)

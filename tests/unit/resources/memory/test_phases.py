@@ -82,7 +82,7 @@ def test_state_is_that_of_the_zero_papers_table(stage: int, gigabytes: float) ->
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64])
 def test_megatrons_distributed_optimizer(ranks: int) -> None:
-    """Its documentation's table: 6 + 12 / d bytes a parameter for bf16 parameters and fp32 gradients."""
+    """Megatron's documentation has 6 + 12 / d bytes a parameter for bf16 parameters and fp32 gradients."""
     found = state_bytes(LLAMA, MEGATRON, zero_stage=1, data_parallel_size=ranks)
     assert found == pytest.approx(6 + 12 / ranks)
 
@@ -230,7 +230,7 @@ def test_chunked_logits_do_not_grow_with_the_tokens() -> None:
 
 @pytest.mark.parametrize("case", REFEREE, ids=lambda case: f"{case['model']}-{case['ranks']}x{case['tokens']}")
 def test_update_agrees_with_torchs_tracker(case: dict[str, Any]) -> None:
-    """What benchmarks/fsdp_memory.py measured; it sees tensors, not the allocator nor the process."""
+    """The cases are measurements of benchmarks/fsdp_memory.py, which sees tensors, but no allocator and no process."""
     sharded = layout(zero_stage=3, data_parallel_size=case["ranks"], gradient_checkpointing=case["checkpointing"])
     terms = update_terms(card(case["model"]), sharded, FSDP2, case["tokens"], accumulates=False)
     seen = sum(gib for name, gib in terms.items() if name not in PROCESS)

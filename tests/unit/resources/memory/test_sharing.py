@@ -26,10 +26,10 @@ from tests.helpers import load
 from tests.unit.resources.memory.test_phases import QWEN, layout
 from tests.unit.resources.models.test_architecture import EACH_CARD, card, weights
 
-# Of eight H100, as vllm-project/vllm's issue 9699 and NCCL's logs have hosts.
+# A host of eight H100, as in issue 9699 of vllm-project/vllm and in NCCL's logs.
 HOPPER = Sharp(channels=16, gpus=8)
 EMBEDDING = 152064 * 3584
-"""Of Qwen2.5 7B, its largest tensor."""
+"""The size of the largest tensor of Qwen2.5 7B."""
 
 
 @EACH_CARD

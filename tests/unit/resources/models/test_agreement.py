@@ -43,7 +43,7 @@ def test_the_model_of_the_card() -> None:
 
 
 def test_a_folder_with_the_same_figures(tmp_path: Path) -> None:
-    """Its positions turn in another way, which changes neither memory nor time."""
+    """Another rope_theta changes neither memory nor time."""
     path = folder(tmp_path / "mine", rope_theta=5e6)
     assert policy(f"models.policy.path={path}").architecture == named("qwen2_5_7b")
 

@@ -76,7 +76,7 @@ def named(name: str) -> Architecture:
 
 
 def config_fields(of: Architecture) -> dict[str, Any]:
-    """In the names of the model type's ``config.json``."""
+    """Return the figures under the names in the ``config.json`` of the model type."""
     figures = {name: value for name, value in asdict(of).items() if value is not None}
     theta, full = figures.pop("rope_theta"), figures.pop("num_full_attention_layers")
     shared, dense = figures.pop("shared_expert_intermediate_size"), figures.pop("num_dense_layers")

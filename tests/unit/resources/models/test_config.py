@@ -11,7 +11,7 @@ from rlflow.resources.models.config import architecture_from_config, find_config
 from tests.conftest import CONFIG_DIR
 from tests.unit.resources.models.test_architecture import EACH_CARD, card, config_fields, named
 
-# As on the hub: of Qwen2.5 without what the figures do not hang on, of Gemma 3 what differs from its class.
+# Files from the hub: that of Qwen2.5 has only the keys that matter, and that of Gemma 3 those that its class lacks.
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "hidden_size": 3584,

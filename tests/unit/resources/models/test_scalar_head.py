@@ -41,6 +41,6 @@ def test_memory_without_logits() -> None:
     scored = score_terms(critic, layout(), tokens, training=WHOLE)
     assert scored["logits"] == pytest.approx(10 * tokens / GIB)
     assert score_terms(QWEN, layout(), tokens, training=WHOLE)["logits"] == pytest.approx(10 * 152064 * tokens / GIB)
-    # As many as are made at a time, which is more than there are values.
+    # The engine makes this many logits at a time, which is more than there are values.
     some = TrainingMemory(logits_at_once=LOGITS_AT_ONCE)
     assert score_terms(critic, layout(), tokens, training=some)["logits"] == scored["logits"]

@@ -1,4 +1,4 @@
-"""What lies in the stores, by hand."""
+"""The bytes in the object stores, calculated by hand."""
 
 from dataclasses import replace
 

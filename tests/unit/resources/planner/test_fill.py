@@ -71,9 +71,9 @@ def figures(pools: Sequence[PoolRequest], shares: Filled | None) -> tuple[int, i
 
 
 def brute_force(pools: Sequence[PoolRequest], cluster: Cluster) -> tuple[int, int, int] | None:
-    """Every content of every host; of those that give the pools the same, the fewest pairs."""
+    """Try every content of every host, and keep those with the fewest pairs among equal ones."""
     sizes = [sorted({pool.size, *(size for size, _ in pool.needs)}) for pool in pools]
-    # For each pool its GPUs, and its groups of each size.
+    # The GPUs of each pool, and its groups of each size.
     reached: dict[tuple[tuple[int, ...], ...], int] = {tuple((0,) * (1 + len(of)) for of in sizes): 0}
     for host in cluster.hosts:
         may = [pool.labels <= {host.gpu, *host.labels} for pool in pools]
@@ -225,7 +225,7 @@ def test_a_reserved_host_is_left_alone() -> None:
 
 
 def test_gpus_contain_groups_that_do_not_divide_them() -> None:
-    """All 63 GPUs are used, and 15 groups of 4 are the most that their hosts hold."""
+    """The hosts of all 63 GPUs hold at most 15 groups of 4."""
     pool = PoolRequest("a", 63, 4, 15, ((4, 15),))
     assert figures([pool], filled([pool], hosts(*[8] * 7, 7))) == (60, 0, 8)
     beside = [PoolRequest("a", 7, 4, 1, ((4, 1),)), PoolRequest("b", None, 8)]
@@ -269,7 +269,7 @@ def test_128_hosts_and_10_pools() -> None:
 def test_128_hosts_and_units_that_do_not_divide_a_host() -> None:
     odd = [(3, 40), (4, 40), (5, 20), (2, 60), (7, None)]
     pools = [request(f"pool-{i}", unit, units) for i, (unit, units) in enumerate(odd)]
-    # As proven with a count for each pool on each host, which takes a thousand times as long.
+    # A solver with a count for each pool on each host proves these, in a thousand times as long.
     assert figures(pools, filled(pools, hosts(*[8] * 128))) == (500, 65, 156)
 
 

@@ -95,7 +95,7 @@ def test_in_the_schedule_shared_gpus_work_one_after_another() -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 def test_steps_of_a_turn_share_its_weight_sync(staleness: int) -> None:
-    """All places are in use at all times, so nothing else changes."""
+    """Every slot is in use at all times, so nothing else changes."""
     assert turns(EQUAL, 4.0, 3.0, max_staleness=staleness) == pytest.approx(10 + 4 + 3 / (staleness + 1))
     assert turns(EQUAL, 4.0, 3.0, max_staleness=staleness, **KEEP) == pytest.approx(17)
 

@@ -36,7 +36,7 @@ def test_as_many_engines_as_hosts_hold(gpus: tuple[int, ...], size: int, engines
 )
 @settings(max_examples=500, deadline=None)
 def test_engines_equal_brute_force(gpus: list[int], size: int, taken: random.Random) -> None:
-    """On uneven and partly occupied hosts: as many engines as a count by hand gives, none on two hosts."""
+    """Uneven and partly occupied hosts get as many engines as a count by hand gives, and none spans two hosts."""
     free = [tuple(g for g in range(count) if taken.random() < 0.8) for count in gpus]
     hosts = [Host(name=f"h{i}", gpus=n, gpu="h100", free=f) for i, (n, f) in enumerate(zip(gpus, free, strict=True))]
     on = Cluster(hosts=tuple(hosts), gpus={"h100": H100})

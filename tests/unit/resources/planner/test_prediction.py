@@ -1,4 +1,4 @@
-"""What a plan says of itself."""
+"""The prediction of a plan."""
 
 import pytest
 

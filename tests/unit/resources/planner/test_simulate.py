@@ -55,7 +55,7 @@ def test_independent_tasks_run_at_the_same_time_on_pools_of_their_own() -> None:
 
 
 def test_a_task_that_streams_begins_with_parts() -> None:
-    """It ends a part's time after the last part is there, or when its own work is done from the first on."""
+    """The task ends a part after the last part arrives. If its own work is longer, that starts with the first part."""
     tasks = (of("write", "generate"), replace(of("judge", "score", "write"), streams=True))
     short = simulate(Workload(tasks=tasks), {"write": 8.0, "judge": 4.0}, {"write": 0, "judge": 1})
     assert short.step_seconds == pytest.approx(8 + 4 / PARTS)

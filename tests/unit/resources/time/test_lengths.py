@@ -29,7 +29,7 @@ def test_equal_lengths_are_alive_to_the_end() -> None:
     lengths = Lengths((7.0, 7.0))
     assert lengths.survival == pytest.approx([1.0] * len(lengths.survival))
     assert lengths.relative_variance == 0
-    # What is left of them falls evenly.
+    # The remaining length falls evenly.
     assert lengths.residual_survival[0] > lengths.residual_survival[-1]
 
 

@@ -94,7 +94,7 @@ def test_one_sequence_takes_its_tokens_times_a_step() -> None:
     decoder = decoder_of(LLAMA, 1, 1, SPEED, 2)
     made = generate(1, Lengths((512.0,)))
     assert made.seconds - made.prefill_seconds == pytest.approx(512 * decoder.seconds(1, 128 + 256), rel=1e-3)
-    # Its weights read once, and what the host and the layers' launches add.
+    # The weights are read once, and the host and the launches of the layers add their times.
     read = 2 * (LLAMA.num_parameters - LLAMA.embedding_parameters) / (0.75 * 3350e9)
     assert decoder.seconds(1, 0) == pytest.approx(read + 32 * 20e-6 + 2.5e-3 + 10e-6, rel=1e-3)
 
@@ -364,7 +364,7 @@ def test_moving_samples_and_states() -> None:
     # 176 MB in packed arrays took 0.10 to 0.13 s.
     inside = transfer_seconds(176e6, 1, 1, SPEED, crosses=False, same_hosts=True)
     assert inside == pytest.approx(0.12, abs=0.02)
-    # Of 3 GB on two hosts each sends 0.75 to the other, and copies 1.5 in and out.
+    # Each of two hosts sends 0.75 of 3 GB to the other, and copies 1.5 in and out.
     assert transfer_seconds(3e9, 2, 2, SPEED, crosses=True, same_hosts=True) == pytest.approx(0.005 + 1 + 0.5)
     # To one other host all of it goes through one link.
     assert transfer_seconds(3e9, 2, 1, SPEED, crosses=True, same_hosts=False) == pytest.approx(0.005 + 2 + 2)

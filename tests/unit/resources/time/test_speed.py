@@ -27,7 +27,7 @@ def test_rings_use_all_links_between_hosts_and_exchanges_only_their_own() -> Non
     fast = speed(link=1)
     assert fast.ring(8) == fast.exchange(8) == 450e9
     assert fast.ring(16) == 400e9
-    # Of 16, half are on other hosts.
+    # Half of 16 GPUs are on another host.
     assert fast.exchange(16) == pytest.approx(100e9)
 
 

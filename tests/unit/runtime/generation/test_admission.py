@@ -1,4 +1,4 @@
-"""Which steps may be generated with which version: here by random schedules, without threads."""
+"""The steps that may be generated with a version, under random schedules without threads."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field

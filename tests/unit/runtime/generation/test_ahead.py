@@ -263,7 +263,7 @@ def test_an_error_of_the_generating_thread_is_raised_where_the_run_waits() -> No
 
 
 def test_new_engines_get_weights_only_between_two_steps() -> None:
-    """All engines fail: new ones get the weights of the trained role once it does not train."""
+    """New engines in place of failed ones get the weights of the trained role once it does not train."""
     Flaky.failing = frozenset({3, 4})
     options: list[Any] = ["wait", "keep", "abort"]
     for in_flight in options:

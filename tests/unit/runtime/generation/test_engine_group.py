@@ -193,7 +193,7 @@ class DyingOnce(Stillborn):
 
 @pytest.mark.parametrize("engines", [1, 2])
 def test_when_all_have_failed_new_ones_get_the_weights_and_write_all_of_it(engines: int) -> None:
-    """Also the only engine of a role, whose failure would end the run."""
+    """A single engine is replaced too, although its failure would otherwise end the run."""
     DyingOnce.left = engines
     workers = Threads([DyingOnce(spec()) for _ in range(engines)])
     dead = list(workers.engines)
@@ -236,7 +236,7 @@ def test_preempted_samples_resume_in_any_engine() -> None:
 
 
 def test_every_generation_begins_anew() -> None:
-    """What an engine has done before does not count as written."""
+    """Responses of an earlier generation do not count."""
     workers = Threads([Stepwise(spec(), (16, 600))])
     for _ in range(2):
         check_long(writing_of(workers).generate(GIVEN, LONG))

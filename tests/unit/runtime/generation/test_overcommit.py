@@ -22,7 +22,7 @@ SAMPLING = GENERATE.sampling
 
 
 def of_step(step: int) -> Prompts:
-    """As the data gives them."""
+    """Return the prompts of a step as the data gives them."""
     count = BATCH + (AHEAD if step == 0 else -AHEAD if step == STEPS - 1 else 0)
     return prompts((3,) * count, step=step, seed=step)
 
@@ -109,7 +109,7 @@ def test_samples_of_a_failed_engine_are_generated_again(when: str, at: int) -> N
 
 
 class Late(Stepwise):
-    """All that it has is done just before it is to put it off, and told of no more."""
+    """An engine that finishes all its samples just before it would preempt them."""
 
     def preempt(self, rows: bytes) -> Rollouts | None:
         with self._lock:
@@ -124,8 +124,7 @@ class Late(Stepwise):
 
 @pytest.mark.parametrize("tries", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_sample_that_finishes_before_its_preemption_appears_once(tries: int) -> None:
-    """Also where an engine had put it off before, and handed over what was written then: that is so in some runs, by
-    the turns of threads."""
+    """In some runs, depending on the turns of threads, an engine has preempted the sample before."""
     for _ in range(tries):
         first, operation = go(Threads([Stepwise(spec(), (16, 90))]), end=2)
         rest, _ = go(Threads([Late(spec(), (16, 90))]), 2, operation)
@@ -133,7 +132,7 @@ def test_a_sample_that_finishes_before_its_preemption_appears_once(tries: int) -
 
 
 def test_saved_and_restored(tmp_path: Path) -> None:
-    """Between any two steps; with one engine, whose steps repeat themselves."""
+    """The state is saved between any two steps. A single engine makes the steps repeatable."""
     whole, _ = go(Threads([Stepwise(spec())]))
     for step in range(1, STEPS):
         folder = tmp_path / str(step)
@@ -162,7 +161,7 @@ def test_when_new_engines_fail_too_it_is_an_error() -> None:
 
 @pytest.mark.parametrize("at", [3, 8])
 def test_when_all_engines_have_failed_new_ones_write_all_of_it(at: int) -> None:
-    """Also what earlier steps had begun, which is lost with the engine that kept it."""
+    """The partial rollouts of earlier steps are lost with the engine that had them."""
 
     class Here(Dying):
         left = 1

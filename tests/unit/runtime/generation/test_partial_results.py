@@ -105,13 +105,13 @@ def check(made: dict[str, Any]) -> None:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts are handed over from the beginning."""
+    """Have engines report parts from the beginning."""
     monkeypatch.setattr(listening, "_MIN_SECONDS", 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasingGroups(GroupAdvantage, kind="advantages_that_release", unit="group"):
-    """Lets the engine end that waits for it."""
+    """A node whose first outputs let the waiting engines finish."""
 
     def run(self, rollouts: Rollouts, rewards: Rewards) -> RolloutAdvantages:
         assert len(rollouts) % 3 == 0
@@ -122,7 +122,7 @@ class ReleasingGroups(GroupAdvantage, kind="advantages_that_release", unit="grou
 
 @dataclass(frozen=True, kw_only=True)
 class Releasing(Sums, kind="sums_that_release", unit="sample"):
-    """Lets the engine end that waits for it."""
+    """A node whose first outputs let the waiting engines finish."""
 
     def run(self, rollouts: Rollouts) -> Rewards:
         Waiting.scored.set()
@@ -130,7 +130,7 @@ class Releasing(Sums, kind="sums_that_release", unit="sample"):
 
 
 class Waiting(WritingEngine):
-    """Does not finish the last prompt before something is scored."""
+    """An engine that finishes the last prompt only after the first outputs of a node."""
 
     scored = threading.Event()
 
@@ -149,14 +149,14 @@ class Waiting(WritingEngine):
 
 @pytest.mark.parametrize("room", [8, 100])
 def test_scoring_starts_before_generation_ends(room: int) -> None:
-    """Or this hangs."""
+    """The engines wait for the first scores, so the test hangs otherwise."""
     Waiting.scored.clear()
     check(outputs([Waiting(spec(), (room, 10_000)) for _ in range(2)], graph(4, Releasing())))
 
 
 @pytest.mark.parametrize("room", [8, 100])
 def test_group_nodes_start_with_the_first_complete_groups(room: int) -> None:
-    """Or this hangs."""
+    """The engines wait for the first advantages, so the test hangs otherwise."""
     Waiting.scored.clear()
     check(outputs([Waiting(spec(), (room, 10_000)) for _ in range(2)], graph(4, advantages=ReleasingGroups())))
 
@@ -205,7 +205,7 @@ def test_samples_lost_with_an_engine_are_scored_again(when: str, at: int) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class Unlucky(Sums, kind="sums_of_few", unit="sample"):
-    """Of every part but the first nothing can be said."""
+    """A node that can judge only its first part."""
 
     parts: ClassVar[list[int]] = []
 

@@ -32,7 +32,7 @@ BATCH, GROUP, STEPS = 4, 3, 5
 
 
 def begins_low(texts: Sequence[str], rows: Any) -> list[float]:
-    """In which responses to a prompt mostly differ."""
+    """Reward a low first digit, in which the responses to a prompt mostly differ."""
     return [float(text[:1] < "3") for text in texts]
 
 
@@ -65,7 +65,7 @@ def data_of(plan: Plan) -> DataSource:
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Minibatch]:
-    """What the fake engine is trained on."""
+    """Return a list that receives each minibatch of the fake engine."""
     seen: list[Minibatch] = []
     update = FakeEngine.update
 
@@ -106,7 +106,7 @@ def test_the_first_prompts_that_differ_are_trained_on(trained: list[Minibatch], 
     [(0, 0, 100), (300, 0, 100), (100, 50, 100), (100, 80, 25), (100, 75, 34), (200, 99, 25), (100, 10, 100)],
 )
 def test_as_many_as_are_missing_take(answered: int, found: int, count: int) -> None:
-    """Of a batch of 100, at least a quarter of it."""
+    """A round for a batch of 100 has at least a quarter of it."""
     plan = plan_of("begins_low")
     assert ResamplingRounds(plan.graph, 100, data_of(plan), run_graph)._round_size(answered, found) == count
 

@@ -1,4 +1,4 @@
-"""Which sample goes where: every one exactly once, the longest first, and no more than fit."""
+"""The scheduler assigns every sample exactly once, the longest first, and no more than fit."""
 
 from collections.abc import Callable, Mapping
 
@@ -120,7 +120,7 @@ def test_one_of_each_group_comes_first_and_then_the_longest() -> None:
 
 
 def test_a_full_cache_preempts_the_longest_samples() -> None:
-    """Of 110 tokens four samples of 5 + 20 leave too few for 10 more of each, and three do not."""
+    """The cache has 110 tokens. Four samples of 5 + 20 leave too few for 10 more each, and three do not."""
     made = scheduler(1, 1, 100, Capacity(8, 110))
     assert made.assign() == {0: [0, 1, 2, 3]}
     made.finished(0, [], [], 10)
@@ -243,7 +243,7 @@ class TestExpectation:
         assert factors[0] > factors[1] > factors[2] > factors[3]
 
     def test_how_much_groups_differ_is_measured(self) -> None:
-        """Of groups that do not, the factors come near each other."""
+        """The factors of groups that do not differ come near each other."""
 
         def spread(alike: float) -> float:
             lengths = drawn(alike, 8000, 200, seed=0)
@@ -255,7 +255,7 @@ class TestExpectation:
         assert 3 * spread(0.0) < spread(0.7)
 
     def test_equal_lengths(self) -> None:
-        """All ends in one place: a hazard as high as can be, which is still a number."""
+        """All responses end at the same length, so the hazard there is as high as possible, but finite."""
         lengths = np.full(64, 300.0)
         made = LengthModel(np.arange(64) // GROUP, 400, lengths)
         for _ in range(50):
@@ -265,8 +265,9 @@ class TestExpectation:
 
 
 def test_what_ended_in_an_earlier_step_tells_of_its_group() -> None:
-    """Two groups have one sample each still to be written. Both have ended more often than where none has ended, which
-    is what is expected at first, and the one whose others were short the more."""
+    """Two groups have one unfinished sample each. Both hazards are above the initial one, and that of the group with
+    short responses is higher.
+    """
     done = np.array([5, 5, 5, 0, 90, 90, 90, 0])
     made = Scheduler(np.array([1, 1]), 4, 100, {0: Capacity(8, 10_000)}, rows=np.array([3, 7]), initial_lengths=done)
     short, long = made._length_model.factors

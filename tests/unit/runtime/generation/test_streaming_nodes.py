@@ -129,7 +129,7 @@ class Meeting(MeanIds, kind="mean_of_ids_of_two_hosts", unit="sample"):
 
 
 def test_hosts_work_side_by_side_and_each_on_one_part_after_another() -> None:
-    """Or this fails after a minute."""
+    """The hosts wait for each other, so the test fails after a minute otherwise."""
     made = rollouts(sequences((2,) * PROMPTS, ((1,) * GROUP,) * PROMPTS))
     judged = node("rewards", Meeting(), {"rollouts": "rollouts"})
     threads = []

@@ -28,7 +28,7 @@ SHAPES: dict[str, Callable[[Generator, int], Costs]] = {
 
 
 def expected_lower_bound(costs: Costs, count: int) -> float:
-    """Of the largest sum: the mean; and of the largest numbers, j for each set and one more, one set has j + 1."""
+    """Return the larger of the mean sum and, for each j, the least sum of j + 1 of the j * count + 1 largest costs."""
     falling: list[float] = sorted(costs.tolist(), reverse=True)
     crowded = [sum(falling[j * count - j : j * count + 1]) for j in range((len(costs) - 1) // count + 1)]
     return max(sum(falling) / count, *crowded)
@@ -122,7 +122,7 @@ def test_counts_are_equal_where_that_is_even() -> None:
 
 
 def test_two_lengths_alone_are_divided_within_a_few_percent() -> None:
-    """With steps of a whole number between sums, even is not always to be had, nor always found."""
+    """Sums differ by multiples of the lengths, so an even division does not always exist and is not always found."""
     draw = np.random.default_rng(0)
     for _ in range(40):
         count, n = int(draw.integers(2, 129)), int(draw.integers(4096, 8193))

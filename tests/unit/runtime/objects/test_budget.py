@@ -1,4 +1,4 @@
-"""Who waits for room in a store, and who is told that there will be none."""
+"""Waiting for room in an object store, and the error if there will be none."""
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -58,7 +58,7 @@ class TestBudget:
         assert of.drain_edge_bytes() == {}
 
     def test_what_is_generated_ahead_waits_for_the_step_that_trains(self) -> None:
-        """No call runs that could free room, but the step that trains will; for its own edges nobody will."""
+        """No running call can free room, but the step that trains will, except for its own edges."""
         of = budget()
         of.expect_release(["rollouts"])
         of.reserve("a", 8 * MIB, "rollouts")

@@ -12,7 +12,7 @@ from tests.helpers import ARCHITECTURE, keys, sequences
 
 
 def batch(prompts: int, samples: int, seed: int = 0) -> Sequences:
-    """Of lengths as reasoning models have them, those of a prompt being like one another. Its tokens are nought."""
+    """Return rows with lengths as of reasoning models, alike within a prompt. All tokens are zero."""
     draw = np.random.default_rng(seed)
     spread = 0.8 * (0.7 * draw.normal(size=(prompts, 1)) + 0.7 * draw.normal(size=(prompts, samples)))
     response = np.exp(7 + spread).clip(1, 8192).astype(np.int64).ravel()
@@ -37,7 +37,7 @@ def over_mean(given: Sequences, parts: list[Index], cost: Cost) -> float:
 
 
 def readings(given: Sequences, parts: list[Index]) -> int:
-    """How many prompts are read, over all ranks."""
+    """Return how many prompts all ranks read together."""
     return sum(len(np.unique(given.keys[rows, 1])) for rows in parts)
 
 
@@ -69,7 +69,7 @@ def test_fewer_rows_than_shares_leave_some_empty() -> None:
 
 
 def test_pairs_of_tokens_cost_too() -> None:
-    """Of 1 + 7 = 8 tokens against eight of 1 + 1 tokens: 64 pairs against 32, and 8 tokens against 16."""
+    """One row of 1 + 7 tokens has 64 pairs and 8 tokens; eight rows of 1 + 1 tokens have 32 pairs and 16 tokens."""
     given = sequences([1] * 9, [[7], *[[1]] * 8])
     tokens, pairs = divide_rows(given, 2), divide_rows(given, 2, Cost(token=0, pair=1))
     assert sorted(len(part) for part in tokens) == [3, 6]

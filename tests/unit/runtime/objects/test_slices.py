@@ -1,4 +1,4 @@
-"""What of a block on another host is cut out there, by a process that is this one here."""
+"""The slices of a block that another host cuts out, here in this process."""
 
 import weakref
 from functools import cache
@@ -22,7 +22,7 @@ STARTS = np.cumsum(LENGTHS) - LENGTHS
 
 
 class Reference(str):
-    """To an object in the store, by its name."""
+    """A reference to an object in the store, by name."""
 
     def hex(self) -> str:
         return str(self)

@@ -19,7 +19,7 @@ from tests.helpers import prompts, rollouts, sequences
 
 @pytest.fixture
 def objects(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
-    """What has been put, by reference."""
+    """Return the objects in the store, by reference."""
     held: dict[int, Any] = {}
 
     def put(values: Any) -> Block:

@@ -1,4 +1,4 @@
-"""Whether the stores of the hosts are large enough for a plan."""
+"""The check that the object stores of the hosts are large enough for a plan."""
 
 import pytest
 

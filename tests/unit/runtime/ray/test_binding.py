@@ -1,4 +1,4 @@
-"""From a plan's hosts to Ray's, without Ray."""
+"""The match between a plan's hosts and Ray's, without Ray."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What engines are built from, and what is refused before."""
+"""The specs from which engines are built, and those that are refused."""
 
 from dataclasses import replace
 

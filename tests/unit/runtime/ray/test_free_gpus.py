@@ -1,4 +1,4 @@
-"""What is free in a Ray, and when nothing is."""
+"""The free GPUs of a Ray cluster, and the error if there are none."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def test_hosts_with_the_same_name_are_distinguished() -> None:
     assert select_free([one, other], devices) == {"10.0.0.1": ["X"] * 8, "10.0.0.2": ["Y"] * 8}
     same = replace(other, address=one.address)
     assert select_free([one, same], devices) == {"id of a": ["X"] * 8, "id of other": ["Y"] * 8}
-    # Also where it is the head, which has none.
+    # The same holds for a head without GPUs.
     assert select_free([one, replace(other, gpus=0)], devices) == {"10.0.0.1": ["X"] * 8}
 
 

@@ -34,9 +34,9 @@ class Spy:
     sleeper: bool = False
     cached: bool = True
     weights: str = "here"
-    """Or "away", with the host, or "lost"."""
+    """The place of the weights: "here", "away" (in the host's memory) or "lost"."""
     rest: bool = True
-    """Whether gradients, the optimizer or the KV cache are on the GPU."""
+    """True while gradients, the optimizer or the KV cache are on the GPU."""
 
     def __len__(self) -> int:
         return 1
@@ -145,7 +145,7 @@ def test_caches_are_released_at_every_hand_over(recipe: str, cluster: str, overr
             engines["rollout"].save(Path("an evaluation"))
             run_graph(working(plan.graph), engines, {}, ends_step=True)
             sync_followers(plan, engines, version=step)
-        # Of every role beside another, in every step.
+        # Every role beside another one releases memory in every step.
         given_up = {line.partition(" ")[0] for line in log if line.partition(" ")[2] in GIVE_UP}
         assert given_up >= {spy.role for spy in found.values() if spy.beside}
         discards = "rollout sleep True" in log

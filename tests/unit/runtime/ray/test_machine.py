@@ -22,7 +22,7 @@ from rlflow.runtime.ray.role_workers import RoleWorkers
 from tests.helpers import load
 from tests.unit.runtime.ray.test_binding import live
 
-# As nvidia-smi -L prints a host with one GPU that MIG has cut and one that it has not.
+# The output of nvidia-smi -L on a host with one GPU that MIG divides and one that it does not.
 LISTING = """\
 GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
   MIG 3g.20gb     Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)
@@ -34,7 +34,7 @@ CSV = f"""\
 0, GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77, {WHOLE}, 40960, 249, 535.129.03
 1, GPU-fcf41002-68b6-5900-d7d1-74026173bb44, {WHOLE}, 40960, 4, 535.129.03
 """
-# As nvidia-smi -q -x prints the same host, cut to what is read.
+# The part that is read of the output of nvidia-smi -q -x on the same host.
 DETAILS = """\
 <?xml version="1.0" ?>
 <!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
