@@ -26,7 +26,6 @@ from rlflow.rewards.processes import descendants
 from rlflow.runtime.objects.object_process import ObjectProcess
 from rlflow.runtime.ray.worker import EngineWorker
 
-STAGES = ("generate", "score", "reference", "advantage", "update", "sync", "save")
 # The methods of engines and objects that make up a stage, by role; those that return samples or values come last.
 _CALLS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "generate": {"rollout": ("advance", "generate_rows")},

@@ -155,11 +155,6 @@ def _decides(case: Case) -> bool:
     return case.memory_gib is not None and case.row.outcome in ("ok", "ok_ci", "oom") and not is_contested(case.row)
 
 
-def is_inferred(case: Case) -> bool:
-    """Return whether a run out of memory is inferred from a full GPU and missing figures, which is scored apart."""
-    return case.memory_gib is not None and case.row.outcome == "oom_inferred" and not case.unknown
-
-
 def is_contested(row: Row) -> bool:
     return bool(
         re.search(r"not stated|not in the excerpt|intermittent|later main|contradict|with and without", row.text)

@@ -23,7 +23,6 @@ from tests.helpers import ARCHITECTURE, MODEL, minibatch, sequences, spec
 
 LORA = Lora(rank=4, alpha=6)
 GIVEN = sequences([3, 6, 2], [[4, 9, 1], [2, 7], [5]])
-QUERY = "model.layers.1.self_attn.q_proj"
 
 
 def actor(lora: Lora | None = LORA, **changes: Any) -> EngineSpec:
