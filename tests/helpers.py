@@ -28,6 +28,7 @@ from rlflow.engines.serving.sessions import SessionEngine
 from rlflow.recipe import Model, Optimizer, Recipe
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
+from rlflow.runtime.protocols import Observer
 
 CHARACTERS = "0123456789+="
 ARCHITECTURE = Architecture(
@@ -143,6 +144,16 @@ def rollouts(rewarded: Sequences, texts: Sequence[str] | None = None) -> Rollout
         texts=tuple(texts or ["1"] * len(rewarded)),
         rows=({"answer": "1"},) * len(rewarded),
     )
+
+
+class Warnings(Observer):
+    """An observer that keeps the warnings of a run."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def warned(self, warning: str) -> None:
+        self.texts.append(warning)
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

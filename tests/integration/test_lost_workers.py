@@ -23,7 +23,7 @@ from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.ray.worker import EngineWorker
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
-from tests.helpers import load, metrics_of
+from tests.helpers import Warnings, load, metrics_of
 
 SHARED_PROCESSES = "hosts"
 CLUSTER = "1x3@cpu+1x2@cpu"
@@ -58,18 +58,15 @@ class Worker(EngineWorker):
         return super().call(method, *arguments, **named)
 
 
-class KillAfter(Observer):
+class KillAfter(Warnings):
     """An observer that has the next call of a role after a step kill its worker."""
 
     def __init__(self, step: int, role: str) -> None:
+        super().__init__()
         self._step, self._role = step, role
-        self.warnings: list[str] = []
-
-    def warned(self, warning: str) -> None:
-        self.warnings.append(warning)
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step == self._step and not self.warnings:
+        if step == self._step and not self.texts:
             (Worker.folder / self._role).touch()
 
 
@@ -116,7 +113,7 @@ def test_a_lost_trainer_is_replaced(expected: dict[str, Any], tmp_path: Path) ->
     report = go(plan, tmp_path / "run", kill)
     assert written(tmp_path / "run") == expected
     assert report.restarts == 1
-    (text,) = kill.warnings
+    (text,) = kill.texts
     assert text.startswith("step 4: role actor: worker 0 on host-")
     assert text.endswith("New workers start, and the run continues from step 2.")
     workers = {role: len(placement.workers) for role, placement in plan.roles.items()}
@@ -129,7 +126,7 @@ def test_a_lost_reference_repeats_its_call(expected: dict[str, Any], tmp_path: P
     plan, kill = plan_of(CLUSTER), KillAfter(2, "reference")
     report = go(plan, tmp_path / "run", kill)
     assert written(tmp_path / "run") == expected
-    assert (report.restarts, kill.warnings) == (0, [])
+    assert (report.restarts, kill.texts) == (0, [])
     (line,) = read_lines(tmp_path / "run" / "engines.jsonl")
     assert (line["step"], line["role"]) == (3, "reference")
     assert " died: " in line["failed"]

@@ -28,7 +28,7 @@ from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.protocols import Observer, Report
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
-from tests.helpers import load, metrics_of
+from tests.helpers import Warnings, load, metrics_of
 from tests.integration.reward_functions import first_digit
 
 pytestmark = pytest.mark.slow
@@ -195,21 +195,11 @@ def test_a_folder_that_holds_a_run_is_not_used_again(tmp_path: Path) -> None:
     assert metrics_of(tmp_path) == before
 
 
-class Warnings(Observer):
-    """Keeps what it is warned of."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def warned(self, warning: str) -> None:
-        self.said.append(warning)
-
-
 def test_prompts_that_are_too_long_are_counted_where_a_person_sees_it(tmp_path: Path) -> None:
     """All prompts have six tokens, such as 12+34=, which is one too many."""
     plan, seen = plan_of("fake", "data.max_prompt_tokens=5", "data.overlong=truncate_left", "steps=1"), Warnings()
     report = run(plan, tmp_path, LocalRuntime(), [seen])
-    train, held_out = seen.said
+    train, held_out = seen.texts
     said = "prompts of '{}' are longer than 5 tokens; only their last 5 tokens are used"
     assert re.fullmatch(rf"data\.overlong: (\d+) of \1 {said.format('train')}", train)
     assert held_out == f"data.overlong: 10 of 10 {said.format('test')}"

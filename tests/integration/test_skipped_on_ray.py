@@ -9,26 +9,15 @@ import pytest
 
 import rlflow
 from rlflow.report.records import MetricsWriter
-from rlflow.runtime.protocols import Observer
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
 from rlflow.runtime.skipped_steps import read_skipped, skipped_folders
 from tests.conftest import CONFIG_DIR
-from tests.helpers import load
+from tests.helpers import Warnings, load
 
 SHARED_PROCESSES = "hosts"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("hosts")]
 MODULE = "tests.integration.poisoned_nodes"
-
-
-class Warnings(Observer):
-    """Keeps the warnings of a run."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def warned(self, warning: str) -> None:
-        self.texts.append(warning)
 
 
 @pytest.mark.soak

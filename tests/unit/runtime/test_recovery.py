@@ -25,12 +25,12 @@ from rlflow.report.records import MetricsWriter, SampleLog, read_lines
 from rlflow.runtime import recovery
 from rlflow.runtime.checkpoint import RunProgress, save
 from rlflow.runtime.local import LocalRuntime
-from rlflow.runtime.protocols import Engines, Lost, Observer
+from rlflow.runtime.protocols import Engines, Lost
 from rlflow.runtime.ray.engine_specs import spec_of
 from rlflow.runtime.recovery import Session
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
-from tests.helpers import load, metrics_of, prompts
+from tests.helpers import Warnings, load, metrics_of, prompts
 
 DIED = "role actor: worker 0 on host-0 died."
 ACTOR = Lost(processes=["role actor: worker 0 on host-0"])
@@ -91,14 +91,6 @@ class LosingRuntime(LocalRuntime):
             raise PlacementError("cluster", "Ray has none for 'host-1'")
         self.engines.append(LosingEngines(self, plan, models))
         yield self.engines[-1]
-
-
-class Warnings(Observer):
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def warned(self, warning: str) -> None:
-        self.texts.append(warning)
 
 
 def written(folder: Path) -> dict[str, Any]:
