@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Models that recipes make go to a folder of the test's own."""
+    """Put models that recipes make into a folder of the test's own."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("RLFLOW_CACHE", str(folder))
     return folder
@@ -63,7 +63,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """Compares a text with the file of that name in tests/golden; ``--update-golden`` writes it."""
+    """Return a function that compares a text with a file in tests/golden; ``--update-golden`` writes the file."""
 
     def compare(name: str, text: str) -> None:
         path = ROOT / "tests" / "golden" / name

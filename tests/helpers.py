@@ -189,13 +189,13 @@ class WritingEngine(SessionEngine, FakeEngine):
     def submit(
         self, samples: Prompts, sampling: Sampling, partial: Sequence[PartialResponse] | None = None
     ) -> "list[Future[Any]]":
-        """Each is done at once."""
+        """Return finished responses."""
         self._steps += sampling.max_tokens
         self.given.append(samples.keys[:, 1].tolist())
         return [self.response(samples.take(np.array([row])), sampling) for row in range(len(samples))]
 
     def abort(self, answers: "Collection[Future[Any]]") -> None:
-        """Nothing is being written."""
+        """Do nothing, because all responses are finished."""
 
     def response(self, sample: Prompts, sampling: Sampling) -> "Future[Any]":
         done: Future[Any] = Future()

@@ -20,7 +20,7 @@ MAX_TOKENS = 40
 
 
 def response(key: NDArray[np.int64]) -> list[int]:
-    """Up to as many tokens as are allowed, of which a 0 is the last."""
+    """Return as many tokens as are allowed, or fewer of which the last is 0."""
     draw = np.random.default_rng(sample_seed(0, key))
     length = 1 + int(draw.exponential(8))
     ids = draw.integers(1, 10, length).tolist()

@@ -95,7 +95,7 @@ def room(path: Path) -> str:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """The modules named; of ``from rlflow import room`` the room too."""
+    """Yield the imported modules; for ``from rlflow import room`` also the room."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -119,7 +119,7 @@ def executed(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def imported_names(node: ast.AST) -> Iterator[str]:
-    """The modules that an import statement may name; of ``from a import b`` both a and a.b."""
+    """Yield the modules that an import statement may name; for ``from a import b`` both a and a.b."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -128,7 +128,7 @@ def imported_names(node: ast.AST) -> Iterator[str]:
 
 
 def runtime_imports(tree: ast.Module) -> Iterator[str]:
-    """At the top of a file, types aside."""
+    """Yield the modules imported at the top of a file, except for types."""
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from imports(node)

@@ -21,7 +21,7 @@ class Gloo:
     made: ClassVar[list["Gloo"]] = []
 
     def __init__(self, group: Any, device: Any) -> None:
-        """Meets all other ranks, as NCCL does."""
+        """Meet all other ranks, as NCCL does."""
         self.rank, self.world_size = group.rank, group.world_size
         self.sent: list[int] = []
         """Bytes of each broadcast."""
@@ -45,7 +45,7 @@ class Gloo:
 
 @contextmanager
 def without_gpus(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """vLLM's weight transfer runs inside, over gloo."""
+    """Run vLLM's weight transfer over gloo inside."""
     from vllm.distributed.device_communicators import pynccl
     from vllm.distributed.weight_transfer import packed_tensor
 

@@ -28,7 +28,7 @@ Build = Callable[..., Any]
 
 
 def able(*capabilities: str) -> list[Any]:
-    """The engines that have all of these; those that take a process of their own take their time."""
+    """Return the engines with all of these capabilities. Engines with a process of their own are slow."""
     return [
         pytest.param(name, marks=[pytest.mark.slow] if engine_kind(name).package else [])
         for name in engine_names()
@@ -38,7 +38,7 @@ def able(*capabilities: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def build(request: pytest.FixtureRequest) -> "Iterator[Build]":
-    """One process for all engines of a library."""
+    """Yield a function that builds engines, those of a library in one process."""
     with ExitStack() as running:
 
         @cache

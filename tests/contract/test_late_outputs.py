@@ -64,7 +64,7 @@ class LateEngine:
 
     @property
     def batch_queue(self) -> list[list[str]]:
-        """Steps on their way, as vLLM's EngineCore keeps them."""
+        """Return the steps that run, as vLLM's EngineCore keeps them."""
         return [] if self.running is None else [self.running]
 
     def add_request(self, name: str, prompt: dict[str, list[int]], params: Any, lora_request: Any) -> None:

@@ -41,7 +41,7 @@ BUCKET = 4096
 
 
 def given(version: int) -> dict[str, Tensor]:
-    """Weights of several types and sizes, all of which differ between versions."""
+    """Return weights of several types and sizes, which differ between versions."""
     draw = torch.Generator().manual_seed(version)
     shapes = {"embed": (100, 16), "q": (16, 16), "norm": (16,), "scale": (), "down": (48, 16), "head": (100, 16)}
     made = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
@@ -77,7 +77,7 @@ class Model(nn.Module):
 
 
 def vllm_worker(rank: int) -> Any:
-    """vLLM's worker of a GPU with what copies need of it: its own methods, and its own engine for NCCL."""
+    """Return vLLM's worker with all that copies need: its own methods, and its own engine for NCCL."""
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.v1.worker.gpu_worker import Worker
@@ -171,12 +171,12 @@ class Setting:
 
     @property
     def workers(self) -> list[Any]:
-        """vLLM's workers of all engines, by rank."""
+        """Return vLLM's workers of all engines, by rank."""
         return [worker for engine in self.engines for worker in engine.inner.workers]
 
     @property
     def models(self) -> list[Model]:
-        """Their models."""
+        """Return the models of all workers."""
         return [worker.model for worker in self.workers]
 
     def check(self, version: int) -> None:

@@ -109,7 +109,7 @@ def test_a_recipe_of_ones_own_in_a_sweep(typed: Typed, tmp_path: Path) -> None:
 
 
 def on_terminal(width: int, *arguments: str, cwd: Path) -> list[str]:
-    """Runs rlflow on a terminal of so many columns: the lines that it wrote, drawn over or not, without colours."""
+    """Run rlflow on a terminal of ``width`` columns, and return all lines that it wrote, without colours."""
     outside, inside = pty.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}

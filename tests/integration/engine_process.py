@@ -53,7 +53,7 @@ class EngineProcess:
         self._pid = _template(library).fork(theirs)
 
     def send(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """``function`` is one of a module, and gets the list of the process's engines before ``arguments``."""
+        """Call a function of a module with the list of the process's engines and ``arguments``."""
         self._pipe.send((function, arguments))
 
     def receive(self) -> Any:
@@ -63,7 +63,7 @@ class EngineProcess:
         return result
 
     def answer(self) -> Any:
-        """The result of a call, or the error that it raised."""
+        """Return the result of a call, or the error that it raised."""
         assert self._pipe.poll(_SECONDS), f"no answer in {_SECONDS} s"
         return self._pipe.recv()
 
@@ -95,7 +95,7 @@ class RemoteEngine:
 
 @contextmanager
 def processes(count: int, library: str = "deepspeed") -> "Iterator[Sequence[EngineProcess]]":
-    """Processes that have imported what engines of ``library`` need."""
+    """Yield processes that have imported the modules of ``library``'s engines."""
     started = [EngineProcess(library) for _ in range(count)]
     try:
         yield started
@@ -105,7 +105,7 @@ def processes(count: int, library: str = "deepspeed") -> "Iterator[Sequence[Engi
 
 
 def all_of(processes: Sequence[EngineProcess], function: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
-    """The results of a call in every process at once; each of ``arguments`` has a value for every process."""
+    """Return the results of a call in all processes at once; each of ``arguments`` has a value for every process."""
     for process, values in zip(processes, zip(*arguments, strict=True), strict=True):
         process.send(function, *values)
     answers = [process.answer() for process in processes]
@@ -123,7 +123,7 @@ def free_address() -> str:
 
 
 def build(engines: list[Any], engine: str, of: EngineSpec) -> int:
-    """The engine's place among those of the process."""
+    """Build an engine, and return its place among those of the process."""
     engines.append(engine_class(engine)(of))
     return len(engines) - 1
 
@@ -145,7 +145,7 @@ class _Template:
         self._socket.settimeout(_SECONDS)
 
     def fork(self, pipe: Connection) -> int:
-        """Hand ``pipe`` to a new process, which has this one's environment, and return its number."""
+        """Pass ``pipe`` to a new process with this one's environment, and return its number."""
         with pipe:
             socket.send_fds(self._socket, [json.dumps(dict(os.environ)).encode()], [pipe.fileno()])
         return int(self._socket.recv(16))

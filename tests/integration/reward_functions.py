@@ -19,7 +19,7 @@ def not_a_number(texts: Any, rows: Any) -> list[float]:
 
 
 def length(texts: Sequence[str], rows: Any) -> list[float]:
-    """Something in which responses differ: no answer is right."""
+    """Return the lengths of responses, which differ even if no answer is right."""
     return [float(len(text)) for text in texts]
 
 

@@ -21,7 +21,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 def sharpened(dtype: Dtype) -> TorchEngine:
-    """A policy that prefers some tokens, as one that has learned something does."""
+    """Return a policy that prefers some tokens, like one that has learned."""
     engine = TorchEngine(spec(model=replace(MODEL, dtype=dtype), capabilities=["Trains"]))
     for weight in engine._model.parameters():
         if weight.dim() > 1:

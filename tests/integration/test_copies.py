@@ -139,7 +139,7 @@ def test_copies_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         rollout.load_weights(source, 1)
 
         def restart(ranks: Sequence[int]) -> None:
-            """New processes have libraries to load."""
+            """Restart with a longer limit, because new processes have libraries to load."""
             monkeypatch.setattr(sync, "LIMIT_S", 60.0)
             assert ranks == [1], "the engine that hangs is replaced alone"
             RoleWorkers.restart(rollout.workers, ranks)

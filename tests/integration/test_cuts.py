@@ -63,7 +63,7 @@ def evenly(given: Minibatch) -> list[Minibatch]:
 
 
 def ten_and_one(given: Minibatch) -> list[Minibatch]:
-    """The second rank has fewer rows than there are passes, and repeats its row."""
+    """Give the second rank fewer rows than there are passes, so that it repeats its row."""
     return [given.take(np.arange(10)), given.take(np.array([10]))]
 
 
@@ -129,7 +129,7 @@ def spec_of(stage: int | None, sequence_parallel_size: int, rank: int = 0, ranks
 
 
 def returning(parameters: Any) -> Any:
-    """An optimizer of plain steps, each second one of which takes back the one before."""
+    """Return an optimizer of plain steps, in which each second step takes back the one before."""
     import torch
 
     class Returning(torch.optim.Optimizer):

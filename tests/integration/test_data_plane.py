@@ -213,7 +213,7 @@ def test_between_hosts_goes_what_is_read_there() -> None:
 
 
 def created(host: str) -> int:
-    """Bytes that have come into the store of a host since it is there."""
+    """Return the bytes that have come into the store of a host since it started."""
     (node,) = (each for each in ray.nodes() if each["NodeID"] == host)
     stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
     return int(stats.store_stats.cumulative_created_bytes)

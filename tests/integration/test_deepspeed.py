@@ -82,7 +82,7 @@ class Ranks:
         self._places = all_of(ranks, build, specs, [sgd] * len(ranks))
 
     def __getattr__(self, method: str) -> Any:
-        """Called with a value for each rank of every argument; returns what each rank did."""
+        """Return a function that takes a value for each rank of every argument, and returns the result of each rank."""
         methods = [method] * len(self._ranks)
         return lambda *arguments: all_of(self._ranks, call, self._places, methods, *arguments)
 
@@ -99,7 +99,7 @@ def actor(stage: int, sequence_parallel_size: int = 1, **options: Any) -> Engine
 
 
 def reference(stage: int, sequence_parallel_size: int = 1) -> EngineSpec:
-    """Scores, and is not trained."""
+    """Return the spec of an engine that scores and is not trained."""
     return replace(actor(stage, sequence_parallel_size), role="reference", capabilities=frozenset({"Scores"}))
 
 
@@ -118,7 +118,7 @@ LOSS = PolicyUpdate(clip_eps=0.2, kl_coef=0.1).loss(0.9)
 
 
 def split(batch: Any) -> list[Any]:
-    """Five rows and one: ranks need not have the same number of rows, or of micro-batches."""
+    """Return five rows and one, because ranks need not have the same number of rows or micro-batches."""
     return [batch.take(np.arange(5)), batch.take(np.array([5]))]
 
 
@@ -151,7 +151,7 @@ def test_weights_that_are_not_finite_end_the_update(two: Sequence[EngineProcess]
 
 
 def compare_training(ours: Ranks, expected: TorchEngine, sgd: bool, shares: Callable[[Minibatch], list[Any]]) -> None:
-    """Five steps. AdamW divides small gradients by their own size, so that rounding shows."""
+    """Compare five steps. AdamW divides small gradients by their own size, so that rounding shows."""
     for step in range(STEPS):
         batch = policy_minibatch(step)
         parts = shares(batch)
@@ -446,7 +446,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(two: Sequence[EngineProce
 
 
 def most_gathered(engines: list[Any], place: int) -> int:
-    """Weights that were whole at once while all were gone through, a few bytes of them at a time."""
+    """Return how many weights are complete at once while all are read, a few bytes at a time."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     from rlflow.engines import deepspeed

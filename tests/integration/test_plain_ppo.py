@@ -32,7 +32,7 @@ def length(texts: Any, rows: Any) -> list[float]:
 
 
 def plain_loop(data: DataSource, policy: Any, critic: Any, reference: Any, tokenizer: Any) -> list[dict[str, float]]:
-    """One sequence at a time, no cache, no packing."""
+    """Train on one sequence at a time, without cache or packing."""
 
     def logprobs(model: Any, prompt: list[int], response: list[int]) -> torch.Tensor:
         scores = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)

@@ -20,13 +20,13 @@ TOKEN = "RAY_AUTH_TOKEN"
 
 @pytest.fixture(scope="module")
 def earlier() -> list[tuple[str, str]]:
-    """Sockets of other tests, and of engines that test files share."""
+    """Return the sockets of other tests, and of engines that test files share."""
     return listening(descendants(os.getpid()))
 
 
 @pytest.fixture(scope="module")
 def address(earlier: list[tuple[str, str]]) -> Iterator[str]:
-    """The head of two simulated hosts, with a worker on each of them."""
+    """Yield the address of the head of two simulated hosts, with a worker on each of them."""
     os.environ.pop(TOKEN, None)
     with connected(load_cluster("2x1@cpu")):
         ray = import_ray()

@@ -31,14 +31,14 @@ MARK = "RLFLOW_TEST_MARK"
 
 
 def using(cluster: str) -> Plan:
-    """A plan that uses all GPUs of the cluster."""
+    """Return a plan that uses all GPUs of the cluster."""
     gpus = sum(host.gpus for host in load_cluster(cluster).hosts)
     pins = [f"roles.rollout.gpus={gpus}", "roles.rollout.tensor_parallel_size=1"]
     return rlflow.compile(load("recipe=fake", *pins, config_dir=CONFIG_DIR), cluster)
 
 
 def processes(mark: str) -> list[str]:
-    """The command lines of all that have the mark in their environment, this process aside."""
+    """Return the command lines of all processes with the mark in their environment, except for this one."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -59,7 +59,7 @@ def seconds_until(done: Any, most: float = 20) -> float:
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Given to all processes that the test starts; none of them is left after it."""
+    """Mark all processes that the test starts, and check that none is left after it."""
     value = uuid4().hex
     monkeypatch.setenv(MARK, value)
     yield value
@@ -311,7 +311,7 @@ def until_nothing_is_left() -> None:
 
 @contextmanager
 def taken(host: str) -> Iterator[None]:
-    """A GPU of the host, by an actor."""
+    """Have an actor take a GPU of the host."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

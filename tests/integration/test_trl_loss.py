@@ -58,7 +58,7 @@ CASES: dict[str, tuple[PolicyGradient, dict[str, Any]]] = {
 def trls(
     folder: Path, given: Rollouts, columns: Any, advantages: Any, options: Any, rloo: bool = False
 ) -> tuple[float, dict[str, Any]]:
-    """The loss and its gradient."""
+    """Return TRL's loss and its gradient."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -95,7 +95,7 @@ def trls(
         "num_items_in_batch": torch.tensor(len(given.response_ids.values)),
     }
     if "importance_sampling_ratio" in columns:
-        # TRL takes the ratio from vLLM, even without having sampled.
+        # TRL uses this ratio only with vLLM, from which it samples nothing here.
         trainer.use_vllm = True
         trainer.vllm_importance_sampling_correction = True
         ratios = [columns["importance_sampling_ratio"][row].tolist() for row in rows]

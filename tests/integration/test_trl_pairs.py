@@ -37,7 +37,7 @@ def engine_of(folder: Path, head: str) -> TorchEngine:
 
 
 def inputs_of_trl() -> dict[str, torch.Tensor]:
-    """Padded on the right."""
+    """Return the inputs that TRL makes, padded on the right."""
     prompts, responses = ([ids[row].tolist() for row in ORDER] for ids in (GIVEN.prompt_ids, GIVEN.response_ids))
     rows = list(zip(prompts, responses, strict=True))
     masks = {
@@ -49,7 +49,7 @@ def inputs_of_trl() -> dict[str, torch.Tensor]:
 
 
 def sums(column: Packed) -> torch.Tensor:
-    """[6]: over each response, in the order of TRL."""
+    """Return the sums [6] over each response, in the order of TRL."""
     return torch.tensor(np.array([column[row].sum() for row in ORDER]))
 
 

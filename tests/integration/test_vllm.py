@@ -82,7 +82,7 @@ def layout(request: pytest.FixtureRequest) -> Layout:
 
 
 def new_weights(seed: int) -> Weights:
-    """Far from those before, so that a layer that stayed old would show."""
+    """Return weights far from those before, so that a layer with old weights would show."""
     model = TransformersEngine(replace(serving(), seed=seed))._model
     return [(name, tensor * 2) for name, tensor in model.state_dict().items()]
 

@@ -66,7 +66,7 @@ def engine(request: pytest.FixtureRequest) -> RemoteEngine:
 
 
 def new_adapters(seed: int) -> Weights:
-    """Far from those before, so that one that stayed old would show."""
+    """Return adapters far from those before, so that an old one would show."""
     state = TransformersEngine(with_adapters())._model.state_dict()
     draw = torch.Generator().manual_seed(seed)
     shapes = {name.replace(".default", ""): weight.shape for name, weight in state.items() if ".lora_" in name}

@@ -194,13 +194,13 @@ def test_the_output_says_that_hosts_are_simulated(cluster: str, simulated: bool)
 
 
 def messages_that_are_quoted() -> list[str]:
-    """The left side of the table of what goes wrong, where it is ours."""
+    """Return the messages of rlflow in the table of problems."""
     table = PAGE.read_text().partition("\n## When it does not work\n")[2].partition("\n## ")[0]
     return re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
 
 
 def texts_of_rlflow() -> Iterator[str]:
-    """Patterns of all texts in its sources that have words of their own."""
+    """Yield patterns of all texts in rlflow's sources that have words of their own."""
     for path in (ROOT / "rlflow").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]

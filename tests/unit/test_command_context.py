@@ -16,7 +16,7 @@ from tests.helpers import load
 
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes nvidia-smi list GPUs of these names."""
+    """Return a function that has nvidia-smi list GPUs of the given names."""
 
     def listed(*names: str) -> None:
         tool = tmp_path / "bin" / "nvidia-smi"

@@ -203,7 +203,7 @@ class TestGpus:
 class TestLibraries:
     @pytest.fixture
     def vllm(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        """Sets the distribution of vLLM that is installed."""
+        """Return a function that sets the installed distribution of vLLM."""
 
         def install(*found: str) -> None:
             monkeypatch.setattr(doctor, "installed", lambda library: found or None)

@@ -126,7 +126,7 @@ def test_the_colocated_run_is_a_recipe_with_a_tensor_of_a_gigabyte() -> None:
 class TestReport:
     @pytest.fixture
     def check(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
-        """One whose process runs the program that a test writes in place of the checks' package."""
+        """Return a check whose process runs the program that a test writes in place of the checks' package."""
         monkeypatch.setattr(
             gpu, "run_command", lambda _, seconds: run_command([sys.executable, str(tmp_path / "p.py")], seconds)
         )

@@ -31,7 +31,7 @@ GIVEN = rollouts(sequences([2, 3, 4], [[4, 1, 3], [2, 2], [5, 1, 1, 1]]))
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The files of the page, as modules."""
+    """Return the files of the page as modules."""
     monkeypatch.syspath_prepend(tmp_path)
     for number, text in enumerate(FILES):
         (tmp_path / f"extension_{number}.py").write_text(text)

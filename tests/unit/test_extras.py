@@ -31,7 +31,7 @@ TRAINING = dict.fromkeys(extras.TRAINING, "1.0")
 
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The distributions that are installed, to be filled in."""
+    """Return a mapping to be filled with the installed distributions."""
     there: dict[str, str] = {}
 
     def version(name: str) -> str:

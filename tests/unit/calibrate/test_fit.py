@@ -13,7 +13,7 @@ from tests.helpers import load
 
 
 def node(seconds: float, layers: int, samples: int) -> MeasuredNode:
-    """A pass whose time is that of its layers and of its samples."""
+    """Return a pass whose time is that of its layers and of its samples."""
     names = ("train_layer_s", "pass_sample_s")
     return MeasuredNode("torch", names, lambda e: layers * e.train_layer_s + samples * e.pass_sample_s, seconds)
 

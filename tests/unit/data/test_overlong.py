@@ -32,7 +32,7 @@ def opened(path: Path, *, with_pairs: bool = False, **fields: Any) -> DataSource
 
 
 def texts(source: DataSource) -> dict[str, str]:
-    """Each row's response by its prompt."""
+    """Return each row's response by its prompt."""
     assert source.response_ids is not None
     return {
         TOKENIZER.decode(source.prompt_ids[row]): TOKENIZER.decode(source.response_ids[row][:-1])

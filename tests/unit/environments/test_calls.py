@@ -21,7 +21,7 @@ LIMIT_S = 30.0
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[ProcessPool]:
-    """The pools that are made."""
+    """Return a list that receives all pools."""
     made: list[ProcessPool] = []
     make = ProcessPool.__init__
 

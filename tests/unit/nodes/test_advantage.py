@@ -32,7 +32,7 @@ RANDOM = Rewards(values=DRAW.normal(0.3, 2, len(RAGGED)).astype(np.float32))
 
 
 def of_each(advantages: Advantages) -> list[float]:
-    """A number a rollout, all of whose tokens have it."""
+    """Return the number of each rollout, which all of its tokens have."""
     assert isinstance(advantages, RolloutAdvantages)
     rows = [advantages.values[row] for row in range(len(advantages))]
     assert all((row == row[0]).all() for row in rows)
@@ -67,7 +67,7 @@ def test_leave_one_out_by_hand() -> None:
 
 
 def groups() -> Iterator[list[int]]:
-    """The rows of each."""
+    """Yield the rows of each group."""
     for prompt in range(len(SIZES)):
         yield [row for row in range(len(RAGGED)) if RAGGED.keys[row, 1] == prompt]
 

@@ -37,7 +37,7 @@ def test_a_tie_is_half_right() -> None:
 
 
 def summed(loss: TokenLoss, given: Minibatch, outputs: torch.Tensor, limit: int) -> tuple[torch.Tensor, LossTotals]:
-    """The loss over passes of at most so many tokens."""
+    """Return the loss over passes of at most so many tokens."""
     totals, total = LossTotals(loss, torch.device("cpu"), "actor"), outputs.new_zeros(())
     places = given.response_ids.like(np.arange(len(given.response_ids.values)))
     for rows in build_micro_batches(given, limit):

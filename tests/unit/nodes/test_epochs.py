@@ -84,7 +84,7 @@ def test_a_critic_has_the_minibatches_of_the_policy() -> None:
 
 
 def conversations() -> Conversations:
-    """Four, the second and the last without a token of the model's."""
+    """Return four conversations, of which the second and the last have no token of the model's."""
     written = rollouts(sequences([2, 2], [[2, 3], [1, 2]]))
     own = Repeated(np.array([True, False, True, False]), written.response_ids.lengths)
     return Conversations(

@@ -45,7 +45,7 @@ ESTIMATES = {
 
 
 def plain(node: GaeAdvantage, known: list[int]) -> tuple[list[list[float]], list[list[float]], float]:
-    """Advantages before they are normalised, returns, and the mean KL, of the rows in ``known``."""
+    """Return advantages before they are normalised, returns, and the mean KL of the rows in ``known``."""
     advantages, returns, kls = [], [], []
     for row in known:
         expected = [float(value) for value in VALUES.values[row]] + [0.0]

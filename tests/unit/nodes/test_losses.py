@@ -23,7 +23,7 @@ LOSS = PolicyUpdate(clip_eps=0.2, kl_coef=0.5).loss(1.0)
 
 
 def run(ratio: float, advantage: float, reference: float | None = None) -> tuple[float, float, dict[str, float]]:
-    """Loss, its derivative by the token's logprob, and metrics, for one token whose old logprob is -1."""
+    """Return loss, its derivative by the token's logprob, and metrics for one token whose old logprob is -1."""
     logprobs = torch.tensor([-1 + log(ratio)], dtype=torch.float64, requires_grad=True)
     columns = {"old_logprobs": torch.tensor([-1.0]), "advantages": torch.tensor([advantage])}
     if reference is not None:

@@ -20,7 +20,7 @@ UPDATES = [PolicyUpdate(), GspoUpdate(), CispoUpdate()]
 
 
 def loss_of(node: PolicyGradient, log_ratios: list[float], advantages: list[float], **more: list[float]) -> Any:
-    """The loss and its gradient of tokens that are a response each, and the metrics."""
+    """Return the loss of tokens that are a response each, its gradient, and the metrics."""
     logprobs = torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True)
     columns: dict[str, Tensor] = {
         "old_logprobs": torch.zeros(len(log_ratios), dtype=torch.float64),

@@ -19,7 +19,7 @@ VALUES = ValueEstimates(values=WHOLE.response_ids.like(np.arange(15, dtype=np.fl
 
 
 def gae(excluded: tuple[int, ...] = ()) -> GaeAdvantages:
-    """Whose returns are one more than the values."""
+    """Return advantages whose returns are one more than the values."""
     returns = VALUES.values.like(VALUES.values.values + 1)
     gone = np.isin(np.arange(5), excluded)
     return GaeAdvantages(values=returns, returns=returns, excluded=gone, explained_variance=0.0, kl=0.0)

@@ -39,7 +39,7 @@ def hang(texts: Texts) -> None:
 
 
 def hang_on(texts: Texts) -> None:
-    """Whatever it is told."""
+    """Hang, and ignore all signals."""
     for number in range(1, signal.NSIG):
         try:
             signal.signal(number, signal.SIG_IGN)
@@ -59,7 +59,7 @@ def leave_a_daemon(texts: Texts) -> None:
 
 
 def rest(texts: Texts) -> str:
-    """A number of seconds that no other process sleeps."""
+    """Return a number of seconds that no other process sleeps."""
     return f"1234.{os.getpid()}"
 
 

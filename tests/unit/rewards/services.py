@@ -20,7 +20,7 @@ class Service:
 
 @contextmanager
 def serving(answer: Callable[[Service, dict[str, Any]], Any]) -> Iterator[Service]:
-    """``answer`` gives an HTTP status, bytes, or what becomes JSON."""
+    """Serve answers: ``answer`` returns an HTTP status, bytes, or an object for JSON."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -10,7 +10,7 @@ from rlflow.runtime.tuning import HillClimb
 
 
 def run(climb: HillClimb, rate: Callable[[int], float], share: Callable[[int], float], steps: int = 60) -> list[int]:
-    """The settings of each step."""
+    """Return the settings of each step."""
     settings = []
     for _ in range(steps):
         settings.append(climb.setting)

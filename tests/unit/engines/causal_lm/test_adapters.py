@@ -42,7 +42,7 @@ def logprobs(engine: Any) -> Any:
 
 
 def whole(engine: TorchEngine) -> Mapping[str, torch.Tensor]:
-    """The weights that the engine's model stands for, added up in float64."""
+    """Return the weights of the engine's model with its adapters added, calculated in float64."""
     state = engine._model.state_dict()
     weights = {}
     for name, tensor in state.items():

@@ -16,7 +16,7 @@ from tests.helpers import minibatch, sequences, spec
 
 
 def peak(work: Callable[[], object]) -> int:
-    """Bytes that torch's allocator holds at the most, over those at the end."""
+    """Return the peak of torch's allocator in bytes, above its bytes at the end."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         work()
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]

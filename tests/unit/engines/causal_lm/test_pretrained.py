@@ -29,7 +29,7 @@ class Tokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
-    """A model folder whose configuration and tokenizer are classes in a file of that folder."""
+    """Return a model folder whose configuration and tokenizer are classes in a file of that folder."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks on the terminal"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "model"

@@ -32,7 +32,7 @@ def model(implementation: str | None = None) -> Any:
 
 
 def own_logprobs(of: Sequences) -> list[float]:
-    """Each sequence by itself, through the library's own attention."""
+    """Score each sequence by itself, with the library's own attention."""
     plain = model("eager")
     values: list[float] = []
     for prompt, response in zip(
@@ -224,7 +224,7 @@ def test_layers_that_would_mix_sequences_are_refused(tmp_path: Any) -> None:
 
 
 def granite(**options: Any) -> Any:
-    """A model that divides its logits after its output layer."""
+    """Return a model that divides its logits after its output layer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

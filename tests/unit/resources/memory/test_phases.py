@@ -64,7 +64,7 @@ MOE = card("qwen3_30b_a3b")
 
 
 def state_bytes(model: Architecture, training: TrainingMemory, **degrees: Any) -> float:
-    """A parameter of the model's."""
+    """Return the bytes of state for each parameter of the model."""
     return sum(state_terms(model, layout(**degrees), training).values()) * GIB / model.num_parameters
 
 

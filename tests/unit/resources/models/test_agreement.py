@@ -21,13 +21,13 @@ CARD = "Qwen/Qwen2.5-7B-Instruct"
 
 @pytest.fixture(autouse=True)
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Hugging Face's cache, empty."""
+    """Return an empty cache of Hugging Face."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
 
 
 def policy(*overrides: str) -> Model:
-    """The policy of a recipe with the card of Qwen2.5-7B-Instruct."""
+    """Return the policy of a recipe with the card of Qwen2.5-7B-Instruct."""
     return rlflow.load(["recipe=grpo_7b", *overrides]).models["policy"]
 
 

@@ -120,7 +120,7 @@ def config_fields(of: Architecture) -> dict[str, Any]:
 
 
 def _layer_types(of: Architecture) -> list[str]:
-    """Recurrent layers first, whatever their order in the model."""
+    """Return the types of layers, recurrent ones first, whatever their order in the model."""
     name = "conv" if of.model_type.startswith("lfm2") else "linear_attention"
     return of.num_recurrent_layers * [name] + of.num_attention_layers * ["full_attention"]
 
@@ -141,7 +141,7 @@ def _recurrence_fields(model_type: str, recurrent: dict[str, Any]) -> dict[str, 
 
 
 def weights(of: Architecture) -> dict[str, int]:
-    """The sizes of transformers' own modules by name, the buffers that are saved among them, tied ones once."""
+    """Return the sizes of transformers' modules by name, with buffers that are saved, and tied ones once."""
     torch = pytest.importorskip("torch")
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -53,7 +53,7 @@ def cluster(*gpus: int, **host: Any) -> Cluster:
 
 
 def demand(role: str, model: Architecture | None = SMALL, parallel: frozenset[str] = ALL, **wants: Any) -> Demand:
-    """``actor`` and ``critic`` train, ``rollout`` generates, others score."""
+    """Return a demand: ``actor`` and ``critic`` train, ``rollout`` generates, others score."""
     return Demand(
         role=role,
         engine="fake",
@@ -82,7 +82,7 @@ def task(node: str, role: str, kind: TaskKind, *after: str, longest: int = 1024,
 
 
 def workload(demands: Sequence[Demand], longest: int = 1024, samples: int = 256) -> Workload:
-    """Every rollout generates, then all score, then all train; rollouts follow the first that trains."""
+    """Return a step that generates, then scores, then trains. The rollout roles follow the first that trains."""
     generating = [d.role for d in demands if d.generates]
     training = [d.role for d in demands if d.trains]
     scoring = [d.role for d in demands if not d.generates and not d.trains]
@@ -103,7 +103,7 @@ def place(demands: Sequence[Demand], on: Cluster, **sizes: int) -> SearchResult 
 
 
 def check(placed: RolePlacement, on: Cluster) -> None:
-    """Every tensor- and sequence-parallel group is inside one host, and no GPU is in two of them or may not be used."""
+    """Check that each tensor- and sequence-parallel group is inside one host, and each GPU is free and taken once."""
     size = placed.layout.tensor_parallel_size * placed.layout.sequence_parallel_size
     assert placed.layout.num_gpus == len(placed.bundles)
     assert len(set(placed.bundles)) == len(placed.bundles)

@@ -25,7 +25,7 @@ def cluster_of(*given_hosts: Host) -> Cluster:
 
 
 def request(name: str, size: int, groups: int | None, label: str | None = None) -> PoolRequest:
-    """A pool of so many groups of a size; None: of all that are left."""
+    """Return a pool of so many groups of a size, or with None of all GPUs that are left."""
     gpus = None if groups is None else size * groups
     needs = ((size, 1 if groups is None else groups),)
     return PoolRequest(name, gpus, size, groups, needs, frozenset({label} if label else ()))
@@ -62,7 +62,7 @@ def groups(share: list[tuple[str, tuple[int, ...]]], size: int) -> int:
 
 
 def figures(pools: Sequence[PoolRequest], shares: Filled | None) -> tuple[int, int, int] | None:
-    """(GPUs in groups of use of the pools of a given size, groups of the other, (pool, host) pairs)."""
+    """Return the used GPUs of pools with a given size, the groups of the others, and the (pool, host) pairs."""
     if shares is None:
         return None
     given = sum(p.size * min(p.groups, groups(shares[p.name], p.size)) for p in pools if p.groups is not None)
@@ -129,7 +129,7 @@ def problems(draw: st.DrawFn) -> tuple[list[PoolRequest], Cluster]:
 
 @st.composite
 def some_pool(draw: st.DrawFn, name: str, *, opened: bool) -> PoolRequest:
-    """A pool of whole groups, or one whose GPUs are no multiple of them, and contain groups of another size."""
+    """Draw a pool of whole groups, or one whose GPUs are no multiple of its size and contain groups of another size."""
     size = draw(st.integers(1, 4))
     label = draw(st.sampled_from([None, None, None, "fast", "big", "h"]))
     if draw(st.booleans()):

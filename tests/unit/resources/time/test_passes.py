@@ -73,7 +73,7 @@ def generate(sequences: float, responses: Lengths, slots: int = 64, layout: Layo
 
 
 def drain(lengths: list[int], slots: int, seconds: Callable[[float, float], float]) -> float:
-    """Token by token, in jumps of at most 16."""
+    """Generate token by token, in jumps of at most 16."""
     waiting, active, clock = list(lengths), list[list[int]](), 0.0
     while waiting or active:
         while waiting and len(active) < slots:
@@ -185,7 +185,7 @@ def test_without_an_engine_each_batch_waits_for_its_longest() -> None:
 
 
 def ideal(**changed: float) -> Speed:
-    """Nothing but matrix products takes time."""
+    """Return a speed at which only matrix products take time."""
     shares = {"matmul": 1.0, "attention": 1.0, "balance": 1.0, "memory": 1.0, "link": 1.0, "train_layer_s": 0.0}
     shares["small_batch_tokens"] = 0.0
     return replace(

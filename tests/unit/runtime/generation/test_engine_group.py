@@ -221,7 +221,7 @@ def check_long(out: Rollouts) -> None:
 
 
 def gone_on(engines: Sequence[Stepwise]) -> list[tuple[int, tuple[int, ...]]]:
-    """The engine and the key of each time that a sample was gone on with."""
+    """Return the engine and the key of each resumed sample."""
     return [(rank, tuple(key)) for rank, engine in enumerate(engines) for key, written in engine.begun if written]
 
 

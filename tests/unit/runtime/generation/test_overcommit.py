@@ -29,7 +29,7 @@ def of_step(step: int) -> Prompts:
 
 class Data(DataSource):
     def __init__(self) -> None:
-        """Gives what ``of_step`` gives."""
+        """Give the prompts of ``of_step``."""
 
     def prompts_with_keys(self, keys: NDArray[np.int64]) -> Prompts:
         return Prompts.concatenate([of_step(step).take(np.array([prompt])) for step, prompt, _ in keys.tolist()])

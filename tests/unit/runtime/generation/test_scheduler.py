@@ -19,8 +19,11 @@ GROUP = 4
 def drain(
     scheduler: Scheduler, lengths: Ints, ranks: int, lose: Mapping[int, int] | None = None
 ) -> tuple[dict[int, int], list[int]]:
-    """Engines that write a token of each sample in a step and tell of every end. Who wrote what, and the order in which
-    samples were begun. ``lose``: an engine fails after so many events, and what it has put off is lost with it."""
+    """Simulate engines that generate a token of each sample in a step, and report each finished sample.
+
+    Returns the engine that finished each sample, and the order in which samples started. ``lose`` gives engines the
+    number of events after which they fail, with the samples that they have preempted.
+    """
     begun: list[int] = []
     running: dict[int, dict[int, int]] = {rank: {} for rank in range(ranks)}
     written = np.zeros(len(lengths), np.int64)
@@ -102,7 +105,7 @@ def test_every_sample_is_generated_once(
 
 
 def drawn(alike: float, limit: int, num_groups: int, seed: int) -> NDArray[np.float64]:
-    """Log-normal lengths, of whose variance the group has the share ``alike``."""
+    """Draw log-normal lengths, of whose variance the group has the share ``alike``."""
     rng = np.random.default_rng(seed)
     of_group = np.repeat(rng.standard_normal(num_groups), GROUP)
     scores = alike**0.5 * of_group + (1 - alike) ** 0.5 * rng.standard_normal(len(of_group))
@@ -233,7 +236,7 @@ def test_the_only_sample_of_an_engine_is_never_preempted() -> None:
 
 class TestExpectation:
     def learned(self, tokens: list[float], done: list[bool]) -> LengthModel:
-        """Groups of one."""
+        """Return a model of groups with one sample each."""
         made = LengthModel(np.arange(len(tokens)), 100)
         made.update(np.arange(len(tokens)), np.array(tokens), np.array(done))
         return made

@@ -35,9 +35,11 @@ def expected_lower_bound(costs: Costs, count: int) -> float:
 
 
 def check(shape: str, n: int, count: int, seed: int) -> None:
-    """Within 0.1 % of the mean, unless a single number is larger, or numbers are so few and alike that some set has to
-    have one more of them. Among many giants some small ones may have no place that is as good: where each set has 32
-    that leave room for 0.2 % more, what is larger than that fits only beside the few that have 31."""
+    """Check that no sum is more than 0.1 % above the lower bound.
+
+    Among many giants, a small number may have no place that is as good: if 32 giants in each set leave room for 0.2 %
+    more, a larger number fits only into the few sets with 31.
+    """
     draw = np.random.default_rng(seed)
     lengths = SHAPES[shape](draw, n)
     costs = draw.choice([1.0, 24576.0]) * lengths + draw.choice([0.0, 1.0]) * lengths**2

@@ -76,7 +76,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
 
 
 def column(elsewhere: Elsewhere, rows: list[int], least: int = 0) -> StoredColumn:
-    """Rows 0 to 4 are here, 5 to 9 and 10 to 14 on other hosts. ``least`` is the smallest value of all."""
+    """Return a column with rows 0 to 4 here and the others on two hosts. ``least`` is the smallest value of all."""
     blocks = [elsewhere.block(host, least + first) for host, first in (("here", 0), ("b", 100), ("c", 200))]
     spans = RowSpans(np.repeat([0, 1, 2], 5), np.tile(STARTS, 3), np.tile(LENGTHS, 3))
     return StoredColumn(blocks, spans).take(np.array(rows, np.int64))

@@ -46,7 +46,7 @@ def rows_of(column: Packed) -> list[list[Any]]:
 
 @pytest.fixture
 def written() -> Any:
-    """Six rollouts whose rows are all different."""
+    """Return six rollouts whose rows are all different."""
     of = rollouts(sequences([3, 2], [[4, 1, 3], [2, 5, 1]]), list("abcdef"))
     count = len(of.response_ids.values)
     ids, logprobs = (of.response_ids.like(np.arange(count, dtype=kind)) for kind in (np.int32, np.float32))

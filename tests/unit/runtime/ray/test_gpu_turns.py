@@ -106,7 +106,7 @@ class Work:
 
 @contextmanager
 def spies(plan: Plan) -> Iterator[tuple[RayEngines, Mapping[str, Spy], list[str]]]:
-    """Engines of a plan, started as start_engines does it."""
+    """Yield spies in place of the engines of a plan, started as start_engines does."""
     log: list[str] = []
     found = {role: Spy(role, set(placed.bundles), log) for role, placed in plan.roles.items()}
     for spy in found.values():
