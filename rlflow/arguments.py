@@ -117,7 +117,7 @@ def _quote_choice(group: str, name: str, config_dir: Path | None) -> str:
     if group == "cluster":
         name = re.sub(r"(?<=@)\w+", lambda kind: _complete_gpu_kind(kind[0], config_dir), name)
     # Quoted where YAML would read the name as a number or as null.
-    return _quote(name) if re.fullmatch(r"[\d.e_-]+|nan|inf", name) or is_yaml_constant(name) else name
+    return _quote(name) if re.fullmatch(r"[\d.e_-]+|(?i:nan|inf)", name) or is_yaml_constant(name) else name
 
 
 def _quote(text: str) -> str:
