@@ -119,12 +119,12 @@ class Node(Section):
     @classmethod
     def inputs(cls) -> tuple[Input, ...]:
         """Return the inputs in the order of ``run``'s parameters, without those that the runtime passes."""
-        return tuple(each for each in _signature(cls)[0] if each.name not in _FROM_RUNTIME)
+        return tuple(each for each in cls._signature()[0] if each.name not in _FROM_RUNTIME)
 
     @classmethod
     def from_runtime(cls) -> Mapping[str, type]:
         """Return the types of the parameters that the runtime passes to ``run``: engine and state."""
-        return {each.name: each.type for each in _signature(cls)[0] if each.name in _FROM_RUNTIME}
+        return {each.name: each.type for each in cls._signature()[0] if each.name in _FROM_RUNTIME}
 
     @classmethod
     def capability(cls) -> type | None:
@@ -134,17 +134,37 @@ class Node(Section):
     @classmethod
     def output(cls) -> type:
         """Return the type of the output."""
-        return _signature(cls)[1]
+        return cls._signature()[1]
 
     @classmethod
     def check_signature(cls) -> None:
         """Raise GraphError, its path counted from the node, for a ``run`` without all type annotations."""
         try:
-            _signature(cls)
+            cls._signature()
         except (AttributeError, KeyError, NameError, TypeError) as error:
             raise GraphError(
                 "node", f"'{cls.kind}': the types of run cannot be read ({error!r})", fix="annotate all of it"
             ) from None
+
+    @classmethod
+    @cache  # because planning asks for signatures often
+    def _signature(cls) -> tuple[tuple[Input, ...], type]:
+        """Return the inputs and the output of ``run``, which may pass ``**inputs`` to the ``run`` that it overrides."""
+        inputs: dict[str, Input] = {}
+        output: Any = None
+        for run in (vars(each)["run"] for each in cls.__mro__ if "run" in vars(each)):
+            hints: Mapping[str, Any] = get_type_hints(run)
+            output = output or hints["return"]
+            parameters = inspect.signature(run).parameters.values()
+            for each in parameters:
+                required = each.default is inspect.Parameter.empty
+                if each.kind is inspect.Parameter.KEYWORD_ONLY and required:
+                    raise TypeError(f"{each.name} is keyword-only, so it is not an input, and needs a default")
+                if each.name != "self" and each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+                    inputs.setdefault(each.name, Input(each.name, _without_none(hints[each.name]), required))
+            if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+                return tuple(inputs.values()), output
+        raise AttributeError("run")
 
     def check(self, connected: frozenset[str]) -> None:
         """Raise a UserError, its path counted from the node, for options that do not go with the inputs connected."""
@@ -187,27 +207,6 @@ def times(coefficient: float, term: str) -> str:
 def inheritance_depth(instance: object, method: str) -> int:
     """Return how many base classes up a method is defined: a method overridden alone has outdated its formula."""
     return next(depth for depth, owner in enumerate(type(instance).__mro__) if method in vars(owner))
-
-
-# Read once, because planning asks for signatures often.
-@cache
-def _signature(cls: type[Node]) -> tuple[tuple[Input, ...], type]:
-    """Return the inputs and the output of ``run``, which may pass ``**inputs`` on to the ``run`` that it overrides."""
-    inputs: dict[str, Input] = {}
-    output: Any = None
-    for run in (vars(each)["run"] for each in cls.__mro__ if "run" in vars(each)):
-        hints: Mapping[str, Any] = get_type_hints(run)
-        output = output or hints["return"]
-        parameters = inspect.signature(run).parameters.values()
-        for each in parameters:
-            required = each.default is inspect.Parameter.empty
-            if each.kind is inspect.Parameter.KEYWORD_ONLY and required:
-                raise TypeError(f"{each.name} is keyword-only, so it is not an input, and needs a default")
-            if each.name != "self" and each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-                inputs.setdefault(each.name, Input(each.name, _without_none(hints[each.name]), required))
-        if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
-            return tuple(inputs.values()), output
-    raise AttributeError("run")
 
 
 def _without_none(hint: Any) -> type:

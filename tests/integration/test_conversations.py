@@ -13,9 +13,8 @@ from rlflow.report.records import MetricsWriter
 from rlflow.runtime.prepare import runtime_of
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
-from tests.helpers import load
+from tests.helpers import load, metrics_of
 from tests.integration.test_overlap import assert_same, go
-from tests.integration.test_run import metrics as run_metrics
 
 SHARED_PROCESSES = "hosts"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -62,7 +61,7 @@ def test_conversations_continue_in_the_next_step_and_after_a_resume(tmp_path: Pa
     assert list((tmp_path / "whole" / "checkpoints").glob("*/graph.rollouts/partial.npz"))
     go(plan, tmp_path / "cut", until=2)
     assert_same(whole, go(plan, tmp_path / "cut", resume=True))
-    assert run_metrics(tmp_path / "whole") == run_metrics(tmp_path / "cut")
+    assert metrics_of(tmp_path / "whole") == metrics_of(tmp_path / "cut")
 
 
 FAILING = [f"graph.rollouts.environment={HERE}:Misbehaving", "~graph.rollouts.options"]

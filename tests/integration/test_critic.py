@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,8 +21,8 @@ from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
 from rlflow.runtime.step import train_step
 from tests.conftest import CONFIG_DIR
-from tests.helpers import load, spec
-from tests.integration.test_run import StopAfter, metrics
+from tests.helpers import load, metrics_of, spec
+from tests.integration.test_run import StopAfter
 from tests.integration.test_run import go as here
 
 pytestmark = pytest.mark.slow
@@ -74,7 +73,7 @@ def test_stopped_after_any_step_and_resumed(options: tuple[str, ...], tmp_path: 
         resumed = here(plan, folder, resume=True)
         for name, weight in weights(resumed).items():
             assert torch.equal(weight, expected[name]), (step, name)
-        assert metrics(folder) == metrics(tmp_path / "whole")
+        assert metrics_of(folder) == metrics_of(tmp_path / "whole")
         if options:
             assert coefficient(folder, 4) == coefficient(tmp_path / "whole", 4) != 0.1
 
@@ -120,10 +119,6 @@ def on(runtime: Runtime, plan: Plan, folder: Path, *, until: int = 0, resume: bo
     return run(plan, folder, runtime, [MetricsWriter(), stopper], stop=lambda: stopper.reached, resume=resume)
 
 
-def without_stores(folder: Path) -> list[dict[str, Any]]:
-    return [{name: value for name, value in line.items() if "store/" not in name} for line in metrics(folder)]
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("hosts")
@@ -136,5 +131,5 @@ def test_four_roles_on_four_hosts_and_back(tmp_path: Path) -> None:
     assert on(RayRuntime(), apart, tmp_path / "ray", until=3).status == "stopped"
     report = on(RayRuntime(), apart, tmp_path / "ray", resume=True)
     assert set(report.models) == {"actor", "critic"}
-    assert without_stores(tmp_path / "ray") == without_stores(tmp_path / "local")
+    assert metrics_of(tmp_path / "ray") == metrics_of(tmp_path / "local")
     assert coefficient(tmp_path / "ray", 6) == coefficient(tmp_path / "local", 6) != 0.1

@@ -17,7 +17,8 @@ from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.protocols import Engines, Report
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
-from tests.integration.test_run import StopAfter, metrics, weights
+from tests.helpers import metrics_of
+from tests.integration.test_run import StopAfter, weights
 
 pytestmark = pytest.mark.slow
 K2 = ("overlap.max_staleness=2", "steps=5")
@@ -79,7 +80,7 @@ def test_a_staleness_of_zero_is_the_run_without_overlap(tmp_path: Path) -> None:
     without, zero = plan_of(), plan_of("overlap={max_staleness: 0, in_flight: keep}")
     assert without.fingerprint == zero.fingerprint
     assert_same(go(without, tmp_path / "without"), go(zero, tmp_path / "zero"))
-    assert metrics(tmp_path / "without") == metrics(tmp_path / "zero")
+    assert metrics_of(tmp_path / "without") == metrics_of(tmp_path / "zero")
 
 
 def test_delays_of_workers_change_no_bit(tmp_path: Path) -> None:
@@ -87,19 +88,19 @@ def test_delays_of_workers_change_no_bit(tmp_path: Path) -> None:
     whole = go(plan, tmp_path / "whole")
     for seed in (1, 2):
         assert_same(whole, go(plan, tmp_path / str(seed), seed=seed))
-        assert metrics(tmp_path / "whole") == metrics(tmp_path / str(seed))
+        assert metrics_of(tmp_path / "whole") == metrics_of(tmp_path / str(seed))
     assert whole.overlap["tokens_by_staleness"].keys() == {"0", "1", "2"}
     # The mean leaves out the first step, whose tokens have version 0.
     assert whole.overlap["staleness"]["measured"] == (1 + 2 + 2 + 2) / 4
     assert 0 <= (whole.overlap["train_idle"]["measured"] or 0.0) < 1
-    stale = [line["overlap/staleness_mean"] for line in metrics(tmp_path / "whole") if "overlap/staleness_mean" in line]
-    assert stale == [0, 1, 2, 2, 2]
+    steps = [line for line in metrics_of(tmp_path / "whole") if "overlap/staleness_mean" in line]
+    assert [line["overlap/staleness_mean"] for line in steps] == [0, 1, 2, 2, 2]
 
 
 def test_on_one_gpu_three_steps_are_generated_in_one_turn(tmp_path: Path) -> None:
     plan = plan_of(*K2, gpus=1)
     run(plan, tmp_path, LocalRuntime(), [MetricsWriter()])
-    lines = [line for line in metrics(tmp_path) if "overlap/staleness_mean" in line]
+    lines = [line for line in metrics_of(tmp_path) if "overlap/staleness_mean" in line]
     assert [line["overlap/staleness_mean"] for line in lines] == [0, 1, 2, 0, 1]
 
 
@@ -113,7 +114,7 @@ def test_stopped_after_any_step_and_resumed(gpus: int, tmp_path: Path) -> None:
         resumed = go(plan, folder, resume=True)
         assert (resumed.status, resumed.steps) == ("finished", 5)
         assert_same(whole, resumed)
-        assert metrics(folder) == metrics(tmp_path / "whole")
+        assert metrics_of(folder) == metrics_of(tmp_path / "whole")
 
 
 def test_conversations_are_generated_ahead_and_saved(tmp_path: Path) -> None:
@@ -121,12 +122,12 @@ def test_conversations_are_generated_ahead_and_saved(tmp_path: Path) -> None:
     go(plan, tmp_path / "whole")
     go(plan, tmp_path / "stopped", until=2)
     go(plan, tmp_path / "stopped", resume=True)
-    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
+    assert metrics_of(tmp_path / "stopped") == metrics_of(tmp_path / "whole")
 
 
 def test_newer_weights_generate_as_soon_as_they_are_ready(tmp_path: Path) -> None:
     report = go(plan_of(*K2, "overlap.deterministic=false"), tmp_path, seed=3)
-    ages = [line["overlap/staleness_max"] for line in metrics(tmp_path) if "overlap/staleness_max" in line]
+    ages = [line["overlap/staleness_max"] for line in metrics_of(tmp_path) if "overlap/staleness_max" in line]
     assert report.status == "finished"
     assert max(ages) <= 2
 

@@ -9,7 +9,8 @@ import pytest
 from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
-from tests.integration.test_run import metrics, plan_of
+from tests.helpers import metrics_of
+from tests.integration.test_run import plan_of
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +27,6 @@ def test_the_same_is_learned(tmp_path: Path) -> None:
     assert len(found["trials"]) > 1
     assert found["trials"][1]["setting"] == 96
     assert not (tmp_path / "plain" / "tuning.json").exists()
-    for plain, tuned in zip(metrics(tmp_path / "plain"), metrics(tmp_path / "tuned"), strict=True):
+    for plain, tuned in zip(metrics_of(tmp_path / "plain"), metrics_of(tmp_path / "tuned"), strict=True):
         for figure in ("update/loss", "update/grad_norm"):
             assert tuned[figure] == pytest.approx(plain[figure], rel=1e-4)

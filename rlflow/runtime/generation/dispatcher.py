@@ -32,8 +32,7 @@ from rlflow.runtime.protocols import Subscriber
 
 # While rows are queued, an engine reports when one in so many of the rows that it can generate at once is finished.
 _REPORTS = 32
-# When none is queued, it reports when one in so many of the rows that it generates is finished, since the end of a step
-# may wait for the last of them.
+# Without queued rows, it is one in so many of those that it generates: the end of a step may wait for the last of them.
 _LAST_REPORTS = 8
 _Method = Literal["advance", "preempt", "take_rollouts"]
 
