@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "recipe_files": {"errors", "yaml_files"},
     "host_memory": set(),
     "text_files": set(),
+    "notebook": set(),
     "packed": set(),
     "rows": {"packed"},
     "batch": {"errors", "packed", "resources", "rows"},
@@ -50,7 +51,7 @@ MAY_IMPORT = {
     },
     "runtime": {
         *("errors", "extras", "host_memory", "packed", "batch", "batch_files", "resources", "evaluation", "recipe"),
-        *("engines", "rewards", "nodes", "data", "compiler", "text_files"),
+        *("engines", "rewards", "nodes", "data", "compiler", "text_files", "notebook"),
     },
     "report": {
         *("errors", "plugins", "text_files", "resources", "evaluation", "recipe", "recipe_loading", "nodes"),

@@ -34,7 +34,10 @@ WIDTH = 100
 
 def output_console() -> Console:
     """Return the console for standard output."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    # A notebook says that it is a terminal, but cannot go back to a line; rich would make an output of each line there.
+    is_notebook = Console().is_jupyter
+    width = None if sys.stdout.isatty() and not is_notebook else WIDTH
+    return Console(highlight=False, force_jupyter=False, force_terminal=False if is_notebook else None, width=width)
 
 
 def displays(console: Console) -> list[Observer]:

@@ -31,8 +31,9 @@ from rlflow.runtime.generation.ahead_shared_gpus import AheadOnSharedGpus
 from rlflow.runtime.generation.overcommit import prompts_ahead, with_overcommit
 from rlflow.runtime.generation.resampling import ResamplingRounds
 from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.observers import Observers
 from rlflow.runtime.preflight import check_before_start, check_directory, check_examples, last_checkpoint
-from rlflow.runtime.protocols import Engines, Observer, Observers, Report, Runtime
+from rlflow.runtime.protocols import Engines, Observer, Report, Runtime
 from rlflow.runtime.recovery import Session
 from rlflow.runtime.samples import SampleReader
 from rlflow.runtime.step import StepStart, run_graph, sync_followers

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -11,6 +11,7 @@ from rlflow.batch import Rollouts
 from rlflow.compiler.plan import Plan
 from rlflow.engines.memory import PhasePeaks
 from rlflow.engines.times import UNTRACED, Span, Times, record_each
+from rlflow.notebook import run_html
 from rlflow.recipe import Model
 from rlflow.resources.memory.processes import LOCAL_PROCESS
 
@@ -208,56 +209,12 @@ class Observer:
         """
 
 
-class Observers(Observer):
-    """Several observers as one. Each event goes to all, in their order."""
-
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self.observers = list(observers)
-
-    def add(self, observer: Observer) -> None:
-        """Add an observer, the last to receive events."""
-        self.observers.append(observer)
-
-    def warned(self, warning: str) -> None:
-        for each in self.observers:
-            each.warned(warning)
-
-    def started(self, plan: Plan, directory: Path, step: int) -> None:
-        for each in self.observers:
-            each.started(plan, directory, step)
-
-    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
-        for each in self.observers:
-            each.measured(step, metrics)
-
-    def evaluated(self, step: int, figure: float) -> None:
-        for each in self.observers:
-            each.evaluated(step, figure)
-
-    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        for each in self.observers:
-            each.stepped(step, metrics)
-
-    def failed(self, step: int, node: str, reasons: Mapping[str, int]) -> None:
-        for each in self.observers:
-            each.failed(step, node, reasons)
-
-    def sampled(self, samples: Sequence[Sample]) -> None:
-        for each in self.observers:
-            each.sampled(samples)
-
-    def ended(self, report: "Report") -> None:
-        for each in self.observers:
-            each.ended(report)
-
-    def close(self) -> None:
-        for each in self.observers:
-            each.close()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The result of a run, also in ``report.json``."""
+    """The result of a run, also in ``report.json``.
+
+    A notebook shows its times, its curves, and samples of the first and the last step.
+    """
 
     name: str
     """The name of the recipe."""
@@ -297,4 +254,21 @@ class Report:
 
     def history(self) -> list[dict[str, float]]:
         """Return the metrics of every step and evaluation, from ``metrics.jsonl``."""
-        return [json.loads(line) for line in (Path(self.directory) / "metrics.jsonl").read_text().splitlines()]
+        return _read_lines(Path(self.directory) / "metrics.jsonl")
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Return a few samples of every step, from ``samples.jsonl``: the best, the worst and a random one.
+
+        Empty where the run generates nothing.
+        """
+        path = Path(self.directory) / "samples.jsonl"
+        return _read_lines(path) if path.exists() else []
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: times, curves and samples."""
+        return run_html(asdict(self), self.history(), self.samples())
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    # Texts of samples may hold other characters that end a line.
+    return [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]

@@ -18,8 +18,9 @@ from rlflow.data.source import DataSource
 from rlflow.errors import EngineError, PlacementError
 from rlflow.recipe import Model, Tune
 from rlflow.runtime.checkpoint import Checkpoint, RunProgress, checkpoints, remove_unfinished
+from rlflow.runtime.observers import Observers
 from rlflow.runtime.preflight import last_checkpoint
-from rlflow.runtime.protocols import Engines, Lost, Observer, Observers, Runtime
+from rlflow.runtime.protocols import Engines, Lost, Observer, Runtime
 from rlflow.runtime.trace import TraceWriter
 from rlflow.runtime.tuning import with_spare_slots
 
