@@ -27,11 +27,11 @@ def load(overrides: Sequence[str] = (), config_dir: Path | None = None) -> "Reci
     return recipe_from_config(compose(overrides, config_dir), config_dir)
 
 
-def compile(recipe: "Recipe", cluster: "Cluster | str | None" = None) -> "Plan":
+def compile(recipe: "Recipe", cluster: "Cluster | str | None" = None, config_dir: Path | None = None) -> "Plan":
     """Plan what runs where on ``cluster``: hosts, a shape such as ``2x8@h200``, or "auto".
 
-    The default is this machine: its GPUs, or its CPU if it has none. Raises GraphError, RecipeError and
-    PlacementError.
+    The default is this machine: its GPUs, or its CPU if it has none. ``config_dir`` is a folder with clusters and kinds
+    of GPU of your own. Raises GraphError, RecipeError and PlacementError.
     """
     import warnings
 
@@ -40,9 +40,9 @@ def compile(recipe: "Recipe", cluster: "Cluster | str | None" = None) -> "Plan":
     from rlflow.compose import load_cluster
 
     if cluster is None:
-        cluster = default_cluster(lambda reason: warnings.warn(reason, stacklevel=3))
+        cluster = default_cluster(lambda reason: warnings.warn(reason, stacklevel=3), config_dir)
     elif isinstance(cluster, str):
-        cluster = detect_cluster() if cluster == "auto" else load_cluster(cluster)
+        cluster = detect_cluster(config_dir) if cluster == "auto" else load_cluster(cluster, config_dir)
     return compile_recipe(recipe, cluster)
 
 

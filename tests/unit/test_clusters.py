@@ -215,3 +215,12 @@ def test_messages_that_are_quoted_exist() -> None:
     patterns = [re.compile(pattern) for pattern in texts_of_rlflow()]
     assert len(quoted) > 10
     assert [quote for quote in quoted if not any(pattern.fullmatch(quote) for pattern in patterns)] == []
+
+
+def test_a_kind_of_gpu_of_the_readers_own(tmp_path: Path) -> None:
+    (kind,) = re.findall(r"`mine/gpu/l4.yaml`:\n\n```yaml\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "l4.yaml").write_text(kind)
+    plan = rlflow.compile(rlflow.load(["recipe=grpo_7b"]), "1x8@l4", tmp_path)
+    assert plan.cluster.gpus["l4"].device_name == "NVIDIA L4"
+    assert plan.prediction.num_gpus == 8
