@@ -1,8 +1,10 @@
-"""Hooks of MkDocs: files outside of docs/ that pages link to are part of the site, below ``repository/``.
+"""Hooks of MkDocs: files outside of docs/ that pages link to are part of the site, and notebooks are pages.
 
-A link such as ``../conf/algorithm/grpo.yaml`` leads to the file on GitHub and in an editor, and on the site to a copy.
+A link such as ``../conf/algorithm/grpo.yaml`` leads to the file on GitHub and in an editor, and on the site to a copy
+below ``repository/``. A notebook's page has the outputs that are stored in it.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -15,7 +17,10 @@ _LINK = re.compile(r"\]\(([^)\s:#]+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the files of the repository that pages link to, and those that these link to."""
+    """Add pages for notebooks, the files of the repository that pages link to, and those that these link to."""
+    for notebook in sorted((ROOT / "docs").glob("*.ipynb")):
+        files.append(File.generated(config, f"{notebook.stem}.md", content=_markdown_of(notebook)))
+        files.remove(files.src_uris[notebook.name])
     waiting = [Path(file.abs_src_path) for file in files.documentation_pages() if file.abs_src_path]
     while waiting:
         page = waiting.pop()
@@ -30,7 +35,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links at the copies."""
-    source = Path(str(page.file.abs_src_path))
+    source = Path(page.file.abs_src_path or ROOT / "docs" / page.file.src_uri)
     here = Path(page.file.src_uri).parent
 
     def moved(link: re.Match[str]) -> str:
@@ -43,4 +48,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def _name(target: Path) -> str:
     """Return the path of a file on the site."""
     inside = target.relative_to(ROOT)
+    inside = inside.with_suffix(".md") if inside.suffix == ".ipynb" else inside
     return str(inside.relative_to("docs")) if inside.parts[0] == "docs" else f"repository/{inside}"
+
+
+def _markdown_of(notebook: Path) -> str:
+    """Return the cells of a notebook and their outputs as Markdown."""
+    parts = []
+    for cell in json.loads(notebook.read_text("utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            html = "".join(output.get("data", {}).get("text/html", ()))
+            parts.append(html or f"```text\n{''.join(output['text'])}```")
+    return "\n\n".join(parts)

@@ -27,6 +27,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_page_is_in_the_site(site: Path) -> None:
     for page in (ROOT / "docs").glob("*.md"):
         assert (site / page.stem / "index.html").is_file() or page.stem == "index", page
+    notebook = (site / "first-run" / "index.html").read_text()
+    assert notebook.count('<img alt="rewards/mean') == 1
+    assert 'href="../getting-started/"' in notebook
+    assert not list(site.rglob("*.ipynb"))
     assert (site / "repository" / "benchmarks" / "RESULTS" / "index.html").is_file()
     assert (site / "repository" / "conf" / "algorithm" / "grpo.yaml").is_file()
 
