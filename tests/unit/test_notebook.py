@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,22 @@ class Shown(HTMLParser):
 
 
 def report(folder: Path, **values: Any) -> Report:
-    given = {"name": "mine", "fingerprint": "0", "status": "finished", "directory": str(folder), "steps": 3}
-    times = {"step": {"predicted": 2.0, "measured": 3.0}, "nodes": {"update": {"predicted": 1.0, "measured": None}}}
-    rest = {"seconds": 3.5, "eval_before": 0.25, "eval_after": 0.75, "store": {}, "warnings": [], "models": {}}
-    return Report(**(given | times | rest | values))
+    finished = Report(
+        name="mine",
+        fingerprint="0",
+        status="finished",
+        directory=str(folder),
+        steps=3,
+        seconds=3.5,
+        eval_before=0.25,
+        eval_after=0.75,
+        step={"predicted": 2.0, "measured": 3.0},
+        nodes={"update": {"predicted": 1.0, "measured": None}},
+        store={},
+        warnings=[],
+        models={},
+    )
+    return replace(finished, **values)
 
 
 def write_run(folder: Path, steps: int, **sample: Any) -> None:

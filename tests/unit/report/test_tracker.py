@@ -21,7 +21,8 @@ from rlflow.report.records import MetricsWriter
 from rlflow.report.tracker import Guard, Tracker, redact
 from rlflow.report.trackers import trackers
 from rlflow.report.trackers.tensorboard import TensorBoard
-from rlflow.runtime.protocols import Observer, Observers, Sample
+from rlflow.runtime.observers import Observers
+from rlflow.runtime.protocols import Observer, Sample
 from tests.conftest import ROOT
 from tests.helpers import load
 
