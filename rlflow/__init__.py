@@ -3,7 +3,7 @@
 ``load`` composes and checks a recipe, ``compile`` plans it for a cluster, and ``run`` trains.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,14 +55,17 @@ def run(
     stop: Callable[[], bool] = lambda: False,
     tune: "Tune" = False,
     trace: "Trace" = False,
+    profile: Collection[int] = (),
 ) -> "Report":
     """Train as planned, and return the report, with the metrics of the last step.
 
     Plan, metrics, checkpoints, model and report are written to ``directory``, by default a new folder below
     ``outputs``. ``resume`` is the folder of a run to continue from its last checkpoint. ``observers`` are called after
     every step; the default ones show progress on standard output, and ``()`` shows nothing. ``stop`` is called after
-    every step; when it returns True, the run ends with a checkpoint. ``tune``, True or "adaptive", looks for faster
-    batch sizes while the run trains. ``trace``, True or numbers of steps, writes ``trace.json``.
+    every step; when it returns True, the run ends with a checkpoint.
+
+    ``tune``, True or "adaptive", looks for faster batch sizes while the run trains. ``trace``, True or numbers of
+    steps, writes ``trace.json``. ``profile`` are the steps of which torch's profiler writes traces to ``profiles``.
 
     Raises EngineError, and RecipeError for a file or data set that the recipe names and that does not exist.
 
@@ -81,7 +84,17 @@ def run(
     folder = Path(resume or directory or datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S"))
     chosen = displays(output_console()) if observers is None else observers
     every = [*recorders(plan), *chosen]
-    return run_plan(plan, folder, runtime_of(plan), every, resume=resume is not None, stop=stop, tune=tune, trace=trace)
+    return run_plan(
+        plan,
+        folder,
+        runtime_of(plan),
+        every,
+        resume=resume is not None,
+        stop=stop,
+        tune=tune,
+        trace=trace,
+        profile=profile,
+    )
 
 
 def __getattr__(name: str) -> Any:

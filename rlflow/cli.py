@@ -173,7 +173,7 @@ def _no_gpus_error(plan: Plan) -> PlacementError:
 def _plan(config: DictConfig, options: RunOptions, root: Path) -> tuple[Plan, Path | None]:
     """Return the plan, and the folder of the run that it continues, if any."""
     if options.plan is not None:
-        allowed = {"plan", "dry_run", "resume", "explain", "tune", "trace", "deadline_hours"}
+        allowed = {"plan", "dry_run", "resume", "explain", "tune", "trace", "profile", "deadline_hours"}
         if others := sorted(_typed_keys() - allowed):
             fact = f"a saved plan cannot be changed, got '{others[0]}'"
             raise RecipeError("plan", fact, fix=f"leave out {', '.join(others)}")
@@ -237,10 +237,19 @@ def _run(plan: Plan, directory: Path, console: Console, options: RunOptions, *, 
     from rlflow.runtime.run import run
 
     observers, runtime = [*recorders(plan), *displays(console)], runtime_of(plan)
-    tune, trace = options.tune, options.trace
     with stop_on_signals(lambda: console.print(STOPPING)) as stop:
-        report = run(plan, directory, runtime, observers, resume=resume, stop=stop.is_set, tune=tune, trace=trace)
-    if tune:
+        report = run(
+            plan,
+            directory,
+            runtime,
+            observers,
+            resume=resume,
+            stop=stop.is_set,
+            tune=options.tune,
+            trace=options.trace,
+            profile=options.profile,
+        )
+    if options.tune:
         console.print()
         show(tuning_table(directory))
     if report.status == "stopped":

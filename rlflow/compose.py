@@ -32,7 +32,7 @@ from rlflow.recipe import Recipe, Trace, Tune
 from rlflow.recipe_loading import load
 from rlflow.resources.cluster import Cluster, cluster_from, parse_shape
 from rlflow.resources.time.calibration import Calibration, calibration_from
-from rlflow.schema import Section, parse
+from rlflow.schema import Count, Section, parse
 from rlflow.yaml_files import read_yaml
 
 
@@ -54,6 +54,8 @@ class RunOptions(Section):
     """Find faster micro-batches and sequence counts in the first steps; ``adaptive``: in all steps."""
     trace: Trace
     """Write trace.json, a timeline of every node on every worker; ``[3,4]``: of these steps alone."""
+    profile: tuple[Count, ...]
+    """The steps in which torch's profiler records the operations of roles that train; the traces are in profiles/."""
     calibration: str | None
     """A YAML file with measured efficiencies for each kind of GPU, or the folder of a finished run."""
     deadline_hours: Annotated[float, Gt(0)] | None = None

@@ -36,6 +36,7 @@ from rlflow.engines.sharded.cpu_offload import OffloadedMemory, optimizer_tensor
 from rlflow.engines.sharded.loading import load_sharded
 from rlflow.engines.sharded.process_group import create_sharding, files_timeout, set_timeouts, wait_for_files
 from rlflow.engines.sharded.settings import TRAINING_MEMORY, deepspeed_config, init_deepspeed
+from rlflow.engines.times import ProfiledEngine
 from rlflow.errors import EngineError, NotFiniteError
 from rlflow.resources.memory.state import TrainingMemory
 
@@ -50,7 +51,7 @@ _TAG = "deepspeed"
 _SHARDS_FILE = "deepspeed.json"
 
 
-class DeepSpeedEngine(TunableEngine):
+class DeepSpeedEngine(TunableEngine, ProfiledEngine):
     """The engine for models whose state is sharded over several GPUs.
 
     Every method is called on all ranks at the same time, each with its share of the rows. ZeRO shards the optimizer's

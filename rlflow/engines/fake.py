@@ -24,6 +24,7 @@ from rlflow.batch import (
 from rlflow.engines.base import FP32_TRAINING, EngineSpec, Sampling, TokenLoss, WeightTransport, sample_seed
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.causal_lm.totals import LossTotals, weighted_means
+from rlflow.engines.times import ProfiledEngine
 from rlflow.errors import EngineError
 from rlflow.resources.memory.state import TrainingMemory
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _STATE = "state.json"
 
 
-class FakeEngine:
+class FakeEngine(ProfiledEngine):
     """An engine whose only weight is the number of its updates. Responses are up to four digits."""
 
     parallel: ClassVar[frozenset[str]] = frozenset({"data", "tensor", "pipeline", "sequence"})

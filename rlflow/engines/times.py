@@ -1,11 +1,13 @@
-"""The times at which methods and nodes ran, for the trace of a run."""
+"""The times at which methods, nodes and operations of torch ran, for traces of a run."""
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
+from rlflow.engines.base import EngineSpec
 from rlflow.engines.memory import PHASES
 
 
@@ -66,3 +68,33 @@ class _NoTimes(Times):
 
 UNTRACED = _NoTimes()
 """Takes times, and forgets them."""
+
+
+class ProfiledEngine:
+    """A base class for engines that train, whose operations torch's profiler can record.
+
+    It records the thread that starts it, in which all methods of the engine must run. Several engines in a thread have
+    one profile, which the first of them writes.
+    """
+
+    _spec: EngineSpec
+    _profile: ClassVar[Any] = None
+    """The torch.profiler.profile that is recording in this process."""
+
+    def start_profile(self) -> None:
+        """Record operations until ``write_profile``. A profile of a step that has failed is discarded."""
+        from torch.profiler import profile
+
+        if ProfiledEngine._profile is not None:
+            ProfiledEngine._profile.stop()
+        ProfiledEngine._profile = profile()
+        ProfiledEngine._profile.start()
+
+    def write_profile(self, folder: Path) -> None:
+        """Write a trace of the recorded operations to a file, which is named after the role and the rank."""
+        profile, ProfiledEngine._profile = ProfiledEngine._profile, None
+        if profile is not None:
+            profile.stop()
+            folder.mkdir(parents=True, exist_ok=True)
+            # TensorBoard looks for files with this ending.
+            profile.export_chrome_trace(str(folder / f"{self._spec.role}-{self._spec.rank}.pt.trace.json.gz"))

@@ -24,6 +24,7 @@ from rlflow.engines.causal_lm.totals import LossTotals, check_finite, weighted_m
 from rlflow.engines.memory import TunableEngine, enable_expandable_segments
 from rlflow.engines.sharded.process_group import create_sharding, join_process_group, set_timeouts, wait_for_files
 from rlflow.engines.state_files import restore_state, save_state
+from rlflow.engines.times import ProfiledEngine
 from rlflow.errors import NotFiniteError
 from rlflow.resources.memory.state import TrainingMemory
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
 
-class TorchEngine(TunableEngine):
+class TorchEngine(TunableEngine, ProfiledEngine):
     """The engine for models that one GPU holds.
 
     Trained weights and their moments are float32, and a bfloat16 model computes under autocast. Weights that are not

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -95,6 +95,16 @@ class Cluster(Section):
     def memory_gib(self, host: Host) -> float | None:
         """Return the memory of each of the host's GPUs."""
         return self.gpus[host.gpu].memory_gib
+
+    def peak_flops(self, hosts: Collection[str]) -> float | None:
+        """Return the operations per second of the slowest GPU on hosts with these names; None for CPUs.
+
+        This is the peak of the data sheet, by which others compare, and not what the GPU's power sustains.
+        """
+        kinds = [self.gpus[host.gpu] for host in self.hosts if host.name in hosts]
+        sheets = [kind.peak_tflops or {} for kind in kinds if kind.memory_gib is not None]
+        peaks = [sheet.get("bfloat16") or sheet.get("float16") or sheet.get("float32") or 0.0 for sheet in sheets]
+        return 1e12 * min(peaks, default=0.0) or None
 
 
 def parse_shape(shape: str) -> list[tuple[int, int, str]]:

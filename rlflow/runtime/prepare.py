@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -93,12 +93,16 @@ def opened(
     stop: Callable[[], bool],
     tune: Tune,
     trace: Trace,
+    profile: Collection[int],
 ) -> Iterator[Session]:
     """Check everything, read the data and start the engines; stop them on exit.
 
     ``run`` trains the models that other recipes make. Raises the errors of ``rlflow.runtime.run.run``.
     """
     observer = Observers(observers)
+    if late := [step for step in profile if step > plan.recipe.steps]:
+        fact = f"step {late[0]} comes after the last step of the run, {plan.recipe.steps}"
+        raise RecipeError("profile", fact, fix=f"steps from 1 to {plan.recipe.steps}")
     if tune and plan.recipe.overlap.max_staleness:
         fact = "compares the times of steps, which overlap.max_staleness lets overlap"
         raise RecipeError("tune", fact, fix="tune=false, or overlap.max_staleness=0")
@@ -131,6 +135,7 @@ def opened(
             stop=stop,
             tune=tune,
             trace=TraceWriter(trace) if trace else None,
+            profile=profile,
             last=last,
             progress=progress,
             warnings=warnings,

@@ -23,6 +23,7 @@ from rlflow.runtime.preflight import last_checkpoint
 from rlflow.runtime.protocols import Engines, Lost, Observer, Runtime
 from rlflow.runtime.trace import TraceWriter
 from rlflow.runtime.tuning import with_spare_slots
+from rlflow.runtime.utilization import UpdateWork
 
 # Seconds that a run waits for a lost host, as long as a cluster needs to replace one, and seconds between two looks.
 _HOST_WAIT_S = 600.0
@@ -41,6 +42,8 @@ class Session:
     stop: Callable[[], bool]
     tune: Tune
     trace: TraceWriter | None = None
+    profile: Collection[int] = ()
+    """The steps in which engines that train are profiled."""
     last: Checkpoint | None
     """The checkpoint to continue from; None for the initial weights."""
     progress: RunProgress
@@ -118,6 +121,7 @@ class Session:
         plan = with_spare_slots(self.plan) if self.tune else self.plan
         self.engines = self._running.enter_context(self.runtime.start(plan, self.models, self.directory))
         self.data = self.engines.place_with_tokens(self._own_data)
+        self.work = UpdateWork(self.plan, self.engines)
 
     def _start_with_all_hosts(self, error: EngineError) -> None:
         """Start the engines once all hosts of the plan are there. Raises ``error`` when they do not come back."""

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +24,9 @@ from rlflow.runtime.skipped_steps import SkippedSteps
 from rlflow.runtime.step import train_step
 from rlflow.text_files import replace_text
 
+PROFILES = "profiles"
+"""The folder of a run in which each profiled step has a folder with a trace of each engine that trains."""
+
 
 def run(
     plan: Plan,
@@ -35,6 +38,7 @@ def run(
     stop: Callable[[], bool] = lambda: False,
     tune: Tune = False,
     trace: Trace = False,
+    profile: Collection[int] = (),
 ) -> Report:
     """Run ``plan`` in ``directory``; with ``resume`` from the last checkpoint there.
 
@@ -42,7 +46,8 @@ def run(
     the recipe is elastic. ``stop`` is called after every step; once it returns True, the run ends with a checkpoint.
     With ``tune``, micro-batches and the number of concurrent sequences start at the plan's values and grow while that
     is faster and memory allows: in the first steps, or with "adaptive" during the whole run. With ``trace``, all steps
-    or those with the given numbers are written to ``trace.json``.
+    or those with the given numbers are written to ``trace.json``; with ``profile``, the engines that train write traces
+    of torch's operations in these steps.
 
     Raises a UserError for files that are missing, for a plan that cannot run here and for a directory that another run
     uses, and an EngineError when a model or a worker fails.
@@ -50,7 +55,16 @@ def run(
     with (
         _continuation_noted(directory),
         opened(
-            plan, directory, runtime, observers, run=run, resume=resume, stop=stop, tune=tune, trace=trace
+            plan,
+            directory,
+            runtime,
+            observers,
+            run=run,
+            resume=resume,
+            stop=stop,
+            tune=tune,
+            trace=trace,
+            profile=profile,
         ) as session,
     ):
         while True:
@@ -86,17 +100,19 @@ def _train(session: Session) -> Report:
             if is_over:
                 training.checkpoints.wait()
                 break
-            metrics = train_step(
-                training.plan,
-                engines,
-                data,
-                progress.step,
-                observer=observer,
-                start_of_step=training.start_of_step,
-                sync=training.sync,
-                sample_reader=training.sample_reader,
-                skips=skips,
-            )
+            with _profiled(training, progress.step + 1, session.profile):
+                metrics = train_step(
+                    training.plan,
+                    engines,
+                    data,
+                    progress.step,
+                    observer=observer,
+                    start_of_step=training.start_of_step,
+                    sync=training.sync,
+                    sample_reader=training.sample_reader,
+                    skips=skips,
+                    work=session.work,
+                )
             progress = progress.stepped(plan.recipe.data.batch_size, skips.steps)
             if progress.step not in skips.steps:
                 times.add(metrics)
@@ -116,6 +132,17 @@ def _continuation_noted(directory: Path) -> Iterator[None]:
         if checkpoints(directory):
             error.add_note(f"continue with: python -m rlflow plan={directory}/plan.json resume={directory}")
         raise
+
+
+@contextmanager
+def _profiled(training: Training, step: int, steps: Collection[int]) -> Iterator[None]:
+    """Write traces of torch's operations in ``step`` if it is one of ``steps``."""
+    engines = training.trained.values() if step in steps else ()
+    for engine in engines:
+        engine.start_profile()
+    yield
+    for engine in engines:
+        engine.write_profile(training.directory / PROFILES / f"step-{step}")
 
 
 def _finish(

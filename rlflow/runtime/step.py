@@ -21,6 +21,7 @@ from rlflow.runtime.measurements import figures_per_gpu
 from rlflow.runtime.objects.budget import edge
 from rlflow.runtime.protocols import Engines, Observer
 from rlflow.runtime.samples import SampleReader
+from rlflow.runtime.utilization import UpdateWork
 
 OnOutput = Callable[[str, Any], None]
 SKIPPED = "skipped_at/"
@@ -58,6 +59,7 @@ def train_step(
     sync: Callable[[int], float] | None = None,
     sample_reader: SampleReader | None = None,
     skips: Skips | None = None,
+    work: UpdateWork | None = None,
 ) -> dict[str, float]:
     """Run the graph once on the data of ``step``, sync the weights, and return the metrics.
 
@@ -65,8 +67,8 @@ def train_step(
     weights that the trained roles have. Without ``skips`` it raises an error.
     ``start_of_step`` runs before the rest of the graph, where it has any. ``sync`` gets the version of the new weights,
     and returns the seconds of the weight sync; by default all followers get them at once. Metrics of time are named
-    ``seconds`` or ``per_second``. The ``observer`` gets the reasons why samples could not be judged, and what the
-    ``sample_reader`` reads.
+    ``seconds``, ``per_second`` or ``mfu``; the last comes from the ``work`` of updates. The ``observer`` gets the
+    reasons why samples could not be judged, and what the ``sample_reader`` reads.
     """
     start = time.perf_counter()
     metrics: dict[str, float] = {}
@@ -120,6 +122,7 @@ def train_step(
         "tokens_per_second": tokens / total,
         "seconds": total,
         **(figures_per_gpu(plan, seconds, total, longest_edge) if longest_edge else {}),
+        **(work.take_utilization(seconds) if work else {}),
         **{f"seconds/{name}": value for name, value in seconds.items()},
         **engines.step_metrics(step + 1),
         **{f"{path.removeprefix('graph.')}/{name}": v for path, state in states.items() for name, v in state.items()},

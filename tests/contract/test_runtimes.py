@@ -1,5 +1,7 @@
 """The contract of every runtime, wherever its workers live."""
 
+import gzip
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,16 @@ def check_trace(folder: Path, plan: Plan) -> None:
     assert {name for _, name, _ in calls} <= {*nodes, "copy", "evaluation"}
 
 
+def check_profiles(folder: Path, plan: Plan, steps: set[int]) -> None:
+    """Check that each rank of the trained role has written what torch did in each of the steps."""
+    expected = {f"step-{step}/actor-{rank}" for step in steps for rank in range(len(plan.roles["actor"].workers))}
+    files = list(folder.rglob("*.json.gz"))
+    assert {str(path.relative_to(folder)).removesuffix(".pt.trace.json.gz") for path in files} == expected
+    for path in files:
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        assert any(event["name"].startswith("aten::") for event in events)
+
+
 @pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
 def runtime(request: pytest.FixtureRequest) -> type[Runtime]:
     if request.param == "ray":
@@ -101,9 +113,10 @@ class TestRuntime:
         stopped = run(plan_of("local"), tmp_path / "run", runtime(), [MetricsWriter()], stop=lambda: True)
         assert stopped.status == "stopped"
         plan = placed("uneven hosts") if runtime is RayRuntime else plan_of("local")
-        report = run(plan, tmp_path / "run", runtime(), [MetricsWriter()], resume=True, trace=True)
+        report = run(plan, tmp_path / "run", runtime(), [MetricsWriter()], resume=True, trace=True, profile=[2, 5])
         assert report.status == "finished"
         check_trace(tmp_path / "run", plan)
+        check_profiles(tmp_path / "run" / "profiles", plan, {2, 5})
         assert Path(report.models["actor"]).is_dir()
         assert metrics_of(tmp_path / "run") == expected
 

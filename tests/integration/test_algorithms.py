@@ -1,7 +1,6 @@
 """Every tiny recipe with a model so small that it takes no time: two steps, before and after which it is evaluated."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR, ROOT
+from tests.glossary import unexplained
 from tests.helpers import load
 
 ALGORITHMS = sorted({path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml")} - {"sft"})
@@ -35,10 +35,6 @@ SAID = {
     "rloo": ["kl/mean", "penalized/mean"],
     "rm": ["update/accuracy", "update/margin"],
 }
-# The last part of each name in the documentation of metrics, with those that are written as the end of another name.
-EXPLAINED = {
-    name.split("/")[-1] for name in re.findall(r"`([\w/]+)`", (ROOT / "docs" / "metrics.md").read_text()) if name
-} | {"step", "clip_fraction_positive", "clip_fraction_negative"}
 
 
 @pytest.mark.slow
@@ -56,4 +52,26 @@ def test_it_runs(algorithm: str, tmp_path: Path) -> None:
     assert len(trained) == 2
     for step in trained:
         assert all(np.isfinite(step[name]) for name in ["update/loss", "update/grad_norm", *SAID[algorithm]])
-    assert {name.split("/")[-1] for step in steps for name in step if not name.startswith("seconds/")} <= EXPLAINED
+    assert unexplained(steps) == set()
+
+
+@pytest.mark.slow
+def test_metrics_of_options_are_explained(tmp_path: Path) -> None:
+    """Limits that cut some responses and environments aside, each option that adds a metric."""
+    options = (
+        "steps=2",
+        "evaluation={every: 2, num_prompts: 4, num_responses: 2, temperature: 1.0}",
+        "+graph.old_logprobs={node: logprobs, role: actor}",
+        "+graph.update.correction={level: token, outside: mask}",
+        "graph.update.kl_coef=0.01",
+        "+graph.update.kl_target=0.1",
+        "+graph.update.num_minibatches=3",
+        "+graph.update.skip_truncated=true",
+        "graph.rollouts.max_tokens=1",
+    )
+    plan = rlflow.compile(load("recipe=real", *options, config_dir=CONFIG_DIR), "local")
+    run(plan, tmp_path, LocalRuntime(), [MetricsWriter()])
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    names = {name for step in steps for name in step}
+    assert names >= {"update/corrected_fraction", "update/kl_coef", "update/skipped", "evaluation/pass_at_2"}
+    assert unexplained(steps) == set()

@@ -1,5 +1,6 @@
 """The command line on simulated hosts, with the engines of a cluster."""
 
+import gzip
 import json
 import os
 import re
@@ -8,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.glossary import unexplained
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -39,7 +42,8 @@ def test_the_tiny_recipe_runs_on_two_hosts(
 ) -> None:
     """A recipe without overrides gains at least 0.1 in a few steps."""
     pins = [f"roles.{role}.gpus=2" for role in roles]
-    settings = [f"recipe={recipe}", "cluster=2x1@cpu", f"steps={steps}", f"evaluation.every={steps}", *pins, *overrides]
+    options = ["cluster=2x1@cpu", f"steps={steps}", f"evaluation.every={steps}", "profile=[2]"]
+    settings = [f"recipe={recipe}", *options, *pins, *overrides]
     done = subprocess.run(
         [sys.executable, "-m", "rlflow", *settings],
         cwd=tmp_path,
@@ -68,3 +72,13 @@ def test_the_tiny_recipe_runs_on_two_hosts(
     assert len(differences) == steps
     assert max(differences) < 1e-4
     assert all(line["update/grad_norm"] > 0 for line in lines if "update/grad_norm" in line)
+    assert unexplained(lines) == set()
+    profiles = sorted((folder / "profiles").glob("step-*/*"))
+    trained = [role for role in roles if role in ("actor", "critic")]
+    assert [str(path.relative_to(folder / "profiles")) for path in profiles] == [
+        f"step-2/{role}-{rank}.pt.trace.json.gz" for role in trained for rank in (0, 1)
+    ]
+    for path in profiles:
+        names = [event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]]
+        assert names.count("Optimizer.step#AdamW.step") == 1
+        assert "aten::mm" in names

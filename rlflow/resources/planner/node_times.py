@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rlflow.resources.planner.search import Search, SearchResult
 from rlflow.resources.planner.task_times import computed_share, generations
-from rlflow.resources.time.work import forward_work
+from rlflow.resources.time.work import forward_work, training_passes
 from rlflow.resources.workload import Task
 
 
@@ -44,16 +44,13 @@ def node_times(search: Search, result: SearchResult) -> Mapping[str, NodeTime]:
 def _mfu(search: Search, result: SearchResult, task: Task, seconds: float) -> float | None:
     role = str(task.role)
     demand, host_set = search.demands[role], search.host_set([role])
-    if demand.architecture is None or host_set.memory_gib is None or not seconds:
+    peak = search.cluster.peak_flops([host.name for host in host_set.hosts])
+    if demand.architecture is None or peak is None or not seconds:
         return None
     tokens = task.tokens * task.epochs * computed_share(task)
-    # The backward pass is twice the forward pass, or as much where only adapters have gradients.
-    passes = 3 if demand.training.lora is None else 2
+    passes = training_passes(adapters=demand.training.lora is not None)
     operations = passes * forward_work(demand.architecture).flops(tokens, task.typical_length)
-    # The peak of the data sheet, by which others compare, and not what the GPU's power sustains.
-    sheets = [search.cluster.gpus[host.gpu].peak_tflops or {} for host in host_set.hosts]
-    peak = min(sheet.get("bfloat16") or sheet.get("float16") or sheet.get("float32") or 0.0 for sheet in sheets)
-    return operations / (seconds * result.roles[role].layout.num_gpus * peak * 1e12) if peak else None
+    return operations / (seconds * result.roles[role].layout.num_gpus * peak)
 
 
 def _token_seconds(search: Search, result: SearchResult, task: Task) -> float | None:

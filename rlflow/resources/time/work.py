@@ -103,6 +103,14 @@ def forward_work(model: Architecture, value_bytes: float = 2) -> Work:
     )
 
 
+def training_passes(*, adapters: bool) -> int:
+    """Return how often training takes the operations of a forward pass, without recomputation.
+
+    The backward pass takes twice those of the forward pass, or as many where only ``adapters`` have gradients.
+    """
+    return 2 if adapters else 3
+
+
 def _recurrence_flops(model: Architecture) -> float:
     """Return the operations of all recurrences for a token.
 

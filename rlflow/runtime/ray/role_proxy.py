@@ -192,6 +192,14 @@ class RoleProxy:
         """Return the used share of GPU memory of the worker that has the least memory left."""
         return float(max(self._call_all("memory_share")))
 
+    def start_profile(self) -> None:
+        """Have each worker record its operations until ``write_profile``."""
+        self._call_all("start_profile")
+
+    def write_profile(self, folder: Path) -> None:
+        """Have each worker write a trace of its operations."""
+        self._call_all("write_profile", folder.absolute())
+
     def take_failures(self) -> list[Line]:
         """Return a line for each engine that failed and was replaced since the last call."""
         failures, self._failures = self._failures, []

@@ -23,7 +23,7 @@ _LIMIT_S = 3600.0
 # Calls that load libraries, data or models, and calls that move files.
 # No figure of the plan bounds what a disk may take.
 _LOADING = frozenset({"prepare", "build", "load_object", "check_host"})
-_STATE = frozenset({"save", "restore", "export"})
+_STATE = frozenset({"save", "restore", "export", "write_profile"})
 _LOADING_LIMIT_S = 6 * 3600.0
 # Weights and optimizer of a parameter, and what a slow disk takes in a second: a library may write a file in one call.
 _STATE_BYTES, _DISK_BYTES_PER_S = 16, 1e8

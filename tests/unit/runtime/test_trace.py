@@ -1,5 +1,6 @@
 """The trace of a run keeps the rules of its format and agrees with the metrics."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 import rlflow
 from rlflow.engines.times import Span, Times
+from rlflow.errors import RecipeError
 from rlflow.recipe import Trace
 from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
@@ -98,6 +100,25 @@ def test_a_trace_continues_when_the_run_goes_back_to_a_checkpoint(tmp_path: Path
         writer.close()
     slices = [event for event in checked_events(tmp_path / "trace.json") if event["ph"] == "X"]
     assert [event["name"] for event in slices].count("update") == 2 + 2
+
+
+@pytest.mark.slow
+def test_torch_profiles_chosen_steps_alone(tmp_path: Path) -> None:
+    """One of three optimizer steps, with the forward passes of all roles in this process, and without evaluations."""
+    plan = rlflow.compile(load("recipe=real", "steps=3", "evaluation.every=1", config_dir=CONFIG_DIR), "local")
+    run(plan, tmp_path, LocalRuntime(), profile=[2])
+    [path] = (tmp_path / "profiles").rglob("*.*")
+    assert path.relative_to(tmp_path / "profiles") == Path("step-2/actor-0.pt.trace.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert names.count("Optimizer.step#AdamW.step") == 1
+    assert "aten::mm" in names
+
+
+def test_a_step_after_the_last_cannot_be_profiled(tmp_path: Path) -> None:
+    plan = rlflow.compile(load("recipe=fake", config_dir=CONFIG_DIR), "local")
+    with pytest.raises(RecipeError, match=r"(?s)profile: step 7 comes after the last step.*Fix: steps from 1 to 6"):
+        run(plan, tmp_path, LocalRuntime(), profile=[2, 7])
 
 
 def test_each_time_is_taken_once() -> None:
