@@ -77,6 +77,7 @@ def run(
     """
     from datetime import datetime
 
+    from rlflow.report.hub import check_push, push
     from rlflow.report.progress import displays, output_console, recorders
     from rlflow.runtime.prepare import runtime_of
     from rlflow.runtime.run import run as run_plan
@@ -84,7 +85,8 @@ def run(
     folder = Path(resume or directory or datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S"))
     chosen = displays(output_console()) if observers is None else observers
     every = [*recorders(plan), *chosen]
-    return run_plan(
+    check_push(plan)
+    report = run_plan(
         plan,
         folder,
         runtime_of(plan),
@@ -95,6 +97,8 @@ def run(
         trace=trace,
         profile=profile,
     )
+    push(plan, report)
+    return report
 
 
 def __getattr__(name: str) -> Any:

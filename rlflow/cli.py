@@ -232,11 +232,13 @@ def _config_dir() -> Path | None:
 
 def _run(plan: Plan, directory: Path, console: Console, options: RunOptions, *, resume: bool) -> int:
     # Imported late, because a dry run must not import torch.
+    from rlflow.report.hub import check_push, push
     from rlflow.report.records import tuning_table
     from rlflow.runtime.prepare import runtime_of
     from rlflow.runtime.run import run
 
     observers, runtime = [*recorders(plan), *displays(console)], runtime_of(plan)
+    check_push(plan)
     with stop_on_signals(lambda: console.print(STOPPING)) as stop:
         report = run(
             plan,
@@ -255,6 +257,8 @@ def _run(plan: Plan, directory: Path, console: Console, options: RunOptions, *, 
     if report.status == "stopped":
         console.print(f"continue with: python -m rlflow plan={directory}/plan.json resume={directory}", soft_wrap=True)
         return stop.exit_code
+    if (address := push(plan, report)) is not None:
+        console.print(f"  uploaded to: {address}", soft_wrap=True)
     return 0
 
 

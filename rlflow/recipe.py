@@ -174,6 +174,9 @@ class Recipe(Section):
     trackers: tuple[Text, ...] = ("tensorboard",)
     """The trackers that receive metrics and samples: ``tensorboard``, ``wandb``, ``mlflow``, ``trackio``, ``swanlab``,
     or ``package.module:Class`` for one of your own."""
+    push_to_hub: Text | None = None
+    """The repository on the Hugging Face hub, ``USER/NAME``, to which the trained model is uploaded at the end of the
+    run. A new repository is private."""
 
     def lora_of(self, role: str) -> Lora | None:
         """Return a role's adapters: its own, or those of the role that it follows."""

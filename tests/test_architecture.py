@@ -54,8 +54,8 @@ MAY_IMPORT = {
         *("engines", "rewards", "nodes", "data", "compiler", "text_files", "notebook"),
     },
     "report": {
-        *("errors", "plugins", "text_files", "resources", "evaluation", "recipe", "recipe_loading", "nodes"),
-        *("compiler", "runtime"),
+        *("errors", "plugins", "text_files", "resources", "evaluation", "recipe", "recipe_loading", "engines", "nodes"),
+        *("data", "compiler", "runtime"),
     },
     "command_context": {"errors", "resources", "recipe", "compiler", "compose", "runtime"},
     "cli": {

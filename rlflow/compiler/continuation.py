@@ -46,7 +46,8 @@ def experiment_of(recipe: Recipe) -> dict[str, Any]:
     """Return what a recipe, and those that make its models, train wherever they run, as JSON has it.
 
     That is the recipe without what it pins of the placement, its checkpoints, what it expects, when skipped steps or
-    lost workers end it, and the figures of models that have files of their own.
+    lost workers end it, what receives its metrics and its model, and the figures of models that have files of their
+    own.
     """
     experiment: dict[str, Any] = json.loads(json.dumps(_experiment(asdict(recipe))))
     return experiment
@@ -117,7 +118,7 @@ def _figures(architecture: dict[str, Any] | None) -> dict[str, Any] | None:
 def _experiment(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return the parts of a recipe, and of the recipes that make its models, that do not depend on where it runs."""
     left_out = {"checkpoints", "elastic", "expect", "max_restarts", "stop_after_skipped_steps", "trackers"}
-    left_out |= {"models", "roles"}
+    left_out |= {"models", "push_to_hub", "roles"}
     models = {
         # The figures of a model that has files of its own are no part of the experiment.
         name: {key: value for key, value in model.items() if key not in _NOT_OF_THE_EXPERIMENT}

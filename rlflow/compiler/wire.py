@@ -9,7 +9,7 @@ import networkx as nx
 import rlflow.nodes  # noqa: F401 (registers the kinds of nodes)
 from rlflow.batch import Metrics, Selection
 from rlflow.compiler.graph import SOURCES, Graph, GraphNode, accuracy_node, evaluation_nodes
-from rlflow.engines.base import HEADS
+from rlflow.engines.base import choose_head
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, below, did_you_mean
 from rlflow.evaluation import Evaluation
@@ -182,7 +182,7 @@ def _check_heads(graph: Graph) -> None:
     for node in graph.nodes:
         if node.role is None:
             continue
-        needed = next((head for capability, head in HEADS.items() if capability in node.capabilities), "vocabulary")
+        needed = choose_head(node.capabilities)
         other, head = heads.setdefault(node.role, (node.name, needed))
         if head != needed:
             fact = f"graph.{other} needs '{node.role}' to have a {head} head, and this node needs a {needed} head"

@@ -252,8 +252,7 @@ def _read_files_or_hub(data: Data, field: str, split: str) -> Rows:
     import datasets
 
     datasets.disable_progress_bars()
-    path = Path(os.path.expanduser(data.source))
-    local = path.exists() or path.suffix in _FORMATS or data.source.startswith((".", "/", "~"))
+    path, local = Path(os.path.expanduser(data.source)), is_local(data.source)
     if local and not path.exists():
         raise RecipeError("data.source", f"'{data.source}' does not exist", fix=f"relative paths start at {Path.cwd()}")
     try:
@@ -272,6 +271,12 @@ def _read_files_or_hub(data: Data, field: str, split: str) -> Rows:
             fix="a single file has only the split 'train'; 'train[:90%]' selects a part of it",
         ) from None
     return _decode(data, loaded)
+
+
+def is_local(source: str) -> bool:
+    """Return whether a source means a file or a folder of this machine, which need not exist."""
+    path = Path(os.path.expanduser(source))
+    return path.exists() or path.suffix in _FORMATS or source.startswith((".", "/", "~"))
 
 
 def _decode(data: Data, loaded: Iterable[Mapping[str, Any]]) -> Rows:

@@ -8,7 +8,7 @@ Shapes: T response tokens of a micro-batch.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -232,8 +232,14 @@ CAPABILITIES: dict[str, type] = {
 }
 
 Head = Literal["vocabulary", "value", "reward"]
-HEADS: Mapping[str, Head] = {"Scores": "vocabulary", "Values": "value", "Evaluates": "reward"}
+_HEADS: Mapping[str, Head] = {"Scores": "vocabulary", "Values": "value", "Evaluates": "reward"}
 """The output head that a capability needs. A model has one head; other capabilities work with any."""
+
+
+def choose_head(capabilities: Collection[str]) -> Head:
+    """Return the output head that a model with these capabilities needs."""
+    return next((head for capability, head in _HEADS.items() if capability in capabilities), "vocabulary")
+
 
 WeightTransport = Literal["object_store", "ipc", "nccl"]
 """A way for weights to reach a role that follows a trained one: in buckets through the hosts' object stores, or from

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequences, ValueEstimates
-from rlflow.engines.base import ALL_TRANSPORTS, EngineSpec, TokenLoss, WeightTransport
+from rlflow.engines.base import ALL_TRANSPORTS, EngineSpec, TokenLoss, WeightTransport, choose_head
 from rlflow.engines.causal_lm.adapters import (
     add_adapters,
     is_adapter,
@@ -20,7 +20,7 @@ from rlflow.engines.causal_lm.adapters import (
 from rlflow.engines.causal_lm.kernels import apply_determinism
 from rlflow.engines.causal_lm.micro_batches import build_equal_micro_batches, restore_order
 from rlflow.engines.causal_lm.pretrained import load_tokenizer, save_model
-from rlflow.engines.causal_lm.token_outputs import choose_head, compute_outputs, last_values, set_pad_token
+from rlflow.engines.causal_lm.token_outputs import compute_outputs, last_values, set_pad_token
 from rlflow.engines.causal_lm.totals import LossTotals, check_finite, weighted_means
 from rlflow.engines.memory import TunableEngine, enable_expandable_segments
 from rlflow.engines.sharded.checkpoints import (
@@ -68,7 +68,7 @@ class DeepSpeedEngine(TunableEngine, ProfiledEngine):
     receives_weights_by: ClassVar[frozenset[WeightTransport]] = frozenset()
 
     def __init__(self, spec: EngineSpec) -> None:
-        self._head = choose_head(spec)
+        self._head = choose_head(spec.capabilities)
         self._trains = "Trains" in spec.capabilities
         if self._trains:
             enable_expandable_segments(spec.device)

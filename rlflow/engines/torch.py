@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Rewards, Sequences, ValueEstimates
-from rlflow.engines.base import ALL_TRANSPORTS, FP32_TRAINING, EngineSpec, TokenLoss, WeightTransport
+from rlflow.engines.base import ALL_TRANSPORTS, FP32_TRAINING, EngineSpec, TokenLoss, WeightTransport, choose_head
 from rlflow.engines.causal_lm.adapters import (
     add_adapters,
     is_adapter,
@@ -19,7 +19,7 @@ from rlflow.engines.causal_lm.adapters import (
 from rlflow.engines.causal_lm.kernels import apply_determinism, choose_attention
 from rlflow.engines.causal_lm.micro_batches import build_micro_batches, restore_order
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, save_model
-from rlflow.engines.causal_lm.token_outputs import choose_head, compute_outputs, last_values, set_pad_token
+from rlflow.engines.causal_lm.token_outputs import compute_outputs, last_values, set_pad_token
 from rlflow.engines.causal_lm.totals import LossTotals, check_finite, weighted_means
 from rlflow.engines.memory import TunableEngine, enable_expandable_segments
 from rlflow.engines.sharded.process_group import create_sharding, join_process_group, set_timeouts, wait_for_files
@@ -54,7 +54,7 @@ class TorchEngine(TunableEngine, ProfiledEngine):
         import torch
 
         self._spec = spec
-        self._head = choose_head(spec)
+        self._head = choose_head(spec.capabilities)
         self._is_alone = spec.world_size == 1
         trains = "Trains" in spec.capabilities
         if trains:

@@ -50,15 +50,17 @@ def displays(console: Console) -> list[Observer]:
 
 
 def recorders(plan: Plan) -> list[Observer]:
-    """Return the observers that record a run: its trackers, and those that write metrics, samples, events and a page.
+    """Return the observers that record a run: trackers, and writers of metrics, samples, events, a page and cards.
 
     Trackers come first, because they read which steps the metrics of an earlier run had.
     """
+    from rlflow.report.model_card import ModelCards
     from rlflow.report.records import EventLog, MetricsWriter, SampleLog
     from rlflow.report.run_page import PageWriter
     from rlflow.report.trackers import trackers
 
-    return [*trackers(plan.recipe.trackers, show_warning), MetricsWriter(), SampleLog(), EventLog(), PageWriter()]
+    writers = [MetricsWriter(), SampleLog(), EventLog(), PageWriter(), ModelCards()]
+    return [*trackers(plan.recipe.trackers, show_warning), *writers]
 
 
 def show(picture: RenderableType) -> None:

@@ -116,7 +116,10 @@ def merge_adapter(
 
 
 def save_adapters(folder: Path, lora: Lora, adapters: "Mapping[str, Tensor]", base: str | None) -> None:
-    """Write adapters, keyed by their transfer names, in peft's format; ``base`` is the path of the base model."""
+    """Write adapters, keyed by their transfer names, in peft's format.
+
+    ``base`` is the path of the base model. A folder is not recorded, because other machines do not have it.
+    """
     from peft import LoraConfig
     from safetensors.torch import save_file
 
@@ -127,6 +130,6 @@ def save_adapters(folder: Path, lora: Lora, adapters: "Mapping[str, Tensor]", ba
         lora_alpha=lora.alpha,
         target_modules=targets,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
+        base_model_name_or_path=None if base is None or Path(base).is_dir() else base,
     ).save_pretrained(str(folder))
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in adapters.items()}, folder / _WEIGHTS_FILE)

@@ -23,6 +23,8 @@ END_TOKEN = "<|end|>"
 _CHANGES_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 # The names of a value head's and a reward head's weights in transformers.
 _HEAD_WEIGHTS = {"score.weight", "score.bias"}
+# The largest file of an exported model's weights. Uploads of smaller files are resumed where they were interrupted.
+_LARGEST_FILE = "5GB"
 # The model types for which random weights are supported.
 NEW_MODELS = {"llama", "qwen2", "qwen3"}
 
@@ -125,10 +127,13 @@ def save_model(
     folder: Path,
     weights: "dict[str, Tensor] | None" = None,
 ) -> None:
-    """Write ``model`` and ``tokenizer`` as transformers does; ``weights`` replace those of the model."""
+    """Write ``model`` and ``tokenizer`` as transformers does; ``weights`` replace those of the model.
+
+    The weights of a large model are in several files, with an index beside them.
+    """
     # transformers imports DeepSpeed here, where that is installed, and DeepSpeed warns on CPUs that it found no GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if model.device.type == "cuda" else "cpu")
-    model.save_pretrained(folder, state_dict=weights)
+    model.save_pretrained(folder, state_dict=weights, max_shard_size=_LARGEST_FILE)
     tokenizer.save_pretrained(folder)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Sequences
-from rlflow.engines.base import HEADS, EngineSpec, Head
+from rlflow.engines.base import Head
 from rlflow.engines.causal_lm.packing import Index, StreamSharding, pack
 from rlflow.errors import EngineError
 
@@ -28,11 +28,6 @@ class TokenScores:
     """[T], float32: the logprob of each response token."""
     entropies: "Tensor"
     """[T], float32: the entropy of the distribution that each response token is drawn from, in nats."""
-
-
-def choose_head(spec: EngineSpec) -> Head:
-    """Return the output head that the role's capabilities need."""
-    return next((head for capability, head in HEADS.items() if capability in spec.capabilities), "vocabulary")
 
 
 def compute_outputs(

@@ -17,7 +17,7 @@ from rlflow.engines.torch import TorchEngine
 from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.nodes.policy_loss import LikelihoodLoss
-from rlflow.recipe import Optimizer
+from rlflow.recipe import Model, Optimizer
 from rlflow.resources.models.lora import Lora, adapter_parameters
 from tests.helpers import ARCHITECTURE, MODEL, minibatch, sequences, spec
 
@@ -180,6 +180,23 @@ def test_it_exports_a_model_without_adapters_and_beside_it_peft_s(tmp_path: Path
     assert logprobs(base) == pytest.approx(logprobs(engine), abs=1e-6)
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 6)
+
+
+def test_the_merged_model_computes_what_the_base_model_and_the_adapters_do(tmp_path: Path) -> None:
+    """All are loaded by transformers and peft alone. The path of the base model is not in the adapters' files."""
+    from peft import PeftModel
+
+    TorchEngine(actor(lora=None)).export(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    trained(actor(model=Model(path=str(tmp_path / "base"), dtype="float32"))).export(tmp_path / "trained")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    ids = torch.arange(12)[None]
+    before = base(ids).logits
+    adapted = PeftModel.from_pretrained(base, tmp_path / "trained", subfolder="adapters")(ids).logits
+    torch.testing.assert_close(merged(ids).logits, adapted, atol=1e-5, rtol=0)
+    assert (adapted - before).abs().max() > 0.01
+    config = json.loads((tmp_path / "trained" / "adapters" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] is None
 
 
 def test_ranks_and_runs_begin_with_the_same_adapters() -> None:

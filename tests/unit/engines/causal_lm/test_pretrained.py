@@ -1,4 +1,4 @@
-"""A model folder may bring Python files of its own; they run only when the recipe says so."""
+"""Models that are written in several files, and Python files of a model, which run only when the recipe says so."""
 
 import json
 from collections.abc import Callable
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer
+from rlflow.engines.causal_lm import pretrained
+from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, save_model
 from rlflow.engines.serving.settings import engine_arguments, load_config
 from rlflow.errors import RecipeError
 from rlflow.recipe import Model
@@ -72,3 +74,27 @@ def test_vllm_gets_trust_remote_code(trusted: bool, tmp_path: Path) -> None:
 
     model = replace(MODEL, trust_remote_code=trusted)
     assert engine_arguments(spec(model=model), str(tmp_path), Config())["trust_remote_code"] is trusted
+
+
+def test_a_large_model_is_written_in_several_files_that_load_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretrained, "_LARGEST_FILE", "20KB")
+    model = load_model("policy", MODEL, device="cpu", dtype=torch.float32, seed=0)
+    save_model(model, load_tokenizer("policy", MODEL), tmp_path)
+    # 15984 weights of 4 bytes.
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert files == [f"model-{number:05}-of-00004.safetensors" for number in range(1, 5)]
+    assert all((tmp_path / name).stat().st_size < 25_000 for name in files)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(files)
+    stored = Model(path=str(tmp_path), dtype="float32")
+    again = load_model("policy", stored, device="cpu", dtype=torch.float32, seed=1)
+    for loaded in (AutoModelForCausalLM.from_pretrained(tmp_path), again):
+        weights = loaded.state_dict()
+        assert weights.keys() == model.state_dict().keys()
+        assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+
+
+def test_a_file_of_weights_has_at_most_five_gigabytes() -> None:
+    assert pretrained._LARGEST_FILE == "5GB"
