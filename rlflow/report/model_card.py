@@ -102,7 +102,7 @@ def _loading(plan: Plan, role: str, head: Head) -> Iterator[str]:
         name, where = str(plan.recipe.push_to_hub), ""
     yield "## Use"
     yield f"""```python
-from transformers import AutoTokenizer, {_CLASSES[head]}
+from transformers import {_CLASSES[head]}, AutoTokenizer
 
 name = "{name}"{where}
 model = {_CLASSES[head]}.from_pretrained(name)

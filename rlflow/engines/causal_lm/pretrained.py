@@ -23,7 +23,7 @@ END_TOKEN = "<|end|>"
 _CHANGES_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 # The names of a value head's and a reward head's weights in transformers.
 _HEAD_WEIGHTS = {"score.weight", "score.bias"}
-# The largest file of an exported model's weights. Uploads of smaller files are resumed where they were interrupted.
+# The largest file of an exported model's weights. What fails on the way to or from the hub is repeated by file.
 _LARGEST_FILE = "5GB"
 # The model types for which random weights are supported.
 NEW_MODELS = {"llama", "qwen2", "qwen3"}
