@@ -23,7 +23,7 @@ from tests.helpers import load
 from tests.hub_server import READER, TOKEN, Hub, Repository, serving
 from tests.unit.report.test_model_card import report_of
 
-# Of huggingface_hub's upload of several files without Xet.
+# huggingface_hub itself causes this warning when it uploads several files without Xet.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload:DeprecationWarning")
 
 NAME = "ada/sums"
@@ -55,7 +55,7 @@ def plan_of(name: str | None = NAME, recipe: str = "fake") -> Plan:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder as the export of a model with adapters leaves it."""
+    """Write a folder as the export of a model with adapters leaves it."""
     folder = tmp_path / "my runs" / "model"
     (folder / "adapters").mkdir(parents=True)
     (folder / "README.md").write_text("---\nlibrary_name: transformers\n---\n\n# sums\n")
@@ -127,7 +127,7 @@ def test_a_missing_login_is_told_before_the_run(hub: Hub, monkeypatch: pytest.Mo
 def test_a_token_that_may_not_write_is_told_before_the_run(
     token: str, name: str, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also to a repository that exists, where creating it again would not fail."""
+    """The last repository exists, so creating it again does not fail."""
     hub.repositories["ada/existing"] = Repository()
     monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(RecipeError) as raised:
