@@ -1,4 +1,4 @@
-"""What a notebook shows of plans and runs."""
+"""Plans and runs as a notebook shows them."""
 
 import base64
 import json
