@@ -98,6 +98,7 @@ def save_small_model(folder: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_a_reader_who_types_every_command_reaches_the_end(tmp_path: Path) -> None:
     """A small model replaces that on the hub, because tests download nothing."""
     write_files_of_the_page(tmp_path)
@@ -105,7 +106,7 @@ def test_a_reader_who_types_every_command_reaches_the_end(tmp_path: Path) -> Non
     small = ["models.policy.path=small", "models.policy.architecture=null", "models.policy.architecture_of=null"]
     for command in COMMANDS:
         arguments = [*shlex.split(command)[1:], *(small if "cluster=local" in command else [])]
-        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
     reports = [json.loads(path.read_text()) for path in tmp_path.glob("outputs/*/*/report.json")]
     trained = [command for command in COMMANDS if "dry_run=true" not in command]

@@ -57,7 +57,7 @@ def test_the_notebook_runs_with_a_small_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 def test_the_notebook_trains_the_model_that_it_shows(tmp_path: Path) -> None:
     notebook = read()
     execute(notebook, tmp_path)
