@@ -57,9 +57,9 @@ _STAND_INS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     },
     "samples": {
         "rlflow.runtime.samples.SampleReader.read": lambda *_: [],
-        "rlflow.runtime.protocols.Observers.stepped": lambda *_: None,
-        "rlflow.runtime.protocols.Observers.sampled": lambda *_: None,
-        "rlflow.runtime.protocols.Observers.failed": lambda *_: None,
+        "rlflow.runtime.observers.Observers.stepped": lambda *_: None,
+        "rlflow.runtime.observers.Observers.sampled": lambda *_: None,
+        "rlflow.runtime.observers.Observers.failed": lambda *_: None,
     },
     "trace": {
         "rlflow.engines.times.Times.add": lambda *_: None,
