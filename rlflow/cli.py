@@ -238,6 +238,7 @@ def _run(plan: Plan, directory: Path, console: Console, options: RunOptions, *, 
     from rlflow.runtime.run import run
 
     observers, runtime = [*recorders(plan), *displays(console)], runtime_of(plan)
+    tune, trace, profile = options.tune, options.trace, options.profile
     check_push(plan)
     with stop_on_signals(lambda: console.print(STOPPING)) as stop:
         report = run(
@@ -247,11 +248,11 @@ def _run(plan: Plan, directory: Path, console: Console, options: RunOptions, *, 
             observers,
             resume=resume,
             stop=stop.is_set,
-            tune=options.tune,
-            trace=options.trace,
-            profile=options.profile,
+            tune=tune,
+            trace=trace,
+            profile=profile,
         )
-    if options.tune:
+    if tune:
         console.print()
         show(tuning_table(directory))
     if report.status == "stopped":
