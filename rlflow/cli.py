@@ -237,20 +237,12 @@ def _run(plan: Plan, directory: Path, console: Console, options: RunOptions, *, 
     from rlflow.runtime.prepare import runtime_of
     from rlflow.runtime.run import run
 
-    observers, runtime = [*recorders(plan), *displays(console)], runtime_of(plan)
+    every, runtime = [*recorders(plan), *displays(console)], runtime_of(plan)
     tune, trace, profile = options.tune, options.trace, options.profile
     check_push(plan)
     with stop_on_signals(lambda: console.print(STOPPING)) as stop:
         report = run(
-            plan,
-            directory,
-            runtime,
-            observers,
-            resume=resume,
-            stop=stop.is_set,
-            tune=tune,
-            trace=trace,
-            profile=profile,
+            plan, directory, runtime, every, resume=resume, stop=stop.is_set, tune=tune, trace=trace, profile=profile
         )
     if tune:
         console.print()
