@@ -1,5 +1,6 @@
 """Translates command-line arguments into overrides that Hydra understands."""
 
+import argparse
 import os
 import re
 from collections.abc import Sequence
@@ -60,8 +61,8 @@ def hydra_arguments(typed: Sequence[str], config_dir: Path | None = None) -> lis
     if {"-sc", "--shell-completion"} & set(typed):
         return _check_completion(typed)
     groups = {entry.name for entry in CONF.iterdir() if entry.is_dir()}
-    recipe = _recipe_of_resumed_run(typed)
-    return [_translate(argument, groups, config_dir) for argument in [*typed, *recipe]]
+    added = [*_recipe_of_resumed_run(typed), *_direction_of_optuna(typed)]
+    return [_translate(argument, groups, config_dir) for argument in [*typed, *added]]
 
 
 def recipe_argument(name: str) -> str:
@@ -71,6 +72,14 @@ def recipe_argument(name: str) -> str:
     """
     is_file = "/" in name or name.endswith(".yaml")
     return f"recipe={name if is_file else _quote(name)}"
+
+
+def typed_config_dir() -> Path | None:
+    """Return the user's own folder of configuration files, from this process's arguments."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    known: Path | None = parser.parse_known_args()[0].config_dir
+    return known
 
 
 def is_yaml_constant(value: str) -> bool:
@@ -94,6 +103,13 @@ def _recipe_of_resumed_run(typed: Sequence[str]) -> list[str]:
         return []
     file = Path(os.path.expanduser(folder)) / "recipe.yaml"
     return [f"recipe={file}"] if file.is_file() else []
+
+
+def _direction_of_optuna(typed: Sequence[str]) -> list[str]:
+    """Return an override that makes Optuna maximize the evaluations of runs; by default it minimizes, as for plans."""
+    if "hydra/sweeper=optuna" not in typed or any(each.startswith("hydra.sweeper.direction=") for each in typed):
+        return []
+    return [] if {"dry_run=true", "dry_run=True"} & set(typed) else ["hydra.sweeper.direction=maximize"]
 
 
 def _translate(argument: str, groups: set[str], config_dir: Path | None) -> str:

@@ -4,7 +4,6 @@ Exit codes: 0 for success, 1 if an engine failed, 2 for a mistake in the recipe 
 if the run was stopped by Ctrl-C or SIGTERM.
 """
 
-import argparse
 import os
 import re
 import signal
@@ -18,16 +17,17 @@ from types import FrameType
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 import rlflow
-from rlflow.arguments import help_text, hydra_arguments
+from rlflow.arguments import help_text, hydra_arguments, typed_config_dir
 from rlflow.calibrate.fit import calibration_of_run
 from rlflow.command_context import cluster_of_run, default_cluster, detect_cluster, find_run, num_finished_steps
 from rlflow.compiler import compile_recipe
 from rlflow.compiler.plan import Plan, format_duration, read_plan
-from rlflow.compiler.ranking import SweepOutcome, ranking_table
+from rlflow.compiler.ranking import SweepOutcome
 from rlflow.compiler.render import render
 from rlflow.compose import (
     COMPOSING_ERRORS,
@@ -39,12 +39,14 @@ from rlflow.compose import (
     register_sources,
     run_options_from_config,
 )
-from rlflow.errors import EngineError, PlacementError, RecipeError, UserError, storage_error
+from rlflow.errors import EngineError, PlacementError, RecipeError, UserError, first_line, storage_error
 from rlflow.report.plan_page import write_dry_run
 from rlflow.report.progress import WIDTH, displays, output_console, recorders, show, show_error, show_warning
-from rlflow.report.sweep_page import write_sweep_page
+from rlflow.report.sweep import sweep_summary
+from rlflow.report.sweep_jobs import Job
 from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.resources.time.calibration import Calibration
+from rlflow.runtime.protocols import Report
 
 # Ctrl-C sends SIGINT; Slurm, Kubernetes and `kill` send SIGTERM.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -70,61 +72,62 @@ def main() -> int:
         print(f"rlflow {rlflow.__version__}")
         return 0
     register_sources()
+    config_dir = typed_config_dir()
     try:
-        sys.argv[1:] = hydra_arguments(typed, _config_dir())
+        sys.argv[1:] = hydra_arguments(typed, config_dir)
     except UserError as error:
         return _exit_code(error)
     codes: list[int] = []
-    outcomes: list[SweepOutcome] = []
 
+    # A launcher may run this function in another process, which then has its own copy of every variable.
     @hydra.main(config_path=str(CONF.resolve()), config_name="config", version_base="1.3")
-    def job(config: DictConfig) -> None:
-        codes.append(_job(config, outcomes))
-        if codes[-1] in STOPPED:  # ends the whole sweep, not only this run
-            sys.exit(codes[-1])
+    def run_job(config: DictConfig) -> float | None:
+        job = _run_job(config, config_dir)
+        codes.append(job.exit_code)
+        if HydraConfig.get().mode is RunMode.MULTIRUN:
+            job.write(Path(HydraConfig.get().sweep.dir), HydraConfig.get().job.num)
+        if job.exit_code in STOPPED:  # ends the whole sweep, not only this run
+            sys.exit(job.exit_code)
+        return job.objective
 
-    try:
-        job()
-    except COMPOSING_ERRORS as error:
-        return _exit_code(composing_error(error))
-    except UserError as error:
-        return _exit_code(error)
-    except Exception as error:
-        if _is_raised_by_job(error):
-            raise
-        return _exit_code(composing_error(error))
-    if len(outcomes) > 1:
-        show(ranking_table(outcomes))
-        if (page := write_sweep_page(outcomes)) is not None:
-            output_console().print(f"page: {page}", soft_wrap=True)
-    return max(codes, default=0)
+    with sweep_summary() as codes_of_jobs:
+        try:
+            run_job()
+        except COMPOSING_ERRORS as error:
+            return _exit_code(composing_error(error))
+        except UserError as error:
+            return _exit_code(error)
+        except Exception as error:
+            if _is_raised_by_job(error):
+                raise
+            return _exit_code(composing_error(error))
+    return max([*codes, *codes_of_jobs], default=0)
 
 
 def _is_raised_by_job(error: Exception) -> bool:
     """Return whether a run raised the error; otherwise Hydra did, for a mistake on the command line."""
-    return any(frame.f_code is _job.__code__ for frame, _ in walk_tb(error.__traceback__))
+    return any(frame.f_code.co_qualname == "JobReturn.return_value" for frame, _ in walk_tb(error.__traceback__))
 
 
-def _job(config: DictConfig, outcomes: list[SweepOutcome]) -> int:
-    """Plan and run one job of a sweep, and add its prediction or error to ``outcomes``; return its exit code."""
-    num_earlier = len(outcomes)
+def _run_job(config: DictConfig, config_dir: Path | None) -> Job:
+    """Plan and run one job, which may be part of a sweep; print an error if it fails."""
     directory = Path(HydraConfig.get().runtime.output_dir)
     if directory.is_relative_to(Path.cwd()):
         directory = directory.relative_to(Path.cwd())
+    job = Job(overrides=_overrides(), folder=str(directory), dry_run=config.dry_run is True)
     try:
-        return _plan_and_run(config, directory, outcomes)
+        return _plan_and_run(config, job, config_dir)
     except (UserError, EngineError) as error:
-        if isinstance(error, UserError) and len(outcomes) == num_earlier:
-            outcomes.append(SweepOutcome(_overrides(), None, reason=f"{error.path}: {error.fact}"))
-        return _exit_code(error)
+        reason = f"{error.path}: {error.fact}" if isinstance(error, UserError) else first_line(error)
+        return replace(job, exit_code=_exit_code(error), reason=reason)
     except BrokenPipeError:  # the reader of the output, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return replace(job, exit_code=1, reason="the output was closed")
     except OSError as error:  # a disk error: files that the recipe names are checked earlier
-        return _exit_code(storage_error(error, directory))
+        return replace(job, exit_code=_exit_code(storage_error(error, directory)), reason=first_line(error))
     except KeyboardInterrupt:
         print("interrupted; resume=true continues from the last checkpoint, if there is one", file=sys.stderr)
-        return STOPPED[0]
+        return replace(job, exit_code=STOPPED[0], reason="interrupted")
     finally:
         # Hydra creates a folder for every job. It stays empty if planning failed.
         with suppress(OSError):
@@ -135,25 +138,27 @@ def _overrides() -> tuple[str, ...]:
     return tuple(override.lstrip("+") for override in HydraConfig.get().overrides.task)
 
 
-def _plan_and_run(config: DictConfig, directory: Path, outcomes: list[SweepOutcome]) -> int:
-    console = output_console()
+def _plan_and_run(config: DictConfig, job: Job, config_dir: Path | None) -> Job:
+    console, directory = output_console(), Path(job.folder)
     options = run_options_from_config(config)
-    plan, resumed = _plan(config, options, directory.parent.parent)
-    outcome = SweepOutcome(_overrides(), plan, options.deadline_hours)
-    outcomes.append(outcome)
+    plan, resumed = _plan(config, options, directory.parent.parent, config_dir)
+    outcome = SweepOutcome(job.overrides, plan, options.deadline_hours)
     show(render(plan, explain=options.explain, width=min(WIDTH, console.width)))
     if outcome.is_late:
         time = format_duration(3600 * plan.cost.hours)
         show_warning(f"the run takes {time}, longer than deadline_hours={options.deadline_hours:g}")
     if options.dry_run:
         write_dry_run(plan, directory)
-        outcomes[-1] = replace(outcome, folder=directory)
         console.print(f"\nplan: {directory / 'plan.json'}\npage: {directory / 'plan.html'}", soft_wrap=True)
-        return 0
+        return replace(job, deadline_hours=options.deadline_hours, objective=outcome.objective)
     if plan.needs_gpus and not resumed and options.plan is None and options.cluster.get("shape") == "auto":
         raise _no_gpus_error(plan)
+    if plan.recipe.evaluation is None and HydraConfig.get().runtime.choices["hydra/sweeper"] != "basic":
+        fact = "is missing, and the sweeper needs a score of every run"
+        raise RecipeError("evaluation", fix="evaluation={every: 10, num_prompts: 100}", fact=fact)
     console.print()
-    return _run(plan, resumed or directory, console, options, resume=resumed is not None)
+    code, report = _run(plan, resumed or directory, console, options, resume=resumed is not None)
+    return replace(job, folder=report.directory, exit_code=code, objective=report.eval_after)
 
 
 def _typed_keys() -> set[str]:
@@ -170,7 +175,7 @@ def _no_gpus_error(plan: Plan) -> PlacementError:
     )
 
 
-def _plan(config: DictConfig, options: RunOptions, root: Path) -> tuple[Plan, Path | None]:
+def _plan(config: DictConfig, options: RunOptions, root: Path, config_dir: Path | None) -> tuple[Plan, Path | None]:
     """Return the plan, and the folder of the run that it continues, if any."""
     if options.plan is not None:
         allowed = {"plan", "dry_run", "resume", "explain", "tune", "trace", "profile", "deadline_hours"}
@@ -179,7 +184,6 @@ def _plan(config: DictConfig, options: RunOptions, root: Path) -> tuple[Plan, Pa
             raise RecipeError("plan", fact, fix=f"leave out {', '.join(others)}")
         plan = read_plan(Path(options.plan))
         return plan, find_run(options.resume, plan.recipe, root)
-    config_dir = _config_dir()
     more_steps = _take_more_steps(config)
     recipe = recipe_from_config(config, config_dir)
     resumed = find_run(options.resume, recipe, root)
@@ -223,14 +227,8 @@ def _cluster(options: RunOptions, resumed: Path | None, config_dir: Path | None)
     return (cluster_of_run(resumed) if resumed else None) or default_cluster(show_warning, config_dir)
 
 
-def _config_dir() -> Path | None:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--config-dir", "-cd", type=Path)
-    known: Path | None = parser.parse_known_args()[0].config_dir
-    return known
-
-
-def _run(plan: Plan, directory: Path, console: Console, options: RunOptions, *, resume: bool) -> int:
+def _run(plan: Plan, directory: Path, console: Console, options: RunOptions, *, resume: bool) -> tuple[int, Report]:
+    """Run the plan, and return the exit code and the report."""
     # Imported late, because a dry run must not import torch.
     from rlflow.report.hub import check_push, push
     from rlflow.report.records import tuning_table
@@ -249,10 +247,10 @@ def _run(plan: Plan, directory: Path, console: Console, options: RunOptions, *, 
         show(tuning_table(directory))
     if report.status == "stopped":
         console.print(f"continue with: python -m rlflow plan={directory}/plan.json resume={directory}", soft_wrap=True)
-        return stop.exit_code
+        return stop.exit_code, report
     if (address := push(plan, report)) is not None:
         console.print(f"  uploaded to: {address}", soft_wrap=True)
-    return 0
+    return 0, report
 
 
 def _exit_code(error: UserError | EngineError) -> int:

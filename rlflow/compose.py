@@ -35,6 +35,9 @@ from rlflow.resources.time.calibration import Calibration, calibration_from
 from rlflow.schema import Count, Section, parse
 from rlflow.yaml_files import read_yaml
 
+# Set on import, because the processes of a launcher get the registered sources from the one that started them.
+recipe_files.FileConfigSource.trusted_file = (CONF / "config.yaml").resolve()
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Section):
@@ -109,7 +112,7 @@ def register_sources() -> None:
     """Register rlflow's sources of configuration with Hydra. Repeated calls have no effect."""
     for plugin in (ShapeSource, recipe_files.RecipeFileSource, RlflowSearchPath):
         Plugins.instance().register(plugin)
-    recipe_files.register(CONF / "config.yaml")
+    recipe_files.register()
 
 
 def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> DictConfig:
@@ -257,7 +260,7 @@ def composing_error(error: Exception) -> RecipeError:
             known=known,
             fix=did_you_mean(name, options) or _fix_for_unknown(group, name),
         )
-    reason = " ".join(str(error).split("\nSee ")[0].split()).rstrip(".")
+    reason = " ".join(str(error).split("\nSee ")[0].split()).rstrip(".") or type(error).__name__
     if merging := re.match(r"Error merging override \+*([\w.]+)=(.*)", reason):
         fix = f"write the keys to change: {merging[1]}={{KEY: VALUE}}"
         return RecipeError(merging[1], f"keys with values cannot be replaced by {merging[2]}", fix=fix)

@@ -55,6 +55,8 @@ class Evaluation(Section):
     """The ``top_p`` of several responses, by default that of training."""
     pass_reward: Annotated[float, Ge(-1e9), Le(1e9)] = 1.0
     """The reward from which on a response passes, for pass@k."""
+    patience: Count | None = None
+    """The number of evaluations in a row without a new best after which the run ends, as after its last step."""
     sets: Mapping[str, EvaluationSet] = field(default_factory=dict)
     """Further held-out rows by name, each with metrics of its own: ``evaluation/NAME/...``."""
 

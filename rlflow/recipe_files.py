@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra._internal.core_plugins import file_config_source, importlib_resources_config_source
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
@@ -28,7 +27,9 @@ _HYDRA, _TARGET = "hydra", "_target_"
 _COMMAND_LINE_ONLY = {"plan", "resume", "calibration"}
 
 
-class CheckedFileSource(FileConfigSource):
+# The next two have the names of Hydra's own classes. A launcher's process takes over the sources of the process that
+# started it, and then looks for plugins: Hydra refuses a class of another name for the same kind of source.
+class FileConfigSource(file_config_source.FileConfigSource):
     """A folder of configuration files, which are checked when they are read."""
 
     trusted_file: ClassVar[Path]
@@ -40,7 +41,7 @@ class CheckedFileSource(FileConfigSource):
         return _load(self, config_path, read_text(path), display_path(path), is_checked=is_checked)
 
 
-class CheckedPackageSource(ImportlibResourcesConfigSource):
+class ImportlibResourcesConfigSource(importlib_resources_config_source.ImportlibResourcesConfigSource):
     """Configuration files in an installed package (``pkg://``), which are checked unless they are Hydra's own."""
 
     def load_config(self, config_path: str) -> ConfigResult:
@@ -84,11 +85,10 @@ class RecipeFileSource(ConfigSource):
         return Path(config_path.removeprefix("recipe/"))
 
 
-def register(trusted_file: Path) -> None:
-    """Make Hydra read every configuration file through this module. ``trusted_file`` is rlflow's ``config.yaml``."""
-    CheckedFileSource.trusted_file = trusted_file.resolve()
+def register() -> None:
+    """Make Hydra read every configuration file through this module."""
     Plugins.instance()  # registers Hydra's own sources, which are replaced here
-    SourcesRegistry.instance().types |= {"file": CheckedFileSource, "pkg": CheckedPackageSource}
+    SourcesRegistry.instance().types |= {"file": FileConfigSource, "pkg": ImportlibResourcesConfigSource}
 
 
 def circular_defaults_error(error: RecursionError) -> RecipeError:

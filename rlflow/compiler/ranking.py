@@ -1,5 +1,6 @@
 """The plans of a sweep as a table: the fastest first, or the cheapest of those that meet a deadline."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,19 @@ class SweepOutcome:
         """Return whether the run misses its deadline."""
         return self.plan is not None and self.deadline_hours is not None and self.plan.cost.hours > self.deadline_hours
 
+    @property
+    def objective(self) -> float | None:
+        """Return the number by which the plans are ranked: the seconds of a step, or with a deadline the run's cost.
+
+        The cost is the price, or GPU-hours without one. A plan that misses the deadline has no such number.
+        """
+        if self.plan is None or self.is_late:
+            return None
+        cost = self.plan.cost
+        if self.deadline_hours is None:
+            return self.plan.prediction.step_seconds
+        return cost.gpu_hours if cost.price is None else cost.price
+
 
 def ranked(outcomes: Sequence[SweepOutcome]) -> list[tuple[str, SweepOutcome]]:
     """Return the jobs, each with its own overrides, without those that all jobs share.
@@ -39,11 +53,14 @@ def ranked(outcomes: Sequence[SweepOutcome]) -> list[tuple[str, SweepOutcome]]:
     The fastest step comes first; with a deadline the cheapest run, and runs that miss it after those that do not. Jobs
     that do not fit come last.
     """
-    everywhere = set(outcomes[0].overrides).intersection(*(outcome.overrides for outcome in outcomes))
-    return [
-        (", ".join(_short(each) for each in outcome.overrides if each not in everywhere), outcome)
-        for outcome in sorted(outcomes, key=lambda each: (_rank(each), each.overrides))
-    ]
+    jobs = sorted(outcomes, key=lambda each: (_rank(each), each.overrides))
+    return list(zip(own_overrides([job.overrides for job in jobs]), jobs, strict=True))
+
+
+def own_overrides(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """Return the overrides of each job in short, without those that all jobs share."""
+    everywhere = set(jobs[0]).intersection(*jobs)
+    return [", ".join(_short(each) for each in overrides if each not in everywhere) for overrides in jobs]
 
 
 def are_priced(outcomes: Sequence[SweepOutcome]) -> bool:
@@ -82,15 +99,13 @@ def _rank(outcome: SweepOutcome) -> tuple[int, float, float]:
     """Return the place of a job in the table, the smallest first."""
     if outcome.plan is None:
         return 2, 0.0, 0.0
-    cost = outcome.plan.cost
-    if outcome.deadline_hours is None:
-        return 0, outcome.plan.prediction.step_seconds, 0.0
-    if outcome.is_late:
-        return 1, cost.hours, 0.0
-    return 0, cost.gpu_hours if cost.price is None else cost.price, cost.hours
+    hours = outcome.plan.cost.hours
+    return (1, hours, 0.0) if outcome.objective is None else (0, outcome.objective, hours)
 
 
 def _short(override: str) -> str:
-    """Return an override with the last part of its key, and of the path to a recipe."""
+    """Return an override with the last part of its key, and of the path to a recipe; long numbers have four digits."""
     key, _, value = override.partition("=")
+    if re.fullmatch(r"\d+\.\d{4,}(e[+-]?\d+)?", value):
+        value = f"{float(value):.4g}"
     return f"{key.rpartition('.')[2]}={value.strip(chr(39)).rpartition('/')[2]}"

@@ -177,8 +177,10 @@ class ProgressDisplay(Observer):
         if report.eval_before is not None and report.eval_after is not None:
             before, after = f"eval_before {report.eval_before:.3f}", f"eval_after {report.eval_after:.3f}"
             self._console.print(f"{self._figure}: {before}, {after}")
-        verb = "finished" if report.status == "finished" else f"stopped after step {report.steps}"
+        verb = "finished" if report.steps == self._steps else f"{report.status} after step {report.steps}"
         self._console.print(f"{report.name} {verb}: {report.seconds:.0f} s")
+        if report.status == "finished" and report.steps < self._steps:
+            self._console.print("  the last evaluations brought no new best (evaluation.patience)")
         for role, folder in report.models.items():
             self._console.print(f"  model of {role}: {folder}", soft_wrap=True)
         if (page := self._directory / PAGE).exists():

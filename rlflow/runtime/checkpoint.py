@@ -158,6 +158,16 @@ def is_checkpoint_due(plan: Plan, progress: RunProgress) -> bool:
     return progress.step > 0 and progress.step % plan.recipe.checkpoints.every == 0
 
 
+def is_finished(plan: Plan, progress: RunProgress) -> bool:
+    """Return whether all steps are made, or the last evaluations bring no new best and ``patience`` is over."""
+    patience = plan.recipe.evaluation.patience if plan.recipe.evaluation else None
+    measures = list(progress.evaluations.values())
+    has_new_best = (
+        patience is None or len(measures) <= patience or max(measures[-patience:]) > max(measures[:-patience])
+    )
+    return progress.step == plan.recipe.steps or not has_new_best
+
+
 def checkpoints(run: Path) -> list[Path]:
     """Return the folders of the checkpoints, the oldest first. Files and folders with other names are ignored."""
     folders = (run / "checkpoints").glob("step-*")

@@ -14,7 +14,7 @@ from rlflow.errors import EngineError
 from rlflow.recipe import Trace, Tune
 from rlflow.resources.layout import GIB
 from rlflow.runtime.atomic_folder import write_folder
-from rlflow.runtime.checkpoint import RunProgress, checkpoints, is_checkpoint_due
+from rlflow.runtime.checkpoint import RunProgress, checkpoints, is_checkpoint_due, is_finished
 from rlflow.runtime.evaluation import is_evaluation_due
 from rlflow.runtime.measurements import StepTimes, compare_memory
 from rlflow.runtime.prepare import Training, opened, prepare
@@ -92,7 +92,7 @@ def _train(session: Session) -> Report:
                 progress = progress.evaluated(figure)
                 observer.measured(progress.step, measures)
                 observer.evaluated(progress.step, figure)
-            is_over = stop() or progress.step == plan.recipe.steps
+            is_over = stop() or is_finished(plan, progress)
             if is_over or is_checkpoint_due(plan, progress):
                 start = time.perf_counter()
                 training.checkpoints.save(progress)
@@ -148,25 +148,25 @@ def _profiled(training: Training, step: int, steps: Collection[int]) -> Iterator
 def _finish(
     session: Session, training: Training, progress: RunProgress, metrics: Mapping[str, float], times: StepTimes
 ) -> Report:
-    """Export the trained models of a run that made all its steps, and write and return its report.
+    """Export the trained models of a run that is finished, and write and return its report.
 
     ``metrics`` are those of the last step.
     """
     plan, directory = training.plan, training.directory
-    is_finished = progress.step == plan.recipe.steps
-    models = _export_models(directory, training.trained) if is_finished else {}
-    if is_finished:
+    ended = is_finished(plan, progress)
+    models = _export_models(directory, training.trained) if ended else {}
+    if ended:
         remove_journal(directory)
     measures = list(progress.evaluations.values())
     report = Report(
         name=plan.recipe.name,
         fingerprint=plan.fingerprint,
-        status="finished" if is_finished else "stopped",
+        status="finished" if ended else "stopped",
         directory=str(directory),
         steps=progress.step,
         seconds=time.perf_counter() - session.started_at,
         eval_before=measures[0] if measures else None,
-        eval_after=measures[-1] if measures and is_finished else None,
+        eval_after=measures[-1] if measures and ended else None,
         restarts=session.restarts,
         step=times.step(plan),
         nodes=times.nodes(plan),

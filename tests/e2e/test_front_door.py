@@ -86,13 +86,14 @@ def test_a_run_that_fails_is_no_sweep(typed: Typed) -> None:
 
 
 @pytest.mark.slow
-def test_each_job_of_a_sweep_is_ranked_once(typed: Typed) -> None:
+def test_each_job_of_a_sweep_is_listed_once(typed: Typed) -> None:
     code, out, _ = typed("-m", *FAKE, "data.source=nowhere.jsonl", "seed=1,2")
     assert code == 2
-    table = out[out.index("GPU-hours") :]
-    assert [line.split()[:2] for line in table.splitlines() if line.startswith("seed")] == [
-        ["seed=1", "yes"],
-        ["seed=2", "yes"],
+    assert [line.split()[:3] for line in out.splitlines() if line.startswith("seed")] == [
+        ["seed=1", "0", "failed"],
+        ["seed=2", "1", "failed"],
+        ["seed=1:", "data.source:", "'nowhere.jsonl'"],
+        ["seed=2:", "data.source:", "'nowhere.jsonl'"],
     ]
     assert typed("-m", *FAKE, "dry_run=true")[1].count("GPU-hours") == 0, "one job is ranked against none"
 

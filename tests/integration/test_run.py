@@ -23,6 +23,7 @@ from rlflow.engines.group_progress import is_done
 from rlflow.errors import EngineError, RecipeError
 from rlflow.recipe import Optimizer
 from rlflow.report.records import MetricsWriter, SampleLog, read_lines
+from rlflow.runtime.checkpoint import RunProgress
 from rlflow.runtime.generation.overcommit import OvercommittedGenerate
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.protocols import Observer, Report
@@ -110,6 +111,31 @@ def test_stopped_after_any_step_and_resumed(tmp_path: Path) -> None:
         assert metrics_of(folder) == metrics_of(tmp_path / "whole")
         assert read_lines(folder / "samples.jsonl") == read_lines(tmp_path / "whole" / "samples.jsonl")
         assert (resumed.eval_before, resumed.eval_after) == (whole.eval_before, whole.eval_after)
+
+
+# The measures after each evaluated step. The best of the first four is after step 2.
+MEASURES = {0: 0.1, 2: 0.3, 4: 0.3, 6: 0.2, 8: 0.9, 10: 0.9}
+
+
+def test_a_run_without_a_new_best_ends_early_also_when_it_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two evaluations after the best one are over with step 6 of 10."""
+    evaluated = RunProgress.evaluated
+    monkeypatch.setattr(RunProgress, "evaluated", lambda progress, _: evaluated(progress, MEASURES[progress.step]))
+    plan = plan_of("real", "steps=10", "evaluation.patience=2")
+    whole = go(plan, tmp_path / "whole")
+    assert (whole.status, whole.steps, whole.eval_before, whole.eval_after) == ("finished", 6, 0.1, 0.2)
+    expected = weights(whole)
+    for step in (1, 3, 5):
+        folder = tmp_path / str(step)
+        assert go(plan, folder, until=step).status == "stopped"
+        resumed = go(plan, folder, resume=True)
+        assert (resumed.status, resumed.steps, resumed.eval_after) == ("finished", 6, 0.2)
+        assert all(torch.equal(weight, expected[name]) for name, weight in weights(resumed).items())
+        assert metrics_of(folder) == metrics_of(tmp_path / "whole")
+    assert go(plan, tmp_path / "1", resume=True).steps == 6, "it has ended"
+    assert go(plan_of("real", "steps=10"), tmp_path / "1", resume=True).steps == 10, "without patience it goes on"
 
 
 OVERCOMMIT = ("graph.rollouts.overcommit=0.67", "graph.rollouts.max_tokens=24", "steps=5")

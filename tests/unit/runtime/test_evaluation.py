@@ -1,5 +1,6 @@
 """Evaluation on held-out rows by the graph that trains."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from rlflow.evaluation import Evaluation
 from rlflow.nodes.base import Node
 from rlflow.nodes.reward import Reward
 from rlflow.nodes.scoring import RewardModel
+from rlflow.runtime.checkpoint import RunProgress, is_finished
 from rlflow.runtime.evaluation import RewardEvaluator, evaluator_of
 from rlflow.runtime.protocols import Engines
 from tests.conftest import CONFIG_DIR
@@ -79,3 +81,27 @@ def test_a_function_judges_before_a_model_does() -> None:
     assert isinstance(judge(graph), Reward)
     alone = wire(load("recipe=reward_model", "~graph.exact", config_dir=CONFIG_DIR))
     assert isinstance(judge(alone), RewardModel)
+
+
+@pytest.mark.parametrize(
+    ("measures", "patience", "ends"),
+    [
+        ([0.5, 0.4], None, False),
+        ([0.5], 1, False),
+        ([0.5, 0.6], 1, False),
+        ([0.5, 0.5], 1, True),
+        ([0.5, 0.4], 2, False),
+        ([0.5, 0.4, 0.3], 2, True),
+        ([0.1, 0.5, 0.4, 0.6], 2, False),
+        ([0.1, 0.6, 0.4, 0.6], 2, True),
+        ([-3.0, -2.0, -2.5], 2, False),
+    ],
+)
+def test_a_run_ends_when_its_last_evaluations_bring_no_new_best(
+    measures: list[float], patience: int | None, ends: bool
+) -> None:
+    evaluation = None if patience is None else replace(EVERY_STEP, patience=patience)
+    plan: Any = SimpleNamespace(recipe=SimpleNamespace(steps=9, evaluation=evaluation))
+    progress = RunProgress({}, 4, 0, {str(step): measure for step, measure in enumerate(measures)})
+    assert is_finished(plan, progress) == ends
+    assert is_finished(plan, replace(progress, step=9))
