@@ -167,7 +167,7 @@ class Trial:
             outcome.problems["unfinished"] += 1
         if (forgotten := self.notes / "forgotten").exists():
             outcome.num_forgotten = len(forgotten.read_text().splitlines())
-        if self.expected is not None and not outcome.problems["unfinished"]:
+        if self.expected is not None and how == "went on":
             outcome.problems += differences(self.folder, self.expected, outcome.remarks)
         return outcome
 
