@@ -68,7 +68,9 @@ class Outcome:
             + ("" if end.detection is None else f" ({end.detection:.1f} s)")
             for end in self.ends
         )
-        return "\n  ".join([f"{self.name}, ended within {self.slowest_end_s:.1f} s: {faults}", *self.remarks])
+        problems = [f"{number} {name}" for name, number in self.problems.items()]
+        line = f"{self.name}, ended within {self.slowest_end_s:.1f} s: {faults}"
+        return "\n  ".join([line, *problems, *self.remarks])
 
 
 @dataclass(frozen=True)
