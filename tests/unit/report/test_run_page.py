@@ -116,7 +116,8 @@ def test_a_browser_draws_curves_and_shows_samples_as_text(tmp_path: Path, chromi
         assert page.locator("canvas").count() == 3, "evaluation, rewards and engines; the others are folded"
         assert page.locator("canvas").nth(1).get_attribute("aria-label") == "rewards/mean, a curve over the steps"
         page.locator("summary", has_text="step").press("Enter")
-        assert page.locator("[id=curves-step] canvas").count() >= 1
+        # A browser tells the page only later that a part was unfolded.
+        page.locator("[id=curves-step] canvas").first.wait_for()
         measured = page.locator('[data-node="rollouts"] .measured')
         assert "width: 75%" in (measured.get_attribute("style") or "")
         engine = page.locator("#engines").inner_text()
