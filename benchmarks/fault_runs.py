@@ -169,7 +169,7 @@ class Trial:
             outcome.problems["unfinished"] += 1
         if (forgotten := self.notes / "forgotten").exists():
             outcome.num_forgotten = len(forgotten.read_text().splitlines())
-        if self.expected is not None and how == "went on":
+        if self.expected is not None and how == "continued":
             outcome.problems += differences(self.folder, self.expected, outcome.remarks)
         return outcome
 

@@ -6,7 +6,7 @@ The parts are the journal of finished responses, the guards against values that 
 for people: samples, metrics, TensorBoard and progress. Six equal runs take turns in one process, step by step. In each
 step one of them is as usual, three go without one part, one goes without all of them, and one also writes a trace; the
 next step deals this out anew. The same step has the same work in all runs, so the difference between two of them is the
-cost of the part. What sets the runs themselves apart, such as where their memory lies, cancels out.
+cost of the part. Differences of the runs themselves, such as where their memory lies, cancel out.
 
 Printed are the medians over all steps with 95% intervals: of CPU time, which the figures are, of wall time, and of
 the CPU time inside the part's functions, which varies less and leaves out what it costs elsewhere. A run in one process

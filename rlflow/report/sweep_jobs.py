@@ -43,7 +43,7 @@ class Job:
     """The number that a sweeper optimizes; None for a job that failed."""
     exit_code: int = 0
     reason: str = ""
-    """Why the job failed; empty if it did not."""
+    """The reason of a failure; empty for a job that did not fail."""
 
     def write(self, sweep: Path, number: int) -> None:
         """Write the file of this job, the one with this ``number``, in the folder of its sweep."""
