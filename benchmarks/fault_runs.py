@@ -58,6 +58,8 @@ class Outcome:
     num_forgotten: int = 0
     slowest_end_s: float = 0.0
     """The longest time after which a run's processes had ended."""
+    compared: bool = False
+    """True for a run that has been compared with the undisturbed one."""
     problems: Counter[str] = field(default_factory=Counter)
     remarks: list[str] = field(default_factory=list)
 
@@ -171,6 +173,7 @@ class Trial:
             outcome.num_forgotten = len(forgotten.read_text().splitlines())
         if self.expected is not None and how == "continued":
             outcome.problems += differences(self.folder, self.expected, outcome.remarks)
+            outcome.compared = True
         return outcome
 
     def _happened(self) -> list[Fault]:

@@ -189,6 +189,7 @@ def figures_of(outcomes: Sequence[Outcome], wanted: int) -> tuple[dict[str, floa
     total = sum((outcome.problems for outcome in outcomes), Counter[str]())
     ends = [(outcome, end) for outcome in outcomes for end in outcome.ends]
     figures: dict[str, float | bool] = {"runs": len(outcomes), "faults": len(ends)}
+    figures["compared"] = sum(outcome.compared for outcome in outcomes)
     figures["completed_by_themselves"] = sum(end.how == "continued" for _, end in ends)
     figures |= {name: total[name] for name in _PROBLEMS}
 
@@ -218,6 +219,7 @@ def figures_of(outcomes: Sequence[Outcome], wanted: int) -> tuple[dict[str, floa
         name: Goal(f"at most {limit:g}", figures[name] <= limit) for name, limit in limits.items() if name in figures
     }
     goals["faults"] = Goal(f"at least {wanted}", len(ends) >= wanted)
+    goals["compared"] = Goal("every run", figures["compared"] == len(outcomes))
     goals |= {name: Goal("any", True) for name in ("runs", "completed_by_themselves", "slowest_end_s")}
     return figures, goals
 

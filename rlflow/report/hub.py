@@ -13,7 +13,7 @@ from rlflow.runtime.protocols import Report
 
 _KEY = "push_to_hub"
 _LOGIN = "hf auth login, or HF_TOKEN with a token that may write"
-_LATER = "leave it out, and upload the model after the run: hf upload {name} FOLDER . --private"
+_LATER = "leave it out, and upload the model later: hf upload {name} FOLDER . --private"
 # Files of an earlier upload that would be loaded in place of the new ones, or beside them.
 _REPLACED = ["*.safetensors", "*.safetensors.index.json", "adapters/*"]
 
@@ -33,13 +33,17 @@ def pushed_role(plan: Plan) -> str | None:
     return roles[0]
 
 
-def check_push(plan: Plan) -> None:
+def check_push(plan: Plan, *, in_sweep: bool = False) -> None:
     """Check that the model can be uploaded, and create the repository if it does not exist: private.
 
-    Warns of a public repository. Raises RecipeError for a wrong name, and without a token that may write there.
+    Warns of a public repository. Raises RecipeError for a wrong name, without a token that may write there, and in a
+    sweep, whose jobs would replace each other's models.
     """
     if pushed_role(plan) is None:
         return
+    if in_sweep:
+        fact = "each job of a sweep would replace the model of the one before"
+        raise RecipeError(_KEY, fact, fix=_LATER.format(name="USER/NAME"))
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import validate_repo_id

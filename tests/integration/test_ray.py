@@ -324,7 +324,9 @@ def taken(host: str) -> Iterator[None]:
 
 
 def until_there(file: Path) -> None:
+    end = time.monotonic() + 120
     while not file.exists():
+        assert time.monotonic() < end, f"nobody writes {file}"
         time.sleep(0.1)
 
 

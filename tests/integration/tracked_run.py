@@ -52,7 +52,7 @@ def run(folder: Path) -> None:
 
 
 def read_tensorboard(folder: Path) -> tuple[Points, int | None, Any]:
-    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    from tensorboard.backend.event_processing.event_accumulator import (
         EventAccumulator,
     )
 

@@ -27,7 +27,7 @@ from tests.unit.report.test_model_card import report_of
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload:DeprecationWarning")
 
 NAME = "ada/sums"
-LATER = f"\n  Fix: leave it out, and upload the model after the run: hf upload {NAME} FOLDER . --private."
+LATER = f"\n  Fix: leave it out, and upload the model later: hf upload {NAME} FOLDER . --private."
 LOGIN = "\n  Fix: hf auth login, or HF_TOKEN with a token that may write."
 
 
@@ -199,6 +199,14 @@ def test_it_is_no_part_of_the_experiment() -> None:
 def test_a_dry_run_asks_nothing(hub: Hub, typed: Typed) -> None:
     code, _, errors = typed(*FAKE, f"push_to_hub={NAME}", "dry_run=true")
     assert (code, errors, hub.asked) == (0, "", [])
+
+
+@pytest.mark.slow
+def test_a_sweep_is_refused_before_it_asks_anything(hub: Hub, typed: Typed) -> None:
+    code, _, errors = typed("-m", *FAKE, "steps=2", "seed=1,2", f"push_to_hub={NAME}")
+    fact = "RecipeError: push_to_hub: each job of a sweep would replace the model of the one before."
+    fix = "Fix: leave it out, and upload the model later: hf upload USER/NAME FOLDER . --private."
+    assert (code, errors, hub.asked) == (2, f"{fact}\n  {fix}\n" * 2, [])
 
 
 @pytest.mark.slow
