@@ -68,7 +68,7 @@ _STAND_INS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     },
 }
 """The stand-ins that replace each part for the time of a step."""
-# The parts that a step goes without.
+# The parts that a step goes without: none but the trace, each part in turn, all of them, and none.
 _VARIANTS = (
     ("trace",),
     *((part, "trace") for part in _PARTS[:-1]),

@@ -52,9 +52,7 @@ def run(folder: Path) -> None:
 
 
 def read_tensorboard(folder: Path) -> tuple[Points, int | None, Any]:
-    from tensorboard.backend.event_processing.event_accumulator import (
-        EventAccumulator,
-    )
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     text = events.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0].decode()

@@ -97,9 +97,7 @@ def test_a_run_that_starts_again_is_a_new_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:
     """The run is killed before its first checkpoint, starts again, and is resumed after its first step."""
-    from tensorboard.backend.event_processing.event_accumulator import (
-        EventAccumulator,
-    )
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first, last, factor in ((0, 3, 1), (0, 2, 10), (1, 3, 100)):
         tracker = TensorBoard()
