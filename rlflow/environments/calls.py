@@ -1,7 +1,6 @@
 """Calls of an environment in worker processes, each answered as soon as its process is done."""
 
 import itertools
-import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from rlflow.errors import EngineError, first_line
 from rlflow.rewards.base import Failure, Row
 from rlflow.rewards.calls import Call, CallQueue
 from rlflow.rewards.pool import ProcessPool
-from rlflow.rewards.processes import num_usable_cpus
+from rlflow.rewards.processes import num_own_cpus
 
 Answer = TurnResult | Failure
 _Question = tuple[str, Row, str | bytes | None]
@@ -68,9 +67,3 @@ def _serve(pool: ProcessPool, queue: CallQueue, answers: "dict[int, Future[Answe
             queue.take()
     finally:
         pool.stop()
-
-
-def num_own_cpus() -> int:
-    """Return the CPUs of this process: on a host with several engines, the engine's share."""
-    share = os.environ.get("OMP_NUM_THREADS", "")
-    return min(num_usable_cpus(), int(share)) if share.isdecimal() and int(share) else num_usable_cpus()

@@ -78,6 +78,12 @@ def num_usable_cpus() -> int:
     return num_cpus
 
 
+def num_own_cpus() -> int:
+    """Return the usable CPUs, or ``OMP_NUM_THREADS`` if that is fewer: an engine's share of its host, or the user's."""
+    share = os.environ.get("OMP_NUM_THREADS", "")
+    return min(num_usable_cpus(), int(share)) if share.isdecimal() and int(share) else num_usable_cpus()
+
+
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 16
 

@@ -1,6 +1,5 @@
 """The workers of a role as actors of Ray, each on the GPUs that the plan gives it."""
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -16,6 +15,7 @@ from rlflow.engines.registry import engine_kind
 from rlflow.errors import EngineError
 from rlflow.recipe import Model
 from rlflow.resources.layout import Worker
+from rlflow.rewards.processes import num_own_cpus, num_usable_cpus
 from rlflow.runtime.objects.budget import current_node
 from rlflow.runtime.objects.ray_api import this_host, wait_all
 from rlflow.runtime.objects.results import RemoteCall, StoreCalls
@@ -222,11 +222,14 @@ class RoleWorkers:
         return variables
 
     def _num_threads(self, worker: Worker) -> int:
-        """Return the worker's part of its host's cores. Simulated hosts share the cores of one machine."""
+        """Return the worker's part of its host's cores.
+
+        Simulated hosts share this machine's cores, and a process there has at most ``OMP_NUM_THREADS``, as without Ray.
+        """
         host = self._bound.hosts[worker.bundles[0].host]
         sharing = [self._bound.hosts[bundle.host] for bundle in self._bound.bundle_indices]
         if self._bound.simulated:
-            return max(1, (os.cpu_count() or 1) * len(worker.bundles) // len(sharing))
+            return max(1, min(num_own_cpus(), num_usable_cpus() * len(worker.bundles) // len(sharing)))
         cores = next(node["Resources"].get("CPU", 1) for node in ray.nodes() if node["NodeID"] == host.node_id)
         return max(1, int(cores) * len(worker.bundles) // sharing.count(host))
 

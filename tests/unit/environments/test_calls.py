@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.environments.calls import EnvironmentCalls, num_own_cpus
+from rlflow.environments.calls import EnvironmentCalls
 from rlflow.environments.turn import EnvironmentSpec, TurnResult
 from rlflow.errors import EngineError
 from rlflow.rewards import pool as pool_module
@@ -87,13 +87,6 @@ def test_calls_fail_with_their_fork_server(pools: list[ProcessPool]) -> None:
         (future,) = calls.submit([("good", {}, None)])
         with pytest.raises(EngineError, match="the fork server of reward functions has died"):
             future.result(LIMIT_S)
-
-
-@pytest.mark.parametrize(("share", "expected"), [("1", 1), ("100000", os.cpu_count()), ("2,4", os.cpu_count())])
-def test_an_engine_has_its_share_of_the_cpus(share: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", share)
-    monkeypatch.setattr("rlflow.environments.calls.num_usable_cpus", os.cpu_count)
-    assert num_own_cpus() == expected
 
 
 def test_a_worker_that_dies_between_calls_is_replaced(pools: list[ProcessPool]) -> None:

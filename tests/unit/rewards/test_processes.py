@@ -23,6 +23,13 @@ def test_usable_cpus_are_those_of_the_cgroup(
     assert processes.num_usable_cpus() == expected
 
 
+@pytest.mark.parametrize(("share", "expected"), [("1", 1), ("100000", os.cpu_count()), ("2,4", os.cpu_count())])
+def test_an_engine_has_its_share_of_the_cpus(share: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", share)
+    monkeypatch.setattr(processes, "num_usable_cpus", os.cpu_count)
+    assert processes.num_own_cpus() == expected
+
+
 def test_a_thread_that_ends_meanwhile_hides_no_children(monkeypatch: pytest.MonkeyPatch) -> None:
     read, stop = Path.read_text, threading.Event()
     thread = threading.Thread(target=stop.wait)

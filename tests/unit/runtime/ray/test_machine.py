@@ -12,6 +12,7 @@ import rlflow
 from rlflow.compose import cluster_of_hosts
 from rlflow.engines.base import EngineSpec
 from rlflow.errors import RecipeError
+from rlflow.resources.layout import Worker
 from rlflow.runtime import local
 from rlflow.runtime.objects.budget import Budget
 from rlflow.runtime.objects.results import StoreCalls
@@ -127,20 +128,40 @@ esac
         assert [device.memory_gib for device in found] == [None, None, 40.0]
 
 
+def role_workers() -> tuple[RoleWorkers, Worker]:
+    """Return a role's workers on a simulated host whose GPUs have their numbers in reverse, and the first of them."""
+    plan = rlflow.compile(load("recipe=grpo_7b"), "1x8")
+    bundles = plan.roles["rollout"].bundles
+    placed = BoundPlan(
+        group=Mock(bundle_count=len(bundles)),
+        bundle_indices={bundle: index for index, bundle in enumerate(bundles)},
+        gpu_ids={bundle: str(7 - bundle.gpu) for bundle in bundles},
+        hosts={"host-0": live("host-0", simulated=True)},
+    )
+    actors = RoleWorkers(plan, "rollout", plan.recipe.models["policy"], placed, StoreCalls(Budget({})), Mock())
+    return actors, plan.roles["rollout"].workers[0]
+
+
+@pytest.mark.parametrize(("limit", "threads"), [(None, "8"), ("1", "1"), ("100", "8")])
+def test_simulated_hosts_share_the_cores_and_keep_the_limit(
+    limit: str | None, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 64 cores, each of eight workers has eight."""
+    monkeypatch.setattr("rlflow.runtime.ray.role_workers.num_usable_cpus", lambda: 64)
+    monkeypatch.setattr("rlflow.rewards.processes.num_usable_cpus", lambda: 64)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if limit:
+        monkeypatch.setenv("OMP_NUM_THREADS", limit)
+    actors, worker = role_workers()
+    assert len(worker.bundles) == 1
+    assert actors._variables(worker)["OMP_NUM_THREADS"] == threads
+
+
 class TestNumbers:
     """CUDA counts GPUs as nvidia-smi and Ray do wherever rlflow starts a process that uses them."""
 
     def test_workers(self) -> None:
-        plan = rlflow.compile(load("recipe=grpo_7b"), "1x8")
-        bundles = plan.roles["rollout"].bundles
-        placed = BoundPlan(
-            group=Mock(bundle_count=len(bundles)),
-            bundle_indices={bundle: index for index, bundle in enumerate(bundles)},
-            gpu_ids={bundle: str(7 - bundle.gpu) for bundle in bundles},
-            hosts={"host-0": live("host-0", simulated=True)},
-        )
-        actors = RoleWorkers(plan, "rollout", plan.recipe.models["policy"], placed, StoreCalls(Budget({})), Mock())
-        worker = plan.roles["rollout"].workers[0]
+        actors, worker = role_workers()
         variables = actors._variables(worker)
         assert variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
         assert variables["CUDA_VISIBLE_DEVICES"] == ",".join(str(7 - bundle.gpu) for bundle in worker.bundles)
