@@ -25,6 +25,8 @@ ASK_S = 5.0
 # An engine that has unfinished samples and makes no step for so long hangs. vLLM allows 300 s for a step of its own
 # ranks, and all that takes long (loading, compiling, recording CUDA graphs) happens before the first step.
 NO_STEP_S = 600.0
+# Seconds between two questions to a control service that does not answer.
+_POLL_S = 0.25
 # A look that comes so late shows that this process itself was stopped or had no CPU, so nobody else is late.
 _OWN_DELAY_S = 5.0
 
@@ -50,6 +52,9 @@ class Services(Protocol):
 
     def outage(self) -> Outage:
         """Return what does not answer. Takes a few seconds at most."""
+
+    def control_answers(self) -> bool:
+        """Return whether the control service answers. Takes a few seconds at most."""
 
 
 @dataclass
@@ -130,7 +135,13 @@ class Watchdog:
                 thread.join()
 
     def check(self) -> None:
-        """Raise EngineError if Ray itself has failed, so that a new call would wait for nothing."""
+        """Raise EngineError if Ray itself has failed. While its control service is silent, wait until it is given up.
+
+        Call this before Ray starts a process, which waits for that service until Ray ends this process.
+        """
+        while self._failure is None and not self._services.control_answers():
+            if self._ended.wait(_POLL_S):
+                break
         if self._failure is not None:
             raise EngineError(str(self._failure))
 

@@ -59,6 +59,10 @@ class RayServices:
                 lost[host.node_id] = f"{host.name} ({address}) has not answered for {silence:.0f} s"
         return Outage(hosts=lost)
 
+    def control_answers(self) -> bool:
+        """Return whether the control service answers. Takes a few seconds at most."""
+        return alive_hosts() is not None
+
     def lost_hosts(self) -> list[str]:
         """Return the plan's names of the hosts that are lost, once each is known to be lost or not."""
         deadline = time.monotonic() + _DECISION_S

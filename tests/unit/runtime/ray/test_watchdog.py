@@ -1,5 +1,6 @@
 """Processes that answer nothing, or make no progress, are ended; slow ones are left alone."""
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -45,10 +46,15 @@ class Site:
     def __init__(self) -> None:
         self.now = 1000.0
         self.state = Outage()
+        self.silence: list[Callable[[], bool]] = []
+        """Answers of the control service, the next one last; without any it answers."""
         self.watchdog = Watchdog(self, lambda: self.now)
 
     def outage(self) -> Outage:
         return self.state
+
+    def control_answers(self) -> bool:
+        return not self.silence or self.silence.pop()()
 
     def call(self, process: Process, **limits: Any) -> "Future[Any]":
         future: Future[Any] = Future()
@@ -173,3 +179,23 @@ def test_without_ray_all_calls_fail_and_no_new_ones_wait(site: Site) -> None:
         assert str(failed.exception()) == "Ray's control service (GCS) at 127.0.0.1:1 has not answered for 5 s."
     with pytest.raises(EngineError, match="GCS"):
         site.watchdog.check()
+
+
+def test_a_control_service_that_is_silent_for_a_moment_is_waited_for(site: Site) -> None:
+    site.silence = [lambda: False, lambda: False]
+    site.watchdog.check()
+    assert not site.silence
+
+
+def test_a_new_process_is_refused_once_the_silent_control_service_is_given_up(site: Site) -> None:
+    """Ray would wait for the service for a minute, and then end this process."""
+
+    def given_up() -> bool:
+        site.state = Outage(control="Ray's control service (GCS) at 127.0.0.1:1 has not answered for 5 s")
+        site.watchdog.look_at_services()
+        return False
+
+    site.silence = [given_up, lambda: False]
+    with pytest.raises(EngineError, match="GCS"):
+        site.watchdog.check()
+    assert not site.silence
