@@ -196,22 +196,24 @@ DEFAULTS = {
     "module": "{/data@data.options: 'pkg://tests/secret'}",
 }
 
-_MANY = "x, " * 80_000
+_MANY = "x, " * 20_000
 BOMBS = {
     "alias": "a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n"
     + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)),
     "merge": "a0: &a0 {x: 1}\n"
     + "".join(f"a{n}: &a{n}\n  <<: [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)),
-    "brackets": "[" * 250_000,
-    "braces": "{" * 250_000,
-    "indents": "".join(f"{' ' * n}a:\n" for n in range(700)),
-    "dashes": "- " * 120_000,
-    "question marks": "? " * 120_000,
+    "brackets": "[" * 60_000,
+    "braces": "{" * 60_000,
+    "indents": "".join(f"{' ' * n}a:\n" for n in range(300)),
+    "dashes": "- " * 30_000,
+    "question marks": "? " * 30_000,
     "values": f"a: [{_MANY}x]",
-    "digits": f"a: {'9' * 250_000}",
+    "digits": f"a: {'9' * 60_000}",
     "a large file": "a: 1\n" * 1_000_000,
     "doubled keys": "a: 1\na: 1\n",
-    "references": f"a: '{'${' * 100_000}'",
+    "escapes": 'a: "' + r"\x41" * 15_000 + '" b',
+    "lines": "a: |\n" + " x\n" * 20_000 + "b",
+    "references": f"a: '{'${' * 30_000}'",
     "aliases in a circle": "a: &x [*x]",
 }
 

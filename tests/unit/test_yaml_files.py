@@ -36,7 +36,7 @@ MISTAKES = [
     (b"a: \x00", ": is not a text file (ReaderError: "),
     (b"a: 1\nb: \xff", ":2: byte 0xff is not UTF-8."),
     (b"a: " + b"[" * 500, ": is nested too deeply."),
-    (b"a: 1\n#" + b" " * MAX_BYTES, ": has more than 256 KiB, which no recipe needs."),
+    (b"a: 1\n#" + b" " * MAX_BYTES, ": has more than 64 KiB, which no recipe needs."),
     (BOMB.encode(), ": has more than 10000 values once its aliases are expanded."),
 ]
 
