@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 
-def first_digit(texts: Any, rows: Any) -> list[float]:
+def sum_of_characters(texts: Any, rows: Any) -> list[float]:
+    """Return rewards that differ from each other, so that every step of an untrained model changes its weights."""
     return [sum(map(ord, text)) / 100 + len(row["prompt"]) for text, row in zip(texts, rows, strict=True)]
 
 

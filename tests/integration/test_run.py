@@ -30,7 +30,7 @@ from rlflow.runtime.protocols import Observer, Report
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR
 from tests.helpers import Warnings, load, metrics_of
-from tests.integration.reward_functions import first_digit
+from tests.integration.reward_functions import sum_of_characters
 
 pytestmark = pytest.mark.slow
 
@@ -233,7 +233,7 @@ def test_prompts_that_are_too_long_are_counted_where_a_person_sees_it(tmp_path: 
 
 
 def test_evaluation_takes_the_likeliest_tokens_of_held_out_prompts(tmp_path: Path) -> None:
-    plan = plan_of("real", "graph.rewards.function='tests.integration.reward_functions:first_digit'", "steps=1")
+    plan = plan_of("real", "steps=1")
     report = go(plan, tmp_path)
     models = models_in_use(plan.recipe)
     tokenizer = load_tokenizer("policy", models["policy"])
@@ -244,7 +244,7 @@ def test_evaluation_takes_the_likeliest_tokens_of_held_out_prompts(tmp_path: Pat
     with LocalRuntime().start(plan, models, tmp_path) as engines:
         engines["rollout"].load_weights(engines["actor"].weights(), 0)
         greedy = engines["rollout"].generate(prompts, Sampling(max_tokens=4, temperature=0.0))
-    assert report.eval_before == pytest.approx(sum(first_digit(greedy.texts, greedy.rows)) / 10)
+    assert report.eval_before == pytest.approx(sum(sum_of_characters(greedy.texts, greedy.rows)) / 10)
     assert report.eval_before != report.eval_after
 
 
