@@ -58,7 +58,7 @@ class RunOptions(Section):
     trace: Trace
     """Write trace.json, a timeline of every node on every worker; ``[3,4]``: of these steps alone."""
     profile: tuple[Count, ...]
-    """The steps in which torch's profiler records the operations of roles that train; the traces are in profiles/."""
+    """The steps in which torch's profiler records the operations of all engines; the traces are in profiles/."""
     calibration: str | None
     """A YAML file with measured efficiencies for each kind of GPU, or the folder of a finished run."""
     deadline_hours: Annotated[float, Gt(0)] | None = None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.memory import PHASES
@@ -71,30 +71,43 @@ UNTRACED = _NoTimes()
 
 
 class ProfiledEngine:
-    """A base class for engines that train, whose operations torch's profiler can record.
+    """A base class for engines that call torch in this process, whose operations torch's profiler can record.
 
     It records the thread that starts it, in which all methods of the engine must run. Several engines in a thread have
     one profile, which the first of them writes.
     """
 
     _spec: EngineSpec
-    _profile: ClassVar[Any] = None
-    """The torch.profiler.profile that is recording in this process."""
 
     def start_profile(self) -> None:
         """Record operations until ``write_profile``. A profile of a step that has failed is discarded."""
-        from torch.profiler import profile
-
-        if ProfiledEngine._profile is not None:
-            ProfiledEngine._profile.stop()
-        ProfiledEngine._profile = profile()
-        ProfiledEngine._profile.start()
+        start_profile()
 
     def write_profile(self, folder: Path) -> None:
         """Write a trace of the recorded operations to a file, which is named after the role and the rank."""
-        profile, ProfiledEngine._profile = ProfiledEngine._profile, None
-        if profile is not None:
-            profile.stop()
-            folder.mkdir(parents=True, exist_ok=True)
-            # TensorBoard looks for files with this ending.
-            profile.export_chrome_trace(str(folder / f"{self._spec.role}-{self._spec.rank}.pt.trace.json.gz"))
+        write_profile(folder, f"{self._spec.role}-{self._spec.rank}")
+
+
+_profiles: list[Any] = []
+"""The torch.profiler.profile that is recording in this process, if there is one."""
+
+
+def start_profile() -> None:
+    """Record the operations of torch in this thread until ``write_profile``, and discard what was recorded before."""
+    from torch.profiler import profile
+
+    while _profiles:
+        _profiles.pop().stop()
+    _profiles.append(profile())
+    _profiles[0].start()
+
+
+def write_profile(folder: Path, name: str) -> None:
+    """Write a trace of the operations that were recorded in this process, unless they have been written."""
+    if not _profiles:
+        return
+    profile = _profiles.pop()
+    profile.stop()
+    folder.mkdir(parents=True, exist_ok=True)
+    # TensorBoard looks for files with this ending.
+    profile.export_chrome_trace(str(folder / f"{name}.pt.trace.json.gz"))

@@ -18,6 +18,7 @@ from rlflow.engines.causal_lm.token_outputs import token_scores
 from rlflow.engines.group_progress import GroupProgress, PartialResponse, prepend_partial
 from rlflow.engines.journal import Journal
 from rlflow.engines.memory import TunableEngine
+from rlflow.engines.times import ProfiledEngine
 from rlflow.errors import EngineError
 from rlflow.resources.memory.state import TrainingMemory
 
@@ -35,7 +36,7 @@ class _DecodingBatch:
     num_samples: int
 
 
-class TransformersEngine(TunableEngine):
+class TransformersEngine(TunableEngine, ProfiledEngine):
     """The engine for small models, on a CPU or on a GPU. It follows a trained role, and can resume rollouts."""
 
     parallel: ClassVar[frozenset[str]] = frozenset()

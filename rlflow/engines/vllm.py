@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -159,6 +160,15 @@ class VllmEngine(SessionEngine):
     def take_activity(self) -> list[EngineActivity]:
         """Return what vLLM did since the last call."""
         return self._batcher.take_activity()
+
+    def start_profile(self) -> None:
+        """Record what torch does in each of vLLM's ranks until ``write_profile``. Generation continues."""
+        self._batcher.call_now(lambda engine: _on_ranks(engine, "start_profile"))
+
+    def write_profile(self, folder: Path) -> None:
+        """Write a trace of each rank to a file, which is named after the role, this engine and the rank in it."""
+        name = f"{self._spec.role}-{self._spec.rank}"
+        self._batcher.call_now(lambda engine: _on_ranks(engine, "write_profile", folder, name))
 
     def load_weights(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
         """Replace the weights after the running requests have finished; later requests wait.

@@ -43,7 +43,7 @@ class Session:
     tune: Tune
     trace: TraceWriter | None = None
     profile: Collection[int] = ()
-    """The steps in which engines that train are profiled."""
+    """The steps in which engines are profiled."""
     last: Checkpoint | None
     """The checkpoint to continue from; None for the initial weights."""
     progress: RunProgress

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlflow.compiler.plan import Plan
 from rlflow.engines.journal import remove_journal
+from rlflow.engines.registry import engine_class
 from rlflow.errors import EngineError
 from rlflow.recipe import Trace, Tune
 from rlflow.resources.layout import GIB
@@ -25,7 +26,7 @@ from rlflow.runtime.step import train_step
 from rlflow.text_files import replace_text
 
 PROFILES = "profiles"
-"""The folder of a run in which each profiled step has a folder with a trace of each engine that trains."""
+"""The folder of a run in which each profiled step has a folder with a trace of each process with an engine."""
 
 
 def run(
@@ -46,8 +47,8 @@ def run(
     the recipe is elastic. ``stop`` is called after every step; once it returns True, the run ends with a checkpoint.
     With ``tune``, micro-batches and the number of concurrent sequences start at the plan's values and grow while that
     is faster and memory allows: in the first steps, or with "adaptive" during the whole run. With ``trace``, all steps
-    or those with the given numbers are written to ``trace.json``; with ``profile``, the engines that train write traces
-    of torch's operations in these steps.
+    or those with the given numbers are written to ``trace.json``; with ``profile``, engines write traces of torch's
+    operations in these steps.
 
     Raises a UserError for files that are missing, for a plan that cannot run here and for a directory that another run
     uses, and an EngineError when a model or a worker fails.
@@ -136,8 +137,9 @@ def _continuation_noted(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _profiled(training: Training, step: int, steps: Collection[int]) -> Iterator[None]:
-    """Write traces of torch's operations in ``step`` if it is one of ``steps``."""
-    engines = training.trained.values() if step in steps else ()
+    """Write traces of torch's operations in ``step`` if it is one of ``steps``, for engines that can."""
+    roles = training.plan.recipe.roles if step in steps else {}
+    engines = [training.engines[role] for role in roles if hasattr(engine_class(roles[role].engine), "start_profile")]
     for engine in engines:
         engine.start_profile()
     yield

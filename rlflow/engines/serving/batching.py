@@ -125,10 +125,15 @@ class Batcher:
         result: Result = self._wait_for(_Call(function))
         return result
 
+    def call_now(self, function: Callable[[Any], Result]) -> Result:
+        """Call ``function`` with vLLM's engine between two steps, whatever its requests; otherwise like ``call``."""
+        result: Result = self._wait_for(_Call(function, is_urgent=True))
+        return result
+
     def abort(self, futures: "Collection[Future[Response]]") -> None:
         """End the responses of these futures where they are. Returns when the futures have completed."""
         aborted = set(futures)
-        self._wait_for(_Call(lambda engine: self._abort(engine, aborted), is_urgent=True))
+        self.call_now(lambda engine: self._abort(engine, aborted))
 
     def take_activity(self) -> list[EngineActivity]:
         """Return what the engine did since the last call."""

@@ -6,8 +6,10 @@ the old weights are.
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from rlflow.engines import times
 from rlflow.engines.serving.weights import SharedFile
 from rlflow.errors import first_line
 
@@ -17,6 +19,7 @@ class WorkerExtension:
 
     model_runner: Any
     vllm_config: Any
+    rank: int
     _rlflow_missing: set[str]
 
     def prepare_sampler(self) -> None:
@@ -40,6 +43,15 @@ class WorkerExtension:
         except Exception as error:  # raised again where the answers of all ranks are read
             is_alone = self.vllm_config.parallel_config.world_size == 1
             return (error if is_alone else RuntimeError(first_line(error))), None
+
+    def start_profile(self) -> None:
+        """Record the operations of this rank until ``write_profile``."""
+        times.start_profile()
+
+    def write_profile(self, folder: Path, name: str) -> None:
+        """Write the recorded operations to a file, whose name ends in the rank if there are several."""
+        parallel = self.vllm_config.parallel_config
+        times.write_profile(folder, name if parallel.world_size == 1 else f"{name}-{self.rank}")
 
     def begin_reload(self) -> None:
         """Prepare for new weights, and clean up what a failed weight sync has left."""

@@ -54,7 +54,7 @@ class EngineGroup:
         self._generating = Lock()
 
     def wait_until_idle(self) -> None:
-        """Return when the generation in progress has ended, if there is one."""
+        """Wait until the generation in progress has ended, if there is one."""
         with self._generating:
             pass
 
