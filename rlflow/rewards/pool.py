@@ -187,8 +187,12 @@ class ProcessPool:
         if arriving is not None:
             self._selector.register(arriving, selectors.EVENT_READ)
         try:
-            while arriving.is_open if arriving else queue or any(worker.pending for worker in self.workers):
-                queue.extend(arriving.take() if arriving else ())
+            while arriving or queue or any(worker.pending for worker in self.workers):
+                if arriving is not None:
+                    queue.extend(arriving.take())
+                    # Taking calls may also take the notice that no more will come.
+                    if not arriving.is_open:
+                        break
                 self._dispatch(queue)
                 for call, outcomes in self._finished_calls(queue):
                     if len(call.indices) > 1 and self._may_be_one_response(call, outcomes[0]):

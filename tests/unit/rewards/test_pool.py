@@ -21,7 +21,7 @@ from rlflow.rewards import callables
 from rlflow.rewards import pool as pool_module
 from rlflow.rewards.base import Failure, Kind, Outcome
 from rlflow.rewards.callables import RewardTerm
-from rlflow.rewards.calls import Call
+from rlflow.rewards.calls import Call, CallQueue
 from rlflow.rewards.pool import ForkedWorker, ProcessPool
 from rlflow.rewards.processes import Channel, children, descendants
 from tests.unit.rewards import misbehaving
@@ -260,6 +260,20 @@ def test_abandoned_calls_leave_no_answers(pool: ProcessPool) -> None:
     next(found)
     found.close()
     assert outcomes(pool, ["another number", "another number"], "patient") == [2.5, 2.5]
+
+
+@pytest.mark.timeout(60)
+def test_a_queue_that_closes_while_its_calls_are_taken_ends_the_work() -> None:
+    """Taking the calls also takes the notice that wakes the pool."""
+
+    class ClosingQueue(CallQueue):
+        def take(self) -> list[Call]:
+            self.close()
+            return super().take()
+
+    pool = ProcessPool({"does": part(timeout_s=30.0)}, num_workers=1)
+    assert list(pool.outcomes(ClosingQueue())) == []
+    pool.stop()
 
 
 def test_a_pool_ends_with_its_object() -> None:
