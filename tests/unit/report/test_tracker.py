@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
 
@@ -95,11 +95,14 @@ def test_a_run_that_starts_again_is_a_new_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:
+def test_tensorboard_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is killed before its first checkpoint, starts again, and is resumed after its first step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
-    for first, last, factor in ((0, 3, 1), (0, 2, 10), (1, 3, 100)):
+    for attempt, (first, last, factor) in enumerate(((0, 3, 1), (0, 2, 10), (1, 3, 100))):
+        # TensorBoard reads files in the order of their names, which begin with the second of their start.
+        monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda start=attempt: 1e9 + start))
         tracker = TensorBoard()
         tracker.started(rlflow.compile(load("recipe=grpo_tiny"), "local"), tmp_path, first)
         for step in range(first + 1, last + 1):
