@@ -67,7 +67,7 @@ MAY_IMPORT = {
         *("errors", "extras", "host_memory", "batch", "resources", "recipe", "engines", "compiler", "compose"),
         "runtime",
     },
-    "convert": {"errors", "compose"},
+    "convert": {"errors", "extras", "compose"},
     "watch": {"errors", "report"},
     "replay": {"errors", "batch", "compiler", "nodes", "runtime"},
     "__init__": {"command_context", "resources", "recipe", "compiler", "compose", "runtime", "report"},

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlflow.convert.verl import convert
-from rlflow.errors import UserError
+from rlflow.errors import FileError, UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,16 +18,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("script", type=Path, help="a file with the arguments of verl.trainer.main_ppo")
     parser.add_argument("--output", type=Path, help="the file of the recipe, by default the script's name with .yaml")
     options = parser.parse_args(arguments)
+    output = options.output or options.script.with_suffix(".yaml")
     try:
         converted = convert(options.script.read_text("utf-8"))
-    except FileNotFoundError:
-        print(f"RecipeError: script: '{options.script}' does not exist", file=sys.stderr)
-        return 2
+        if options.output is None and output.exists():
+            raise FileError(str(output), "exists already", fix="--output FILE, which may replace it")
+        output.write_text(converted.recipe)
     except UserError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    output = options.output or options.script.with_suffix(".yaml")
-    output.write_text(converted.recipe)
+    except UnicodeDecodeError:
+        print(f"FileError: {options.script}: is not UTF-8.", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"FileError: {error.filename}: {error.strerror}.", file=sys.stderr)
+        return 2
     for what, why in converted.remarks.items():
         print(f"{what}: {why}")
     print(f"\nplan it: python -m rlflow recipe={output} cluster={converted.cluster} dry_run=true")

@@ -8,7 +8,6 @@ import yaml
 
 import rlflow
 from rlflow.convert.__main__ import main
-from rlflow.convert.shell import read_arguments
 from rlflow.convert.verl import convert
 from rlflow.errors import RecipeError
 
@@ -44,19 +43,25 @@ def content(script: str) -> Any:
     return yaml.safe_load(convert(script).recipe)
 
 
-def test_variables_defaults_and_products_of_the_shell_are_filled_in() -> None:
-    arguments = read_arguments(GRPO)
-    assert arguments["data.train_files"] == "/data/gsm8k/train.parquet"
-    assert arguments["data.max_prompt_length"] == 1024
-    assert arguments["data.max_response_length"] == 4096
-    assert arguments["actor_rollout_ref.rollout.n"] == 5
-    assert arguments["actor_rollout_ref.actor.optim.lr"] == 3e-6
-    assert arguments["data.train_batch_size"] == 512
-    assert arguments["actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"] == "bf16"
-
-
-def test_a_variable_with_its_own_default_has_that_default() -> None:
-    assert read_arguments('N=${N:-2}\nrun trainer.nnodes="${N}"') == {"trainer.nnodes": 2}
+# The settings of DAPO's paper, written as people write scripts: arrays, defaults with quotes in them, sums.
+DAPO = """
+set -euo pipefail
+HOME_OF_DATA=${HOME_OF_DATA:-"/data"}
+MODEL=${MODEL:-"${HOME_OF_DATA}/models/Qwen2.5-32B"}
+longest=$((1024 * 20)); buffer=$((longest / 5))
+GROUPS=(
+    algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc   # two at once
+    reward_model.overlong_buffer.enable=True
+    reward_model.overlong_buffer.len=$buffer reward_model.overlong_buffer.penalty_factor=1.0)
+ray job submit --working-dir . -- python3 -m recipe.dapo.main_dapo algorithm.adv_estimator=grpo \\
+    data.train_files="$HOME_OF_DATA/my math.parquet" data.truncation='left' \\
+    data.max_response_length=${longest} data.train_batch_size=512 \\
+    actor_rollout_ref.model.path="${MODEL}" actor_rollout_ref.rollout.n=16 \\
+    actor_rollout_ref.actor.clip_ratio_high=0.28 actor_rollout_ref.actor.ppo_mini_batch_size=32 \\
+    "${GROUPS[@]}" trainer.total_training_steps=null 2>&1 | tee log.txt  # trainer.nnodes=9
+"""
+TRAINS = "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=a "
+UPDATE = {"node": "policy_update", "role": "actor", "dual_clip": 3.0, "num_minibatches": 4}
 
 
 def test_grpo_has_the_numbers_of_the_script_and_the_defaults_of_verl() -> None:
@@ -89,12 +94,12 @@ def test_ppo_has_a_critic_and_its_penalty_in_the_reward() -> None:
     update, value_update = recipe["graph"]["update"], recipe["graph"]["value_update"]
     assert (update["num_minibatches"], update["num_epochs"], update["critic_warmup"]) == (4, 2, 4)
     assert (value_update["clip_eps"], value_update["num_minibatches"], value_update["num_epochs"]) == (0.5, 4, 2)
-    assert remarks["steps"] == "rows of the data / 1024, times 3 epochs"
+    assert remarks["steps"] == "100 is a guess: write rows of the data / 1024, times 3 epochs"
 
 
 @pytest.mark.parametrize("prefix", ["", "reward."])
 def test_a_remark_names_the_reward_function_of_the_script(prefix: str) -> None:
-    remarks = convert(f"{GRPO} {prefix}custom_reward_function.path=mine.py").remarks
+    remarks = convert(f"{TRAINS} {prefix}custom_reward_function.path=mine.py").remarks
     assert remarks["graph.rewards.function"].startswith("verl calls mine.py:compute_score")
 
 
@@ -118,12 +123,124 @@ def test_the_recipe_of_a_32b_model_is_short_and_plans(tmp_path: Path, capsys: py
     assert plan.recipe.roles["actor"].optimizer is not None
 
 
+def test_dapo_keeps_what_makes_it_dapo() -> None:
+    recipe, remarks = content(DAPO), convert(DAPO).remarks
+    assert recipe["models"] == {"policy": dict.fromkeys(("path", "architecture_of"), "/data/models/Qwen2.5-32B")}
+    assert recipe["defaults"][0] == {"/model@models.policy": "qwen2_5_32b"}
+    assert recipe["graph"] == {
+        "rollouts": {"node": "generate", "role": "rollout", "group_size": 16, "max_tokens": 20480},
+        "old_logprobs": {"node": "logprobs", "role": "actor"},
+        "rewards": {"node": "reward", "function": "number"},
+        "sampling": {"node": "dynamic_sampling"},
+        "shaped": {"node": "overlong_penalty", "max_tokens": 20480, "buffer_tokens": 4096},
+        "advantages": {"node": "group_advantage", "epsilon": 1e-6, "rewards": "shaped"},
+        "update": {**UPDATE, "clip_eps_high": 0.28, "num_minibatches": 16},
+    }
+    assert recipe["data"]["source"] == "/data/my math.parquet"
+    assert not any("nnodes" in remark for remark in remarks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "update"),
+    [
+        ("", {}),
+        ("actor_rollout_ref.actor.clip_ratio=0.3", {}),
+        (
+            "actor_rollout_ref.actor.clip_ratio=0.3 actor_rollout_ref.actor.clip_ratio_low=null "
+            "actor_rollout_ref.actor.clip_ratio_high=null",
+            {"clip_eps": 0.3},
+        ),
+        ("actor_rollout_ref.actor.clip_ratio_c=null", {"dual_clip": None}),
+        (
+            "++actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm data.max_response_length=3072",
+            {"aggregation": "constant", "constant_length": 3072},
+        ),
+        (
+            "actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_type=mse",
+            {"kl_coef": 0.001, "kl_estimator": "k2"},
+        ),
+        (
+            "algorithm.rollout_correction.rollout_is=sequence algorithm.rollout_correction.rollout_is_threshold=5.0",
+            {"correction": {"level": "sequence", "max_ratio": 5.0}},
+        ),
+    ],
+)
+def test_the_loss_is_that_of_verl(arguments: str, update: dict[str, Any]) -> None:
+    """Null turns a bound off; clip_ratio counts only without the bounds of the two sides, which have defaults."""
+    assert content(TRAINS + arguments)["graph"]["update"] == UPDATE | update
+
+
+def test_gspo_has_its_own_loss() -> None:
+    actor = "actor_rollout_ref.actor"
+    script = f"{TRAINS} {actor}.policy_loss.loss_mode=gspo {actor}.clip_ratio_low=3e-4 {actor}.clip_ratio_high=4e-4"
+    assert content(script)["graph"]["update"] == {
+        **{"node": "gspo_update", "role": "actor", "clip_eps": 3e-4, "clip_eps_high": 4e-4, "aggregation": "token"},
+        "num_minibatches": 4,
+    }
+
+
+def test_a_penalty_for_kl_is_in_the_reward_of_a_group() -> None:
+    graph = content(f"{TRAINS} algorithm.use_kl_in_reward=True algorithm.kl_penalty=low_var_kl")["graph"]
+    assert graph["kl"] == {"node": "kl_divergence", "kl_estimator": "k3"}
+    assert graph["penalized"] == {"node": "kl_penalty", "kl_coef": 0.001}
+    assert graph["advantages"]["rewards"] == "penalized"
+
+
+def test_a_critic_has_its_own_model_optimizer_and_minibatches() -> None:
+    recipe = content(
+        f"{PPO.strip()} critic.model.path=Qwen/Qwen2.5-0.5B-Instruct critic.ppo_mini_batch_size=512 "
+        "critic.ppo_epochs=1 critic.optim.lr_warmup_steps_ratio=0.1 critic.grad_clip=0.5 "
+        "trainer.total_training_steps=200"
+    )
+    assert recipe["defaults"][0] == {"/model@models.critic": "qwen2_5_0_5b"}
+    assert recipe["roles"]["critic"] == {
+        "model": "critic",
+        "engine": "deepspeed",
+        "optimizer": {"learning_rate": 2e-5, "warmup_steps": 20, "weight_decay": 0.01, "max_grad_norm": 0.5},
+    }
+    assert recipe["graph"]["value_update"]["num_minibatches"] == 2
+    assert recipe["roles"]["actor"]["optimizer"] == {"learning_rate": 1e-6, "weight_decay": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remark", "why"),
+    [
+        ("$@", "$@", "arguments of the script's own command line"),
+        ("--config-name=mine", "--config-name=mine", "options of Hydra are not read"),
+        ("model_engine=megatron", "model_engine=megatron", "chooses a part of verl's configuration"),
+        ("~trainer.logger", "~trainer.logger", "removes a part of verl's configuration"),
+        ("trainer.test_freq=5", "trainer.test_freq=5", "nothing is evaluated"),
+        ("data.train_files=[/a,/b]", "data.train_files=['/a', '/b']", "only /a is in the recipe"),
+        ("data.train_batch_size=100 actor_rollout_ref.actor.ppo_mini_batch_size=48",
+         "actor_rollout_ref.actor.ppo_mini_batch_size=48", "2 minibatches of about equally many of 100 prompts"),
+        ("actor_rollout_ref.actor.optim.lr_scheduler_type=wsd",
+         "actor_rollout_ref.actor.optim.lr_scheduler_type=wsd", "the learning rate is constant"),
+        ("trainer.experiment_name=x-$(date +%F)", "trainer.experiment_name=x-$(date +%F)", "a run is known"),
+    ],
+)  # fmt: skip
+def test_a_remark_says_what_is_not_in_the_recipe(arguments: str, remark: str, why: str) -> None:
+    assert why in convert(TRAINS + arguments).remarks[remark]
+
+
 @pytest.mark.parametrize(
     ("script", "message"),
     [
         ("algorithm.adv_estimator=opo actor_rollout_ref.model.path=a", "'opo' is not converted"),
-        ("actor_rollout_ref.model.path=a trainer.nnodes=$N", "trainer.nnodes: expected a number"),
+        (
+            "actor_rollout_ref.model.path=a trainer.nnodes=$N",
+            "trainer.nnodes: expected a whole number from 1, got '.N'",
+        ),
+        (TRAINS + "trainer.total_training_steps=0", "expected a whole number from 1, got '0'"),
+        (TRAINS + "actor_rollout_ref.actor.use_kl_loss=1", "expected True or False, got '1'"),
+        (TRAINS + "actor_rollout_ref.actor.optim.lr=1e999", "expected a number, got 'inf'"),
+        (TRAINS + "actor_rollout_ref.actor.loss_agg_mode=[a]", "expected a text"),
         ("echo nothing", "actor_rollout_ref.model.path: is missing"),
+        (f"{TRAINS}\n{TRAINS}", "has 2 commands that train"),
+        (f"{TRAINS} actor_rollout_ref.actor.policy_loss.loss_mode=gpg", "'gpg' is not converted"),
+        (TRAINS + "x" * 300_000, "has more than 256 KiB"),
+        ("a=$b$b\nb=$a$a\n" * 100 + "a=xx\n" + "a=$a$a$a$a$a$a$a$a\n" * 60 + TRAINS, "has more than 256 KiB"),
+        (TRAINS + "$(" * 3_000, "is nested too deeply|is missing"),
+        (TRAINS + "\x1b[2J", "has control characters"),
     ],
 )
 def test_what_cannot_be_converted(
@@ -133,5 +250,22 @@ def test_what_cannot_be_converted(
         convert(script)
     (tmp_path / "run.sh").write_text(script)
     assert main([str(tmp_path / "run.sh")]) == 2
-    assert main([str(tmp_path / "nowhere.sh")]) == 2
-    assert "does not exist" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("RecipeError: ")
+    assert not (tmp_path / "run.yaml").exists()
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    latin, script, there = tmp_path / "latin.sh", tmp_path / "run.sh", tmp_path / "run.yaml"
+    latin.write_bytes(b"\xe9")
+    script.write_text(TRAINS)
+    there.write_text("mine")
+    for arguments, message in (
+        ([tmp_path / "nowhere.sh"], f"{tmp_path}/nowhere.sh: No such file or directory."),
+        ([tmp_path], f"{tmp_path}: Is a directory."),
+        ([latin], f"{latin}: is not UTF-8."),
+        ([script], f"{there}: exists already.\n  Fix: --output FILE, which may replace it."),
+        ([script, "--output", tmp_path / "no" / "x.yaml"], f"{tmp_path}/no/x.yaml: No such file or directory."),
+    ):
+        assert main([str(argument) for argument in arguments]) == 2
+        assert capsys.readouterr().err == f"FileError: {message}\n"
+    assert there.read_text() == "mine"

@@ -1,0 +1,76 @@
+"""Arguments are those that a shell would pass on, without running it."""
+
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+
+from rlflow.convert.arguments import read_arguments
+from rlflow.convert.shell import read_script
+
+SCRIPTS = [
+    r"""x a.b="two  words" 'c d'=e f\ g ""h '"' "\"" "$" """,
+    "n=4 m=3\nx $((n * (m + 2) - 10 / 3 % 2)) $(( $n+${m} )) $((n*-1))",
+    'A=${A:-"${B:-/b}/c d"}\nx "$A" $A ${A:-no} ${NO:-yes} "${NO:-a b}"',
+    'ONE=(a=1 "b=2 3")  # comment\nONE+=(c=4)\nx "${ONE[@]}" ${ONE[@]} d#e # f',
+    "export P=/p Q=q\nx ${P}/$Q/'$Q'/\"$Q\" \\\n  last",
+    "if true; then L=1; else L=2; fi\nx ok",
+    "S='a.b=1 c.d=2'\nx $S \"$S\" && true",
+    "f() { local Z=1; }\nx 2>/dev/null a >&2 b | true",
+    "P=a; P+=b; x $P",
+    "A=a B=b\nx $A/$B/c ${A}-$B/c '$A'/$B/$A",
+    "A=a\nx '${A}' \\\\$A \\$A $A$A # $A",
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_words_are_those_of_bash(script: str, bash: str) -> None:
+    ours = next(words[1:] for words in read_script(script).commands if words and words[0] == "x")
+    # The function x prints its words with a mark after each.
+    printing = "exec 3>&1; x() { printf '%s\\1' \"$@\" >&3; }; "
+    done = subprocess.run([bash, "-c", printing + "\n" + script], capture_output=True, text=True, timeout=60, env={})
+    assert ours == done.stdout.split("\1")[:-1]
+
+
+@pytest.fixture
+def bash() -> str:
+    found = shutil.which("bash")
+    if found is None:
+        pytest.skip("needs bash")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ('N=${N:-2}\nrun a.b="${N}"', 2),
+        ("# a.b=7\nrun a.b=0.5 # a.b=9", 0.5),
+        ("run a.b=$HOME/x", "$HOME/x"),
+        ("run a.b=${HOME}/x", "$HOME/x"),
+        ("run a.b=$((n * 2))", "$((n * 2))"),
+        ("run a.b=$(nproc)", "$(nproc)"),
+        ("run a.b=[1,'x y'] ", [1, "x y"]),
+        ("run \"a.b=[1,'x y']\"", [1, "x y"]),
+        ("run a.b=False", False),
+        ("run +a.b=1e-6", 1e-6),
+        ("run a.b=null", None),
+        ("run a.b=1,2", "1,2"),
+        ("n=$((9999999999 * 9999999999))\nrun a.b=$n", "$((9999999999 * 9999999999))"),
+        ("a=x\r\nrun a.b=$a\r\n", "x"),
+    ],
+)
+def test_values_are_those_of_hydra_and_unknown_ones_stay(script: str, expected: Any) -> None:
+    values = read_arguments(script).values
+    assert values == {"a.b": expected}
+    assert type(values["a.b"]) is type(expected)
+
+
+def test_values_of_branches_are_named() -> None:
+    script = "if [ $X ]; then lr=1e-4; else lr=1e-6; fi\nfor n in 4 8; do run a.b=$lr c.d=$n; done"
+    given = read_arguments(script)
+    assert given.values == {"a.b": 1e-6, "c.d": 8}
+    assert given.remarks == {
+        "$lr": "1e-4 or 1e-6 in the script; 1e-6 is used",
+        "$n": "4 or 8 in the script; 8 is used",
+    }
