@@ -33,9 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"FileError: {error.filename}: {error.strerror}.", file=sys.stderr)
         return 2
-    for what, why in converted.remarks.items():
-        print(f"{what}: {why}")
-    print(f"\nplan it: python -m rlflow recipe={output} cluster={converted.cluster} dry_run=true")
+    remarks = "".join(f"{what}: {why}\n" for what, why in converted.remarks.items())
+    print(f"{remarks}\nplan it: python -m rlflow recipe={output} cluster={converted.cluster} dry_run=true")
     return 0
 
 

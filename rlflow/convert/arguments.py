@@ -8,7 +8,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from rlflow.convert.shell import last_values, read_script
+from rlflow.convert.shell import first_values, read_script
 from rlflow.errors import RecipeError
 
 _TRAINER = re.compile(r"(.*[./])?main_(?!eval|generation)\w+(\.py)?")
@@ -37,7 +37,7 @@ def read_arguments(script: str) -> Given:
         words: Sequence[str] = trainers[0][name + 1 :]
     else:
         words = [word for words in read.commands for word in words if re.match(r"\+{0,2}\w+(\.\w+)+=", word)]
-    values, remarks = dict[str, Any](), last_values(read.choices)
+    values, remarks = dict[str, Any](), first_values(read.choices)
     for word in words:
         key, value, remark = _read(word)
         if remark:
@@ -51,9 +51,9 @@ def _read(word: str) -> tuple[str, Any, str]:
     """Return an argument's key and value, or why the word is none."""
     if word.startswith("-"):
         return "", None, "options of Hydra are not read; give the values of a configuration of your own as arguments"
-    if word in ("$@", "$*"):
-        return "", None, "arguments of the script's own command line are not known here; add them to the script"
     key, equals, text = word.partition("=")
+    if key.startswith("$"):
+        return "", None, "is only known when the script runs; add its arguments to the script"
     if key.startswith("~"):
         return "", None, "removes a part of verl's configuration, which a recipe does not have"
     if not equals:

@@ -33,7 +33,7 @@ class Script:
     commands: list[list[str]] = field(default_factory=list)
     """The words of each command, as the shell would pass them on. What only the shell knows stays: ``$HOME``."""
     choices: dict[str, list[str]] = field(default_factory=dict)
-    """The values that branches give to a variable. The last of them is the one filled in."""
+    """The values of each variable that branches change. The first of them is the one filled in."""
 
 
 def read_script(text: str) -> Script:
@@ -150,7 +150,8 @@ class _Reader:
         before = self._variables.get(name, value)
         if in_branch and before != value:
             self.script.choices.setdefault(name, [before]).append(value)
-        self._variables[name] = value
+        else:
+            self._variables[name] = value
 
     def _words(self, node: "Node") -> list[str]:
         """Return the words of a part of a command: several for an array, and for a variable without quotes."""
@@ -237,8 +238,9 @@ def _between(node: "Node", start: int, end: int) -> str:
     return (node.text or b"")[start - node.start_byte : end - node.start_byte].decode()
 
 
-def last_values(choices: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return a remark for each variable that branches set."""
+def first_values(choices: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return a remark for each variable that branches change."""
     return {
-        f"${name}": f"{' or '.join(values)} in the script; {values[-1]} is used" for name, values in choices.items()
+        f"${name}": f"{' or '.join(dict.fromkeys(values))} in the script; {values[0]} is used"
+        for name, values in choices.items()
     }

@@ -91,13 +91,13 @@ def _evaluation(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any]
 
 
 def _recipe_text(content: Mapping[str, Any], cards: Mapping[str, str | None]) -> str:
-    """Return the recipe with a line for each role, node and option."""
+    """Return the recipe with a line for each model, role, node and section."""
     lines = ["# @package _global_"]
     if any(cards.values()):
         known = [f"  - /model@models.{name}: {card}" for name, card in cards.items() if card is not None]
         lines += ["defaults:", *known, "  - _self_"]
     for name, value in content.items():
-        if not isinstance(value, Mapping) or len(value) < 3:
+        if not isinstance(value, Mapping) or not all(isinstance(inner, Mapping) for inner in value.values()):
             lines.append(f"{name}: {_flow(value)}")
         else:
             lines += [f"{name}:", *(f"  {key}: {_flow(inner)}" for key, inner in value.items())]

@@ -67,10 +67,14 @@ def test_values_are_those_of_hydra_and_unknown_ones_stay(script: str, expected: 
 
 
 def test_values_of_branches_are_named() -> None:
-    script = "if [ $X ]; then lr=1e-4; else lr=1e-6; fi\nfor n in 4 8; do run a.b=$lr c.d=$n; done"
+    script = (
+        "gpus=8\ncase $X in npu) gpus=16;; *) exit 1;; esac\nif [ $Y ]; then lr=1e-4; else lr=1e-6; fi\n"
+        "for n in 4 8; do run a.b=$lr c.d=$n e.f=$gpus; done"
+    )
     given = read_arguments(script)
-    assert given.values == {"a.b": 1e-6, "c.d": 8}
+    assert given.values == {"a.b": 1e-4, "c.d": 4, "e.f": 8}
     assert given.remarks == {
-        "$lr": "1e-4 or 1e-6 in the script; 1e-6 is used",
-        "$n": "4 or 8 in the script; 8 is used",
+        "$gpus": "8 or 16 in the script; 8 is used",
+        "$lr": "1e-4 or 1e-6 in the script; 1e-4 is used",
+        "$n": "4 or 8 in the script; 4 is used",
     }

@@ -43,6 +43,47 @@ def content(script: str) -> Any:
     return yaml.safe_load(convert(script).recipe)
 
 
+# The settings of verl's example of GRPO with Qwen2.5-32B on 2 x 8 GPUs, in the same style: everything in an array, and
+# every value in a variable with a default.
+ARRAYS = """
+#!/usr/bin/env bash
+device=${device:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+path=${path:-Qwen/Qwen2.5-32B}
+rows=${rows:-$HOME/data/gsm8k/train.parquet} test_rows=${test_rows:-$HOME/data/gsm8k/test.parquet}
+hosts=${hosts:-2}
+gpus=${gpus:-8}
+case "$device" in
+    gpu) ;;
+    npu) gpus=16 ;;
+    *) echo "unknown device $device" >&2; exit 1 ;;
+esac
+DATA=(
+    algorithm.adv_estimator=grpo
+    data.train_files=$rows data.val_files=$test_rows
+    data.train_batch_size=${prompts:-1024}
+    data.max_prompt_length=1024
+    data.max_response_length=1024
+    data.filter_overlong_prompts=True
+)
+MODEL=(
+    actor_rollout_ref.model.path=${path}
+    actor_rollout_ref.actor.ppo_mini_batch_size=128
+    actor_rollout_ref.actor.use_kl_loss=True
+    actor_rollout_ref.rollout.n=5
+)
+TRAINER=(
+    trainer.logger='["console","wandb"]'
+    trainer.n_gpus_per_node=${gpus} trainer.nnodes=${hosts} trainer.save_freq=20 trainer.test_freq=5)
+MORE=(
+)
+START=(python3)
+if [ "${UV:-1}" != 0 ] && { [ "$device" = gpu ] || [ "$device" = cpu ]; }; then
+    START=(uv run python3)
+fi
+"${START[@]}" -m verl.trainer.main_ppo "${DATA[@]}" \\
+    "${MODEL[@]}" \\
+    "${TRAINER[@]}" "${MORE[@]}" "$@"
+"""
 # The settings of DAPO's paper, written as people write scripts: arrays, defaults with quotes in them, sums.
 DAPO = """
 set -euo pipefail
@@ -111,14 +152,16 @@ def test_every_argument_has_a_place_or_a_remark() -> None:
     assert any(remark.startswith("actor_rollout_ref.actor.fsdp_config") for remark in remarks)
 
 
-def test_the_recipe_of_a_32b_model_is_short_and_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(GRPO)
-    assert main([str(script)]) == 0
+@pytest.mark.parametrize("script", [GRPO, ARRAYS], ids=["arguments", "arrays"])
+def test_the_recipe_of_a_32b_model_is_short_and_plans(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, made = tmp_path / "run.sh", tmp_path / "run.yaml"
+    file.write_text(script)
+    assert main([str(file)]) == 0
     assert "cluster=2x8 dry_run=true" in capsys.readouterr().out
-    file = tmp_path / "run.yaml"
-    assert len(file.read_text().splitlines()) <= 25
-    plan = rlflow.compile(rlflow.load([f"recipe={file}"]), "2x8")
+    assert len(made.read_text().splitlines()) <= 25
+    plan = rlflow.compile(rlflow.load([f"recipe={made}"]), "2x8")
     assert plan.prediction.num_gpus == 16
     assert plan.recipe.roles["actor"].optimizer is not None
 
@@ -205,7 +248,8 @@ def test_a_critic_has_its_own_model_optimizer_and_minibatches() -> None:
 @pytest.mark.parametrize(
     ("arguments", "remark", "why"),
     [
-        ("$@", "$@", "arguments of the script's own command line"),
+        ("$@", "$@", "is only known when the script runs"),
+        ("\"${MORE[@]}\"", "${MORE[@]}", "is only known when the script runs"),
         ("--config-name=mine", "--config-name=mine", "options of Hydra are not read"),
         ("model_engine=megatron", "model_engine=megatron", "chooses a part of verl's configuration"),
         ("~trainer.logger", "~trainer.logger", "removes a part of verl's configuration"),
