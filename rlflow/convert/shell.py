@@ -207,7 +207,7 @@ class _Reader:
             return self._joined(node, others[0].end_byte, node.end_byte - 1)
         if known is not None and how in ("", ":-", ":=", "-", "="):
             return known
-        return f"${_text(name)}" if not others else _text(node)
+        return f"${_text(name)}" if name.type == "variable_name" and not others else _text(node)
 
     def _number(self, node: "Node") -> int | None:
         """Return the value of a sum or product; None if only the shell knows it."""
