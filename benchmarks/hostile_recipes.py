@@ -1,7 +1,8 @@
 """Recipes from strangers that try to run a program, to read a secret, or to fill the memory, and what takes effect.
 
 A configuration takes effect if a function of its choice is called, a file of its choice is written, the marked secret
-of the environment or of another file is shown, or the command succeeds although its file is hostile.
+of the environment or of another file is shown, an escape code reaches the terminal, or the command succeeds although
+its file is hostile.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 
+from benchmarks.hostile_files import FILES
 from rlflow.cli import main
 from rlflow.errors import FileError
 from rlflow.yaml_files import read_yaml
@@ -220,7 +222,7 @@ BOMBS = {
 
 def cases() -> dict[str, tuple[Mapping[str, str], Sequence[str]]]:
     """Return the files and the command line of each hostile configuration, without bombs."""
-    found: dict[str, tuple[Mapping[str, str], Sequence[str]]] = dict(WAYS)
+    found: dict[str, tuple[Mapping[str, str], Sequence[str]]] = {**WAYS, **FILES}
     for target in TARGETS:
         found[f"target {target}"] = (
             {"recipe/a.yaml": f"{HEAD}graph: {{rewards: {{_target_: {target}}}}}"},
@@ -272,6 +274,8 @@ def effect(files: Mapping[str, str], words: Sequence[str], folder: Path) -> str:
         return f"wrote {written[0]}"
     if SECRET in output.getvalue() + plans:
         return "showed the secret"
+    if "\x1b" in output.getvalue():
+        return "sent an escape code to the terminal"
     return "" if code == 2 else f"exit code {code}"
 
 

@@ -22,6 +22,9 @@ import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+# Characters of a part of an error.
+_LONGEST_TEXT = 10_000
+
 
 class UserError(ValueError):
     """A mistake that the user can fix in the recipe or on the command line.
@@ -38,10 +41,11 @@ class UserError(ValueError):
         free: str | None = None,
         fix: str | None = None,
     ) -> None:
-        self.path = path
-        self.fact = fact
-        self.notes = {"Known": ", ".join(str(name) for name in known), "Free": free, "Fix": fix}
-        super().__init__(path, fact)
+        self.path = make_printable(path)
+        self.fact = make_printable(fact)
+        notes = {"Known": ", ".join(str(name) for name in known), "Free": free, "Fix": fix}
+        self.notes = {name: text and make_printable(text) for name, text in notes.items()}
+        super().__init__(self.path, self.fact)
 
     def __str__(self) -> str:
         lines = [
@@ -116,6 +120,17 @@ def below(path: str) -> Iterator[None]:
     except UserError as error:
         error.path = f"{path}.{error.path}"
         raise
+
+
+def make_printable(text: str) -> str:
+    """Return a text with escapes for characters that a terminal acts on or does not show, and shortened if very long.
+
+    Errors quote the files of strangers.
+    """
+    short = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} [...]"
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode() for each in short
+    )
 
 
 def first_line(error: BaseException) -> str:

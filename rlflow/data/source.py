@@ -3,12 +3,10 @@
 A position counts the rows of a run: rows of all epochs, in the order in which training uses them.
 """
 
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -16,6 +14,8 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Examples, Packed, Pairs, Prompts, Repeated, Rollouts, Sequences
 from rlflow.data.encoding import Rows, encode, make_pairs, missing_column_error, split_answers
+from rlflow.data.files import is_local as is_local
+from rlflow.data.files import read_files_or_hub
 from rlflow.errors import RecipeError, first_line
 from rlflow.evaluation import Evaluation
 from rlflow.plugins import load_object
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 # The characters of a text for people, at most, so that the samples of long runs need little disk space.
 _MAX_CHARACTERS = 2**15
-_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +148,7 @@ def load_rows(data: Data, field: Literal["split", "eval_split"]) -> Rows:
     Columns have the names that the recipe gives them, and the last turn of a conversation is split off its prompt.
     """
     split = getattr(data, field)
-    rows = _call_function(data, split) if ":" in data.source else _read_files_or_hub(data, field, split)
+    rows = _call_function(data, split) if ":" in data.source else read_files_or_hub(data, field, split)
     if not rows:
         raise RecipeError(
             f"data.{field}", f"'{split}' of '{data.source}' has no rows", fix="choose another split or source"
@@ -246,48 +245,3 @@ def _call_function(data: Data, split: str) -> Rows:
         raise RecipeError(
             "data.source", f"'{data.source}' failed ({first_line(error)})", fix="see data.options"
         ) from error
-
-
-def _read_files_or_hub(data: Data, field: str, split: str) -> Rows:
-    import datasets
-
-    datasets.disable_progress_bars()
-    path, local = Path(os.path.expanduser(data.source)), is_local(data.source)
-    if local and not path.exists():
-        raise RecipeError("data.source", f"'{data.source}' does not exist", fix=f"relative paths start at {Path.cwd()}")
-    try:
-        if path.is_file():
-            if path.suffix not in _FORMATS:
-                raise RecipeError("data.source", f"files of the type '{path.suffix}' are not supported", known=_FORMATS)
-            loaded = datasets.load_dataset(_FORMATS[path.suffix], data_files=str(path), split=split)
-        else:
-            loaded = datasets.load_dataset(str(path) if local else data.source, data.name, split=split)
-    except RecipeError:
-        raise
-    except Exception as error:  # the library passes on the errors of many others
-        raise RecipeError(
-            f"data.{field}",
-            f"'{split}' of '{data.source}' cannot be read ({first_line(error)})",
-            fix="a single file has only the split 'train'; 'train[:90%]' selects a part of it",
-        ) from None
-    return _decode(data, loaded)
-
-
-def is_local(source: str) -> bool:
-    """Return whether a source means a file or a folder of this machine, which need not exist."""
-    path = Path(os.path.expanduser(source))
-    return path.exists() or path.suffix in _FORMATS or source.startswith((".", "/", "~"))
-
-
-def _decode(data: Data, loaded: Iterable[Mapping[str, Any]]) -> Rows:
-    """Read all rows. Raises RecipeError for a row that is not UTF-8."""
-    rows: list[Mapping[str, Any]] = []
-    try:
-        rows.extend(loaded)
-    except UnicodeDecodeError as error:
-        raise RecipeError(
-            "data.source",
-            f"row {len(rows)} of '{data.source}' is not UTF-8 (byte 0x{error.object[error.start]:02x})",
-            fix="save the file as UTF-8",
-        ) from None
-    return rows

@@ -15,6 +15,9 @@ from rlflow.schema import Count, CountOrZero, Section, parse
 
 DEFAULT_GPU = "h100_80gb"
 MOST_GPUS = 16384
+# Sizes and rates of any machine lie within these limits; arithmetic overflows on numbers such as 1e300.
+_Size = Annotated[float, Gt(0), Le(1e7)]
+_Rate = Annotated[float, Ge(1e-9), Le(1e9)]
 _TERM = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)(?:@(\w+))?")
 
 
@@ -22,26 +25,26 @@ _TERM = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)(?:@(\w+))?")
 class Gpu(Section):
     """A kind of GPU, or of CPU."""
 
-    memory_gib: Annotated[float, Gt(0)] | None = None
+    memory_gib: _Size | None = None
     """Memory as the driver reports it; None for CPUs, which use the host's memory."""
     device_name: str | None = None
     """The name that nvidia-smi shows."""
-    peak_tflops: Mapping[str, Annotated[float, Gt(0)]] | None = None
+    peak_tflops: Mapping[str, _Rate] | None = None
     """Dense matrix products in TFLOP/s, by number type; ``float32`` is TF32 where the GPU has it."""
     sustained: Annotated[float, Gt(0), Le(1)] = 1.0
     """Share of ``peak_tflops`` that its power allows for long, while matrix products lower the clock.
 
     H100 and H200: 0.8, fitted to published training steps (prime-rl, torchtitan, verl), which reach that much less of
     the peak than those on A100 and H20."""
-    memory_gb_s: Annotated[float, Gt(0)] | None = None
+    memory_gb_s: _Rate | None = None
     """Bandwidth of its own memory in GB/s."""
-    link_gb_s: Annotated[float, Gt(0)] | None = None
+    link_gb_s: _Rate | None = None
     """Bandwidth to the other GPUs of its host, in one direction, in GB/s."""
     nvls_channels: CountOrZero = 0
     """NCCL channels for NVLink SHARP, each with its own buffers; 0 where the switches cannot reduce."""
-    network_gb_s: Annotated[float, Gt(0)] | None = None
+    network_gb_s: _Rate | None = None
     """Its usual share of the bandwidth to other hosts, in one direction, in GB/s."""
-    price_per_hour: Annotated[float, Ge(0)] | None = None
+    price_per_hour: Annotated[float, Ge(0), Le(1e9)] | None = None
     """Price of one GPU for an hour, with its share of the host, in any currency."""
     source: str
     """The source of these figures."""
@@ -61,7 +64,7 @@ class Host(Section):
     """Ids of the GPUs that may be used, if others are taken; None: all."""
     reserved: bool = False
     """No role may use this host."""
-    memory_gib: Annotated[float, Gt(0)] | None = None
+    memory_gib: _Size | None = None
     """The host's memory, for offloaded and sleeping roles; None: unknown, and assumed to equal that of its GPUs."""
     labels: tuple[str, ...] = ()
     """Labels that a role may ask for."""
@@ -139,6 +142,8 @@ def cluster_from(mapping: Mapping[str, Any]) -> Cluster:
     cluster = parse(Cluster, fields, "cluster")
     if not cluster.hosts:
         raise RecipeError("cluster.hosts", "no hosts", fix="name at least one: {name: host-0, gpus: 8, gpu: h200}")
+    if sum(host.gpus for host in cluster.hosts) > MOST_GPUS:
+        raise RecipeError("cluster.hosts", f"have more than {MOST_GPUS} GPUs", fix="fewer or smaller hosts")
     for index, host in enumerate(cluster.hosts):
         if host.gpu not in cluster.gpus:
             raise RecipeError(

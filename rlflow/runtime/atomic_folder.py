@@ -4,6 +4,7 @@ A folder is written under another name, flushed to disk, and renamed.
 """
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,6 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlflow.errors import EngineError, StorageError, first_line, storage_error
+
+# The names that ``unfinished`` and ``remove_folder`` give.
+_TEMPORARY = re.compile(r"\.(.+)-[a-z0-9_]{8}")
+_HALF_DELETED = re.compile(r"\.step-\d{6,}-removed")
+_BEFORE = "before"
 
 
 def write_folder(folder: Path, write: Callable[[Path], object], *, replaces: bool = False) -> None:
@@ -40,7 +46,7 @@ def complete_folder(temporary: Path, folder: Path, *, replaces: bool = False) ->
             path.chmod(temporary.stat().st_mode & 0o666)
         _flush(path)
     if replaces and folder.exists():
-        folder.rename(temporary.with_name("before"))
+        folder.rename(temporary.with_name(_BEFORE))
     if not folder.exists():
         temporary.rename(folder)
         _flush(folder.parent)
@@ -69,6 +75,21 @@ def remove_folder(folder: Path) -> None:
     nameless = folder.with_name(f".{folder.name}-removed")
     folder.rename(nameless)
     shutil.rmtree(nameless)
+
+
+def remove_unfinished(parent: Path) -> None:
+    """Delete the unfinished and half-deleted folders that a killed process has left in ``parent``, and nothing else."""
+    for folder in parent.glob(".*-*"):
+        if not folder.is_symlink() and folder.is_dir() and _is_unfinished(folder):
+            shutil.rmtree(folder)
+
+
+def _is_unfinished(folder: Path) -> bool:
+    """Return whether the name and the content of a folder are those of an unfinished or half-deleted one."""
+    if _HALF_DELETED.fullmatch(folder.name):
+        return True
+    name = _TEMPORARY.fullmatch(folder.name)
+    return name is not None and {each.name for each in folder.iterdir()} <= {name[1], _BEFORE}
 
 
 def _flush(path: Path) -> None:

@@ -19,6 +19,7 @@ from rlflow.compiler.continuation import Experiment, check_continuation
 from rlflow.compiler.plan import Plan
 from rlflow.engines.journal import remove_records
 from rlflow.errors import RecipeError
+from rlflow.runtime import atomic_folder
 from rlflow.runtime.atomic_folder import complete_folder, remove_folder, storage_errors, unfinished
 
 _MANIFEST = "manifest.json"
@@ -215,8 +216,7 @@ def nearest(run: Path, step: int, experiment: Experiment) -> Checkpoint | None:
 def remove_unfinished(run: Path) -> None:
     """Delete unfinished and half-deleted folders of a killed run. Needs the folder's lock."""
     for parent in (run / "checkpoints", run / "model", run / "skipped"):
-        for folder in parent.glob(".*-*"):
-            shutil.rmtree(folder)
+        atomic_folder.remove_unfinished(parent)
 
 
 def _read(folder: Path, run: Path, experiment: Experiment) -> RunProgress:

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import platform
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +13,8 @@ from rlflow.errors import RecipeError
 
 LOCK_FILE = ".lock"
 _IS_LOCKED = {errno.EACCES, errno.EAGAIN}
+# Between attempts: is_locked holds the lock for an instant.
+_PAUSES_S = (0.01, 0.05)
 
 
 @contextmanager
@@ -53,6 +56,11 @@ def _acquire(folder: Path) -> int:
 
 
 def _lock(handle: int, folder: Path) -> None:
+    for pause in _PAUSES_S:
+        with suppress(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        time.sleep(pause)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -66,3 +74,18 @@ def _lock(handle: int, folder: Path) -> None:
         ) from None
     os.truncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {platform.node()}".encode())
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Return whether a process has locked the folder of a run; None for a folder without a lock.
+
+    The kernel releases the lock when the process ends, however it ends.
+    """
+    try:
+        with (folder / LOCK_FILE).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None

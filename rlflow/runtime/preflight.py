@@ -1,5 +1,7 @@
 """The checks of a run before anything starts: its directory, the host, tokenizers, and the lengths of examples."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +23,32 @@ Lengths = NDArray[np.int64]
 
 # The capabilities that read or generate tokens.
 _WITH_TOKENS = {"Generates", "Scores", "Values", "Evaluates", "Trains"}
+# The folders of a run that only rlflow writes. Libraries of trackers have links in theirs.
+_FOLDERS = ("checkpoints", "journal", "model", "profiles", "skipped")
 
 
 def check_directory(directory: Path, *, resume: bool) -> None:
-    """Raise RecipeError for a run to be resumed whose directory does not exist."""
+    """Raise RecipeError for a run to be resumed whose directory does not exist, and for links in it.
+
+    A run deletes and replaces files in its folder, and a link would lead that to other folders.
+    """
     if resume and not directory.is_dir():
         raise _no_checkpoint(directory)
+    if link := next((path for path in _paths(directory) if path.is_symlink()), None):
+        raise RecipeError(
+            "hydra.run.dir",
+            f"'{link}' is a link to '{os.readlink(link)}', and a run writes only inside of its own folder",
+            fix="put its content in place of the link, or keep the whole run on another disk: hydra.run.dir=FOLDER "
+            "for a new run, resume=FOLDER after moving one",
+        )
+
+
+def _paths(directory: Path) -> Iterator[Path]:
+    """Yield the paths in the folder of a run that the run may write: a folder before its content."""
+    yield from directory.glob("*")
+    yield from (directory / "base").glob("*")
+    for name in _FOLDERS:
+        yield from (directory / name).rglob("*")
 
 
 def check_before_start(plan: Plan, directory: Path, runtime: Runtime, *, resume: bool) -> None:

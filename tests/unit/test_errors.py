@@ -24,3 +24,19 @@ def test_below_puts_the_place_in_front() -> None:
 def test_an_error_without_a_message_is_named() -> None:
     assert first_line(KeyError()) == "KeyError"
     assert first_line(ValueError("one.\ntwo")) == "ValueError: one"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[2J\x1b]0;owned\x07", "\\x1b[2J\\x1b]0;owned\\x07"),
+        ("a\u202eb\u200bc", "a\\u202eb\\u200bc"),
+        ("\ud800", "\\ud800"),
+        ("a\n\tb ü 中", "a\n\tb ü 中"),
+        ("x" * 10**6, "x" * 10_000 + " [...]"),
+    ],
+    ids=["escapes", "invisible", "surrogate", "text", "long"],
+)
+def test_a_part_of_an_error_shows_quoted_text_as_it_is(text: str, shown: str) -> None:
+    error = RecipeError(text, text, known=[text], free=text, fix=text)
+    assert (error.path, error.fact, *error.notes.values()) == (shown,) * 5

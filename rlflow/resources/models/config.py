@@ -1,6 +1,5 @@
 """Read a model's figures from its ``config.json``, without the library that wrote the file."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import fields
@@ -9,6 +8,7 @@ from typing import Any
 
 from rlflow.errors import RecipeError, did_you_mean, first_line
 from rlflow.resources.models.architecture import Architecture, check
+from rlflow.resources.models.config_file import FIX, read_config
 from rlflow.resources.models.figures import MODEL_TYPES, NEEDS, OF_EXPERTS
 from rlflow.resources.models.hybrid_config import with_known_names
 from rlflow.schema import parse
@@ -90,6 +90,10 @@ _UNCOUNTED = {
     "mamba_conv_bias": True,
 }
 
+_MOST = {"num_hidden_layers": 10_000}
+_LONGEST_NAME = 200
+"""Characters of a wrong value that an error shows."""
+
 
 def read_architecture(path: str, where: str) -> Architecture | None:
     """Return the figures of the model at ``path``, a folder or a name on the hub; None without a ``config.json`` here.
@@ -99,13 +103,7 @@ def read_architecture(path: str, where: str) -> Architecture | None:
     file = find_config(path)
     if file is None:
         return None
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise RecipeError(where, f"'{file}' cannot be read ({first_line(error)})") from None
-    if not isinstance(content, dict):
-        raise RecipeError(where, f"'{file}' is not the configuration of a model")
-    return architecture_from_config(content, where)
+    return architecture_from_config(read_config(file, where), where)
 
 
 def check_agreement(given: Architecture, card: str | None, path: str, where: str) -> None:
@@ -176,21 +174,31 @@ def architecture_from_config(config: Mapping[str, Any], path: str) -> Architectu
         # A part written as a difference from its class leaves shared values to the outer level.
         shared = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
         kind = {"model_type": config.get("model_type"), **shared}
-        return architecture_from_config({**kind, **text}, path)
+        return architecture_from_config({**kind, **text, "text_config": None}, path)
     model_type = _ALIASES.get(str(config.get("model_type")), str(config.get("model_type")))
     if model_type not in MODEL_TYPES:
+        name = model_type[:_LONGEST_NAME]
         raise RecipeError(
             path,
-            f"the planner does not know models of type '{model_type}'",
+            f"the planner does not know models of type '{name}'",
             known=MODEL_TYPES,
-            fix=did_you_mean(model_type, MODEL_TYPES),
+            fix=did_you_mean(name, MODEL_TYPES) or "give the model an architecture, with the model_type most like it",
         )
     given = {**_DEFAULTS.get(model_type, {}), **{name: value for name, value in config.items() if value is not None}}
     # Null means no window; for other figures it means the default of the class.
     if config.get("sliding_window", 0) is None:
         given.pop("sliding_window", None)
-    named = with_known_names(given, model_type, path)
-    return _architecture({name: value for name, value in named.items() if value is not None}, model_type, path)
+    if "num_hidden_layers" in given:
+        _count(given, "num_hidden_layers", path)
+    try:
+        named = with_known_names(given, model_type, path)
+        return _architecture({name: value for name, value in named.items() if value is not None}, model_type, path)
+    except RecipeError as error:
+        error.notes["Fix"] = error.notes["Fix"] or FIX
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        fact = f"the model's config.json has a value of another type or size than expected ({first_line(error)})"
+        raise RecipeError(path, fact, fix=FIX) from None
 
 
 def _architecture(given: Mapping[str, Any], model_type: str, path: str) -> Architecture:
@@ -223,10 +231,12 @@ def _count(given: Mapping[str, Any], name: str, path: str) -> int:
     for other in (name, *_OTHER_NAMES.get(name, ())):
         if other in given:
             value = given[other]
-            if type(value) is not int or value < 1:
-                raise RecipeError(path, f"the model's config.json has {other} {value!r}, not a number from 1")
+            most = _MOST.get(name, 2**31 - 1)
+            if type(value) is not int or not 1 <= value <= most:
+                fact = f"has {other} {repr(value)[:_LONGEST_NAME]}, not a number from 1 to {most}"
+                raise RecipeError(path, f"the model's config.json {fact}", fix=FIX)
             return value
-    raise RecipeError(path, f"the model's config.json does not say {name}", fix="give the model an architecture")
+    raise RecipeError(path, f"the model's config.json does not say {name}", fix=FIX)
 
 
 def _rope_theta(given: Mapping[str, Any]) -> Any:
@@ -243,7 +253,11 @@ def _dense_layers(given: Mapping[str, Any], layers: int, path: str) -> Any:
         if name in given:
             return given[name]
     step = _count({"decoder_sparse_step": 1, **given}, "decoder_sparse_step", path)
-    dense = set(given.get("mlp_only_layers", ()))
+    named = given.get("mlp_only_layers", [])
+    if not isinstance(named, list) or any(type(layer) is not int for layer in named):
+        fact = "the model's config.json has mlp_only_layers that are not a list of the numbers of layers"
+        raise RecipeError(path, fact, fix=FIX)
+    dense = set(named)
     return sum(layer in dense or (layer + 1) % step != 0 for layer in range(layers))
 
 

@@ -21,6 +21,16 @@ FILES = {
     "list.json": b"[1, 2, 3]",
     "zeros.jsonl": b"\x00" * 4096,
     "script.py": b"raise SystemExit",
+    "empty.jsonl": b"",
+    "keys.jsonl": b'{"prompt": "1", "prompt": "2"}\n',
+    "surrogate.jsonl": b'{"prompt": "\\ud800"}\n',
+    "utf16.jsonl": '{"prompt": "1"}\n'.encode("utf-16"),
+}
+CAUSES = {
+    "keys.jsonl": "was specified twice",
+    "surrogate.jsonl": "The surrogate pair in string is invalid",
+    "utf16.jsonl": "Invalid value",
+    "magic.parquet": "Parquet",
 }
 
 
@@ -35,3 +45,4 @@ def test_a_plain_error(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         load_rows(data, "split")
     assert raised.value.path.startswith("data.")
     assert str(raised.value).count("\n") <= 2
+    assert CAUSES.get(name, "") in str(raised.value)

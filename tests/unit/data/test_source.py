@@ -124,7 +124,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, fields: dict[str, Any], message:
 
 
 def test_an_empty_file(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"data\.split: 'train' of .* cannot be read"):
+    with pytest.raises(RecipeError, match=r"data\.source: 'train' of .* cannot be read"):
         opened(data(write(tmp_path / "a.jsonl", [])), seed=0)
 
 

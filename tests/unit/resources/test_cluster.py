@@ -75,6 +75,22 @@ def test_hosts_of_a_shape_and_back() -> None:
             {"hosts": [{"name": "a", "gpus": 1, "gpu": "x"}], "gpus": {"x": {"memory_gib": -1, "source": ""}}},
             "-1 is not",
         ),
+        *(
+            ({"hosts": [{"name": "a", "gpus": count, "gpu": "h200"}] * 2, "gpus": GPUS}, "have more than 16384 GPUs")
+            for count in (8193, 200_000, 2**31 - 1)
+        ),
+        *(
+            (
+                {"hosts": [{"name": "a", "gpus": 1, "gpu": "x"}], "gpus": {"x": {"source": "", key: value}}},
+                f"cluster.gpus.x.{key}: {value} is not valid",
+            )
+            for key in ("memory_gib", "memory_gb_s", "link_gb_s", "network_gb_s", "price_per_hour")
+            for value in (1e300, 2e9)
+        ),
+        (
+            {"hosts": [{"name": "a", "gpus": 1, "gpu": "h200", "memory_gib": 1e300}], "gpus": GPUS},
+            "cluster.hosts.0.memory_gib: 1e+300 is not valid",
+        ),
     ],
 )
 def test_wrong_clusters(mapping: dict[str, Any], message: str) -> None:

@@ -147,15 +147,17 @@ def test_other_names_beside_checkpoints_are_ignored(tmp_path: Path) -> None:
 def test_unfinished_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     save(tmp_path, 1, Engine(1))
     for unfinished in (
-        "checkpoints/.step-000002-abc/step-000002",
-        "skipped/.step-000001-abc",
-        "model/.actor-abc/actor",
+        "checkpoints/.step-000002-abc_defg/step-000002",
+        "checkpoints/.step-000003-removed/actor",
+        "skipped/.step-000001-abcdefg1",
+        "model/.actor-abcdefgh/before",
         "model/actor",
     ):
         (tmp_path / unfinished).mkdir(parents=True)
     checkpoint.remove_unfinished(tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["actor"]
+    assert not list((tmp_path / "skipped").iterdir())
 
 
 def test_another_recipes_run(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ MIXTRAL = {
     "sliding_window": None,
     "vocab_size": 32000,
 }
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 64}
 OPT = {
     "model_type": "opt",
     "ffn_dim": 8192,
@@ -156,16 +157,40 @@ def test_layers_without_experts() -> None:
             {"use_sliding_window": True, "layer_types": ["linear_attention"] * 28},
             "m.path: layers of linear_attention are not known to the planner",
         ),
+        ({"num_hidden_layers": 2_000_000_000}, "m.path: the model's config.json has num_hidden_layers 2000000000, not"),
+        (
+            {"model_type": "qwen3_next", "num_hidden_layers": 2_000_000_000},
+            "m.path: the model's config.json has num_hidden_layers 2000000000, not a number from 1 to 10000",
+        ),
+        *(
+            ({**EXPERTS, "mlp_only_layers": layers}, "m.path: the model's config.json has mlp_only_layers that are not")
+            for layers in (5, [[1]], "0", {"0": 1})
+        ),
+        ({**EXPERTS, "decoder_sparse_step": 0}, "m.path: the model's config.json has decoder_sparse_step 0, not"),
+        ({"model_type": "qwen3_next", "full_attention_interval": 0}, "m.path: the model's config.json has a value of"),
+        ({"model_type": "lfm2", "full_attn_idxs": 5}, "m.path: the model's config.json has a value of another type"),
+        ({"model_type": "x" * 10**6}, f"m.path: the planner does not know models of type '{'x' * 200}'"),
+        ({"vocab_size": "x" * 10**6}, f"m.path: the model's config.json has vocab_size '{'x' * 199}, not a number"),
+        ({"model_type": "\x1b[2J\x07"}, "m.path: the planner does not know models of type '\\x1b[2J\\x07'"),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError) as raised:
         architecture_from_config(QWEN | changes, "m.path")
     assert str(raised.value).startswith(message)
+    assert raised.value.notes["Fix"]
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "m: '.*' cannot be read"), ("[]", "is not the configuration of a model")]
+    ("text", "message"),
+    [
+        ("{", "m: '.*config.json' cannot be read"),
+        ("[]", "m: '.*config.json' is not the configuration of a model"),
+        ('{"a":' * 100_000, "m: '.*config.json' is nested too deeply"),
+        ('{"text_config":' * 99 + "5" + "}" * 99, "m: '.*config.json' is nested too deeply"),
+        (" " * 2**23, "m: '.*config.json' is larger than 4 MiB"),
+    ],
+    ids=["cut off", "list", "open", "nested", "large"],
 )
 def test_a_damaged_file(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
