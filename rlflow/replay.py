@@ -6,6 +6,7 @@ Nothing in the run's folder changes.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 
 from rlflow.batch import RolloutAdvantages
 from rlflow.compiler.plan import Plan, read_plan
-from rlflow.errors import EngineError, RecipeError, UserError
+from rlflow.errors import EngineError, FileError, RecipeError, UserError, first_line, make_printable
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.reward import Reward
 from rlflow.runtime.bound_node import bind_nodes, states_of
@@ -25,6 +26,7 @@ from rlflow.runtime.skipped_steps import SkippedStep, read_skipped, skipped_fold
 
 # The number of values that are printed for each node.
 _MAX_LISTED = 10
+_FIX = "another step (--step N), or the folder of another run"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,22 +36,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int, help="the step; by default the last that was skipped and is still saved")
     options = parser.parse_args(arguments)
     try:
-        plan = read_plan(options.run / "plan.json")
+        plan = _read_plan(options.run / "plan.json")
         for line in replay(plan, options.run, options.step):
-            print(line, flush=True)
+            print(make_printable(line), flush=True)
     except (UserError, EngineError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(make_printable(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     return 0
 
 
 def replay(plan: Plan, directory: Path, step: int | None) -> Iterator[str]:
-    """Yield the lines of the report. Raises RecipeError for a step that is not saved."""
+    """Yield the lines of the report. Raises RecipeError for a step that is not saved, FileError for damaged files."""
     skipped = _find(plan, directory, step)
     yield f"step {skipped.step} was skipped: {skipped.reason}"
     yield "saved values that are not finite:"
     yield from _all_or_none([line for name, batch in skipped.edges.items() for line in _describe(name, batch, skipped)])
     yield from _run_again(plan, directory, skipped)
+
+
+def _read_plan(file: Path) -> Plan:
+    """Return the plan of the run. Raises RecipeError, with the name of the file."""
+    try:
+        return read_plan(file)
+    except RecursionError:
+        raise FileError(str(file), "is too deeply nested for a plan", fix="restore it from a copy") from None
+    except RecipeError as error:
+        if str(file) not in error.fact:
+            error.path = f"{file}: {error.path or 'recipe'}"
+        raise
 
 
 def _find(plan: Plan, directory: Path, step: int | None) -> SkippedStep:
@@ -58,7 +72,38 @@ def _find(plan: Plan, directory: Path, step: int | None) -> SkippedStep:
         raise RecipeError("run", f"'{directory}' has no batch of a skipped step", fix="the folder of another run")
     if step is not None and step not in folders:
         raise RecipeError("--step", f"the batch of step {step} is not saved in '{directory}'", known=sorted(folders))
-    return read_skipped(folders[max(folders) if step is None else step], plan.graph)
+    folder = folders[max(folders) if step is None else step]
+    _check_reason(folder / "reason.json")
+    try:
+        return read_skipped(folder, plan.graph)
+    except EngineError:
+        raise  # for a batch of an older version, with a fix of its own
+    except Exception as error:  # damaged files fail in many ways
+        for file in sorted(folder.glob("*.npz")):
+            _check_arrays(file)
+        fact = f"expected batches of this run's plan, found other fields ({first_line(error)})"
+        raise FileError(str(folder), fact, fix=_FIX) from None
+
+
+def _check_reason(file: Path) -> None:
+    """Raise FileError for a file that does not have the failed node and its reason."""
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise FileError(str(file), f"cannot be read ({error.strerror})", fix=_FIX) from None
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or not all(isinstance(content.get(key), str) for key in ("node", "reason")):
+        raise FileError(str(file), "expected the texts 'node' and 'reason', found other content", fix=_FIX)
+
+
+def _check_arrays(file: Path) -> None:
+    """Raise FileError for a file that does not have arrays only."""
+    try:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+            dict(arrays)
+    except Exception:  # damaged files fail in many ways
+        raise FileError(str(file), "expected arrays as a run saves them, found other content", fix=_FIX) from None
 
 
 def _run_again(plan: Plan, directory: Path, skipped: SkippedStep) -> Iterator[str]:

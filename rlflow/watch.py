@@ -55,7 +55,7 @@ class RunServer(ThreadingHTTPServer):
         return f"http://{_ADDRESS}:{self.server_port}{self._folder}/"
 
     def answer(self, path: str) -> tuple[str, bytes] | None:
-        """Return the type and the content of an answer; None for any other path."""
+        """Return the type and the content of an answer; None for any other path. Raises FileError for damaged files."""
         folder, _, name = path.rpartition("/")
         if not hmac.compare_digest(folder.encode(), self._folder.encode()) or name not in ("", "figures.json"):
             return None
@@ -77,12 +77,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
-        answer = self.server.answer(self.path) if host in _NAMES else None
+        status = 200
+        try:
+            answer = self.server.answer(self.path) if host in _NAMES else None
+        except UserError as error:
+            status, answer = 500, ("text/plain; charset=utf-8", str(error).encode("utf-8", "replace"))
         if answer is None:
             self.send_error(404)
             return
         kind, content = answer
-        self.send_response(200)
+        self.send_response(status)
         for name, value in {"Content-Type": kind, "Content-Length": str(len(content)), **_HEADERS}.items():
             self.send_header(name, value)
         self.end_headers()
@@ -99,7 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0, help="the port on this machine, by default any that is free")
     options = parser.parse_args(arguments)
     try:
-        server = _server([RunFiles(folder) for folder in options.runs], options.port)
+        files = [RunFiles(folder) for folder in options.runs]
+        page_figures(files)  # which raises for damaged files before anybody opens the page
+        server = _server(files, options.port)
     except UserError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

@@ -116,16 +116,71 @@ class GrowingRun(RunFiles):
         return {**figures, "report": None}
 
 
+def test_a_damaged_line_is_left_out_and_the_page_goes_on(server: RunServer, tmp_path: Path) -> None:
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"reward": 1.0}\n{"step": 4, "rewards/mean": 0.4}\n')
+    for _ in range(2):
+        assert ask(server, folder_of(server))[0] == 200
+        (run,) = json.loads(ask(server, f"{folder_of(server)}figures.json")[2])["runs"]
+        assert run["curves"]["rewards/mean"][0] == [1, 2, 3, 4]
+        assert run["left_out"] == ["metrics.jsonl: line 5 is damaged or incomplete, and left out"]
+
+
+def test_a_damaged_file_is_named_until_it_is_mended(
+    server: RunServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "run" / "plan.json"
+    text = plan.read_text()
+    plan.write_text("[]")
+    message = (
+        f"{plan}: expected an object, found [].\n  Fix: restore it from a copy, or give the folder of another run."
+    )
+    for path in ("", "figures.json"):
+        status, headers, content = ask(server, folder_of(server) + path)
+        assert (status, headers["Content-Type"], content) == (500, "text/plain; charset=utf-8", message.encode())
+    assert main([str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err == f"FileError: {message}\n"
+    plan.write_text(text)
+    assert ask(server, folder_of(server))[0] == 200
+
+
+class StillRun(RunFiles):
+    """A run that changes nothing, whose folder has a lock that nobody holds."""
+
+    has_report = True
+
+    def figures(self) -> dict[str, Any]:
+        figures = {**super().figures(), "is_running": False}
+        return figures if self.has_report else {**figures, "report": None}
+
+
+def dump_page(server: RunServer, folder: Path) -> str:
+    """Return the page as a browser draws it, some seconds after it has been opened."""
+    options = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}")
+    # The clock of the page runs as fast as the page allows.
+    command = [str(BROWSER), *options, "--virtual-time-budget=20000", "--dump-dom", server.url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=folder).stdout
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize(
+    ("has_report", "live"), [(True, "Finished."), (False, r"No process writes here: last metrics \d+ seconds ago\.")]
+)
+def test_a_browser_shows_that_a_run_has_ended(tmp_path: Path, has_report: bool, live: str) -> None:
+    run = StillRun(write_run(tmp_path / "run"))
+    run.has_report = has_report
+    with served(run) as server:
+        page = dump_page(server, tmp_path)
+    assert re.search(rf'id="live">{live}</p>', page)
+
+
 @pytest.mark.slow
 @needs_browser
 def test_a_browser_follows_the_run(tmp_path: Path) -> None:
     run = GrowingRun(write_run(tmp_path / "run"))
     with served(run) as server:
-        options = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}")
-        # The clock of the page runs as fast as the page allows.
-        command = [str(BROWSER), *options, "--virtual-time-budget=20000", "--dump-dom", server.url]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)
-    page = done.stdout
+        page = dump_page(server, tmp_path)
     assert run.calls >= 4, "the page, and new figures three times"
     assert "3 of 3" in page
     assert "warning number 3" in page

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from rlflow.report.records import EventLog
-from rlflow.report.run_figures import GrowingFile, RunFiles, predicted_times
+from rlflow.report.run_figures import RunFiles, predicted_times
+from rlflow.report.run_readers import GrowingFile
+from rlflow.report.run_records import METRICS_LINE, PLAN
+from tests.unit.report.test_run_page import REPORT
 
 GRAPH: dict[str, Any] = {"rollouts": {}, "rewards": {}, "reference": {}, "update": {}}
 # The reference begins when the rollouts end, and the rewards before; the update waits for both.
@@ -32,7 +35,7 @@ def add(path: Path, *lines: dict[str, Any]) -> None:
 
 def test_a_growing_file_gives_each_line_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    file = GrowingFile(path)
+    file = GrowingFile(path, METRICS_LINE)
     assert file.read() == (False, [])
     path.write_text('{"step": 1}\n{"st')
     assert file.read() == (False, [{"step": 1}])
@@ -48,7 +51,7 @@ def test_a_growing_file_gives_each_line_once(tmp_path: Path) -> None:
 def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path: Path, length: int) -> None:
     path, new = tmp_path / "metrics.jsonl", tmp_path / "new"
     add(path, *({"step": step} for step in (1, 2, 3)))
-    file = GrowingFile(path)
+    file = GrowingFile(path, METRICS_LINE)
     file.read()
     add(new, *({"step": 10 + step} for step in range(length)))
     new.replace(path)
@@ -71,12 +74,12 @@ def test_earlier_lines_are_not_read_again(tmp_path: Path) -> None:
 def test_a_resumed_run_drops_the_steps_that_it_repeats_and_an_older_report(tmp_path: Path) -> None:
     write_plan(tmp_path)
     path = tmp_path / "metrics.jsonl"
-    report = {"steps": 2, "status": "stopped", "warnings": ["late"], "x": float("nan")}
+    report = {**REPORT, "steps": 2, "status": "stopped", "warnings": ["late"], "eval_after": float("nan")}
     add(path, *({"step": step, "seconds": 1.0} for step in (1, 2)))
     (tmp_path / "report.json").write_text(json.dumps(report))
     files = RunFiles(tmp_path)
     first = files.figures()
-    assert first["report"] == {**report, "x": None}
+    assert first["report"] == {**report, "warnings": ("late",), "eval_after": None}
     assert [event["text"] for event in first["events"]] == ["late"]
     (tmp_path / "shortened").write_text(path.read_text().splitlines(keepends=True)[0])
     (tmp_path / "shortened").replace(path)
@@ -105,7 +108,7 @@ def test_measured_times_are_in_the_order_of_the_plan(tmp_path: Path) -> None:
             },
         }
     ]
-    assert predicted_times({"recipe": {}}) == {}
+    assert predicted_times(PLAN.validate_json('{"recipe": {"name": "mine", "steps": 3}}')) == {}
 
 
 def test_engines_show_their_last_step_and_which_were_replaced(tmp_path: Path) -> None:
@@ -143,7 +146,8 @@ def test_samples_of_a_long_run_stay_few_and_keep_the_first_and_the_last(tmp_path
     write_plan(tmp_path)
     files = RunFiles(tmp_path)
     for start in range(1, 1000, 37):
-        sample = {"prompt": "p" * 9000, "response": "r"}
+        sample: dict[str, Any] = {"prompt": "p" * 9000, "response": "r", "choice": "best", "length": 1}
+        sample |= {"finished": True, "reward": None, "reward_parts": {}, "advantage": None}
         add(tmp_path / "samples.jsonl", *({**sample, "step": step} for step in range(start, start + 37)))
         steps = [sample["step"] for sample in files.figures()["samples"]]
         assert (steps[0], steps[-1]) == (1, start + 36)

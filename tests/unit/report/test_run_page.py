@@ -16,6 +16,7 @@ from tests.browser import assert_accessible, assert_prints, needs_browser, open_
 
 REPORT = {
     "status": "finished",
+    "steps": 3,
     "seconds": 3.5,
     "eval_before": 0.25,
     "eval_after": 0.75,
@@ -34,7 +35,7 @@ def write_run(folder: Path, steps: int = 3, **recipe: Any) -> Path:
     lines = [{"step": 0, "evaluation/reward": 0.25}]
     lines += [{"step": step, "rewards/mean": step / 10, "tokens": 7} for step in range(1, steps + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "report.json").write_text(json.dumps(REPORT))
+    (folder / "report.json").write_text(json.dumps({**REPORT, "steps": steps}))
     samples: list[dict[str, Any]] = [
         {
             **{"step": step, "choice": choice, "prompt": f"question {step}", "response": f"<b>{choice}</b> {step}"},
@@ -54,7 +55,7 @@ def test_curves_have_the_steps_and_values_of_the_metrics(tmp_path: Path) -> None
         "rewards/mean": [[1, 2, 3], [0.1, 0.2, 0.3]],
         "tokens": [[1, 2, 3], [7, 7, 7]],
     }
-    assert figures["report"] == REPORT
+    assert figures["report"] == {**REPORT, "warnings": ("two prompts were too long",)}
     assert len(figures["samples"]) == 6
 
 
@@ -106,7 +107,7 @@ def test_a_browser_draws_curves_and_shows_samples_as_text(tmp_path: Path, chromi
     folders = [write_run(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
     step = {"step": 4, "seconds": 8.0, "seconds/rollouts": 6.0, "seconds/update": 2.0}
     with (folders[0] / "metrics.jsonl").open("a") as metrics:
-        metrics.write(json.dumps(step) + "\n")
+        metrics.write(json.dumps(step) + "\nnot JSON\n")
     second = {"role": "rollout", "engine": 3, "step": 4, "at": 9.5, "seconds": 0.5, "tokens": 21}
     (folders[0] / "engines.jsonl").write_text(json.dumps({**second, "cache": 0.25, "preemptions": 0}) + "\n")
     (folders[0] / "events.jsonl").write_text('{"step": 4, "text": "step 4 is <skipped>"}\n')
@@ -123,6 +124,9 @@ def test_a_browser_draws_curves_and_shows_samples_as_text(tmp_path: Path, chromi
         engine = page.locator("#engines").inner_text()
         assert "rollout 3" in engine
         assert "42" in engine, "tokens per second"
+        assert page.locator("#differing-runs th").all_inner_texts() == ["value", *map(str, folders)]
+        left_out = f"{folders[0]}/metrics.jsonl: line 6 is damaged or incomplete, and left out."
+        assert page.locator("#left-out").inner_text() == left_out
         assert "step 4 is <skipped>" in page.locator("#events").inner_text()
         assert "+50%" in page.locator("#measured").inner_text()
         responses = page.locator(".sample .text:last-child")

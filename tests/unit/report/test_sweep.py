@@ -23,8 +23,9 @@ def trained(folder: Path, rate: str, score: float | None, *, verdict: str | None
         "status": "finished",
         "steps": 4,
         "seconds": 3600.0,
+        "eval_before": None,
         "eval_after": score,
-        "warnings": [],
+        **{"nodes": {}, "memory": {}, "store": {}, "warnings": []},
     }
     measured |= {"step": {"measured": 2.0}} | report
     (folder / "report.json").write_text(json.dumps(measured))
