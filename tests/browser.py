@@ -67,3 +67,13 @@ def assert_prints(page: Page) -> None:
     assert [each.is_visible() for each in page.locator(".screen").all()] == [False] * page.locator(".screen").count()
     assert page.locator("h1").is_visible()
     assert page.pdf().startswith(b"%PDF")
+
+
+def assert_fits_paper(page: Page) -> None:
+    """Check that the page is light on paper, and that no element is wider than a sheet of A4 within its margins."""
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 718, "height": 900})
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    wide = """[...document.querySelectorAll("main *, header *")].filter(each => each.getClientRects().length
+      && (each.getBoundingClientRect().right > innerWidth + 1 || getComputedStyle(each).overflowX === "auto"))"""
+    assert page.evaluate(f"{wide}.map(each => each.outerHTML.slice(0, 80))") == []

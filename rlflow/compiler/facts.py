@@ -13,6 +13,8 @@ from rlflow.resources.planner.confidence import Verdict
 
 _ALTERNATIVES = 3
 _LABEL = 12
+PRICE_UNIT = "in the currency of price_per_hour"
+"""The unit of prices: recipes and clusters state them in any currency."""
 
 
 def facts(plan: Plan, width: int, *, explain: bool) -> Table:
@@ -28,11 +30,9 @@ def facts(plan: Plan, width: int, *, explain: bool) -> Table:
         table.add_row("" if index else "safer with", change)
     for reason in prediction.reasons:
         table.add_row("why", reason)
-    fullest = max(prediction.host_gib, key=lambda host: prediction.host_gib[host], default=None)
-    if fullest is not None and prediction.host_gib[fullest] >= 1:
-        gib = prediction.host_gib[fullest]
-        table.add_row("host memory", f"{gib:.0f} GiB on {fullest}, for offloaded and sleeping roles and for data")
-    table.add_row("data", _data(plan))
+    if line := describe_host_memory(plan):
+        table.add_row("host memory", line)
+    table.add_row("data", describe_data(plan))
     for label, line in _answers(plan) if explain else ():
         table.add_row(label, line)
     for limit in prediction.limits[: None if explain else 1]:
@@ -71,7 +71,7 @@ def _run(plan: Plan) -> str:
     text = f"{steps} in {format_duration(3600 * cost.hours)} ({low} to {high})"
     if plan.prediction.verdict is not None:
         text += f", {format_gpu_hours(cost.gpu_hours)} GPU-hours"
-    return text if cost.price is None else f"{text}, price {cost.price:.2f}"
+    return text if cost.price is None else f"{text}, price {cost.price:.2f} {PRICE_UNIT}"
 
 
 def format_gpu_hours(hours: float) -> str:
@@ -79,7 +79,13 @@ def format_gpu_hours(hours: float) -> str:
     return f"{hours:.3g}" if hours < 100 else f"{hours:.0f}"
 
 
-def _data(plan: Plan) -> str:
+def describe_host_memory(plan: Plan) -> str:
+    """Return the memory of the host that needs most; empty below 1 GiB."""
+    host, gib = max(plan.prediction.host_gib.items(), key=lambda each: each[1], default=("", 0.0))
+    return f"{gib:.0f} GiB on {host}, for offloaded and sleeping roles and for data" if gib >= 1 else ""
+
+
+def describe_data(plan: Plan) -> str:
     """Return how much data travels between nodes in a step, and the largest peak of an object store."""
     data = plan.prediction.data
     largest = max(data.edges, key=lambda edge: data.edges[edge])

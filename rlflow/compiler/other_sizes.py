@@ -17,6 +17,7 @@ from rlflow.resources.planner.candidate import simulated
 from rlflow.resources.planner.confidence import Verdict
 from rlflow.resources.planner.pool import Shortage
 from rlflow.resources.planner.prediction import predict
+from rlflow.resources.planner.risks import gpu_risks
 from rlflow.resources.planner.search import Search, SearchResult
 from rlflow.resources.workload import Workload
 
@@ -44,7 +45,7 @@ class SizePoint:
     sizes: tuple[int, ...]
     """One value of each axis."""
     reason: str = ""
-    """Why these sizes do not fit."""
+    """Why these sizes do not fit, or are tight."""
     verdict: Verdict | None = None
     step_seconds: float | None = None
     """None: these sizes do not fit."""
@@ -134,13 +135,18 @@ def _point(plan: Plan, gpus: _Gpus, recipe: Recipe, sizes: tuple[int, ...]) -> S
     placed = {
         role: RolePlacement(choice.layout, (gpus.examples[role],)) for role, choice in sorted(candidate.choices.items())
     }
-    found = predict(search, SearchResult(candidate, placed, (), ()))
+    result = SearchResult(candidate, placed, (), ())
+    found = predict(search, result)
+    # A few GPUs stand for all, so that the need of a host is unknown.
+    hosts = "offloaded and sleeping roles need host memory that the cluster does not state (memory_gib)"
+    tight = "; ".join(gpu_risks(search, result)) or hosts
     peaks = {
         role: [gib for on_host in memory.peak_gib.values() for gib in on_host.values()]
         for role, memory in found.memory.items()
     }
     return SizePoint(
         sizes=sizes,
+        reason=tight if found.verdict is Verdict.TIGHT else "",
         verdict=found.verdict,
         step_seconds=found.step_seconds,
         step_seconds_range=found.step_seconds_range,

@@ -63,6 +63,11 @@ class Plan(JupyterMixin):
         return on_cpus and self.prediction.step_seconds > _LONG_STEP
 
     @property
+    def unit(self) -> str:
+        """Return the name of the devices in use: GPU, or CPU where memory is not modelled."""
+        return "CPU" if self.prediction.headroom_gib is None else "GPU"
+
+    @property
     def takes_turns(self) -> bool:
         """Return whether steps are generated ahead on GPUs that also train."""
         return self.workload.takes_turns({role: placement.bundles for role, placement in self.roles.items()})

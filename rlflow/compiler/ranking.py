@@ -68,12 +68,18 @@ def are_priced(outcomes: Sequence[SweepOutcome]) -> bool:
     return all(outcome.plan.cost.price is not None for outcome in outcomes if outcome.plan)
 
 
+def swept_unit(outcomes: Sequence[SweepOutcome]) -> str:
+    """Return the name of the devices of all plans: CPU if none of them has a GPU."""
+    return "CPU" if {outcome.plan.unit for outcome in outcomes if outcome.plan} == {"CPU"} else "GPU"
+
+
 def ranking_table(outcomes: Sequence[SweepOutcome]) -> RenderableType:
     """Return a table of the jobs in the order of their rank, with reasons below it for those that do not fit."""
     priced = are_priced(outcomes)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     money = ["price"] if priced else []
-    for heading in ("sweep", "fits", "step", "tokens/s\nper GPU", "run", "GPU-hours", *money, "headroom"):
+    unit = swept_unit(outcomes)
+    for heading in ("sweep", "fits", "step", f"tokens/s\nper {unit}", "run", f"{unit}-hours", *money, "headroom"):
         table.add_column(heading, overflow="fold", no_wrap=heading != "sweep")
     reasons: list[Text] = []
     for own, outcome in ranked(outcomes):

@@ -56,7 +56,7 @@ def _verdict(plan: Plan) -> Text:
     low, high = prediction.step_seconds_range
     between = f"{format_seconds(low).removesuffix(' s')} to {format_seconds(high)}"
     text.append(f", {format_seconds(prediction.step_seconds)}/step ({between}),")
-    text.append(f" {prediction.tokens_per_second_per_gpu:.0f} tokens/s/GPU")
+    text.append(f" {prediction.tokens_per_second_per_gpu:.0f} tokens/s/{plan.unit}")
     used = {bundle for placement in plan.roles.values() for bundle in placement.bundles}
     text.append(f"\n{len(used)} of {sum(len(host.usable) for host in plan.cluster.hosts)} ")
     if prediction.headroom_gib is None:

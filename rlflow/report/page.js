@@ -25,6 +25,11 @@ function describe(box, text) {
   for (const [name, value] of Object.entries({role: "img", "aria-label": text})) box.querySelector("canvas").setAttribute(name, value);
 }
 
+// Return the unit of an axis up to this many seconds: its own seconds, and its name.
+function timeUnit(seconds) {
+  return [[86400, "days"], [3600, "hours"], [60, "minutes"]].find(([size]) => seconds >= Math.max(600, 2 * size)) ?? [1, "s"];
+}
+
 // Fill a table that its column headings sort. A column has a title, a value to sort by, whether it is a number, and how
 // a cell shows it (its text, or a function that fills it). Missing values come last.
 function sortable(table, rows, columns, first) {

@@ -75,7 +75,7 @@ function drawGpu(host, gpu, into) {
   const off = host.reserved || !host.usable.includes(gpu);
   const words = here.map((role, n) => `${role} ${plan.roles[role].workers[host.name][gpu]}`
     + (peaks[n] ? `: ${gib(peaks[n])} in ${plan.roles[role].phase}` : ""));
-  const title = `${host.name} GPU ${gpu}\n${off ? "not available" : words.join("\n") || "unused"}`;
+  const title = `${host.name} ${plan.unit} ${gpu}\n${off ? "not available" : words.join("\n") || "unused"}`;
   const state = off ? " not available" : here.length ? "" : " unused";
   const box = make("div", into, `${gpu}${state}`, {class: off ? "gpu off" : "gpu", title});
   for (const role of here) {
@@ -145,8 +145,10 @@ function drawGraph() {
   const {boxes, lines, columns, rows} = plan.graph;
   const svg = at("graph").appendChild(document.createElementNS("http://www.w3.org/2000/svg", "svg"));
   const label = `${boxes.length} nodes; the table below lists them with what they read.`;
-  for (const [name, value] of Object.entries({role: "img", "aria-label": label, width: (columns - 1) * COLUMN + WIDTH + 2,
-    height: rows * ROW})) svg.setAttribute(name, value);
+  const [width, height] = [(columns - 1) * COLUMN + WIDTH + 2, rows * ROW];
+  for (const [name, value] of Object.entries({role: "img", "aria-label": label, width, height, viewBox: `0 0 ${width} ${height}`})) {
+    svg.setAttribute(name, value);
+  }
   const middle = row => row * ROW + HEIGHT / 2 + 1;
   for (const points of lines) {
     let path = "";
@@ -193,11 +195,13 @@ function drawStep() {
   make("div", row);
   const ticks = make("div", row, "", {class: "ticks"});
   make("div", row);
-  const rough = 10 ** Math.floor(Math.log10(end / 4));
-  const between = rough * [1, 2, 5, 10].find(factor => factor * rough >= end / 6);
-  for (let n = 0; n * between <= end; n++) {
-    const place = n * between / end;
-    make("span", ticks, `${Number((n * between).toPrecision(3))} s`, {class: place > 0.9 ? "end" : "", style: {left: `${100 * place}%`}});
+  const [size, unit] = timeUnit(end);
+  const length = end / size;
+  const rough = 10 ** Math.floor(Math.log10(length / 4));
+  const between = rough * [1, 2, 5, 10].find(factor => factor * rough >= length / 6);
+  for (let n = 0; n * between <= length; n++) {
+    const place = n * between / length;
+    make("span", ticks, `${Number((n * between).toPrecision(3))} ${unit}`, {class: place > 0.9 ? "end" : "", style: {left: `${100 * place}%`}});
   }
 }
 
@@ -246,12 +250,13 @@ function drawSizes() {
 function drawAlternatives() {
   if (!plan.alternatives.length) return at("alternatives-section").remove();
   sortable(at("alternatives"), plan.alternatives, [
-    {title: "GPUs shared by", value: each => each.what},
+    {title: `${plan.unit}s shared by`, value: each => each.what},
     {title: "step", value: each => each.step_seconds, number: true, show: (each, cell) => cell.append(each.time)},
     {title: "instead of this plan", value: each => each.loses},
   ], 1);
 }
 
+for (const each of document.querySelectorAll(".unit")) each.textContent = plan.unit;
 drawSummary();
 drawRemarks();
 drawPlacement();

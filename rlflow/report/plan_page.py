@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlflow.compiler.facts import format_gpu_hours, format_seconds
+from rlflow.compiler.facts import PRICE_UNIT, describe_data, describe_host_memory, format_gpu_hours
 from rlflow.compiler.graph import GraphNode
 from rlflow.compiler.lower import training_memory
 from rlflow.compiler.plan import Plan, format_duration, write_plan
@@ -12,7 +12,7 @@ from rlflow.compiler.render import describe_layout
 from rlflow.errors import RecipeError
 from rlflow.recipe_loading import to_yaml
 from rlflow.report.graph_drawing import draw_graph
-from rlflow.report.page import build_page
+from rlflow.report.page import build_page, format_range, format_time
 from rlflow.report.size_figures import size_figures
 from rlflow.resources.planner.confidence import MEMORY_BANDS, kind_of
 from rlflow.runtime.checkpoint import checkpoints
@@ -40,8 +40,6 @@ def plan_page(plan: Plan) -> str:
 def page_figures(plan: Plan) -> dict[str, Any]:
     """Return what the page shows: the figures of ``plan.json`` as they are, and words where it has none."""
     prediction, cost = plan.prediction, plan.cost
-    low, high = prediction.step_seconds_range
-    unit = "CPU" if prediction.headroom_gib is None else "GPU"
     pool_of = {role: index for index, pool in enumerate(prediction.pools) for role in pool.roles}
     return {
         "name": plan.recipe.name,
@@ -49,9 +47,9 @@ def page_figures(plan: Plan) -> dict[str, Any]:
         "fingerprint": plan.fingerprint,
         "verdict": prediction.verdict,
         "summary": {
-            "step": f"{format_seconds(prediction.step_seconds)} ({format_seconds(low)} to {format_seconds(high)})",
+            "step": format_range(prediction.step_seconds, prediction.step_seconds_range),
             f"{plan.recipe.steps} steps": format_duration(3600 * cost.hours),
-            f"tokens/s per {unit}": f"{prediction.tokens_per_second_per_gpu:.0f}",
+            f"tokens/s per {plan.unit}": f"{prediction.tokens_per_second_per_gpu:.0f}",
             **({} if prediction.headroom_gib is None else _gpu_figures(plan)),
         },
         "hosts": [
@@ -72,25 +70,27 @@ def page_figures(plan: Plan) -> dict[str, Any]:
                 "name": name,
                 "role": (role := _role_of(plan, name)),
                 "pool": None if role is None else pool_of[role],
-                "time": format_seconds(time.seconds),
+                "time": format_time(time.seconds),
                 **asdict(time),
             }
             for name, time in prediction.nodes.items()
         ],
         "graph": draw_graph(plan),
-        "unit": unit,
+        "unit": plan.unit,
         "gpu_gib": min((gib for host in plan.cluster.hosts if (gib := plan.cluster.memory_gib(host))), default=None),
-        "sizes": size_figures(plan, unit),
+        "sizes": size_figures(plan),
         "step_seconds": prediction.step_seconds,
         "remarks": {
             "why": list(prediction.reasons),
             "tight": list(prediction.risks),
             "safer with": list(prediction.safer_with),
+            "host memory": [line] if (line := describe_host_memory(plan)) else [],
+            "data": [describe_data(plan)],
             "limit": list(prediction.limits),
             "warning": list(prediction.warnings),
         },
         "alternatives": [
-            {"time": "does not fit" if each.step_seconds is None else format_seconds(each.step_seconds), **asdict(each)}
+            {"time": "does not fit" if each.step_seconds is None else format_time(each.step_seconds), **asdict(each)}
             for each in prediction.alternatives
         ],
         "recipe": to_yaml(plan.recipe),
@@ -103,7 +103,7 @@ def _gpu_figures(plan: Plan) -> dict[str, str]:
         "GPU-hours": format_gpu_hours(cost.gpu_hours),
         "least headroom": f"{prediction.headroom_gib:.1f} GiB ({prediction.fullest})",
     }
-    return figures if cost.price is None else {**figures, "price": f"{cost.price:.2f}"}
+    return figures if cost.price is None else {**figures, f"price, {PRICE_UNIT}": f"{cost.price:.2f}"}
 
 
 def _role(plan: Plan, role: str) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlflow.compiler.facts import format_gpu_hours, format_seconds
+from rlflow.compiler.facts import PRICE_UNIT, format_gpu_hours
 from rlflow.compiler.plan import format_duration
-from rlflow.compiler.ranking import SweepOutcome, are_priced, ranked
-from rlflow.report.page import build_page
+from rlflow.compiler.ranking import SweepOutcome, are_priced, ranked, swept_unit
+from rlflow.report.page import build_page, format_range
 from rlflow.report.plan_page import PAGE
 from rlflow.text_files import replace_text
 
@@ -31,12 +31,17 @@ def sweep_figures(outcomes: Sequence[SweepOutcome], directory: Path) -> dict[str
     priced = are_priced(outcomes)
     jobs = ranked(outcomes)
     plans = [_plan(label, outcome, directory, priced=priced) for label, outcome in jobs if outcome.plan]
+    unit = swept_unit(outcomes)
+    shared = set(outcomes[0].overrides).intersection(*(outcome.overrides for outcome in outcomes))
     for plan in plans:
         plan["frontier"] = not any(_is_better(other, plan) for other in plans)
     return {
         "name": ", ".join(dict.fromkeys(outcome.plan.recipe.name for _, outcome in jobs if outcome.plan)),
-        "shared": sorted(set(outcomes[0].overrides).intersection(*(outcome.overrides for outcome in outcomes))),
-        "cost": "price" if priced else "GPU-hours",
+        # All plans of a page are dry runs.
+        "shared": sorted(each for each in shared if not each.startswith("dry_run=")),
+        "cost": "price" if priced else f"{unit}-hours",
+        "unit": unit,
+        "price_unit": PRICE_UNIT,
         "plans": plans,
         "rejected": [{"label": label, "reason": outcome.reason} for label, outcome in jobs if not outcome.plan],
     }
@@ -45,7 +50,6 @@ def sweep_figures(outcomes: Sequence[SweepOutcome], directory: Path) -> dict[str
 def _plan(label: str, outcome: SweepOutcome, directory: Path, *, priced: bool) -> dict[str, Any]:
     assert outcome.plan is not None
     plan, prediction, cost = outcome.plan, outcome.plan.prediction, outcome.plan.cost
-    low, high = prediction.step_seconds_range
     return {
         "label": label or plan.cluster.shape,
         "page": os.path.relpath(outcome.folder / PAGE, directory) if outcome.folder else None,
@@ -53,7 +57,7 @@ def _plan(label: str, outcome: SweepOutcome, directory: Path, *, priced: bool) -
         "gpus": sum(len(host.usable) for host in plan.cluster.hosts),
         "used_gpus": prediction.num_gpus,
         "step_seconds": prediction.step_seconds,
-        "step": f"{format_seconds(prediction.step_seconds)} ({format_seconds(low)} to {format_seconds(high)})",
+        "step": format_range(prediction.step_seconds, prediction.step_seconds_range),
         "hours": cost.hours,
         "run": format_duration(3600 * cost.hours) + (" (late)" if outcome.is_late else ""),
         "gpu_hours": cost.gpu_hours,

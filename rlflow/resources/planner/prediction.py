@@ -55,7 +55,7 @@ class Alternative:
 
     what: str
     step_seconds: float | None
-    """None: it does not fit."""
+    """In proportion to the plan's step, as the search compares both; None: it does not fit."""
     loses: str
 
 
@@ -140,7 +140,7 @@ def predict(search: Search, result: SearchResult) -> Prediction:
         reasons=_reasons(candidate, overlap),
         limits=_limits(search, candidate),
         warnings=plan_warnings(search, result),
-        alternatives=_alternatives(result),
+        alternatives=_alternatives(result, step),
         processes=predict_processes(search, result.roles, {role: found.phases for role, found in memory.items()}),
         calibration=calibration_figures(search.calibration),
         overlap=overlap,
@@ -261,10 +261,11 @@ def _most_tokens(
     return found // max(task.unit_size for task in tasks) if found < 64 * longest else None
 
 
-def _alternatives(result: SearchResult) -> tuple[Alternative, ...]:
+def _alternatives(result: SearchResult, step: float) -> tuple[Alternative, ...]:
     """Return the best of every other way to share, fastest first; then the ways that do not fit."""
     chosen = result.candidate
-    step = chosen.schedule.step_seconds
+    # With overlap, the plan's step is simulated, and differs from the one that the search has compared with others.
+    scale = step / compared if (compared := chosen.schedule.step_seconds) else 1.0
     seen = set()
     alternatives = []
     for other in result.alternatives:
@@ -272,17 +273,15 @@ def _alternatives(result: SearchResult) -> tuple[Alternative, ...]:
         if other.partition in seen or (other.partition == chosen.partition and not smaller):
             continue
         seen.add(other.partition)
-        slower = other.schedule.step_seconds / step - 1 if step else 0.0
+        seconds = scale * other.schedule.step_seconds
+        slower = seconds / step - 1 if step else 0.0
         idle = max(other.schedule.idle_share(index) for index in range(len(other.partition)))
         cost = "equally fast" if other.used_gpus == chosen.used_gpus else f"uses {other.used_gpus} GPUs"
         loses = f"{slower:.0%} slower" if slower >= 0.005 else cost
         loses += f", GPUs idle {idle:.0%}" if len(other.partition) > 1 else ""
         loses += ", tight" if other.margin > chosen.margin else ""
-        alternatives.append(
-            Alternative(
-                what=describe_pools(other.partition, other.gpus), step_seconds=other.schedule.step_seconds, loses=loses
-            )
-        )
+        what = describe_pools(other.partition, other.gpus)
+        alternatives.append(Alternative(what=what, step_seconds=seconds, loses=loses))
     fitting = seen | {chosen.partition}
     for rejected in _nearest(result.rejected):
         if rejected.partition not in fitting:

@@ -10,10 +10,11 @@ from rlflow.resources.planner.search import Search, SearchResult
 
 def plan_risks(search: Search, result: SearchResult, host_gib: Mapping[str, float]) -> tuple[str, ...]:
     """Return one line for each reason why the plan may fail; none where all predictions may be wrong by their band."""
-    return (*_gpu_risks(search, result), *_host_risks(search, host_gib))
+    return (*gpu_risks(search, result), *_host_risks(search, host_gib))
 
 
-def _gpu_risks(search: Search, result: SearchResult) -> Iterator[str]:
+def gpu_risks(search: Search, result: SearchResult) -> Iterator[str]:
+    """Yield one line for each role that may need more than the memory of a GPU."""
     candidate = result.candidate
     for roles, use in zip(candidate.partition, candidate.uses, strict=True):
         host_set = search.host_set(roles)

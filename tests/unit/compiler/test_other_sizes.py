@@ -1,5 +1,6 @@
 """A plan with other sizes has the figures that the planner predicts for a recipe with pinned placement."""
 
+import re
 from itertools import product
 from math import prod
 
@@ -78,6 +79,8 @@ def test_longer_responses_are_tight_beyond_the_plans_limit_and_do_not_fit_far_be
     points = {point.sizes[0]: point for point in points_of(plan).values()}
     assert [points[tokens].verdict for tokens in (1024, 2048, 4096)] == ["FITS"] * 3
     assert points[8192].verdict == "TIGHT"
+    assert re.match(r"actor needs \d+ GiB \(\d+ to \d+ within the error\) of \d+ GiB in update", points[8192].reason)
+    assert points[4096].reason == ""
     assert points[16384].step_seconds is None
     # A sequence is a prompt of up to 512 tokens and a response.
     assert points[16384].reason.startswith("actor: ")

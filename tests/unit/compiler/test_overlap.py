@@ -120,6 +120,18 @@ def test_explain_says_what_overlap_would_bring() -> None:
     assert one_gpu.endswith("the same (all roles colocated on 1)")
 
 
+@pytest.mark.slow
+def test_alternatives_are_slower_than_the_simulated_step_by_what_they_say() -> None:
+    for overrides, cluster in ((["roles.rollout.colocate=[]"], "4x8@h200"), ([], "1x8")):
+        plan = rlflow.compile(load("recipe=grpo_7b", "overlap.max_staleness=1", *overrides), cluster)
+        fits = [each for each in plan.prediction.alternatives if each.step_seconds is not None]
+        assert fits
+        for each in fits:
+            slower = (each.step_seconds or 0.0) / plan.prediction.step_seconds - 1
+            assert slower > -1e-9
+            assert each.loses.startswith(f"{slower:.0%} slower") == (slower >= 0.005)
+
+
 def test_a_plan_with_overlap_can_be_read_back() -> None:
     plan = rlflow.compile(load("recipe=grpo_32b", "overlap.max_staleness=1"), "2x8")
     assert plan_from(json.loads(json.dumps(plan.to_dict()))) == plan

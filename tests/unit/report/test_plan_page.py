@@ -1,5 +1,6 @@
 """The plan as a page: it shows the figures of the plan, needs nothing from elsewhere, and a browser draws it."""
 
+import io
 import json
 import re
 from dataclasses import replace
@@ -8,20 +9,30 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser
+from rich.console import Console
 
 import rlflow
 from rlflow.compiler.facts import format_seconds
 from rlflow.compiler.other_sizes import size_axes, size_points
 from rlflow.compiler.plan import Plan
+from rlflow.compose import load_cluster
 from rlflow.report.graph_drawing import draw_graph
+from rlflow.report.page import format_range
 from rlflow.report.plan_page import page_figures, plan_page
-from tests.browser import WIDTHS, assert_accessible, assert_prints, needs_browser, open_page
+from tests.browser import WIDTHS, assert_accessible, assert_fits_paper, assert_prints, needs_browser, open_page
 from tests.helpers import load
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     return rlflow.compile(load("recipe=ppo_7b"), "1x7+1x8")
+
+
+def text_of(plan: Plan) -> str:
+    """Return the plan as the console shows it."""
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(plan)
+    return console.export_text()
 
 
 def figures_of(page: str) -> Any:
@@ -63,9 +74,49 @@ def test_a_thousand_gpus_fit_in_a_small_page() -> None:
 
 
 def test_cpus_have_no_memory_of_gpus() -> None:
-    figures = page_figures(rlflow.compile(load("recipe=grpo_tiny"), "1x1@cpu"))
+    plan = rlflow.compile(load("recipe=grpo_tiny"), "1x1@cpu")
+    figures = page_figures(plan)
     assert figures["verdict"] is None
     assert "least headroom" not in figures["summary"]
+    assert "tokens/s per CPU" in figures["summary"]
+    assert "tokens/s/CPU" in text_of(plan)
+
+
+def test_the_page_has_the_host_memory_and_the_data_of_the_console() -> None:
+    plan = rlflow.compile(load("recipe=dpo_7b"), "1x1@h200")
+    for kind in ("host memory", "data"):
+        (line,) = page_figures(plan)["remarks"][kind]
+        assert re.search(rf"^{kind} +{re.escape(line)} *$", text_of(plan), flags=re.MULTILINE)
+
+
+def test_a_price_has_the_unit_of_the_prices_of_the_cluster() -> None:
+    cluster = load_cluster("1x8")
+    cluster = replace(cluster, gpus={kind: replace(gpu, price_per_hour=2.0) for kind, gpu in cluster.gpus.items()})
+    plan = rlflow.compile(load("recipe=grpo_7b"), cluster)
+    assert f"price {plan.cost.price:.2f} in the currency of price_per_hour" in " ".join(text_of(plan).split())
+    assert page_figures(plan)["summary"]["price, in the currency of price_per_hour"] == f"{plan.cost.price:.2f}"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        ((97.6, 72.2, 793.0), "97.6 s (72.2 s to 793 s)"),
+        ((660.0, 480.0, 4000.0), "11.0 minutes (8.0 minutes to 1.1 hours)"),
+        ((107634.0, 79649.0, 263704.0), "1.2 days (22.1 hours to 3.1 days)"),
+    ],
+)
+def test_long_times_are_in_minutes_hours_or_days(seconds: tuple[float, float, float], text: str) -> None:
+    assert format_range(seconds[0], seconds[1:]) == text
+
+
+def test_sizes_that_are_tight_say_why() -> None:
+    sizes = page_figures(rlflow.compile(load("recipe=grpo_7b"), "2x8+1x4@l40s"))["sizes"]
+    tight = [point["reason"] for point in sizes["points"] if point["summary"].get("verdict") == "TIGHT"]
+    assert tight
+    assert all(
+        re.search(r"^actor needs \d+ GiB \(\d+ to \d+ within the error\) of \d+ GiB", reason) for reason in tight
+    )
+    assert not any(point["reason"] for point in sizes["points"] if point["summary"].get("verdict") == "FITS")
 
 
 def test_lines_join_nodes_of_the_graph_to_their_inputs_and_pass_beside_boxes(plan: Plan) -> None:
@@ -155,6 +206,17 @@ def test_sliders_show_what_the_planner_says_of_these_sizes(plan: Plan, file: Pat
             assert f"{gib:.1f} GiB" in page.locator(f"[data-role={role}]").inner_text()
         page.locator("#own").click()
         assert format_seconds(plan.prediction.step_seconds) in figures.inner_text()
+
+
+@pytest.mark.slow
+@needs_browser
+def test_the_page_fits_paper_and_is_light_there(tmp_path: Path, chromium: Browser) -> None:
+    file = tmp_path / "plan.html"
+    file.write_text(plan_page(rlflow.compile(load("recipe=ppo_7b"), "2x8")))
+    with open_page(chromium, file, scheme="dark") as page:
+        for details in page.locator("details").all():
+            details.evaluate("each => { each.open = true; }")
+        assert_fits_paper(page)
 
 
 @pytest.mark.slow

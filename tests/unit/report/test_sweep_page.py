@@ -14,7 +14,7 @@ from rlflow.compose import load_cluster
 from rlflow.report.plan_page import write_dry_run
 from rlflow.report.sweep_page import sweep_figures, write_sweep_page
 from rlflow.resources.cluster import Cluster
-from tests.browser import assert_accessible, assert_prints, needs_browser, open_page
+from tests.browser import WIDTHS, Scheme, assert_accessible, assert_fits_paper, assert_prints, needs_browser, open_page
 from tests.helpers import load
 
 SHAPES = ("1x4", "1x8", "2x8")
@@ -78,6 +78,86 @@ def test_a_plan_that_takes_longer_and_costs_more_is_not_on_the_frontier(tmp_path
 
 def test_a_sweep_without_dry_runs_has_no_page(found: dict[str, Plan]) -> None:
     assert write_sweep_page([SweepOutcome((f"cluster={shape}",), plan) for shape, plan in found.items()]) is None
+
+
+def test_the_page_of_cpus_counts_cpus_and_leaves_out_that_all_are_dry_runs(tmp_path: Path) -> None:
+    recipe = load("recipe=grpo_tiny")
+    outcomes = [
+        SweepOutcome((f"cluster={shape}", "dry_run=True"), rlflow.compile(recipe, shape))
+        for shape in ("1x1@cpu", "1x2@cpu")
+    ]
+    figures = sweep_figures(outcomes, tmp_path)
+    assert figures["shared"] == []
+    assert (figures["unit"], figures["cost"]) == ("CPU", "CPU-hours")
+
+
+@pytest.fixture(scope="module")
+def crowded(found: dict[str, Plan], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the page of many plans that are almost alike, with long names."""
+    folder = tmp_path_factory.mktemp("sweep")
+    outcomes = [
+        SweepOutcome(
+            (f"recipe=grpo_7b_{name}", f"cluster={shape}@h100_80gb", "dry_run=True"), plan, folder=folder / shape
+        )
+        for shape, plan in found.items()
+        for name in ("first", "second", "third", "fourth")
+    ]
+    file = write_sweep_page(outcomes)
+    assert file is not None
+    return file
+
+
+OVERLAPS = """() => [...document.querySelectorAll(".chart")].flatMap(chart => {
+  const area = chart.querySelector(".u-over").getBoundingClientRect();
+  const boxes = [...chart.querySelectorAll(".name:not(.crowded)")].map(each =>
+    [each.textContent, each.getBoundingClientRect()]);
+  const outside = boxes.filter(([, box]) => box.left < area.left - 1 || box.right > area.right + 1
+    || box.top < area.top - 1 || box.bottom > area.bottom + 1);
+  const points = [...chart.querySelectorAll(".point")].map(each => ["point", each.getBoundingClientRect()]);
+  const covered = boxes.flatMap(([name, a], n) => [...boxes.slice(n + 1), ...points].filter(([, b]) =>
+    a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom).map(([other]) => [name, other]));
+  return [...outside.map(([name]) => name), ...covered];
+})"""
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize("width", WIDTHS.values())
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_names_in_charts_cover_nothing(crowded: Path, chromium: Browser, width: int, scheme: Scheme) -> None:
+    with open_page(chromium, crowded, width, scheme) as page:
+        charts = page.locator(".chart")
+        for chart in charts.all():
+            assert chart.locator(".point").count() == 12
+            assert chart.locator(".name:not(.crowded)").count() >= 3
+        assert page.evaluate(OVERLAPS) == []
+        hidden = charts.first.locator(".name.crowded").first
+        assert not hidden.is_visible()
+        hidden.locator("xpath=preceding-sibling::*[1]").hover(force=True)
+        assert charts.first.locator(".name.crowded:visible").count() == 1
+
+
+@pytest.mark.slow
+@needs_browser
+def test_plans_on_the_frontier_are_in_front(crowded: Path, chromium: Browser) -> None:
+    with open_page(chromium, crowded) as page:
+        at = "box => document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2).className"
+        page.locator("#charts").scroll_into_view_if_needed()
+        point = page.locator(".point.frontier").first
+        point.scroll_into_view_if_needed()
+        assert page.evaluate(at, point.bounding_box()) == "point frontier"
+
+
+@pytest.mark.slow
+@needs_browser
+def test_the_page_fits_paper_and_is_light_there(crowded: Path, chromium: Browser) -> None:
+    with open_page(chromium, crowded, scheme="dark") as page:
+        drawing = "document.querySelector('canvas').toDataURL()"
+        dark = page.evaluate(drawing)
+        assert_fits_paper(page)
+        light = page.evaluate(drawing)
+    with open_page(chromium, crowded) as page:
+        assert page.evaluate(drawing) == light != dark
 
 
 @pytest.mark.slow
