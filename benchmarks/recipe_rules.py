@@ -141,6 +141,8 @@ def _broken_number(key: str, value: Any, where: str) -> Iterator[str]:
         yield f"{where}: a share"
     elif (key in POSITIVE and value <= 0) or (key in NOT_NEGATIVE and value < 0):
         yield f"{where}: not negative"
+    elif (key in POSITIVE and value < 1e-20) or (key in POSITIVE | NOT_NEGATIVE and value > 1e20):
+        yield f"{where}: not a typing mistake"
     elif key == "seed" and not isinstance(value, int):
         yield f"{where}: a whole number"
 

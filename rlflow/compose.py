@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from annotated_types import Gt
 from hydra import compose as hydra_compose
@@ -32,7 +32,7 @@ from rlflow.recipe import Recipe, Trace, Tune
 from rlflow.recipe_loading import load
 from rlflow.resources.cluster import Cluster, cluster_from, parse_shape
 from rlflow.resources.time.calibration import Calibration, calibration_from
-from rlflow.schema import Count, Section, parse
+from rlflow.schema import Count, Section, check_values, parse
 from rlflow.yaml_files import read_yaml
 
 # Set on import, because the processes of a launcher get the registered sources from the one that started them.
@@ -168,7 +168,8 @@ def run_options_from_config(config: DictConfig) -> RunOptions:
 
 
 def _recipe_part(config: DictConfig) -> DictConfig:
-    return OmegaConf.masked_copy(config, [str(key) for key in config if key not in _option_keys()])
+    # Keys that are not texts stay as they are, so that the checks refuse them.
+    return OmegaConf.masked_copy(config, [cast(str, key) for key in config if key not in _option_keys()])
 
 
 def _option_keys() -> list[str]:
@@ -230,6 +231,8 @@ def load_calibration(options: RunOptions, cluster: Cluster) -> Calibration:
         measured = read_yaml(Path(options.calibration))
     except FileError as error:
         raise RecipeError("calibration", f"'{error.path}' {error.fact}", fix=error.notes["Fix"]) from None
+    # Checked first, so that errors name the option and not a key of the recipe.
+    check_values(OmegaConf.to_container(measured), "calibration")
     return calibration_from(to_mapping(measured), cluster)
 
 

@@ -7,10 +7,10 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import numpy as np
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Le
 from numpy.typing import NDArray
 
-from rlflow.schema import Count, Section, Steps, Text
+from rlflow.schema import Count, Section, Steps, Temperature, Text, TopP
 
 PREFIX = "evaluation/"
 """The beginning of the names of all metrics of an evaluation."""
@@ -49,9 +49,9 @@ class Evaluation(Section):
     """The number of held-out rows, taken from the beginning of the split."""
     num_responses: Count = 1
     """Responses to each prompt. A single one has the likeliest tokens; several are sampled, for mean@k and pass@k."""
-    temperature: Annotated[float, Gt(0), Le(10)] | None = None
+    temperature: Temperature | None = None
     """The temperature of several responses, by default that of training."""
-    top_p: Annotated[float, Gt(0), Le(1)] | None = None
+    top_p: TopP | None = None
     """The ``top_p`` of several responses, by default that of training."""
     pass_reward: Annotated[float, Ge(-1e9), Le(1e9)] = 1.0
     """The reward from which on a response passes, for pass@k."""

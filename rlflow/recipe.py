@@ -49,7 +49,7 @@ class Model(Section):
 class Optimizer(Section):
     """AdamW with a learning rate that depends only on the step."""
 
-    learning_rate: Annotated[float, Gt(0), Le(1)] = 1e-6
+    learning_rate: Annotated[float, Ge(1e-12), Le(1)] = 1e-6
     """The learning rate after the warm-up, which is the highest."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up: constant, or falling to zero at the last step."""
@@ -59,7 +59,7 @@ class Optimizer(Section):
     """The decay of AdamW's running means of gradients and of their squares."""
     weight_decay: Annotated[float, Ge(0), Le(10)] = 0.0
     """AdamW's decoupled weight decay."""
-    max_grad_norm: Annotated[float, Gt(0)] = 1.0
+    max_grad_norm: Annotated[float, Ge(1e-6), Le(1e12)] = 1.0
     """The norm to which larger gradients are scaled down."""
 
     def learning_rate_at(self, step: int, steps: int) -> float:
@@ -142,7 +142,7 @@ class Expect(Section):
     """The tokens of a prompt."""
     response_tokens: Expected = "auto"
     """The tokens of a response. In a file, also the folder of an earlier run, whose lengths are used."""
-    rounds: Annotated[float, Ge(1)] = 1.0
+    rounds: Annotated[float, Ge(1), Le(1e6)] = 1.0
     """Prompts that ``dynamic_sampling`` generates for, per prompt that is trained on."""
 
 

@@ -96,6 +96,9 @@ def recipe_from(mapping: Mapping[str, Any]) -> Recipe:
                 known=("path", "recipe", "random_weights"),
                 fix="keep one, and set the others to null",
             )
+        if model.random_weights and (model.trust_remote_code or model.architecture_of):
+            key = "trust_remote_code" if model.trust_remote_code else "architecture_of"
+            raise RecipeError(f"models.{name}.{key}", "is for a model at a path, got random weights", fix="remove it")
         if model.random_weights and (model.architecture is None or model.characters is None):
             raise RecipeError(
                 f"models.{name}.random_weights",

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from annotated_types import Ge, Gt, Le, MinLen, Unit
+from annotated_types import Ge, Le, Lt, MinLen, Unit
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rlflow.errors import RecipeError, did_you_mean
@@ -21,12 +21,25 @@ Steps = Annotated[Count, Unit("steps")]
 Text = Annotated[str, MinLen(1)]
 Coefficient = Annotated[float, Ge(0), Le(100)]
 """The factor of a term that is added to another one, such as a penalty."""
+# Ranges end far beyond every use, where a number is a mistake of typing and would only overflow or change nothing.
+Divergence = Annotated[float, Ge(1e-9), Le(1e4)]
+"""A target of a divergence in nats, of a token or of a response."""
+ClipDistance = Annotated[float, Ge(1e-6), Le(1e9)]
+"""A distance at which a ratio or a value is clipped, without a limit of its own."""
+ClipShare = Annotated[float, Ge(1e-6), Lt(1)]
+"""A distance below 1 at which a ratio is clipped."""
+Temperature = Annotated[float, Ge(0.01), Le(10)]
+"""A temperature at which responses differ. vLLM raises a smaller one to this, or takes the likeliest tokens."""
+TopP = Annotated[float, Ge(0.01), Le(1)]
+"""The share of probability that sampling is limited to. A smaller one takes the likeliest tokens."""
 # A week: no call takes longer, and timers overflow on numbers such as 1e300.
-Seconds = Annotated[float, Gt(0), Le(7 * 24 * 3600), Unit("seconds")]
-Minutes = Annotated[float, Gt(0), Le(7 * 24 * 60), Unit("minutes")]
+Seconds = Annotated[float, Ge(0.001), Le(7 * 24 * 3600), Unit("seconds")]
+Minutes = Annotated[float, Ge(0.001), Le(7 * 24 * 60), Unit("minutes")]
 
 # Characters that turn the direction of the text after them, so that it reads differently from what it is.
 _TURNING = frozenset(map(chr, [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]))
+# Characters without a width, which make different names look the same. Prompts in Thai, Arabic or Hebrew need some.
+_INVISIBLE = frozenset(map(chr, [0x00AD, 0x061C, *range(0x200B, 0x2010), *range(0x2060, 0x2065), 0xFEFF]))
 _LONGEST_SHOWN = 200
 """Characters of a wrong value that an error shows."""
 _FIXES: Mapping[str, str] = {
@@ -78,7 +91,8 @@ def check_values(value: Any, path: str) -> None:
     """Raise RecipeError for a value that a plan or a terminal cannot show as it is, wherever a recipe has it.
 
     Such are control characters, which may change what a terminal shows; lone surrogates, which no file can hold; keys
-    that are not texts; and numbers that JSON does not have. Texts may have line breaks and tabs, keys may not.
+    that are not texts; and numbers that JSON does not have. Texts may have line breaks, tabs and characters without a
+    width; keys may not.
     """
     if isinstance(value, float) and not math.isfinite(value):
         raise RecipeError(path, f"{value} is not valid: input should be a finite number", fix="write a finite number")
@@ -90,21 +104,22 @@ def check_values(value: Any, path: str) -> None:
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
-                raise RecipeError(path or "recipe", f"the key {key!r} is not a text", fix=f"write '{key}'")
-            _check_characters(key, path)
+                fix = "quote it, as in 'on': 1" if isinstance(key, bool) else f"write '{key}'"
+                raise RecipeError(path or "recipe", f"the key {key!r} is not a text", fix=fix)
+            _check_characters(key, path, _TURNING | _INVISIBLE)
             check_values(inner, f"{path}.{key}" if path else key)
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             check_values(inner, f"{path}.{index}")
 
 
-def _check_characters(text: str, path: str) -> None:
+def _check_characters(text: str, path: str, refused: frozenset[str] = _TURNING) -> None:
     # ASCII is checked first, because most texts are.
     if text.isascii() and text.isprintable():
         return
     for character in text:
         # The categories are control characters, surrogates, and separators of lines and paragraphs.
-        if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in _TURNING:
+        if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in refused:
             fact = f"has the character U+{ord(character):04X}, which is not shown as text"
             raise RecipeError(path or "recipe", fact, fix="remove it")
 

@@ -5,6 +5,7 @@ near its earlier value.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -105,13 +106,29 @@ def read_run(folder: Path) -> tuple[Plan, Mapping[str, Any]]:
         report = json.loads((folder / "report.json").read_text())
     except (OSError, ValueError):
         report = {}
-    if not isinstance(report, dict) or not report.get("nodes"):
+    if not _has_times(report):
         raise RecipeError(
             "calibration",
             f"the run in '{folder}' has no report with measured times",
             fix="the folder of a run that ended after at least one step",
         )
     return plan, report
+
+
+def _has_times(report: Any) -> bool:
+    """Return whether a report has times of nodes, and all its times and memory are pairs of numbers or null."""
+    if not isinstance(report, dict) or not report.get("nodes"):
+        return False
+    memory = report.get("memory", {})
+    tables = [report["nodes"], *(memory.values() if isinstance(memory, dict) else [memory])]
+    return all(isinstance(table, dict) and all(map(_is_pair, table.values())) for table in tables)
+
+
+def _is_pair(value: Any) -> bool:
+    if not isinstance(value, dict) or not {"predicted", "measured"} <= value.keys():
+        return False
+    figures = [each for name, each in value.items() if name in ("predicted", "measured") and each is not None]
+    return all(isinstance(each, int | float) and 0 <= each < math.inf for each in figures)
 
 
 def calibration_of_run(folder: Path, cluster: Cluster) -> Calibration:

@@ -4,9 +4,11 @@ from collections.abc import Iterator, Mapping
 
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.errors import GraphError, RecipeError
+from rlflow.nodes.advantages import TeacherAdvantage
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.policy_update import PolicyGradient
-from rlflow.recipe import Recipe
+from rlflow.nodes.reward_shaping import OverlongPenalty
+from rlflow.recipe import Model, Recipe
 
 # Arrays count rows in 32 bits.
 _MAX_ROWS = 2**31 - 1
@@ -15,12 +17,19 @@ _MAX_ROWS = 2**31 - 1
 def check_learning(recipe: Recipe, graph: Graph) -> None:
     """Raise RecipeError or GraphError for a policy that would learn nothing, or not from its own responses."""
     nodes = {node.name: node for node in graph.nodes}
+    _check_columns(recipe, graph)
     for node in graph.nodes:
         if isinstance(node.operation, Generate):
             _check_size(recipe, node, node.operation)
         if isinstance(node.operation, PolicyGradient):
             for generator in _generators(node.inputs.get("rollouts", ""), nodes):
                 _check_sampling(recipe, node, generator)
+            _check_warmup(graph, node, node.operation)
+        if isinstance(node.operation, TeacherAdvantage):
+            _check_teacher(recipe, graph, node, nodes)
+        if isinstance(node.operation, OverlongPenalty):
+            for generator in _generators(node.inputs.get("rollouts", ""), nodes):
+                _check_penalty(node, node.operation, generator)
         _check_minibatches(recipe, node, nodes)
         if reference := nodes.get(node.inputs.get("reference", "")):
             _check_reference(recipe, graph, reference)
@@ -74,6 +83,54 @@ def _check_sampling(recipe: Recipe, update: GraphNode, generator: GraphNode) -> 
     if operation.temperature == 0:
         fact = f"with 0 all responses to a prompt are the same, and graph.{update.name} learns from their differences"
         raise GraphError(f"graph.{generator.name}.temperature", fact, fix=f"graph.{generator.name}.temperature=1")
+
+
+def _check_warmup(graph: Graph, node: GraphNode, update: PolicyGradient) -> None:
+    """Raise GraphError for first steps that train only a critic, in a graph that trains nothing else."""
+    if update.critic_warmup and graph.trained_roles() == [node.role]:
+        path = f"graph.{node.name}.critic_warmup"
+        fact = f"{update.critic_warmup} steps would train nothing: no node trains a critic"
+        raise GraphError(path, fact, fix=f"{path}=0, or roles.{node.role}.optimizer.warmup_steps")
+
+
+def _check_teacher(recipe: Recipe, graph: Graph, node: GraphNode, nodes: Mapping[str, GraphNode]) -> None:
+    """Raise RecipeError for a teacher that starts with the weights of the policy, which always agree."""
+    teacher = nodes.get(node.inputs.get("teacher", ""))
+    if teacher is None or teacher.role is None:
+        return
+    name = recipe.roles[teacher.role].model
+    for update in graph.nodes:
+        if isinstance(update.operation, PolicyGradient) and node.name in update.inputs.values():
+            other = recipe.roles[str(update.role)].model
+            model, policy = recipe.models[name], recipe.models[other]
+            if name == other or (not model.random_weights and _source(model) == _source(policy)):
+                fact = f"has the weights with which '{update.role}' starts, so that there is nothing to learn from it"
+                raise RecipeError(f"roles.{teacher.role}.model", fact, fix="name a better model")
+
+
+def _source(model: Model) -> object:
+    return model.path, model.recipe
+
+
+def _check_penalty(node: GraphNode, penalty: OverlongPenalty, generator: GraphNode) -> None:
+    """Raise RecipeError for a limit that no response reaches, so that the penalty is smaller than meant or zero."""
+    assert isinstance(generator.operation, Generate)
+    if penalty.max_tokens > (limit := generator.operation.max_tokens):
+        fact = f"{penalty.max_tokens} is more than graph.{generator.name}.max_tokens, which is {limit}"
+        raise RecipeError(f"graph.{node.name}.max_tokens", fact, fix=f"graph.{node.name}.max_tokens={limit}")
+
+
+def _check_columns(recipe: Recipe, graph: Graph) -> None:
+    """Raise RecipeError for pairs whose two responses are the same column."""
+    if "pairs" not in graph.sources:
+        return
+    sets = recipe.evaluation.sets if recipe.evaluation else {}
+    tables = {"data.columns": recipe.data.columns}
+    tables |= {f"evaluation.sets.{name}.columns": each.columns for name, each in sets.items() if each.source}
+    for path, columns in tables.items():
+        if (column := columns.get("chosen", "chosen")) == columns.get("rejected", "rejected"):
+            fact = f"chosen and rejected are both '{column}', so that all pairs are ties"
+            raise RecipeError(path, fact, fix="name two columns: {chosen: COLUMN, rejected: OTHER}")
 
 
 def _check_reference(recipe: Recipe, graph: Graph, reference: GraphNode) -> None:

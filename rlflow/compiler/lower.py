@@ -8,6 +8,7 @@ from rlflow.compiler.checks import check_groups, check_overlap, check_resampling
 from rlflow.compiler.edges import graph_edges
 from rlflow.compiler.graph import SOURCES, Graph, GraphNode, accuracy_node, evaluation_nodes, resampled_nodes
 from rlflow.compiler.learning_checks import check_learning
+from rlflow.compiler.response_checks import check_responses
 from rlflow.compiler.wire import wire
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import PlacementError, RecipeError
@@ -56,6 +57,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     check_overlap(recipe, graph)
     check_reward_models(recipe, graph)
     check_learning(recipe, graph)
+    check_responses(recipe, graph)
     _check_lengths(recipe, graph)
     demands = []
     for name, role in sorted(recipe.roles.items()):
@@ -214,12 +216,15 @@ def _check_lengths(recipe: Recipe, graph: Graph) -> None:
         architecture = model_architecture(recipe.models[recipe.roles[node.role].model])
         prompt, response = recipe.data.max_prompt_tokens, node.operation.max_tokens
         positions = architecture.max_position_embeddings if architecture else prompt + response
+        if prompt >= positions:
+            fact = f"prompts of {prompt} tokens leave no room for responses: the model has {positions} positions"
+            raise RecipeError("data.max_prompt_tokens", fact, fix=f"use less than {positions}")
         if prompt + response > positions:
             raise RecipeError(
                 f"graph.{node.name}.max_tokens",
                 f"prompts of {prompt} and responses of {response} tokens are longer than the model's "
                 f"{positions} positions",
-                fix=f"graph.{node.name}.max_tokens={max(1, positions - prompt)}, or a smaller data.max_prompt_tokens",
+                fix=f"graph.{node.name}.max_tokens={positions - prompt}, or a smaller data.max_prompt_tokens",
             )
 
 

@@ -1,6 +1,6 @@
 """wire: build the graph of a recipe, and check every edge, role and engine in it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
@@ -9,6 +9,7 @@ import networkx as nx
 import rlflow.nodes  # noqa: F401 (registers the kinds of nodes)
 from rlflow.batch import Metrics, Selection
 from rlflow.compiler.graph import SOURCES, Graph, GraphNode, accuracy_node, evaluation_nodes
+from rlflow.compiler.role_checks import check_roles
 from rlflow.engines.base import choose_head
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, below, did_you_mean
@@ -17,11 +18,10 @@ from rlflow.extras import check_trackers
 from rlflow.nodes.base import KINDS, Node
 from rlflow.nodes.generate import Generate
 from rlflow.plugins import check_module, load_object
-from rlflow.recipe import Recipe, Role
+from rlflow.recipe import Recipe
 from rlflow.schema import parse
 
-# Language models can have adapters. Other heads are new, and would have to be trained as well.
-_LORA_CAPABILITIES = {"Trains", "Scores", "ScoresBase"}
+_NO_RESPONSES = "pairs are given, and no responses are generated"
 
 
 def wire(recipe: Recipe) -> Graph:
@@ -41,7 +41,7 @@ def wire(recipe: Recipe) -> Graph:
     _check_outputs_read(recipe, graph)
     _check_evaluation(recipe, graph)
     _check_heads(graph)
-    _check_roles(recipe, graph)
+    check_roles(recipe, graph)
     _check_overcommit(recipe, graph)
     return graph
 
@@ -162,13 +162,15 @@ def _check_responses(options: Evaluation, graph: Graph) -> None:
     several = [path for path, count in counts.items() if count > 1]
     sampled = {"temperature": options.temperature, "top_p": options.top_p}
     for name in [name for name, value in sampled.items() if value is not None and not several]:
+        if graph.evaluation_metric == "accuracy":
+            raise RecipeError(f"evaluation.{name}", _NO_RESPONSES, fix="leave it out")
         fact = "a single response has the likeliest tokens, whatever the temperature"
         raise RecipeError(f"evaluation.{name}", fact, fix="evaluation.num_responses=8, or leave it out")
     if not several:
         return
     path = f"{several[0]}.num_responses"
     if graph.evaluation_metric == "accuracy":
-        raise RecipeError(path, "pairs are given, and no responses are generated", fix="leave it out")
+        raise RecipeError(path, _NO_RESPONSES, fix="leave it out")
     generator, _ = evaluation_nodes(graph) or (None, None)
     operation = generator.operation if generator else None
     if options.temperature is None and isinstance(operation, Generate) and not operation.temperature:
@@ -187,82 +189,6 @@ def _check_heads(graph: Graph) -> None:
         if head != needed:
             fact = f"graph.{other} needs '{node.role}' to have a {head} head, and this node needs a {needed} head"
             raise GraphError(f"graph.{node.name}.role", fact, fix="two roles")
-
-
-def _check_roles(recipe: Recipe, graph: Graph) -> None:
-    trained = graph.trained_roles()
-    if not trained:
-        raise GraphError("graph", "no node trains a role", fix="add one, as update: {node: policy_update, role: actor}")
-    for name, role in recipe.roles.items():
-        path = f"roles.{name}"
-        _check_name(f"{path}.model", "model", role.model, recipe.models)
-        _check_name(f"{path}.engine", "engine", role.engine, engine_names())
-        for other in () if isinstance(role.colocate, str) else role.colocate:
-            _check_name(f"{path}.colocate", "role", other, recipe.roles)
-        nodes = [node for node in graph.nodes if node.role == name]
-        if not nodes:
-            raise GraphError(path, "no node uses this role", fix=f"remove it, or give a node role: {name}")
-        for node in nodes:
-            _check_capability(path, role.engine, node)
-            with below(f"graph.{node.name}"):
-                node.operation.check_steps(recipe.steps)
-        if role.optimizer is not None and name not in trained:
-            raise GraphError(f"{path}.optimizer", f"'{name}' is never trained", fix="remove it")
-        _check_lora(recipe, graph, name, role)
-        if role.follows is not None:
-            _check_follows(recipe, name, role.follows, trained)
-
-
-def _check_name(path: str, what: str, name: str, known: Iterable[str]) -> None:
-    if name not in (names := list(known)):
-        raise RecipeError(path, f"no {what} '{name}'", known=names, fix=did_you_mean(name, names) or "one of these")
-
-
-def _check_capability(path: str, engine: str, node: GraphNode) -> None:
-    provided, needed = engine_kind(engine).capabilities, node.capabilities
-    if not needed <= provided:
-        raise GraphError(
-            f"{path}.engine",
-            f"'{engine}' cannot do what graph.{node.name} needs, {' and '.join(sorted(needed))}; "
-            f"it can {', '.join(sorted(provided))}",
-            known=[name for name in engine_names() if needed <= engine_kind(name).capabilities],
-            fix="one of the known engines",
-        )
-
-
-def _check_lora(recipe: Recipe, graph: Graph, name: str, role: Role) -> None:
-    """Check that adapters are trained and suffice, and that they exist where a node asks for the base model."""
-    path, capabilities = f"roles.{name}", graph.capabilities(name)
-    model = recipe.models[role.model].architecture
-    others = sorted(capabilities - _LORA_CAPABILITIES)
-    fix = "remove it"
-    if role.lora is None:
-        if "ScoresBase" not in capabilities:
-            return
-        fact = "is missing, and a node asks for the logprobs of the role's model without its adapters"
-        fix = f"{path}.lora={{}}, or node: logprobs with a role of its own"
-    elif name not in graph.trained_roles():
-        fact, fix = "the role is never trained", "remove it; a role that follows another one uses its adapters"
-    elif others:
-        fact = f"the role's engine must do {', '.join(others)}, and adapters do not cover the head for that"
-    elif model is not None and model.num_experts:
-        fact = f"a {model.model_type} has experts, and adapters for experts are not supported"
-    else:
-        return
-    raise GraphError(f"{path}.lora", fact, fix=fix)
-
-
-def _check_follows(recipe: Recipe, name: str, leader: str, trained: list[str]) -> None:
-    path = f"roles.{name}.follows"
-    if leader not in trained:
-        fact = f"'{leader}' is never trained" if leader in recipe.roles else f"no role '{leader}'"
-        raise GraphError(path, fact, known=trained, fix=did_you_mean(leader, trained) or "a trained role")
-    if recipe.roles[leader].model != recipe.roles[name].model:
-        models = f"'{name}' has the model '{recipe.roles[name].model}', '{leader}' has '{recipe.roles[leader].model}'"
-        raise GraphError(path, models, fix="the same model for both")
-    if "Follows" not in engine_kind(recipe.roles[name].engine).capabilities:
-        fact = f"engine '{recipe.roles[name].engine}' cannot load the weights of another role while it runs"
-        raise GraphError(path, fact, fix=f"{path}=null, or another engine")
 
 
 def _check_overcommit(recipe: Recipe, graph: Graph) -> None:

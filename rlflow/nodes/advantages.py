@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
-from annotated_types import Gt
+from annotated_types import Ge, Le
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Repeated, Rewards, RolloutAdvantages, Rollouts, TokenAdvantages
@@ -31,7 +31,7 @@ class GroupAdvantage(Node, kind="group_advantage", unit="group"):
 
     normalize: bool = True
     """Divide by the group's standard deviation (of the sample, n - 1)."""
-    epsilon: Annotated[float, Gt(0)] = 1e-4
+    epsilon: Annotated[float, Ge(1e-12), Le(100)] = 1e-4
     """Added to that standard deviation, which is 0 where all rewards of a group agree. TRL's value; verl has 1e-6."""
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
@@ -75,6 +75,7 @@ class GreedyAdvantage(Node, kind="greedy_advantage", unit="batch"):
     """
 
     required_options: ClassVar[Mapping[str, Mapping[str, float]]] = {"greedy": {"temperature": 0, "group_size": 1}}
+    other_responses: ClassVar[frozenset[str]] = frozenset({"greedy", "greedy_rewards"})
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         return Formula(symbol="A", expression=f"{symbols['rewards']} - {symbols['greedy_rewards']}")

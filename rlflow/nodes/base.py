@@ -103,6 +103,8 @@ class Node(Section):
     or with ``unit="batch"`` runs in one place. ``unit="sample"`` implies it."""
     required_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """The options with their values, for each input, that the node connected to this input must have."""
+    other_responses: ClassVar[frozenset[str]] = frozenset()
+    """The inputs that belong to other responses than ``rollouts`` and the rest, such as those of a greedy baseline."""
 
     def __init_subclass__(
         cls, *, kind: str, unit: Unit, compares_groups: bool | None = None, reads_tokens: bool | None = None

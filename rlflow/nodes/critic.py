@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-from annotated_types import Ge, Gt, Le, Unit
+from annotated_types import Ge, Le, Unit
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Metrics, Packed, Rewards, Rollouts, TokenAdvantages, ValueEstimates
@@ -18,7 +18,7 @@ from rlflow.nodes.base import Formula, Node, times
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_kl, kl_expression, old_difference, token_kl
 from rlflow.nodes.minibatches import Weighting, mean_metrics, train
 from rlflow.packed import offsets_of
-from rlflow.schema import Coefficient, Count
+from rlflow.schema import ClipDistance, Coefficient, Count, Divergence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ class GaeAdvantage(Node, kind="gae_advantage", unit="batch", reads_tokens=True):
     al. (arXiv 1909.08593), equation 2, as in InstructGPT (arXiv 2203.02155).
     """
 
-    gamma: Annotated[float, Gt(0), Le(1)] = 1.0
+    gamma: Annotated[float, Ge(0.001), Le(1)] = 1.0
     """The discount of a reward for each token before it."""
     lam: Annotated[float, Ge(0), Le(1)] = 0.95
     """How far ahead actual rewards count before the critic's value takes over: 1 to the end, 0 one token."""
@@ -61,7 +61,7 @@ class GaeAdvantage(Node, kind="gae_advantage", unit="batch", reads_tokens=True):
     """The coefficient of the KL divergence in the reward. Needs a ``reference``."""
     kl_estimator: Estimator = "k1"
     """The estimator of a token's divergence; docs/algorithms.md compares them."""
-    kl_target: Annotated[float, Gt(0), Unit("nats per response")] | None = None
+    kl_target: Annotated[Divergence, Unit("nats per response")] | None = None
     """A divergence of responses. ``kl_coef`` is then the start value, and follows the target from step to step."""
     normalize: bool = True
     """Normalize advantages over all tokens of the batch. Returns are not normalized."""
@@ -177,7 +177,7 @@ class ValueLoss:
 class ValueUpdate(Node, kind="value_update", unit="batch"):
     """Train the critic on the returns. Every token has the same weight. Excluded rollouts are in no minibatch."""
 
-    clip_eps: Annotated[float, Gt(0)] | None = 0.2
+    clip_eps: ClipDistance | None = 0.2
     """The distance from the value before the step at which a value is clipped. Null: no clipping."""
     num_minibatches: Count = 1
     """The number of optimizer steps that the rollouts are divided among. With the policy's number, the minibatches are

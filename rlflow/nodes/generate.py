@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Self
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Le, Lt
 
 from rlflow.batch import Conversations, Prompts, Rollouts
 from rlflow.engines.base import Generates, Sampling
@@ -13,7 +13,10 @@ from rlflow.environments.options import TurnOptions
 from rlflow.errors import RecipeError
 from rlflow.nodes.base import Node, NodeContext
 from rlflow.rewards.pool import ProcessPool
-from rlflow.schema import Count
+from rlflow.schema import Count, TopP
+
+# vLLM raises a lower temperature to this one, or takes the likeliest tokens.
+_LEAST_TEMPERATURE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +28,8 @@ class Generate(Node, kind="generate", unit="sample"):
     max_tokens: Count
     """The limit of a response; a response that reaches it is cut."""
     temperature: Annotated[float, Ge(0), Le(10)] = 1.0
-    """0 takes the likeliest token."""
-    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    """0 takes the likeliest token; otherwise at least 0.01."""
+    top_p: TopP = 1.0
     """Sample from the likeliest tokens whose probabilities add up to this share."""
     overcommit: Annotated[float, Ge(0), Lt(1)] = 0.0
     """The share of ``data.batch_size`` by which a step starts more prompts than it trains on. Its generation ends when
@@ -81,6 +84,11 @@ class Generate(Node, kind="generate", unit="sample"):
             top_p=self.top_p if top_p is None else top_p,
         )
 
+    def check(self, connected: frozenset[str]) -> None:
+        if 0 < self.temperature < _LEAST_TEMPERATURE:
+            fact = f"{self.temperature:g} is so low that engines take the likeliest token"
+            raise RecipeError("temperature", fact, fix=f"use {_LEAST_TEMPERATURE:g} or more, or 0")
+
     def cautions(self, context: NodeContext) -> Iterator[str]:
         if self.overcommit:
             yield (
@@ -118,6 +126,7 @@ class Converse(TurnOptions, Generate, kind="converse", unit="sample"):
         return self.max_turns
 
     def check(self, connected: frozenset[str]) -> None:
+        super().check(connected)
         self.environment_spec.load(self.environment)
         if self.turn_tokens > self.max_tokens:
             fact = f"{self.turn_tokens} is more than max_tokens, which is {self.max_tokens}"

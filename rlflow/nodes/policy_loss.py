@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import nan
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Le
 
 from rlflow.errors import RecipeError
 from rlflow.nodes.kl import Estimator, kl_estimate, ratio
@@ -38,9 +38,9 @@ class Correction(Section):
     """The ratio of each token, the product over its response, or the geometric mean over its response."""
     outside: Literal["bound", "mask"] = "bound"
     """The weight of a ratio outside of the bounds: the bound itself, or 0."""
-    max_ratio: Annotated[float, Gt(0)] = 2.0
-    """The upper bound of the ratio."""
-    min_ratio: Annotated[float, Ge(0)] = 0.0
+    max_ratio: Annotated[float, Ge(1), Le(1e9)] = 2.0
+    """The upper bound of the ratio, which is 1 where both engines agree."""
+    min_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
     """The lower bound of the ratio."""
 
     def expression(self, sampler: str) -> str:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
-from annotated_types import Ge, Gt, Le, Lt, Unit
+from annotated_types import Ge, Gt, Le, Unit
 
 from rlflow.batch import Advantages, Examples, Logprobs, Metrics, Packed, Rollouts
 from rlflow.engines.base import Trains
@@ -21,7 +21,7 @@ from rlflow.nodes.base import Formula, Node, NodeContext, inheritance_depth, old
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_kl, kl_expression, ratio
 from rlflow.nodes.minibatches import Aggregation, Weighting, mean_metrics, train
 from rlflow.nodes.policy_loss import Correction, LikelihoodLoss, PolicyLoss, clipped_expression, clipped_surrogate
-from rlflow.schema import Coefficient, Count, CountOrZero, Section
+from rlflow.schema import ClipDistance, ClipShare, Coefficient, Count, CountOrZero, Divergence, Section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +79,7 @@ class PolicyGradient(Section):
     """The coefficient of the KL divergence in the loss. Needs a ``reference``."""
     kl_estimator: Estimator = "k3"
     """The estimator of a token's divergence; docs/algorithms.md compares them."""
-    kl_target: Annotated[float, Gt(0), Unit("nats per token")] | None = None
+    kl_target: Annotated[Divergence, Unit("nats per token")] | None = None
     """A divergence of tokens. ``kl_coef`` is then the start value, and follows the target from step to step."""
     entropy_coef: Coefficient = 0.0
     """The coefficient of the entropy, which the loss increases."""
@@ -178,9 +178,9 @@ class PolicyGradient(Section):
                 "needs the logprobs of the role that is trained, and there is no node 'old_logprobs'",
                 fix="add old_logprobs: {node: logprobs, role: actor}, or correction: null",
             )
-        if self.correction is not None and self.correction.min_ratio > self.correction.max_ratio:
-            fact = f"{self.correction.min_ratio:g} is more than max_ratio, which is {self.correction.max_ratio:g}"
-            raise RecipeError("correction.min_ratio", fact, fix=f"use {self.correction.max_ratio:g} or less")
+        if self.correction is not None and self.correction.min_ratio == self.correction.max_ratio:
+            fact = "1 is max_ratio as well, so no ratio between them is left"
+            raise RecipeError("correction.min_ratio", fact, fix="use less than 1, or a larger max_ratio")
         if (self.aggregation == "constant") != (self.constant_length is not None):
             raise GraphError(
                 "constant_length",
@@ -252,11 +252,11 @@ class PolicyUpdate(PolicyGradient, Node, kind="policy_update", unit="batch"):
         **DUAL_CLIPPING,
     }
 
-    clip_eps: Annotated[float, Gt(0), Lt(1)] = 0.2
+    clip_eps: ClipShare = 0.2
     """The distance from 1 at which the ratio is clipped."""
-    clip_eps_high: Annotated[float, Gt(0)] | None = None
+    clip_eps_high: ClipDistance | None = None
     """The distance above 1, where it differs."""
-    dual_clip: Annotated[float, Gt(1)] | None = None
+    dual_clip: Annotated[float, Gt(1), Le(1e9)] | None = None
     """The largest ratio that counts where the advantage is negative. Null: any."""
 
     def check(self, connected: frozenset[str]) -> None:

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from annotated_types import Gt, Lt
+from annotated_types import Gt, Le
 
 from rlflow.nodes.base import Formula, Node, NodeContext
 from rlflow.nodes.kl import ratio
 from rlflow.nodes.minibatches import Aggregation
 from rlflow.nodes.policy_loss import clip_fractions, clipped_expression, clipped_surrogate, means_over_responses
 from rlflow.nodes.policy_update import CLIPPING, DUAL_CLIPPING, PolicyGradient, check_clipping
+from rlflow.schema import ClipDistance, ClipShare
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,11 +36,11 @@ class GspoUpdate(PolicyGradient, Node, kind="gspo_update", unit="batch"):
     }
 
     aggregation: Aggregation = "sequence"
-    clip_eps: Annotated[float, Gt(0), Lt(1)] = 3e-4
+    clip_eps: ClipShare = 3e-4
     """The distance below 1 at which the ratio of a response is clipped."""
-    clip_eps_high: Annotated[float, Gt(0)] | None = 4e-4
+    clip_eps_high: ClipDistance | None = 4e-4
     """The distance above 1. Null: the same as below."""
-    dual_clip: Annotated[float, Gt(1)] | None = None
+    dual_clip: Annotated[float, Gt(1), Le(1e9)] | None = None
     """The largest ratio that counts where the advantage is negative. Null: any."""
 
     def check(self, connected: frozenset[str]) -> None:
@@ -64,9 +65,9 @@ class CispoUpdate(PolicyGradient, Node, kind="cispo_update", unit="batch"):
 
     hints_for_other_names: ClassVar[Mapping[str, str]] = {**PolicyGradient.hints_for_other_names, **CLIPPING}
 
-    clip_eps: Annotated[float, Gt(0), Lt(1)] | None = None
+    clip_eps: ClipShare | None = None
     """The distance below 1 at which the ratio is clipped. Null: without a bound."""
-    clip_eps_high: Annotated[float, Gt(0)] = 4.0
+    clip_eps_high: ClipDistance = 4.0
     """The distance above 1."""
 
     def surrogate_formula(self, advantage: str) -> Formula:

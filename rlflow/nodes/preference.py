@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Le, Lt
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Metrics, Pairs
@@ -92,7 +92,7 @@ class DpoUpdate(Preference, Node, kind="dpo_update", unit="batch"):
     share of pairs in which it is above 0.
     """
 
-    beta: Annotated[float, Gt(0)] = 0.1
+    beta: Annotated[float, Ge(1e-6), Le(100)] = 0.1
     """The weight of staying near the reference."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """The share of pairs whose labels are assumed to be wrong (https://ericmitchell.ai/cdpo.pdf)."""

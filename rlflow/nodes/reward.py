@@ -20,6 +20,9 @@ from rlflow.rewards.callables import RewardTerm
 from rlflow.rewards.calls import Call
 from rlflow.rewards.pool import ProcessPool
 
+# The rewards of a sum whose weights are all smaller are rounding errors beside an advantage's own epsilon.
+_LEAST_WEIGHT = 1e-9
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SummedRewards(Rewards):
@@ -59,7 +62,7 @@ class Reward(Node, kind="reward", unit="sample"):
             raise RecipeError(
                 "function", f"expected one of 'function' and 'functions', got {got}", fix="function: exact"
             )
-        if self.functions and not any(part.weight for part in self.functions.values()):
+        if self.functions and all(abs(part.weight) < _LEAST_WEIGHT for part in self.functions.values()):
             fact = "the weights of all functions are 0, and so is every reward"
             raise RecipeError("functions", fact, fix="weight: 1 for the function that counts")
         for name, part in self.functions.items():

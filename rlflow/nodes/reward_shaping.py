@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-from annotated_types import Gt, Unit
+from annotated_types import Unit
 from numpy.typing import NDArray
 
 from rlflow.batch import Batch, Logprobs, Rewards, Rollouts, known_mean
 from rlflow.errors import RecipeError
 from rlflow.nodes.base import Formula, Node, times
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_target, kl_expression, old_difference, token_kl
-from rlflow.schema import Coefficient, Count
+from rlflow.schema import Coefficient, Count, Divergence
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -58,7 +58,7 @@ class KlPenalty(Node, kind="kl_penalty", unit="sample", reads_tokens=False):
 
     kl_coef: Coefficient
     """The factor of the divergence, which is subtracted from the reward."""
-    kl_target: Annotated[float, Gt(0), Unit("nats per response")] | None = None
+    kl_target: Annotated[Divergence, Unit("nats per response")] | None = None
     """A divergence of responses. ``kl_coef`` is then the start value, and follows the target from step to step."""
 
     def check(self, connected: frozenset[str]) -> None:

@@ -7,7 +7,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Le
 
 from rlflow.errors import RecipeError, first_line
 from rlflow.extras import check_extra
@@ -29,7 +31,7 @@ class RewardTerm(Section):
     kind: ClassVar[str] = "reward"
     function: str | None = None
     """A file of rlflow.rewards.functions, or ``package.module:function``; by default the term's own name."""
-    weight: float = 1.0
+    weight: Annotated[float, Ge(-1e6), Le(1e6)] = 1.0
     """The term's factor in the sum. A term with weight 0 is only a metric."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The function's keyword-only parameters."""

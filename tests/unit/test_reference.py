@@ -38,15 +38,15 @@ def test_public_names_are_listed(name: str) -> None:
 @pytest.mark.parametrize(
     ("path", "row"),
     [
-        ("roles.ROLE.optimizer.learning_rate", ("number above 0 to 1", "`1e-06`", "")),
+        ("roles.ROLE.optimizer.learning_rate", ("number from 1e-12 to 1", "`1e-06`", "")),
         ("roles.ROLE.zero_stage", ("whole number from 0 to 3 or `auto`", "`auto`", "")),
-        ("roles.ROLE.timeout_minutes", ("number above 0 to 10080", "`10`", "minutes")),
+        ("roles.ROLE.timeout_minutes", ("number from 0.001 to 10080", "`10`", "minutes")),
         ("roles.ROLE.lora.rank", ("whole number from 1", "`16`", "")),
         ("data.max_prompt_tokens", ("whole number from 1", "", "tokens")),
         ("data.overlong", ("`error`, `drop` or `truncate_left`", "`error`", "")),
         ("checkpoints.every", ("whole number from 1", "", "steps")),
         ("models.NAME.architecture.sliding_window", ("whole number from 1 or `null`", "`null`", "tokens")),
-        ("cluster.gpus.KIND.memory_gb_s", ("number above 0 or `null`", "`null`", "GB/s")),
+        ("cluster.gpus.KIND.memory_gb_s", ("number from 1e-09 to 1e+09 or `null`", "`null`", "GB/s")),
         ("tune", ("`true` or `false` or `adaptive`", "`false`", "")),
     ],
 )

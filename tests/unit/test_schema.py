@@ -40,9 +40,17 @@ def test_lists_become_tuples_and_whole_numbers_floats() -> None:
         ({"name": "x", "parts": {"a": {"names": ["p", 3]}}}, "at.parts.a.names.1: 3 is not valid"),
         ({"name": 1, "parts": {}}, "at.name: 1 is not valid"),
         ({"parts": {}}, "at.name: is missing."),
+        ({"name": "x", "parts": {"a\u200b": {}}}, "at.parts: has the character U+200B, which is not shown as text."),
+        ({"name": "x", "parts": {"\ufeffa": {}}}, "at.parts: has the character U+FEFF, which is not shown as text."),
+        ({"name": "\u202ex", "parts": {}}, "at.name: has the character U+202E, which is not shown as text."),
     ],
 )
 def test_what_is_wrong_is_named(mapping: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError) as raised:
         parse(Whole, mapping, "at")
     assert str(raised.value).startswith(message)
+
+
+def test_texts_may_have_characters_without_a_width() -> None:
+    """Thai breaks lines at U+200B, and Arabic needs U+061C."""
+    assert parse(Whole, {"name": "a\u200bb\u061c", "parts": {}}, "at").name == "a\u200bb\u061c"

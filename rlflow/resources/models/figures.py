@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal, get_args
 
-from annotated_types import Ge, Gt, Le, Unit
+from annotated_types import Ge, Le, Unit
 
 from rlflow.schema import Count, CountOrZero, Section
 
@@ -113,7 +113,7 @@ class Figures(Section):
     """The longest sequence."""
     tie_word_embeddings: bool = False
     """The output layer is that of the embeddings."""
-    rope_theta: Annotated[float, Gt(0)] = 10_000.0
+    rope_theta: Annotated[float, Ge(1), Le(1e12)] = 10_000.0
     """The base of rotary position embeddings."""
     attention_bias: bool = False
     """Projections of attention have a bias, in model types that can be built with and without."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Gt, MinLen
+from annotated_types import Ge, Le, MinLen
 
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.layers import LayerKind, traits_of
@@ -21,7 +21,7 @@ class Lora(Section):
 
     rank: Count = 16
     """The rank of the matrices A and B; at most 512 with vLLM."""
-    alpha: Annotated[float, Gt(0)] = 32.0
+    alpha: Annotated[float, Ge(1e-3), Le(1e6)] = 32.0
     """B A is multiplied by ``alpha / rank``."""
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], MinLen(1)] = "all-linear"
     """Names of layers in the model's class, such as ``q_proj``; ``all-linear``: all but the output layer."""

@@ -51,13 +51,22 @@ def calibration_from(mapping: Mapping[str, Any], cluster: Cluster) -> Calibratio
         if kind not in mapping:
             found[kind] = default_efficiency(gpu)
             continue
-        figures = dict(mapping[kind] or {})
-        engines = figures.pop("engines", {})
-        found[kind] = parse(Efficiency, figures, f"calibration.{kind}")
+        where = f"calibration.{kind}"
+        figures = _section(mapping[kind], where)
+        engines = _section(figures.pop("engines", None), f"{where}.engines")
+        found[kind] = parse(Efficiency, figures, where)
         for engine, own in engines.items():
-            path = f"calibration.{kind}.engines.{engine}"
-            found[engine_key(kind, engine)] = parse(Efficiency, figures | own, path)
+            path = f"{where}.engines.{engine}"
+            found[engine_key(kind, engine)] = parse(Efficiency, figures | _section(own, path), path)
     return found
+
+
+def _section(value: Any, path: str) -> dict[str, Any]:
+    """Return a copy of the figures at ``path``; none for null. Raises RecipeError for anything else."""
+    if value is not None and not isinstance(value, Mapping):
+        fact = f"{value!r} is not valid: expected figures by their names"
+        raise RecipeError(path, fact, fix="write keys with values: {KEY: VALUE}")
+    return dict(value or {})
 
 
 def calibration_figures(calibration: Calibration) -> dict[str, Any]:

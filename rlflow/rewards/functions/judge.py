@@ -8,16 +8,33 @@ from functools import partial
 from string import Formatter
 from typing import Annotated, Any
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
+from rlflow.errors import RecipeError
 from rlflow.rewards.base import Failure, Outcome, Row, batched, column_text
 from rlflow.rewards.http import Url, post
-from rlflow.schema import Count
+from rlflow.schema import Count, Text
 
 # Responses of one call, which are judged concurrently.
 _CONCURRENCY = 32
 # Where a field in braces stops naming the column and starts naming a part of its value.
 _PART_OF_VALUE = re.compile(r"[.\[]")
+
+
+def check(*, prompt: str, **options: Any) -> None:
+    """Raise RecipeError for a prompt whose braces cannot be replaced, or which does not show the response."""
+    del options
+    fix = "name {response} and columns in braces; write other braces twice: {{ and }}"
+    try:
+        parts = [(name, conversion) for _, name, _, conversion in Formatter().parse(prompt) if name is not None]
+    except ValueError as error:
+        raise RecipeError("options.prompt", f"its braces cannot be read ({error})", fix=fix) from None
+    for name, conversion in parts:
+        if not name or name.isdecimal() or conversion not in (None, "s", "r", "a"):
+            shown = name if conversion is None else f"{name}!{conversion}"
+            raise RecipeError("options.prompt", f"'{{{shown}}}' names no column", fix=fix)
+    if not any(_PART_OF_VALUE.split(name)[0] == "response" for name, _ in parts):
+        raise RecipeError("options.prompt", "the judge would not see the response", fix="name {response} in it")
 
 
 @batched(_CONCURRENCY)
@@ -26,12 +43,12 @@ def reward(
     rows: Sequence[Row],
     *,
     url: Url,
-    model: str,
+    model: Text,
     prompt: str,
     timeout_s: float,
     score: re.Pattern[str] = re.compile(r"(?i)score:\s*(-?\d+(?:\.\d+)?)"),
     max_tokens: Count = 1024,
-    temperature: Annotated[float, Ge(0)] = 0.0,
+    temperature: Annotated[float, Ge(0), Le(10)] = 0.0,
     api_key: str = "OPENAI_API_KEY",
 ) -> list[Outcome]:
     """Ask the judge about each response and return the scores in its answers.

@@ -76,10 +76,24 @@ def test_untrained_responses_end_at_random() -> None:
     assert max(lengths) == 32
 
 
-def test_a_folder_without_measured_times_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "report",
+    [
+        {"nodes": {}},
+        {"nodes": "x"},
+        {"nodes": ["update"]},
+        {"nodes": {"update": 5}},
+        {"nodes": {"update": {"predicted": 1.0}}},
+        {"nodes": {"update": {"predicted": 1.0, "measured": "fast"}}},
+        {"nodes": {"update": {"predicted": 1.0, "measured": float("nan")}}},
+        {"nodes": {"update": {"predicted": 1.0, "measured": 1.0}}, "memory": "x"},
+        {"nodes": {"update": {"predicted": 1.0, "measured": 1.0}}, "memory": {"actor/0": [1]}},
+    ],
+)
+def test_a_folder_without_measured_times_is_refused(report: object, tmp_path: Path) -> None:
     import rlflow
 
     write_plan(rlflow.compile(load("recipe=sft_tiny"), "local"), tmp_path)
-    (tmp_path / "report.json").write_text(json.dumps({"nodes": {}}))
+    (tmp_path / "report.json").write_text(json.dumps(report))
     with pytest.raises(RecipeError, match="no report with measured times"):
         read_run(tmp_path)

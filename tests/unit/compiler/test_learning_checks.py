@@ -80,6 +80,87 @@ def test_sizes_that_no_run_has(override: str) -> None:
     assert refusal(override).startswith(override.partition("=")[0] + ": ")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "override", "expected"),
+    [
+        (
+            "grpo_tiny",
+            "graph.update.critic_warmup=3",
+            "graph.update.critic_warmup: 3 steps would train nothing: no node trains a critic.\n"
+            "  Fix: graph.update.critic_warmup=0, or roles.actor.optimizer.warmup_steps.",
+        ),
+        (
+            "distill_tiny",
+            "roles.teacher.model=policy",
+            "roles.teacher.model: has the weights with which 'actor' starts, so that there is nothing to learn from "
+            "it.\n  Fix: name a better model.",
+        ),
+        (
+            "dapo_tiny",
+            "graph.shaped.max_tokens=6",
+            "graph.shaped.max_tokens: 6 is more than graph.rollouts.max_tokens, which is 5.\n"
+            "  Fix: graph.shaped.max_tokens=5.",
+        ),
+        (
+            "dpo_tiny",
+            "data.columns={rejected: chosen}",
+            "data.columns: chosen and rejected are both 'chosen', so that all pairs are ties.\n"
+            "  Fix: name two columns: {chosen: COLUMN, rejected: OTHER}.",
+        ),
+        (
+            "dpo_tiny",
+            "evaluation.temperature=0.5",
+            "evaluation.temperature: pairs are given, and no responses are generated.\n  Fix: leave it out.",
+        ),
+        (
+            "grpo_7b",
+            "data.max_prompt_tokens=200000",
+            "data.max_prompt_tokens: prompts of 200000 tokens leave no room for responses: the model has 32768 "
+            "positions.\n  Fix: use less than 32768.",
+        ),
+        (
+            "grpo_tiny",
+            "graph.rollouts.temperature=0.001",
+            "graph.rollouts.temperature: 0.001 is so low that engines take the likeliest token.\n"
+            "  Fix: use 0.01 or more, or 0.",
+        ),
+        (
+            "grpo_tiny",
+            "roles.reference.offload=optimizer",
+            "roles.reference.offload: 'reference' is never trained, so it has no optimizer state.\n"
+            "  Fix: roles.reference.offload=auto, or weights.",
+        ),
+        (
+            "grpo_tiny",
+            "roles.actor.colocate=[actor]",
+            "roles.actor.colocate: names no other role.\n  Fix: name roles that share its GPUs, or [] for none.",
+        ),
+        (
+            "grpo_tiny",
+            "roles.actor.colocate=[rollout,rollout]",
+            "roles.actor.colocate: names a role more than once.\n  Fix: roles.actor.colocate=[rollout].",
+        ),
+    ],
+)
+def test_options_without_an_effect_or_with_another_one(recipe: str, override: str, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        rlflow.compile(load(f"recipe={recipe}", override))
+    assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override"),
+    [
+        ("ppo_tiny", "graph.update.critic_warmup=3"),
+        ("dapo_tiny", "graph.shaped.max_tokens=3"),
+        ("dpo_tiny", "data.columns={chosen: rejected, rejected: chosen}"),
+        ("grpo_tiny", "roles.actor.colocate=[actor,rollout,reference]"),
+    ],
+)
+def test_options_that_some_users_want(recipe: str, override: str) -> None:
+    rlflow.compile(load(f"recipe={recipe}", override), "local")
+
+
 def test_one_sample_in_each_minibatch_is_possible() -> None:
     rlflow.compile(load("recipe=grpo_tiny", "graph.update.num_minibatches=1024"))
 

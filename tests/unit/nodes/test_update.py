@@ -156,9 +156,9 @@ def test_a_minibatch_without_a_row_that_counts_is_left_out() -> None:
         (GspoUpdate(correction=Correction()), ["reference"], "correction: needs the logprobs of the role that is"),
         (PolicyUpdate(aggregation="constant"), [], "constant_length: is None, and aggregation is 'constant'"),
         (
-            CispoUpdate(correction=Correction(min_ratio=2.5, outside="mask")),
+            CispoUpdate(correction=Correction(min_ratio=1, max_ratio=1, outside="mask")),
             ["old_logprobs"],
-            "correction.min_ratio: 2.5 is more than max_ratio, which is 2",
+            "correction.min_ratio: 1 is max_ratio as well, so no ratio between them is left",
         ),
         (CispoUpdate(constant_length=5), [], "constant_length: is 5, and aggregation is 'token'"),
     ],

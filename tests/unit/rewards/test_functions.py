@@ -138,6 +138,9 @@ def test_annotations_may_be_texts_and_defaults_lists() -> None:
     assert load_reward(f"{annotated.__name__}:good", {"words": ["b", "c"]}, 1.0).call(["x"], [{}]) == [4.0]
 
 
+JUDGE = {"url": "http://judge/v1", "model": "wise"}
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -172,6 +175,12 @@ def test_annotations_may_be_texts_and_defaults_lists() -> None:
         ("code", {"timeout_s": 1}, "options.timeout_s: unknown key"),
         ("rlflow:__version__", {}, "function: 'rlflow:__version__' is not a function"),
         ("length", {"max_characters": 4, "buffer": 5}, "options.buffer: expected at most max_characters, 4, got 5"),
+        ("judge", JUDGE | {"prompt": "Good?"}, "options.prompt: the judge would not see the response"),
+        ("judge", JUDGE | {"prompt": "{response} {}"}, "options.prompt: '{}' names no column"),
+        ("judge", JUDGE | {"prompt": "{response} {0}"}, "options.prompt: '{0}' names no column"),
+        ("judge", JUDGE | {"prompt": "{response!q}"}, "options.prompt: '{response!q}' names no column"),
+        ("judge", JUDGE | {"prompt": "{response"}, "options.prompt: its braces cannot be read (expected '}' before"),
+        ("judge", JUDGE | {"prompt": "{response}", "model": ""}, "options.model: '' is not valid"),
         ("builtins:max", {}, "function: 'builtins:max': 'builtins' belongs to Python, and a recipe may only name code"),
         (f"{annotated.__name__}:of_a_thing", {}, "cannot be read (PydanticSchemaGenerationError: "),
         (f"{annotated.__name__}:of_nothing_known", {}, "cannot be read (NameError: name 'Unknown' is not defined)"),

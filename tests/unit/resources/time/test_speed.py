@@ -1,7 +1,9 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from rlflow.compose import compose, load_calibration, load_cluster, run_options_from_config
 from rlflow.errors import PlacementError, RecipeError
 from rlflow.resources.cluster import Gpu, cluster_from
 from rlflow.resources.time.calibration import calibration_from
@@ -60,6 +62,36 @@ def test_calibration_is_by_kind_and_strict() -> None:
         calibration_from({"a": {"matmul": 1.5}}, cluster)
     with pytest.raises(RecipeError, match="no figures for this cluster"):
         calibration_from({"c": {}}, cluster)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("cpu: [1, 2]", "calibration.cpu: [1, 2] is not valid: expected figures by their names"),
+        ("cpu: x", "calibration.cpu: 'x' is not valid: expected figures by their names"),
+        ("cpu: 5", "calibration.cpu: 5 is not valid: expected figures by their names"),
+        ("cpu: {engines: [torch]}", "calibration.cpu.engines: ['torch'] is not valid: expected figures by their names"),
+        ("cpu: {engines: {torch: fast}}", "calibration.cpu.engines.torch: 'fast' is not valid: expected figures by"),
+        ("cpu: {call_s: .nan}", "calibration.cpu.call_s: nan is not valid: input should be a finite number"),
+        ("true: {call_s: 1}", "calibration: the key True is not a text"),
+    ],
+)
+def test_a_calibration_that_is_no_calibration(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(content)
+    options = run_options_from_config(compose(["recipe=grpo_tiny", f"calibration={path}"]))
+    with pytest.raises(RecipeError) as raised:
+        load_calibration(options, load_cluster("local"))
+    assert str(raised.value).startswith(message)
+    assert raised.value.notes["Fix"]
+
+
+@pytest.mark.parametrize("content", ["cpu:", "cpu: {engines:}", "cpu: {engines: {torch:}}"])
+def test_a_calibration_may_leave_out_figures(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(content)
+    options = run_options_from_config(compose(["recipe=grpo_tiny", f"calibration={path}"]))
+    assert load_calibration(options, load_cluster("local"))["cpu"].matmul == 0.9
 
 
 def test_power_that_does_not_sustain_the_peak_makes_matrix_products_slower() -> None:

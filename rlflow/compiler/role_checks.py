@@ -1,0 +1,100 @@
+"""Checks of roles: their models, engines and options, against the nodes that use them."""
+
+from collections.abc import Iterable
+
+from rlflow.compiler.graph import Graph, GraphNode
+from rlflow.engines.registry import engine_kind, engine_names
+from rlflow.errors import GraphError, RecipeError, below, did_you_mean
+from rlflow.recipe import Recipe, Role
+
+# Language models can have adapters. Other heads are new, and would have to be trained as well.
+_LORA_CAPABILITIES = {"Trains", "Scores", "ScoresBase"}
+
+
+def check_roles(recipe: Recipe, graph: Graph) -> None:
+    """Check the models, engines and options of all roles. Raises RecipeError and GraphError."""
+    trained = graph.trained_roles()
+    if not trained:
+        raise GraphError("graph", "no node trains a role", fix="add one, as update: {node: policy_update, role: actor}")
+    for name, role in recipe.roles.items():
+        path = f"roles.{name}"
+        _check_name(f"{path}.model", "model", role.model, recipe.models)
+        _check_name(f"{path}.engine", "engine", role.engine, engine_names())
+        _check_colocate(f"{path}.colocate", name, role, recipe)
+        nodes = [node for node in graph.nodes if node.role == name]
+        if not nodes:
+            raise GraphError(path, "no node uses this role", fix=f"remove it, or give a node role: {name}")
+        for node in nodes:
+            _check_capability(path, role.engine, node)
+            with below(f"graph.{node.name}"):
+                node.operation.check_steps(recipe.steps)
+        if role.optimizer is not None and name not in trained:
+            raise GraphError(f"{path}.optimizer", f"'{name}' is never trained", fix="remove it")
+        if role.offload == "optimizer" and name not in trained:
+            fact = f"'{name}' is never trained, so it has no optimizer state"
+            raise GraphError(f"{path}.offload", fact, fix=f"{path}.offload=auto, or weights")
+        _check_lora(recipe, graph, name, role)
+        if role.follows is not None:
+            _check_follows(recipe, name, role.follows, trained)
+
+
+def _check_colocate(path: str, name: str, role: Role, recipe: Recipe) -> None:
+    others = () if isinstance(role.colocate, str) else role.colocate
+    for other in others:
+        _check_name(path, "role", other, recipe.roles)
+    if len(set(others)) < len(others):
+        raise RecipeError(path, "names a role more than once", fix=f"{path}=[{','.join(dict.fromkeys(others))}]")
+    if others == (name,):
+        raise RecipeError(path, "names no other role", fix="name roles that share its GPUs, or [] for none")
+
+
+def _check_name(path: str, what: str, name: str, known: Iterable[str]) -> None:
+    if name not in (names := list(known)):
+        raise RecipeError(path, f"no {what} '{name}'", known=names, fix=did_you_mean(name, names) or "one of these")
+
+
+def _check_capability(path: str, engine: str, node: GraphNode) -> None:
+    provided, needed = engine_kind(engine).capabilities, node.capabilities
+    if not needed <= provided:
+        raise GraphError(
+            f"{path}.engine",
+            f"'{engine}' cannot do what graph.{node.name} needs, {' and '.join(sorted(needed))}; "
+            f"it can {', '.join(sorted(provided))}",
+            known=[name for name in engine_names() if needed <= engine_kind(name).capabilities],
+            fix="one of the known engines",
+        )
+
+
+def _check_lora(recipe: Recipe, graph: Graph, name: str, role: Role) -> None:
+    """Check that adapters are trained and suffice, and that they exist where a node asks for the base model."""
+    path, capabilities = f"roles.{name}", graph.capabilities(name)
+    model = recipe.models[role.model].architecture
+    others = sorted(capabilities - _LORA_CAPABILITIES)
+    fix = "remove it"
+    if role.lora is None:
+        if "ScoresBase" not in capabilities:
+            return
+        fact = "is missing, and a node asks for the logprobs of the role's model without its adapters"
+        fix = f"{path}.lora={{}}, or node: logprobs with a role of its own"
+    elif name not in graph.trained_roles():
+        fact, fix = "the role is never trained", "remove it; a role that follows another one uses its adapters"
+    elif others:
+        fact = f"the role's engine must do {', '.join(others)}, and adapters do not cover the head for that"
+    elif model is not None and model.num_experts:
+        fact = f"a {model.model_type} has experts, and adapters for experts are not supported"
+    else:
+        return
+    raise GraphError(f"{path}.lora", fact, fix=fix)
+
+
+def _check_follows(recipe: Recipe, name: str, leader: str, trained: list[str]) -> None:
+    path = f"roles.{name}.follows"
+    if leader not in trained:
+        fact = f"'{leader}' is never trained" if leader in recipe.roles else f"no role '{leader}'"
+        raise GraphError(path, fact, known=trained, fix=did_you_mean(leader, trained) or "a trained role")
+    if recipe.roles[leader].model != recipe.roles[name].model:
+        models = f"'{name}' has the model '{recipe.roles[name].model}', '{leader}' has '{recipe.roles[leader].model}'"
+        raise GraphError(path, models, fix="the same model for both")
+    if "Follows" not in engine_kind(recipe.roles[name].engine).capabilities:
+        fact = f"engine '{recipe.roles[name].engine}' cannot load the weights of another role while it runs"
+        raise GraphError(path, fact, fix=f"{path}=null, or another engine")
