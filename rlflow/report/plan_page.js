@@ -29,7 +29,7 @@ function drawSummary() {
   document.title = `${plan.name} on ${plan.cluster}`;
   at("title").textContent = `${document.title} `;
   make("span", at("title"), plan.verdict ?? "PLACED", {class: `verdict ${plan.verdict ?? "FITS"}`});
-  at("where").textContent = `Plan ${plan.fingerprint}`;
+  at("where").textContent = `Experiment ${plan.fingerprint}`;
   drawBoxes(at("summary"), plan.summary);
 }
 

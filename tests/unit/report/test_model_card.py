@@ -122,12 +122,12 @@ def test_a_card_has_no_paths_and_no_options(tmp_path: Path) -> None:
     hostile = "marked`|\n---\nlicense: mit\n---\n# marked.jsonl"
     for source in (str(tmp_path / "marked.jsonl"), hostile, "https://marked:marked@host/data"):
         data = replace(recipe.data, source=source, options={"key": "marked"})
-        rewards = {"node": "reward", "functions": {"exact": {"options": {}}, "length": {"options": {"buffer": 5309}}}}
+        rewards = {"node": "reward", "functions": {"exact": {"options": {}}, "length": {"options": {"buffer": 530917462835}}}}
         changed = replace(recipe, models={"policy": policy}, data=data, graph={**recipe.graph, "rewards": rewards})
         plan = replace(rlflow.compile(recipe, "local"), recipe=changed)
         card = model_card(plan, report_of(plan, directory=str(tmp_path)), "actor", EVALUATIONS)
         assert "marked" not in card
-        assert "5309" not in card
+        assert "530917462835" not in card
         assert str(tmp_path) not in card
         assert "| data | local files |" in card
         assert "| base model | a local model, " in card
