@@ -122,7 +122,8 @@ def test_a_card_has_no_paths_and_no_options(tmp_path: Path) -> None:
     hostile = "marked`|\n---\nlicense: mit\n---\n# marked.jsonl"
     for source in (str(tmp_path / "marked.jsonl"), hostile, "https://marked:marked@host/data"):
         data = replace(recipe.data, source=source, options={"key": "marked"})
-        rewards = {"node": "reward", "functions": {"exact": {"options": {}}, "length": {"options": {"buffer": 530917462835}}}}
+        functions = {"exact": {"options": {}}, "length": {"options": {"buffer": 530917462835}}}
+        rewards = {"node": "reward", "functions": functions}
         changed = replace(recipe, models={"policy": policy}, data=data, graph={**recipe.graph, "rewards": rewards})
         plan = replace(rlflow.compile(recipe, "local"), recipe=changed)
         card = model_card(plan, report_of(plan, directory=str(tmp_path)), "actor", EVALUATIONS)
