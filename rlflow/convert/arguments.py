@@ -8,7 +8,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from rlflow.convert.shell import first_values, read_script
+from rlflow.convert.shell import read_script
 from rlflow.errors import RecipeError
 
 _TRAINER = re.compile(r"(.*[./])?main_(?!eval|generation)\w+(\.py)?")
@@ -37,7 +37,8 @@ def read_arguments(script: str) -> Given:
         words: Sequence[str] = trainers[0][name + 1 :]
     else:
         words = [word for words in read.commands for word in words if re.match(r"\+{0,2}\w+(\.\w+)+=", word)]
-    values, remarks = dict[str, Any](), first_values(read.choices)
+    values = dict[str, Any]()
+    remarks = {f"${name}": _describe_choice(found) for name, found in read.choices.items()}
     for word in words:
         key, value, remark = _read(word)
         if remark:
@@ -45,6 +46,10 @@ def read_arguments(script: str) -> Given:
         else:
             values[key] = value
     return Given(values, remarks)
+
+
+def _describe_choice(values: Sequence[str]) -> str:
+    return f"{' or '.join(dict.fromkeys(values))} in the script; {values[0]} is used"
 
 
 def _read(word: str) -> tuple[str, Any, str]:

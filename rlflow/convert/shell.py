@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -64,11 +64,11 @@ def read_script(text: str) -> Script:
 
 def _with_braces(script: bytes, root: "Node") -> bytes:
     """Return the script with ``${name}`` in place of ``$name``, but not where the shell reads neither."""
-    braced, start = b"", 0
+    parts, start = list[bytes](), 0
     for node in _literals(root):
-        braced += _UNBRACED.sub(rb"${\1}", script[start : node.start_byte]) + script[node.start_byte : node.end_byte]
+        parts += [_UNBRACED.sub(rb"${\1}", script[start : node.start_byte]), script[node.start_byte : node.end_byte]]
         start = node.end_byte
-    return braced + _UNBRACED.sub(rb"${\1}", script[start:])
+    return b"".join([*parts, _UNBRACED.sub(rb"${\1}", script[start:])])
 
 
 def _literals(node: "Node") -> Iterator["Node"]:
@@ -137,9 +137,7 @@ class _Reader:
         adds = any(_text(child) == "+=" for child in node.children)
         if value is not None and value.type == "array":
             words = [word for child in value.named_children if child.type != "comment" for word in self._words(child)]
-            self._arrays[_text(name)] = (self._arrays.get(_text(name), []) if adds else []) + words
-            if sum(map(len, self._arrays[_text(name)])) > _MAX_CHARACTERS:
-                raise _too_large()
+            self._assign_array(_text(name), [*(self._arrays.get(_text(name), []) if adds else []), *words], in_branch)
         else:
             before = self._variables.get(_text(name), "") if adds else ""
             self._assign(_text(name), before + (self._value(value) if value else ""), in_branch)
@@ -152,6 +150,15 @@ class _Reader:
             self.script.choices.setdefault(name, [before]).append(value)
         else:
             self._variables[name] = value
+
+    def _assign_array(self, name: str, words: list[str], in_branch: bool) -> None:
+        if sum(map(len, words)) > _MAX_CHARACTERS:
+            raise _too_large()
+        before = self._arrays.get(name, words)
+        if in_branch and before != words:
+            self.script.choices.setdefault(name, [" ".join(before)]).append(" ".join(words))
+        else:
+            self._arrays[name] = words
 
     def _words(self, node: "Node") -> list[str]:
         """Return the words of a part of a command: several for an array, and for a variable without quotes."""
@@ -189,14 +196,14 @@ class _Reader:
 
     def _joined(self, node: "Node", start: int, end: int) -> str:
         """Return the values of a node's parts between two places, and the text between these parts."""
-        joined = ""
+        text, first, joined = node.text or b"", node.start_byte, ""
         for child in node.named_children:
             if child.start_byte >= start:
-                joined += _between(node, start, child.start_byte) + self._value(child)
+                joined += text[start - first : child.start_byte - first].decode() + self._value(child)
                 start = child.end_byte
             if len(joined) > _MAX_CHARACTERS:
                 raise _too_large()
-        return joined + _between(node, start, end)
+        return joined + text[start - first : end - first].decode()
 
     def _variable(self, node: "Node") -> str:
         """Return the value of ``$name``, ``${name}`` and ``${name:-default}``; for an unknown variable ``$name``."""
@@ -215,15 +222,15 @@ class _Reader:
             return self._number(node.named_children[0])
         if node.type == "binary_expression":
             left, sign, right = (node.child_by_field_name(name) for name in ("left", "operator", "right"))
-            values = [self._number(side) for side in (left, right) if side]
-            calculate = _OPERATORS.get(_text(sign)) if sign else None
-            if (
-                calculate is None
-                or None in values
-                or (calculate in (operator.floordiv, operator.mod) and not values[1])
-            ):
+            if left is None or sign is None or right is None:
                 return None
-            result = calculate(*values)  # type: ignore[arg-type]
+            first, second, calculate = self._number(left), self._number(right), _OPERATORS.get(_text(sign))
+            if first is None or second is None or calculate is None:
+                return None
+            try:
+                result = calculate(first, second)
+            except ZeroDivisionError:
+                return None
             return result if abs(result) < 2**63 else None
         text = self._value(node)
         text = self._variables.get(text, text)
@@ -232,15 +239,3 @@ class _Reader:
 
 def _text(node: "Node") -> str:
     return (node.text or b"").decode()
-
-
-def _between(node: "Node", start: int, end: int) -> str:
-    return (node.text or b"")[start - node.start_byte : end - node.start_byte].decode()
-
-
-def first_values(choices: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return a remark for each variable that branches change."""
-    return {
-        f"${name}": f"{' or '.join(dict.fromkeys(values))} in the script; {values[0]} is used"
-        for name, values in choices.items()
-    }
