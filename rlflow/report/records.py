@@ -27,12 +27,7 @@ METRICS = "metrics.jsonl"
 
 def read_lines(path: Path) -> list[Mapping[str, Any]]:
     """Return the JSON objects in the file; skip other lines, such as the last one of a killed run."""
-    return parse_lines(path.read_text("utf-8", errors="replace"))
-
-
-def parse_lines(text: str) -> list[Mapping[str, Any]]:
-    """Return the JSON objects in the lines of a text; skip other lines."""
-    parsed = [_parse(line) for line in text.split("\n")]
+    parsed = [_parse(line) for line in path.read_text("utf-8", errors="replace").split("\n")]
     return [line for line in parsed if line is not None]
 
 
