@@ -10,9 +10,12 @@ def additions(split: str, digits: int, seed: int = 0) -> list[Row]:
     """Return all sums of two numbers with ``digits`` digits, with leading zeros, as prompt and answer.
 
     Every tenth sum, chosen by a hash, belongs to ``test`` in both orders of its operands, so the splits share no sums.
+    Raises ValueError for another split, and for other than 1 to 3 digits: four have 100 million sums.
     """
     if split not in ("train", "test"):
         raise ValueError(f"expected the split train or test, got '{split}'")
+    if digits not in (1, 2, 3):
+        raise ValueError(f"expected 1, 2 or 3 digits, got {digits!r}")
     numbers = range(10**digits)
     rows = [
         {"prompt": f"{left:0{digits}}+{right:0{digits}}=", "answer": f"{left + right:0{digits + 1}}"}

@@ -161,6 +161,13 @@ def test_additions_are_right_and_the_splits_share_nothing() -> None:
     assert not sums["train"] & sums["test"]
 
 
+@pytest.mark.parametrize("digits", [0, 4, 100, "2"])
+def test_additions_of_other_than_one_to_three_digits_are_refused(digits: object) -> None:
+    with pytest.raises(RecipeError, match="expected 1, 2 or 3 digits") as raised:
+        load_rows(data("rlflow.data.arithmetic:additions", options={"digits": digits}), "split")
+    assert raised.value.notes["Fix"] == "see data.options"
+
+
 def test_prompts_read_ahead_are_those_of_the_run_and_can_be_read_again(tmp_path: Path) -> None:
     source = opened(data(write(tmp_path / "a.jsonl", ROWS)))
     ahead = replace(source, ahead=2, steps=4)
