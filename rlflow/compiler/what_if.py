@@ -12,7 +12,7 @@ from rlflow.nodes.generate import Generate
 from rlflow.recipe import Recipe
 from rlflow.resources.planner.candidate import describe_pools
 from rlflow.resources.planner.confidence import Margin
-from rlflow.resources.planner.overlap_prediction import predict_overlap
+from rlflow.resources.planner.overlap_prediction import predict_overlap, step_seconds
 from rlflow.resources.workload import Overlap
 
 # Sizes up to so many times the recipe's are tried.
@@ -83,7 +83,9 @@ def gain_of_overlap(problem: Problem) -> str | None:
         found, synchronous = search.best(), problem.best()
     except UserError:
         return None
-    if found is None or synchronous is None or (overlap := predict_overlap(search, found)) is None:
+    if found is None or synchronous is None:
+        return None
+    if (overlap := predict_overlap(found.candidate, search.uses, others=())) is None:
         return None
     gain = 1 - overlap.step_seconds / synchronous.candidate.schedule.step_seconds
     what = describe_pools(found.candidate.partition, found.candidate.gpus)
@@ -96,7 +98,9 @@ def cost_of_pins(problem: Problem) -> str | None:
     pinned, free = problem.best(), problem.without(problem.pins).best()
     if not problem.pins or pinned is None or free is None:
         return None
-    seconds, fewer = (best.candidate.schedule.step_seconds for best in (pinned, free))
+    # Times depend on the layouts that were chosen, and not on what was pinned.
+    uses = problem.search().uses
+    seconds, fewer = (step_seconds(best.candidate, uses) for best in (pinned, free))
     saved = 1 - fewer / seconds if seconds else 0.0
     if saved < _SAME:
         return "the pinned values cost less than 1% of the step time"

@@ -1,6 +1,6 @@
 """The prediction of steps whose samples are generated ahead, for several values of ``overlap.max_staleness``."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.resources.planner.candidate import Candidate
@@ -11,7 +11,7 @@ from rlflow.resources.planner.overlap import (
     simulate_overlap,
     simulate_turns,
 )
-from rlflow.resources.planner.search import Search, SearchResult
+from rlflow.resources.planner.pool_uses import PoolUses
 from rlflow.resources.planner.task_times import DecodeProfile, decode_profile
 from rlflow.resources.workload import Task
 
@@ -39,10 +39,10 @@ class OverlapPrediction:
     takes_turns: bool = False
     """Generation and training take turns on shared GPUs."""
 
-    def idle_share(self, search: Search, candidate: Candidate, pool: int) -> float:
+    def idle_share(self, candidate: Candidate, pool: int, of: PoolUses) -> float:
         """Return the share of a step in which a pool does nothing."""
-        ahead = search.workload.ahead.nodes if search.workload.ahead else ()
-        if any(task.role in candidate.partition[pool] for task in search.workload.tasks if task.node in ahead):
+        ahead = of.workload.ahead.nodes if of.workload.ahead else ()
+        if any(task.role in candidate.partition[pool] for task in of.workload.tasks if task.node in ahead):
             return self.generate_idle
         busy = sum(span.seconds for span in candidate.schedule.spans if pool in span.pools)
         return max(0.0, 1 - busy / self.step_seconds)
@@ -61,30 +61,36 @@ class OverlapPrediction:
         )
 
 
-def predict_overlap(search: Search, result: SearchResult) -> OverlapPrediction | None:
-    """Simulate steps on the plan's GPUs; None where nothing runs ahead, or its times are not modelled."""
-    ahead = search.workload.ahead
-    generating = [
-        task for task in search.workload.tasks if task.kind == "generate" and ahead and task.node in ahead.nodes
-    ]
-    if ahead is None or len(generating) != 1 or (decoding := _decoding(search, result, task := generating[0])) is None:
+def step_seconds(candidate: Candidate, of: PoolUses) -> float:
+    """Return the length of a step, simulated where samples are generated ahead."""
+    overlap = predict_overlap(candidate, of, others=())
+    return overlap.step_seconds if overlap else candidate.schedule.step_seconds
+
+
+def predict_overlap(candidate: Candidate, of: PoolUses, others: Sequence[int] = _TRIED) -> OverlapPrediction | None:
+    """Simulate steps, also with ``others`` in place of the recipe's ``max_staleness``.
+
+    None where nothing runs ahead, or its times are not modelled.
+    """
+    ahead = of.workload.ahead
+    generating = [task for task in of.workload.tasks if task.kind == "generate" and ahead and task.node in ahead.nodes]
+    if ahead is None or len(generating) != 1 or (decoding := _decoding(candidate, of, task := generating[0])) is None:
         return None
-    candidate = result.candidate
-    turns = search.workload.takes_turns({role: (pool,) for role, pool in candidate.pool_of.items()})
+    turns = of.workload.takes_turns({role: (pool,) for role, pool in candidate.pool_of.items()})
     spans = candidate.schedule.spans
-    syncs = {sync.node for sync in search.workload.copies}
+    syncs = {sync.node for sync in of.workload.copies}
     train = max((span.end for span in spans if span.node not in syncs and span.node not in ahead.nodes), default=0.0)
     if turns:
         train = max(0.0, train - max(span.end for span in spans if span.node in ahead.nodes))
     sync = sum(span.seconds for span in spans if span.node in syncs)
     asked = ahead.overlap.max_staleness
-    tried = {k: replace(ahead.overlap, max_staleness=k) for k in sorted({*_TRIED, asked})}
+    tried = {k: replace(ahead.overlap, max_staleness=k) for k in sorted({*others, asked})}
     simulate = simulate_turns if turns else simulate_overlap
     found = {}
     for k, overlap in tried.items():
         # Several steps may fill more places than one has samples.
         steps = k + 1 if turns or overlap.in_flight != "wait" else 1
-        slots = _profile(search, result, replace(task, samples=steps * task.samples)).slots
+        slots = _profile(candidate, of, replace(task, samples=steps * task.samples)).slots
         found[k] = simulate(replace(decoding, slots=slots), train, sync, overlap)
     chosen: OverlapTimes = found[asked]
     best = min(times.step_seconds for times in found.values())
@@ -99,14 +105,14 @@ def predict_overlap(search: Search, result: SearchResult) -> OverlapPrediction |
     )
 
 
-def _decoding(search: Search, result: SearchResult, task: Task) -> Decoding | None:
+def _decoding(candidate: Candidate, of: PoolUses, task: Task) -> Decoding | None:
     """Return the generation of a step, as long in total as its node in the plan."""
-    ahead = search.workload.ahead
-    spans = {span.node: span for span in result.candidate.schedule.spans}
+    ahead = of.workload.ahead
+    spans = {span.node: span for span in candidate.schedule.spans}
     seconds = spans[task.node].seconds
-    if search.demands[str(task.role)].architecture is None or not seconds or ahead is None:
+    if of.demands[str(task.role)].architecture is None or not seconds or ahead is None:
         return None
-    profile = _profile(search, result, task)
+    profile = _profile(candidate, of, task)
 
     def decoding(scale: float) -> Decoding:
         return Decoding(
@@ -123,10 +129,10 @@ def _decoding(search: Search, result: SearchResult, task: Task) -> Decoding | No
     return decoding(seconds / (alone_seconds(unscaled) - unscaled.judging))
 
 
-def _profile(search: Search, result: SearchResult, task: Task) -> DecodeProfile:
+def _profile(candidate: Candidate, of: PoolUses, task: Task) -> DecodeProfile:
     """Return the speed of the role's engines for this task."""
     role = str(task.role)
-    demand, choice = search.demands[role], result.candidate.choices[role]
-    speed = search.host_set([role]).speed.of_engine(demand.engine)
+    demand, choice = of.demands[role], candidate.choices[role]
+    speed = of.host_set([role]).speed.of_engine(demand.engine)
     kv_tokens = float("inf") if choice.kv_tokens is None else choice.kv_tokens
     return decode_profile(demand, task, choice.layout, speed, kv_tokens)

@@ -12,12 +12,13 @@ from rlflow.resources.planner.confidence import TIME_BANDS, Margin, TimeKind, Ve
 from rlflow.resources.planner.data_placement import DataPrediction, predict_data
 from rlflow.resources.planner.layouts import largest_micro_batch
 from rlflow.resources.planner.node_times import NodeTime, node_times
-from rlflow.resources.planner.overlap_prediction import OverlapPrediction, predict_overlap
+from rlflow.resources.planner.overlap_prediction import OverlapPrediction, predict_overlap, step_seconds
 from rlflow.resources.planner.pauses import checkpoint_seconds, evaluation_seconds
 from rlflow.resources.planner.pool import RoleChoice, host_memory, sync_memory
 from rlflow.resources.planner.process_memory import memory_of_hosts, predict_processes
 from rlflow.resources.planner.risks import plan_risks
 from rlflow.resources.planner.search import Search, SearchResult
+from rlflow.resources.planner.sharing import Partition
 from rlflow.resources.planner.warnings import plan_warnings
 from rlflow.resources.time.calibration import calibration_figures
 from rlflow.resources.workload import Task
@@ -55,7 +56,7 @@ class Alternative:
 
     what: str
     step_seconds: float | None
-    """In proportion to the plan's step, as the search compares both; None: it does not fit."""
+    """None: it does not fit."""
     loses: str
 
 
@@ -105,7 +106,7 @@ class Prediction:
 def predict(search: Search, result: SearchResult) -> Prediction:
     """Return all figures of the plan that a search has found."""
     candidate = result.candidate
-    schedule, overlap = candidate.schedule, predict_overlap(search, result)
+    schedule, overlap = candidate.schedule, predict_overlap(candidate, search.uses)
     step = overlap.step_seconds if overlap else schedule.step_seconds
     generates = any(task.kind == "generate" for task in search.workload.tasks)
     band = TIME_BANDS[TimeKind.GENERATES if generates else TimeKind.TRAINS]
@@ -129,7 +130,7 @@ def predict(search: Search, result: SearchResult) -> Prediction:
             PoolTime(
                 roles=roles,
                 gpus=count,
-                idle_share=overlap.idle_share(search, candidate, index) if overlap else schedule.idle_share(index),
+                idle_share=overlap.idle_share(candidate, index, search.uses) if overlap else schedule.idle_share(index),
             )
             for index, (roles, count) in enumerate(zip(candidate.partition, candidate.gpus, strict=True))
         ),
@@ -140,7 +141,7 @@ def predict(search: Search, result: SearchResult) -> Prediction:
         reasons=_reasons(candidate, overlap),
         limits=_limits(search, candidate),
         warnings=plan_warnings(search, result),
-        alternatives=_alternatives(result, step),
+        alternatives=_alternatives(search, result, step),
         processes=predict_processes(search, result.roles, {role: found.phases for role, found in memory.items()}),
         calibration=calibration_figures(search.calibration),
         overlap=overlap,
@@ -261,30 +262,26 @@ def _most_tokens(
     return found // max(task.unit_size for task in tasks) if found < 64 * longest else None
 
 
-def _alternatives(result: SearchResult, step: float) -> tuple[Alternative, ...]:
+def _alternatives(search: Search, result: SearchResult, step: float) -> tuple[Alternative, ...]:
     """Return the best of every other way to share, fastest first; then the ways that do not fit."""
     chosen = result.candidate
-    # With overlap, the plan's step is simulated, and differs from the one that the search has compared with others.
-    scale = step / compared if (compared := chosen.schedule.step_seconds) else 1.0
-    seen = set()
-    alternatives = []
+    best: dict[Partition, Candidate] = {}
     for other in result.alternatives:
-        smaller = other.used_gpus < chosen.used_gpus
-        if other.partition in seen or (other.partition == chosen.partition and not smaller):
-            continue
-        seen.add(other.partition)
-        seconds = scale * other.schedule.step_seconds
-        slower = seconds / step - 1 if step else 0.0
-        idle = max(other.schedule.idle_share(index) for index in range(len(other.partition)))
+        if other.partition != chosen.partition or other.used_gpus < chosen.used_gpus:
+            best.setdefault(other.partition, other)
+    times = {way: step_seconds(other, search.uses) for way, other in best.items()}
+    alternatives = []
+    for way, other in sorted(best.items(), key=lambda each: (each[1].margin, times[each[0]])):
+        slower = times[way] / step - 1 if step else 0.0
+        idle = max(other.schedule.idle_share(index) for index in range(len(way)))
         cost = "equally fast" if other.used_gpus == chosen.used_gpus else f"uses {other.used_gpus} GPUs"
         loses = f"{slower:.0%} slower" if slower >= 0.005 else cost
-        loses += f", GPUs idle {idle:.0%}" if len(other.partition) > 1 else ""
+        loses += f", GPUs idle {idle:.0%}" if len(way) > 1 else ""
         loses += ", tight" if other.margin > chosen.margin else ""
-        what = describe_pools(other.partition, other.gpus)
-        alternatives.append(Alternative(what=what, step_seconds=seconds, loses=loses))
-    fitting = seen | {chosen.partition}
+        what = describe_pools(way, other.gpus)
+        alternatives.append(Alternative(what=what, step_seconds=times[way], loses=loses))
     for rejected in _nearest(result.rejected):
-        if rejected.partition not in fitting:
+        if rejected.partition not in {*best, chosen.partition}:
             what = describe_pools(rejected.partition, rejected.gpus)
             alternatives.append(Alternative(what=what, step_seconds=None, loses=str(rejected.shortage)))
     return tuple(alternatives)

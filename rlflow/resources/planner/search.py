@@ -1,7 +1,8 @@
 """The search: who shares GPUs, how large the pools are, what each role does in its pool, and on which GPUs.
 
-Candidates are ways to share with sizes of pools. The best use of each pool is found, the step is simulated, and the
+Candidates are ways to share with sizes of pools. The best use of each pool is found, the step is scheduled, and the
 fastest candidates are placed exactly. Of plans within one percent of the shortest step, the one with fewer GPUs wins.
+Where samples are generated ahead, the schedules choose the sizes of each way to share, and simulated steps the way.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from rlflow.resources.layout import RolePlacement
 from rlflow.resources.planner.candidate import Candidate, PlacedCandidate, RejectedCandidate, describe_pools
 from rlflow.resources.planner.confidence import Margin
 from rlflow.resources.planner.host_placement import place, place_least
+from rlflow.resources.planner.overlap_prediction import step_seconds
 from rlflow.resources.planner.pool import HostSet, Shortage
 from rlflow.resources.planner.pool_uses import PoolUses
 from rlflow.resources.planner.sharing import Partition, sharing_partitions
@@ -80,17 +82,29 @@ class Search:
                 heapreplace(heads, (_order(head), head, stream))
             else:
                 heappop(heads)
-        fitting += [head for _, head, _ in sorted(heads, key=lambda each: each[0])]
+        next_of_ways = [head for _, head, _ in sorted(heads, key=lambda each: each[0])]
+        if self.workload.ahead is not None:
+            placed_heads = ((index, self._place(head)) for index, head in enumerate(next_of_ways, len(fitting)))
+            found += [(index, placed) for index, placed in placed_heads if placed is not None]
+        fitting += next_of_ways
         found = found or [(len(fitting), placed) for placed in self._place_least()]
         if not found:
             return None
-        safest = min(placed.candidate.margin for _, placed in found)
-        found = [(index, placed) for index, placed in found if placed.candidate.margin == safest]
-        quickest = min(placed.seconds for _, placed in found)
-        near = [(index, placed) for index, placed in found if placed.seconds <= quickest * _SAME]
-        index, chosen = min(near, key=lambda each: (each[1].candidate.used_gpus, each[1].crossed, each[0]))
+        index, chosen = self._chosen(found)
         others = (*fitting[:index], *fitting[index + 1 :])
         return SearchResult(chosen.candidate, chosen.roles(self.uses), others, tuple(self.rejected))
+
+    def _chosen(self, found: Sequence[tuple[int, PlacedCandidate]]) -> tuple[int, PlacedCandidate]:
+        """Return the fastest of the safest candidates, with its number."""
+        safest = min(placed.candidate.margin for _, placed in found)
+        found = [each for each in found if each[1].candidate.margin == safest]
+        if self.workload.ahead is None:
+            return _fastest([(placed.seconds, index, placed) for index, placed in found])
+        ways: dict[Partition, list[tuple[float, int, PlacedCandidate]]] = {}
+        for index, placed in found:
+            ways.setdefault(placed.candidate.partition, []).append((placed.seconds, index, placed))
+        best = [_fastest(of_way) for of_way in ways.values()]
+        return _fastest([(step_seconds(placed.candidate, self.uses), index, placed) for index, placed in best])
 
     def fits(self, margin: Margin = Margin.POSSIBLE) -> bool:
         """Return whether any plan fits with at least this margin."""
@@ -165,6 +179,13 @@ class Search:
         for partition in self._partitions():
             if (placed := place_least(partition, self.uses)) is not None:
                 yield placed
+
+
+def _fastest(timed: Sequence[tuple[float, int, PlacedCandidate]]) -> tuple[int, PlacedCandidate]:
+    """Return the candidate with the shortest step; of those that are nearly as fast, the one with the fewest GPUs."""
+    quickest = min(seconds for seconds, _, _ in timed)
+    near = [(index, placed) for seconds, index, placed in timed if seconds <= quickest * _SAME]
+    return min(near, key=lambda each: (each[1].candidate.used_gpus, each[1].crossed, each[0]))
 
 
 def _order(candidate: Candidate) -> tuple[Margin, float, int, int, Partition, tuple[int, ...]]:

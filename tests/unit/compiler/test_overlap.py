@@ -91,6 +91,22 @@ def test_the_role_that_generates_has_gpus_of_its_own() -> None:
         assert all(gpus["rollout"].isdisjoint(gpus[role]) for role in gpus if role != "rollout")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_no_other_way_to_share_has_a_shorter_step_when_both_are_simulated(staleness: int) -> None:
+    def step(*pins: str) -> float:
+        recipe = load("recipe=grpo_32b", f"overlap.max_staleness={staleness}", *pins)
+        return rlflow.compile(recipe, "4x8").prediction.step_seconds
+
+    apart, shared = "roles.{}.colocate=[]", "roles.{}.colocate=[actor]"
+    ways = [
+        (rollout.format("rollout"), other.format("reference"))
+        for rollout in (apart, shared)
+        for other in (apart, shared)
+    ]
+    assert step() <= 1.01 * min(step(*pins) for pins in ways)
+
+
 def test_both_sides_take_equally_long() -> None:
     """The step is as long as the longer side and the weight sync, and neither side is idle for long."""
     plan = rlflow.compile(load("recipe=grpo_32b", "overlap.max_staleness=1"), "2x8")
