@@ -1,6 +1,6 @@
 """Converts a training script of verl to a recipe: ``python -m rlflow.convert SCRIPT [--output FILE]``.
 
-It reads the ``key=value`` arguments of ``verl.trainer.main_ppo`` with GRPO or PPO.
+It reads the ``key=value`` arguments of ``verl.trainer.main_ppo``.
 """
 
 import argparse

@@ -16,7 +16,7 @@ import yaml
 from rlflow.convert.arguments import read_arguments
 from rlflow.convert.verl_arguments import WITHOUT_PLACE, Arguments
 from rlflow.convert.verl_data import data_of
-from rlflow.convert.verl_graph import graph_of
+from rlflow.convert.verl_graph import ESTIMATORS, graph_of
 from rlflow.convert.verl_roles import model_card, roles_of
 from rlflow.errors import RecipeError
 
@@ -34,20 +34,18 @@ class Converted:
 
 
 def convert(script: str) -> Converted:
-    """Convert the text of a script. Raises RecipeError for a script that is not of GRPO or PPO."""
+    """Convert the text of a script. Raises RecipeError for a script of an algorithm without nodes."""
     given = read_arguments(script)
     arguments = Arguments(given.values)
     remarks = dict(given.remarks)
     algorithm = arguments.get("algorithm.adv_estimator")
-    if algorithm not in ("grpo", "gae"):
-        raise RecipeError(
-            "algorithm.adv_estimator", f"'{algorithm}' is not converted", known=["grpo", "gae"],
-            fix="algorithm: NAME in a recipe of your own; see docs/algorithms.md",
-        )  # fmt: skip
+    if algorithm not in ESTIMATORS:
+        fix = "algorithm: NAME in a recipe of your own; see docs/algorithms.md"
+        raise RecipeError("algorithm.adv_estimator", f"'{algorithm}' is not converted", known=ESTIMATORS, fix=fix)
     model = str(arguments.get("actor_rollout_ref.model.path") or "")
     if not model:
         raise RecipeError("actor_rollout_ref.model.path", "is missing", fix="the arguments of verl.trainer.main_ppo")
-    name = f"{Path(model).name}_{'ppo' if algorithm == 'gae' else 'grpo'}".lower()
+    name = f"{Path(model).name}_{'ppo' if algorithm == 'gae' else algorithm}".lower()
     content: dict[str, Any] = {"name": re.sub(r"[^a-z0-9._-]+", "_", name), "models": {}}
     models = {"policy": model}
     if algorithm == "gae" and (critic := str(arguments.get("critic.model.path") or model)) != model:

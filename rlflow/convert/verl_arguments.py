@@ -127,7 +127,7 @@ WITHOUT_PLACE: Mapping[str, str] = {
     "*legacy_worker_impl": "not needed",
     "trainer.balance_batch": "tokens are always balanced among ranks",
     "trainer.max_critic_ckpt_to_keep": "checkpoints.keep, which counts whole checkpoints",
-    "critic.*": "GRPO has no critic, and PPO's has no such option",
+    "critic.*": "only PPO has a critic, and it has no such option",
     "ray_kwargs.*": "the cluster's own settings; see docs/clusters.md",
     "*reward_manager*": "rewards are nodes of the graph; see docs/rewards.md",
     "*overlong_buffer*.log": "metrics always have it",

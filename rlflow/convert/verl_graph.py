@@ -8,6 +8,9 @@ from rlflow.errors import RecipeError
 # Before 0.9, verl had the first of these names.
 _OVERLONG_BUFFER = ("reward_model.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg")
 
+ESTIMATORS = ("grpo", "gae", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""verl's estimators of advantages that have a node."""
+
 
 def has_reference(arguments: Arguments) -> bool:
     """Return whether the script compares the policy with the model as it was."""
@@ -31,10 +34,7 @@ def graph_of(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any]:
     minibatches = _minibatches(arguments, ACTOR, remarks)
     num_epochs = get(f"{ACTOR}.ppo_epochs")
     epochs = {"num_epochs": num_epochs} if num_epochs != 1 else {}
-    if get("algorithm.adv_estimator") == "gae":
-        graph |= _critic(arguments, remarks)
-    else:
-        graph |= _group_advantage(arguments, remarks)
+    graph |= _advantages(arguments, remarks)
     graph["update"] = {**_loss(arguments, remarks), **epochs}
     graph["update"] |= {"num_minibatches": minibatches} if minibatches > 1 else {}
     if warmup := get("trainer.critic_warmup"):
@@ -95,8 +95,50 @@ def _critic(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _group_advantage(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any]:
-    """Return the nodes of GRPO between the rewards and the update of the policy."""
+def _advantages(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any]:
+    """Return the nodes between the rewards and the update of the policy."""
+    get = arguments.get
+    estimator = get("algorithm.adv_estimator")
+    if estimator == "gae":
+        return _critic(arguments, remarks)
+    nodes, rewards = _shaped_rewards(arguments, remarks)
+    coefficient, kl_estimator = _kl_in_reward(arguments, remarks)
+    if estimator == "reinforce_plus_plus":
+        if (gamma := get("algorithm.gamma")) != 1:
+            remarks[f"algorithm.gamma={gamma}"] = "not supported; rewards are not discounted"
+        return nodes | {
+            "advantages": {"node": "token_advantage", **rewards, **coefficient, **kl_estimator, "unbiased": True}
+        }
+    if coefficient:
+        nodes["kl"] = {"node": "kl_divergence", **kl_estimator}
+        nodes["penalized"] = {"node": "kl_penalty", **rewards, **coefficient}
+        rewards = {"rewards": "penalized"}
+    if estimator == "remax":
+        greedy = {"node": "generate", "role": "rollout", "group_size": 1, "temperature": 0}
+        nodes["greedy"] = {**greedy, "max_tokens": get("data.max_response_length")}
+        of_greedy = {"node": "reward", "rollouts": "greedy", "function": "${graph.rewards.function}"}
+        nodes["greedy_rewards"] = of_greedy
+        if coefficient:
+            key = "algorithm.use_kl_in_reward=True"
+            remarks[key] = "every token has the penalty of its whole response, and not that from the token on"
+    return nodes | {"advantages": {**_advantage_node(arguments), **rewards}}
+
+
+def _advantage_node(arguments: Arguments) -> dict[str, Any]:
+    """Return the node for an estimator that gives all tokens of a response the same advantage."""
+    estimator = arguments.get("algorithm.adv_estimator")
+    if estimator == "rloo":
+        return {"node": "leave_one_out_advantage"}
+    if estimator == "remax":
+        return {"node": "greedy_advantage"}
+    if estimator == "reinforce_plus_plus_baseline":
+        return {"node": "batch_advantage", "unbiased": True}
+    normalize = {} if arguments.get("algorithm.norm_adv_by_std_in_grpo") else {"normalize": False}
+    return {"node": "group_advantage", "epsilon": 1e-6, **normalize}
+
+
+def _shaped_rewards(arguments: Arguments, remarks: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return DAPO's nodes for the rewards, and the input of the nodes after them."""
     get = arguments.get
     nodes: dict[str, Any] = {}
     rewards: dict[str, str] = {}
@@ -110,13 +152,7 @@ def _group_advantage(arguments: Arguments, remarks: dict[str, str]) -> dict[str,
         rewards = {"rewards": "shaped"}
         if (factor := get(f"{buffer}.penalty_factor")) not in (None, 1):
             remarks[f"{buffer}.penalty_factor={factor}"] = "the penalty rises to 1; scale the reward instead"
-    coefficient, estimator = _kl_in_reward(arguments, remarks)
-    if coefficient:
-        nodes["kl"] = {"node": "kl_divergence", **estimator}
-        nodes["penalized"] = {"node": "kl_penalty", **rewards, **coefficient}
-        rewards = {"rewards": "penalized"}
-    normalize = {} if get("algorithm.norm_adv_by_std_in_grpo") else {"normalize": False}
-    return {**nodes, "advantages": {"node": "group_advantage", "epsilon": 1e-6, **rewards, **normalize}}
+    return nodes, rewards
 
 
 def _loss(arguments: Arguments, remarks: dict[str, str]) -> dict[str, Any]:

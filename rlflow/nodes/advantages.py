@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Packed, Repeated, Rewards, RolloutAdvantages, Rollouts, TokenAdvantages
 from rlflow.nodes.base import Formula, Node, old_probability, times
-from rlflow.nodes.kl import Estimator, kl_expression, old_difference, token_kl
+from rlflow.nodes.kl import Estimator, check_kl, kl_expression, old_difference, token_kl
 from rlflow.schema import Coefficient
 
 # Added to a batch's variance, as in verl and OpenRLHF: where all rewards agree, rounding errors stay small.
@@ -116,31 +116,39 @@ class TokenAdvantage(Node, kind="token_advantage", unit="batch", reads_tokens=Tr
     """
 
     kl_coef: Coefficient = 0.0
-    """The factor of the divergence, which is subtracted from the reward."""
+    """The factor of the divergence, which is subtracted from the reward. Needs a ``reference``."""
     kl_estimator: Estimator = "k1"
     """The estimator of a token's divergence; docs/algorithms.md compares them."""
     unbiased: bool = False
     """Divide the variance by n - 1 tokens (as verl) in place of n (as OpenRLHF)."""
 
+    def check(self, connected: frozenset[str]) -> None:
+        check_kl(self.kl_coef, None, connected)
+
     def formula(self, symbols: Mapping[str, str]) -> Formula:
         reward, where = symbols["rewards"], {"x": symbols["rewards"]}
-        if self.kl_coef:
+        if self.kl_coef and "reference" in symbols:
             kl = times(self.kl_coef, f"sum of {kl_expression(self.kl_estimator, 'd_old')} from the token on")
             where = {"x": f"{reward} - {kl}", **old_difference(symbols)}
         return Formula(symbol="A", expression=WHITENED, where=where)
 
     def run(
-        self, rollouts: Rollouts, rewards: Rewards, reference: Logprobs, old_logprobs: Logprobs | None = None
+        self,
+        rollouts: Rollouts,
+        rewards: Rewards,
+        reference: Logprobs | None = None,
+        old_logprobs: Logprobs | None = None,
     ) -> TokenAdvantages:
-        lengths = rollouts.response_ids.lengths
-        kl = token_kl(self.kl_estimator, rollouts, reference, old_logprobs)
-        before = np.concatenate([[0.0], np.cumsum(kl.values)])
-        # For each token, the sum over itself and the later tokens of its row.
-        remaining = np.repeat(before[kl.offsets[1:]], lengths) - before[:-1]
-        values = np.repeat(rewards.values.astype(np.float64), lengths) - self.kl_coef * remaining
+        lengths, offsets = rollouts.response_ids.lengths, rollouts.response_ids.offsets
+        values = np.repeat(rewards.values.astype(np.float64), lengths)
+        if reference is not None:
+            kl = token_kl(self.kl_estimator, rollouts, reference, old_logprobs)
+            before = np.concatenate([[0.0], np.cumsum(kl.values)])
+            # For each token, the sum over itself and the later tokens of its row.
+            values -= self.kl_coef * (np.repeat(before[offsets[1:]], lengths) - before[:-1])
         excluded, own = np.isnan(rewards.values), rollouts.own_tokens().values
         advantages = whiten(values, own, unbiased=self.unbiased).astype(np.float32)
-        return TokenAdvantages(values=Packed(advantages, kl.offsets), excluded=excluded)
+        return TokenAdvantages(values=Packed(advantages, offsets), excluded=excluded)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -229,6 +229,51 @@ def test_a_penalty_for_kl_is_in_the_reward_of_a_group() -> None:
     assert graph["advantages"]["rewards"] == "penalized"
 
 
+IN_REWARD = "algorithm.use_kl_in_reward=True actor_rollout_ref.rollout.n=4"
+IN_LOSS = "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.rollout.n=4"
+PENALIZED = {"kl": {"node": "kl_divergence"}, "penalized": {"node": "kl_penalty", "kl_coef": 0.001}}
+
+
+@pytest.mark.parametrize(
+    ("estimator", "arguments", "nodes"),
+    [
+        (
+            "rloo",
+            IN_REWARD,
+            PENALIZED | {"advantages": {"node": "leave_one_out_advantage", "rewards": "penalized"}},
+        ),
+        (
+            "remax",
+            "data.max_response_length=96",
+            {
+                "greedy": {
+                    **{"node": "generate", "role": "rollout", "group_size": 1, "temperature": 0, "max_tokens": 96}
+                },
+                "greedy_rewards": {"node": "reward", "rollouts": "greedy", "function": "${graph.rewards.function}"},
+                "advantages": {"node": "greedy_advantage"},
+            },
+        ),
+        ("reinforce_plus_plus", "", {"advantages": {"node": "token_advantage", "unbiased": True}}),
+        (
+            "reinforce_plus_plus",
+            f"{IN_REWARD} algorithm.kl_penalty=k3",
+            {"advantages": {"node": "token_advantage", "unbiased": True, "kl_coef": 0.001, "kl_estimator": "k3"}},
+        ),
+        ("reinforce_plus_plus_baseline", IN_LOSS, {"advantages": {"node": "batch_advantage", "unbiased": True}}),
+    ],
+)
+def test_other_estimators_of_advantages(estimator: str, arguments: str, nodes: dict[str, Any], tmp_path: Path) -> None:
+    script = TRAINS.replace("=grpo", f"={estimator}").replace("path=a", "path=Qwen/Qwen2.5-7B") + arguments
+    graph = content(script)["graph"]
+    others = {"rollouts", "old_logprobs", "rewards", "reference", "update"}
+    assert {name: node for name, node in graph.items() if name not in others} == nodes
+    assert graph["update"]["node"] == "policy_update"
+    file = tmp_path / "run.yaml"
+    file.write_text(convert(script).recipe)
+    plan = rlflow.compile(rlflow.load([f"recipe={file}"]), "1x8")
+    assert {node.name for node in plan.graph.nodes} >= set(graph)
+
+
 def test_a_critic_has_its_own_model_optimizer_and_minibatches() -> None:
     recipe = content(
         f"{PPO.strip()} critic.model.path=Qwen/Qwen2.5-0.5B-Instruct critic.ppo_mini_batch_size=512 "

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rlflow.batch import Advantages, Batch, Logprobs, Rewards, RolloutAdvantages
+from rlflow.errors import GraphError
 from rlflow.nodes.advantages import (
     BatchAdvantage,
     GreedyAdvantage,
@@ -157,12 +158,21 @@ def test_the_kl_of_a_token_and_those_after_it(estimator: Any) -> None:
         assert ours[row] == pytest.approx(expected, abs=1e-6)
 
 
+def test_token_advantages_without_a_reference_are_normalized_rewards() -> None:
+    """By hand: the tokens 1, 0, 0, 0 have the mean 1/4 and the variance 3/16."""
+    given = rollouts(sequences([2, 2], [[1], [3]]))
+    ours = TokenAdvantage().run(given, Rewards(values=np.array([1, 0], np.float32))).values
+    assert ours[0] == pytest.approx([0.75 / sqrt(3 / 16)], abs=1e-6)
+    assert ours[1] == pytest.approx([-0.25 / sqrt(3 / 16)] * 3, abs=1e-6)
+    with pytest.raises(GraphError, match=r"^kl_coef: 0\.1 needs the reference's logprobs"):
+        TokenAdvantage(kl_coef=0.1).check(frozenset({"rollouts", "rewards"}))
+
+
 def test_rewards_that_are_all_alike_teach_nothing() -> None:
     alike = Rewards(values=np.full(len(RAGGED), 0.7, np.float32))
     for node in (GroupAdvantage(), LeaveOneOutAdvantage(), BatchAdvantage()):
         assert of_each(node.run(RAGGED, alike)) == pytest.approx([0] * len(RAGGED), abs=1e-6)
-    zeros = Logprobs(values=RAGGED.logprobs)
-    assert np.abs(TokenAdvantage().run(RAGGED, alike, zeros).values.values).max() < 1e-6
+    assert np.abs(TokenAdvantage().run(RAGGED, alike).values.values).max() < 1e-6
 
 
 ESTIMATORS = [
