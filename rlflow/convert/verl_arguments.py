@@ -89,6 +89,9 @@ WITHOUT_PLACE: Mapping[str, str] = {
     "*free_cache_engine": "engines that share GPUs with training release their memory while it runs",
     "*strategy": "training uses DeepSpeed; the planner chooses its ZeRO stage",
     "*fsdp*": "training uses DeepSpeed; the planner chooses its ZeRO stage",
+    "*megatron.*": "training uses DeepSpeed; the planner chooses its ZeRO stage",
+    "*rollout.*_parallel_size": "the planner chooses how many engines there are, and how many GPUs each has",
+    "*trust_remote_code": "models.policy.trust_remote_code: true, if you trust the Python files beside the model",
     "*max_num_batched_tokens": "vLLM's own default is used",
     "*max_num_seqs": "follows from the memory of the KV cache",
     "*chunked_prefill": "vLLM's own default is used",
@@ -131,6 +134,7 @@ WITHOUT_PLACE: Mapping[str, str] = {
     "ray_kwargs.*": "the cluster's own settings; see docs/clusters.md",
     "*reward_manager*": "rewards are nodes of the graph; see docs/rewards.md",
     "*overlong_buffer*.log": "metrics always have it",
+    "*reward_kwargs.max_resp_len": "a penalty for length has data.max_response_length",
     "*reward_model.*": "a reward model is a role; see the node 'reward_model' in docs/rewards.md",
 }
 

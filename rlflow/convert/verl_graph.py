@@ -5,8 +5,12 @@ from typing import Any
 from rlflow.convert.verl_arguments import ACTOR, AGGREGATIONS, KL_ESTIMATORS, ROLLOUT, Arguments
 from rlflow.errors import RecipeError
 
-# Before 0.9, verl had the first of these names.
-_OVERLONG_BUFFER = ("reward_model.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg")
+# The names in versions of verl, from the oldest to 0.9.
+_OVERLONG_BUFFER = (
+    "reward_model.overlong_buffer",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward.reward_kwargs.overlong_buffer_cfg",
+)
 
 ESTIMATORS = ("grpo", "gae", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """verl's estimators of advantages that have a node."""

@@ -77,12 +77,13 @@ def _optimizer(arguments: Arguments, of: str, steps: int, remarks: dict[str, str
     if schedule not in ("constant", "cosine"):
         remarks[f"{of}.optim.lr_scheduler_type={schedule}"] = "not supported; the learning rate is constant"
         schedule = "constant"
+    clip = get(f"{of}.optim.clip_grad")
     options = {
         "learning_rate": float(get(f"{of}.optim.lr")),
         "schedule": schedule,
         "warmup_steps": max(0, warmup),
         "weight_decay": get(f"{of}.optim.weight_decay"),
-        "max_grad_norm": get(f"{of}.grad_clip"),
+        "max_grad_norm": get(f"{of}.grad_clip") if clip is None else clip,
     }
     usual = {"schedule": "constant", "warmup_steps": 0, "max_grad_norm": 1.0}
     return {name: value for name, value in options.items() if value != usual.get(name)}

@@ -183,6 +183,20 @@ def test_dapo_keeps_what_makes_it_dapo() -> None:
     assert not any("nnodes" in remark for remark in remarks)
 
 
+@pytest.mark.parametrize("version", ["reward_model.reward_kwargs", "reward.reward_kwargs"])
+def test_later_versions_of_verl_name_the_penalty_for_length_otherwise(version: str) -> None:
+    named = f"{TRAINS} {version}.overlong_buffer_cfg.enable=True +{version}.overlong_buffer_cfg.len=64"
+    graph = content(named)["graph"]
+    assert graph["shaped"] == {"node": "overlong_penalty", "max_tokens": 512, "buffer_tokens": 64}
+    assert graph["advantages"]["rewards"] == "shaped"
+
+
+@pytest.mark.parametrize("name", ["grad_clip", "optim.clip_grad"])
+def test_both_names_of_the_largest_gradient(name: str) -> None:
+    recipe = content(f"{TRAINS} actor_rollout_ref.actor.{name}=0.5")
+    assert recipe["roles"]["actor"]["optimizer"]["max_grad_norm"] == 0.5
+
+
 @pytest.mark.parametrize(
     ("arguments", "update"),
     [
