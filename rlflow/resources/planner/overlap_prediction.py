@@ -50,7 +50,7 @@ class OverlapPrediction:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Describe how idle both sides are, and what another bound on the staleness would change."""
-        idle = f"GPUs idle: {self.generate_idle:.0%} of those that generate, {self.train_idle:.0%} of the others"
+        idle = f"idle: the side that generates {self.generate_idle:.0%}, the other {self.train_idle:.0%}"
         if self.takes_turns:
             idle = "generation and training take turns on shared GPUs"
         steps = [f"{staleness}: {seconds:.4g} s" for staleness, seconds in self.by_staleness.items()]

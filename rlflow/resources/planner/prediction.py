@@ -213,7 +213,7 @@ def _reasons(candidate: Candidate, overlap: OverlapPrediction | None) -> tuple[s
         idle = [
             f"{' + '.join(roles)} {schedule.idle_share(index):.0%}" for index, roles in enumerate(candidate.partition)
         ]
-        reasons.append(f"GPUs idle: {', '.join(idle)}")
+        reasons.append(f"idle: {', '.join(idle)}")
     return tuple(reasons)
 
 
@@ -276,7 +276,7 @@ def _alternatives(search: Search, result: SearchResult, step: float) -> tuple[Al
         idle = max(other.schedule.idle_share(index) for index in range(len(way)))
         cost = "equally fast" if other.used_gpus == chosen.used_gpus else f"uses {other.used_gpus} GPUs"
         loses = f"{slower:.0%} slower" if slower >= 0.005 else cost
-        loses += f", GPUs idle {idle:.0%}" if len(way) > 1 else ""
+        loses += f", idle {idle:.0%}" if len(way) > 1 else ""
         loses += ", tight" if other.margin > chosen.margin else ""
         what = describe_pools(way, other.gpus)
         alternatives.append(Alternative(what=what, step_seconds=times[way], loses=loses))
