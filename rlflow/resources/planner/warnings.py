@@ -39,7 +39,7 @@ def _pool_warnings(search: Search, result: SearchResult, index: int) -> Iterator
     roles = candidate.partition[index]
     idle = candidate.schedule.idle_share(index)
     if idle > _MUCH_IDLE:
-        yield f"the GPUs of {', '.join(roles)} are idle for {idle:.0%} of the step"
+        yield f"{', '.join(roles)}: idle for {idle:.0%} of the step"
     bundles = {bundle for role in roles for bundle in result.roles[role].bundles}
     kinds = sorted({host.gpu for host in search.cluster.hosts if host.name in {bundle.host for bundle in bundles}})
     if len(kinds) > 1:
