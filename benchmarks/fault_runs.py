@@ -223,7 +223,7 @@ class Trial:
                     stack.enter_context(hosts.joined())
                 observers = [_ArmedObserver(faults), MetricsWriter(), SampleLog()]
                 run(
-                    plan_of(self.folder.parent, self.size),
+                    plan_of(self.notes, self.size),
                     self.folder,
                     RayRuntime(),
                     observers,
