@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.data.encoding import Rows
+from rlflow.data.expansion import check_expansion
 from rlflow.data.folders import check_folder
 from rlflow.errors import RecipeError, first_line
 from rlflow.recipe import Data
 
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+# The kinds of data that a folder or a repository may hold. "cache" is data that was downloaded before.
+_KINDS = ("json", "csv", "parquet", "text", "cache")
 _FIX_CONTENT = "files need rows: Parquet, or a JSON object on each line, in UTF-8 and with different keys"
 _FIX_SPLIT = "a single file has only the split 'train'; 'train[:90%]' selects a part of it"
 
@@ -34,12 +37,19 @@ def read_files_or_hub(data: Data, field: str, split: str) -> Rows:
         if path.is_file():
             if path.suffix not in _FORMATS:
                 raise RecipeError("data.source", f"files of the type '{path.suffix}' are not supported", known=_FORMATS)
+            check_expansion(path)
             # Escaped, because the library takes the path for a pattern.
             loaded = datasets.load_dataset(_FORMATS[path.suffix], data_files=glob.escape(str(path)), split=split)
         else:
             if local:
                 check_folder(path)
-            loaded = datasets.load_dataset(str(path) if local else data.source, data.name, split=split)
+            builder = datasets.load_dataset_builder(str(path) if local else data.source, data.name)
+            kind = type(builder).__module__.rpartition(".")[2]
+            if kind not in _KINDS:
+                fact = f"'{data.source}' holds data of the kind '{kind}'"
+                raise RecipeError("data.source", fact, known=_KINDS[:-1], fix="convert it to JSON or Parquet")
+            builder.download_and_prepare()
+            loaded = builder.as_dataset(split=split)
         _leave_encoded(loaded.info.features)
     except RecipeError:
         raise

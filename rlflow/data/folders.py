@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from rlflow.data.expansion import check_expansion
 from rlflow.errors import RecipeError
 
 # The two files of a folder in which the library looks for the names of data files.
@@ -16,7 +17,7 @@ _LARGEST_CARD = 2**20
 
 
 def check_folder(folder: Path) -> None:
-    """Raise RecipeError for a folder that names data files outside of it, or whose name is read as a pattern."""
+    """Raise RecipeError for a folder that names data files outside of it, or has files that grow out of proportion."""
     if glob.has_magic(str(folder)):
         raise RecipeError("data.source", f"'{folder}' has one of the characters *?[", fix="rename the folder")
     for name in (_CARD, _CONFIGS):
@@ -29,6 +30,9 @@ def check_folder(folder: Path) -> None:
             if urlparse(place).scheme or "::" in place or os.path.isabs(place) or ".." in Path(place).parts:
                 fact = f"'{file}' names the data file '{place}', which is not a path inside of the folder"
                 raise RecipeError("data.source", fact, fix="write a path relative to the folder, such as data/a.jsonl")
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            check_expansion(file)
 
 
 def _data_files(file: Path) -> Iterator[str]:
