@@ -1,7 +1,6 @@
 """Reads YAML files safely and reports every mistake with its file and line."""
 
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,17 +92,22 @@ def parse_yaml(text: str, file: str) -> DictConfig:
 def _check_size(text: str, file: str) -> None:
     """Raise FileError for a text with too many values or levels, before PyYAML's slow parser reads it.
 
-    Mistakes in the text are ignored here, because the slow parser has the better messages.
+    Other mistakes in the text are ignored here, because the slow parser has the better messages.
     """
+    too_deep = FileError(file, "is nested too deeply", fix=f"use {MAX_DEPTH} levels at most")
     depth = count = 0
-    with suppress(yaml.YAMLError):
+    try:
         for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             count += 1
             if depth > MAX_DEPTH:
-                raise FileError(file, "is nested too deeply", fix=f"use {MAX_DEPTH} levels at most")
+                raise too_deep
             if count > MAX_EVENTS:
                 raise FileError(file, f"has more than {MAX_VALUES} values", fix="put data into a file of its own")
+    except yaml.YAMLError as error:
+        # libyaml looks ahead, and since 0.2.6 gives up at 1,000 open brackets before it yields the first.
+        if "nesting" in str(error):
+            raise too_deep from None
 
 
 def _check_scalars(root: yaml.Node, file: str) -> None:
