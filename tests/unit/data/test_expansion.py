@@ -21,6 +21,15 @@ from rlflow.errors import RecipeError
 from rlflow.recipe import Data
 
 LONG = "x" * 1_000_000
+# The paths of the texts in each column.
+TEXTS = {
+    "text": ["text"],
+    "binary": ["binary"],
+    "list": ["list.list.element"],
+    "record": ["record.a"],
+    "messages": ["messages.list.element.role", "messages.list.element.content"],
+    "map": ["map.key_value.key", "map.key_value.value"],
+}
 # The limits of what a refusal may cost. It takes 0.1 s of a CPU, and reading these files minutes.
 SECONDS, MIB = 5, 50
 
@@ -46,6 +55,9 @@ BOMBS: dict[str, Callable[[Path], object]] = {
     "conversations.parquet": parquet_of(nested(repeated(LONG, 100_000)), dictionary_pagesize_limit=10**9),
     "rows.parquet": parquet_of(repeated("1+1=", 20_000_000)),
     "numbers.parquet": parquet_of(pyarrow.array([1] * 20_000_000)),
+    "delta.parquet": parquet_of(
+        pyarrow.repeat(LONG, 200), use_dictionary=False, column_encoding="DELTA_BYTE_ARRAY", data_page_size=2**30
+    ),
     "compressed.parquet": parquet_of(pyarrow.array([LONG * 100] * 2), use_dictionary=False),
     "rows.jsonl.gz": lambda file: file.write_bytes(gzip.compress(b'{"prompt": "1"}\n' * 4_000_000)),
 }
@@ -99,6 +111,31 @@ def test_usual_files_are_read(name: str, tmp_path: Path) -> None:
     check_expansion(file)
 
 
+@pytest.mark.parametrize("encoding", ["dictionary", "DELTA_BYTE_ARRAY"])
+def test_every_column_of_texts_is_counted(encoding: str, tmp_path: Path) -> None:
+    """Each text has a mebibyte; 17 of them are more than the 16 MiB that any small file may have, and 15 are not."""
+    text, file = "x" * 2**20, tmp_path / "rows.parquet"
+    columns: dict[str, Callable[[int], pyarrow.Array]] = {
+        "text": lambda times: pyarrow.array([text] * times),
+        "binary": lambda times: pyarrow.array([text.encode(), None] * times),
+        "list": lambda times: pyarrow.array([[text] * times, []]),
+        "record": lambda times: pyarrow.array([{"a": text, "b": 1}] * times),
+        "messages": lambda times: pyarrow.array([[{"role": "user", "content": text}] * times]),
+        "map": lambda times: pyarrow.array([[("key", text)]] * times, pyarrow.map_("string", "string")),
+    }
+    options = {"use_dictionary": encoding == "dictionary", "data_page_size": 2**30, "compression": "zstd"}
+    for name, values in columns.items():
+        for times in (15, 17):
+            if encoding != "dictionary":
+                options["column_encoding"] = dict.fromkeys(TEXTS[name], encoding)
+            parquet.write_table(pyarrow.table({name: values(times)}), file, dictionary_pagesize_limit=2**30, **options)
+            if times == 15:
+                check_expansion(file)
+            else:
+                with pytest.raises(RecipeError, match="200 times as large"):
+                    check_expansion(file)
+
+
 def test_other_kinds_of_compression_and_of_data_are_refused(tmp_path: Path) -> None:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as opened:
@@ -112,3 +149,14 @@ def test_other_kinds_of_compression_and_of_data_are_refused(tmp_path: Path) -> N
     with pytest.raises(RecipeError, match="holds data of the kind 'xml'") as raised:
         load_rows(data, "split")
     assert "Known: json, csv, parquet, text." in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("text.parquet", 0.9), ("rows.jsonl.gz", 0.1)])
+def test_a_damaged_file_is_refused(name: str, kept: float, tmp_path: Path) -> None:
+    """A file that cannot be counted is not read, for the library may get further than the count."""
+    file = tmp_path / name
+    BOMBS[name](file)
+    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * kept)])
+    with pytest.raises(RecipeError, match="is damaged") as raised:
+        check_expansion(file)
+    assert "Fix: copy or download it again" in str(raised.value)
