@@ -42,7 +42,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         os.environ["RLFLOW_CACHE"] = f"{folder}/cache"
         # The tests compute with one thread, a reader's notebook with as many as there are cores: it rounds differently.
-        os.environ.pop("OMP_NUM_THREADS")
+        os.environ.pop("OMP_NUM_THREADS", None)
         execute(notebook, Path(folder))
     notebook.metadata = metadata  # without the version of this machine's Python
     nbformat.write(notebook, NOTEBOOK)
