@@ -10,64 +10,37 @@ squares find the costs from the six times of a step. The speed of each run itsel
 lies, is divided out first: the median of its times, each over the median of its step.
 
 Printed are the medians over all steps with 95% intervals: of CPU time, which the figures are, of wall time, and of
-the CPU time inside the part's functions, which varies less and leaves out what it costs elsewhere. A run in one process
-waits for no other process, so it has no deadlines. Takes about ten minutes.
+the CPU time inside the part's functions, which varies less and leaves out what it costs elsewhere.
+
+A run in one process waits for no other process, so it has no deadlines. Their cost is measured in one more run, on Ray,
+whose steps are made with deadlines and without in turns: the CPU time of all its processes and of Ray's. A process is
+asked whether it lives after 5 s of waiting, which no call of this recipe takes. All takes about fifteen minutes.
 """
 
 import argparse
 import os
-import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Event, Thread
-from time import perf_counter, process_time, thread_time
-from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 
 # Waiting threads of a library would count as work.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import rlflow
 from benchmarks.reporting import Goal, finish
-from rlflow.compiler.plan import Plan
-from rlflow.engines.journal import RecordedResponses
-from rlflow.report.progress import displays, recorders
+from benchmarks.stepped_runs import Seconds, SteppedRun, cpu_seconds_of_all, timed_step
 from rlflow.runtime.local import LocalRuntime
+from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run
 
+_RECIPE = ("recipe=grpo_tiny", "evaluation=null", "checkpoints.every=100000")
 _PARTS = ("journal", "guards", "samples", "trace")
 _WARM_UP = 3
-_NOTHING_RECORDED = RecordedResponses(None, {})  # type: ignore[arg-type]
-_STAND_INS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
-    "journal": {
-        "rlflow.engines.journal.Journal.add": lambda *_: None,
-        "rlflow.engines.journal.Journal.recorded": lambda *_: _NOTHING_RECORDED,
-    },
-    "guards": {
-        "rlflow.runtime.step.check_values": lambda *_: None,
-        "rlflow.runtime.step.check_advantages": lambda *_: None,
-        "rlflow.engines.torch.check_finite": lambda *_: None,
-        "rlflow.engines.causal_lm.totals._count_not_finite": lambda _: [],
-    },
-    "samples": {
-        "rlflow.runtime.samples.SampleReader.read": lambda *_: [],
-        "rlflow.runtime.observers.Observers.stepped": lambda *_: None,
-        "rlflow.runtime.observers.Observers.sampled": lambda *_: None,
-        "rlflow.runtime.observers.Observers.failed": lambda *_: None,
-    },
-    "trace": {
-        "rlflow.engines.times.Times.add": lambda *_: None,
-        "rlflow.runtime.trace.TraceWriter.stepped": lambda *_: None,
-    },
-}
-"""The stand-ins that replace each part for the time of a step."""
+# One simulated host: an actor, a reference and an engine, each in a process of its own.
+_HOST = "1x3@cpu"
 # The parts that a step goes without: none but the trace, each part in turn, all of them, and none.
 _VARIANTS = (
     ("trace",),
@@ -83,91 +56,13 @@ _FIGURES = {
     "total": ("journal", "guards", "samples"),
 }
 """The parts that each figure adds up."""
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """The time of one step of one of the runs."""
-
-    run: int
-    cpu: float
-    wall: float
-    inside: Mapping[str, float]
-    """The CPU time inside the functions of each part."""
-
-
-class SteppedRun:
-    """A run in a thread that makes a step when it is told to."""
-
-    def __init__(self, plan: Plan, folder: Path, number: int) -> None:
-        self._number = number
-        self._go, self._waits, self._is_over = Event(), Event(), False
-        console = Console(file=(folder / f"{number}.out").open("w"), width=100)
-        arguments = (plan, folder / str(number), LocalRuntime(), [*recorders(plan), *displays(console)])
-        self._thread = Thread(target=run, args=arguments, kwargs={"stop": self._stop, "trace": True}, daemon=True)
-        self._thread.start()
-        self._wait()
-
-    def step(self, without: tuple[str, ...]) -> Seconds:
-        with stand_ins(without), timed_parts(without) as inside:
-            cpu, wall = process_time(), perf_counter()
-            self._waits.clear()
-            self._go.set()
-            self._wait()
-            return Seconds(self._number, process_time() - cpu, perf_counter() - wall, inside)
-
-    def end(self) -> None:
-        self._is_over = True
-        self._go.set()
-        self._thread.join()
-
-    def _wait(self) -> None:
-        while not self._waits.wait(1.0):
-            assert self._thread.is_alive(), "a run has failed"
-
-    def _stop(self) -> bool:
-        """Let the other runs make their step; called between two steps."""
-        self._waits.set()
-        self._go.wait()
-        self._go.clear()
-        return self._is_over
-
-
-@contextmanager
-def stand_ins(parts: tuple[str, ...]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for part in parts:
-            for name, function in _STAND_INS[part].items():
-                stack.enter_context(patch(name, function))
-        yield
-
-
-@contextmanager
-def timed_parts(without: tuple[str, ...]) -> Iterator[dict[str, float]]:
-    """Yield the CPU time inside the functions of each part that the step has, which grows as they are called."""
-    inside = {part: 0.0 for part in _PARTS if part not in without}
-
-    def timed(function: Callable[..., Any], part: str) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            start = thread_time()
-            try:
-                return function(*arguments)
-            finally:
-                inside[part] += thread_time() - start
-
-        return call
-
-    with ExitStack() as stack:
-        for part in inside:
-            for name in _STAND_INS[part]:
-                stack.enter_context(patch(name, timed(pkgutil.resolve_name(name), part)))
-        yield inside
+_LIMITS = {"journal": 0.01, "journal_guards_deadlines": 0.02, "samples": 0.01, "trace": 0.03}
 
 
 def measure(folder: Path, steps: int) -> list[list[Seconds]]:
     """Return the times of each step of each variant."""
-    plan = rlflow.compile(rlflow.load(["recipe=grpo_tiny", "evaluation=null", "checkpoints.every=100000"]), None)
-    runs = [SteppedRun(plan, folder, number) for number in range(len(_VARIANTS))]
+    plan = rlflow.compile(rlflow.load(_RECIPE), None)
+    runs = [SteppedRun(plan, folder, number, _PARTS) for number in range(len(_VARIANTS))]
     times: list[list[Seconds]] = [[] for _ in _VARIANTS]
     for step in range(steps + _WARM_UP):
         pairs = [(runs[(place + step) % len(runs)], place) for place in range(len(_VARIANTS))]
@@ -181,6 +76,25 @@ def measure(folder: Path, steps: int) -> list[list[Seconds]]:
     return [seconds[_WARM_UP:] for seconds in times]
 
 
+def measure_deadlines(folder: Path, pairs: int) -> list[list[Seconds]]:
+    """Return the times of steps on Ray with deadlines, and of as many without. The two take turns."""
+    plan = rlflow.compile(rlflow.load([*_RECIPE, f"steps={2 * (pairs + _WARM_UP) + 1}"]), _HOST)
+    times: list[list[Seconds]] = [[], []]
+    steps = _alternate(times, pairs + _WARM_UP)
+    run(plan, folder, RayRuntime(), stop=lambda: next(steps))
+    return [seconds[_WARM_UP:] for seconds in times]
+
+
+def _alternate(times: Sequence[list[Seconds]], pairs: int) -> Iterator[bool]:
+    """Yield between the steps of a run whether it is over. Add the times of its steps with deadlines and without."""
+    for pair in range(pairs):
+        for place in (0, 1) if pair % 2 else (1, 0):
+            with timed_step(0, ["deadlines"], ["deadlines"] if place else [], cpu_seconds_of_all) as done:
+                yield False
+            times[place] += done
+    yield True
+
+
 def shares_of(times: Sequence[Sequence[Seconds]], clock: str) -> dict[str, NDArray[np.float64]]:
     """Return each part's share of each step with all parts but the trace."""
     seconds = np.array([[getattr(each, clock) for each in steps] for steps in times])
@@ -191,6 +105,13 @@ def shares_of(times: Sequence[Sequence[Seconds]], clock: str) -> dict[str, NDArr
     bare, *costs = np.linalg.lstsq(_DESIGN, seconds, rcond=None)[0]
     usual = bare + sum(costs[:-1])
     return {part: cost / usual for part, cost in zip(_PARTS, costs, strict=True)}
+
+
+def deadline_shares(times: Sequence[Sequence[Seconds]], clock: str) -> NDArray[np.float64]:
+    """Return the share of deadlines in each step with them, compared with the step beside it."""
+    usual, bare = np.array([[getattr(each, clock) for each in steps] for steps in times])
+    shares: NDArray[np.float64] = 1 - bare / usual
+    return shares
 
 
 def shares_inside(times: Sequence[Sequence[Seconds]]) -> dict[str, NDArray[np.float64]]:
@@ -212,18 +133,30 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with TemporaryDirectory(prefix="rlflow-overheads-") as temporary:
-        times = measure(Path(temporary), options.steps)
-    print(f"a step takes {np.median([each.wall for each in times[0]]):.3f} s, over {len(times[0])} steps")
-    cpu, wall, inside = shares_of(times, "cpu"), shares_of(times, "wall"), shares_inside(times)
+        folder = Path(temporary)
+        # This also makes the model that the runs start from, where no run on this machine has.
+        run(rlflow.compile(rlflow.load([*_RECIPE, "steps=1"]), None), folder / "first", LocalRuntime())
+        times = measure(folder, options.steps)
+        on_ray = measure_deadlines(folder / "ray", options.steps)
     figures: dict[str, float | bool] = {}
+
+    def note(name: str, *shares: NDArray[np.float64]) -> None:
+        """Print the shares of CPU time, of wall time, and of CPU time inside the functions; the first is a figure."""
+        (figures[f"{name}_share"], cpu_text), (_, wall_text), (inside, inside_text) = map(median, shares)
+        figures[f"{name}_inside"] = inside
+        print(f"{name:18} CPU {cpu_text}, wall {wall_text}, inside {inside_text}")
+
+    print(f"a step takes {np.median([each.wall for each in times[0]]):.3f} s, over {len(times[0])} steps")
+    clocks = (shares_of(times, "cpu"), shares_of(times, "wall"), shares_inside(times))
     for name, parts in _FIGURES.items():
-        shares, walls, insides = (sum((each[part] for part in parts), np.zeros(())) for each in (cpu, wall, inside))
-        figures[f"{name}_share"], text = median(shares)
-        figures[f"{name}_inside"], inside_text = median(insides)
-        print(f"{name:18} CPU {text}, wall {median(walls)[1]}, inside {inside_text}")
+        note(name, *(np.sum([shares[part] for part in parts], axis=0) for shares in clocks))
+    print(f"a step on Ray takes {np.median([each.wall for each in on_ray[0]]):.3f} s, over {len(on_ray[0])} pairs")
+    inside = np.array([each.inside["deadlines"] / each.cpu for each in on_ray[0]])
+    note("deadlines", deadline_shares(on_ray, "cpu"), deadline_shares(on_ray, "wall"), inside)
+    figures["journal_guards_deadlines_share"] = figures["journal_and_guards_share"] + figures["deadlines_share"]
     goals = {name: Goal("no goal", True) for name in figures} | {
         f"{name}_share": Goal(f"at most {limit:g}", figures[f"{name}_share"] <= limit)
-        for name, limit in {"journal": 0.01, "journal_and_guards": 0.02, "samples": 0.01, "trace": 0.03}.items()
+        for name, limit in _LIMITS.items()
     }
     return finish("overheads", figures, goals, options.json)
 

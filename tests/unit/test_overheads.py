@@ -6,10 +6,11 @@ import random
 import numpy as np
 import pytest
 
-from benchmarks.overheads import _STAND_INS, _VARIANTS, Seconds, shares_of
+from benchmarks.overheads import _VARIANTS, deadline_shares, shares_of
+from benchmarks.stepped_runs import STAND_INS, Seconds
 
 
-@pytest.mark.parametrize("name", [name for functions in _STAND_INS.values() for name in functions])
+@pytest.mark.parametrize("name", [name for functions in STAND_INS.values() for name in functions])
 def test_what_a_stand_in_replaces_exists(name: str) -> None:
     assert callable(pkgutil.resolve_name(name))
 
@@ -29,3 +30,10 @@ def test_the_cost_of_each_part_is_found_between_runs_of_different_speed() -> Non
             times[place].append(Seconds(run, seconds, seconds, {}))
     found = {part: float(np.median(shares)) for part, shares in shares_of(times, "cpu").items()}
     assert found == pytest.approx(costs, abs=0.003)
+
+
+def test_the_cost_of_deadlines_is_found_between_steps_that_get_longer() -> None:
+    usual = [Seconds(0, 1.0 + step, 2.0, {}) for step in range(20)]
+    bare = [Seconds(0, 0.9 * (1.0 + step), 2.0, {}) for step in range(20)]
+    assert deadline_shares([usual, bare], "cpu") == pytest.approx(np.full(20, 0.1))
+    assert deadline_shares([usual, bare], "wall") == pytest.approx(np.zeros(20))
