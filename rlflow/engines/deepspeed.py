@@ -1,6 +1,5 @@
 """The DeepSpeed engine: trains, scores and values in one of the processes that share a model."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from math import inf, isfinite
 from pathlib import Path
@@ -23,21 +22,13 @@ from rlflow.engines.causal_lm.pretrained import load_tokenizer, save_model
 from rlflow.engines.causal_lm.token_outputs import compute_outputs, last_values, set_pad_token
 from rlflow.engines.causal_lm.totals import LossTotals, check_finite, weighted_means
 from rlflow.engines.memory import TunableEngine, enable_expandable_segments
-from rlflow.engines.sharded.checkpoints import (
-    UNIVERSAL,
-    converted_checkpoint,
-    delete_converted,
-    loading_data_only,
-    needs_conversion,
-    reason,
-    universal_loading,
-)
+from rlflow.engines.sharded.checkpoints import restore_shards, save_shards
 from rlflow.engines.sharded.cpu_offload import OffloadedMemory, optimizer_tensors, weight_tensors
 from rlflow.engines.sharded.loading import load_sharded
-from rlflow.engines.sharded.process_group import create_sharding, files_timeout, set_timeouts, wait_for_files
+from rlflow.engines.sharded.process_group import create_sharding, set_timeouts, wait_for_files
 from rlflow.engines.sharded.settings import TRAINING_MEMORY, deepspeed_config, init_deepspeed
 from rlflow.engines.times import ProfiledEngine
-from rlflow.errors import EngineError, NotFiniteError
+from rlflow.errors import NotFiniteError
 from rlflow.resources.memory.state import TrainingMemory
 
 if TYPE_CHECKING:
@@ -47,8 +38,6 @@ if TYPE_CHECKING:
 
 # The bytes of weights that are gathered at a time.
 _GATHERED_BYTES = 256 * 2**20
-_TAG = "deepspeed"
-_SHARDS_FILE = "deepspeed.json"
 
 
 class DeepSpeedEngine(TunableEngine, ProfiledEngine):
@@ -147,36 +136,14 @@ class DeepSpeedEngine(TunableEngine, ProfiledEngine):
             yield transfer_name(name), weight
 
     def save(self, folder: Path) -> None:
-        frozen = self._spec.lora is not None
-        with files_timeout(self._spec):
-            self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=frozen)
-        if self._spec.rank == 0:
-            (folder / _SHARDS_FILE).write_text(json.dumps(self._shards))
+        save_shards(self._spec, folder, self._trained_weights(), self._engine.optimizer)
 
     def restore(self, folder: Path) -> None:
-        """Load a checkpoint of any number of ranks.
+        """Load a checkpoint of any number of ranks and any ZeRO stage.
 
-        Raises RecipeError for a checkpoint of an incompatible ZeRO stage, EngineError for missing files.
+        Raises EngineError for files that are damaged, missing, or of another model.
         """
-        saved = json.loads((folder / _SHARDS_FILE).read_text())
-        if needs_conversion(self._spec, saved, self._shards):
-            converted = converted_checkpoint(self._spec, folder, _TAG, saved["world_size"])
-            with converted, universal_loading(self._engine):
-                self._load(folder, UNIVERSAL)
-        else:
-            if self._spec.rank == 0:
-                delete_converted(folder)
-            self._load(folder, _TAG)
-
-    def _load(self, folder: Path, tag: str) -> None:
-        try:
-            with files_timeout(self._spec), loading_data_only():
-                strict = self._spec.lora is None
-                found, _ = self._engine.load_checkpoint(str(folder), tag=tag, load_module_strict=strict)
-        except Exception as error:  # DeepSpeed raises errors of many kinds for missing files
-            raise EngineError(f"role {self._spec.role}: '{folder}' cannot be restored ({reason(error)}).") from error
-        if found is None:
-            raise EngineError(f"role {self._spec.role}: DeepSpeed found no checkpoint in '{folder}'.")
+        restore_shards(self._spec, folder, self._trained_weights(), self._engine.optimizer)
         self._check_weights("in the checkpoint")
 
     def export(self, folder: Path) -> None:
@@ -306,10 +273,12 @@ class DeepSpeedEngine(TunableEngine, ProfiledEngine):
 
         Each rank checks its own shard, so no rank waits for another.
         """
-        named = self._module.named_parameters()
-        check_finite(
-            self._spec.role, ((name, _own_shard(weight)) for name, weight in named if weight.requires_grad), when
-        )
+        shards = ((name, _own_shard(weight)) for name, weight in self._trained_weights().items())
+        check_finite(self._spec.role, shards, when)
+
+    def _trained_weights(self) -> "dict[str, Parameter]":
+        """Return the weights that are trained, tied ones once."""
+        return {name: weight for name, weight in self._module.named_parameters() if weight.requires_grad}
 
     def _named_weights(self) -> "dict[str, Tensor]":
         """Return all weights, or under ZeRO 3 this rank's shards of them."""
@@ -328,10 +297,6 @@ class DeepSpeedEngine(TunableEngine, ProfiledEngine):
 
         sharded = [weight for weight in weights if hasattr(weight, "ds_id")]
         return deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded))
-
-    @property
-    def _shards(self) -> dict[str, int]:
-        return {"world_size": self._spec.world_size, "zero_stage": self._stage}
 
 
 def _own_shard(weight: Any) -> "Tensor":

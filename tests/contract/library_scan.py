@@ -51,7 +51,6 @@ OBJECTS: Mapping[str, Mapping[str, str]] = {
         "sample": "vllm.v1.worker.gpu.sample.sampler.Sampler._sample_random",
     },
     "engines/deepspeed.py": {"self._engine": _DEEPSPEED},
-    "engines/sharded/checkpoints.py": {"engine": _DEEPSPEED},
 }
 """The library's class behind an expression, in a folder or a file of rlflow."""
 

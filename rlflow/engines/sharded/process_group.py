@@ -1,8 +1,6 @@
 """The process group of a role: how ranks connect, how long they wait for each other, and how they share sequences."""
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -86,25 +84,11 @@ def set_timeouts(spec: EngineSpec) -> None:
 
     Every engine calls this at the end of its construction.
     """
-    _set_timeouts(timedelta(minutes=spec.timeout_minutes))
-
-
-@contextmanager
-def files_timeout(spec: EngineSpec) -> Iterator[None]:
-    """Let collectives take as long as files do, while a library reads or writes them."""
-    _set_timeouts(_FILES_TIMEOUT)
-    try:
-        yield
-    finally:
-        set_timeouts(spec)
-
-
-def _set_timeouts(timeout: timedelta) -> None:
     from torch.distributed import distributed_c10d
 
     for group in distributed_c10d._world.pg_map:
         if group not in _files_groups:
-            distributed_c10d._set_pg_timeout(timeout, group)
+            distributed_c10d._set_pg_timeout(timedelta(minutes=spec.timeout_minutes), group)
 
 
 def create_sharding(spec: EngineSpec, model: "PreTrainedModel") -> "StreamSharding | None":
