@@ -27,6 +27,7 @@ from rlflow.engines.sharded.cpu_offload import OffloadedMemory, optimizer_tensor
 from rlflow.engines.sharded.loading import load_sharded
 from rlflow.engines.sharded.process_group import create_sharding, set_timeouts, wait_for_files
 from rlflow.engines.sharded.settings import TRAINING_MEMORY, deepspeed_config, init_deepspeed
+from rlflow.engines.sharded.trained_state import TrainedState
 from rlflow.engines.times import ProfiledEngine
 from rlflow.errors import NotFiniteError
 from rlflow.resources.memory.state import TrainingMemory
@@ -136,14 +137,14 @@ class DeepSpeedEngine(TunableEngine, ProfiledEngine):
             yield transfer_name(name), weight
 
     def save(self, folder: Path) -> None:
-        save_shards(self._spec, folder, self._trained_weights(), self._engine.optimizer)
+        save_shards(self._spec, folder, self._trained_state())
 
     def restore(self, folder: Path) -> None:
         """Load a checkpoint of any number of ranks and any ZeRO stage.
 
         Raises EngineError for files that are damaged, missing, or of another model.
         """
-        restore_shards(self._spec, folder, self._trained_weights(), self._engine.optimizer)
+        restore_shards(self._spec, folder, self._trained_state())
         self._check_weights("in the checkpoint")
 
     def export(self, folder: Path) -> None:
@@ -275,6 +276,9 @@ class DeepSpeedEngine(TunableEngine, ProfiledEngine):
         """
         shards = ((name, _own_shard(weight)) for name, weight in self._trained_weights().items())
         check_finite(self._spec.role, shards, when)
+
+    def _trained_state(self) -> TrainedState:
+        return TrainedState(self._spec, self._trained_weights(), self._engine.optimizer)
 
     def _trained_weights(self) -> "dict[str, Parameter]":
         """Return the weights that are trained, tied ones once."""

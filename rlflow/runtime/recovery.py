@@ -147,29 +147,17 @@ class Session:
 
 
 def _planned_without(plan: Plan, lost: Collection[str], error: EngineError) -> Plan:
-    """Return a plan for the hosts that are left, whose roles can load the checkpoints of ``plan``.
-
-    Raises EngineError where none fits.
-    """
+    """Return a plan for the hosts that are left. Raises EngineError where none fits."""
     hosts = [host for host in plan.cluster.hosts if host.name not in lost]
     if all(host.name == f"host-{index}" for index, host in enumerate(plan.cluster.hosts)):
         # These names stand for any host, as long as their numbers have no gap.
         hosts = [replace(host, name=f"host-{index}") for index, host in enumerate(hosts)]
-    # Checkpoints depend on the ZeRO stage.
-    stages = {role: plan.roles[role].layout.zero_stage for role in plan.graph.trained_roles()}
-    roles = {
-        name: role if (stage := stages.get(name)) is None else replace(role, zero_stage=stage)
-        for name, role in plan.recipe.roles.items()
-    }
     try:
         if not hosts:
             raise PlacementError("cluster", "no host is left")
-        found = compile_recipe(
-            replace(plan.recipe, roles=roles), replace(plan.cluster, hosts=tuple(hosts)), plan.calibration
-        )
+        return compile_recipe(plan.recipe, replace(plan.cluster, hosts=tuple(hosts)), plan.calibration)
     except PlacementError as misfit:
         raise EngineError(f"{error}\n  No plan fits the hosts that are left. {misfit}") from error
-    return replace(found, recipe=plan.recipe)
 
 
 def _changes(before: Plan, after: Plan) -> str:

@@ -51,6 +51,11 @@ OBJECTS: Mapping[str, Mapping[str, str]] = {
         "sample": "vllm.v1.worker.gpu.sample.sampler.Sampler._sample_random",
     },
     "engines/deepspeed.py": {"self._engine": _DEEPSPEED},
+    "engines/sharded/trained_state.py": {
+        "zero": "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer",
+        "zero3": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
+        "fragment": "deepspeed.utils.tensor_fragment",
+    },
 }
 """The library's class behind an expression, in a folder or a file of rlflow."""
 

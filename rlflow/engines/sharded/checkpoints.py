@@ -1,105 +1,75 @@
 """Checkpoints of weights and optimizer state that ranks share, for any number of ranks and any ZeRO stage.
 
-DeepSpeed's own checkpoints are pickles that fit its ZeRO stage. Here every rank writes what it trains into safetensors
-files: for each weight a range of its flattened float32 values, and the same range of its moments. A rank that restores
-reads the ranges that it trains itself, from all files that have a part of them.
+DeepSpeed's own checkpoints are pickles that fit its ZeRO stage. Here every rank writes the ranges of weights and
+moments that it trains into safetensors files. A rank that restores reads the ranges that it trains itself, from all
+files that have a part of them.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rlflow.engines.base import EngineSpec
 from rlflow.engines.sharded.process_group import files_group
-from rlflow.errors import EngineError, first_line
+from rlflow.engines.sharded.trained_state import MOMENTS, WEIGHTS, TrainedState
+from rlflow.errors import EngineError, first_line, make_printable
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Parameter
 
-_WEIGHTS, _MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
-_STEP_FILE = "optimizer.json"
-# A file is copied to host memory before it is written.
+_STEPS_FILE = "optimizer.json"
+# Values are copied to host memory before they are written, so much at a time. A larger weight has a file of its own.
 _FILE_BYTES = 2**30
+# torch counts steps in float32.
+_MOST_STEPS = 2**24
 
 
-def save_shards(spec: EngineSpec, folder: Path, weights: "Mapping[str, Parameter]", optimizer: Any) -> None:
-    """Write this rank's part of the trained ``weights`` and of the optimizer's state. No rank waits for another.
+def save_shards(spec: EngineSpec, folder: Path, state: TrainedState) -> None:
+    """Write this rank's ranges. No rank waits for another.
 
-    The optimizer's options are the recipe's, and are not written.
+    The options of the optimizer are not saved, because the recipe has them.
     """
-    step = _step(optimizer)
+    num_steps = state.num_steps
     if spec.rank == 0:
-        (folder / _STEP_FILE).write_text(json.dumps({"step": step}))
-    for kind in (_WEIGHTS, *_MOMENTS) if step else (_WEIGHTS,):
-        values = {name: _values(weight, kind, optimizer) for name, weight in weights.items() if _writes(spec, weight)}
-        for number, names in enumerate(_in_files(values)):
-            _save_file(
-                folder / f"{kind}-{spec.rank:05}-{number:05}.safetensors",
-                {name: values[name] for name in names},
-                {name: str(_range(weights[name])[0]) for name in names},
-            )
+        (folder / _STEPS_FILE).write_text(json.dumps({"steps": num_steps}))
+    for kind in _kinds(num_steps):
+        values = {name: state.get_values(name, kind) for name in state.names_to_write()}
+        for number, names in enumerate(_group_by_file(values)):
+            starts = {name: str(state.get_range(name)[0]) for name in names}
+            _save_file(folder / f"{kind}-{spec.rank:05}-{number:05}.safetensors", values, starts)
 
 
-def restore_shards(spec: EngineSpec, folder: Path, weights: "Mapping[str, Parameter]", optimizer: Any) -> None:
-    """Load what the ranks of any layout have saved. All ranks call this at the same time.
+def restore_shards(spec: EngineSpec, folder: Path, state: TrainedState) -> None:
+    """Load a checkpoint of any number of ranks and any ZeRO stage. All ranks call this at the same time.
 
-    Raises the same EngineError on all of them for files that are damaged, missing, or of another model.
+    Raises an EngineError on all of them for files that are damaged, missing, or of another model.
     """
-    from safetensors import SafetensorError
     from torch.distributed import all_gather_object
 
-    problem: str | None = None
+    failure: Exception | None = None
     try:
-        step = _read_step(folder)
-        _create_moments(optimizer, step)
-        for kind in (_WEIGHTS, *_MOMENTS) if step else (_WEIGHTS,):
-            _read_values(folder, kind, weights, optimizer)
-    except (EngineError, OSError, SafetensorError) as error:
-        problem = first_line(error)
+        _restore(folder, state)
+    except Exception as error:  # of torch or safetensors, for instance; the other ranks must not wait for this one
+        failure = error
+    problem = str(failure) if isinstance(failure, EngineError) else failure and first_line(failure)
     problems: list[str | None] = [None] * spec.world_size
     all_gather_object(problems, problem, group=files_group())
-    if found := [each for each in problems if each is not None]:
-        raise EngineError(f"role {spec.role}: '{folder}' cannot be restored ({found[0]}).")
-    _update_weights(weights, optimizer)
+    if reasons := [each for each in problems if each]:
+        raise EngineError(
+            f"role {spec.role}: '{folder}' cannot be restored ({make_printable(reasons[0])}).\n"
+            "  Fix: move this checkpoint out of the run's folder; resume=FOLDER then takes the one before."
+        ) from failure
+    state.update_model()
 
 
-def _range(weight: Any) -> tuple[int, int]:
-    """Return where the range of the flattened weight begins that this rank trains, and how many values it has."""
-    if hasattr(weight, "ds_tensor"):  # ZeRO 3, whose last shards are padded
-        size = weight.ds_tensor.numel()
-        start = size * weight.ds_zero_partition_rank
-        return start, max(0, min(size, weight.ds_numel - start))
-    if not hasattr(weight, "_hp_mapping"):  # without ZeRO, all ranks train all values
-        return 0, weight.numel()
-    if weight._hp_mapping is None:
-        return 0, 0
-    address = weight._hp_mapping.lp_fragment_address
-    return address.start, address.numel
+def _kinds(num_steps: int) -> Sequence[str]:
+    """Return the kinds of values that there are after so many steps."""
+    return (WEIGHTS, *MOMENTS) if num_steps else (WEIGHTS,)
 
 
-def _values(weight: Any, kind: str, optimizer: Any) -> "Tensor":
-    """Return this rank's range of the weight in float32, or of one of its moments: a view of what it trains."""
-    key = None if kind == _WEIGHTS else kind
-    if hasattr(weight, "ds_tensor"):
-        found, _ = optimizer._get_fp32_opt_state_partition(weight, release_swap_buffers=False, optim_state_key=key)
-    elif hasattr(weight, "_hp_mapping"):
-        found = weight._hp_mapping.get_hp_fragment(key)
-    else:
-        found = weight if key is None else optimizer.state[weight][key]
-    values: Tensor = found.detach().view(-1)[: _range(weight)[1]]
-    return values
-
-
-def _writes(spec: EngineSpec, weight: Any) -> bool:
-    """Return whether this rank writes its range: the first of the ranks that have the same, unless it is empty."""
-    is_shared = hasattr(weight, "ds_tensor") or hasattr(weight, "_hp_mapping")
-    return _range(weight)[1] > 0 and (is_shared or spec.rank == 0)
-
-
-def _in_files(values: "Mapping[str, Tensor]") -> Iterator[Sequence[str]]:
+def _group_by_file(values: "Mapping[str, Tensor]") -> Iterator[Sequence[str]]:
     """Yield the names of the values for each file."""
     names: list[str] = []
     size = 0
@@ -113,110 +83,73 @@ def _in_files(values: "Mapping[str, Tensor]") -> Iterator[Sequence[str]]:
         yield names
 
 
-def _save_file(file: Path, values: "Mapping[str, Tensor]", starts: Mapping[str, str]) -> None:
+def _save_file(file: Path, values: "Mapping[str, Tensor]", starts: dict[str, str]) -> None:
+    """Write the ranges of the weights that ``starts`` names, each with its start."""
     from safetensors.torch import save_file
 
-    save_file({name: value.to("cpu", copy=True) for name, value in values.items()}, file, dict(starts))
+    save_file({name: values[name].cpu() for name in starts}, file, starts)
 
 
-def _torch_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer of torch that one of DeepSpeed's contains, or is."""
-    return getattr(optimizer, "optimizer", optimizer)
+def _restore(folder: Path, state: TrainedState) -> None:
+    """Read this rank's ranges, after all files have been checked."""
+    num_steps = _read_num_steps(folder)
+    with ExitStack() as stack:
+        ranges = {kind: _open_ranges(stack, folder, kind) for kind in _kinds(num_steps)}
+        for kind, of_kind in ranges.items():
+            _check_ranges(kind, of_kind, state)
+        state.set_num_steps(num_steps)
+        for kind, of_kind in ranges.items():
+            for name in state.names:
+                start, size = state.get_range(name)
+                if size:
+                    _read_range(of_kind[name], start, state.get_values(name, kind))
 
 
-def _stepped_tensors(optimizer: Any) -> "Sequence[Tensor]":
-    """Return the tensors that torch's optimizer has a state for."""
-    # Under ZeRO 3, the groups of torch's optimizer are empty between steps.
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return cast("Sequence[Tensor]", optimizer.fp32_partitioned_groups_flat)
-    return [tensor for group in _torch_optimizer(optimizer).param_groups for tensor in group["params"]]
-
-
-def _step(optimizer: Any) -> int:
-    """Return how many steps the optimizer has made."""
-    states = [_torch_optimizer(optimizer).state.get(tensor) for tensor in _stepped_tensors(optimizer)]
-    return max((int(state["step"]) for state in states if state), default=0)
-
-
-def _read_step(folder: Path) -> int:
+def _read_num_steps(folder: Path) -> int:
     """Return how many steps the saved optimizer has made."""
     try:
-        step = json.loads((folder / _STEP_FILE).read_text())["step"]
+        count = json.loads((folder / _STEPS_FILE).read_text())["steps"]
     except (ValueError, KeyError, TypeError):
-        step = None
-    if not isinstance(step, int) or step < 0:
-        raise EngineError(f"{_STEP_FILE} has no number of steps")
-    return step
+        count = None
+    if type(count) is not int or not 0 <= count <= _MOST_STEPS:
+        raise EngineError(f"{_STEPS_FILE} has no number of steps")
+    return count
 
 
-def _create_moments(optimizer: Any, step: int) -> None:
-    """Give the optimizer the state of so many steps, with moments that are still to be read."""
-    import torch
-
-    states = _torch_optimizer(optimizer).state
-    for tensor in _stepped_tensors(optimizer):
-        states[tensor].clear()
-        if step:
-            states[tensor]["step"] = torch.full((), step, dtype=torch.float32, device=tensor.device)
-            states[tensor] |= {moment: torch.zeros_like(tensor, requires_grad=False) for moment in _MOMENTS}
-    if hasattr(optimizer, "_hp_optimizer_states_linked"):
-        optimizer._hp_optimizer_states_linked = False
-        if step:
-            optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def _read_values(folder: Path, kind: str, weights: "Mapping[str, Parameter]", optimizer: Any) -> None:
-    """Read this rank's ranges of one kind from all files that have a part of them."""
-    with ExitStack() as opened:
-        saved = _saved_ranges(opened, folder, kind)
-        if unknown := sorted(saved.keys() - weights.keys()):
-            raise EngineError(f"it is of another model, with {unknown[0]}")
-        for name, weight in weights.items():
-            end = max((start + size for start, size, _ in saved.get(name, ())), default=0)
-            expected = int(getattr(weight, "ds_numel", weight.numel()))
-            if end > expected:
-                raise EngineError(f"it is of another model: {name} has {end} values there, expected {expected}")
-            start, size = _range(weight)
-            if size:
-                _read_range(f"{kind} of {name}", saved.get(name, ()), start, _values(weight, kind, optimizer))
-
-
-def _saved_ranges(opened: ExitStack, folder: Path, kind: str) -> dict[str, list[tuple[int, int, Any]]]:
-    """Return the saved ranges of each weight: start, number of values, and a slice that reads them from their file."""
+def _open_ranges(stack: ExitStack, folder: Path, kind: str) -> dict[str, list[tuple[int, int, Any]]]:
+    """Return the ranges of each weight: start, number of values, and a slice that reads them from their file."""
     from safetensors import safe_open
 
     ranges: dict[str, list[tuple[int, int, Any]]] = {}
     for file in sorted(folder.glob(f"{kind}-*.safetensors")):
-        content = opened.enter_context(safe_open(file, "pt"))
+        content = stack.enter_context(safe_open(file, "pt"))
         starts = content.metadata() or {}
         for name in content.keys():  # noqa: SIM118
-            values = content.get_slice(name)
-            shape, start = values.get_shape(), starts.get(name, "")
-            if len(shape) != 1 or not start.isdecimal():
+            values, start = content.get_slice(name), starts.get(name, "")
+            if values.get_dtype() != "F32" or len(values.get_shape()) != 1 or not start.isdecimal():
                 raise EngineError(f"{file.name} has no range of {name}")
-            ranges.setdefault(name, []).append((int(start), shape[0], values))
+            ranges.setdefault(name, []).append((int(start), values.get_shape()[0], values))
     return ranges
 
 
-def _read_range(what: str, saved: Sequence[tuple[int, int, Any]], start: int, target: "Tensor") -> None:
-    """Fill ``target``, which begins at ``start`` of a flattened weight, from the saved ranges."""
-    end, found = start + target.numel(), 0
-    for saved_start, size, values in saved:
-        low, high = max(start, saved_start), min(end, saved_start + size)
+def _check_ranges(kind: str, ranges: Mapping[str, Sequence[tuple[int, int, Any]]], state: TrainedState) -> None:
+    """Raise EngineError unless the ranges are those of this model, each value once."""
+    if unknown := sorted(ranges.keys() - set(state.names)):
+        raise EngineError(f"it is of another model, with {unknown[0]}")
+    for name in state.names:
+        end = 0
+        for start, size in sorted((start, size) for start, size, _ in ranges.get(name, ())):
+            if start != end:
+                raise EngineError(f"{kind} of {name}: expected a range that starts at {end}, got {start}")
+            end += size
+        if end != state.get_size(name):
+            raise EngineError(f"{kind} of {name}: expected {state.get_size(name)} values, got {end}")
+
+
+def _read_range(ranges: Sequence[tuple[int, int, Any]], start: int, target: "Tensor") -> None:
+    """Fill ``target``, which begins at ``start`` of a flattened weight."""
+    end = start + target.numel()
+    for first, size, values in ranges:
+        low, high = max(start, first), min(end, first + size)
         if low < high:
-            target[low - start : high - start].copy_(values[low - saved_start : high - saved_start])
-            found += high - low
-    if found < target.numel():
-        raise EngineError(f"{target.numel() - found} values are missing from the {what}")
-
-
-def _update_weights(weights: "Mapping[str, Parameter]", optimizer: Any) -> None:
-    """Give the weights of the model the values that the optimizer has."""
-    if hasattr(optimizer, "update_lp_params"):  # ZeRO 1 and 2
-        optimizer.update_lp_params()
-    elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        optimizer.checkpoint_event_prologue()
-        for weight in cast("Mapping[str, Any]", weights).values():
-            values = _values(weight, _WEIGHTS, optimizer)
-            weight.ds_tensor.data.view(-1)[: values.numel()].copy_(values)
-        optimizer.checkpoint_event_epilogue()
+            target[low - start : high - start].copy_(values[low - first : high - first])

@@ -249,8 +249,8 @@ def test_a_run_ends_if_no_plan_fits_the_hosts_that_are_left(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_new_plan_keeps_names_of_hosts_and_zero_stages(tmp_path: Path) -> None:
-    """A host keeps its own name, and a trained role the ZeRO stage that its checkpoints have."""
+def test_a_new_plan_keeps_names_of_hosts(tmp_path: Path) -> None:
+    """The ZeRO stage may change, since checkpoints fit any."""
     recipe = load("recipe=grpo_7b", "elastic=true")
     three = load_cluster("3x8@h200")
     named = replace(three, hosts=tuple(replace(host, name=f"rack-{host.name}") for host in three.hosts))
@@ -258,7 +258,7 @@ def test_a_new_plan_keeps_names_of_hosts_and_zero_stages(tmp_path: Path) -> None
     with session(replace(plan, recipe=recipe), tmp_path, LosingRuntime(replace(HOST, hosts=["rack-host-1"]))) as run:
         lose(run)
         assert [host.name for host in run.plan.cluster.hosts] == ["rack-host-0", "rack-host-2"]
-        assert run.plan.roles["actor"].layout.zero_stage == 2
+        assert run.plan.roles == compile_recipe(recipe, run.plan.cluster).roles
         assert run.plan.recipe == recipe
 
 

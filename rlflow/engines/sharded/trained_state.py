@@ -1,0 +1,120 @@
+"""The values that a rank trains, in the buffers in which DeepSpeed keeps them for each ZeRO stage.
+
+DeepSpeed trains float32 values: the weights themselves without ZeRO, else copies of them. A rank has a range of each
+flattened weight, and the same range of the weight's moments.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from rlflow.engines.base import EngineSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
+
+WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
+"""The kinds of values: the weights, and what AdamW keeps of each."""
+
+
+class TrainedState:
+    """The ranges of weights and moments that this rank trains."""
+
+    def __init__(self, spec: EngineSpec, weights: "Mapping[str, Parameter]", optimizer: Any) -> None:
+        """Take the trained weights of the model, and DeepSpeed's optimizer."""
+        self._stage = spec.layout.zero_stage or 0
+        self._weights: Mapping[str, Any] = weights
+        self._optimizer = optimizer
+        # DeepSpeed's optimizers contain torch's. Without ZeRO there is only that.
+        self._torch_optimizer = optimizer.optimizer if self._stage else optimizer
+        # Without ZeRO all ranks have all values, and the first one writes them.
+        self._writes = self._stage > 0 or spec.rank == 0
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the names of all trained weights."""
+        return list(self._weights)
+
+    @property
+    def num_steps(self) -> int:
+        """Return how many steps the optimizer has made."""
+        states = [self._torch_optimizer.state.get(tensor) for tensor in self._stepped_tensors()]
+        return max((int(state["step"]) for state in states if state), default=0)
+
+    def get_size(self, name: str) -> int:
+        """Return how many values a weight has on all ranks together."""
+        weight = self._weights[name]
+        return int(weight.ds_numel if self._stage == 3 else weight.numel())
+
+    def get_range(self, name: str) -> tuple[int, int]:
+        """Return the start and the size of this rank's range of a flattened weight. Its size may be zero."""
+        weight = self._weights[name]
+        if self._stage == 3:  # the last shards are padded
+            size = weight.ds_tensor.numel()
+            start = size * weight.ds_zero_partition_rank
+            return start, max(0, min(size, weight.ds_numel - start))
+        if self._stage:
+            fragment = weight._hp_mapping
+            address = fragment and fragment.lp_fragment_address
+            return (address.start, address.numel) if address else (0, 0)
+        return 0, weight.numel()
+
+    def get_values(self, name: str, kind: str) -> "Tensor":
+        """Return this rank's range of a weight or of one of its moments: a view of the values that it trains.
+
+        The range must not be empty.
+        """
+        weight, moment = self._weights[name], None if kind == WEIGHTS else kind
+        if self._stage == 3:
+            zero3 = self._optimizer
+            values, _ = zero3._get_fp32_opt_state_partition(weight, release_swap_buffers=False, optim_state_key=moment)
+        elif self._stage:
+            fragment = weight._hp_mapping
+            values = fragment.get_hp_fragment(moment)
+        else:
+            values = self._torch_optimizer.state[weight][moment] if moment else weight
+        own: Tensor = values.detach().view(-1)[: self.get_range(name)[1]]
+        return own
+
+    def names_to_write(self) -> Sequence[str]:
+        """Return the weights of which this rank writes its range."""
+        return [name for name in self._weights if self._writes and self.get_range(name)[1]]
+
+    def set_num_steps(self, count: int) -> None:
+        """Set how many steps the optimizer has made. New moments are zero."""
+        import torch
+
+        for tensor in self._stepped_tensors():
+            state = self._torch_optimizer.state[tensor]
+            if not count:
+                state.clear()
+                continue
+            state["step"] = torch.full((), count, dtype=torch.float32, device=tensor.device)
+            for moment in MOMENTS:
+                if moment not in state:
+                    state[moment] = torch.zeros_like(tensor, requires_grad=False)
+        if self._stage in (1, 2):
+            # The views of the moments that each weight has are made anew, at the latest in the next step.
+            zero = self._optimizer
+            zero._hp_optimizer_states_linked = False
+            if count:
+                zero._lazy_init_hp_params_optimizer_state()
+
+    def update_model(self) -> None:
+        """Give the model the values of the weights that are trained. All ranks call this at the same time."""
+        if self._stage == 3:
+            zero3 = self._optimizer
+            zero3.checkpoint_event_prologue()
+            for name, weight in self._weights.items():
+                if size := self.get_range(name)[1]:
+                    weight.ds_tensor.data.view(-1)[:size].copy_(self.get_values(name, WEIGHTS))
+            zero3.checkpoint_event_epilogue()
+        elif self._stage:
+            zero = self._optimizer
+            zero.update_lp_params()
+
+    def _stepped_tensors(self) -> "Sequence[Tensor]":
+        """Return the tensors for which torch's optimizer has a state."""
+        if self._stage == 3:  # the groups of torch's optimizer are empty between steps
+            return cast("Sequence[Tensor]", self._optimizer.fp32_partitioned_groups_flat)
+        return [tensor for group in self._torch_optimizer.param_groups for tensor in group["params"]]
