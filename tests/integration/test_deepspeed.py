@@ -377,17 +377,30 @@ def test_bfloat16_keeps_its_masters_and_moments_from_layout_to_layout(
         of = replace(actor(**options), model=bfloat16)
         of = replace(of, layout=replace(of.layout, data_parallel_size=size))
         ranks = Ranks(two, of, address) if size == 2 else Ranks(single, of, free_address())
-        ranks.restore([before] * size)
+        after = tmp_path / str(number)
+        restore_and_save(ranks, size, before, after)
+        assert_same_values(expected, saved_values(after))
         for (name, value), (_, same) in zip(first.weights()[0], ranks.weights()[0], strict=True):
             assert (value == same).all(), name
-        after = tmp_path / str(number)
-        after.mkdir()
-        ranks.save([after] * size)
-        found = saved_values(after)
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            assert (found[name] == value).all(), (options, name)
         before = after
+    # The first engine has made another step since.
+    first.update(split(policy_minibatch(2)), [LOSS] * 2)
+    restore_and_save(first, 2, before, tmp_path / "again")
+    assert_same_values(expected, saved_values(tmp_path / "again"))
+    for (name, value), (_, same) in zip(ranks.weights()[0], first.weights()[0], strict=True):
+        assert (value == same).all(), name
+
+
+def restore_and_save(ranks: Ranks, size: int, before: Path, after: Path) -> None:
+    after.mkdir()
+    ranks.restore([before] * size)
+    ranks.save([after] * size)
+
+
+def assert_same_values(expected: dict[str, Any], found: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name] == value).all(), name
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,9 @@ class TrainedState:
             start = size * weight.ds_zero_partition_rank
             return start, max(0, min(size, weight.ds_numel - start))
         if self._stage:
-            fragment = weight._hp_mapping
-            address = fragment and fragment.lp_fragment_address
-            return (address.start, address.numel) if address else (0, 0)
+            if (fragment := weight._hp_mapping) is None:
+                return 0, 0
+            return fragment.lp_fragment_address.start, fragment.lp_fragment_address.numel
         return 0, weight.numel()
 
     def get_values(self, name: str, kind: str) -> "Tensor":
