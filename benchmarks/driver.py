@@ -123,7 +123,7 @@ def plan_of(trainers: int, prompts: int, responses: int) -> Plan:
             f"roles.actor={{engine: fake, gpus: {trainers}}}",
             f"data.batch_size={prompts}",
             f"graph.rollouts={{group_size: {responses}, max_tokens: {instant.LIMIT}}}",
-            f"graph.rewards.function={instant.__name__}:text_length",
+            "graph.rewards.function=benchmarks.text_rewards:text_length",
             "+graph.old_logprobs={node: logprobs, role: actor}",
         ]
     )

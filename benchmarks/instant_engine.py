@@ -18,7 +18,6 @@ from rlflow.engines.serving.activity import EngineActivity
 from rlflow.engines.serving.sessions import SessionEngine
 from rlflow.packed import offsets_of
 from rlflow.resources.time.lengths import Lengths
-from rlflow.rewards.base import batched
 from rlflow.runtime.ray.worker import EngineWorker
 
 # Samples that an engine generates at once: vLLM's own limit on GPUs with less than 70 GiB.
@@ -101,12 +100,6 @@ class InstantWorker(EngineWorker):
         self._engine: Any = InstantGenerator(spec) if "Generates" in spec.capabilities else InstantTrainer(spec)
         if "Generates" in spec.capabilities:
             self._engine_thread = None
-
-
-@batched(1024)
-def text_length(texts: Sequence[str], rows: Sequence[Any]) -> list[float]:
-    """Return the length of each text as its reward."""
-    return [float(len(text)) for text in texts]
 
 
 def _read(column: Packed) -> float:

@@ -100,7 +100,7 @@ def plan_of(folder: Path, kind: str, **checkpoint_options: int) -> Plan:
     if kind == "ahead":
         recipe["overlap"] = {"max_staleness": 1}
     # Responses of a random model differ in it, so that every step changes the weights.
-    recipe["graph"]["rewards"]["function"] = "benchmarks.instant_engine:text_length"
+    recipe["graph"]["rewards"]["function"] = "benchmarks.text_rewards:text_length"
     recipe |= {"steps": _STEPS, "evaluation": {"every": 2, "num_prompts": 10}}
     recipe["checkpoints"] = {"every": _EVERY, **checkpoint_options}
     return rlflow.compile(rlflow.load([f"recipe={write_recipe(recipe, folder)}"]), None)
@@ -284,8 +284,10 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=_KILLS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    # Everything that a run imports, so that forked processes share it. Threads do not survive a fork.
+    # Everything that a run imports, so that forked processes share it. Threads do not survive a fork. transformers
+    # imports deepspeed when it saves a model.
     import accelerate.utils.other  # type: ignore[import-untyped]  # noqa: F401
+    import deepspeed  # noqa: F401
     import torch
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
