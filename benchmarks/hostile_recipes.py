@@ -215,6 +215,7 @@ BOMBS = {
     "doubled keys": "a: 1\na: 1\n",
     "escapes": 'a: "' + r"\x41" * 15_000 + '" b',
     "lines": "a: |\n" + " x\n" * 20_000 + "b",
+    "as many lines as a file may have": "a: |\n" + " x\n" * 9_999 + "b",
     "references": f"a: '{'${' * 30_000}'",
     "aliases in a circle": "a: &x [*x]",
 }

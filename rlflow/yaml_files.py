@@ -13,7 +13,8 @@ from rlflow.errors import FileError, first_line
 
 # The largest recipe of rlflow has 3 KB and 150 values. Hydra copies every value several times, so a file of a few
 # hundred bytes whose aliases expand to millions of values would keep it busy for minutes.
-MAX_BYTES = 64 * 1024  # which PyYAML reads in 0.06 s at worst
+MAX_BYTES = 64 * 1024
+MAX_LINES = 10_000  # which PyYAML reads in 0.08 s at worst
 MAX_VALUES = 10_000
 MAX_EVENTS = 2 * MAX_VALUES  # a list or mapping has two, its start and its end
 MAX_DEPTH = 64
@@ -90,10 +91,12 @@ def parse_yaml(text: str, file: str) -> DictConfig:
 
 
 def _check_size(text: str, file: str) -> None:
-    """Raise FileError for a text with too many values or levels, before PyYAML's slow parser reads it.
+    """Raise FileError for a text with too many lines, values or levels, before PyYAML's slow parser reads it.
 
     Other mistakes in the text are ignored here, because the slow parser has the better messages.
     """
+    if text.count("\n") > MAX_LINES:
+        raise FileError(file, f"has more than {MAX_LINES} lines", fix="put data into a file of its own")
     too_deep = FileError(file, "is nested too deeply", fix=f"use {MAX_DEPTH} levels at most")
     depth = count = 0
     try:
