@@ -51,7 +51,7 @@ def restore_shards(spec: EngineSpec, folder: Path, state: TrainedState) -> None:
     failure: Exception | None = None
     try:
         _restore(folder, state)
-    except Exception as error:  # of torch or safetensors, for instance; the other ranks must not wait for this one
+    except Exception as error:  # torch and safetensors raise many kinds, and the other ranks must not wait for this one
         failure = error
     problem = str(failure) if isinstance(failure, EngineError) else failure and first_line(failure)
     problems: list[str | None] = [None] * spec.world_size
