@@ -17,9 +17,12 @@ def finish(name: str, figures: Mapping[str, float | bool], goals: Mapping[str, G
     """Write the figures, print each with its goal, and return the exit code: 1 when a goal is missed."""
     if json_file is not None:
         json_file.write_text(json.dumps({"figures": dict(figures)}, indent=1))
-    texts = [
-        f"{figure} {value if isinstance(value, bool) else f'{value:.2f}'} ({goals[figure].text})"
-        for figure, value in figures.items()
-    ]
+    texts = [f"{figure} {_format(value)} ({goals[figure].text})" for figure, value in figures.items()]
     print(f"{name}: {', '.join(texts)}")
     return 0 if all(goal.is_met for goal in goals.values()) else 1
+
+
+def _format(value: float | bool) -> str:
+    if isinstance(value, bool):
+        return str(value)
+    return f"{value:.2f}" if value == 0 or abs(value) >= 0.1 else f"{value:.2g}"
