@@ -147,9 +147,11 @@ def _recipe_file(name: str, config_dir: Path | None) -> Path | None:
     path = Path(os.path.expanduser(name))
     if "/" not in name and path.suffix != ".yaml":
         return None
-    for file in (path, path.with_name(f"{path.name}.yaml")):
+    for file in (path, Path(f"{path}.yaml")):
         if file.is_file():
             return file.resolve()
+    if path.is_dir():
+        raise RecipeError("recipe", f"'{name}' is a folder", fix="name a file in it: recipe=FOLDER/NAME.yaml")
     if config_dir is not None and (config_dir / "recipe" / f"{name}.yaml").is_file():
         return None
     near = did_you_mean(path.name, (each.name for each in path.parent.glob("*.yaml")))

@@ -30,16 +30,15 @@ from rlflow.compiler.plan import Plan, format_duration, read_plan
 from rlflow.compiler.ranking import SweepOutcome
 from rlflow.compiler.render import render
 from rlflow.compose import (
-    COMPOSING_ERRORS,
     CONF,
     RunOptions,
-    composing_error,
     load_calibration,
     recipe_from_config,
     register_sources,
     run_options_from_config,
 )
-from rlflow.errors import EngineError, PlacementError, RecipeError, UserError, first_line, storage_error
+from rlflow.composing_errors import COMPOSING_ERRORS, composing_error
+from rlflow.errors import EngineError, PlacementError, RecipeError, UserError, below, first_line, storage_error
 from rlflow.report.plan_page import write_dry_run
 from rlflow.report.progress import WIDTH, displays, output_console, recorders, show, show_error, show_warning
 from rlflow.report.sweep import sweep_summary
@@ -197,7 +196,8 @@ def _calibration(options: RunOptions, cluster: Cluster) -> Calibration:
     """Return the measured efficiencies of a file, or those that a finished run shows."""
     if options.calibration is None or not Path(options.calibration).is_dir():
         return load_calibration(options, cluster)
-    return calibration_of_run(Path(options.calibration), cluster)
+    with below("calibration"):
+        return calibration_of_run(Path(options.calibration), cluster)
 
 
 def _take_more_steps(config: DictConfig) -> int:

@@ -42,10 +42,14 @@ def find_run(resume: bool | str, recipe: Recipe, root: Path) -> Path | None:
 
     Return None when no run is continued. Raises RecipeError when no such run exists.
     """
-    if not resume:
+    if resume is False:
         return None
     if resume is not True:
-        return Path(os.path.expanduser(resume))
+        folder = Path(os.path.expanduser(resume))
+        if not resume or not (folder / "plan.json").is_file():
+            fix = "resume=FOLDER with the folder of a run, as outputs/DATE/TIME, or leave out resume"
+            raise RecipeError("resume", f"'{resume}' is not the folder of a run", fix=fix)
+        return folder
     candidates = [path for path in root.glob("*/*/plan.json") if _is_run_of(recipe, path)]
     if not candidates:
         raise RecipeError(

@@ -17,16 +17,15 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from rlflow import recipe_files
 from rlflow.arguments import CONF as CONF
 from rlflow.arguments import hydra_arguments, recipe_argument
-from rlflow.errors import FileError, RecipeError, UserError, below, did_you_mean
+from rlflow.composing_errors import COMPOSING_ERRORS, composing_error
+from rlflow.errors import FileError, RecipeError, UserError, below
 from rlflow.interpolations import to_mapping
 from rlflow.recipe import Recipe, Trace, Tune
 from rlflow.recipe_loading import load
@@ -230,7 +229,8 @@ def load_calibration(options: RunOptions, cluster: Cluster) -> Calibration:
     try:
         measured = read_yaml(Path(options.calibration))
     except FileError as error:
-        raise RecipeError("calibration", f"'{error.path}' {error.fact}", fix=error.notes["Fix"]) from None
+        fix = error.notes["Fix"] or "write one with: python -m rlflow.calibrate"
+        raise RecipeError("calibration", f"'{error.path}' {error.fact}", fix=fix) from None
     # Checked first, so that errors name the option and not a key of the recipe.
     check_values(OmegaConf.to_container(measured), "calibration")
     return calibration_from(to_mapping(measured), cluster)
@@ -238,33 +238,3 @@ def load_calibration(options: RunOptions, cluster: Cluster) -> Calibration:
 
 def _device_name(path: Path) -> object:
     return read_yaml(path).get("device_name")
-
-
-COMPOSING_ERRORS = (HydraException, OmegaConfBaseException, RecursionError)
-
-
-def _fix_for_unknown(group: str, name: str) -> str:
-    if group == "recipe":
-        return "give the path of a recipe of your own, such as recipe=./mine.yaml"
-    return f"add a file {group}/{name}.yaml to a folder and give it with --config-dir"
-
-
-def composing_error(error: Exception) -> RecipeError:
-    """Convert an error of Hydra's to a RecipeError."""
-    if isinstance(error, RecursionError):
-        return recipe_files.circular_defaults_error(error)
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, name = error.missing_cfg_file.rpartition("/")
-        options = sorted(str(option) for option in error.options or [])
-        known = [*options, "shapes such as 2x8 or 7x8+1x7@h200"] if group == "cluster" else options
-        return RecipeError(
-            {"": "command line", "gpu": "cluster"}.get(group, group),
-            f"no {group.rpartition('/')[2] or 'configuration'} '{name}'",
-            known=known,
-            fix=did_you_mean(name, options) or _fix_for_unknown(group, name),
-        )
-    reason = " ".join(str(error).split("\nSee ")[0].split()).rstrip(".") or type(error).__name__
-    if merging := re.match(r"Error merging override \+*([\w.]+)=(.*)", reason):
-        fix = f"write the keys to change: {merging[1]}={{KEY: VALUE}}"
-        return RecipeError(merging[1], f"keys with values cannot be replaced by {merging[2]}", fix=fix)
-    return RecipeError("command line", reason, fix="python -m rlflow --help shows how overrides are written")

@@ -43,10 +43,12 @@ def load_object(name: str, path: str) -> Any:
 
 
 def check_module(name: str, path: str) -> None:
-    """Raise RecipeError if ``package.module:name`` belongs to Python itself.
+    """Raise RecipeError if ``package.module:name`` belongs to Python itself, or is an address.
 
     None of Python's modules was made for a recipe, and some act when they are imported or called.
     """
+    if "://" in name:
+        raise RecipeError(path, f"'{name}' is an address", fix="download it, and name the file")
     module_name = name.partition(":")[0]
     if module_name.partition(".")[0] in sys.stdlib_module_names:
         fact = f"'{name}': '{module_name}' belongs to Python, and a recipe may only name code that was made for it"

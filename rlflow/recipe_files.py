@@ -65,6 +65,9 @@ class RecipeFileSource(ConfigSource):
         # Only the file's name: its folders are not Hydra groups.
         result = _load(self, f"recipe/{path.name}", read_text(path), display_path(path))
         result.header["package"] = result.header["package"] or "_global_"
+        if not result.config:
+            fix = "name a recipe to start from: defaults: [grpo_tiny, _self_]"
+            raise FileError(display_path(path), "the file has no keys", fix=fix)
         return result
 
     def is_config(self, config_path: str) -> bool:
@@ -130,8 +133,8 @@ def _check_content(config: DictConfig, config_path: str, package: str, file: str
         if key in _COMMAND_LINE_ONLY and package in ("", "_global_"):
             fact = f"sets '{key}', which only the command line may set"
             raise FileError(file, fact, fix=f"remove it; write {key}=... on the command line")
-    defaults = content.get("defaults")
-    for entry in defaults if isinstance(defaults, list) else []:
+    _check_defaults(content, file)
+    for entry in content.get("defaults", []):
         if _refers_to_hydra(entry):
             raise _hydra_error(file, f"its defaults have {entry!r}, which belongs to Hydra")
         if name := next((each for each in _names(entry) if _leads_out(each)), None):
@@ -143,6 +146,28 @@ def _check_content(config: DictConfig, config_path: str, package: str, file: str
             f"'{path}' would make Hydra call a function",
             fix="remove it; name your own code as package.module:name (docs/extending.md)",
         )
+
+
+def _check_defaults(content: dict[Any, Any], file: str) -> None:
+    """Raise FileError for a defaults list that Hydra cannot read, or whose files would replace what this file sets."""
+    if "default" in content:
+        raise FileError(file, "sets 'default', which no configuration has", fix="did you mean 'defaults'?")
+    defaults = content.get("defaults", [])
+    if not isinstance(defaults, list):
+        fact = f"expected a list of files under 'defaults', got {defaults!r}"
+        raise FileError(file, fact, fix="write defaults: [NAME, _self_]")
+    if wrong := [entry for entry in defaults if not isinstance(entry, str | dict)]:
+        fact = f"its defaults have {wrong[0]!r}, which is no name of a file"
+        raise FileError(file, fact, fix="write names, as grpo_tiny or /data: gsm8k")
+    later = defaults[defaults.index("_self_") + 1 :] if "_self_" in defaults else []
+    if content.keys() - {"defaults"} and (others := [each for each in later if not _is_override(each)]):
+        fact = f"its defaults have {others[0]!r} after _self_, so its keys replace those of this file"
+        raise FileError(file, fact, fix="put _self_ last")
+
+
+def _is_override(entry: Any) -> bool:
+    """Return whether an entry only chooses another option for an earlier entry."""
+    return isinstance(entry, dict) and all(str(key).startswith("override ") for key in entry)
 
 
 def _hydra_error(file: str, fact: str) -> FileError:

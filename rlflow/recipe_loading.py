@@ -7,13 +7,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from rlflow.arguments import SHORT_KEYS
 from rlflow.errors import RecipeError, below, did_you_mean
 from rlflow.interpolations import to_mapping
 from rlflow.recipe import Recipe
 from rlflow.resources.models.architecture import check
 from rlflow.resources.models.config import check_agreement, read_architecture
 from rlflow.resources.time.lengths import past_lengths
-from rlflow.schema import parse
+from rlflow.schema import nested, parse
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 
@@ -40,6 +41,9 @@ def _check_keys(mapping: Mapping[str, Any]) -> None:
     """Raise RecipeError for a top-level key that belongs deeper, and for keys of a missing role or node."""
     known = [entry.name for entry in fields(Recipe)]
     for key in mapping.keys() - set(known):
+        if key in SHORT_KEYS:
+            fix = f"write {nested(SHORT_KEYS[key])}; only the command line has short keys"
+            raise RecipeError(key, "unknown key", known=sorted(known), fix=fix)
         if paths := sorted(_paths(mapping, key)):
             raise RecipeError(key, "unknown key", known=sorted(known), fix=f"did you mean {' or '.join(paths)}?")
     for section, kind, required in (("roles", "role", "model"), ("graph", "node", "node")):
@@ -47,9 +51,25 @@ def _check_keys(mapping: Mapping[str, Any]) -> None:
         entries: dict[str, Any] = value if isinstance(value, dict) else {}
         for name, entry in entries.items():
             if isinstance(entry, dict) and required not in entry and not (section == "roles" and "engine" in entry):
-                others = [each for each in entries if each != name]
-                fix = did_you_mean(name, others) or f"{section}.{name}.{required}=..., for a new {kind}"
+                others = {each: other for each, other in entries.items() if each != name}
+                new = f"remove it, or add {section}.{name}.{required}=..., for a new {kind}"
+                fix = _fix_for_missing(section, name, entry, others) or new
                 raise RecipeError(f"{section}.{name}", f"the recipe has no {kind} '{name}'", known=others, fix=fix)
+
+
+def _fix_for_missing(section: str, name: str, entry: Mapping[str, Any], others: Mapping[str, Any]) -> str | None:
+    """Return the fix for keys of a missing role or node: the one that is meant, if it can be known."""
+    owner, _, rest = name.partition(".")
+    if owner in others:
+        return f"a key in a file has no dots: write {nested(f'{owner}.{rest}')}"
+    if near := did_you_mean(name, others):
+        return near
+    path, value = "", entry
+    while isinstance(value, dict) and len(value) == 1:
+        key, value = next(iter(value.items()))
+        path += f".{key}"
+    having = [each for each, other in others.items() if isinstance(other, dict) and entry.keys() <= other.keys()]
+    return f"did you mean {section}.{having[0]}{path}?" if path and len(having) == 1 else None
 
 
 def _paths(mapping: Mapping[str, Any], key: str, prefix: str = "") -> Iterator[str]:

@@ -139,6 +139,8 @@ def _recipe_error(kind: type, mapping: Mapping[str, Any], path: str, error: Vali
         known = [field.name for field in fields(owner) if field.init] if is_dataclass(owner) else []
         where = ".".join(filter(None, [path, *parents, key]))
         hint = getattr(owner, "hints_for_other_names", {}).get(key)
+        if "." in key:
+            return RecipeError(where, "a key in a file has no dots", fix=f"write {nested(key)}")
         fix = hint or did_you_mean(key, known) or "use one of the known keys, or remove it"
         return RecipeError(where, "unknown key", known=sorted(known), fix=fix)
     if first["type"] == "missing" and isinstance(first["loc"][-1], int):
@@ -175,6 +177,12 @@ def _value_at(mapping: Any, loc: tuple[int | str, ...]) -> tuple[Any, str]:
             continue
         names.append(str(part))
     return value, ".".join(names)
+
+
+def nested(key: str) -> str:
+    """Return the keys that a key with dots stands for on the command line, as a file has them."""
+    *parents, last = key.split(".")
+    return "".join(f"{parent}: {{" for parent in parents) + f"{last}: ..." + "}" * len(parents)
 
 
 def _follow(kind: Any, parents: list[str]) -> Any:

@@ -45,7 +45,8 @@ def read_text(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise FileError(str(path), f"cannot be read ({error.strerror})") from None
+        fix = "check its path and who may read it"
+        raise FileError(str(path), f"cannot be read ({error.strerror})", fix=fix) from None
     if len(content) > MAX_BYTES:
         raise FileError(
             str(path),
@@ -171,7 +172,7 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
 
 def _yaml_error(error: yaml.YAMLError, file: str) -> FileError:
     if not isinstance(error, yaml.MarkedYAMLError):
-        return FileError(file, f"is not a text file ({first_line(error)})")
+        return FileError(file, f"is not a text file ({first_line(error)})", fix="remove the control characters")
     problem = (error.problem or error.context or "is not YAML").replace("\t", "\\t").rstrip(". ")
     mark = error.problem_mark or error.context_mark
     fix = next((fix for words, fix in _FIXES.items() if words in problem), "write KEY: VALUE on each line")

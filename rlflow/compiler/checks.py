@@ -64,7 +64,9 @@ def _check_required_options(node: GraphNode, nodes: Mapping[str, GraphNode]) -> 
             path, actual = f"graph.{origin.name}.{option}", getattr(origin.operation, option, value)
             if actual != value:
                 fact = f"is {actual}, but input '{name}' of graph.{node.name} requires {value}"
-                raise GraphError(path, fact, fix=f"{path}={value}")
+                fits = [each.name for each in nodes.values() if getattr(each.operation, option, None) == value]
+                fix = f"graph.{node.name}.{name}={fits[0]}" if fits else f"{path}={value}"
+                raise GraphError(path, fact, fix=fix)
 
 
 def check_reward_models(recipe: Recipe, graph: Graph) -> None:
@@ -122,7 +124,8 @@ def check_resampling(recipe: Recipe, graph: Graph) -> None:
     for node in graph.nodes:
         for source in SOURCES.keys() & node.inputs.values():
             if source != "prompts":
-                raise GraphError(f"graph.{node.name}", f"it reads all {source} of a step, and {path} chooses prompts")
+                fact = f"it reads all {source} of a step, and {path} chooses prompts"
+                raise GraphError(f"graph.{node.name}", fact, fix=f"remove graph.{node.name}, or {path}")
         if node in resampled_nodes(graph) and node.operation.new_state() is not None:
             fact = f"keeps a state that changes once a step, and {path} runs it several times in a step"
             fix = f"remove the option that needs the state (as kl_target), or {path}"

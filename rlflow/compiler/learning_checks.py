@@ -23,7 +23,7 @@ def check_learning(recipe: Recipe, graph: Graph) -> None:
             _check_size(recipe, node, node.operation)
         if isinstance(node.operation, PolicyGradient):
             for generator in _generators(node.inputs.get("rollouts", ""), nodes):
-                _check_sampling(recipe, node, generator)
+                _check_sampling(recipe, node, generator, nodes)
             _check_warmup(graph, node, node.operation)
         if isinstance(node.operation, TeacherAdvantage):
             _check_teacher(recipe, graph, node, nodes)
@@ -73,7 +73,7 @@ def _generators(origin: str, nodes: Mapping[str, GraphNode]) -> Iterator[GraphNo
             yield from _generators(node.inputs.get("rollouts", ""), nodes)
 
 
-def _check_sampling(recipe: Recipe, update: GraphNode, generator: GraphNode) -> None:
+def _check_sampling(recipe: Recipe, update: GraphNode, generator: GraphNode, nodes: Mapping[str, GraphNode]) -> None:
     """Check the node that generates what a policy trains on."""
     role, trained, operation = str(generator.role), str(update.role), generator.operation
     if role != trained and recipe.roles[role].follows != trained:
@@ -82,7 +82,9 @@ def _check_sampling(recipe: Recipe, update: GraphNode, generator: GraphNode) -> 
     assert isinstance(operation, Generate)
     if operation.temperature == 0:
         fact = f"with 0 all responses to a prompt are the same, and graph.{update.name} learns from their differences"
-        raise GraphError(f"graph.{generator.name}.temperature", fact, fix=f"graph.{generator.name}.temperature=1")
+        others = [name for name, each in nodes.items() if getattr(each.operation, "temperature", 0) > 0]
+        fix = f"graph.{update.name}.rollouts={others[0]}" if others else f"graph.{generator.name}.temperature=1"
+        raise GraphError(f"graph.{generator.name}.temperature", fact, fix=fix)
 
 
 def _check_warmup(graph: Graph, node: GraphNode, update: PolicyGradient) -> None:
@@ -101,6 +103,9 @@ def _check_teacher(recipe: Recipe, graph: Graph, node: GraphNode, nodes: Mapping
     name = recipe.roles[teacher.role].model
     for update in graph.nodes:
         if isinstance(update.operation, PolicyGradient) and node.name in update.inputs.values():
+            if teacher.role == update.role:
+                fact = f"the policy '{update.role}' would be its own teacher, so that there is nothing to learn from it"
+                raise GraphError(f"graph.{teacher.name}.role", fact, fix="a role of its own, with a better model")
             other = recipe.roles[str(update.role)].model
             model, policy = recipe.models[name], recipe.models[other]
             if name == other or (not model.random_weights and _source(model) == _source(policy)):

@@ -276,7 +276,9 @@ def trained_role(recipe: Recipe) -> str:
     """Return the one role that a recipe for a model trains. Raises RecipeError when it trains several."""
     trained = wire(recipe).trained_roles()
     if len(trained) != 1:
-        raise RecipeError("roles", f"a recipe for a model trains one role, '{recipe.name}' trains {len(trained)}")
+        fact = f"a recipe for a model trains one role, '{recipe.name}' trains {len(trained)}"
+        fix = "models.NAME.recipe=grpo_tiny, or another recipe that trains one role"
+        raise RecipeError("roles", fact, fix=fix)
     return trained[0]
 
 

@@ -58,10 +58,8 @@ class Reward(Node, kind="reward", unit="sample"):
 
     def check(self, connected: frozenset[str]) -> None:
         if (self.function is None) == (not self.functions):
-            got = "neither" if self.function is None else "both"
-            raise RecipeError(
-                "function", f"expected one of 'function' and 'functions', got {got}", fix="function: exact"
-            )
+            got, fix = ("neither", "function: exact") if self.function is None else ("both", "function: null")
+            raise RecipeError("function", f"expected one of 'function' and 'functions', got {got}", fix=fix)
         if self.functions and all(abs(part.weight) < _LEAST_WEIGHT for part in self.functions.values()):
             fact = "the weights of all functions are 0, and so is every reward"
             raise RecipeError("functions", fact, fix="weight: 1 for the function that counts")

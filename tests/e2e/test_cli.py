@@ -166,7 +166,10 @@ MISTAKES = [
     (("graph.rewards.function=rewards:few",), "RecipeError: graph.rewards.function: 'rewards:few' returned 0 values"),
     (("plan=nowhere.json",), "RecipeError: plan: a saved plan cannot be changed, got 'recipe'"),
     (("resume=true",), "RecipeError: resume: no run of this recipe with a checkpoint"),
-    (("resume=nowhere",), "RecipeError: resume: 'nowhere' has no checkpoint"),
+    (("resume=nowhere",), "RecipeError: resume: 'nowhere' is not the folder of a run"),
+    (("resume=nowhere", "dry_run=true"), "RecipeError: resume: 'nowhere' is not the folder of a run"),
+    (("resume=",), "RecipeError: resume: '' is not the folder of a run"),
+    (("calibration=nowhere",), "RecipeError: calibration: 'nowhere' cannot be read"),
     (("steps",), "RecipeError: command line: "),
 ]  # fmt: skip
 

@@ -107,3 +107,61 @@ def test_a_bomb_costs_nothing(name: str, tmp_path: Path) -> None:
     assert message
     assert seconds < 0.5, "a tenth of a second on an idle machine"
     assert mib < 50
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "the file has no keys.\n  Fix: name a recipe to start from: defaults: [grpo_tiny, _self_]."),
+        (
+            "defaults: grpo_tiny",
+            "expected a list of files under 'defaults', got 'grpo_tiny'.\n  Fix: write defaults: [NAME, _self_].",
+        ),
+        (
+            "defaults: [5]",
+            "its defaults have 5, which is no name of a file.\n  Fix: write names, as grpo_tiny or /data: gsm8k.",
+        ),
+        (
+            "defaults: [_self_, grpo_tiny]\nsteps: 5",
+            "its defaults have 'grpo_tiny' after _self_, so its keys replace those of this file.\n"
+            "  Fix: put _self_ last.",
+        ),
+        (
+            "defaults: [grpo_tiny, _self_]\ngraph: [1, 2]",
+            "does not fit the files that it starts from (Cannot merge DictConfig with ListConfig full_key: "
+            "object_type=dict).\n  Fix: write sections as keys with values, as they have them: {KEY: VALUE}.",
+        ),
+    ],
+)
+def test_a_mistake_in_a_file_names_the_file(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(content)
+    with pytest.raises(FileError) as raised:
+        compose(["recipe=mine.yaml"])
+    assert str(raised.value).removeprefix(f"{tmp_path}/") == f"mine.yaml: {message}"
+
+
+def test_an_entry_after_self_may_choose_another_option(tmp_path: Path) -> None:
+    content = "defaults: [grpo_tiny, _self_, override /algorithm: grpo]\nsteps: 5"
+    (tmp_path / "mine.yaml").write_text(content)
+    assert compose(["recipe=mine.yaml"]).steps == 5
+
+
+def test_a_file_that_starts_from_two_recipes_names_what_both_choose(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [grpo_tiny, ppo_tiny, _self_]")
+    with pytest.raises(RecipeError, match="choose 'algorithm' more than once, the last time 'ppo'"):
+        compose(["recipe=mine.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps=1,000", "steps: a comma separates the values of a sweep, got 1,000.\n  Fix: -m for a sweep"),
+        ("data.system_prompt=It's 5", "data.system_prompt: It's 5 cannot be read.\n  Fix: quote a text"),
+        ("steps='1''2'", "steps: '1''2' cannot be read.\n  Fix: quote a text"),
+        ("recipe=./", "recipe: './' is a folder.\n  Fix: name a file in it"),
+    ],
+)
+def test_a_value_that_hydra_cannot_read_is_named(override: str, message: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        compose([override])
+    assert str(raised.value).startswith(message)

@@ -40,12 +40,12 @@ def default_efficiency(gpu: Gpu) -> Efficiency:
 def calibration_from(mapping: Mapping[str, Any], cluster: Cluster) -> Calibration:
     """Read measured efficiencies; a kind of GPU that ``mapping`` lacks keeps the defaults. Raises RecipeError."""
     if not mapping:
-        raise RecipeError("calibration", "the file names no kind of GPU", known=list(cluster.gpus))
+        fact, fix = "the file names no kind of GPU", "write one with: python -m rlflow.calibrate"
+        raise RecipeError("calibration", fact, known=list(cluster.gpus), fix=fix)
     unknown = [kind for kind in mapping if kind not in cluster.gpus]
     if unknown and len(unknown) == len(mapping):
-        raise RecipeError(
-            "calibration", f"has no figures for this cluster, only for {unknown}", known=list(cluster.gpus)
-        )
+        fact, fix = f"has no figures for this cluster, only for {unknown}", "measure it: python -m rlflow.calibrate"
+        raise RecipeError("calibration", fact, known=list(cluster.gpus), fix=fix)
     found = {}
     for kind, gpu in cluster.gpus.items():
         if kind not in mapping:

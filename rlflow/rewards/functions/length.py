@@ -10,7 +10,8 @@ from rlflow.schema import Count, CountOrZero
 def check(*, max_characters: int, buffer: int) -> None:
     """Raise RecipeError for a buffer that would penalize even an empty response."""
     if buffer > max_characters:
-        raise RecipeError("options.buffer", f"expected at most max_characters, {max_characters}, got {buffer}")
+        fact = f"expected at most max_characters, {max_characters}, got {buffer}"
+        raise RecipeError("options.buffer", fact, fix=f"use {max_characters} or less")
 
 
 @batched(64)
