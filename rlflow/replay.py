@@ -71,7 +71,8 @@ def _find(plan: Plan, directory: Path, step: int | None) -> SkippedStep:
     if not folders:
         raise RecipeError("run", f"'{directory}' has no batch of a skipped step", fix="the folder of another run")
     if step is not None and step not in folders:
-        raise RecipeError("--step", f"the batch of step {step} is not saved in '{directory}'", known=sorted(folders))
+        fact = f"the batch of step {step} is not saved in '{directory}'"
+        raise RecipeError("--step", fact, known=sorted(folders), fix="use one of these steps")
     folder = folders[max(folders) if step is None else step]
     _check_reason(folder / "reason.json")
     try:

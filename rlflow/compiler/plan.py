@@ -124,7 +124,8 @@ def plan(recipe: Recipe, graph: Graph, requirements: Requirements, cluster: Clus
     search = Search(requirements.demands, requirements.workload, cluster, calibration)
     result = search.best()
     if result is None:
-        raise PlacementError(NOTHING_FITS, f"nothing fits {cluster.shape}")
+        fix = "a cluster with more GPUs, or a smaller model"
+        raise PlacementError(NOTHING_FITS, f"nothing fits {cluster.shape}", fix=fix)
     prediction = predict(search, result)
     found = Plan(
         recipe=recipe,

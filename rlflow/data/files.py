@@ -36,7 +36,8 @@ def read_files_or_hub(data: Data, field: str, split: str) -> Rows:
     try:
         if path.is_file():
             if path.suffix not in _FORMATS:
-                raise RecipeError("data.source", f"files of the type '{path.suffix}' are not supported", known=_FORMATS)
+                fact = f"files of the type '{path.suffix}' are not supported"
+                raise RecipeError("data.source", fact, known=_FORMATS, fix="convert it to one of these")
             check_expansion(path)
             # Escaped, because the library takes the path for a pattern.
             loaded = datasets.load_dataset(_FORMATS[path.suffix], data_files=glob.escape(str(path)), split=split)

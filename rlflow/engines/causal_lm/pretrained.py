@@ -23,6 +23,7 @@ END_TOKEN = "<|end|>"
 _CHANGES_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 # The names of a value head's and a reward head's weights in transformers.
 _HEAD_WEIGHTS = {"score.weight", "score.bias"}
+_OTHER_MODEL = "another model, or a role that only generates, with engine: vllm"
 # The largest file of an exported model's weights. What fails on the way to or from the hub is repeated by file.
 _LARGEST_FILE = "5GB"
 # The model types for which random weights are supported.
@@ -103,14 +104,14 @@ def load_model(
             built = auto.from_config(config, dtype=dtype, attn_implementation=chosen)
     layers = set(getattr(built.config, "layer_types", None) or ())
     if layers - {"full_attention"}:
-        raise RecipeError(
-            f"models.{name}.path", f"layers of {', '.join(sorted(layers - {'full_attention'}))} are not supported"
-        )
+        fact = f"layers of {', '.join(sorted(layers - {'full_attention'}))} are not supported"
+        raise RecipeError(f"models.{name}.path", fact, fix=_OTHER_MODEL)
     for key in _CHANGES_OF_LOGITS if head == "vocabulary" else ():
         if (value := getattr(built.config, key, None)) not in (None, 1):
             raise RecipeError(
                 f"models.{name}.path",
                 f"logits that the model changes after its output layer ({key} {value}) are not supported",
+                fix=_OTHER_MODEL,
             )
     # With dropout, the trained policy would differ from the one that generated the responses.
     for module in built.modules():
@@ -190,6 +191,7 @@ def _config_fields(name: str, model: Model) -> dict[str, Any]:
             f"models.{name}.architecture.model_type",
             f"random weights are not supported for the type '{model.architecture.model_type}'",
             known=sorted(NEW_MODELS),
+            fix="use one of these, or start from a path",
         )
     # Fields at their defaults are left out: most of them belong to other types.
     values = vars(model.architecture)

@@ -90,6 +90,7 @@ def check_model(spec: EngineSpec, config: Any) -> None:
             f"roles.{spec.role}.tensor_parallel_size",
             f"{tensor_parallel_size} does not divide the {config.num_attention_heads} attention heads"
             f" of models.{spec.model_name}",
+            fix="a size that divides them",
         )
 
 
@@ -184,6 +185,7 @@ def _cores(spec: EngineSpec) -> str:
         raise RecipeError(
             f"roles.{spec.role}.tensor_parallel_size",
             f"vLLM on the CPU needs a core for each of {num_ranks} ranks, but there are {len(cores)} cores",
+            fix="a smaller size",
         )
     share = len(cores) // num_ranks
     return "|".join(",".join(map(str, cores[rank * share :][:share])) for rank in range(num_ranks))

@@ -61,10 +61,11 @@ def select_hosts(cluster: Cluster, labels: Collection[str], calibration: Calibra
     named = ("label " if len(labels) == 1 else "labels ") + " and ".join(f"'{label}'" for label in sorted(labels))
     if not labelled:
         names = sorted({name for host in cluster.hosts for name in (*host.labels, host.gpu)})
-        raise PlacementError("label", f"no host has the {named}", known=names)
+        raise PlacementError("label", f"no host has the {named}", known=names, fix="use one of these")
     hosts = tuple(host for host in labelled if host.usable)
     if not hosts:
-        raise PlacementError("label", f"the hosts with the {named} are reserved, or have no free GPU")
+        fact = f"the hosts with the {named} are reserved, or have no free GPU"
+        raise PlacementError("label", fact, fix="other labels, or a cluster with more free GPUs")
     kinds = {host.gpu for host in hosts}
     speeds = [
         gpu_speed(

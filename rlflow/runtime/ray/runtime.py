@@ -172,9 +172,8 @@ def _ask(group: Any, reserved: tuple[Bundle, ...], hosts: Mapping[str, LiveHost]
         except RayError as error:
             # A lost host is the reason to report, if there is one.
             _until(_never, _RESERVED_S, hosts)
-            raise PlacementError(
-                "cluster", f"a host does not report which GPU it gives ({first_line(error)})"
-            ) from None
+            fact = f"a host does not report which GPU it gives ({first_line(error)})"
+            raise PlacementError("cluster", fact, fix="check that all hosts have the same Python and rlflow") from None
     return [bundles[index] for index in range(len(reserved))]
 
 

@@ -230,7 +230,10 @@ def _wait_for_hosts(count: int) -> None:
     deadline = time.monotonic() + _START_S
     while (alive := sum(host.alive for host in live_hosts())) < count:
         if time.monotonic() > deadline:
-            raise PlacementError("cluster", f"{alive} of {count} simulated hosts have started in {_START_S:g} s")
+            fact = f"{alive} of {count} simulated hosts have started in {_START_S:g} s"
+            raise PlacementError(
+                "cluster", fact, fix="a cluster with fewer hosts, or try again on a machine that is idle"
+            )
         time.sleep(0.1)
 
 

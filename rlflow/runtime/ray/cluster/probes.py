@@ -81,7 +81,8 @@ def _gpu_names(hosts: Sequence[LiveHost]) -> dict[str, list[str]]:
     try:
         return dict(zip(node_ids, ray.get(answers, timeout=_ANSWER_S), strict=True))
     except Exception as error:  # from Ray, or from the hosts' own installation
-        raise PlacementError("cluster", f"the hosts do not report their GPUs ({first_line(error)})") from None
+        fact = f"the hosts do not report their GPUs ({first_line(error)})"
+        raise PlacementError("cluster", fact, fix="check that all hosts have the same Python and rlflow") from None
 
 
 def probe(name: str, argument: str = "", *, seconds: float) -> tuple[Any, str | None]:
