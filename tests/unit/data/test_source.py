@@ -149,6 +149,12 @@ def test_columns_that_the_reward_reads_have_their_names(tmp_path: Path) -> None:
     assert (rows[0]["prompt"], rows[0]["answer"]) == ("1+2=", "3")
 
 
+def test_columns_can_be_swapped(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "1", "chosen": "2", "rejected": "3"}])
+    rows = load_rows(data(path, columns={"chosen": "rejected", "rejected": "chosen"}), "split")
+    assert rows == [{"prompt": "1", "chosen": "3", "rejected": "2"}]
+
+
 def test_additions_are_right_and_the_splits_share_nothing() -> None:
     splits = {split: additions(split, digits=2) for split in ("train", "test")}
     assert len(splits["train"]) + len(splits["test"]) == 100 * 100
