@@ -17,7 +17,6 @@ _MAX_ROWS = 2**31 - 1
 def check_learning(recipe: Recipe, graph: Graph) -> None:
     """Raise RecipeError or GraphError for a policy that would learn nothing, or not from its own responses."""
     nodes = {node.name: node for node in graph.nodes}
-    _check_columns(recipe, graph)
     for node in graph.nodes:
         if isinstance(node.operation, Generate):
             _check_size(recipe, node, node.operation)
@@ -118,19 +117,6 @@ def _check_penalty(node: GraphNode, penalty: OverlongPenalty, generator: GraphNo
     if penalty.max_tokens > (limit := generator.operation.max_tokens):
         fact = f"{penalty.max_tokens} is more than graph.{generator.name}.max_tokens, which is {limit}"
         raise RecipeError(f"graph.{node.name}.max_tokens", fact, fix=f"graph.{node.name}.max_tokens={limit}")
-
-
-def _check_columns(recipe: Recipe, graph: Graph) -> None:
-    """Raise RecipeError for pairs whose two responses are the same column."""
-    if "pairs" not in graph.sources:
-        return
-    sets = recipe.evaluation.sets if recipe.evaluation else {}
-    tables = {"data.columns": recipe.data.columns}
-    tables |= {f"evaluation.sets.{name}.columns": each.columns for name, each in sets.items() if each.source}
-    for path, columns in tables.items():
-        if (column := columns.get("chosen", "chosen")) == columns.get("rejected", "rejected"):
-            fact = f"chosen and rejected are both '{column}', so that all pairs are ties"
-            raise RecipeError(path, fact, fix="name two columns: {chosen: COLUMN, rejected: OTHER}")
 
 
 def _check_reference(recipe: Recipe, graph: Graph, reference: GraphNode) -> None:
