@@ -1,12 +1,14 @@
 """Checks that a recipe can learn: options that are valid one by one, and together leave a policy nothing to learn."""
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.errors import GraphError, RecipeError
-from rlflow.nodes.advantages import TeacherAdvantage
+from rlflow.nodes.advantages import GreedyAdvantage, TeacherAdvantage
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.policy_update import PolicyGradient
+from rlflow.nodes.reward import Reward
 from rlflow.nodes.reward_shaping import OverlongPenalty
 from rlflow.recipe import Model, Recipe
 
@@ -17,7 +19,6 @@ _MAX_ROWS = 2**31 - 1
 def check_learning(recipe: Recipe, graph: Graph) -> None:
     """Raise RecipeError or GraphError for a policy that would learn nothing, or not from its own responses."""
     nodes = {node.name: node for node in graph.nodes}
-    _check_columns(recipe, graph)
     for node in graph.nodes:
         if isinstance(node.operation, Generate):
             _check_size(recipe, node, node.operation)
@@ -25,6 +26,11 @@ def check_learning(recipe: Recipe, graph: Graph) -> None:
             for generator in _generators(node.inputs.get("rollouts", ""), nodes):
                 _check_sampling(recipe, node, generator, nodes)
             _check_warmup(graph, node, node.operation)
+        if isinstance(node.operation, Reward):
+            for generator in _generators(node.inputs.get("rollouts", ""), nodes):
+                _check_environment(node, node.operation, generator)
+        if isinstance(node.operation, GreedyAdvantage):
+            _check_baseline(node, nodes)
         if isinstance(node.operation, TeacherAdvantage):
             _check_teacher(recipe, graph, node, nodes)
         if isinstance(node.operation, OverlongPenalty):
@@ -95,6 +101,43 @@ def _check_warmup(graph: Graph, node: GraphNode, update: PolicyGradient) -> None
         raise GraphError(path, fact, fix=f"{path}=0, or roles.{node.role}.optimizer.warmup_steps")
 
 
+def _check_environment(node: GraphNode, reward: Reward, generator: GraphNode) -> None:
+    """Raise GraphError for rewards of an environment where no environment gives any."""
+    assert isinstance(generator.operation, Generate)
+    for name, term in reward.terms.items():
+        if (term.function or name) == "environment" and not generator.operation.gives_rewards:
+            path = f"graph.{node.name}.function" if reward.function else f"graph.{node.name}.functions.{name}"
+            fact = f"no environment gives rewards to the responses of graph.{generator.name}"
+            raise GraphError(path, fact, fix="another function, or a node 'converse' whose environment gives rewards")
+
+
+def _check_baseline(node: GraphNode, nodes: Mapping[str, GraphNode]) -> None:
+    """Raise GraphError for a greedy response that is scored in another way, or cut at another length."""
+    rewards, greedy_rewards = (_scoring(node.inputs[name], nodes) for name in ("rewards", "greedy_rewards"))
+    if _measure(rewards) != _measure(greedy_rewards):
+        fact = f"scores the greedy response in another way than graph.{rewards.name} scores the others"
+        raise GraphError(f"graph.{greedy_rewards.name}", fact, fix=f"the same options as in graph.{rewards.name}")
+    sampled, greedy = (_generators(node.inputs[name], nodes) for name in ("rollouts", "greedy"))
+    for other, baseline in product(sampled, greedy):
+        assert isinstance(other.operation, Generate)
+        assert isinstance(baseline.operation, Generate)
+        if (actual := baseline.operation.max_tokens) != (expected := other.operation.max_tokens):
+            path = f"graph.{baseline.name}.max_tokens"
+            fact = f"{actual} differs from graph.{other.name}.max_tokens, which is {expected}"
+            raise GraphError(path, fact, fix=f"{path}={expected}")
+
+
+def _scoring(origin: str, nodes: Mapping[str, GraphNode]) -> GraphNode:
+    """Return the node that scores responses for the node ``origin``, which may only subtract penalties."""
+    node = nodes[origin]
+    return _scoring(node.inputs["rewards"], nodes) if "rewards" in node.inputs else node
+
+
+def _measure(node: GraphNode) -> object:
+    """Return what two nodes have in common if they give the same rewards."""
+    return node.role, node.operation.terms if isinstance(node.operation, Reward) else node.operation
+
+
 def _check_teacher(recipe: Recipe, graph: Graph, node: GraphNode, nodes: Mapping[str, GraphNode]) -> None:
     """Raise RecipeError for a teacher that starts with the weights of the policy, which always agree."""
     teacher = nodes.get(node.inputs.get("teacher", ""))
@@ -123,19 +166,6 @@ def _check_penalty(node: GraphNode, penalty: OverlongPenalty, generator: GraphNo
     if penalty.max_tokens > (limit := generator.operation.max_tokens):
         fact = f"{penalty.max_tokens} is more than graph.{generator.name}.max_tokens, which is {limit}"
         raise RecipeError(f"graph.{node.name}.max_tokens", fact, fix=f"graph.{node.name}.max_tokens={limit}")
-
-
-def _check_columns(recipe: Recipe, graph: Graph) -> None:
-    """Raise RecipeError for pairs whose two responses are the same column."""
-    if "pairs" not in graph.sources:
-        return
-    sets = recipe.evaluation.sets if recipe.evaluation else {}
-    tables = {"data.columns": recipe.data.columns}
-    tables |= {f"evaluation.sets.{name}.columns": each.columns for name, each in sets.items() if each.source}
-    for path, columns in tables.items():
-        if (column := columns.get("chosen", "chosen")) == columns.get("rejected", "rejected"):
-            fact = f"chosen and rejected are both '{column}', so that all pairs are ties"
-            raise RecipeError(path, fact, fix="name two columns: {chosen: COLUMN, rejected: OTHER}")
 
 
 def _check_reference(recipe: Recipe, graph: Graph, reference: GraphNode) -> None:

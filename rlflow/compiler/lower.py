@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from rlflow.batch import Pairs, Sequences
 from rlflow.compiler.checks import check_groups, check_overlap, check_resampling, check_reward_models
+from rlflow.compiler.data_checks import check_data
 from rlflow.compiler.edges import graph_edges
 from rlflow.compiler.graph import SOURCES, Graph, GraphNode, accuracy_node, evaluation_nodes, resampled_nodes
 from rlflow.compiler.learning_checks import check_learning
@@ -56,6 +57,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     check_resampling(recipe, graph)
     check_overlap(recipe, graph)
     check_reward_models(recipe, graph)
+    check_data(recipe, graph)
     check_learning(recipe, graph)
     check_responses(recipe, graph)
     _check_lengths(recipe, graph)

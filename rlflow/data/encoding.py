@@ -89,9 +89,19 @@ def encode(
     if not rows:
         empty = Packed.from_rows([], np.int32)
         return Encoded(rows, empty, (empty,) * len(responses))
+    _check_responses(data, rows, responses)
     prompt_ids = _encode_prompts(data, tokenizer, rows)
     columns = tuple(_encode_responses(data, tokenizer, rows, name) for name in responses)
     return _apply_prompt_limit(data, split, Encoded(rows, prompt_ids, columns))
+
+
+def _check_responses(data: Data, rows: Rows, responses: Sequence[str]) -> None:
+    """Raise RecipeError for responses that repeat their prompts. One conversation may hold both."""
+    prompts = data.columns.get("prompt", "prompt")
+    for name in responses:
+        if data.columns.get(name, name) == prompts and not is_conversation(rows[0].get(name)):
+            fact = f"prompt and {name} are both '{prompts}', so that each response repeats its prompt"
+            raise RecipeError(f"data.columns.{name}", fact, fix=f"name the column of the responses: {name}: COLUMN")
 
 
 def missing_column_error(data: Data, path: str, column: str, row: Mapping[str, Any]) -> RecipeError:
@@ -152,6 +162,9 @@ def _encode_prompts(data: Data, tokenizer: "PreTrainedTokenizerBase", rows: Rows
     column = _column(data, rows, "prompt")
     if [] in column:
         raise _row_error(data, column.index([]), "has no message before the assistant's")
+    if data.system_prompt is not None and not tokenizer.chat_template:
+        fact = "needs a chat template, and the tokenizer has none"
+        raise RecipeError("data.system_prompt", fact, fix="data.system_prompt=null, and instructions in the prompts")
     if tokenizer.chat_template:
         for row, prompt in enumerate(column):
             if not isinstance(prompt, str | int | float) and not is_conversation(prompt):

@@ -156,8 +156,8 @@ def load_rows(data: Data, field: Literal["split", "eval_split"]) -> Rows:
     for name, column in data.columns.items():
         if column not in rows[0]:
             raise missing_column_error(data, f"data.columns.{name}", column, rows[0])
-        rows = [{**row, name: row.get(column)} for row in rows]
-    return split_answers(rows)
+    # Read from the original row, so that two columns can be swapped.
+    return split_answers([{**row, **{name: row.get(column) for name, column in data.columns.items()}} for row in rows])
 
 
 def load_held_out(data: Data, evaluation: Evaluation | None) -> dict[str, tuple[Data, Rows]]:

@@ -35,6 +35,8 @@ class Environment(Section, ABC):
 
     batch_size: ClassVar[int] = 1
     """Conversations that one call advances by a turn. Use more than one if a turn takes much less than 1 ms."""
+    gives_rewards: ClassVar[bool] = True
+    """False if the reward of every turn is 0, so that the reward function ``environment`` is refused."""
 
     def reset(self, row: Row) -> None:
         """Begin a conversation about a row of the data set. The model starts from the row's prompt."""

@@ -8,6 +8,7 @@ from annotated_types import Ge, Le, Lt
 
 from rlflow.batch import Conversations, Prompts, Rollouts
 from rlflow.engines.base import Generates, Sampling
+from rlflow.environments.base import load_environment
 from rlflow.environments.conversations import EnvironmentTurns
 from rlflow.environments.options import TurnOptions
 from rlflow.errors import RecipeError
@@ -61,6 +62,11 @@ class Generate(Node, kind="generate", unit="sample"):
     def can_stream(self) -> bool:
         """Return whether consumers may start with single responses, because the engine's output is the node's own."""
         return type(self).run is Generate.run and not self.overcommit
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Return whether the rows of the rollouts hold rewards that an environment gave."""
+        return False
 
     def prompts_ahead(self, batch_size: int) -> int:
         """Return how many prompts are started before the step that would train on them: ``overcommit``, rounded down.
@@ -125,12 +131,21 @@ class Converse(TurnOptions, Generate, kind="converse", unit="sample"):
         """Return the largest number of turns of the model."""
         return self.max_turns
 
+    @property
+    def gives_rewards(self) -> bool:
+        """Return whether the environment gives rewards."""
+        return load_environment(self.environment, self.options).gives_rewards
+
     def check(self, connected: frozenset[str]) -> None:
         super().check(connected)
         self.environment_spec.load(self.environment)
+        fix = f"use a smaller number, or max_tokens={self.turn_tokens * self.max_turns}"
         if self.turn_tokens > self.max_tokens:
             fact = f"{self.turn_tokens} is more than max_tokens, which is {self.max_tokens}"
-            raise RecipeError("turn_tokens", fact, fix=f"use {self.max_tokens} or less")
+            raise RecipeError("turn_tokens", fact, fix=fix)
+        if self.turn_tokens == self.max_tokens and self.max_turns > 1:
+            fact = f"{self.turn_tokens} is all of max_tokens, so that no conversation has a second turn"
+            raise RecipeError("turn_tokens", fact, fix=f"{fix}, or max_turns=1")
         if self.frame.count("{}") != 1:
             raise RecipeError("frame", f"expected one '{{}}', got {self.frame!r}", fix="frame: '{}'")
 

@@ -83,14 +83,14 @@ class Reward(Node, kind="reward", unit="sample"):
             raise RecipeError("function", f"'{function}' needs options: {error.path} {error.fact}", fix=fix) from None
 
     def check_host(self) -> None:
-        ProcessPool(self._parts).stop()
+        ProcessPool(self.terms).stop()
 
     def formula(self, symbols: Mapping[str, str]) -> Formula:
-        parts = (times(part.weight, name) for name, part in self._parts.items() if part.weight)
+        parts = (times(part.weight, name) for name, part in self.terms.items() if part.weight)
         return Formula(symbol="r", expression=" + ".join(parts) or "0")
 
     def run(self, rollouts: Rollouts) -> Rewards:
-        parts = {name: np.full(len(rollouts), np.nan, np.float32) for name in self._parts}
+        parts = {name: np.full(len(rollouts), np.nan, np.float32) for name in self.terms}
         reasons = rollouts.reasons.tolist() if isinstance(rollouts, Conversations) else [""] * len(rollouts)
         rows = np.flatnonzero(~rollouts.failed).tolist()
         with closing(self._pool.outcomes(self._calls(rollouts, rows))) as outcomes:
@@ -101,7 +101,7 @@ class Reward(Node, kind="reward", unit="sample"):
                         result = self._value_of_failure(call.name, failure)
                     parts[call.name][row] = result
         values = np.zeros(len(rollouts), np.float64)
-        for name, part in self._parts.items():
+        for name, part in self.terms.items():
             values += part.weight * parts[name].astype(np.float64) if part.weight else 0
         return SummedRewards(values=values.astype(np.float32), parts=parts, reasons=np.array(reasons))
 
@@ -110,13 +110,14 @@ class Reward(Node, kind="reward", unit="sample"):
         return {name: value for name, value in vars(self).items() if name != "_pool"}
 
     @cached_property
-    def _parts(self) -> Mapping[str, RewardTerm]:
+    def terms(self) -> Mapping[str, RewardTerm]:
+        """Return the terms of the sum by name, also for the short form."""
         return self.functions or {str(self.function): RewardTerm()}
 
     @cached_property
     def _pool(self) -> ProcessPool:
         """Start worker processes, which live as long as this node is used."""
-        return ProcessPool(self._parts)
+        return ProcessPool(self.terms)
 
     def _calls(self, rollouts: Rollouts, rows: Sequence[int]) -> Iterator[Call]:
         """Yield the calls that judge these rows, in batches of the size that each function takes."""
@@ -127,7 +128,7 @@ class Reward(Node, kind="reward", unit="sample"):
                 yield Call(name, batch, [texts[row] for row in batch], [data_rows[row] for row in batch])
 
     def _failure(self, name: str, result: Outcome) -> Failure | None:
-        part = self._parts[name]
+        part = self.terms[name]
         if isinstance(result, Failure):
             return result
         if self._fits(part, result):
@@ -138,11 +139,11 @@ class Reward(Node, kind="reward", unit="sample"):
 
     def _fits(self, part: RewardTerm, value: float) -> bool:
         """Return whether the sum of all parts is finite in float32 if no weighted value is larger than this one."""
-        return abs(value) <= MAX_FLOAT32 and abs(part.weight * value) <= MAX_FLOAT32 / len(self._parts)
+        return abs(value) <= MAX_FLOAT32 and abs(part.weight * value) <= MAX_FLOAT32 / len(self.terms)
 
     def _value_of_failure(self, name: str, failure: Failure) -> float:
         """Return the value of a part that failed, NaN to exclude it. Raise an error with ``on_failure: stop``."""
-        part = self._parts[name]
+        part = self.terms[name]
         if part.on_failure == "exclude":
             return np.nan
         if part.on_failure != "stop":

@@ -26,6 +26,7 @@ class Calculator(Environment):
     """
 
     batch_size = 64
+    gives_rewards = False
 
     unknown: str = "?"
     """The answer to an expression that it cannot evaluate."""

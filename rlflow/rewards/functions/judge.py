@@ -19,22 +19,48 @@ from rlflow.schema import Count, Text
 _CONCURRENCY = 32
 # Where a field in braces stops naming the column and starts naming a part of its value.
 _PART_OF_VALUE = re.compile(r"[.\[]")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ENDPOINT = "/chat/completions"
 
 
-def check(*, prompt: str, **options: Any) -> None:
-    """Raise RecipeError for a prompt whose braces cannot be replaced, or which does not show the response."""
+def check(*, url: str, prompt: str, api_key: str, **options: Any) -> None:
+    """Raise RecipeError for an endpoint, the name of a variable or a prompt that no request could use."""
     del options
+    if url.rstrip("/").endswith(_ENDPOINT):
+        fix = f"leave {_ENDPOINT} out: url: {url.rstrip('/').removesuffix(_ENDPOINT)}"
+        raise RecipeError("options.url", f"ends with {_ENDPOINT}, which is added to it", fix=fix)
+    if not _VARIABLE.fullmatch(api_key):
+        # The value is not shown, because it may be the key.
+        fact = "expected the name of an environment variable: letters, digits and '_'"
+        raise RecipeError(
+            "options.api_key", fact, fix="store the key in a variable, and write its name: OPENAI_API_KEY"
+        )
+    _check_prompt(prompt)
+
+
+def _check_prompt(prompt: str) -> None:
+    """Raise RecipeError for a prompt whose braces cannot be replaced, or which does not show the response."""
     fix = "name {response} and columns in braces; write other braces twice: {{ and }}"
     try:
-        parts = [(name, conversion) for _, name, _, conversion in Formatter().parse(prompt) if name is not None]
+        parts = [(name, spec or "", kind) for _, name, spec, kind in Formatter().parse(prompt) if name is not None]
     except ValueError as error:
         raise RecipeError("options.prompt", f"its braces cannot be read ({error})", fix=fix) from None
-    for name, conversion in parts:
+    for name, spec, conversion in parts:
+        shown = name if conversion is None else f"{name}!{conversion}"
         if not name or name.isdecimal() or conversion not in (None, "s", "r", "a"):
-            shown = name if conversion is None else f"{name}!{conversion}"
             raise RecipeError("options.prompt", f"'{{{shown}}}' names no column", fix=fix)
-    if not any(_PART_OF_VALUE.split(name)[0] == "response" for name, _ in parts):
+        if (name == "response" or conversion) and not _can_format_text(spec):
+            raise RecipeError("options.prompt", f"'{{{shown}:{spec}}}' is no format of a text", fix=f"{{{shown}}}")
+    if not any(_PART_OF_VALUE.split(name)[0] == "response" for name, _, _ in parts):
         raise RecipeError("options.prompt", "the judge would not see the response", fix="name {response} in it")
+
+
+def _can_format_text(spec: str) -> bool:
+    try:
+        format("", spec)
+    except ValueError:
+        return False
+    return True
 
 
 @batched(_CONCURRENCY)
@@ -69,7 +95,7 @@ def reward(
             return failure
         message = {"role": "user", "content": prompt.format(**{**row, "response": text})}
         body = {"model": model, "messages": [message], "max_tokens": max_tokens, "temperature": temperature}
-        return _score(post(f"{url}/chat/completions", body, timeout_s, headers), score)
+        return _score(post(f"{url}{_ENDPOINT}", body, timeout_s, headers), score)
 
     with ThreadPoolExecutor(_CONCURRENCY) as threads:
         return list(threads.map(judge, texts, rows))

@@ -102,6 +102,24 @@ def test_sizes_that_no_run_has(override: str) -> None:
             "  Fix: graph.shaped.max_tokens=5.",
         ),
         (
+            "grpo_tiny",
+            "graph.rewards.function=environment",
+            "graph.rewards.function: no environment gives rewards to the responses of graph.rollouts.\n"
+            "  Fix: another function, or a node 'converse' whose environment gives rewards.",
+        ),
+        (
+            "remax_tiny",
+            "graph.greedy_rewards.function=number",
+            "graph.greedy_rewards: scores the greedy response in another way than graph.rewards scores the others.\n"
+            "  Fix: the same options as in graph.rewards.",
+        ),
+        (
+            "remax_tiny",
+            "graph.greedy.max_tokens=1",
+            "graph.greedy.max_tokens: 1 differs from graph.rollouts.max_tokens, which is 5.\n"
+            "  Fix: graph.greedy.max_tokens=5.",
+        ),
+        (
             "dpo_tiny",
             "data.columns={rejected: chosen}",
             "data.columns: chosen and rejected are both 'chosen', so that all pairs are ties.\n"

@@ -63,6 +63,14 @@ def test_a_system_prompt_is_before_every_prompt_without_its_own(tmp_path: Path, 
     assert TOKENIZER.decode(source.prompts(0).ids[0]) == text
 
 
+def test_a_system_prompt_needs_a_chat_template(tmp_path: Path) -> None:
+    options = data(write(tmp_path / "rows.jsonl", [{"prompt": "1+1"}]), system_prompt="5")
+    with pytest.raises(RecipeError, match=r"^data\.system_prompt: needs a chat template, and the tokenizer has none"):
+        open_training_data(
+            options, load_tokenizer("policy", MODEL), load_rows(options, "split"), 0, with_responses=False
+        )
+
+
 @pytest.mark.parametrize(
     ("row", "fact"),
     [

@@ -7,7 +7,9 @@ import pytest
 
 from rlflow.data.arithmetic import addition_pairs, additions
 from rlflow.data.source import DataSource, load_rows, open_training_data
+from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.errors import RecipeError
+from tests.helpers import MODEL
 from tests.unit.data.test_source import TOKENIZER, data, write
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": "0"} for n in range(1, 5)]
@@ -44,6 +46,21 @@ def test_a_response_may_be_the_end_of_a_conversation(tmp_path: Path) -> None:
     said = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     pairs = opened(tmp_path, [{"prompt": "1+1=", "chosen": said, "rejected": "3"}]).pairs(0)
     assert TOKENIZER.decode(pairs.response_ids[0][:-1]) == "2"
+
+
+def test_a_conversation_may_be_the_prompt_and_the_response(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    tokenizer = load_tokenizer("policy", MODEL)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    options = data(write(tmp_path / "a.jsonl", [{"chosen": talk, "rejected": "3"}]), columns={"prompt": "chosen"})
+    rows = load_rows(options, "split")
+    pairs = open_training_data(options, tokenizer, rows, 0, with_responses=False, with_pairs=True).pairs(0)
+    assert [tokenizer.decode(pairs.prompt_ids[0]), tokenizer.decode(pairs.response_ids[0][:-1])] == ["1+1=", "2"]
+
+
+def test_a_response_that_repeats_its_prompt_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"^data\.columns\.chosen: prompt and chosen are both 'prompt', so that"):
+        opened(tmp_path, columns={"chosen": "prompt"})
 
 
 def test_a_column_that_is_not_there(tmp_path: Path) -> None:

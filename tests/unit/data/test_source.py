@@ -62,6 +62,14 @@ def test_tokens_of_prompt_and_response(tmp_path: Path) -> None:
     assert examples.response_ids[0].tolist() == [*TOKENIZER("3")["input_ids"], TOKENIZER.eos_token_id]
 
 
+def test_a_response_that_repeats_its_prompt_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "1+2=", "answer": "3"}])
+    with pytest.raises(RecipeError, match=r"^data\.columns\.response: prompt and response are both 'prompt', so that"):
+        opened(data(path, columns={"response": "prompt"}), with_responses=True)
+    copied = opened(data(path, columns={"answer": "prompt"})).prompts(0)
+    assert copied.rows[0]["answer"] == "1+2="
+
+
 def test_parquet_and_a_folder_with_splits(tmp_path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
@@ -147,6 +155,12 @@ def test_columns_that_the_reward_reads_have_their_names(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"q": "1+2=", "solution": "3"}])
     rows = load_rows(data(path, columns={"prompt": "q", "answer": "solution"}), "split")
     assert (rows[0]["prompt"], rows[0]["answer"]) == ("1+2=", "3")
+
+
+def test_columns_can_be_swapped(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "1", "chosen": "2", "rejected": "3"}])
+    rows = load_rows(data(path, columns={"chosen": "rejected", "rejected": "chosen"}), "split")
+    assert rows == [{"prompt": "1", "chosen": "3", "rejected": "2"}]
 
 
 def test_additions_are_right_and_the_splits_share_nothing() -> None:

@@ -223,6 +223,7 @@ def test_what_the_tokenizer_does_not_know() -> None:
     ("options", "message"),
     [
         ({"turn_tokens": 21}, "turn_tokens: 21 is more than max_tokens, which is 20"),
+        ({"turn_tokens": 20}, "turn_tokens: 20 is all of max_tokens, so that no conversation has a second turn"),
         ({"frame": "="}, "frame: expected one '{}', got '='"),
         ({"environment": "calc"}, "environment: no environment 'calc'"),
         ({"options": {"loud": True}}, "options.loud: unknown key"),

@@ -180,6 +180,14 @@ JUDGE = {"url": "http://judge/v1", "model": "wise"}
         ("judge", JUDGE | {"prompt": "{response} {0}"}, "options.prompt: '{0}' names no column"),
         ("judge", JUDGE | {"prompt": "{response!q}"}, "options.prompt: '{response!q}' names no column"),
         ("judge", JUDGE | {"prompt": "{response"}, "options.prompt: its braces cannot be read (expected '}' before"),
+        ("judge", JUDGE | {"prompt": "{response:q}"}, "options.prompt: '{response:q}' is no format of a text"),
+        ("judge", JUDGE | {"prompt": "{response} {n!s:d}"}, "options.prompt: '{n!s:d}' is no format of a text"),
+        (
+            "judge",
+            JUDGE | {"prompt": "{response}", "url": "http://judge/v1/chat/completions/"},
+            "options.url: ends with /chat/completions, which is added to it.\n"
+            "  Fix: leave /chat/completions out: url: http://judge/v1.",
+        ),
         ("judge", JUDGE | {"prompt": "{response}", "model": ""}, "options.model: '' is not valid"),
         ("builtins:max", {}, "function: 'builtins:max': 'builtins' belongs to Python, and a recipe may only name code"),
         (f"{annotated.__name__}:of_a_thing", {}, "cannot be read (PydanticSchemaGenerationError: "),
@@ -195,3 +203,10 @@ def test_mistakes(name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(RecipeError) as raised:
         load_reward(name, options, 1.0)
     assert message in str(raised.value)
+
+
+def test_a_key_in_the_place_of_its_variable_is_not_shown() -> None:
+    with pytest.raises(RecipeError) as raised:
+        load_reward("judge", JUDGE | {"prompt": "{response}", "api_key": "sk-proj-123"}, 1.0)
+    assert raised.value.path == "options.api_key"
+    assert "sk-proj" not in str(raised.value)

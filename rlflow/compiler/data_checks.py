@@ -1,0 +1,55 @@
+"""Checks of the data that need no rows: options that its source reads, columns, and the system prompt."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlflow.compiler.graph import Graph
+from rlflow.errors import RecipeError
+from rlflow.recipe import Model, Recipe
+
+# A file that starts from another recipe inherits its data, so only these two remove options.
+_NO_OPTIONS = "leave it out: ~data.options on the command line, or {override /data: null} in the defaults of a file"
+
+
+def check_data(recipe: Recipe, graph: Graph) -> None:
+    """Raise RecipeError for options of the data that nothing reads, or that leave nothing to learn."""
+    for path, source, name, options in _sources(recipe):
+        is_function = ":" in source
+        if options and not is_function:
+            fact = f"only functions have options, and '{source}' is not a 'package.module:function'"
+            raise RecipeError(f"{path}.options", fact, fix=_NO_OPTIONS if path == "data" else "remove it")
+        if name is not None and is_function:
+            fact = f"only data sets on the hub have named configurations, and '{source}' is a function"
+            raise RecipeError(f"{path}.name", fact, fix=f"{path}.name=null")
+    if "pairs" in graph.sources:
+        _check_pairs(recipe)
+    model = recipe.models[recipe.roles[graph.tokenizer_role()].model]
+    if recipe.data.system_prompt is not None and _has_characters(model):
+        fact = "needs a chat template, and a tokenizer whose tokens are 'characters' has none"
+        raise RecipeError("data.system_prompt", fact, fix="data.system_prompt=null")
+
+
+def _sources(recipe: Recipe) -> Iterator[tuple[str, str, str | None, Mapping[str, Any]]]:
+    """Yield the path, source, name and options of the training data, and of each evaluation set."""
+    data = recipe.data
+    yield "data", data.source, data.name, data.options
+    for name, each in recipe.evaluation.sets.items() if recipe.evaluation else ():
+        yield f"evaluation.sets.{name}", each.source or data.source, each.name, each.options
+
+
+def _check_pairs(recipe: Recipe) -> None:
+    """Raise RecipeError for pairs whose two responses are the same column."""
+    sets = recipe.evaluation.sets if recipe.evaluation else {}
+    tables = {"data.columns": recipe.data.columns}
+    tables |= {f"evaluation.sets.{name}.columns": each.columns for name, each in sets.items() if each.source}
+    for path, columns in tables.items():
+        if (column := columns.get("chosen", "chosen")) == columns.get("rejected", "rejected"):
+            fact = f"chosen and rejected are both '{column}', so that all pairs are ties"
+            raise RecipeError(path, fact, fix="name two columns: {chosen: COLUMN, rejected: OTHER}")
+
+
+def _has_characters(model: Model) -> bool:
+    """Return whether each token of a model is a character, as for random weights and what is trained from them."""
+    if model.recipe is not None:
+        return all(map(_has_characters, model.recipe.models.values()))
+    return model.characters is not None
