@@ -8,6 +8,7 @@ from rlflow.compiler.checks import check_groups, check_overlap, check_resampling
 from rlflow.compiler.edges import graph_edges
 from rlflow.compiler.graph import SOURCES, Graph, GraphNode, accuracy_node, evaluation_nodes, resampled_nodes
 from rlflow.compiler.learning_checks import check_learning
+from rlflow.compiler.model_checks import check_models
 from rlflow.compiler.response_checks import check_responses
 from rlflow.compiler.wire import wire
 from rlflow.engines.registry import engine_kind
@@ -57,6 +58,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     check_overlap(recipe, graph)
     check_reward_models(recipe, graph)
     check_learning(recipe, graph)
+    check_models(recipe, graph)
     check_responses(recipe, graph)
     _check_lengths(recipe, graph)
     demands = []

@@ -29,13 +29,22 @@ def check_roles(recipe: Recipe, graph: Graph) -> None:
             with below(f"graph.{node.name}"):
                 node.operation.check_steps(recipe.steps)
         if role.optimizer is not None and name not in trained:
-            raise GraphError(f"{path}.optimizer", f"'{name}' is never trained", fix="remove it")
+            raise GraphError(f"{path}.optimizer", f"'{name}' is never trained", fix=_fix_untrained(name, graph))
         if role.offload == "optimizer" and name not in trained:
             fact = f"'{name}' is never trained, so it has no optimizer state"
             raise GraphError(f"{path}.offload", fact, fix=f"{path}.offload=auto, or weights")
         _check_lora(recipe, graph, name, role)
         if role.follows is not None:
             _check_follows(recipe, name, role.follows, trained)
+
+
+def _fix_untrained(name: str, graph: Graph) -> str:
+    """Return the fix for an optimizer of a role that no node trains: the node that most likely is missing, if any."""
+    capabilities = graph.capabilities(name)
+    for capability, kind in (("Values", "value_update"), ("Evaluates", "reward_model_update")):
+        if capability in capabilities:
+            return f"add graph.{kind}={{node: {kind}, role: {name}}}, or remove the optimizer"
+    return "remove it"
 
 
 def _check_colocate(path: str, name: str, role: Role, recipe: Recipe) -> None:

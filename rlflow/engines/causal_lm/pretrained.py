@@ -23,6 +23,11 @@ END_TOKEN = "<|end|>"
 _CHANGES_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 # The names of a value head's and a reward head's weights in transformers.
 _HEAD_WEIGHTS = {"score.weight", "score.bias"}
+_FIX_HEADS: dict[Head, str] = {
+    "vocabulary": "use a model for causal language modeling, with all its weights",
+    "value": "for values without training, use a token classification model with one label, as value_update exports it",
+    "reward": "for rewards, use a sequence classification model with one label, as reward_model_update exports it",
+}
 # The largest file of an exported model's weights. What fails on the way to or from the hub is repeated by file.
 _LARGEST_FILE = "5GB"
 # The model types for which random weights are supported.
@@ -55,8 +60,9 @@ def load_model(
 ) -> "PreTrainedModel":
     """Load or create the model of ``models.<name>``, in evaluation mode. Raises RecipeError.
 
-    ``seed`` initializes random weights and a new value head. A new reward head is accepted only for a role that
-    ``trains`` it; a reward model that just evaluates must bring its own.
+    ``seed`` initializes random weights and a new value or reward head. A new head is accepted only for a role that
+    ``trains`` it; a model with another role must bring its own. So must a language model, unless its output layer is
+    that of the embeddings.
     """
     _check_folder(name, model)
     import torch
@@ -94,9 +100,8 @@ def load_model(
             # transformers warns that a value or reward head is new, which is expected.
             with nullcontext() if head == "vocabulary" else _without_warnings():
                 built, loaded = _load(name, model.path, load)
-            if head != "vocabulary":
-                new = set() if head == "reward" and not trains else _HEAD_WEIGHTS
-                _check_complete(name, model.path, head, set(loaded["missing_keys"]) - new)
+            new = _HEAD_WEIGHTS if trains else set()
+            _check_complete(name, model.path, head, set(loaded["missing_keys"]) - new)
         else:
             tokenizer = load_tokenizer(name, model)
             config = AutoConfig.for_model(**_config_fields(name, model), eos_token_id=tokenizer.eos_token_id, **extra)
@@ -153,12 +158,13 @@ def _without_warnings() -> Iterator[None]:
 def _check_complete(name: str, path: str, head: Head, missing: Collection[str]) -> None:
     """Raise RecipeError if the checkpoint lacks weights, which would be random."""
     if missing:
+        kind = "language" if head == "vocabulary" else head
         some = ", ".join(sorted(missing)[:3])
         count = "1 weight is" if len(missing) == 1 else f"{len(missing)} weights are"
         raise RecipeError(
             f"models.{name}.path",
-            f"'{path}' is no {head} model: {count} missing from the checkpoint ({some})",
-            fix="for rewards, use a sequence classification model with one label, as reward_model_update exports it",
+            f"'{path}' is no {kind} model: {count} missing from the checkpoint ({some})",
+            fix=_FIX_HEADS[head],
         )
 
 
