@@ -12,6 +12,7 @@ from rlflow.engines.base import Head
 from rlflow.errors import RecipeError, first_line
 from rlflow.recipe import Model
 from rlflow.resources.layout import Attention
+from rlflow.resources.models.architecture import check_new
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -30,8 +31,6 @@ _FIX_HEADS: dict[Head, str] = {
 }
 # The largest file of an exported model's weights. What fails on the way to or from the hub is repeated by file.
 _LARGEST_FILE = "5GB"
-# The model types for which random weights are supported.
-NEW_MODELS = {"llama", "qwen2", "qwen3"}
 
 
 def load_tokenizer(name: str, model: Model) -> "PreTrainedTokenizerBase":
@@ -189,14 +188,9 @@ def merge_end_ids(*given: int | list[int] | None) -> list[int]:
 
 
 def _config_fields(name: str, model: Model) -> dict[str, Any]:
-    """Return a new model's architecture as the fields of a ``config.json``. Raises RecipeError for unknown types."""
+    """Return a new model's architecture as the fields of a ``config.json``. Raises RecipeError for other types."""
     assert model.architecture is not None
-    if model.architecture.model_type not in NEW_MODELS:
-        raise RecipeError(
-            f"models.{name}.architecture.model_type",
-            f"random weights are not supported for the type '{model.architecture.model_type}'",
-            known=sorted(NEW_MODELS),
-        )
+    check_new(model.architecture, f"models.{name}.architecture")
     # Fields at their defaults are left out: most of them belong to other types.
     values = vars(model.architecture)
     config = {
