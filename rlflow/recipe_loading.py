@@ -94,6 +94,9 @@ def recipe_from(mapping: Mapping[str, Any]) -> Recipe:
     """Return the recipe in a mapping that comes from a YAML file or a plan.json. Raises RecipeError."""
     recipe = parse(Recipe, mapping, "")
     _check_names(recipe)
+    if recipe.elastic and not recipe.max_restarts:
+        fact = "continues on other hosts by going back to a checkpoint, which max_restarts=0 forbids"
+        raise RecipeError("elastic", fact, fix="max_restarts=2, or elastic=false")
     for name, model in recipe.models.items():
         sources = [key for key in ("path", "recipe", "random_weights") if getattr(model, key)]
         if len(sources) != 1:
