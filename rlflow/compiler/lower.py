@@ -10,6 +10,7 @@ from rlflow.compiler.graph import SOURCES, Graph, GraphNode, accuracy_node, eval
 from rlflow.compiler.learning_checks import check_learning
 from rlflow.compiler.model_checks import check_models
 from rlflow.compiler.response_checks import check_responses
+from rlflow.compiler.role_checks import check_targets
 from rlflow.compiler.wire import wire
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import PlacementError, RecipeError
@@ -64,6 +65,7 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     demands = []
     for name, role in sorted(recipe.roles.items()):
         model, capabilities = recipe.models[role.model], graph.capabilities(name)
+        check_targets(name, role, role_architecture(recipe, graph, name))
         demands.append(
             Demand(
                 role=name,

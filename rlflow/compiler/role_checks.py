@@ -6,6 +6,8 @@ from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, below, did_you_mean
 from rlflow.recipe import Recipe, Role
+from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.models.lora import LINEAR_LAYERS
 
 # Language models can have adapters. Other heads are new, and would have to be trained as well.
 _LORA_CAPABILITIES = {"Trains", "Scores", "ScoresBase"}
@@ -94,6 +96,16 @@ def _check_lora(recipe: Recipe, graph: Graph, name: str, role: Role) -> None:
     else:
         return
     raise GraphError(f"{path}.lora", fact, fix=fix)
+
+
+def check_targets(name: str, role: Role, architecture: Architecture | None) -> None:
+    """Raise GraphError for adapters of layers that the model does not have, as far as its type's layers are known."""
+    if role.lora is None or architecture is None or not (missing := role.lora.missing_layers(architecture)):
+        return
+    path = f"roles.{name}.lora.target_modules"
+    fact = f"a {architecture.model_type} has no layer '{missing[0]}' that adapters can stand beside"
+    fix = did_you_mean(missing[0], LINEAR_LAYERS) or f"{path}=all-linear, or some of the known layers"
+    raise GraphError(path, fact, known=LINEAR_LAYERS, fix=fix)
 
 
 def _check_follows(recipe: Recipe, name: str, leader: str, trained: list[str]) -> None:
