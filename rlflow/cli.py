@@ -26,6 +26,7 @@ from rlflow.arguments import help_text, hydra_arguments, typed_config_dir
 from rlflow.calibrate.fit import calibration_of_run
 from rlflow.command_context import cluster_of_run, default_cluster, detect_cluster, find_run, num_finished_steps
 from rlflow.compiler import compile_recipe
+from rlflow.compiler.checks import check_recorded_steps
 from rlflow.compiler.plan import Plan, format_duration, read_plan
 from rlflow.compiler.ranking import SweepOutcome
 from rlflow.compiler.render import render
@@ -141,6 +142,7 @@ def _plan_and_run(config: DictConfig, job: Job, config_dir: Path | None) -> Job:
     console, directory = output_console(), Path(job.folder)
     options = run_options_from_config(config)
     plan, resumed = _plan(config, options, directory.parent.parent, config_dir)
+    check_recorded_steps(plan.recipe.steps, options.trace, options.profile)
     outcome = SweepOutcome(job.overrides, plan, options.deadline_hours)
     show(render(plan, explain=options.explain, width=min(WIDTH, console.width)))
     if outcome.is_late:

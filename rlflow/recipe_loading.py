@@ -10,13 +10,20 @@ from omegaconf import DictConfig, OmegaConf
 from rlflow.arguments import SHORT_KEYS
 from rlflow.errors import RecipeError, below, did_you_mean
 from rlflow.interpolations import to_mapping
-from rlflow.recipe import Recipe
-from rlflow.resources.models.architecture import check
+from rlflow.recipe import Model, Recipe
+from rlflow.resources.models.architecture import check, check_new
 from rlflow.resources.models.config import check_agreement, read_architecture
 from rlflow.resources.time.lengths import past_lengths
 from rlflow.schema import nested, parse
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+
+# The keys that a model may have beside the source of its weights. ``dtype`` fits all.
+_KEYS_BESIDE = {
+    "path": {"architecture", "architecture_of", "trust_remote_code"},
+    "recipe": set[str](),
+    "random_weights": {"architecture", "characters"},
+}
 
 
 def load(config: DictConfig, load_parent: Callable[[str], Mapping[str, Any]]) -> Recipe:
@@ -107,6 +114,9 @@ def recipe_from(mapping: Mapping[str, Any]) -> Recipe:
     """Return the recipe in a mapping that comes from a YAML file or a plan.json. Raises RecipeError."""
     recipe = parse(Recipe, mapping, "")
     _check_names(recipe)
+    if recipe.elastic and not recipe.max_restarts:
+        fact = "continues on other hosts by going back to a checkpoint, which max_restarts=0 forbids"
+        raise RecipeError("elastic", fact, fix="max_restarts=2, or elastic=false")
     for name, model in recipe.models.items():
         sources = [key for key in ("path", "recipe", "random_weights") if getattr(model, key)]
         if len(sources) != 1:
@@ -116,9 +126,7 @@ def recipe_from(mapping: Mapping[str, Any]) -> Recipe:
                 known=("path", "recipe", "random_weights"),
                 fix="keep one, and set the others to null",
             )
-        if model.random_weights and (model.trust_remote_code or model.architecture_of):
-            key = "trust_remote_code" if model.trust_remote_code else "architecture_of"
-            raise RecipeError(f"models.{name}.{key}", "is for a model at a path, got random weights", fix="remove it")
+        _check_model_keys(f"models.{name}", model, sources[0])
         if model.random_weights and (model.architecture is None or model.characters is None):
             raise RecipeError(
                 f"models.{name}.random_weights",
@@ -127,6 +135,8 @@ def recipe_from(mapping: Mapping[str, Any]) -> Recipe:
             )
         if model.architecture is not None:
             check(model.architecture, f"models.{name}.architecture")
+            if model.random_weights:
+                check_new(model.architecture, f"models.{name}.architecture")
         num_tokens, architecture = len(set(model.characters or "")) + 1, model.architecture
         if model.random_weights and architecture and num_tokens > architecture.vocab_size:
             raise RecipeError(
@@ -135,6 +145,15 @@ def recipe_from(mapping: Mapping[str, Any]) -> Recipe:
                 fix=f"vocab_size {num_tokens}",
             )
     return recipe
+
+
+def _check_model_keys(path: str, model: Model, source: str) -> None:
+    """Raise RecipeError for a key of a model that has no effect or contradicts the source of its weights."""
+    given = [key for key in _KEYS_BESIDE["path"] | _KEYS_BESIDE["random_weights"] if getattr(model, key)]
+    if others := sorted(set(given) - _KEYS_BESIDE[source]):
+        fact = f"has no effect on a model whose weights come from '{source}'"
+        fix = " ".join(f"{path}.{key}={'false' if key == 'trust_remote_code' else 'null'}" for key in others)
+        raise RecipeError(f"{path}.{others[0]}", fact, fix=fix)
 
 
 def _check_names(recipe: Recipe) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rlflow.compiler.graph import SOURCES, Graph, GraphNode, resampled_nodes
@@ -12,7 +12,7 @@ from rlflow.engines.registry import engine_kind
 from rlflow.errors import GraphError, RecipeError
 from rlflow.nodes.base import NodeContext
 from rlflow.nodes.generate import Generate
-from rlflow.recipe import Model, Recipe
+from rlflow.recipe import Model, Recipe, Trace
 
 _FIX = "a model that reward_model_update has trained, as {recipe: rm_tiny}"
 
@@ -183,6 +183,16 @@ def _check_in_flight(recipe: Recipe, generators: Sequence[GraphNode]) -> None:
         raise RecipeError(
             path, f"graph.{node.name} cannot be interrupted, because it overrides run", fix=f"{path}=wait"
         )
+
+
+def check_recorded_steps(steps: int, trace: Trace, profile: Collection[int]) -> None:
+    """Raise RecipeError for a step to be traced or profiled that is not among the ``steps`` of a run."""
+    for option, chosen in (("trace", () if isinstance(trace, bool) else trace), ("profile", profile)):
+        if others := [step for step in chosen if not 1 <= step <= steps]:
+            fact = f"step {others[0]} comes after the last step of the run, {steps}"
+            if others[0] < 1:
+                fact = f"step {others[0]} comes before the first step of a run, 1"
+            raise RecipeError(option, fact, fix=f"steps from 1 to {steps}")
 
 
 def graph_warnings(recipe: Recipe, graph: Graph) -> Iterator[str]:

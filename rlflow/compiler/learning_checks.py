@@ -19,6 +19,7 @@ _MAX_ROWS = 2**31 - 1
 def check_learning(recipe: Recipe, graph: Graph) -> None:
     """Raise RecipeError or GraphError for a policy that would learn nothing, or not from its own responses."""
     nodes = {node.name: node for node in graph.nodes}
+    _check_evaluation_size(recipe)
     for node in graph.nodes:
         if isinstance(node.operation, Generate):
             _check_size(recipe, node, node.operation)
@@ -56,6 +57,19 @@ def _check_size(recipe: Recipe, node: GraphNode, operation: Generate) -> None:
     if rows > _MAX_ROWS:
         fact = f"{operation.group_size} responses to each of {recipe.data.batch_size} prompts are more than {_MAX_ROWS}"
         raise GraphError(f"graph.{node.name}.group_size", fact, fix="smaller groups, or a smaller data.batch_size")
+
+
+def _check_evaluation_size(recipe: Recipe) -> None:
+    """Raise RecipeError for an evaluation with more responses than arrays have rows."""
+    options = recipe.evaluation
+    sets = options.sets_with(recipe.data.eval_split) if options else {}
+    for name, each in sets.items():
+        assert options is not None
+        prompts, responses = options.prompts_of(each), options.responses_of(each)
+        if prompts * responses > _MAX_ROWS:
+            path = f"evaluation.sets.{name}" if name else "evaluation"
+            fact = f"{responses} responses to each of {prompts} prompts are more than {_MAX_ROWS}"
+            raise RecipeError(f"{path}.num_responses", fact, fix=f"fewer responses, or a smaller {path}.num_prompts")
 
 
 def _check_minibatches(recipe: Recipe, node: GraphNode, nodes: Mapping[str, GraphNode]) -> None:

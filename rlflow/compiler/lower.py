@@ -9,7 +9,9 @@ from rlflow.compiler.data_checks import check_data
 from rlflow.compiler.edges import graph_edges
 from rlflow.compiler.graph import SOURCES, Graph, GraphNode, accuracy_node, evaluation_nodes, resampled_nodes
 from rlflow.compiler.learning_checks import check_learning
+from rlflow.compiler.model_checks import check_models
 from rlflow.compiler.response_checks import check_responses
+from rlflow.compiler.role_checks import check_targets
 from rlflow.compiler.wire import wire
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import PlacementError, RecipeError
@@ -59,11 +61,13 @@ def lower(recipe: Recipe, graph: Graph) -> Requirements:
     check_reward_models(recipe, graph)
     check_data(recipe, graph)
     check_learning(recipe, graph)
+    check_models(recipe, graph)
     check_responses(recipe, graph)
     _check_lengths(recipe, graph)
     demands = []
     for name, role in sorted(recipe.roles.items()):
         model, capabilities = recipe.models[role.model], graph.capabilities(name)
+        check_targets(name, role, role_architecture(recipe, graph, name))
         demands.append(
             Demand(
                 role=name,

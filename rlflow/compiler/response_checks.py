@@ -22,7 +22,7 @@ def check_responses(recipe: Recipe, graph: Graph) -> None:
             _check_same(node, [name for name in node.inputs if name in part], nodes)
         if old := nodes.get(node.inputs.get("old_logprobs", "")):
             updates = isinstance(node.operation, PolicyGradient)
-            _check_old_logprobs(recipe, node, old, [str(node.role)] if updates else graph.trained_roles())
+            _check_old_logprobs(recipe, graph, node, old, [str(node.role)] if updates else graph.trained_roles())
 
 
 def _check_same(node: GraphNode, inputs: list[str], nodes: Mapping[str, GraphNode]) -> None:
@@ -53,8 +53,11 @@ def _origins(name: str, nodes: Mapping[str, GraphNode]) -> frozenset[str]:
     return frozenset().union(*(_origins(node.inputs[each], nodes) for each in read)) or frozenset({name})
 
 
-def _check_old_logprobs(recipe: Recipe, node: GraphNode, old: GraphNode, trained: list[str]) -> None:
-    """Check that the logprobs before the step are those of the role that is trained, or of one with its weights."""
+def _check_old_logprobs(recipe: Recipe, graph: Graph, node: GraphNode, old: GraphNode, trained: list[str]) -> None:
+    """Check that the logprobs before the step are those of the role that is trained, or of one with its weights.
+
+    A correction between the sampler and itself would always be 1.
+    """
     role, path = old.role, f"graph.{old.name}"
     if role is None:
         return
@@ -66,3 +69,16 @@ def _check_old_logprobs(recipe: Recipe, node: GraphNode, old: GraphNode, trained
     if "ScoresBase" in old.capabilities:
         fact = f"gives logprobs without the adapters that '{role}' trains"
         raise GraphError(f"{path}.node", fact, fix=fix)
+    generator = _generator(node, graph)
+    if generator is None or generator.role != role or not getattr(node.operation, "correction", None):
+        return
+    assert isinstance(generator.operation, Generate)
+    if not generator.operation.overcommit:
+        fact = f"corrects for what sampled, and graph.{old.name} has the logprobs of '{role}', which sampled: it is 1"
+        raise GraphError(f"graph.{node.name}.correction", fact, fix=fix)
+
+
+def _generator(node: GraphNode, graph: Graph) -> GraphNode | None:
+    """Return the node whose rollouts a node reads, if it reads them directly."""
+    nodes = {each.name: each for each in graph.nodes if isinstance(each.operation, Generate)}
+    return nodes.get(node.inputs.get("rollouts", ""))

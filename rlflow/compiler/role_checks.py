@@ -6,6 +6,8 @@ from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, below, did_you_mean
 from rlflow.recipe import Recipe, Role
+from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.models.lora import LINEAR_LAYERS
 
 # Language models can have adapters. Other heads are new, and would have to be trained as well.
 _LORA_CAPABILITIES = {"Trains", "Scores", "ScoresBase"}
@@ -29,13 +31,22 @@ def check_roles(recipe: Recipe, graph: Graph) -> None:
             with below(f"graph.{node.name}"):
                 node.operation.check_steps(recipe.steps)
         if role.optimizer is not None and name not in trained:
-            raise GraphError(f"{path}.optimizer", f"'{name}' is never trained", fix="remove it")
+            raise GraphError(f"{path}.optimizer", f"'{name}' is never trained", fix=_fix_untrained(name, graph))
         if role.offload == "optimizer" and name not in trained:
             fact = f"'{name}' is never trained, so it has no optimizer state"
             raise GraphError(f"{path}.offload", fact, fix=f"{path}.offload=auto, or weights")
         _check_lora(recipe, graph, name, role)
         if role.follows is not None:
             _check_follows(recipe, name, role.follows, trained)
+
+
+def _fix_untrained(name: str, graph: Graph) -> str:
+    """Return the fix for an optimizer of a role that no node trains: the node that most likely is missing, if any."""
+    capabilities = graph.capabilities(name)
+    for capability, kind in (("Values", "value_update"), ("Evaluates", "reward_model_update")):
+        if capability in capabilities:
+            return f"add graph.{kind}={{node: {kind}, role: {name}}}, or remove the optimizer"
+    return "remove it"
 
 
 def _check_colocate(path: str, name: str, role: Role, recipe: Recipe) -> None:
@@ -85,6 +96,16 @@ def _check_lora(recipe: Recipe, graph: Graph, name: str, role: Role) -> None:
     else:
         return
     raise GraphError(f"{path}.lora", fact, fix=fix)
+
+
+def check_targets(name: str, role: Role, architecture: Architecture | None) -> None:
+    """Raise GraphError for adapters of layers that the model does not have, as far as its type's layers are known."""
+    if role.lora is None or architecture is None or not (missing := role.lora.missing_layers(architecture)):
+        return
+    path = f"roles.{name}.lora.target_modules"
+    fact = f"a {architecture.model_type} has no layer '{missing[0]}' that adapters can stand beside"
+    fix = did_you_mean(missing[0], LINEAR_LAYERS) or f"{path}=all-linear, or some of the known layers"
+    raise GraphError(path, fact, known=LINEAR_LAYERS, fix=fix)
 
 
 def _check_follows(recipe: Recipe, name: str, leader: str, trained: list[str]) -> None:

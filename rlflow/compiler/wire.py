@@ -161,11 +161,15 @@ def _check_responses(options: Evaluation, graph: Graph) -> None:
     counts |= {f"evaluation.sets.{name}": options.responses_of(each) for name, each in options.sets.items()}
     several = [path for path, count in counts.items() if count > 1]
     sampled = {"temperature": options.temperature, "top_p": options.top_p}
-    for name in [name for name, value in sampled.items() if value is not None and not several]:
+    given = [name for name, value in sampled.items() if value is not None]
+    given += ["pass_reward"] * (options.pass_reward != Evaluation.pass_reward)
+    if given and not several:
         if graph.evaluation_metric == "accuracy":
-            raise RecipeError(f"evaluation.{name}", _NO_RESPONSES, fix="leave it out")
+            raise RecipeError(f"evaluation.{given[0]}", _NO_RESPONSES, fix="leave it out")
         fact = "a single response has the likeliest tokens, whatever the temperature"
-        raise RecipeError(f"evaluation.{name}", fact, fix="evaluation.num_responses=8, or leave it out")
+        if given[0] == "pass_reward":
+            fact = "decides about pass@k, which is not measured with a single response"
+        raise RecipeError(f"evaluation.{given[0]}", fact, fix="evaluation.num_responses=8, or leave it out")
     if not several:
         return
     path = f"{several[0]}.num_responses"

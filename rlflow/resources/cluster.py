@@ -10,13 +10,14 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
-from rlflow.errors import RecipeError
+from rlflow.errors import RecipeError, did_you_mean
 from rlflow.schema import Count, CountOrZero, Section, parse
 
 DEFAULT_GPU = "h100_80gb"
 MOST_GPUS = 16384
 # Sizes and rates of any machine lie within these limits; arithmetic overflows on numbers such as 1e300.
 _Size = Annotated[float, Gt(0), Le(1e7)]
+_GpuMemory = Annotated[float, Gt(0), Le(10_000)]
 _Rate = Annotated[float, Ge(1e-9), Le(1e9)]
 _TERM = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)(?:@(\w+))?")
 
@@ -25,7 +26,7 @@ _TERM = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)(?:@(\w+))?")
 class Gpu(Section):
     """A kind of GPU, or of CPU."""
 
-    memory_gib: _Size | None = None
+    memory_gib: _GpuMemory | None = None
     """Memory as the driver reports it; None for CPUs, which use the host's memory."""
     device_name: str | None = None
     """The name that nvidia-smi shows."""
@@ -138,6 +139,7 @@ def cluster_from(mapping: Mapping[str, Any]) -> Cluster:
         )
     if (shape := fields.pop("shape", None)) is not None:
         kinds = [(gpus, kind) for count, gpus, kind in parse_shape(str(shape)) for _ in range(count)]
+        _check_unused(fields.get("gpus"), {kind for _, kind in kinds})
         fields["hosts"] = [{"name": f"host-{i}", "gpus": gpus, "gpu": kind} for i, (gpus, kind) in enumerate(kinds)]
     cluster = parse(Cluster, fields, "cluster")
     if not cluster.hosts:
@@ -167,6 +169,14 @@ def cluster_from(mapping: Mapping[str, Any]) -> Cluster:
             "cluster.hosts", f"the name '{repeated[0]}' is used twice", fix="give every host its own name"
         )
     return cluster
+
+
+def _check_unused(gpus: object, used: Collection[str]) -> None:
+    """Raise RecipeError for changes to a kind of GPU that no host has, which are no complete figures by themselves."""
+    for kind, figures in gpus.items() if isinstance(gpus, Mapping) else ():
+        if kind not in used and isinstance(figures, Mapping) and "source" not in figures:
+            fix = did_you_mean(str(kind), used) or "change the figures of a known kind"
+            raise RecipeError(f"cluster.gpus.{kind}", f"no host has the kind '{kind}'", known=sorted(used), fix=fix)
 
 
 def _check_free(index: int, host: Host) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlflow.compiler import compile_recipe
+from rlflow.compiler.checks import check_recorded_steps
 from rlflow.compiler.graph import resampled_nodes, without_resampled
 from rlflow.compiler.lower import models_in_use, trained_role
 from rlflow.compiler.plan import Plan, write_plan
@@ -100,9 +101,7 @@ def opened(
     ``run`` trains the models that other recipes make. Raises the errors of ``rlflow.runtime.run.run``.
     """
     observer = Observers(observers)
-    if late := [step for step in profile if step > plan.recipe.steps]:
-        fact = f"step {late[0]} comes after the last step of the run, {plan.recipe.steps}"
-        raise RecipeError("profile", fact, fix=f"steps from 1 to {plan.recipe.steps}")
+    check_recorded_steps(plan.recipe.steps, trace, profile)
     if tune and plan.recipe.overlap.max_staleness:
         fact = "compares the times of steps, which overlap.max_staleness lets overlap"
         raise RecipeError("tune", fact, fix="tune=false, or overlap.max_staleness=0")

@@ -12,6 +12,7 @@ from rlflow.engines.base import Head
 from rlflow.errors import RecipeError, first_line
 from rlflow.recipe import Model
 from rlflow.resources.layout import Attention
+from rlflow.resources.models.architecture import check_new
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -24,10 +25,13 @@ _CHANGES_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling"
 # The names of a value head's and a reward head's weights in transformers.
 _HEAD_WEIGHTS = {"score.weight", "score.bias"}
 _OTHER_MODEL = "another model, or a role that only generates, with engine: vllm"
+_FIX_HEADS: dict[Head, str] = {
+    "vocabulary": "use a model for causal language modeling, with all its weights",
+    "value": "for values without training, use a token classification model with one label, as value_update exports it",
+    "reward": "for rewards, use a sequence classification model with one label, as reward_model_update exports it",
+}
 # The largest file of an exported model's weights. What fails on the way to or from the hub is repeated by file.
 _LARGEST_FILE = "5GB"
-# The model types for which random weights are supported.
-NEW_MODELS = {"llama", "qwen2", "qwen3"}
 
 
 def load_tokenizer(name: str, model: Model) -> "PreTrainedTokenizerBase":
@@ -56,8 +60,9 @@ def load_model(
 ) -> "PreTrainedModel":
     """Load or create the model of ``models.<name>``, in evaluation mode. Raises RecipeError.
 
-    ``seed`` initializes random weights and a new value head. A new reward head is accepted only for a role that
-    ``trains`` it; a reward model that just evaluates must bring its own.
+    ``seed`` initializes random weights and a new value or reward head. A new head is accepted only for a role that
+    ``trains`` it; a model with another role must bring its own. So must a language model, unless its output layer is
+    that of the embeddings.
     """
     _check_folder(name, model)
     import torch
@@ -95,9 +100,8 @@ def load_model(
             # transformers warns that a value or reward head is new, which is expected.
             with nullcontext() if head == "vocabulary" else _without_warnings():
                 built, loaded = _load(name, model.path, load)
-            if head != "vocabulary":
-                new = set() if head == "reward" and not trains else _HEAD_WEIGHTS
-                _check_complete(name, model.path, head, set(loaded["missing_keys"]) - new)
+            new = _HEAD_WEIGHTS if trains else set()
+            _check_complete(name, model.path, head, set(loaded["missing_keys"]) - new)
         else:
             tokenizer = load_tokenizer(name, model)
             config = AutoConfig.for_model(**_config_fields(name, model), eos_token_id=tokenizer.eos_token_id, **extra)
@@ -154,12 +158,13 @@ def _without_warnings() -> Iterator[None]:
 def _check_complete(name: str, path: str, head: Head, missing: Collection[str]) -> None:
     """Raise RecipeError if the checkpoint lacks weights, which would be random."""
     if missing:
+        kind = "language" if head == "vocabulary" else head
         some = ", ".join(sorted(missing)[:3])
         count = "1 weight is" if len(missing) == 1 else f"{len(missing)} weights are"
         raise RecipeError(
             f"models.{name}.path",
-            f"'{path}' is no {head} model: {count} missing from the checkpoint ({some})",
-            fix="for rewards, use a sequence classification model with one label, as reward_model_update exports it",
+            f"'{path}' is no {kind} model: {count} missing from the checkpoint ({some})",
+            fix=_FIX_HEADS[head],
         )
 
 
@@ -184,15 +189,9 @@ def merge_end_ids(*given: int | list[int] | None) -> list[int]:
 
 
 def _config_fields(name: str, model: Model) -> dict[str, Any]:
-    """Return a new model's architecture as the fields of a ``config.json``. Raises RecipeError for unknown types."""
+    """Return a new model's architecture as the fields of a ``config.json``. Raises RecipeError for other types."""
     assert model.architecture is not None
-    if model.architecture.model_type not in NEW_MODELS:
-        raise RecipeError(
-            f"models.{name}.architecture.model_type",
-            f"random weights are not supported for the type '{model.architecture.model_type}'",
-            known=sorted(NEW_MODELS),
-            fix="use one of these, or start from a path",
-        )
+    check_new(model.architecture, f"models.{name}.architecture")
     # Fields at their defaults are left out: most of them belong to other types.
     values = vars(model.architecture)
     config = {

@@ -7,6 +7,14 @@ from rlflow.errors import RecipeError
 from rlflow.resources.models.figures import NEEDS, Figures
 from rlflow.resources.models.layers import LayerKind, expert_parameters, layer_kinds, norm_parameters, traits_of
 
+# The model types that can start with random weights, and the figures that such a model has.
+_NEW_TYPES = ("llama", "qwen2", "qwen3")
+_NEW_FIGURES = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings"),
+    *("rope_theta", "attention_bias"),
+)
+
 
 def heads_divide(heads: int, key_value_heads: int, size: int) -> bool:
     """Return whether ``size`` ranks can share the heads evenly; a rank holds whole key-value heads or a copy of one."""
@@ -142,3 +150,18 @@ def check(figures: Figures, path: str) -> None:
         raise RecipeError(f"{path}.num_key_value_heads", "does not divide num_attention_heads", fix="use a divisor")
     if figures.num_attention_layers < 1:
         raise RecipeError(path, "expected at least one layer with attention", fix="more num_hidden_layers")
+
+
+def check_new(figures: Figures, path: str) -> None:
+    """Check that a model with random weights can be built from the figures at ``path``. Raises RecipeError."""
+    if figures.model_type not in _NEW_TYPES:
+        fact = f"random weights are not supported for the type '{figures.model_type}'"
+        fix = f"{path}.model_type={_NEW_TYPES[-1]}, or one of the others"
+        raise RecipeError(f"{path}.model_type", fact, known=_NEW_TYPES, fix=fix)
+    for field in fields(Figures):
+        if field.name not in _NEW_FIGURES and getattr(figures, field.name) != field.default:
+            fact = f"has no effect on random weights of the type '{figures.model_type}'"
+            raise RecipeError(f"{path}.{field.name}", fact, known=_NEW_FIGURES, fix="remove it")
+    if figures.head_dim % 2:
+        fact = f"{figures.head_dim} is odd, and rotary position embeddings rotate pairs of values"
+        raise RecipeError(f"{path}.head_dim", fact, fix=f"{path}.head_dim={figures.head_dim + 1}")

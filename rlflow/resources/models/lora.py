@@ -31,6 +31,18 @@ class Lora(Section):
         """Return the LoRA scale, alpha / rank."""
         return self.alpha / self.rank
 
+    def missing_layers(self, model: Architecture) -> list[str]:
+        """Return the target modules that the model does not have; none where the layers of its type are not known."""
+        if self.target_modules == "all-linear" or model.model_type not in _PLAIN_TYPES:
+            return []
+        return [name for name in self.target_modules if name not in LINEAR_LAYERS]
+
+
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers of a decoder layer in most model types."""
+# Other types have other layers as well, or some of these as one.
+_PLAIN_TYPES = {"gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"}
+
 
 def adapter_parameters(model: Architecture, lora: Lora) -> int:
     """Return rank x (inputs + outputs), summed over the layers that have an adapter (Hu et al. 2021, section 4.2)."""

@@ -8,6 +8,7 @@ import rlflow
 from rlflow.compiler.lower import lower
 from rlflow.compiler.wire import wire
 from rlflow.errors import UserError
+from rlflow.recipe import Model
 from rlflow.resources.models.architecture import ScalarModel
 from tests.helpers import load
 
@@ -53,6 +54,33 @@ def test_what_is_wrong_is_named(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError) as raised:
         wire(load("recipe=ppo_tiny", *overrides))
     assert str(raised.value).startswith(message)
+
+
+def test_a_critic_that_is_never_trained_needs_trained_values() -> None:
+    """A recipe that trains nothing except a critic makes such a model."""
+    policy = ("~graph.update", "~roles.actor", "~roles.rollout.follows")
+    minibatches = ("graph.value_update.num_minibatches=2", "graph.value_update.num_epochs=1")
+    values = load("recipe=ppo_tiny", *policy, *minibatches)
+    fact = "roles.critic: 'critic' is never trained, and models.policy.recipe has no trained value head: its values"
+    frozen = load("recipe=ppo_tiny", "~graph.value_update", "~roles.critic.optimizer")
+    with pytest.raises(UserError) as raised:
+        rlflow.compile(frozen, "local")
+    assert str(raised.value) == (
+        f"{fact} would be random.\n"
+        "  Fix: graph.value_update={node: value_update, role: critic}, and roles.critic.optimizer={}."
+    )
+    models = {**frozen.models, "values": Model(recipe=values, dtype="float32")}
+    roles = {**frozen.roles, "critic": replace(frozen.roles["critic"], model="values")}
+    assert rlflow.compile(replace(frozen, models=models, roles=roles), "local").graph.trained_roles() == ["actor"]
+
+
+def test_an_optimizer_of_a_critic_that_is_never_trained() -> None:
+    with pytest.raises(UserError) as raised:
+        wire(load("recipe=ppo_tiny", "~graph.value_update"))
+    assert str(raised.value) == (
+        "roles.critic.optimizer: 'critic' is never trained.\n"
+        "  Fix: add graph.value_update={node: value_update, role: critic}, or remove the optimizer."
+    )
 
 
 def test_a_critic_has_no_logits_in_the_plan() -> None:

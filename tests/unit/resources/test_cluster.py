@@ -42,6 +42,14 @@ def test_hosts_of_a_shape_and_back() -> None:
     ("mapping", "message"),
     [
         ({"hosts": [], "gpus": {}}, "cluster.hosts: no hosts"),
+        (
+            {"shape": "2x8", "gpus": {**GPUS, "h100": {"memory_gib": 20}}},
+            "cluster.gpus.h100: no host has the kind 'h100'.\n  Known: h100_80gb.\n  Fix: did you mean 'h100_80gb'?",
+        ),
+        (
+            {"shape": "2x8", "gpus": {"h100_80gb": {"memory_gib": 81920, "source": "test"}}},
+            "cluster.gpus.h100_80gb.memory_gib: 81920 is not valid",
+        ),
         ({"hosts": [{"name": "a", "gpus": 0, "gpu": "h200"}], "gpus": GPUS}, "cluster.hosts.0.gpus: 0 is not valid"),
         ({"hosts": [{"name": "a", "gpus": 1, "gpu": "x"}], "gpus": GPUS}, "cluster.hosts.0.gpu: no figures for 'x'"),
         (

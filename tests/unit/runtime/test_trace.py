@@ -78,8 +78,8 @@ def test_arrows_follow_the_edges_of_the_graph(tmp_path: Path) -> None:
 
 
 def test_only_chosen_steps_are_traced(tmp_path: Path) -> None:
-    assert len(traced(tmp_path / "some", (2, 7))) > 2
-    assert {step for step, _ in seconds_of(checked_events(tmp_path / "some" / "trace.json"), "controller")} == {2}
+    assert len(traced(tmp_path / "some", (2, 6))) > 2
+    assert {step for step, _ in seconds_of(checked_events(tmp_path / "some" / "trace.json"), "controller")} == {2, 6}
     traced(tmp_path / "none", False)
     assert not (tmp_path / "none" / "trace.json").exists()
 
@@ -115,8 +115,15 @@ def test_torch_profiles_chosen_steps_alone(tmp_path: Path) -> None:
     assert "aten::mm" in names
 
 
-def test_a_step_after_the_last_cannot_be_profiled(tmp_path: Path) -> None:
+def test_only_steps_of_the_run_can_be_recorded(tmp_path: Path) -> None:
     plan = rlflow.compile(load("recipe=fake", config_dir=CONFIG_DIR), "local")
+    for trace, fact in (
+        ([0], "0 comes before the first"),
+        ([-1], "-1 comes before"),
+        ([2, 7], "7 comes after the last"),
+    ):
+        with pytest.raises(RecipeError, match=rf"(?s)trace: step {fact}.*Fix: steps from 1 to 6"):
+            run(plan, tmp_path, LocalRuntime(), trace=tuple(trace))
     with pytest.raises(RecipeError, match=r"(?s)profile: step 7 comes after the last step.*Fix: steps from 1 to 6"):
         run(plan, tmp_path, LocalRuntime(), profile=[2, 7])
 

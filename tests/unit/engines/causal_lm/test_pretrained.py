@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from rlflow.engines.base import Head
 from rlflow.engines.causal_lm import pretrained
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, save_model
 from rlflow.engines.serving.settings import engine_arguments, load_config
@@ -98,3 +100,41 @@ def test_a_large_model_is_written_in_several_files_that_load_as_one(
 
 def test_a_file_of_weights_has_at_most_five_gigabytes() -> None:
     assert pretrained._LARGEST_FILE == "5GB"
+
+
+@pytest.mark.parametrize(("head", "trains"), [("value", False), ("reward", False), ("value", True)])
+def test_a_language_model_has_no_other_head_than_its_own(head: Head, trains: bool, tmp_path: Path) -> None:
+    """A head that is never trained must come with the model."""
+    save_model(load_model("policy", MODEL, device="cpu", dtype=torch.float32, seed=0), tokenizer(), tmp_path)
+    with nullcontext() if trains else pytest.raises(RecipeError, match=f"is no {head} model: .* missing .*score"):
+        load_stored(tmp_path, head, trains=trains)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_reward_model_is_a_language_model_where_its_output_layer_is_the_embeddings(
+    tied: bool, tmp_path: Path
+) -> None:
+    assert MODEL.architecture is not None
+    model = replace(MODEL, architecture=replace(MODEL.architecture, tie_word_embeddings=tied))
+    built = load_model("policy", model, device="cpu", dtype=torch.float32, seed=0, head="reward")
+    save_model(built, tokenizer(), tmp_path)
+    if not tied:
+        with pytest.raises(RecipeError) as raised:
+            load_stored(tmp_path, "vocabulary", trains=True)
+        assert str(raised.value) == (
+            f"models.policy.path: '{tmp_path}' is no language model: "
+            "1 weight is missing from the checkpoint (lm_head.weight).\n"
+            "  Fix: use a model for causal language modeling, with all its weights."
+        )
+        return
+    weights = load_stored(tmp_path, "vocabulary", trains=True).state_dict()
+    assert torch.equal(weights["lm_head.weight"], built.state_dict()["model.embed_tokens.weight"])
+
+
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load_tokenizer("policy", MODEL)
+
+
+def load_stored(folder: Path, head: Head, *, trains: bool) -> PreTrainedModel:
+    model = Model(path=str(folder), dtype="float32")
+    return load_model("policy", model, device="cpu", dtype=torch.float32, seed=1, head=head, trains=trains)
