@@ -5,6 +5,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rlflow.compiler.data_checks import data_warnings
 from rlflow.compiler.graph import SOURCES, Graph, GraphNode, resampled_nodes
 from rlflow.compiler.learning_checks import learning_warnings
 from rlflow.compiler.wire import wire
@@ -206,6 +207,7 @@ def graph_warnings(recipe: Recipe, graph: Graph) -> Iterator[str]:
             "are trained on (expect.rounds)"
         )
     yield from learning_warnings(recipe)
+    yield from data_warnings(recipe)
     for name, role in recipe.roles.items():
         model = recipe.models[role.model].architecture
         if model is not None and not engine_kind(role.engine).concurrent:

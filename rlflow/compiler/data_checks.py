@@ -7,18 +7,11 @@ from rlflow.compiler.graph import Graph
 from rlflow.errors import RecipeError
 from rlflow.recipe import Model, Recipe
 
-# A file that starts from another recipe inherits its data, so only these two remove options.
-_NO_OPTIONS = "leave it out: ~data.options on the command line, or {override /data: null} in the defaults of a file"
-
 
 def check_data(recipe: Recipe, graph: Graph) -> None:
-    """Raise RecipeError for options of the data that nothing reads, or that leave nothing to learn."""
-    for path, source, name, options in _sources(recipe):
-        is_function = ":" in source
-        if options and not is_function:
-            fact = f"only functions have options, and '{source}' is not a 'package.module:function'"
-            raise RecipeError(f"{path}.options", fact, fix=_NO_OPTIONS if path == "data" else "remove it")
-        if name is not None and is_function:
+    """Raise RecipeError for a name that no function reads, and for data that leave nothing to learn."""
+    for path, source, name, _ in _sources(recipe):
+        if name is not None and ":" in source:
             fact = f"only data sets on the hub have named configurations, and '{source}' is a function"
             raise RecipeError(f"{path}.name", fact, fix=f"{path}.name=null")
     if "pairs" in graph.sources:
@@ -27,6 +20,13 @@ def check_data(recipe: Recipe, graph: Graph) -> None:
     if recipe.data.system_prompt is not None and _has_characters(model):
         fact = "needs a chat template, and a tokenizer whose tokens are 'characters' has none"
         raise RecipeError("data.system_prompt", fact, fix="data.system_prompt=null")
+
+
+def data_warnings(recipe: Recipe) -> Iterator[str]:
+    """Yield a warning for each source that does not read its options. A recipe may have them from another one."""
+    for path, source, _, options in _sources(recipe):
+        if options and ":" not in source:
+            yield f"{path}.options: only functions have options, so '{source}' does not read them"
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str, str | None, Mapping[str, Any]]]:

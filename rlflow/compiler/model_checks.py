@@ -1,4 +1,4 @@
-"""Checks that the models of roles have the output layers that their nodes need, and that some role uses each model."""
+"""Checks that the models of roles have the output layers that their nodes need."""
 
 from rlflow.compiler.graph import Graph
 from rlflow.compiler.wire import wire
@@ -8,18 +8,13 @@ from rlflow.recipe import Model, Recipe
 
 
 def check_models(recipe: Recipe, graph: Graph) -> None:
-    """Raise RecipeError for a model whose output layer would be random and never trained, and for an unused model."""
+    """Raise RecipeError for a model whose output layer would be random and never trained."""
     for name, role in recipe.roles.items():
         head = choose_head(graph.capabilities(name))
         if head == "vocabulary":
             _check_language_model(role.model, recipe.models[role.model])
         elif head == "value" and name not in graph.trained_roles() and role.follows is None:
             _check_value_model(name, role.model, recipe.models[role.model])
-    used = {role.model for role in recipe.roles.values()}
-    for name in recipe.models:
-        if name not in used:
-            fix = f"remove it, or use it: roles.ROLE.model={name}"
-            raise RecipeError(f"models.{name}", "no role uses this model", fix=fix)
 
 
 def _check_language_model(name: str, model: Model) -> None:

@@ -79,7 +79,7 @@ def test_a_recipe_for_gpus_is_not_started_on_a_cpu(typed: Typed) -> None:
 
 
 def test_a_run_that_fails_is_no_sweep(typed: Typed) -> None:
-    code, out, errors = typed(*FAKE, "data.source=nowhere.jsonl", "~data.options")
+    code, out, errors = typed(*FAKE, "data.source=nowhere.jsonl")
     assert code == 2
     assert "RecipeError: data.source: 'nowhere.jsonl' does not exist" in errors
     assert "GPU-hours" not in out
@@ -87,7 +87,7 @@ def test_a_run_that_fails_is_no_sweep(typed: Typed) -> None:
 
 @pytest.mark.slow
 def test_each_job_of_a_sweep_is_listed_once(typed: Typed) -> None:
-    code, out, _ = typed("-m", *FAKE, "data.source=nowhere.jsonl", "~data.options", "seed=1,2")
+    code, out, _ = typed("-m", *FAKE, "data.source=nowhere.jsonl", "seed=1,2")
     assert code == 2
     assert [line.split()[:3] for line in out.splitlines() if line.startswith("seed")] == [
         ["seed=1", "0", "failed"],

@@ -38,7 +38,7 @@ def test_no_file_of_a_run_has_a_token(place: Path, typed: Typed) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("data.source=nowhere.jsonl", "~data.options"),
+        ("data.source=nowhere.jsonl",),
         ("name=${oc.env:HF_TOKEN}", "dry_run=true"),
         ("data.source=${oc.env:HF_TOKEN}",),
         ("cluster=${oc.env:HF_TOKEN}", "dry_run=true"),

@@ -188,3 +188,11 @@ def test_a_warm_up_that_the_run_does_not_reach_the_end_of() -> None:
     warning = "roles.actor.optimizer.warmup_steps: the warm-up of 10 steps is longer than the run, which has 9"
     assert warning in rlflow.compile(replace(recipe, steps=9)).prediction.warnings
     assert warning not in rlflow.compile(replace(recipe, steps=10)).prediction.warnings
+
+
+def test_options_that_a_file_does_not_read() -> None:
+    """They are no mistake: a recipe that starts from another one has its options."""
+    plan = rlflow.compile(load("recipe=grpo_tiny", "data.source=mine.jsonl"), "local")
+    expected = "data.options: only functions have options, so 'mine.jsonl' does not read them"
+    assert expected in plan.prediction.warnings
+    assert rlflow.compile(load("recipe=grpo_tiny"), "local").prediction.warnings == ()
