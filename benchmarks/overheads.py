@@ -51,7 +51,7 @@ _VARIANTS: Sequence[Collection[str]] = (
     _PARTS,
     (),
 )
-# What the steps of the run on Ray go without, in turns.
+# The parts that the steps of the run on Ray go without, in turns.
 _ON_RAY: Sequence[Collection[str]] = ((), ("deadlines",))
 # The parts that each figure adds up.
 _FIGURES = {

@@ -73,4 +73,4 @@ _EXPLANATIONS: Mapping[str, Callable[[re.Match[str]], RecipeError]] = {
     r"LexerNoViableAltException: \+*([\w.]+)=(.*?) \^": _quoting_error,
     r"Error parsing override '\+*([\w.]+)=(.*?)' (?:extraneous|mismatched|missing|no viable)": _quoting_error,
 }
-"""What Hydra's messages mean, by their patterns."""
+"""The explanation of each message of Hydra's, by its pattern."""

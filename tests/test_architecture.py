@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "interpolations": {"errors", "schema"},
     "evaluation": {"schema"},
     "recipe": {"evaluation", "schema", "resources"},
-    "recipe_loading": {"errors", "interpolations", "schema", "resources", "recipe"},
+    "recipe_loading": {"arguments", "errors", "interpolations", "schema", "resources", "recipe"},
     "engines": {"errors", "extras", "host_memory", "text_files", "batch", "batch_files", "resources", "recipe"},
     "rewards": {"errors", "extras", "plugins", "schema"},
     "environments": {"errors", "plugins", "schema", "packed", "batch", "engines", "rewards"},
@@ -45,9 +45,10 @@ MAY_IMPORT = {
         *("recipe_loading", "engines", "nodes"),
     },
     "arguments": {"errors"},
+    "composing_errors": {"errors", "recipe_files"},
     "compose": {
-        *("arguments", "errors", "interpolations", "schema", "yaml_files", "recipe_files", "resources", "recipe"),
-        "recipe_loading",
+        *("arguments", "composing_errors", "errors", "interpolations", "schema", "yaml_files", "recipe_files"),
+        *("resources", "recipe", "recipe_loading"),
     },
     "runtime": {
         *("errors", "extras", "host_memory", "packed", "batch", "batch_files", "resources", "evaluation", "recipe"),
@@ -59,7 +60,7 @@ MAY_IMPORT = {
     },
     "command_context": {"errors", "resources", "recipe", "compiler", "compose", "runtime"},
     "cli": {
-        *("arguments", "command_context", "errors", "resources", "recipe", "compiler", "compose"),
+        *("arguments", "command_context", "composing_errors", "errors", "resources", "recipe", "compiler", "compose"),
         *("calibrate", "runtime", "report"),
     },
     "calibrate": {"errors", "host_memory", "resources", "compiler"},
@@ -197,7 +198,15 @@ def test_model_libraries_are_imported_when_needed(path: Path) -> None:
 
 def test_only_what_reads_recipes_sees_omegaconf() -> None:
     seeing = {room(p) for p in FILES if any(n.split(".")[0] == "omegaconf" for n in imports(tree_of(p)))}
-    assert seeing == {"recipe_loading", "interpolations", "yaml_files", "recipe_files", "compose", "cli"}
+    assert seeing == {
+        "recipe_loading",
+        "interpolations",
+        "yaml_files",
+        "recipe_files",
+        "composing_errors",
+        "compose",
+        "cli",
+    }
 
 
 def test_sizes() -> None:
