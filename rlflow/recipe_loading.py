@@ -1,7 +1,7 @@
 """The stage load: checks a configuration and builds its recipe."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -19,10 +19,10 @@ from rlflow.schema import nested, parse
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 
 # The keys that a model may have beside the source of its weights. ``dtype`` fits all.
-_KEYS_BESIDE = {
-    "path": {"architecture", "architecture_of", "trust_remote_code"},
-    "recipe": set[str](),
-    "random_weights": {"architecture", "characters"},
+_KEYS_BESIDE: Mapping[str, Collection[str]] = {
+    "path": ("architecture", "architecture_of", "trust_remote_code"),
+    "recipe": (),
+    "random_weights": ("architecture", "characters"),
 }
 
 
@@ -149,8 +149,8 @@ def recipe_from(mapping: Mapping[str, Any]) -> Recipe:
 
 def _check_model_keys(path: str, model: Model, source: str) -> None:
     """Raise RecipeError for a key of a model that has no effect or contradicts the source of its weights."""
-    given = [key for key in _KEYS_BESIDE["path"] | _KEYS_BESIDE["random_weights"] if getattr(model, key)]
-    if others := sorted(set(given) - _KEYS_BESIDE[source]):
+    known = {key for keys in _KEYS_BESIDE.values() for key in keys}
+    if others := sorted(key for key in known - {*_KEYS_BESIDE[source]} if getattr(model, key)):
         fact = f"has no effect on a model whose weights come from '{source}'"
         fix = " ".join(f"{path}.{key}={'false' if key == 'trust_remote_code' else 'null'}" for key in others)
         raise RecipeError(f"{path}.{others[0]}", fact, fix=fix)
