@@ -110,7 +110,7 @@ def test_that_a_critic_has_a_new_head_is_no_news(tmp_path: Path, capfd: pytest.C
     TorchEngine(spec()).export(tmp_path)
     model = Model(path=str(tmp_path), dtype="float32")
     capfd.readouterr()
-    TorchEngine(spec("critic", model=model, capabilities=["Values"]))
+    TorchEngine(spec("critic", model=model, capabilities=["Values", "Trains"]))
     assert capfd.readouterr().err == ""
 
 

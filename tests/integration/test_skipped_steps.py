@@ -272,7 +272,8 @@ def test_replay_shows_the_values_that_are_not_finite(
     )
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
     assert replay.main([str(tmp_path), "--step", "1"]) == 2
-    assert capsys.readouterr().err.endswith("is not saved in '" + str(tmp_path) + "'.\n  Known: 4, 5.\n")
+    known = "  Known: 4, 5.\n  Fix: use one of these steps.\n"
+    assert capsys.readouterr().err.endswith(f"is not saved in '{tmp_path}'.\n{known}")
 
 
 def test_a_reward_function_that_returns_nan_is_a_mistake_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
