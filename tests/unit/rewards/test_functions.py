@@ -112,7 +112,7 @@ FUNCTION = "```\nfirst = 1\n```\n```py\ndef add(a, b):\n    return [a + b, None]
     ],
 )
 def test_code(text: str, tests: object, reward: float) -> None:
-    found = load_reward("code", {}, 5.0)
+    found = load_reward("code", {}, 60.0)  # a program may start late where many tests share the cores
     assert found.call([text], [{"tests": tests}]) == [reward]
 
 
