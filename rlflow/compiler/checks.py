@@ -65,7 +65,8 @@ def _check_required_options(node: GraphNode, nodes: Mapping[str, GraphNode]) -> 
             path, actual = f"graph.{origin.name}.{option}", getattr(origin.operation, option, value)
             if actual != value:
                 fact = f"is {actual}, but input '{name}' of graph.{node.name} requires {value}"
-                fits = [each.name for each in nodes.values() if getattr(each.operation, option, None) == value]
+                same_kind = [each for each in nodes.values() if isinstance(each.operation, type(origin.operation))]
+                fits = [each.name for each in same_kind if getattr(each.operation, option) == value]
                 fix = f"graph.{node.name}.{name}={fits[0]}" if fits else f"{path}={value}"
                 raise GraphError(path, fact, fix=fix)
 

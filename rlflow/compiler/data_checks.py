@@ -1,4 +1,4 @@
-"""Checks of the data that need no rows: options that its source reads, columns, and the system prompt."""
+"""Checks of the data that need no rows: its name, its options, its columns, and the system prompt."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from rlflow.recipe import Model, Recipe
 
 
 def check_data(recipe: Recipe, graph: Graph) -> None:
-    """Raise RecipeError for a name that no function reads, and for data that leave nothing to learn."""
+    """Raise RecipeError for a name of a function's data, pairs that are ties, and prompts that cannot be encoded."""
     for path, source, name, _ in _sources(recipe):
         if name is not None and ":" in source:
             fact = f"only data sets on the hub have named configurations, and '{source}' is a function"
@@ -23,7 +23,7 @@ def check_data(recipe: Recipe, graph: Graph) -> None:
 
 
 def data_warnings(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning for each source that does not read its options. A recipe may have them from another one."""
+    """Yield a warning for each source that does not read its options. A recipe may inherit them."""
     for path, source, _, options in _sources(recipe):
         if options and ":" not in source:
             yield f"{path}.options: only functions have options, so '{source}' does not read them"

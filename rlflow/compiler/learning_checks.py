@@ -102,7 +102,8 @@ def _check_sampling(recipe: Recipe, update: GraphNode, generator: GraphNode, nod
     assert isinstance(operation, Generate)
     if operation.temperature == 0:
         fact = f"with 0 all responses to a prompt are the same, and graph.{update.name} learns from their differences"
-        others = [name for name, each in nodes.items() if getattr(each.operation, "temperature", 0) > 0]
+        operations = {name: each.operation for name, each in nodes.items()}
+        others = [name for name, each in operations.items() if isinstance(each, Generate) and each.temperature > 0]
         fix = f"graph.{update.name}.rollouts={others[0]}" if others else f"graph.{generator.name}.temperature=1"
         raise GraphError(f"graph.{generator.name}.temperature", fact, fix=fix)
 
