@@ -74,7 +74,7 @@ def _check_old_logprobs(recipe: Recipe, graph: Graph, node: GraphNode, old: Grap
         return
     assert isinstance(generator.operation, Generate)
     if not generator.operation.overcommit:
-        fact = f"corrects for what sampled, and graph.{old.name} has the logprobs of '{role}', which sampled: it is 1"
+        fact = f"is always 1: graph.{old.name} has the logprobs of '{role}', which also samples the responses"
         raise GraphError(f"graph.{node.name}.correction", fact, fix=fix)
 
 

@@ -12,7 +12,6 @@ from rlflow.engines.base import Head
 from rlflow.errors import RecipeError, first_line
 from rlflow.recipe import Model
 from rlflow.resources.layout import Attention
-from rlflow.resources.models.architecture import check_new
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -104,7 +103,7 @@ def load_model(
             _check_complete(name, model.path, head, set(loaded["missing_keys"]) - new)
         else:
             tokenizer = load_tokenizer(name, model)
-            config = AutoConfig.for_model(**_config_fields(name, model), eos_token_id=tokenizer.eos_token_id, **extra)
+            config = AutoConfig.for_model(**_config_fields(model), eos_token_id=tokenizer.eos_token_id, **extra)
             built = auto.from_config(config, dtype=dtype, attn_implementation=chosen)
     layers = set(getattr(built.config, "layer_types", None) or ())
     if layers - {"full_attention"}:
@@ -188,10 +187,9 @@ def merge_end_ids(*given: int | list[int] | None) -> list[int]:
     return sorted({id_ for ids in lists for id_ in ids})
 
 
-def _config_fields(name: str, model: Model) -> dict[str, Any]:
-    """Return a new model's architecture as the fields of a ``config.json``. Raises RecipeError for other types."""
+def _config_fields(model: Model) -> dict[str, Any]:
+    """Return a new model's architecture as the fields of a ``config.json``."""
     assert model.architecture is not None
-    check_new(model.architecture, f"models.{name}.architecture")
     # Fields at their defaults are left out: most of them belong to other types.
     values = vars(model.architecture)
     config = {
