@@ -2,6 +2,7 @@
 
 import json
 import os
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,19 +28,23 @@ class Hosts:
         self._parent, self.pid = os.getpid(), 0
         self.pid = os.fork()
         if self.pid == 0:
-            os._exit(self._serve(writer))
+            try:
+                self._serve(writer)
+            except BaseException:
+                traceback.print_exc()
+            finally:  # An error must not run on in a copy of the parent.
+                os._exit(1)
         os.close(writer)
         with os.fdopen(reader) as pipe:
             answer: Mapping[str, str] = json.loads(pipe.readline())
         self.address, self._token = answer["address"], answer["token"]
 
-    def _serve(self, pipe: int) -> int:
+    def _serve(self, pipe: int) -> None:
         die_with_parent(self._parent)
         with connection.simulated(load_cluster(HOSTS)) as processes:
             answer = {"address": processes.address, "token": os.environ["RAY_AUTH_TOKEN"]}
             os.write(pipe, f"{json.dumps(answer)}\n".encode())
             select([], [], [])
-        return 0
 
     @contextmanager
     def joined(self) -> Iterator[None]:
