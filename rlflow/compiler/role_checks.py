@@ -6,6 +6,7 @@ from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, below, did_you_mean
 from rlflow.recipe import Recipe, Role
+from rlflow.resources.memory.phases import LORA_RANKS
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.lora import LINEAR_LAYERS
 
@@ -116,6 +117,11 @@ def _check_follows(recipe: Recipe, name: str, leader: str, trained: list[str]) -
     if recipe.roles[leader].model != recipe.roles[name].model:
         models = f"'{name}' has the model '{recipe.roles[name].model}', '{leader}' has '{recipe.roles[leader].model}'"
         raise GraphError(path, models, fix="the same model for both")
-    if "Follows" not in engine_kind(recipe.roles[name].engine).capabilities:
-        fact = f"engine '{recipe.roles[name].engine}' cannot load the weights of another role while it runs"
+    engine, lora = recipe.roles[name].engine, recipe.roles[leader].lora
+    if "Follows" not in engine_kind(engine).capabilities:
+        fact = f"engine '{engine}' cannot load the weights of another role while it runs"
         raise GraphError(path, fact, fix=f"{path}=null, or another engine")
+    if lora is not None and engine_kind(engine).concurrent and lora.rank > LORA_RANKS[-1]:
+        path = f"roles.{leader}.lora.rank"
+        fact = f"{lora.rank} is more than {LORA_RANKS[-1]}, the highest rank that '{engine}' of role '{name}' supports"
+        raise GraphError(path, fact, fix=f"{path}={LORA_RANKS[-1]}, or roles.{name}.engine=transformers")

@@ -135,9 +135,6 @@ def test_a_copy_that_fails_inside_vllm(engine: RemoteEngine, reference: Transfor
 
 
 def test_adapters_that_cannot_be_taken_over(process: EngineProcess) -> None:
-    for lora, message in (
-        (Lora(rank=513), "vLLM supports adapters up to rank 512, not 513"),
-        (Lora(target_modules=("qproj",)), "it has no linear layers 'qproj'"),
-    ):
-        with pytest.raises(RecipeError, match=message):
-            process.build("vllm", replace(with_adapters(), lora=lora))
+    unknown = replace(with_adapters(), lora=Lora(target_modules=("qproj",)))
+    with pytest.raises(RecipeError, match="it has no linear layers 'qproj'"):
+        process.build("vllm", unknown)

@@ -12,7 +12,6 @@ from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, load
 from rlflow.engines.memory import forbid_expandable_segments
 from rlflow.errors import RecipeError
 from rlflow.resources.memory.phases import LORA_RANKS, MAX_BATCHED_TOKENS
-from rlflow.resources.models.lora import Lora
 
 # The head sizes and the block size of vLLM's attention on the CPU.
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -122,7 +121,7 @@ def engine_arguments(spec: EngineSpec, folder: str, config: Any, adapted_layers:
         arguments |= {
             "enable_lora": True,
             "max_loras": 1,
-            "max_lora_rank": max_lora_rank(spec, spec.lora),
+            "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= spec.lora.rank),
             # By default vLLM reserves memory for adapters of all layers, including the output layer.
             "lora_target_modules": list(adapted_layers),
         }
@@ -151,17 +150,6 @@ def _graph_sizes(max_num_seqs: int) -> list[int]:
     """Return the batch sizes to record CUDA graphs for: vLLM's own up to 512, and few more up to ``max_num_seqs``."""
     default = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_DEFAULT_GRAPH, 16)]
     return [*default, *range(_MAX_DEFAULT_GRAPH, max_num_seqs, 32), max_num_seqs]
-
-
-def max_lora_rank(spec: EngineSpec, lora: Lora) -> int:
-    """Return the smallest rank that vLLM supports and that is large enough. Raises RecipeError if none is."""
-    if lora.rank > LORA_RANKS[-1]:
-        raise RecipeError(
-            f"roles.{spec.role}",
-            f"vLLM supports adapters up to rank {LORA_RANKS[-1]}, not {lora.rank}",
-            fix=f"a lora.rank of at most {LORA_RANKS[-1]} in the role that it follows, or engine: transformers",
-        )
-    return next(rank for rank in LORA_RANKS if rank >= lora.rank)
 
 
 def _cpu_cache_bytes(spec: EngineSpec, config: Any, max_model_len: int) -> int:
