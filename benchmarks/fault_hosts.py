@@ -32,7 +32,7 @@ class Hosts:
                 self._serve(writer)
             except BaseException:
                 traceback.print_exc()
-            finally:  # An error must not run on in a copy of the parent.
+            finally:  # A child that fails must not continue the work of its parent.
                 os._exit(1)
         os.close(writer)
         with os.fdopen(reader) as pipe:

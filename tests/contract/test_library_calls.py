@@ -9,12 +9,13 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from types import MemberDescriptorType
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import Mock
 
 import pytest
 
 import rlflow
+from rlflow.resources.memory.phases import LORA_RANKS
 from rlflow.runtime.objects.budget import Budget
 from rlflow.runtime.objects.results import StoreCalls
 from rlflow.runtime.ray.cluster.binding import BoundPlan
@@ -144,6 +145,14 @@ def test_vllm_reads_the_variables_that_are_set_for_it() -> None:
     variables = {text for text in texts if text.startswith("VLLM_")}
     assert len(variables) >= 5
     assert variables <= envs.environment_variables.keys()
+
+
+def test_vllm_supports_the_ranks_that_it_is_given_and_none_above() -> None:
+    from vllm.config.lora import MaxLoRARanks
+
+    supported = get_args(MaxLoRARanks)
+    assert set(LORA_RANKS) <= set(supported)
+    assert LORA_RANKS[-1] == max(supported)
 
 
 @pytest.mark.parametrize(

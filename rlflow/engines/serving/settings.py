@@ -11,7 +11,7 @@ from rlflow.engines.base import EngineSpec
 from rlflow.engines.causal_lm.pretrained import load_model, load_tokenizer, loading_error, save_model
 from rlflow.engines.memory import forbid_expandable_segments
 from rlflow.errors import RecipeError
-from rlflow.resources.memory.phases import LORA_RANKS, MAX_BATCHED_TOKENS
+from rlflow.resources.memory.phases import MAX_BATCHED_TOKENS, reserved_rank
 
 # The head sizes and the block size of vLLM's attention on the CPU.
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -121,7 +121,7 @@ def engine_arguments(spec: EngineSpec, folder: str, config: Any, adapted_layers:
         arguments |= {
             "enable_lora": True,
             "max_loras": 1,
-            "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= spec.lora.rank),
+            "max_lora_rank": reserved_rank(spec.lora),
             # By default vLLM reserves memory for adapters of all layers, including the output layer.
             "lora_target_modules": list(adapted_layers),
         }

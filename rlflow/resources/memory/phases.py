@@ -33,6 +33,11 @@ MAX_BATCHED_TOKENS = 8192
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
+def reserved_rank(lora: Lora) -> int:
+    """Return the rank that vLLM reserves room for: the smallest of ``LORA_RANKS`` that the adapters fit into."""
+    return next(rank for rank in LORA_RANKS if rank >= lora.rank)
+
+
 def usable_gib(memory_gib: float) -> float:
     """Return the usable part of a GPU's memory, given what nvidia-smi reports."""
     return memory_gib - DRIVER_GIB
@@ -244,8 +249,7 @@ def generate_memory(
     }
     if lora is not None:
         # Every rank has all of A, and at most all of B, padded with zeros.
-        rank = next((rank for rank in LORA_RANKS if rank >= lora.rank), lora.rank)
-        room = adapter_parameters(model, replace(lora, rank=rank))
+        room = adapter_parameters(model, replace(lora, rank=reserved_rank(lora)))
         terms["adapters"] = weight_bytes * room / layout.pipeline_parallel_size / GIB
     # Copies of an engine do not communicate.
     terms |= process_terms(replace(layout, data_parallel_size=1), sharp)

@@ -22,6 +22,7 @@ from rlflow.resources.memory.phases import (
     cached_gib,
     generate_memory,
     host_terms,
+    reserved_rank,
     score_terms,
     update_terms,
     usable_gib,
@@ -125,6 +126,11 @@ def test_adapters() -> None:
     terms = state_terms(QWEN, layout(), replace(DEEPSPEED, lora=Lora(rank=8)))
     assert terms["weights"] == pytest.approx((2 * QWEN.num_parameters + 4 * 20_185_088) / GIB)
     assert terms["gradients"] + terms["optimizer"] == pytest.approx(12 * 20_185_088 / GIB)
+
+
+@pytest.mark.parametrize(("rank", "reserved"), [(1, 8), (8, 8), (9, 16), (257, 320), (512, 512)])
+def test_vllm_reserves_room_for_the_next_rank_that_it_supports(rank: int, reserved: int) -> None:
+    assert reserved_rank(Lora(rank=rank)) == reserved
 
 
 def test_adapters_of_experts_are_as_many_as_experts() -> None:
