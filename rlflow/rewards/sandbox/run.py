@@ -168,9 +168,13 @@ def _guard(program: str, pipes: _Pipes, limits: Limits, deadline: float) -> None
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     build_root(program, limits)
     _report(pipes.report, started=True)
+    is_starting, end = os.pipe()
     child = os.fork()
     if child == 0:
         exec_program(*pipes.program, limits)
+    os.close(end)
+    # The pipe closes when the program starts. Until then the child counts as large as the process that called ``run``.
+    select.select([is_starting], [], [], max(0.0, deadline - time.monotonic()))
     reason, code = watch_program(child, limits, deadline)
     _report(pipes.report, ended=reason, code=code)
 

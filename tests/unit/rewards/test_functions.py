@@ -127,8 +127,8 @@ def test_long_responses_are_graded_quickly() -> None:
 
 @needs_sandbox
 def test_the_time_is_for_all_tests_of_a_row() -> None:
-    found = load_reward("code", {}, 1.0)
-    slow = "```python\nimport time\ntime.sleep(0.4)\n```"
+    found = load_reward("code", {}, 2.5)
+    slow = "```python\nimport time\ntime.sleep(1)\n```"
     test = {"input": "", "output": ""}
     assert found.call([slow, slow], [{"tests": [test]}, {"tests": [test] * 3}]) == [1, 0]
 

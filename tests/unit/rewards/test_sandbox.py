@@ -5,6 +5,7 @@ import errno
 import os
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -123,3 +124,18 @@ def test_a_home_that_would_be_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_a_machine_whose_system_calls_are_not_known_is_refused() -> None:
     with pytest.raises(OSError, match="the sandbox supports x86_64 and aarch64, got riscv64"):
         confine._filter_instructions("riscv64")
+
+
+@needs_sandbox
+def test_the_memory_of_the_calling_process_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child has its parent's pages until it starts the program, which takes longer where cores are busy."""
+    start = run_module.exec_program
+
+    def start_late(*arguments: Any) -> None:
+        time.sleep(0.3)
+        start(*arguments)
+
+    monkeypatch.setattr(run_module, "exec_program", start_late)
+    pages = b"x" * (200 << 20)
+    assert run("print(3)", b"", Limits(timeout_s=60.0, memory_mib=200)) == Exit("exited", 0, b"3\n")
+    assert pages
