@@ -129,7 +129,7 @@ def test_a_machine_whose_system_calls_are_not_known_is_refused() -> None:
 @needs_sandbox
 def test_the_memory_of_the_calling_process_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child has its parent's pages until it starts the program, which takes longer where cores are busy."""
-    start = run_module.exec_program
+    start = confine.exec_program
 
     def start_late(*arguments: Any) -> None:
         time.sleep(0.3)
