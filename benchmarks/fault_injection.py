@@ -242,10 +242,11 @@ class FaultyProcess(ObjectProcess):
 
 
 class FaultyWorker(EngineWorker):
-    """A worker whose engine meets faults. The first engine forgets one in every ``forgets_one_in`` requests."""
+    """A worker whose engine meets faults. One of two engines forgets one in every ``forgets_one_in`` requests."""
 
     folder: Path
     forgets_one_in = 0
+    forgets_seed = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,10 +265,10 @@ class FaultyWorker(EngineWorker):
 
     def _forgets(self, number: int) -> bool:
         """Return whether the engine forgets a request, and note that it does."""
-        if not self.forgets_one_in or self._rank:
+        if not self.forgets_one_in or self._rank != self.forgets_seed % 2:
             return False
         block, place = divmod(number, self.forgets_one_in)
-        if place != np.random.default_rng(block).integers(self.forgets_one_in):
+        if place != np.random.default_rng((self.forgets_seed, block)).integers(self.forgets_one_in):
             return False
         with (self.folder / "forgotten").open("a") as file:
             file.write(f"{number}\n")

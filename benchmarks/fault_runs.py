@@ -93,7 +93,7 @@ class Size:
     group_size: int
 
 
-SMALL, LONG, WIDE = Size(8, 4, 4), Size(16, 4, 4), Size(25, 64, 8)
+SMALL, LONG, WIDE = Size(8, 4, 4), Size(16, 4, 4), Size(3, 64, 8)
 
 
 @cache
@@ -138,6 +138,8 @@ class Trial:
     usual_limits: bool
     size: Size = SMALL
     forgets_one_in: int = 0
+    forgets_seed: int = 0
+    """The seed that draws the engine that forgets requests, and which."""
 
     @property
     def notes(self) -> Path:
@@ -241,7 +243,11 @@ class Trial:
         """Have all processes of a run meet faults, and note when the run notices that a process has ended."""
         from rlflow.runtime.ray import process
 
-        options = {"folder": self.notes, "forgets_one_in": self.forgets_one_in}
+        options = {
+            "folder": self.notes,
+            "forgets_one_in": self.forgets_one_in,
+            "forgets_seed": self.forgets_seed,
+        }
         worker, beside = type("Worker", (FaultyWorker,), options), type("Process", (FaultyProcess,), options)
         as_error, ended = process._as_engine_error, process.RemoteProcess.end
 
