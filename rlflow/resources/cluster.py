@@ -27,7 +27,7 @@ class Gpu(Section):
     """A kind of GPU, or of CPU."""
 
     memory_gib: _GpuMemory | None = None
-    """Memory as the driver reports it; None for CPUs, which use the host's memory."""
+    """Memory as the driver reports it; null for CPUs, which use the host's memory."""
     device_name: str | None = None
     """The name that nvidia-smi shows."""
     peak_tflops: Mapping[str, _Rate] | None = None
@@ -60,13 +60,13 @@ class Host(Section):
     gpus: Count
     """The number of its GPUs."""
     gpu: str
-    """The kind of its GPUs, a key of ``Cluster.gpus``."""
+    """The kind of its GPUs, a key of ``cluster.gpus``."""
     free: tuple[int, ...] | None = None
-    """Ids of the GPUs that may be used, if others are taken; None: all."""
+    """Ids of the GPUs that may be used, if others are taken; null: all."""
     reserved: bool = False
     """No role may use this host."""
     memory_gib: _Size | None = None
-    """The host's memory, for offloaded and sleeping roles; None: unknown, and assumed to equal that of its GPUs."""
+    """The host's memory, for offloaded and sleeping roles; null: unknown, and assumed to equal that of its GPUs."""
     labels: tuple[str, ...] = ()
     """Labels that a role may ask for."""
 

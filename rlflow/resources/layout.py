@@ -43,8 +43,8 @@ class Resources(Section):
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | Auto = "auto"
     """The share of a GPU's memory that an engine which generates may use."""
     attention: Attention | Auto = "auto"
-    """The attention kernel of engines that run a transformers model: torch's own, or flash-attn. ``auto`` takes flash-
-    attn where it is installed and supports the GPU and the model's type."""
+    """The attention kernel of engines that run a transformers model: torch's own, or flash-attn. ``auto`` takes
+    flash-attn where it is installed and supports the GPU and the model's type."""
     eager: bool | Auto = "auto"
     """Serve without CUDA graphs; by default an engine uses them on GPUs."""
     deterministic: bool = False
