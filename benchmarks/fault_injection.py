@@ -29,6 +29,7 @@ from rlflow.runtime.ray.worker import EngineWorker
 # The methods of engines and objects that make up a stage, by role; those that return samples or values come last.
 _CALLS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "generate": {"rollout": ("advance", "generate_rows")},
+    "decode": {"rollout": ("step",)},
     "score": {"rewards": ("run",)},
     "reference": {"reference": ("logprobs",)},
     "advantage": {"driver": ("run",)},
@@ -262,6 +263,8 @@ class FaultyWorker(EngineWorker):
             self._engine_thread = None
             self._engine = ScriptedEngine(spec)
             self._engine.core.forgets = self._forgets
+            step = self._engine.core.step
+            self._engine.core.step = lambda: self._faults.meet(self._role, self._rank, "step", step, ())
 
     def _forgets(self, number: int) -> bool:
         """Return whether the engine forgets a request, and note that it does."""

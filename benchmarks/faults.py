@@ -55,7 +55,7 @@ _KINDS: Mapping[str, Sequence[tuple[str, str]]] = {
     "corrupted result": _RESULTS,
     "full disk": (("save", "actor"), ("save", "driver")),
     "delayed call": (*_WORKERS, *_ENGINES),
-    "dropped call": (*_WORKERS, *_ENGINES),
+    "dropped call": (*_WORKERS, *_ENGINES, ("decode", "rollout")),
     "out of memory": (*_WORKERS, *_ENGINES, *_DRIVER),
 }
 _KINDS_WITH_RAY: Mapping[str, Sequence[tuple[str, str]]] = {
@@ -79,7 +79,7 @@ _QUICK = (
     ("slow", "advantage", "driver"),
     ("slow", "sync", "rollout"),
     ("dropped call", "generate", "rollout"),
-    ("slow", "reference", "reference"),
+    ("dropped call", "decode", "rollout"),
     ("kill engine", "sync", "rollout"),
     ("corrupted result", "generate", "rollout"),
     ("delayed call", "score", "rewards"),

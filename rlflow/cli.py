@@ -125,9 +125,9 @@ def _run_job(config: DictConfig, config_dir: Path | None) -> Job:
         return replace(job, exit_code=1, reason="the output was closed")
     except OSError as error:  # a disk error: files that the recipe names are checked earlier
         return replace(job, exit_code=_exit_code(storage_error(error, directory)), reason=first_line(error))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("interrupted; resume=true continues from the last checkpoint, if there is one", file=sys.stderr)
-        return replace(job, exit_code=STOPPED[0], reason="interrupted")
+        return replace(job, exit_code=interrupt.args[0] if interrupt.args else STOPPED[0], reason="interrupted")
     finally:
         # Hydra creates a folder for every job. It stays empty if planning failed.
         with suppress(OSError):
@@ -277,7 +277,7 @@ class StopRequest:
 def stop_on_signals(announce: Callable[[], object]) -> Iterator[StopRequest]:
     """Yield a request that the first SIGINT or SIGTERM sets; a second one raises KeyboardInterrupt.
 
-    ``announce`` is called after the first signal.
+    ``announce`` is called after the first signal. A KeyboardInterrupt has the exit code as its argument.
     """
     stop = StopRequest()
 
@@ -290,6 +290,8 @@ def stop_on_signals(announce: Callable[[], object]) -> Iterator[StopRequest]:
     previous = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
         yield stop
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(stop.exit_code) from None
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

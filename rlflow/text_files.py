@@ -1,7 +1,10 @@
-"""Text files that are replaced as one."""
+"""Text files that are replaced as one, and files that grow by lines."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
+
+from rlflow.errors import storage_error
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -16,3 +19,12 @@ def replace_text(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Append lines to a file, which need not exist. Raises StorageError."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+    except OSError as error:
+        raise storage_error(error, path) from error

@@ -28,7 +28,7 @@ os.environ.update(
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same cases in every run; `HYPOTHESIS_PROFILE=search pytest` looks for others.
-settings.register_profile("same", derandomize=True)
+settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 

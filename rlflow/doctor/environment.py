@@ -210,7 +210,9 @@ def recipes() -> list[Finding]:
         try:
             roles = rlflow.load([f"recipe={path.stem}"]).roles.values()
         except UserError as error:
-            findings.append(Finding(path.stem, str(error), fix="pip install --force-reinstall --no-deps -e .", broken=True))
+            findings.append(
+                Finding(path.stem, str(error), fix="pip install --force-reinstall --no-deps -e .", broken=True)
+            )
             continue
         engines = sorted({role.engine for role in roles})
         missing = [engine for engine in engines if engine not in available_engines()]

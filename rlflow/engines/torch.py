@@ -111,9 +111,11 @@ class TorchEngine(TunableEngine, ProfiledEngine):
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._model.train()
-        with self.within_memory():
-            means = self._compute_gradients(minibatch, loss)
-        self._model.eval()
+        try:
+            with self.within_memory():
+                means = self._compute_gradients(minibatch, loss)
+        finally:  # the run skips a step whose loss is not finite, and continues
+            self._model.eval()
         self._sum_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._spec.optimizer.max_grad_norm)
         if not torch.isfinite(norm):

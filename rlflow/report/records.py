@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -19,7 +19,7 @@ from rlflow.compiler.plan import Plan
 from rlflow.evaluation import PREFIX
 from rlflow.runtime.protocols import Observer, Report, Sample
 from rlflow.runtime.tuning import FILE
-from rlflow.text_files import replace_text
+from rlflow.text_files import append_lines, replace_text
 
 METRICS = "metrics.jsonl"
 """The name of the file with the metrics of a run, in its folder."""
@@ -72,8 +72,7 @@ class FailureLog(Observer):
             self._count = sum(sum(line["reasons"].values()) for line in read_lines(self._path))
 
     def failed(self, step: int, node: str, reasons: Mapping[str, int]) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, "node": node, "reasons": reasons}) + "\n")
+        append_lines(self._path, [json.dumps({"step": step, "node": node, "reasons": reasons})])
         self._count += sum(reasons.values())
         for reason, count in reasons.items():
             if (node, reason) not in self._printed and len(self._printed) < _MAX_PRINTED:
@@ -94,8 +93,7 @@ class SampleLog(Observer):
             remove_lines_after(self._path, step)
 
     def sampled(self, samples: Sequence[Sample]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
+        append_lines(self._path, [json.dumps(asdict(sample), ensure_ascii=False) for sample in samples])
 
 
 class EventLog(Observer):
@@ -127,15 +125,13 @@ class EventLog(Observer):
 
     def _write(self, kind: str, text: str) -> None:
         assert self._path is not None
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": self._step, "at": time.time(), "kind": kind, "text": text}) + "\n")
+        append_lines(self._path, [json.dumps({"step": self._step, "at": time.time(), "kind": kind, "text": text})])
 
 
 class MetricsWriter(Observer):
     """A log of the metrics of each step and evaluation, in ``metrics.jsonl``."""
 
     def __init__(self) -> None:
-        self._file: IO[str]
         self._path: Path
         self._evaluated: dict[int, Mapping[str, Any]] = {}
         """The lines of evaluations, by step. The run may make one after the last checkpoint's step again."""
@@ -144,7 +140,6 @@ class MetricsWriter(Observer):
         self._path = directory / METRICS
         remove_lines_after(self._path, step)
         self._evaluated = {line["step"]: line for line in read_lines(self._path) if is_evaluation(line)}
-        self._file = self._path.open("a")
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
         line = {"step": step, **metrics}
@@ -157,18 +152,12 @@ class MetricsWriter(Observer):
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         self._write(step, metrics)
 
-    def close(self) -> None:
-        self._file.close()
-
     def _remove_evaluation(self, step: int) -> None:
-        self._file.close()
         lines = [line for line in read_lines(self._path) if line["step"] != step or not is_evaluation(line)]
         replace_text(self._path, "".join(json.dumps(line) + "\n" for line in lines))
-        self._file = self._path.open("a")
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
+        append_lines(self._path, [json.dumps({"step": step, **metrics})])
 
 
 def is_evaluation(line: Mapping[str, Any]) -> bool:

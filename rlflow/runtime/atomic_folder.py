@@ -33,10 +33,14 @@ def write_folder(folder: Path, write: Callable[[Path], object], *, replaces: boo
 def unfinished(folder: Path) -> Iterator[Path]:
     """Create a folder to be renamed to ``folder``, beside it, and delete what is left there at the end."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
-        temporary = Path(name) / folder.name
+    # No TemporaryDirectory: it deletes the folder when this process exits, while a thread may still complete it.
+    parent = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        temporary = parent / folder.name
         temporary.mkdir()
         yield temporary
+    finally:
+        _delete(parent)
 
 
 def complete_folder(temporary: Path, folder: Path, *, replaces: bool = False) -> None:
@@ -81,7 +85,15 @@ def remove_unfinished(parent: Path) -> None:
     """Delete the unfinished and half-deleted folders that a killed process has left in ``parent``, and nothing else."""
     for folder in parent.glob(".*-*"):
         if not folder.is_symlink() and folder.is_dir() and _is_unfinished(folder):
-            shutil.rmtree(folder)
+            _delete(folder)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder as far as that is possible: a rank of a run that has failed may still write there.
+
+    What is left is deleted when the run starts again.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_unfinished(folder: Path) -> bool:

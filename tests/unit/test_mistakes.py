@@ -13,6 +13,7 @@ from rlflow.cli import main
 from rlflow.compiler.plan import read_plan
 from rlflow.errors import EngineError, RecipeError, StorageError, storage_error
 from rlflow.runtime.atomic_folder import write_folder
+from rlflow.text_files import append_lines
 from tests.conftest import CONFIG_DIR
 
 ENDS_WITHOUT_SPACE = Path("/dev/full")
@@ -74,6 +75,13 @@ def test_a_full_disk_is_named() -> None:
         file.write("x" * 100_000)
     said = str(storage_error(raised.value, "outputs/run"))
     assert said == "outputs/run: No space left on device.\n  Fix: free some space on that disk."
+
+
+@pytest.mark.skipif(not ENDS_WITHOUT_SPACE.exists(), reason="no /dev/full")
+def test_a_full_disk_under_lines_is_named() -> None:
+    with pytest.raises(StorageError) as raised:
+        append_lines(ENDS_WITHOUT_SPACE, ["x" * 100_000])
+    assert str(raised.value) == f"{ENDS_WITHOUT_SPACE}: No space left on device.\n  Fix: free some space on that disk."
 
 
 def test_a_full_disk_under_torch_is_named(tmp_path: Path) -> None:

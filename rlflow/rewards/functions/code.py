@@ -13,7 +13,7 @@ from annotated_types import Ge
 
 from rlflow.rewards.base import Failure, Outcome, Row
 from rlflow.rewards.sandbox.root import Limits
-from rlflow.rewards.sandbox.run import Exit, SandboxError, run
+from rlflow.rewards.sandbox.run import Exit, LateSandboxError, SandboxError, run
 from rlflow.schema import Count
 
 # The groups are the backquotes, the language and the rest of the line, which is empty where a block ends.
@@ -21,6 +21,8 @@ _FENCE = re.compile(r"^ {0,3}(`{3,})[ \t]*(\w*)([^\n`]*)$", re.MULTILINE)
 _LANGUAGES = frozenset({"python", "python3", "py"})
 _NO_RESULT = object()
 _MAX_CHARACTERS = 2**20
+# Seconds that a sandbox may take to start on busy cores.
+_START_S = 1.0
 # Appended to test a function: its arguments come as JSON on standard input, its result is the last line of output.
 _CALL = """
 import json as _json, sys as _sys
@@ -104,7 +106,12 @@ def _passes(program: str, test: Mapping[str, Any], deadline: float, limits: Mapp
     remaining = deadline - time.monotonic()
     if remaining <= 0:
         return False
-    ended = run(program, stdin.encode(), Limits(timeout_s=remaining, **limits))
+    try:
+        ended = run(program, stdin.encode(), Limits(timeout_s=remaining, **limits))
+    except LateSandboxError:
+        if remaining > _START_S:
+            raise
+        return False  # the tests before have left too little time
     if ended.reason != "exited" or ended.code != 0:
         return False
     output = ended.output.decode(errors="replace")

@@ -30,6 +30,10 @@ class SandboxError(Exception):
     """The sandbox is not available here, or it broke. It says nothing about the program."""
 
 
+class LateSandboxError(SandboxError):
+    """The sandbox has not started within the time of the program."""
+
+
 @dataclass(frozen=True)
 class Exit:
     """The way a program ended, with its output."""
@@ -106,7 +110,7 @@ def _read_report(child: int, ready_end: int, go_end: int, report_end: int, deadl
     if is_closed:
         raise SandboxError("the guard of the program ended without a report")
     if not report:
-        raise SandboxError("the guard of the program did not start in time")
+        raise LateSandboxError("the guard of the program did not start in time")
     return {"ended": "timeout", "code": None}
 
 

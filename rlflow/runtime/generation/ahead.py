@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.data.source import DataSource
+from rlflow.errors import NotFiniteError
 from rlflow.recipe import Recipe
 from rlflow.runtime.generation.admission import Admission
 from rlflow.runtime.generation.ahead_nodes import AheadNodes, StepOutputs
@@ -120,16 +121,28 @@ class AheadGeneration(ABC):
         """Save the rollouts of later steps, partial ones included."""
         for step, found in self._steps.items():
             self._nodes.save(folder, step, found)
-        state = {step: self._admission.is_complete(step) for step in self._steps}
+        state = {
+            step: {
+                "is_complete": self._admission.is_complete(step),
+                "error": found.error and {"node": found.error.node, "fact": found.error.args[0]},
+            }
+            for step, found in self._steps.items()
+        }
         (folder / _STATE).write_text(json.dumps(state))
 
     def restore(self, folder: Path) -> None:
         """Restore what ``save`` saved, before the first ``sync``."""
-        state = {int(step): is_complete for step, is_complete in json.loads((folder / _STATE).read_text()).items()}
-        self._steps = {step: self._nodes.restored(folder, step) for step in state}
-        for step in (step for step, is_complete in state.items() if is_complete):
-            self._judged[step] = self._judging.submit(self._nodes.judge, self._steps[step])
-            self._admission.completed(step)
+        state = {int(step): each for step, each in json.loads((folder / _STATE).read_text()).items()}
+        for step, each in state.items():
+            found = self._steps[step] = self._nodes.restored(folder, step)
+            if each["error"]:
+                # Judged by itself it might be trained, although a step that was judged with it made both be skipped.
+                found.error = NotFiniteError(each["error"]["fact"])
+                found.error.node = each["error"]["node"]
+            elif each["is_complete"]:
+                self._judged[step] = self._judging.submit(self._nodes.judge, found)
+            if each["is_complete"]:
+                self._admission.completed(step)
 
     def close(self) -> None:
         """Judge no more samples."""

@@ -24,6 +24,8 @@ from rlflow.runtime.objects.store import Block, RowSpans, StoredColumn, blocks_o
 _MIN_SAVED_BYTES = 1 << 20
 # Seconds for which a slice stays available to others who ask for the same.
 _SHARED_S = 5.0
+# The longest wait for values to be cut out, and to travel. Then the whole block is fetched, without that process.
+_CUT_S = 120.0
 
 Intervals = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Starts and ends [intervals] of the values of a block that are read, in order and disjoint."""
@@ -162,8 +164,11 @@ class HostSlice:
         if self._pending is None:
             return None
         try:
-            values: Sequence[Array] = ray.get(ray.get(self._pending)[0])
-        except ray.exceptions.RayError:
+            values: Sequence[Array] = ray.get(ray.get(self._pending, timeout=_CUT_S)[0], timeout=_CUT_S)
+        except ray.exceptions.RayError as error:
+            if isinstance(error, ray.exceptions.GetTimeoutError):
+                # It may be stopped. Others get a new one, under the same name.
+                ray.kill(_slicer_on(self._host))
             _slicer_on.cache_clear()
             return None
         return values

@@ -31,6 +31,7 @@ from rlflow.runtime.ray.role_workers import RoleWorkers
 from rlflow.runtime.ray.waits import Waits
 from rlflow.runtime.ray.watchdog import Watchdog
 from rlflow.runtime.weights.sync import busy_ranks
+from rlflow.text_files import append_lines
 
 
 @contextmanager
@@ -137,8 +138,7 @@ class RayEngines(Engines):
             lines = [{name: value for name, value in line.items() if value is not None} for line in activity]
             lines += [{"role": role, **failure} for failure in failures]
             if lines:
-                with (self._directory / "engines.jsonl").open("a") as file:
-                    file.writelines(json.dumps({"step": step, **line}) + "\n" for line in lines)
+                append_lines(self._directory / "engines.jsonl", [json.dumps({"step": step, **line}) for line in lines])
             if engine.engine_group is None:
                 continue
             role_metrics = {**summarize_activity(activity), "engines/replaced": len(failures)}

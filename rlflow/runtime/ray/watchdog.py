@@ -6,6 +6,7 @@ a slow process answers while it works, and only one that is stopped or hangs com
 long a process may be silent, and how long a call may take of a process that answers.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlflow.errors import EngineError
+from rlflow.errors import EngineError, first_line
 from rlflow.runtime.objects.object_process import Pulse
 from rlflow.runtime.ray.cluster.services import Outage
 from rlflow.runtime.ray.waits import Wait
@@ -22,6 +23,8 @@ from rlflow.runtime.ray.waits import Wait
 # Seconds between two looks at all calls, and between two questions to one process.
 LOOK_S = 1.0
 ASK_S = 5.0
+# A process that gets its next call within so many seconds is still at the same work: engines get one every second.
+_SAME_WORK_S = 10.0
 # An engine that has unfinished samples and makes no step for so long hangs. vLLM allows 300 s for a step of its own
 # ranks, and all that takes long (loading, compiling, recording CUDA graphs) happens before the first step.
 NO_STEP_S = 600.0
@@ -59,13 +62,19 @@ class Services(Protocol):
 
 @dataclass
 class _Watched:
-    """A process with calls that are not done."""
+    """A process with calls that are not done, or were done a moment ago."""
 
     heard_at: float
-    """The time of its last answer, by time.monotonic(); before the first, that of the call."""
+    """The time of its last answer, by time.monotonic(); before the first, that of its oldest call."""
     stepped_at: float
     """The time when its number of steps was last seen to change."""
     asked_at: float
+    called_at: float
+    """The time when its last call was done."""
+    counted_at: float = -math.inf
+    """The same for its last call that counts steps."""
+    still_s: float = 0.0
+    """How long its number of steps had been the same when it last answered."""
     steps: int | None = None
     question: "Future[Pulse] | None" = None
     """The question that it has not answered."""
@@ -81,22 +90,45 @@ class _Watched:
             self.heard_at = now
             if pulse.steps != self.steps:
                 self.stepped_at, self.steps = now, pulse.steps
+            self.still_s = now - self.stepped_at
         self.question = None
+
+    @property
+    def counts_steps(self) -> bool:
+        """Return whether it has a call for samples."""
+        return any(wait.counts_steps for _, wait in self.calls.values())
+
+    def begin(self, call: "Future[Any]", wait: Wait, now: float) -> None:
+        """Note a call that begins."""
+        if not self.calls:
+            self.heard_at = now
+        if wait.counts_steps and not self.counts_steps and now - self.counted_at > _SAME_WORK_S:
+            self.stepped_at, self.still_s = now, 0.0
+        self.calls[call] = now, wait
+
+    def end(self, call: "Future[Any]", now: float) -> None:
+        """Note a call that is done."""
+        _, wait = self.calls.pop(call)
+        self.called_at = now
+        if wait.counts_steps:
+            self.counted_at = now
 
     def fault(self, now: float) -> str | None:
         """Return why the process must be ended; None for one that may work on."""
+        if not self.calls:
+            return None
         longest = min(self.calls.values(), key=lambda call: call[0])[1]
         silence = now - self.heard_at
         if silence >= max(wait.silence_s for _, wait in self.calls.values()):
             return f"has not answered for {silence:.0f} s. {longest}"
-        if any(wait.counts_steps for _, wait in self.calls.values()) and now - self.stepped_at >= NO_STEP_S:
+        if self.counts_steps and self.still_s >= NO_STEP_S:
             return f"has made no step for {NO_STEP_S:g} s. {longest}"
         late = [wait for began, wait in self.calls.values() if now - began >= wait.limit_s]
         return f"answers, but has not finished a call within {late[0].limit_s:g} s. {late[0]}" if late else None
 
     def is_due(self, now: float) -> bool:
         """Return whether to ask the process now, and note that it is asked."""
-        if self.question is not None or now - self.asked_at < ASK_S:
+        if not self.calls or self.question is not None or now - self.asked_at < ASK_S:
             return False
         self.asked_at = now
         return True
@@ -149,20 +181,14 @@ class Watchdog:
         """End the process if it stops answering, or takes too long, before ``call`` is done."""
         now = self._clock()
         with self._lock:
-            watched = self._watched.setdefault(process, _Watched(now, now, now))
-            if wait.counts_steps and not any(each.counts_steps for _, each in watched.calls.values()):
-                watched.stepped_at = now
-            watched.calls[call] = now, wait
+            self._watched.setdefault(process, _Watched(now, now, now, now)).begin(call, wait, now)
         call.add_done_callback(lambda done: self._forget(process, done))
         if self._failure is not None:
             process.end(self._failure)
 
     def _forget(self, process: WatchedProcess, call: "Future[Any]") -> None:
         with self._lock:
-            watched = self._watched[process]
-            del watched.calls[call]
-            if not watched.calls:
-                del self._watched[process]
+            self._watched[process].end(call, self._clock())
 
     def look_at_calls(self) -> None:
         """Note answers, ask again, and end processes that have been silent or busy for too long."""
@@ -172,8 +198,10 @@ class Watchdog:
             if delay > _OWN_DELAY_S:
                 for watched in self._watched.values():
                     watched.excuse(delay)
-            for watched in self._watched.values():
+            for process, watched in list(self._watched.items()):
                 watched.hear(now)
+                if not watched.calls and now - watched.called_at > _SAME_WORK_S:
+                    del self._watched[process]
             faults = [(each, watched.fault(now)) for each, watched in self._watched.items()]
             to_ask = [each for each, watched in self._watched.items() if watched.is_due(now)]
         for process in to_ask:
@@ -188,19 +216,31 @@ class Watchdog:
         if self._failure is not None:
             return
         outage = self._services.outage()
-        with self._lock:
-            processes = list(self._watched)
         if outage.control is not None:
-            self._failure = EngineError(f"{outage.control}.")
-        for process in processes:
-            if self._failure is not None:
-                process.end(self._failure)
-            elif process.host in outage.hosts:
+            self._give_up(EngineError(f"{outage.control}."))
+            return
+        for process in self._busy():
+            if process.host in outage.hosts:
                 process.end(EngineError(f"{process.name} is lost: {outage.hosts[process.host]}."))
 
     def _repeat(self, look: Callable[[], None]) -> None:
         while not self._ended.wait(LOOK_S):
-            look()
+            try:
+                look()
+            except Exception as error:  # whatever it is, nobody else would notice a process that hangs
+                self._give_up(EngineError(f"The watch over the run's processes has failed: {first_line(error)}."))
+                return
+
+    def _give_up(self, failure: EngineError) -> None:
+        """End all processes that the run waits for, now and later."""
+        self._failure = failure
+        for process in self._busy():
+            process.end(failure)
+
+    def _busy(self) -> list[WatchedProcess]:
+        """Return the processes with calls that are not done."""
+        with self._lock:
+            return [process for process, watched in self._watched.items() if watched.calls]
 
     def _ask(self, process: WatchedProcess) -> None:
         question = process.ask()

@@ -1,6 +1,7 @@
 """The rewards that a recipe may name, called here."""
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from rlflow.errors import RecipeError
 from rlflow.rewards.base import Failure, Outcome
 from rlflow.rewards.callables import load_reward
 from rlflow.rewards.functions import code, exact, math, number
+from rlflow.rewards.sandbox.root import Limits
+from rlflow.rewards.sandbox.run import Exit, LateSandboxError
 from tests.unit.rewards import annotated
 from tests.unit.rewards.sandboxes import needs_sandbox
 
@@ -123,6 +126,30 @@ def test_long_responses_are_graded_quickly() -> None:
     assert code._same_lines("3" + " " * 2**24, "3\n\n")
     assert code._program("```python\n" * 10**5) is None
     assert time.process_time() - began < 10
+
+
+@needs_sandbox
+def test_a_sandbox_that_is_late_for_a_later_test_is_no_failure_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first test leaves 0.05 s for the second one, and its sandbox has not started within that."""
+    started: list[float] = []
+
+    def run(program: str, stdin: bytes, limits: Limits) -> Exit:
+        if started:
+            raise LateSandboxError("the guard of the program did not start in time")
+        started.append(limits.timeout_s)
+        now[0] += 9.95
+        return Exit("exited", 0, b"")
+
+    now = [1000.0]
+    monkeypatch.setattr(code, "run", run)
+    monkeypatch.setattr(code, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    test = {"input": "", "output": ""}
+    texts, rows = ["```python\npass\n```"], [{"tests": [test, test]}]
+    assert code.reward(texts, rows, timeout_s=10.0) == [0.0]
+    now[0] += 1000.0
+    (failure,) = code.reward(texts, rows, timeout_s=10.0)
+    assert isinstance(failure, Failure)
+    assert "did not start in time" in failure.reason
 
 
 @needs_sandbox

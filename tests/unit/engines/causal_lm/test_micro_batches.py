@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlflow.batch import Sequences
@@ -60,7 +60,6 @@ def test_prompts_are_divided_where_that_saves_enough_passes() -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(groups=GROUPS, limit=st.integers(1, 120), more=st.integers(0, 9))
 def test_every_row_once_within_the_limit(groups: list[tuple[int, list[int]]], limit: int, more: int) -> None:
     batch = of(groups)
@@ -92,7 +91,6 @@ def test_rows_that_are_compared_stay_in_one_pass(limit: int, pieces: list[list[i
     assert lists(build_micro_batches(given.take(np.array([0])), limit)) == [[0]]
 
 
-@settings(deadline=None)
 @given(lengths=st.lists(st.integers(2, 60), min_size=1, max_size=30))
 def test_no_more_passes_than_first_fit_is_bound_to(lengths: list[int]) -> None:
     """Dosa 2007: 11/9 of the fewest and 6/9, which are at least as many as the tokens fill."""

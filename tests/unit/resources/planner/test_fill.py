@@ -142,7 +142,7 @@ def some_pool(draw: st.DrawFn, name: str, *, opened: bool) -> PoolRequest:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("programme", [False, True], ids=["one by one", "integer programme"])
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(problem=problems())
 def test_as_good_as_every_way_tried(programme: bool, problem: tuple[list[PoolRequest], Cluster]) -> None:
     with without_shortcut(programme):
@@ -150,7 +150,7 @@ def test_as_good_as_every_way_tried(programme: bool, problem: tuple[list[PoolReq
 
 
 @pytest.mark.parametrize("programme", [False, True], ids=["one by one", "integer programme"])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problem=problems())
 def test_the_order_of_pools_means_nothing(programme: bool, problem: tuple[list[PoolRequest], Cluster]) -> None:
     pools, cluster = problem

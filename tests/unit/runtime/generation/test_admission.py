@@ -73,7 +73,7 @@ OVERLAPS = st.builds(
 
 
 @given(overlap=OVERLAPS, moves=MOVES)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_no_schedule_makes_a_token_too_old_and_every_run_ends(overlap: Overlap, moves: list[tuple[str, int]]) -> None:
     play = Play(Admission(overlap, STEPS))
     for move, choice in moves:

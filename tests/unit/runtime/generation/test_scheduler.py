@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -79,7 +79,6 @@ def scheduler(prompts: int, ranks: int, max_tokens: int, room: Capacity, before:
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40).map(lambda drawn: np.repeat(drawn, GROUP)),
     ranks=st.integers(1, 5),

@@ -61,7 +61,7 @@ CASES = {
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(**CASES)
 def test_every_number_once_and_sums_are_even(shape: str, n: int, count: int, seed: int) -> None:
     check(shape, n, count, seed)
@@ -69,7 +69,7 @@ def test_every_number_once_and_sums_are_even(shape: str, n: int, count: int, see
 
 # The same cases each time: among so many a new one may be found that no division of its numbers meets.
 @pytest.mark.soak
-@settings(deadline=None, max_examples=10_000, derandomize=True)
+@settings(max_examples=10_000, derandomize=True)
 @given(**CASES)
 def test_ten_thousand_cases(shape: str, n: int, count: int, seed: int) -> None:
     check(shape, n, count, seed)

@@ -35,13 +35,16 @@ class Elsewhere:
         self.objects: dict[Any, Any] = {}
         self.fetched: list[Any] = []
         self.cut: list[Any] = []
-        self.fails = False
+        self.error: Exception | None = None
+        self.killed: list[Any] = []
         cutter = SimpleNamespace(cut=SimpleNamespace(remote=lambda *arguments: arguments))
         self._cutter = Slicer()
         monkeypatch.setattr(slices, "_slicer_on", cache(lambda host: cutter))
         monkeypatch.setattr(slices, "_MIN_SAVED_BYTES", 1)
         monkeypatch.setattr(
-            slices, "import_ray", lambda: SimpleNamespace(get=self._get, put=self._put, exceptions=ray.exceptions)
+            slices,
+            "import_ray",
+            lambda: SimpleNamespace(get=self._get, put=self._put, kill=self.killed.append, exceptions=ray.exceptions),
         )
         monkeypatch.setattr(store, "_BLOCKS", type(store._BLOCKS)())
         monkeypatch.setattr(store, "fetch", self._fetch)
@@ -60,13 +63,13 @@ class Elsewhere:
         self.objects[f"cut {len(self.cut)}"] = values
         return f"cut {len(self.cut)}"
 
-    def _get(self, asked: Any) -> Any:
+    def _get(self, asked: Any, timeout: float | None = None) -> Any:
         if isinstance(asked, list):
             return [self.objects[each] for each in asked]
         if isinstance(asked, str):
             return self.objects[asked]
-        if self.fails:
-            raise ray.exceptions.RayActorError
+        if self.error:
+            raise self.error
         return self._cutter.cut(*asked)
 
 
@@ -136,11 +139,14 @@ def test_columns_that_are_not_read_are_not_fetched(elsewhere: Elsewhere) -> None
     assert not elsewhere.fetched
 
 
-def test_without_a_slicer_the_complete_block_is_fetched(elsewhere: Elsewhere) -> None:
-    elsewhere.fails = True
+@pytest.mark.parametrize("error", [ray.exceptions.RayActorError(), ray.exceptions.GetTimeoutError()])
+def test_without_a_slicer_the_complete_block_is_fetched(elsewhere: Elsewhere, error: Exception) -> None:
+    elsewhere.error = error
     read = localize(Logprobs(values=column(elsewhere, [5, 0])), "here")
     assert values_of(read) == [100, 101, 102, 0, 1, 2]
     assert elsewhere.fetched == ["here 0", "b 100"]
+    # One that is stopped would keep its name.
+    assert len(elsewhere.killed) == isinstance(error, ray.exceptions.GetTimeoutError)
 
 
 @pytest.mark.parametrize("error", [ray.exceptions.RaySystemError("no Ray"), ValueError("the name is taken")])

@@ -8,6 +8,7 @@ import pytest
 
 from rlflow.errors import EngineError
 from rlflow.runtime.objects.object_process import Pulse
+from rlflow.runtime.ray import watchdog
 from rlflow.runtime.ray.cluster.services import Outage
 from rlflow.runtime.ray.waits import Wait
 from rlflow.runtime.ray.watchdog import Watchdog
@@ -132,6 +133,35 @@ def test_an_engine_must_make_steps(steps: bool, site: Site) -> None:
         assert "has made no step for 600 s" in str(process.error)
 
 
+def test_an_engine_that_gets_a_call_every_second_must_make_steps_too(site: Site) -> None:
+    """The calls of a generation return after a second, whether the engine has made a step or not."""
+    hung, working = Process(), Process(steps=True)
+    start = site.now
+    while not hung.error and site.now < start + 700:
+        calls = [site.call(process, counts_steps=True) for process in (hung, working)]
+        site.pass_time(1)
+        for call in calls:
+            if not call.done():
+                call.set_result(None)
+    assert 600 <= site.now - start <= 612
+    assert "has made no step for 600 s" in str(hung.error)
+    assert working.error is None
+
+
+def test_time_without_samples_does_not_count_for_steps(site: Site) -> None:
+    """An engine is built for half an hour, and makes no steps while others train."""
+    process = Process()
+    building = site.call(process, silence_s=1e9, limit_s=1e9)
+    site.pass_time(1800)
+    building.set_result(None)
+    for _ in range(3):
+        call = site.call(process, counts_steps=True)
+        site.pass_time(550)
+        assert process.error is None
+        call.set_result(None)
+        site.pass_time(60)
+
+
 def test_new_calls_do_not_put_it_off(site: Site) -> None:
     process = Process(is_alive=False)
     site.call(process)
@@ -139,6 +169,19 @@ def test_new_calls_do_not_put_it_off(site: Site) -> None:
         site.pass_time(1)
         site.call(process).set_result(None)
     assert site.seconds_until_ended(process) == 1
+
+
+def test_a_watch_that_fails_ends_the_calls(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the run would wait for a process that hangs, and nobody would notice."""
+
+    def fail() -> Outage:
+        raise RuntimeError("the address of the service has changed")
+
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
+    monkeypatch.setattr(site, "outage", fail)
+    call = site.call(Process())
+    with site.watchdog.running(), pytest.raises(EngineError, match="the address of the service has changed"):
+        call.result(timeout=30)
 
 
 def test_nobody_is_asked_without_calls(site: Site) -> None:
