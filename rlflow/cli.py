@@ -291,7 +291,7 @@ def stop_on_signals(announce: Callable[[], object]) -> Iterator[StopRequest]:
     try:
         yield stop
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(stop.exit_code) from None
+        raise KeyboardInterrupt(stop.exit_code or STOPPED[0]) from None
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "yaml_files": {"errors"},
     "recipe_files": {"errors", "yaml_files"},
     "host_memory": set(),
-    "text_files": set(),
+    "text_files": {"errors"},
     "notebook": set(),
     "packed": set(),
     "rows": {"packed"},

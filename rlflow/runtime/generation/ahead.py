@@ -136,7 +136,7 @@ class AheadGeneration(ABC):
         for step, each in state.items():
             found = self._steps[step] = self._nodes.restored(folder, step)
             if each["error"]:
-                # Judged by itself it might be trained, although a step that was judged with it made both be skipped.
+                # Judged by itself it might be trained: the bad value may be in a step that was judged with it.
                 found.error = NotFiniteError(each["error"]["fact"])
                 found.error.node = each["error"]["node"]
             elif each["is_complete"]:
