@@ -49,6 +49,8 @@ fi
 
 # Ray on every host, until this script ends. --block keeps Ray within its step of the job, which Slurm cleans up.
 start_ray() {
+    # Its metrics, which nothing reads here, can crash a process that starts.
+    export RAY_enable_metrics_collection=0
     if [ "$SLURM_NODEID" -eq 0 ]; then
         exec ray start --head --port="$PORT" --disable-usage-stats --block
     fi

@@ -16,6 +16,8 @@ def import_ray() -> Any:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Ray would start a worker for every CPU ahead of time, and engines have workers of their own.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    # Nobody reads its own metrics, and with Ray 2.60 their collection can crash a process that starts.
+    os.environ.setdefault("RAY_enable_metrics_collection", "0")
     import ray
 
     logger = logging.getLogger("ray")
