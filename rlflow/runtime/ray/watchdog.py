@@ -6,7 +6,6 @@ a slow process answers while it works, and only one that is stopped or hangs com
 long a process may be silent, and how long a call may take of a process that answers.
 """
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +22,8 @@ from rlflow.runtime.ray.waits import Wait
 # Seconds between two looks at all calls, and between two questions to one process.
 LOOK_S = 1.0
 ASK_S = 5.0
-# A process that gets its next call within so many seconds is still at the same work: engines get one every second.
-_SAME_WORK_S = 10.0
+# A process is remembered for so many seconds after its last call: an engine with samples gets one every second.
+_REMEMBERED_S = 10.0
 # An engine that has unfinished samples and makes no step for so long hangs. vLLM allows 300 s for a step of its own
 # ranks, and all that takes long (loading, compiling, recording CUDA graphs) happens before the first step.
 NO_STEP_S = 600.0
@@ -67,14 +66,14 @@ class _Watched:
     heard_at: float
     """The time of its last answer, by time.monotonic(); before the first, that of its oldest call."""
     stepped_at: float
-    """The time when its number of steps was last seen to change."""
+    """The time when its number of steps was last seen to change, later by the time without calls that count steps."""
     asked_at: float
     called_at: float
     """The time when its last call was done."""
-    counted_at: float = -math.inf
-    """The same for its last call that counts steps."""
+    counted_at: float
+    """The same for its last call that counts steps; before the first, the time when it was first watched."""
     still_s: float = 0.0
-    """How long its number of steps had been the same when it last answered."""
+    """How long its number of steps had been the same when it last answered in such a call."""
     steps: int | None = None
     question: "Future[Pulse] | None" = None
     """The question that it has not answered."""
@@ -89,8 +88,9 @@ class _Watched:
             pulse = self.question.result()
             self.heard_at = now
             if pulse.steps != self.steps:
-                self.stepped_at, self.steps = now, pulse.steps
-            self.still_s = now - self.stepped_at
+                self.stepped_at, self.steps, self.still_s = now, pulse.steps, 0.0
+            elif self.counts_steps:
+                self.still_s = now - self.stepped_at
         self.question = None
 
     @property
@@ -102,8 +102,8 @@ class _Watched:
         """Note a call that begins."""
         if not self.calls:
             self.heard_at = now
-        if wait.counts_steps and not self.counts_steps and now - self.counted_at > _SAME_WORK_S:
-            self.stepped_at, self.still_s = now, 0.0
+        if wait.counts_steps and not self.counts_steps:
+            self.stepped_at += now - max(self.counted_at, self.stepped_at)
         self.calls[call] = now, wait
 
     def end(self, call: "Future[Any]", now: float) -> None:
@@ -181,7 +181,7 @@ class Watchdog:
         """End the process if it stops answering, or takes too long, before ``call`` is done."""
         now = self._clock()
         with self._lock:
-            self._watched.setdefault(process, _Watched(now, now, now, now)).begin(call, wait, now)
+            self._watched.setdefault(process, _Watched(now, now, now, now, now)).begin(call, wait, now)
         call.add_done_callback(lambda done: self._forget(process, done))
         if self._failure is not None:
             process.end(self._failure)
@@ -200,7 +200,7 @@ class Watchdog:
                     watched.excuse(delay)
             for process, watched in list(self._watched.items()):
                 watched.hear(now)
-                if not watched.calls and now - watched.called_at > _SAME_WORK_S:
+                if not watched.calls and now - watched.called_at > _REMEMBERED_S:
                     del self._watched[process]
             faults = [(each, watched.fault(now)) for each, watched in self._watched.items()]
             to_ask = [each for each, watched in self._watched.items() if watched.is_due(now)]

@@ -148,18 +148,20 @@ def test_an_engine_that_gets_a_call_every_second_must_make_steps_too(site: Site)
     assert working.error is None
 
 
-def test_time_without_samples_does_not_count_for_steps(site: Site) -> None:
-    """An engine is built for half an hour, and makes no steps while others train."""
+@pytest.mark.parametrize("pause", [9, 60])
+def test_time_without_samples_does_not_count_for_steps(pause: int, site: Site) -> None:
+    """An engine is built for half an hour, gets weights for another, and rests between short calls."""
     process = Process()
-    building = site.call(process, silence_s=1e9, limit_s=1e9)
-    site.pass_time(1800)
-    building.set_result(None)
-    for _ in range(3):
-        call = site.call(process, counts_steps=True)
-        site.pass_time(550)
-        assert process.error is None
-        call.set_result(None)
-        site.pass_time(60)
+    for _ in range(2):
+        other = site.call(process, silence_s=1e9, limit_s=1e9)
+        site.pass_time(1800)
+        other.set_result(None)
+        for _ in range(50):
+            site.pass_time(pause)
+            call = site.call(process, counts_steps=True)
+            site.pass_time(5)
+            call.set_result(None)
+            assert process.error is None
 
 
 def test_new_calls_do_not_put_it_off(site: Site) -> None:
