@@ -58,6 +58,8 @@ class SessionEngine(ABC):
     _session: "_Session | None" = None
     _conversing: "tuple[tuple[Turns, SessionEngine], ...]" = ()
     """The engines of conversations over this one."""
+    _num_finished: int = 0
+    """The number of sessions that have ended with all of their samples; recorded ones need no decode step."""
 
     @property
     @abstractmethod
@@ -72,7 +74,7 @@ class SessionEngine(ABC):
     @property
     def progress(self) -> int:
         """Return a number that changes as long as the engine's samples make progress."""
-        return self.decode_steps + sum(engine.progress for _, engine in self._conversing)
+        return self.decode_steps + self._num_finished + sum(engine.progress for _, engine in self._conversing)
 
     @abstractmethod
     def submit(
@@ -132,13 +134,18 @@ class SessionEngine(ABC):
         """End the session, and return all rollouts that were not taken, ascending; None if there are none."""
         assert self._session is not None
         session, self._session = self._session, None
-        return session.take_all()
+        return self._finish(session)
 
     def generate_rows(self, prompts: Prompts, sampling: Sampling, rows: bytes) -> Rollouts | None:
         """Generate these rows, ascending: a whole session in one call. Raises EngineError."""
         session = _Session(self._engine_of(sampling), self.journal, prompts, sampling)
         session.advance(_unpack(rows), 0)
-        return session.take_all()
+        return self._finish(session)
+
+    def _finish(self, session: "_Session") -> Rollouts | None:
+        rollouts = session.take_all()
+        self._num_finished += 1
+        return rollouts
 
     def _engine_of(self, sampling: Sampling) -> "SessionEngine":
         """Return the engine that generates such responses: this one, or one of conversations over it."""

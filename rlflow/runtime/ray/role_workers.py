@@ -153,7 +153,7 @@ class RoleWorkers:
     def _remote(self, rank: int, method: str, arguments: Sequence[Any]) -> RemoteCall:
         """Return a function that calls any method of the worker, for the result of a method of its engine."""
         # Some of it is called later, by other threads.
-        wait = self._waits.of(method, current_node(), arguments, counts_steps=self.concurrent)
+        wait = self._waits.of(method, current_node(), arguments, concurrent=self.concurrent)
         return partial(self._processes[rank].call, wait)
 
     def _new_process(self, rank: int) -> RemoteProcess:

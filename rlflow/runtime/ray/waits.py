@@ -20,6 +20,8 @@ SILENCE_S = (20.0, 300.0)
 # A process that answers is slow rather than stopped, and a prediction may be ten times too low.
 _LIMIT_FACTOR = 20.0
 _LIMIT_S = 3600.0
+# Calls of an engine that wait for samples. It hangs if it makes no step in them.
+_GENERATING = frozenset({"advance", "generate", "generate_rows", "preempt", "finish_session"})
 # Calls that load libraries, data or models, and calls that move files.
 # No figure of the plan bounds what a disk may take.
 _LOADING = frozenset({"prepare", "build", "load_object", "check_host"})
@@ -42,7 +44,7 @@ class Wait:
     limit_s: float = _LOADING_LIMIT_S
     """How long the call may take of a process that answers."""
     counts_steps: bool = False
-    """The call is for samples of an engine that counts its steps."""
+    """The call waits for samples of an engine that counts its steps."""
     since: float = field(default_factory=time.time)
 
     def __str__(self) -> str:
@@ -70,8 +72,11 @@ class Waits:
         num_parameters = max(math.inf if each is None else each.num_parameters for each in architectures)
         return cls(seconds, prediction.step_seconds + prediction.evaluation_seconds, num_parameters)
 
-    def of(self, method: str, node: str = "", arguments: Sequence[Any] = (), *, counts_steps: bool = False) -> Wait:
-        """Return the wait for a method of a worker, called for ``node`` with ``arguments``."""
+    def of(self, method: str, node: str = "", arguments: Sequence[Any] = (), *, concurrent: bool = False) -> Wait:
+        """Return the wait for a method of a worker, called for ``node`` with ``arguments``.
+
+        A ``concurrent`` engine counts its steps.
+        """
         samples = _samples(arguments)
         if method in _LOADING:
             return Wait(method=method, node=node, samples=samples)
@@ -84,7 +89,7 @@ class Waits:
             samples=samples,
             silence_s=_silence(predicted),
             limit_s=max(_LIMIT_FACTOR * predicted, _LIMIT_S),
-            counts_steps=counts_steps,
+            counts_steps=concurrent and method in _GENERATING,
         )
 
 

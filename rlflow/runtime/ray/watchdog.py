@@ -133,11 +133,12 @@ class _Watched:
         self.asked_at = now
         return True
 
-    def excuse(self, seconds: float) -> None:
+    def excuse(self, seconds: float, now: float) -> None:
         """Leave out a delay that this process itself has caused."""
-        self.heard_at += seconds
-        self.stepped_at += seconds
-        self.calls = {call: (began + seconds, wait) for call, (began, wait) in self.calls.items()}
+        # What began after the delay has not been delayed.
+        self.heard_at = min(self.heard_at + seconds, now)
+        self.stepped_at = min(self.stepped_at + seconds, now)
+        self.calls = {call: (min(began + seconds, now), wait) for call, (began, wait) in self.calls.items()}
 
 
 class Watchdog:
@@ -197,7 +198,7 @@ class Watchdog:
         with self._lock:
             if delay > _OWN_DELAY_S:
                 for watched in self._watched.values():
-                    watched.excuse(delay)
+                    watched.excuse(delay, now)
             for process, watched in list(self._watched.items()):
                 watched.hear(now)
                 if not watched.calls and now - watched.called_at > _REMEMBERED_S:

@@ -95,6 +95,19 @@ def test_rows_that_are_done_by_the_time_of_a_report_are_in_it() -> None:
     assert np.frombuffer(progress.lengths, np.int32).tolist() == [1, 4, 6]
 
 
+def test_a_session_whose_samples_are_done_is_progress_without_decode_steps() -> None:
+    """A resumed run may read the samples of many steps from its journal."""
+    engine = Manual()
+    before = engine.progress
+    engine.begin_session(GIVEN, SAMPLING)
+    assert engine._session is not None
+    engine._session._submit(np.arange(8), None)
+    assert engine.progress == before
+    engine.finish(*range(8))
+    engine.finish_session()
+    assert engine.progress > before
+
+
 ENDS = {0.01 * (row + 1): row for row in range(8)}
 
 

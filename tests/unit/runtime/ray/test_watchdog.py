@@ -148,7 +148,7 @@ def test_an_engine_that_gets_a_call_every_second_must_make_steps_too(site: Site)
     assert working.error is None
 
 
-@pytest.mark.parametrize("pause", [9, 60])
+@pytest.mark.parametrize("pause", [5, 9, 60])
 def test_time_without_samples_does_not_count_for_steps(pause: int, site: Site) -> None:
     """An engine is built for half an hour, gets weights for another, and rests between short calls."""
     process = Process()
@@ -162,6 +162,19 @@ def test_time_without_samples_does_not_count_for_steps(pause: int, site: Site) -
             site.pass_time(5)
             call.set_result(None)
             assert process.error is None
+
+
+@pytest.mark.parametrize("calls_first", [True, False])
+def test_a_stop_of_this_process_counts_for_nobody_and_only_once(calls_first: bool, site: Site) -> None:
+    """A call that begins after the stop, before the watchdog has looked, has not been delayed."""
+    process = Process(is_alive=False)
+    site.pass_time(1)
+    if calls_first:
+        site.call(process)
+    site.now += 3600
+    if not calls_first:
+        site.call(process)
+    assert 19 <= site.seconds_until_ended(process) <= 21
 
 
 def test_new_calls_do_not_put_it_off(site: Site) -> None:
