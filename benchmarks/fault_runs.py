@@ -231,7 +231,7 @@ class Trial:
                     observers,
                     resume=bool(checkpoints(self.folder)),
                 )
-        except (UserError, EngineError, OSError) as error:
+        except (UserError, EngineError) as error:
             (self.notes / "error").write_text(f"{type(error).__name__}: {error}")
             return TYPED
         except BaseException:

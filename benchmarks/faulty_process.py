@@ -80,7 +80,7 @@ def _child(work: Callable[[], object], folder: Path, fault: Fault, writer: int, 
         work()
         if log is not None:
             log.write_text(json.dumps(operations))
-    except (UserError, EngineError, OSError):
+    except (UserError, EngineError):
         return TYPED
     except BaseException:
         traceback.print_exc()

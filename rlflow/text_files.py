@@ -8,7 +8,10 @@ from rlflow.errors import storage_error
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file that has its old text or the new one, even if this process is killed meanwhile."""
+    """Write a file that has its old text or the new one, even if this process is killed meanwhile.
+
+    Raises StorageError.
+    """
     temporary = path.with_name(f"{path.name}.writing")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -16,9 +19,9 @@ def replace_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
+        raise storage_error(error, path) from error
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:

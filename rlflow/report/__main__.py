@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlflow.errors import UserError, storage_error
+from rlflow.errors import StorageError, UserError
 from rlflow.report.page import build_page
 from rlflow.report.run_figures import RunFiles
 from rlflow.report.run_page import PAGE, TEMPLATE, page_figures
@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = options.output or options.runs[0] / PAGE
     try:
         replace_text(output, build_page(TEMPLATE, figures))
-    except OSError as error:
-        print(f"StorageError: {storage_error(error, output)}", file=sys.stderr)
+    except StorageError as error:
+        print(f"StorageError: {error}", file=sys.stderr)
         return 1
     print(output)
     return 0

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rlflow.errors import StorageError
 from rlflow.text_files import replace_text
 
 
@@ -21,7 +22,7 @@ def test_a_full_disk_leaves_the_old_text(tmp_path: Path, monkeypatch: pytest.Mon
 
     replace_text(tmp_path / "plan.json", "old")
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StorageError, match=r"plan\.json: No space left on device\.\n  Fix: free some space"):
         replace_text(tmp_path / "plan.json", "new")
     assert (tmp_path / "plan.json").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
