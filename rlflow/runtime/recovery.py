@@ -95,6 +95,8 @@ class Session:
         self.restarts += 1
         self._warn(*self.last.damaged if self.last else ())
         self._replace(lost, error)
+        # Ranks that were alive until now may have written on into their part of a checkpoint.
+        remove_unfinished(self.directory)
 
     def _replace(self, lost: Lost, error: EngineError) -> None:
         """Start new workers: on the same hosts, on those that are left, or once lost hosts are back."""

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.data.source import DataSource
-from rlflow.errors import NotFiniteError
+from rlflow.errors import NotFiniteError, make_printable
 from rlflow.recipe import Recipe
 from rlflow.runtime.generation.admission import Admission
 from rlflow.runtime.generation.ahead_nodes import AheadNodes, StepOutputs
@@ -137,11 +137,10 @@ class AheadGeneration(ABC):
             found = self._steps[step] = self._nodes.restored(folder, step)
             if each["error"]:
                 # Judged by itself it might be trained: the bad value may be in a step that was judged with it.
-                found.error = NotFiniteError(each["error"]["fact"])
-                found.error.node = each["error"]["node"]
-            elif each["is_complete"]:
-                self._judged[step] = self._judging.submit(self._nodes.judge, found)
+                found.error = NotFiniteError(make_printable(each["error"]["fact"]))
+                found.error.node = make_printable(each["error"]["node"])
             if each["is_complete"]:
+                self._judged[step] = self._judging.submit(self._nodes.judge, found)
                 self._admission.completed(step)
 
     def close(self) -> None:

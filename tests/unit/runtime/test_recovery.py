@@ -127,6 +127,20 @@ def test_a_run_goes_back_to_its_last_checkpoint_and_ends_as_if_nothing_had_happe
     assert report.warnings == [text]
 
 
+def test_what_a_rank_writes_until_it_is_replaced_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unfinished = tmp_path / "checkpoints" / ".step-000004-abcdefgh"
+    restart = LosingEngines.restart_lost
+
+    def write_and_restart(self: LosingEngines) -> None:
+        (unfinished / "step-000004").mkdir(parents=True)
+        restart(self)
+
+    monkeypatch.setattr(LosingEngines, "restart_lost", write_and_restart)
+    monkeypatch.setattr(Dying, "at", {3}, raising=False)
+    assert run(plan_of("local"), tmp_path, LosingRuntime(ACTOR), []).restarts == 1
+    assert not unfinished.exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", [("local",), ("2x1@cpu", "roles.rollout.colocate=[]")], ids=["shared", "own"])
 def test_steps_that_are_generated_ahead_are_repeated(

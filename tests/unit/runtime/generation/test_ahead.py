@@ -256,7 +256,9 @@ def test_a_resumed_run_trains_on_what_was_generated_before(tmp_path: Path) -> No
         assert versions_of(harness) == [[max(0, step - 2)] for step in range(STEPS)]
 
 
-def test_a_step_that_is_to_be_skipped_is_skipped_by_a_resumed_run(tmp_path: Path) -> None:
+def test_a_step_that_is_to_be_skipped_is_skipped_by_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its samples may be fine: all steps that are judged in one call are skipped together."""
     harness = Harness(Overlap(max_staleness=2))
     ahead = harness.ahead()
@@ -268,9 +270,13 @@ def test_a_step_that_is_to_be_skipped_is_skipped_by_a_resumed_run(tmp_path: Path
     ahead.save(tmp_path)
     ahead.close()
     resumed = harness.ahead()
+    judged: list[Any] = []
+    monkeypatch.setattr(resumed._nodes, "judge", judged.append)
     resumed.restore(tmp_path)
+    found = resumed._steps[1]
     with pytest.raises(NotFiniteError, match=r"node advantages: 1 of 8 advantages are NaN"):
         resumed.run(harness, 1, {}, lambda name, output: None)
+    assert any(each is found for each in judged), "its batch is saved with what the judges say"
     resumed.close()
 
 
