@@ -137,7 +137,9 @@ class HostSlice:
         """All different intervals; the columns of a batch share theirs."""
         self._numbers: list[int] = []
         """The index of each block's intervals."""
+        self._slicer: Any = None
         self._pending: Any = None
+        """A reference to the reference of the values."""
 
     def add(self, block: Block, intervals: Intervals) -> int:
         """Add intervals of a block, before anything is requested. Return the index of their values."""
@@ -154,7 +156,8 @@ class HostSlice:
         with suppress(import_ray().exceptions.RayError, ValueError):
             if self._pending is None:
                 references = [block.reference for block in self._blocks]
-                self._pending = _slicer_on(self._host).cut.remote(references, self._numbers, self._intervals)
+                self._slicer = _slicer_on(self._host)
+                self._pending = self._slicer.cut.remote(references, self._numbers, self._intervals)
 
     @cached_property
     def values(self) -> Sequence[Array] | None:
@@ -164,14 +167,22 @@ class HostSlice:
         if self._pending is None:
             return None
         try:
-            values: Sequence[Array] = ray.get(ray.get(self._pending, timeout=_CUT_S)[0], timeout=_CUT_S)
-        except ray.exceptions.RayError as error:
-            if isinstance(error, ray.exceptions.GetTimeoutError):
-                # It may be stopped. Others get a new one, under the same name.
-                ray.kill(_slicer_on(self._host))
+            reference = self._reference()
+            values: Sequence[Array] = ray.get(reference, timeout=_CUT_S)
+        except ray.exceptions.RayError:
             _slicer_on.cache_clear()
             return None
         return values
+
+    def _reference(self) -> Any:
+        """Return the reference of the values, once they are cut out. Raises RayError."""
+        ray = import_ray()
+        try:
+            return ray.get(self._pending, timeout=_CUT_S)[0]
+        except ray.exceptions.GetTimeoutError:
+            # It may be stopped. Others get a new one, under the same name.
+            ray.kill(self._slicer)
+            raise
 
 
 class BlockSlice:

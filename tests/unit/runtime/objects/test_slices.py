@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlflow.batch import Logprobs, Sequences
 from rlflow.errors import EngineError
 from rlflow.runtime.objects import slices, store
-from rlflow.runtime.objects.slices import Slicer, localize
+from rlflow.runtime.objects.slices import HostSlice, Slicer, localize
 from rlflow.runtime.objects.store import RowSpans, StoredColumn, block_for
 
 LENGTHS = np.array([3, 0, 2, 4, 1])
@@ -147,6 +147,18 @@ def test_without_a_slicer_the_complete_block_is_fetched(elsewhere: Elsewhere, er
     assert elsewhere.fetched == ["here 0", "b 100"]
     # One that is stopped would keep its name.
     assert len(elsewhere.killed) == isinstance(error, ray.exceptions.GetTimeoutError)
+
+
+def test_only_the_slicer_that_was_asked_is_killed(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another reader may have started a new one meanwhile."""
+    elsewhere.error = ray.exceptions.GetTimeoutError()
+    asked = slices._slicer_on("b")
+    source = HostSlice("b")
+    source.add(elsewhere.block("b", 100), (np.array([0]), np.array([3])))
+    source.request()
+    monkeypatch.setattr(slices, "_slicer_on", cache(lambda host: SimpleNamespace()))
+    assert source.values is None
+    assert elsewhere.killed == [asked]
 
 
 @pytest.mark.parametrize("error", [ray.exceptions.RaySystemError("no Ray"), ValueError("the name is taken")])
