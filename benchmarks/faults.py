@@ -7,9 +7,10 @@ disk; no memory. A run that a fault ends is resumed, until it is finished. It mu
 samples of an undisturbed run, and leave no processes and no other files. A fault that ends it must do so with an error
 of rlflow.
 
-``--dropped N`` adds N runs of three steps of 512 rollouts. In each step an engine forgets one rollout. In most runs the
-time limits of processes are a few seconds instead of rlflow's own, which every eighth run has. On two cores, 200 faults
-take about half an hour, ``--quick`` a minute, and 500 runs that forget rollouts an hour and a half.
+``--dropped N`` adds N runs of three steps of 512 rollouts, in which one of two engines forgets one in 256 requests.
+
+In most runs the time limits of processes are a few seconds instead of rlflow's own, which every eighth run has. On two
+cores, 200 faults take about 40 minutes, ``--quick`` a minute, and 500 runs that forget rollouts almost two hours.
 """
 
 import argparse
@@ -148,7 +149,7 @@ def run_trials(folder: Path, wanted: int) -> Iterator[Outcome]:
 
 
 def run_forgetful(folder: Path, wanted: int) -> Iterator[Outcome]:
-    """Yield the outcomes of ``wanted`` runs. In each of their steps an engine forgets one of 512 rollouts."""
+    """Yield the outcomes of ``wanted`` runs, in which one of two engines forgets one in 256 requests."""
     expected = undisturbed(folder, WIDE)
     stop_shared_hosts()
     trials = [
