@@ -135,7 +135,7 @@ class _Watched:
 
     def excuse(self, seconds: float, now: float) -> None:
         """Leave out a delay that this process itself has caused."""
-        # What began after the delay has not been delayed.
+        # A call that began after the delay has not been delayed.
         self.heard_at = min(self.heard_at + seconds, now)
         self.stepped_at = min(self.stepped_at + seconds, now)
         self.calls = {call: (min(began + seconds, now), wait) for call, (began, wait) in self.calls.items()}
