@@ -15,6 +15,10 @@ def of_even_length(texts: Any, rows: Any) -> list[float]:
     return [1 // (1 - len(text) % 2) for text in texts]
 
 
+def nan_for_odd_lengths(texts: Any, rows: Any) -> list[float]:
+    return [1.0 if len(text) % 2 == 0 else float("nan") for text in texts]
+
+
 def not_a_number(texts: Any, rows: Any) -> list[float]:
     return [float("nan")] * len(texts)
 

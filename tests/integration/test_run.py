@@ -17,9 +17,10 @@ from rlflow.batch import Prompts, Rollouts
 from rlflow.compiler.lower import models_in_use
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import load_rows, open_training_data
-from rlflow.engines.base import Sampling
+from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.causal_lm.pretrained import load_tokenizer
 from rlflow.engines.group_progress import is_done
+from rlflow.engines.transformers import TransformersEngine
 from rlflow.errors import EngineError, RecipeError
 from rlflow.recipe import Optimizer
 from rlflow.report.records import MetricsWriter, SampleLog, read_lines
@@ -191,15 +192,29 @@ def test_stopped_before_the_first_step_and_resumed(tmp_path: Path) -> None:
     assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
 
 
-def test_weights_that_are_not_finite_are_neither_copied_nor_saved_nor_exported(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_neither_copied_nor_saved_nor_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sampler never gets them, and the last good checkpoint stays the last."""
-    recipe = load("recipe=real", "steps=1", config_dir=CONFIG_DIR)
+    recipe = load("recipe=real", "steps=2", config_dir=CONFIG_DIR)
+    go(rlflow.compile(recipe, "local"), tmp_path, until=1)
+    engines: list[TransformersEngine] = []
+    init = TransformersEngine.__init__
+
+    def noting(engine: TransformersEngine, spec: EngineSpec) -> None:
+        init(engine, spec)
+        engines.append(engine)
+
+    monkeypatch.setattr(TransformersEngine, "__init__", noting)
     # No recipe may have such a learning rate.
     actor = replace(recipe.roles["actor"], optimizer=Optimizer(learning_rate=1e39))
     plan = rlflow.compile(replace(recipe, roles={**recipe.roles, "actor": actor}), "local")
-    with pytest.raises(EngineError, match=r"^step 1: role actor: model\.embed_tokens\.weight and .* not finite"):
-        go(plan, tmp_path)
-    assert not (tmp_path / "checkpoints").exists()
+    with pytest.raises(EngineError, match=r"^step 2: role actor: model\.embed_tokens\.weight and .* not finite"):
+        go(plan, tmp_path, resume=True)
+    assert engines
+    for engine in engines:
+        assert all(weight.isfinite().all() for weight in engine._model.state_dict().values())
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
     assert not (tmp_path / "model").exists()
 
 
@@ -304,8 +319,9 @@ def test_a_reward_that_cannot_run_here_is_told_before_the_run_begins(
     assert not (tmp_path / "plan.json").exists()
 
 
-def test_responses_without_a_reward_are_left_out(tmp_path: Path) -> None:
-    function = "tests.integration.reward_functions:of_even_length"
+@pytest.mark.parametrize("name", ["of_even_length", "nan_for_odd_lengths"])
+def test_responses_without_a_reward_are_left_out(name: str, tmp_path: Path) -> None:
+    function = f"tests.integration.reward_functions:{name}"
     parts = f"even: {{function: '{function}', on_failure: exclude}}, exact: {{weight: 0.5}}"
     plan = plan_of("fake", "graph.rewards.function=null", f"graph.rewards.functions={{{parts}}}", "data.batch_size=20")
     go(plan, tmp_path)

@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 
+import rlflow
+from rlflow.compiler.plan import write_plan
 from rlflow.errors import StorageError
 from rlflow.text_files import replace_text
+from tests.conftest import CONFIG_DIR
+from tests.helpers import load
 
 
 def test_the_new_text_stands_there(tmp_path: Path) -> None:
@@ -14,6 +18,20 @@ def test_the_new_text_stands_there(tmp_path: Path) -> None:
         replace_text(tmp_path / "plan.json", text)
         assert (tmp_path / "plan.json").read_text() == text
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_full_disk_leaves_the_old_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    plans = [rlflow.compile(load("recipe=fake", f"seed={seed}", config_dir=CONFIG_DIR)) for seed in (1, 2)]
+    write_plan(plans[0], tmp_path)
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert before.keys() >= {"plan.json", "recipe.yaml"}
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StorageError):
+        write_plan(plans[1], tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
 
 def test_a_full_disk_leaves_the_old_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,26 @@ def test_a_mistake_is_one_message_with_its_place(content: bytes, message: str, t
     assert str(raised.value).startswith(f"{path}{message}")
 
 
+@pytest.mark.parametrize(
+    ("largest", "larger", "message"),
+    [
+        ("#\n" * 9_999 + "a: 1\n", "#\n" * 10_000 + "a: 1\n", "has more than 10000 lines"),
+        ("a: " + "[" * 63 + "]" * 63, "a: " + "[" * 64 + "]" * 64, "is nested too deeply"),
+        ("a: [" + "1," * 9_996 + "1]", "a: [" + "1," * 9_997 + "1]", "has more than 10000 values"),
+    ],
+    ids=["lines", "levels", "values"],
+)
+def test_the_largest_file_is_read_and_a_larger_one_is_not(
+    largest: str, larger: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(largest)
+    assert list(read_yaml(path)) == ["a"]
+    path.write_text(larger)
+    with pytest.raises(FileError, match=message):
+        read_yaml(path)
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"none.yaml: cannot be read \(No such file or directory\)"):
         read_yaml(tmp_path / "none.yaml")

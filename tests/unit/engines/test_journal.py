@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rlflow.batch import Conversations, Packed, Prompts, Repeated, Rollouts
+from rlflow.compiler.continuation import experiment_of
 from rlflow.engines import transformers
 from rlflow.engines.base import Sampling
 from rlflow.engines.causal_lm import decoding
@@ -16,7 +17,8 @@ from rlflow.engines.fake import FakeEngine
 from rlflow.engines.journal import Journal, journal_folder, open_journal, remove_records
 from rlflow.engines.serving.sessions import pack_rows
 from rlflow.engines.transformers import TransformersEngine
-from tests.helpers import WritingEngine, prompts, spec
+from tests.conftest import CONFIG_DIR
+from tests.helpers import WritingEngine, load, prompts, spec
 from tests.unit.runtime.generation.test_saved_rollouts import assert_same, conversations
 
 SAMPLING = Sampling(max_tokens=4, group_size=2)
@@ -172,6 +174,26 @@ def test_another_experiment_starts_with_an_empty_journal(tmp_path: Path) -> None
     (journal_folder(tmp_path) / "experiment.json").write_bytes(b"\xff")
     open_journal(tmp_path, {"seed": 2})
     assert (journal_folder(tmp_path) / "experiment.json").read_text() == '{"seed": 2}'
+
+
+@pytest.mark.parametrize(
+    ("override", "stays"),
+    [
+        ("seed=7", False),
+        ("data.batch_size=4", False),
+        ("graph.rollouts.temperature=0.5", False),
+        ("graph.update.clip_eps=0.3", False),
+        ("roles.rollout.colocate=[]", True),
+        ("checkpoints.every=3", True),
+        ("max_restarts=0", True),
+        ("trackers=[tensorboard]", True),
+    ],
+)
+def test_what_the_recipe_trains_decides_whether_records_stay(override: str, stays: bool, tmp_path: Path) -> None:
+    open_journal(tmp_path, experiment_of(load("recipe=fake", config_dir=CONFIG_DIR)))
+    journal_at(journal_folder(tmp_path)).add(rollouts_of(), SAMPLES, SAMPLING)
+    open_journal(tmp_path, experiment_of(load("recipe=fake", override, config_dir=CONFIG_DIR)))
+    assert bool(found(journal_at(journal_folder(tmp_path)))[0]) == stays
 
 
 def test_a_disk_that_is_full_for_a_while_costs_only_some_records(

@@ -45,4 +45,5 @@ DOES: dict[str, Callable[[Misbehaving], Any]] = {
     "endless": lambda self: Observation("1" * (2**20 + 1)),
     "its own kind": lambda self: Observation(Telling("1")),
     "keep a file": lambda self: self.keep(sys.stdin),
+    "keep much": lambda self: self.keep("1" * 17 * 2**20),
 }

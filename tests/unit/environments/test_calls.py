@@ -52,6 +52,13 @@ def test_answers_belong_to_their_questions(calls: EnvironmentCalls) -> None:
     assert again.text == "2"
 
 
+def test_an_answer_has_at_most_16_mib(calls: EnvironmentCalls) -> None:
+    (call,) = calls.submit([("keep much", {}, None)])
+    answer = call.result(LIMIT_S)
+    assert isinstance(answer, Failure)
+    assert "returned 17 MiB, more than 16" in answer.reason
+
+
 def test_a_call_is_answered_while_another_takes_its_time(tmp_path: Path) -> None:
     file = tmp_path / "ended"
     calls = EnvironmentCalls(

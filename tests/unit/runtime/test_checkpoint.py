@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlflow.engines.journal import journal_folder
 from rlflow.errors import EngineError, RecipeError, StorageError
 from rlflow.runtime import atomic_folder, checkpoint
 from rlflow.runtime.checkpoint import CheckpointWriter, RunProgress
@@ -210,6 +211,16 @@ def test_a_run_goes_on_while_the_disk_takes_its_time(tmp_path: Path, monkeypatch
     found = checkpoint.checkpoints(tmp_path)
     assert [path.name for path in found] == ["step-000001", "step-000002"]
     assert [(path / "actor" / "b").read_text() for path in found] == ["1", "2"]
+
+
+def test_records_of_steps_before_the_oldest_checkpoint_are_deleted(tmp_path: Path) -> None:
+    for step in range(1, 5):
+        (journal_folder(tmp_path) / f"step-{step:06d}").mkdir(parents=True)
+    for step in range(1, 4):
+        save(tmp_path, step, Engine(step), keep=2)
+    assert [folder.name for folder in checkpoint.checkpoints(tmp_path)] == ["step-000002", "step-000003"]
+    left = sorted(folder.name for folder in journal_folder(tmp_path).iterdir())
+    assert left == ["step-000002", "step-000003", "step-000004"]
 
 
 def test_a_disk_that_is_full_meanwhile_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

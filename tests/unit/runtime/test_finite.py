@@ -3,15 +3,22 @@
 import numpy as np
 import pytest
 
-from rlflow.batch import Repeated, RolloutAdvantages
-from rlflow.errors import EngineError
-from rlflow.runtime.finite import check_advantages
+from rlflow.batch import Packed, Repeated, RolloutAdvantages, ValueEstimates
+from rlflow.errors import EngineError, NotFiniteError
+from rlflow.runtime.finite import check_advantages, check_values
 from tests.helpers import rollouts, sequences
 
 
 def advantages(count: int) -> RolloutAdvantages:
     lengths = np.array([3, 1, 1])[:count]
     return RolloutAdvantages(values=Repeated(np.ones(count, np.float32), lengths))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_critics_value_must_be_finite(bad: float) -> None:
+    values = ValueEstimates(values=Packed.from_rows([[1, 1], [1, bad]], np.float32))
+    with pytest.raises(NotFiniteError, match=r"^1 values of 1 of 2 samples are not finite \(.*; first at token 1\)\.$"):
+        check_values(values, [])
 
 
 @pytest.mark.parametrize("count", [1, 3])

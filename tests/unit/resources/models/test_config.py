@@ -198,6 +198,26 @@ def test_a_damaged_file(text: str, message: str, tmp_path: Path) -> None:
         read_architecture(str(tmp_path), "m")
 
 
+@pytest.mark.parametrize(
+    ("changes", "nested", "message"),
+    [
+        ({"num_hidden_layers": 10_000}, 63, ""),
+        ({"num_hidden_layers": 10_001}, 63, "num_hidden_layers"),
+        ({}, 64, "is nested too deeply"),
+    ],
+)
+def test_the_largest_configuration_is_read_and_a_larger_one_is_not(
+    changes: dict[str, Any], nested: int, message: str, tmp_path: Path
+) -> None:
+    text = json.dumps(QWEN | changes)[:-1] + ', "extra": ' + "[" * nested + "]" * nested + "}"
+    (tmp_path / "config.json").write_text(text)
+    if not message:
+        assert read_architecture(str(tmp_path), "m") is not None
+        return
+    with pytest.raises(RecipeError, match=message):
+        read_architecture(str(tmp_path), "m")
+
+
 def test_where_the_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))

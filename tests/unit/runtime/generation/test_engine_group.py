@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -163,6 +164,28 @@ def test_an_engine_that_loses_or_doubles_a_sample_is_replaced(
     assert reason in line["failed"]
 
 
+class Confused(Sloppy):
+    """An engine that returns a sample of another engine in place of its first one."""
+
+    def _damaged(self, rollouts: Rollouts | None) -> Rollouts:
+        assert rollouts is not None
+        own = set(map(tuple, rollouts.keys.tolist()))
+        keys = rollouts.keys.copy()
+        keys[0] = next(key for key in GIVEN.repeat(SAMPLING.group_size).keys.tolist() if tuple(key) not in own)
+        return replace(rollouts, keys=keys)
+
+
+@pytest.mark.parametrize("room", [4, 100])
+def test_an_engine_that_returns_a_sample_of_another_one_is_replaced(room: int) -> None:
+    confused = Confused(spec(), (room, 10_000))
+    workers = Threads([WritingEngine(spec(), (room, 10_000)), confused])
+    writing = writing_of(workers)
+    check(writing.generate(GIVEN, SAMPLING))
+    assert workers.engines[1] is not confused
+    (line,) = writing.take_failures()
+    assert "1 are missing, 0 are doubled, 1 are of other samples" in line["failed"]
+
+
 def test_engines_that_lose_a_sample_every_time_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sloppy, "rows", [0])
     with pytest.raises(EngineError, match="1 are missing"):
@@ -288,6 +311,9 @@ def test_a_slow_engine_shows_in_its_decoding_steps() -> None:
     lines = [*seconds_of(0, 4, 10, 1000), *seconds_of(1, 4, 2, 200), *seconds_of(2, 4, 10, 50)]
     assert slow_engines(lines) == {2: pytest.approx(20.0)}
     assert slow_engines(lines[:8]) == {}
+    # A decoding step of 49 ms and one of 51 ms.
+    assert slow_engines([*lines[:8], *seconds_of(2, 4, 49, 1000)]) == {}
+    assert slow_engines([*lines[:8], *seconds_of(2, 4, 51, 1000)]) == {2: pytest.approx(5.1)}
     assert slow_engines([*lines[:8], *seconds_of(2, 2, 10, 50)]) == {}, "two seconds are too few"
     assert slow_engines(seconds_of(0, 9, 10, 50)) == {}, "it has no others to compare it with"
     assert slow_engines([*lines[:8], *seconds_of(2, 9, 0, 1)]) == {}, "seconds in which samples ran out"

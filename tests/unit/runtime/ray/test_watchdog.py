@@ -120,6 +120,16 @@ def test_a_call_that_loads_may_be_silent_for_longer(site: Site) -> None:
     assert site.seconds_until_ended(process) == 300
 
 
+def test_a_process_is_asked_every_five_seconds_while_the_run_waits_for_it(site: Site) -> None:
+    process = Process()
+    call = site.call(process)
+    site.pass_time(60)
+    assert process.asked == 12
+    call.set_result(None)
+    site.pass_time(60)
+    assert process.asked == 12
+
+
 @pytest.mark.parametrize("steps", [True, False])
 def test_an_engine_must_make_steps(steps: bool, site: Site) -> None:
     process = Process(steps=steps)
