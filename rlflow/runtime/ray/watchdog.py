@@ -102,6 +102,8 @@ class _Watched:
         """Note a call that begins."""
         if not self.calls:
             self.heard_at = now
+            if not wait.counts_steps:  # calls for samples follow each other every second
+                self.asked_at = now
         if wait.counts_steps and not self.counts_steps:
             self.stepped_at += now - max(self.counted_at, self.stepped_at)
         self.calls[call] = now, wait

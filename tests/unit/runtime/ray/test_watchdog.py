@@ -130,6 +130,18 @@ def test_a_process_is_asked_every_five_seconds_while_the_run_waits_for_it(site: 
     assert process.asked == 12
 
 
+@pytest.mark.parametrize(("counts_steps", "questions"), [(True, 12), (False, 0)])
+def test_short_calls_are_questions_themselves_unless_they_wait_for_samples(
+    counts_steps: bool, questions: int, site: Site
+) -> None:
+    process = Process(steps=True)
+    for _ in range(60):
+        call = site.call(process, counts_steps=counts_steps)
+        site.pass_time(1)
+        call.set_result(None)
+    assert process.asked == questions
+
+
 @pytest.mark.parametrize("steps", [True, False])
 def test_an_engine_must_make_steps(steps: bool, site: Site) -> None:
     process = Process(steps=steps)
