@@ -167,8 +167,7 @@ class HostSlice:
         if self._pending is None:
             return None
         try:
-            reference = self._reference()
-            values: Sequence[Array] = ray.get(reference, timeout=_CUT_S)
+            values: Sequence[Array] = ray.get(self._reference(), timeout=_CUT_S)
         except ray.exceptions.RayError:
             _slicer_on.cache_clear()
             return None

@@ -20,7 +20,7 @@ SILENCE_S = (20.0, 300.0)
 # A process that answers is slow rather than stopped, and a prediction may be ten times too low.
 _LIMIT_FACTOR = 20.0
 _LIMIT_S = 3600.0
-# Calls of an engine that wait for samples. It hangs if it makes no step in them.
+# Calls that wait for samples. An engine that makes no step in them hangs.
 _GENERATING = frozenset({"advance", "generate", "generate_rows", "preempt", "finish_session"})
 # Calls that load libraries, data or models, and calls that move files.
 # No figure of the plan bounds what a disk may take.

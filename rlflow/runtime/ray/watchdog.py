@@ -102,7 +102,8 @@ class _Watched:
         """Note a call that begins."""
         if not self.calls:
             self.heard_at = now
-            if not wait.counts_steps:  # calls for samples follow each other every second
+            # Calls for samples follow each other every second. Any other short call is its own sign of life.
+            if not wait.counts_steps:
                 self.asked_at = now
         if wait.counts_steps and not self.counts_steps:
             self.stepped_at += now - max(self.counted_at, self.stepped_at)

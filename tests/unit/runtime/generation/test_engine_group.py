@@ -155,13 +155,17 @@ def test_an_engine_that_loses_or_doubles_a_sample_is_replaced(
     rows: list[int], reason: str, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Sloppy, "rows", rows)
-    sloppy = Sloppy(spec(), (room, 10_000))
-    workers = Threads([WritingEngine(spec(), (room, 10_000)), sloppy])
+    assert reason in failure_when_replaced(Sloppy(spec(), (room, 10_000)), room)
+
+
+def failure_when_replaced(engine: WritingEngine, room: int) -> str:
+    """Generate with another engine and this one, which must be replaced; return what it has done wrong."""
+    workers = Threads([WritingEngine(spec(), (room, 10_000)), engine])
     writing = writing_of(workers)
     check(writing.generate(GIVEN, SAMPLING))
-    assert workers.engines[1] is not sloppy
+    assert workers.engines[1] is not engine
     (line,) = writing.take_failures()
-    assert reason in line["failed"]
+    return str(line["failed"])
 
 
 class Confused(Sloppy):
@@ -177,13 +181,8 @@ class Confused(Sloppy):
 
 @pytest.mark.parametrize("room", [4, 100])
 def test_an_engine_that_returns_a_sample_of_another_one_is_replaced(room: int) -> None:
-    confused = Confused(spec(), (room, 10_000))
-    workers = Threads([WritingEngine(spec(), (room, 10_000)), confused])
-    writing = writing_of(workers)
-    check(writing.generate(GIVEN, SAMPLING))
-    assert workers.engines[1] is not confused
-    (line,) = writing.take_failures()
-    assert "1 are missing, 0 are doubled, 1 are of other samples" in line["failed"]
+    failure = failure_when_replaced(Confused(spec(), (room, 10_000)), room)
+    assert "1 are missing, 0 are doubled, 1 are of other samples" in failure
 
 
 def test_engines_that_lose_a_sample_every_time_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
