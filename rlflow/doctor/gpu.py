@@ -81,7 +81,7 @@ def verdict(broken: int) -> str:
     return "[bold green]every check that ran passed[/]"
 
 
-def run_check(check: Check, gpus: list[Device], remaining_s: float, device: str = "cuda") -> list[Finding]:
+def run_check(check: Check, gpus: list[Device], remaining_s: float, device: str = "cuda:0") -> list[Finding]:
     """Run one check within its deadline and the ``remaining_s`` seconds of all checks; never raises."""
     if len(gpus) < check.min_gpus:
         return [Finding("skipped", f"needs {check.min_gpus} GPUs, found {len(gpus)}", skipped=True)]

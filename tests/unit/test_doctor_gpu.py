@@ -165,6 +165,12 @@ class TestReport:
     def test_no_time_is_left(self, check: Check) -> None:
         assert run_check(check, [H100], -1.0)[0].skipped
 
+    def test_engines_get_a_device_that_torch_can_make_the_current_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made: list[int] = []
+        monkeypatch.setattr(torch._C, "_cuda_setDevice", made.append, raising=False)
+        torch.cuda.set_device(torch.device(inspect.signature(run_check).parameters["device"].default))
+        assert made == [0]
+
     def test_data_sheets(self) -> None:
         # conf/gpu/h100_80gb.yaml: NVLink 4 at 450 GB/s in one direction, a 400 Gb/s card for each GPU.
         assert gpu.data_sheet("NVIDIA H100 80GB HBM3") == {"link_gb_s": 450.0, "network_gb_s": 50.0}
@@ -181,7 +187,9 @@ class TestReport:
             given = dict(check.options)
             if function == "all_reduce":
                 given |= {"ranks": 2, "link_gb_s": 1.0, "network_gb_s": 1.0}
-            inspect.signature(getattr(import_module(f"rlflow.doctor.checks.{module}"), function)).bind("cuda", **given)
+            inspect.signature(getattr(import_module(f"rlflow.doctor.checks.{module}"), function)).bind(
+                "cuda:0", **given
+            )
 
 
 @pytest.mark.slow

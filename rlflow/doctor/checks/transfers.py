@@ -66,7 +66,7 @@ def all_reduce(
     bandwidth is measured and nothing is expected.
     """
     paths = [("over its links", link_gb_s, dict[str, str]())]
-    if device == "cuda":
+    if device.startswith("cuda"):
         paths.append(("over the network", network_gb_s, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}))
     measurements = []
     for path, data_sheet, environment in paths:
@@ -114,9 +114,10 @@ def _reduce(device: str, rank: int, ranks: int, port: int, elements: int, answer
     import torch
     from torch import distributed
 
-    on_gpu = device == "cuda"
+    on_gpu = device.startswith("cuda")
     if on_gpu:
-        torch.cuda.set_device(rank)
+        device = f"cuda:{rank}"
+        torch.cuda.set_device(device)
     distributed.init_process_group(
         "nccl" if on_gpu else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
     )

@@ -15,7 +15,8 @@ CONTEXT_GIB = 0.55
 # An NCCL communicator: the buffers of its channels, 2 x 4 MiB for each of about 24 channels.
 NCCL_COMMUNICATOR_GIB = 0.2
 # NCCL's kernels and what else it takes with the first communicator of a process: FSDP with adapters on 2 and 4 A100
-# has 1.2 to 1.9 GiB more in nvidia-smi than one GPU, extrapolated to no tokens (fms-acceleration, 18 runs).
+# has 1.2 to 1.9 GiB more in nvidia-smi than one GPU, extrapolated to no tokens (fms-acceleration, 18 runs). DeepSpeed
+# creates one on a single GPU too: on an H200 its process has 1.66 GiB besides torch's, with ZeRO 1, 2 and 3.
 NCCL_GIB = 1.2
 # All-to-all between the GPUs of experts has buffers for every peer: 4 channels, both ways, of about 5 MiB (4 MiB of
 # NCCL_BUFFSIZE, and those of the protocols for short messages). Over 10 GB with some hundred peers.
@@ -46,7 +47,10 @@ NO_SHARP = Sharp()
 
 
 def process_terms(layout: Layout, sharp: Sharp = NO_SHARP) -> dict[str, float]:
-    """Return the terms of a process: its CUDA context, and a communicator for each way of parallelism."""
+    """Return the terms of a process: its CUDA context, and a communicator for each way of parallelism.
+
+    A process of DeepSpeed, whose layout has a ZeRO stage, loads NCCL on a single GPU too.
+    """
     ways = [
         size
         for size in (
@@ -58,7 +62,8 @@ def process_terms(layout: Layout, sharp: Sharp = NO_SHARP) -> dict[str, float]:
         if size > 1
     ]
     peers = layout.expert_parallel_size if layout.expert_parallel_size > 1 else 0
-    nccl = NCCL_GIB * bool(ways) + NCCL_COMMUNICATOR_GIB * len(ways) + NCCL_PEER_GIB * peers
+    loads_nccl = bool(ways) or layout.zero_stage is not None
+    nccl = NCCL_GIB * loads_nccl + NCCL_COMMUNICATOR_GIB * len(ways) + NCCL_PEER_GIB * peers
     return {"nccl": nccl + sum(sharp.gib(size) for size in ways), "context": CONTEXT_GIB}
 
 

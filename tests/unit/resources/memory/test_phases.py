@@ -6,6 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from benchmarks.published.libraries import DEEPSPEED, FSDP2, MEGATRON
+from rlflow.engines.sharded.settings import TRAINING_MEMORY
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.allocator import ALONE, SHARDED, Allocator, allocator_of
 from rlflow.resources.memory.overheads import (
@@ -27,9 +28,10 @@ from rlflow.resources.memory.phases import (
     update_terms,
     usable_gib,
 )
-from rlflow.resources.memory.state import TrainingMemory, layer_activations, pipeline_stages, state_terms
+from rlflow.resources.memory.state import TrainingMemory, layer_activations, pipeline_stages, state_terms, total_gib
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.models.lora import Lora, adapter_parameters
+from rlflow.resources.planner.confidence import MEMORY_BANDS, Kind
 from rlflow.schema import parse
 from tests.conftest import ROOT
 
@@ -323,9 +325,25 @@ def test_both_copies_of_the_weights_are_there_while_they_are_moved() -> None:
 
 
 def test_a_process_has_a_communicator_for_every_way_it_is_spread() -> None:
-    assert process_terms(layout()) == {"nccl": 0, "context": CONTEXT_GIB}
+    assert process_terms(layout(zero_stage=None)) == {"nccl": 0, "context": CONTEXT_GIB}
     spread = layout(tensor_parallel_size=2, data_parallel_size=4, expert_parallel_size=4)
     assert process_terms(spread)["nccl"] == pytest.approx(NCCL_GIB + 2 * NCCL_COMMUNICATOR_GIB + 4 * NCCL_PEER_GIB)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_loads_nccl_on_one_gpu_too(stage: int) -> None:
+    """On an H200 the process has 1.66 GiB besides torch's memory: 12.80 GiB in use, 11.14 of them reserved (ZeRO 2)."""
+    assert sum(process_terms(layout(zero_stage=stage)).values()) == pytest.approx(1.66, rel=0.06)
+
+
+@pytest.mark.parametrize(("stage", "measured"), [(1, 11.79), (2, 12.80), (3, 14.38)])
+def test_deepspeed_updates_half_a_billion_parameters_on_an_h200(stage: int, measured: float) -> None:
+    """The GiB in use after two updates with 4096 tokens (``rlflow.doctor --gpu``). Only NCCL's share was learned from it."""
+    model, alone = card("qwen2_5_0_5b"), layout(zero_stage=stage)
+    terms = update_terms(model, alone, TRAINING_MEMORY, 4096, accumulates=False)
+    predicted = total_gib(terms) + cached_gib(model, alone, TRAINING_MEMORY, 4096, accumulates=False)
+    band = MEMORY_BANDS[Kind.ALONE]
+    assert band.low <= measured / predicted <= band.high
 
 
 def test_the_driver_keeps_a_part() -> None:
