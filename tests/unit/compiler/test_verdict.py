@@ -56,7 +56,7 @@ def test_a_pinned_size_may_be_tight() -> None:
     ("recipe", "cluster", "state_gib"),
     [
         # Masters and moments of AdamW, 12 bytes a parameter, 7.6 and 72.7 billion of them.
-        (("recipe=grpo_7b",), "1x1@rtx_4090", 12 * 7.6e9 / 2**30),
+        (("recipe=grpo_7b",), "1x1@a100_40gb", 12 * 7.6e9 / 2**30),
         pytest.param(
             ("recipe=grpo_7b", "model@models.policy=qwen2_5_72b"),
             *("1x8", 12 * 72.7e9 / 2**30),
