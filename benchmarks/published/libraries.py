@@ -141,7 +141,7 @@ class Library:
     """The settings of a row, completed by the profile of its library."""
 
     training: TrainingMemory
-    zero_stage: int
+    zero_stage: int | None
     offload: Offload
     gradient_checkpointing: bool
     offloads_policy: bool
@@ -246,13 +246,13 @@ def _loss(row: Row, training: TrainingMemory, profile: Profile, tokens: float, m
     return training
 
 
-def _zero_stage(row: Row) -> int:
-    """Return the equivalent stage of ZeRO; FSDP shards everything, Megatron the optimizer."""
+def _zero_stage(row: Row) -> int | None:
+    """Return the equivalent stage of ZeRO: FSDP shards everything, Megatron the optimizer, a plain trainer nothing."""
     named = re.search(r"(?:zero|stage)[-_ ]?([0-3])", f"{row.sharding} {row.train_backend}".lower())
     family = settings.family_of(row)
     if family == "deepspeed":
         return int(named[1]) if named else 3
-    return {"fsdp": 3, "megatron": 1}.get(family, 0)
+    return {"fsdp": 3, "megatron": 1}.get(family)
 
 
 def _offload(row: Row, profile: Profile) -> Offload:
