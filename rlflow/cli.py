@@ -39,11 +39,20 @@ from rlflow.compose import (
     run_options_from_config,
 )
 from rlflow.composing_errors import COMPOSING_ERRORS, composing_error
-from rlflow.errors import EngineError, PlacementError, RecipeError, UserError, below, first_line, storage_error
+from rlflow.errors import (
+    EngineError,
+    PlacementError,
+    RecipeError,
+    StorageError,
+    UserError,
+    below,
+    first_line,
+    storage_error,
+)
 from rlflow.report.plan_page import write_dry_run
 from rlflow.report.progress import WIDTH, displays, output_console, recorders, show, show_error, show_warning
 from rlflow.report.sweep import sweep_summary
-from rlflow.report.sweep_jobs import Job
+from rlflow.report.sweep_jobs import Job, SweepFolder
 from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.resources.time.calibration import Calibration
 from rlflow.runtime.protocols import Report
@@ -77,6 +86,22 @@ def main() -> int:
         sys.argv[1:] = hydra_arguments(typed, config_dir)
     except UserError as error:
         return _exit_code(error)
+    try:
+        return _run_jobs(config_dir)
+    except BrokenPipeError:
+        _discard_output()
+        return 1
+    except StorageError as error:
+        return _exit_code(error)
+    except OSError as error:  # a disk error under the folders of Hydra or of a sweep: jobs report their own
+        return _exit_code(storage_error(error, SweepFolder.path or "outputs"))
+
+
+def _run_jobs(config_dir: Path | None) -> int:
+    """Run the job or the sweep of this command line; return the exit code.
+
+    Raises OSError and StorageError for the folders of Hydra and of the sweep.
+    """
     codes: list[int] = []
 
     # A launcher may run this function in another process, which then has its own copy of every variable.
@@ -97,6 +122,8 @@ def main() -> int:
             return _exit_code(composing_error(error))
         except UserError as error:
             return _exit_code(error)
+        except OSError:
+            raise
         except Exception as error:
             if _is_raised_by_job(error):
                 raise
@@ -121,7 +148,7 @@ def _run_job(config: DictConfig, config_dir: Path | None) -> Job:
         reason = f"{error.path}: {error.fact}" if isinstance(error, UserError) else first_line(error)
         return replace(job, exit_code=_exit_code(error), reason=reason)
     except BrokenPipeError:  # the reader of the output, such as head, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return replace(job, exit_code=1, reason="the output was closed")
     except OSError as error:  # a disk error: files that the recipe names are checked earlier
         return replace(job, exit_code=_exit_code(storage_error(error, directory)), reason=first_line(error))
@@ -132,6 +159,11 @@ def _run_job(config: DictConfig, config_dir: Path | None) -> Job:
         # Hydra creates a folder for every job. It stays empty if planning failed.
         with suppress(OSError):
             directory.rmdir()
+
+
+def _discard_output() -> None:
+    """Write nothing more to a closed output, not even when Python flushes it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _overrides() -> tuple[str, ...]:

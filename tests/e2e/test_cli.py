@@ -201,6 +201,29 @@ def test_a_mistake_takes_nothing_of_the_users(tmp_path: Path, rlflow: Command) -
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "in_the_way", "fix"),
+    [
+        ((), "outputs", "remove or rename the file that has the name of a folder"),
+        (("seed=1,2", "-m"), "sweep/jobs", "remove or rename what has that name"),
+        # All plans are made by then, and only their summary cannot be written.
+        (("seed=1,2", "-m"), "sweep/plans.html/", "remove or rename what has that name"),
+    ],
+)
+def test_results_that_cannot_be_written(
+    arguments: tuple[str, ...], in_the_way: str, fix: str, tmp_path: Path, rlflow: Command
+) -> None:
+    path = tmp_path / in_the_way
+    path.parent.mkdir(exist_ok=True)
+    if in_the_way.endswith("/"):
+        path.mkdir()
+    else:
+        path.touch()
+    errors = rlflow(*fake("dry_run=true", "hydra.sweep.dir=sweep", *arguments), code=1).stderr
+    assert f"StorageError: {in_the_way.rstrip('/')}" in errors
+    assert errors.endswith(f"\n  Fix: {fix}.\n")
+
+
 def test_resume_passes_over_what_is_no_plan(tmp_path: Path, rlflow: Command) -> None:
     rlflow(*fake("hydra.run.dir=runs/a/b", "steps=2"))
     (tmp_path / "runs" / "a" / "c").mkdir()
