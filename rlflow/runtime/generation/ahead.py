@@ -171,6 +171,8 @@ class AheadGeneration(ABC):
     def _generate(self, steps: Sequence[int]) -> None:
         """Generate all samples of these steps, or until an interrupt comes."""
         if self._overlap.in_flight == "wait":
+            # This thread judges samples too, and nodes take one call at a time. Samples of a checkpoint come first.
+            self._wait_for_judges()
             generated = self._nodes.run(steps)
             with self._changed:
                 self._steps |= generated

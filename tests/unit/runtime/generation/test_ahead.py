@@ -280,6 +280,41 @@ def test_a_step_that_is_to_be_skipped_is_skipped_by_a_resumed_run(
     resumed.close()
 
 
+def test_samples_of_a_checkpoint_are_judged_before_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that judges takes one call at a time, and the generating thread runs it as well."""
+    harness = Harness(Overlap(max_staleness=2))
+    ahead = harness.ahead()
+    harness.train(ahead, 1)
+    ahead._complete(1)
+    ahead.save(tmp_path)
+    ahead.close()
+    resumed = harness.ahead()
+    calls: list[str] = []
+    is_awaited = threading.Event()
+    generate, wait_for_judges = resumed._nodes.run, resumed._wait_for_judges
+
+    def judge(found: Any) -> None:
+        is_awaited.wait(10)
+        calls.append("judge")
+
+    def noted_generate(steps: Sequence[int]) -> Any:
+        calls.append("generate")
+        return generate(steps)
+
+    def noted_wait() -> None:
+        is_awaited.set()
+        wait_for_judges()
+
+    monkeypatch.setattr(resumed._nodes, "judge", judge)
+    monkeypatch.setattr(resumed._nodes, "run", noted_generate)
+    monkeypatch.setattr(resumed, "_wait_for_judges", noted_wait)
+    resumed.restore(tmp_path)
+    harness.train(resumed, STEPS)
+    resumed.close()
+    assert calls[0] == "judge"
+    assert "generate" not in calls[: calls.count("judge")]
+
+
 def test_an_error_of_the_generating_thread_is_raised_where_the_run_waits() -> None:
     Flaky.failing = frozenset(range(1, 100))
     with pytest.raises(EngineError, match="it died"):
