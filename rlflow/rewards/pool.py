@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections import defaultdict, deque
@@ -160,7 +161,10 @@ _FIRST_CALL_S = 1.0
 
 
 class ProcessPool:
-    """A pool with one worker for each usable CPU. The workers end on ``stop`` or with this object."""
+    """A pool with one worker for each usable CPU. The workers end on ``stop`` or with this object.
+
+    It works for one thread at a time; others wait.
+    """
 
     def __init__(self, specs: Mapping[str, CallableSpec], num_workers: int | None = None) -> None:
         """Load the callables here and in the fork server. Raises RecipeError and EngineError."""
@@ -173,6 +177,8 @@ class ProcessPool:
         """A moving average of the duration of a call, for each callable."""
         self._selector = selectors.DefaultSelector()
         """The sockets of all workers."""
+        self._lock = threading.Lock()
+        """Held while calls are in progress."""
         self.stop = weakref.finalize(self, _stop_pool, self.workers, self.fork_server, self._selector)
 
     def outcomes(self, calls: Iterable[Call] | CallQueue) -> Generator[tuple[Call, list[Any]], None, None]:
@@ -182,6 +188,10 @@ class ProcessPool:
         remaining calls. With a CallQueue, the calls in it when it is closed are abandoned. Raises EngineError when no
         worker can be started.
         """
+        with self._lock:
+            yield from self._outcomes(calls)
+
+    def _outcomes(self, calls: Iterable[Call] | CallQueue) -> Iterator[tuple[Call, list[Any]]]:
         arriving = calls if isinstance(calls, CallQueue) else None
         queue = deque(() if isinstance(calls, CallQueue) else calls)
         if arriving is not None:

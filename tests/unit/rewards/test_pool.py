@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import Mock
@@ -260,6 +261,12 @@ def test_abandoned_calls_leave_no_answers(pool: ProcessPool) -> None:
     next(found)
     found.close()
     assert outcomes(pool, ["another number", "another number"], "patient") == [2.5, 2.5]
+
+
+def test_threads_get_the_outcomes_of_their_own_calls(pool: ProcessPool) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        good, other = (threads.submit(outcomes, pool, [text] * 300, "patient") for text in ("good", "another number"))
+    assert (good.result(), other.result()) == ([1.5] * 300, [2.5] * 300)
 
 
 @pytest.mark.timeout(60)
