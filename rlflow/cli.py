@@ -6,14 +6,11 @@ if the run was stopped by Ctrl-C or SIGTERM.
 
 import os
 import re
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from traceback import walk_tb
-from types import FrameType
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -56,11 +53,8 @@ from rlflow.report.sweep_jobs import Job, SweepFolder
 from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.resources.time.calibration import Calibration
 from rlflow.runtime.protocols import Report
+from rlflow.stop_signals import STOPPED, stop_on_signals
 
-# Ctrl-C sends SIGINT; Slurm, Kubernetes and `kill` send SIGTERM.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-STOPPED = tuple(128 + number for number in _SIGNALS)
-"""The exit codes of a run that a signal has stopped, as shells give them: 130 and 143."""
 STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again stops at once"
 
 
@@ -291,39 +285,3 @@ def _exit_code(error: UserError | EngineError) -> int:
     """Print the error and return its exit code."""
     show_error(error)
     return 2 if isinstance(error, UserError) else 1
-
-
-@dataclass
-class StopRequest:
-    """The request of a signal that the run stops after its step."""
-
-    exit_code: int = 0
-    """The exit code for that signal; 0 before one arrives."""
-
-    def is_set(self) -> bool:
-        """Return whether a signal has arrived."""
-        return self.exit_code != 0
-
-
-@contextmanager
-def stop_on_signals(announce: Callable[[], object]) -> Iterator[StopRequest]:
-    """Yield a request that the first SIGINT or SIGTERM sets; a second one raises KeyboardInterrupt.
-
-    ``announce`` is called after the first signal. A KeyboardInterrupt has the exit code as its argument.
-    """
-    stop = StopRequest()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.exit_code = 128 + number
-        announce()
-
-    previous = {number: signal.signal(number, handle) for number in _SIGNALS}
-    try:
-        yield stop
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(stop.exit_code or STOPPED[0]) from None
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

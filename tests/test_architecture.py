@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "host_memory": set(),
     "text_files": {"errors"},
     "notebook": set(),
+    "stop_signals": set(),
     "packed": set(),
     "rows": {"packed"},
     "batch": {"errors", "packed", "resources", "rows"},
@@ -61,7 +62,7 @@ MAY_IMPORT = {
     "command_context": {"errors", "resources", "recipe", "compiler", "compose", "runtime"},
     "cli": {
         *("arguments", "command_context", "composing_errors", "errors", "resources", "recipe", "compiler", "compose"),
-        *("calibrate", "runtime", "report"),
+        *("calibrate", "runtime", "report", "stop_signals"),
     },
     "calibrate": {"errors", "host_memory", "resources", "compiler"},
     "doctor": {

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from rlflow.cli import stop_on_signals
+from rlflow.stop_signals import stop_on_signals
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])

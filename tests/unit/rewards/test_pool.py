@@ -18,13 +18,14 @@ from unittest.mock import Mock
 import pytest
 
 from rlflow.errors import EngineError
-from rlflow.rewards import callables
+from rlflow.rewards import callables, workers
 from rlflow.rewards import pool as pool_module
 from rlflow.rewards.base import Failure, Kind, Outcome
 from rlflow.rewards.callables import RewardTerm
 from rlflow.rewards.calls import Call, CallQueue
-from rlflow.rewards.pool import ForkedWorker, ProcessPool
+from rlflow.rewards.pool import ProcessPool
 from rlflow.rewards.processes import Channel, children, descendants
+from rlflow.rewards.workers import ForkedWorker
 from tests.unit.rewards import misbehaving
 
 DEADLINE_S = 0.5
@@ -147,7 +148,8 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step: float = 0.0) -> None:
         self.now, self.step = 0.0, step
         self._looks, self._looked = 0, threading.Condition()
-        monkeypatch.setattr(pool_module, "time", self)
+        for module in (pool_module, workers):
+            monkeypatch.setattr(module, "time", self)
 
     def monotonic(self) -> float:
         self.now += self.step
