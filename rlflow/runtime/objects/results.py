@@ -8,9 +8,10 @@ into its host's store. So nothing is put where there is no room. ``HeldResults``
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from rlflow.batch import Batch, Packed, Repeated
 from rlflow.errors import EngineError
 from rlflow.runtime.objects.budget import Budget, current_edge
+from rlflow.runtime.objects.call_thread import CallThread
 from rlflow.runtime.objects.ray_api import this_host
 from rlflow.runtime.objects.slices import BatchSlice
 from rlflow.runtime.objects.store import RowSpans, StoredColumn, blocks_of, check_even, put_array
@@ -32,13 +34,13 @@ class StoreCalls:
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self._tickets = itertools.count()
-        # Futures are completed by Ray's own thread, which must not wait for anything.
-        self._thread = ThreadPoolExecutor(1, "store-calls")
+        # Futures are completed by Ray's own thread, which must not wait for anything, or by the garbage collector.
+        self._thread = CallThread("store-calls")
 
     @contextmanager
     def running(self) -> Iterator["StoreCalls"]:
         """Accept calls until the end of the block."""
-        with self._thread:
+        with self._thread.running():
             yield self
 
     def new_ticket(self) -> int:
@@ -104,8 +106,12 @@ class StoreCalls:
                     self.budget.release_with(block, host, block.nbytes, edge)
             return batch
 
+        def drop() -> None:
+            with suppress(Exception):  # the worker has gone, and with it what it holds
+                remote("drop_results", ticket)
+
         reserved = self.budget.reserve(host, nbytes, edge)
-        reserved.add_done_callback(lambda done: remote("drop_results", ticket) if done.exception() else None)
+        reserved.add_done_callback(lambda done: self._thread.add(drop) if done.exception() else None)
         return self._then(reserved, put)
 
     def _counted(self, start: "Callable[[], Future[Any]]") -> "Future[Any]":
@@ -129,9 +135,14 @@ class StoreCalls:
             else:
                 combined.set_result(done.result())
 
-        def apply(result: Any) -> None:
+        def pass_on(done: "Future[Any]") -> None:
+            if error := done.exception():
+                combined.set_exception(error)
+                return
             try:
-                following = function(result)
+                if self._thread.is_over:
+                    raise EngineError("the run has ended.")
+                following = function(done.result())
             except Exception as error:  # raised again where the future is awaited
                 combined.set_exception(error)
                 return
@@ -140,16 +151,7 @@ class StoreCalls:
             else:
                 combined.set_result(following)
 
-        def pass_on(done: "Future[Any]") -> None:
-            if done.exception():
-                combined.set_exception(done.exception())
-                return
-            try:
-                self._thread.submit(apply, done.result())
-            except RuntimeError:  # the thread has been shut down
-                combined.set_exception(EngineError("the run has ended."))
-
-        call.add_done_callback(pass_on)
+        call.add_done_callback(lambda done: self._thread.add(partial(pass_on, done)))
         return combined
 
 

@@ -1,7 +1,7 @@
 """Waiting for room in an object store, and the error if there will be none."""
 
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, thread
 from typing import Any
 
 import numpy as np
@@ -216,6 +216,28 @@ class TestHandover:
         del reading
         assert len(more.result(timeout=20)) == 1
         assert threads.store_calls.budget.peaks["host-0"] == 8 * MIB
+
+    @pytest.mark.timeout(60)
+    def test_room_may_become_free_while_an_executor_is_given_a_call(self, threads: Threads) -> None:
+        """The garbage collector may run in ``submit``, which has a lock of the whole process."""
+        made = threads.call("make", 8).result(timeout=20)
+        threads.store_calls.budget.begin_call()
+        more = threads.call("make", 8)
+        with pytest.raises(TimeoutError):
+            more.result(timeout=0.2)
+        with thread._global_shutdown_lock:
+            del made
+        assert len(more.result(timeout=20)) == 1
+
+    def test_calls_fail_when_the_run_has_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        threads = Threads(monkeypatch, mib=10)
+        with threads.store_calls.running():
+            waiting = threads.call("wait", None)
+            assert threads.engine.began.wait(20)
+        threads.engine.go_on.set()
+        with pytest.raises(EngineError, match="the run has ended"):
+            waiting.result(timeout=20)
+        threads.pool.shutdown()
 
     def test_a_full_store_is_an_error_without_losses(self, threads: Threads) -> None:
         made = threads.call("make", 8).result(timeout=20)
