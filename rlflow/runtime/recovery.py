@@ -5,6 +5,7 @@ most stays: the data set, and the engines that have lost nothing.
 """
 
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -83,6 +84,7 @@ class Session:
         is_replaceable = not lost.hosts or recipe.elastic or lost.hosts_may_return
         if not lost or not is_replaceable or not recipe.max_restarts or self.stop():
             raise error
+        _release_values(error)
         before = self.progress.step
         remove_unfinished(self.directory)
         self.last, self.progress = last_checkpoint(self.plan, self.directory, resume=bool(checkpoints(self.directory)))
@@ -146,6 +148,14 @@ class Session:
         for warning in warnings:
             Observers(self.observers).warned(warning)
         self.warnings += warnings
+
+
+def _release_values(error: BaseException) -> None:
+    """Release the batches of the failed step, which the frames of the error hold: others may wait for their room."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
 
 
 def _planned_without(plan: Plan, lost: Collection[str], error: EngineError) -> Plan:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -139,6 +140,26 @@ def test_what_a_rank_writes_until_it_is_replaced_is_deleted(tmp_path: Path, monk
     monkeypatch.setattr(Dying, "at", {3}, raising=False)
     assert run(plan_of("local"), tmp_path, LosingRuntime(ACTOR), []).restarts == 1
     assert not unfinished.exists()
+
+
+def test_nothing_of_the_failed_step_stays_in_the_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generation ahead may wait for its room, and the recovery for that generation."""
+    update, restart = Dying.update, LosingEngines.restart_lost
+    batches: list[weakref.ref[Any]] = []
+
+    def noted_update(self: Dying, batch: Any, *arguments: Any) -> Any:
+        batches.append(weakref.ref(batch))
+        return update(self, batch, *arguments)
+
+    def checked_restart(self: LosingEngines) -> None:
+        assert len(batches) == 3
+        assert [batch() for batch in batches] == [None] * 3
+        restart(self)
+
+    monkeypatch.setattr(Dying, "update", noted_update)
+    monkeypatch.setattr(LosingEngines, "restart_lost", checked_restart)
+    monkeypatch.setattr(Dying, "at", {3}, raising=False)
+    assert run(plan_of("local"), tmp_path, LosingRuntime(ACTOR), []).restarts == 1
 
 
 @pytest.mark.slow
