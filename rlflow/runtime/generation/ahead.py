@@ -98,11 +98,13 @@ class AheadGeneration(ABC):
         self._complete(step)
         with self._changed:
             found, judged = self._steps.pop(step), self._judged.pop(step, None)
-        engines.expect_release([node.name for node in self.nodes])
+        # Later steps wait for the room that this one frees. Its own judges cannot.
+        engines.expect_release([node.name for node in self._nodes.generators])
         start = time.perf_counter()
         try:
             if judged is not None:
                 judged.result()
+            engines.expect_release([node.name for node in self.nodes])
         finally:
             self._note_judged(time.perf_counter() - start)
             edges |= {**self._nodes.later_inputs(step), **found.outputs}
@@ -144,7 +146,8 @@ class AheadGeneration(ABC):
                 self._admission.completed(step)
 
     def close(self) -> None:
-        """Judge no more samples."""
+        """Judge no more samples, and run no other node after the one that runs."""
+        self._nodes.is_closed = True
         self._judging.shutdown(wait=False, cancel_futures=True)
 
     @abstractmethod

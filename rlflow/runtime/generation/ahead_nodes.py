@@ -13,7 +13,7 @@ from rlflow.batch import Batch, Prompts, Rollouts
 from rlflow.compiler.graph import Graph, GraphNode
 from rlflow.data.source import DataSource
 from rlflow.engines.group_progress import GroupProgress, is_done
-from rlflow.errors import NotFiniteError
+from rlflow.errors import EngineError, NotFiniteError
 from rlflow.nodes.generate import Generate
 from rlflow.runtime.generation.dispatcher import Goal
 from rlflow.runtime.generation.resampling import RunGraph
@@ -43,6 +43,8 @@ class AheadNodes:
         generates = {node.name: isinstance(node.operation, Generate) for node in planned.ahead_nodes()}
         self.graph = Graph(nodes=tuple(node for node in running.nodes if node.name in generates))
         self.generators = tuple(node for node in self.graph.nodes if generates[node.name])
+        self.is_closed = False
+        """True once nobody waits for outputs any more. A node that runs is the last one."""
         self._judges = self.graph.without(self.generators)
         self._later = running.without(self.graph.nodes)
 
@@ -53,9 +55,15 @@ class AheadNodes:
         edges = {name: type(first).concatenate([each[name] for each in sources]) for name, first in sources[0].items()}
         outputs: dict[str, Any] = {}
         seconds: Mapping[str, float] = {}
+
+        def note_output(name: str, output: Any) -> None:
+            if self.is_closed:
+                raise EngineError("the run has ended.")
+            outputs[name] = output
+
         problem: NotFiniteError | None = None
         try:
-            seconds = self._run_graph(self.graph, self._engines, edges, outputs.__setitem__)
+            seconds = self._run_graph(self.graph, self._engines, edges, note_output)
         except NotFiniteError as error:
             problem = error
         found: dict[int, StepOutputs] = {}

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -124,7 +125,8 @@ class StreamingNodes:
             if outputs:
                 units = rest[::unit] // unit
                 inputs = {origin: each.take_units(units, num_rows // unit) for origin, each in inputs.items()}
-            outputs.append(self._run(node, inputs))
+            # In the node's thread, which may still be at a part that has been discarded.
+            outputs.append(self._thread(node, None).submit(copy_context().run, self._run, node, inputs).result())
         output = type(outputs[0]).concatenate(outputs)
         if len(outputs) > 1:
             units = np.concatenate([rows, rest])[::unit] // unit

@@ -38,8 +38,8 @@ class CallThread:
 
     def _work(self) -> None:
         self._make_calls(block=True)
-        # What others add until they see this is left in the queue.
         self.is_over = True
+        # Others may have added calls just before they could see this.
         self._make_calls(block=False)
 
     def _make_calls(self, *, block: bool) -> None:

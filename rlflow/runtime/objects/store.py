@@ -96,9 +96,10 @@ class RowSpans:
         self._last_join: tuple[tuple[RowSpans, ...], list[list[int]], RowSpans] | None = None
 
     def take(self, rows: Rows) -> "RowSpans":
-        if self._last_take is None or self._last_take[0] is not rows:
-            self._last_take = (rows, RowSpans(self.block[rows], self.start[rows], self.length[rows]))
-        return self._last_take[1]
+        last = self._last_take
+        if last is None or last[0] is not rows:
+            last = self._last_take = (rows, RowSpans(self.block[rows], self.start[rows], self.length[rows]))
+        return last[1]
 
     @staticmethod
     def joined(parts: "tuple[RowSpans, ...]", numbers: list[list[int]]) -> "RowSpans":

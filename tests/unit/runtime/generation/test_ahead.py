@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -112,11 +113,11 @@ class Harness(Engines):
         self["rollout"].engine_group.weights_synced()
         return 0.0
 
-    def ahead(self) -> AheadGeneration:
+    def ahead(self, graph: Graph = GRAPH, run_graph: Any = run_graph) -> AheadGeneration:
         recipe: Any = SimpleNamespace(overlap=self.overlap, steps=STEPS)
         data: Any = Data()
         form = AheadOnSharedGpus if self.shared else AheadOnOwnGpus
-        return form(GRAPH, GRAPH, recipe, self, data, run_graph, self.sync)
+        return form(graph, graph, recipe, self, data, run_graph, self.sync)
 
     def train(self, ahead: AheadGeneration, until: int, delays: Sequence[int] = ()) -> list[dict[str, float]]:
         """Train up to step ``until``; a delay is work of the trainer, during which engines may generate."""
@@ -313,6 +314,23 @@ def test_samples_of_a_checkpoint_are_judged_before_others(tmp_path: Path, monkey
     resumed.close()
     assert calls[0] == "judge"
     assert "generate" not in calls[: calls.count("judge")]
+
+
+def test_no_other_node_runs_once_the_run_has_ended() -> None:
+    """A run that has gone back to a checkpoint uses the same engines."""
+    both = Graph(nodes=(NODE, replace(NODE, name="greedy")))
+    started: list[str] = []
+
+    def run_closing(graph: Graph, engines: Engines, edges: Any, on_output: Callable[[str, Any], None]) -> None:
+        for node in graph.nodes:
+            started.append(node.name)
+            ahead.close()
+            on_output(node.name, None)
+
+    ahead = Harness(Overlap(max_staleness=1)).ahead(both, run_closing)
+    with pytest.raises(EngineError, match="the run has ended"):
+        ahead._nodes.run([0])
+    assert started == ["rollouts"]
 
 
 def test_an_error_of_the_generating_thread_is_raised_where_the_run_waits() -> None:
