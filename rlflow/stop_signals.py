@@ -26,15 +26,18 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(announce: Callable[[], object]) -> Iterator[StopRequest]:
-    """Yield a request that the first SIGINT or SIGTERM sets; a second one raises KeyboardInterrupt.
+    """Yield a request that the first SIGINT or SIGTERM sets; a SIGINT after it raises KeyboardInterrupt.
 
-    ``announce`` is called after the first signal. A KeyboardInterrupt has the exit code as its argument.
+    A SIGTERM after it changes nothing: ``timeout`` and schedulers send it more than once, to the process and to its
+    group. ``announce`` is called after the first signal. A KeyboardInterrupt has the exit code as its argument.
     """
     stop = StopRequest()
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
-            raise KeyboardInterrupt
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
         stop.exit_code = 128 + number
         announce()
 

@@ -13,11 +13,12 @@ from tests.conftest import CONFIG_DIR
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 ENDLESS = ("steps=100000", "checkpoints.every=100000", "evaluation=null", "hydra.run.dir=run")
+ON_RAY = ("cluster=2x1@cpu", "roles.rollout.colocate=[]")
 
 
-@pytest.mark.parametrize("cluster", ["local", pytest.param("2x1@cpu", marks=pytest.mark.soak)])
-def test_sigterm_leaves_a_checkpoint(cluster: str, tmp_path: Path) -> None:
-    words = ["--config-dir", str(CONFIG_DIR), "recipe=fake", f"cluster={cluster}", *ENDLESS]
+@pytest.mark.parametrize("place", [("cluster=local",), pytest.param(ON_RAY, marks=pytest.mark.soak)])
+def test_sigterm_leaves_a_checkpoint(place: tuple[str, ...], tmp_path: Path) -> None:
+    words = ["--config-dir", str(CONFIG_DIR), "recipe=fake", *place, *ENDLESS]
     command = [sys.executable, "-m", "rlflow", *words]
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -31,5 +32,6 @@ def test_sigterm_leaves_a_checkpoint(cluster: str, tmp_path: Path) -> None:
         assert process.wait(timeout=60) == 143, rest
     assert "stopping after this step" in rest
     assert "Traceback" not in rest
+    assert (tmp_path / "run" / "placement.json").exists() == (place == ON_RAY)
     assert json.loads((tmp_path / "run" / "report.json").read_text())["status"] == "stopped"
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1

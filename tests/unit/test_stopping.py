@@ -7,12 +7,13 @@ import pytest
 
 from rlflow.stop_signals import stop_on_signals
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_stops_after_the_step_and_the_second_at_once(first: int, second: int) -> None:
+
+@pytest.mark.parametrize("first", SIGNALS)
+def test_the_first_signal_stops_after_the_step_and_ctrl_c_after_it_at_once(first: int) -> None:
     announced: list[str] = []
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in SIGNALS]
 
     def stop_twice() -> None:
         with stop_on_signals(lambda: announced.append("stopping")) as stopping:
@@ -21,9 +22,19 @@ def test_the_first_signal_stops_after_the_step_and_the_second_at_once(first: int
             assert stopping.is_set()
             assert stopping.exit_code == 128 + first
             assert announced == ["stopping"]
-            os.kill(os.getpid(), second)
+            os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt) as interrupt:
         stop_twice()
     assert interrupt.value.args == (128 + first,)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+@pytest.mark.parametrize("first", SIGNALS)
+def test_sigterm_after_the_first_signal_changes_nothing(first: int) -> None:
+    announced: list[str] = []
+    with stop_on_signals(lambda: announced.append("stopping")) as stopping:
+        for number in (first, signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert stopping.exit_code == 128 + first
+    assert announced == ["stopping"]
