@@ -28,8 +28,8 @@ class StopRequest:
 def stop_on_signals(announce: Callable[[], object]) -> Iterator[StopRequest]:
     """Yield a request that the first SIGINT or SIGTERM sets; a SIGINT after it raises KeyboardInterrupt.
 
-    A SIGTERM after it changes nothing: ``timeout`` and schedulers send it more than once, to the process and to its
-    group. ``announce`` is called after the first signal. A KeyboardInterrupt has the exit code as its argument.
+    A SIGTERM after it changes nothing, because ``timeout`` sends it to the process and to its group. ``announce`` is
+    called after the first signal. A KeyboardInterrupt has the exit code as its argument.
     """
     stop = StopRequest()
 
