@@ -1,9 +1,11 @@
 """A run that is told to stop by SIGTERM ends after its step and leaves a checkpoint, in this process and on Ray."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,21 +14,48 @@ from tests.conftest import CONFIG_DIR
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-ENDLESS = ("steps=100000", "checkpoints.every=100000", "evaluation=null", "hydra.run.dir=run")
-ON_RAY = ("cluster=2x1@cpu", "roles.rollout.colocate=[]")
+ENDLESS = ("checkpoints.every=100000", "evaluation=null", "hydra.run.dir=run")
+# A run whose Ray has ended notices it within 6 s, and in a shorter step would still be in time for a checkpoint.
+SLOW_REWARD = """
+import time
+
+def slow(texts, rows):
+    time.sleep(9)
+    return [1.0] * len(texts)
+"""
+IN_THIS_PROCESS = ("cluster=local", "steps=100000")
+# With rollout and actor on one GPU the plan would not need Ray. One prompt is one call of the reward.
+ON_RAY = (
+    "cluster=2x1@cpu",
+    "roles.rollout.colocate=[]",
+    "graph.rewards.function=slow_reward:slow",
+    "data.batch_size=1",
+    "steps=9",
+)
 
 
-@pytest.mark.parametrize("place", [("cluster=local",), pytest.param(ON_RAY, marks=pytest.mark.soak)])
-def test_sigterm_leaves_a_checkpoint(place: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "first_line", "send"),
+    [(IN_THIS_PROCESS, "fake: ", os.kill), (ON_RAY, "step     1", os.killpg)],
+    ids=["in this process", "on Ray, to the whole group"],
+)
+def test_sigterm_leaves_a_checkpoint(
+    place: tuple[str, ...], first_line: str, send: Callable[[int, int], None], tmp_path: Path
+) -> None:
+    (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
     words = ["--config-dir", str(CONFIG_DIR), "recipe=fake", *place, *ENDLESS]
-    command = [sys.executable, "-m", "rlflow", *words]
     with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-m", "rlflow", *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("fake: "):
-                process.send_signal(signal.SIGTERM)
+            if line.startswith(first_line):
+                send(process.pid, signal.SIGTERM)
                 break
         rest = process.stdout.read()
         assert process.wait(timeout=60) == 143, rest

@@ -7,9 +7,7 @@ has. Anyone who can reach a Ray may run programs as its user, and by default Ray
 import logging
 import os
 import secrets
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,6 +20,7 @@ from rlflow.rewards.processes import descendants, kill
 from rlflow.runtime.objects.ray_api import import_ray
 from rlflow.runtime.ray.cluster.hosts import SIMULATED_LABEL, is_reachable, live_hosts
 from rlflow.runtime.ray.cluster.services import alive_hosts
+from rlflow.runtime.ray.cluster.signals import keeping_signal_handler, own_process_groups
 
 # Seconds in which simulated hosts must start.
 _START_S = 120.0
@@ -100,9 +99,9 @@ def joined(address: str, own_nodes: Callable[[], list[Any]] = list) -> Iterator[
     """Connect to Ray at ``address``, or to a new Ray for ``local``. ``own_nodes`` are those that were started here."""
     ray = import_ray()
     options = {"include_dashboard": False} if address == "local" else {}
-    with _keeping_signal_handler() as restore_handler:
+    with keeping_signal_handler() as restore_handler:
         fix = _BUSY if address == "local" else "use the version and the token (RAY_AUTH_TOKEN) of that Ray"
-        with _start_errors(f"Ray at '{address}' cannot be joined", fix=fix):
+        with own_process_groups(), _start_errors(f"Ray at '{address}' cannot be joined", fix=fix):
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
         try:
             restore_handler()
@@ -128,10 +127,10 @@ def simulated(cluster: Cluster, store_bytes: int = _SIMULATED_STORE) -> Iterator
     before = find_bootstrap_address(None)
     processes = Processes()
     # Ray would compare the hosts' numbers of GPUs with the real GPUs that this process may use.
-    with _keeping_signal_handler() as restore_handler, private_ray(), environment({"CUDA_VISIBLE_DEVICES": None}):
+    with keeping_signal_handler() as restore_handler, private_ray(), environment({"CUDA_VISIBLE_DEVICES": None}):
         try:
             for host in cluster.hosts:
-                with _start_errors(f"host '{host.name}' cannot be simulated"):
+                with own_process_groups(), _start_errors(f"host '{host.name}' cannot be simulated"):
                     processes.add_node(
                         node_name=host.name,
                         num_gpus=host.gpus,
@@ -269,25 +268,3 @@ def _reload_token() -> None:
     raylet: Any = ray._raylet  # its types are not complete
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
-
-
-@contextmanager
-def _keeping_signal_handler() -> Iterator[Callable[[], None]]:
-    """Keep this process's handler of SIGTERM, which Ray replaces when it starts.
-
-    The function that it yields restores the process's own handler at once, since a run has one for stopping with a
-    checkpoint. Without an own handler Ray's stays until the exit, and ends Ray with the process.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-    before = signal.getsignal(signal.SIGTERM)
-
-    def restore_handler() -> None:
-        if before not in (signal.SIG_DFL, signal.SIG_IGN):
-            signal.signal(signal.SIGTERM, before)
-
-    try:
-        yield restore_handler
-    finally:
-        signal.signal(signal.SIGTERM, before)
