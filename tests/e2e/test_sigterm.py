@@ -14,8 +14,8 @@ from tests.conftest import CONFIG_DIR
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-ENDLESS = ("checkpoints.every=100000", "evaluation=null", "hydra.run.dir=run")
-# A run whose Ray has ended notices it within 6 s, and in a shorter step would still be in time for a checkpoint.
+OPTIONS = ("checkpoints.every=100000", "evaluation=null", "hydra.run.dir=run")
+# A run notices after about 7 s that its Ray has ended, so a shorter step would still be in time for a checkpoint.
 SLOW_REWARD = """
 import time
 
@@ -35,15 +35,15 @@ ON_RAY = (
 
 
 @pytest.mark.parametrize(
-    ("place", "first_line", "send"),
+    ("place", "awaited_line", "send"),
     [(IN_THIS_PROCESS, "fake: ", os.kill), (ON_RAY, "step     1", os.killpg)],
     ids=["in this process", "on Ray, to the whole group"],
 )
 def test_sigterm_leaves_a_checkpoint(
-    place: tuple[str, ...], first_line: str, send: Callable[[int, int], None], tmp_path: Path
+    place: tuple[str, ...], awaited_line: str, send: Callable[[int, int], None], tmp_path: Path
 ) -> None:
     (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
-    words = ["--config-dir", str(CONFIG_DIR), "recipe=fake", *place, *ENDLESS]
+    words = ["--config-dir", str(CONFIG_DIR), "recipe=fake", *place, *OPTIONS]
     with subprocess.Popen(
         [sys.executable, "-m", "rlflow", *words],
         cwd=tmp_path,
@@ -54,7 +54,7 @@ def test_sigterm_leaves_a_checkpoint(
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith(first_line):
+            if line.startswith(awaited_line):
                 send(process.pid, signal.SIGTERM)
                 break
         rest = process.stdout.read()

@@ -1,4 +1,4 @@
-"""Signals between a run and the Ray that it starts: neither takes those that are for the other."""
+"""Signals to a run: Ray does not take their handler, and those to the run's process group do not end Ray."""
 
 import signal
 import sys
@@ -33,10 +33,10 @@ def keeping_signal_handler() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def own_process_groups() -> Iterator[None]:
-    """Start Ray's processes inside in process groups of their own.
+    """Have Ray start its processes in process groups of their own, apart from the group of this process.
 
     A SIGTERM to the group of the run, as ``timeout`` sends it, then does not end Ray before the run's last step. On
-    Linux the kernel kills these processes when the run ends; elsewhere Ray finds them by the group, which is kept.
+    Linux the kernel kills them when this process ends. Elsewhere Ray kills them by their group, so they stay in it.
     """
     from ray._private import services
 
