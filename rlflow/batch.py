@@ -198,7 +198,7 @@ class Rewards(Batch):
         return known_mean(self.values)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the mean reward, and the standard deviation of the known ones."""
+        """Return the mean and the standard deviation of the rewards that are known."""
         return {"mean": self.mean(), "std": float(np.nanstd(self.values, dtype=np.float64))}
 
 
@@ -274,7 +274,7 @@ class Metrics:
     values: Mapping[str, float]
 
     def metrics(self) -> Mapping[str, float]:
-        """Return all of them."""
+        """Return all values."""
         return self.values
 
 

@@ -105,7 +105,7 @@ class Repeated(Packed):
 
     @classmethod
     def from_packed(cls, column: Packed) -> "Repeated":
-        """Encode the rows of ``column``."""
+        """Encode each row of ``column`` as runs of equal values."""
         values, offsets = column.values, column.offsets
         is_first = np.ones(len(values), np.bool_)
         is_first[1:] = values[1:] != values[:-1]

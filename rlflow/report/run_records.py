@@ -33,7 +33,7 @@ class _Record:
 
 
 class PlannedRecipe(BaseModel):
-    """The recipe in ``plan.json``, with all its other values beside these."""
+    """The recipe in ``plan.json``. Values without a field here are kept as they are."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
