@@ -53,12 +53,14 @@ def test_sigterm_leaves_a_checkpoint(
         start_new_session=True,
     ) as process:
         assert process.stdout is not None
+        before = ""
         for line in process.stdout:
+            before += line
             if line.startswith(awaited_line):
                 send(process.pid, signal.SIGTERM)
                 break
         rest = process.stdout.read()
-        assert process.wait(timeout=60) == 143, rest
+        assert process.wait(timeout=60) == 143, before + rest
     assert "stopping after this step" in rest
     assert "Traceback" not in rest
     assert (tmp_path / "run" / "placement.json").exists() == (place == ON_RAY)
