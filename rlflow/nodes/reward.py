@@ -156,4 +156,4 @@ class Reward(Node, kind="reward", unit="sample"):
         if failure.kind in ("raised", "invalid"):
             contract = "it is called with texts of responses and rows of the data set, and returns a number for each"
             raise RecipeError(path, fact, fix=contract)
-        raise EngineError(f"reward {fact}. With on_failure: exclude such responses are left out.")
+        raise EngineError(f"reward {fact}. With on_failure: exclude under functions, such responses are left out.")

@@ -28,8 +28,8 @@ class Failure:
     kind: Kind
     """The kind of mistake: ``raised``, ``invalid``, ``unreadable``, ``timeout``, ``died`` or ``unavailable``."""
     reason: str
-    """Continues a sentence that starts with the function's name: ``took longer than 10 s``. Long reasons are cut,
-    because errors and services may return texts of any length."""
+    """Continues a sentence that starts with the function's name: ``took longer than its timeout_s of 10 s``. Long
+    reasons are cut, because errors and services may return texts of any length."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", self.reason[:_MAX_REASON_LENGTH])

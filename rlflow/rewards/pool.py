@@ -148,7 +148,7 @@ class ProcessPool:
         queue.extendleft(reversed(others))
         exit_code = self._end(worker)
         if is_late:
-            failure = Failure("timeout", f"took longer than {self._specs[call.name].timeout_s:g} s")
+            failure = Failure("timeout", f"took longer than its timeout_s of {self._specs[call.name].timeout_s:g} s")
         else:
             failure = Failure("died", f"ended its process ({_describe_exit(exit_code)})")
         return call, [failure] * len(call.indices)

@@ -24,11 +24,13 @@ def slow(texts, rows):
     return [1.0] * len(texts)
 """
 IN_THIS_PROCESS = ("cluster=local", "steps=100000")
-# With rollout and actor on one GPU the plan would not need Ray. One prompt is one call of the reward.
+# With rollout and actor on one GPU the plan would not need Ray. One prompt is one call of the reward. The default of
+# timeout_s is 10 s, which a busy machine may exceed.
 ON_RAY = (
     "cluster=2x1@cpu",
     "roles.rollout.colocate=[]",
-    "graph.rewards.function=slow_reward:slow",
+    "graph.rewards.function=null",
+    "graph.rewards.functions={slow: {function: 'slow_reward:slow', timeout_s: 60}}",
     "data.batch_size=1",
     "steps=9",
 )

@@ -149,7 +149,11 @@ def test_a_term_that_is_only_a_metric_excludes_nothing() -> None:
 @pytest.mark.parametrize(
     ("function", "kind", "message"),
     [
-        (one_fails, EngineError, "reward '{}' is out. With on_failure: exclude such responses are left out."),
+        (
+            one_fails,
+            EngineError,
+            "reward '{}' is out. With on_failure: exclude under functions, such responses are left out.",
+        ),
         (raising, RecipeError, "functions.part: '{}' failed (KeyError: 'solution')."),
     ],
 )

@@ -70,11 +70,11 @@ def outcomes(pool: ProcessPool, texts: list[str], name: str = "does", size: int 
 @pytest.mark.parametrize(
     ("does", "kind", "reason"),
     [
-        ("hang", "timeout", "took longer than 0.5 s"),
-        ("hang on", "timeout", "took longer than 0.5 s"),
-        ("sleep", "timeout", "took longer than 0.5 s"),
-        ("stop itself", "timeout", "took longer than 0.5 s"),
-        ("leave a daemon", "timeout", "took longer than 0.5 s"),
+        ("hang", "timeout", "took longer than its timeout_s of 0.5 s"),
+        ("hang on", "timeout", "took longer than its timeout_s of 0.5 s"),
+        ("sleep", "timeout", "took longer than its timeout_s of 0.5 s"),
+        ("stop itself", "timeout", "took longer than its timeout_s of 0.5 s"),
+        ("leave a daemon", "timeout", "took longer than its timeout_s of 0.5 s"),
         ("close everything", "died", "ended its process"),
         ("exit", "died", "ended its process (exit code 0)"),
         ("kill itself", "died", "ended its process (SIGKILL)"),
@@ -115,7 +115,7 @@ def test_what_goes_wrong_is_a_failure_with_a_reason(does: str, kind: Kind, reaso
 
 def test_of_a_batch_only_the_response_that_hangs_fails(pool: ProcessPool) -> None:
     found = outcomes(pool, ["a", "b", "hang", "d", "e"], "by_fours", 4)
-    assert found == [1.0, 1.0, Failure("timeout", "took longer than 0.5 s"), 1.0, 1.0]
+    assert found == [1.0, 1.0, Failure("timeout", "took longer than its timeout_s of 0.5 s"), 1.0, 1.0]
 
 
 def test_calls_of_functions_with_their_own_timeout_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_calls_of_functions_with_their_own_timeout_are_not_repeated(monkeypatch:
     pool = ProcessPool({"told": part("told_its_time", 0.3)}, num_workers=1)
     fork = Mock(wraps=pool.fork_server.fork)
     monkeypatch.setattr(pool.fork_server, "fork", fork)
-    assert outcomes(pool, ["a"] * 4, "told", 4) == [Failure("timeout", "took longer than 0.3 s")] * 4
+    assert outcomes(pool, ["a"] * 4, "told", 4) == [Failure("timeout", "took longer than its timeout_s of 0.3 s")] * 4
     assert fork.call_count <= 2, "each response alone would end a worker of its own"
     pool.stop()
 
@@ -238,7 +238,7 @@ def test_a_worker_that_does_not_read_its_first_call(pool: ProcessPool) -> None:
         os.kill(worker.pid, signal.SIGSTOP)
     began = time.monotonic()
     call = Call("does", [0], ["good"], [{"blob": "x" * 10**7}])
-    assert list(pool.outcomes([call])) == [(call, [Failure("timeout", "took longer than 0.5 s")])]
+    assert list(pool.outcomes([call])) == [(call, [Failure("timeout", "took longer than its timeout_s of 0.5 s")])]
     assert time.monotonic() - began < LATE_S
     for worker in pool.workers:
         os.kill(worker.pid, signal.SIGCONT)
@@ -253,7 +253,8 @@ def test_large_texts_queued_after_a_call_that_hangs(pool: ProcessPool) -> None:
     ]
     began = time.monotonic()
     given = {call.indices[0]: every[0] for call, every in pool.outcomes(calls)}
-    assert given == {0: Failure("timeout", "took longer than 0.5 s"), **dict.fromkeys(range(1, 21), 1.5)}
+    late = Failure("timeout", "took longer than its timeout_s of 0.5 s")
+    assert given == {0: late, **dict.fromkeys(range(1, 21), 1.5)}
     assert time.monotonic() - began < LATE_S
 
 
@@ -370,7 +371,8 @@ def test_no_call_is_lost_when_workers_die(deaths: int, pool: ProcessPool) -> Non
     "hangs", [4, pytest.param(20, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)]
 )
 def test_the_pool_is_whole_after_many_hangs(hangs: int, pool: ProcessPool) -> None:
-    assert outcomes(pool, ["hang"] * hangs, "brief") == [Failure("timeout", "took longer than 0.02 s")] * hangs
+    late = Failure("timeout", "took longer than its timeout_s of 0.02 s")
+    assert outcomes(pool, ["hang"] * hangs, "brief") == [late] * hangs
     assert outcomes(pool, ["good"] * hangs, "patient") == [1.5] * hangs
     assert sorted(children(pool.fork_server.pid)) == sorted(worker.pid for worker in pool.workers)
     assert len(pool.workers) == 2
