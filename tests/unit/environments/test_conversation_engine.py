@@ -327,7 +327,9 @@ def test_an_environment_that_hangs_is_no_failure_of_an_engine() -> None:
     node = replace(NODE, environment="tests.unit.environments.slow:Hanging", timeout_s=0.2)
     engines = Threads([Eager(spec()) for _ in range(2)])
     group = EngineGroup("role", engines, lambda: None)
-    with pytest.raises(EnvironmentFailedError, match=r"^environment '.*Hanging' took longer than 0.2 s"):
+    with pytest.raises(
+        EnvironmentFailedError, match=r"^environment '.*Hanging' took longer than its timeout_s of 0.2 s"
+    ):
         group.generate(GIVEN, node.sampling)
     assert group.take_failures() == []
 

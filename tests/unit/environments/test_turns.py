@@ -48,7 +48,7 @@ def answers(
 @pytest.mark.parametrize(
     ("does", "kind", "reason"),
     [
-        ("hang", "timeout", "took longer than 0.5 s"),
+        ("hang", "timeout", "took longer than its timeout_s of 0.5 s"),
         ("raise", "raised", "failed (ZeroDivisionError: integer division or modulo by zero)"),
         ("exit", "raised", "failed (SystemExit: 3)"),
         ("nothing", "invalid", "returned 'None', which is not an Observation, for 'nothing'"),

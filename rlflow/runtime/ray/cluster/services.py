@@ -11,9 +11,12 @@ from rlflow.runtime.ray.cluster.hosts import is_reachable
 
 # Seconds for what a live service answers at once.
 _ANSWER_S = 2.0
-# Seconds without an answer after which the control service is given up. Nobody restarts a private one. A shared one may
-# come back, if it keeps its state in a database; after 60 s Ray itself would end this process.
-_PRIVATE_CONTROL_S, _SHARED_CONTROL_S = 4.0, 45.0
+# Seconds without an answer after which the control service is given up. Nobody restarts a private one: if nothing
+# listens at its address, it has died, else it is stopped, or has no CPU or disk at the moment. A shared one may come
+# back, if it keeps its state in a database. After 60 s Ray itself would end this process.
+_DEAD_PRIVATE_S, _SILENT_PRIVATE_S, _SHARED_S = 4.0, 20.0, 45.0
+# Without an answer, a question that took so long shows that this process had no CPU itself, so nobody else is silent.
+_OWN_DELAY_S = 5.0
 # Seconds in which nothing accepts a connection on a host, after which the host is given up.
 _HOST_S = 2.0
 # Seconds in which it is decided whether a host is lost, and seconds between two looks meanwhile.
@@ -39,14 +42,17 @@ class RayServices:
         self._address: str = import_ray().get_runtime_context().gcs_address
         self.are_private = self._address.startswith("127.")
         """The services were started by this run, and end with it."""
-        self._control_s = _PRIVATE_CONTROL_S if self.are_private else _SHARED_CONTROL_S
         self._silent_since: dict[str, float] = {}
         """The time at which each silent service was first found so, by address."""
 
     def outage(self) -> Outage:
         """Return what has not answered for so long that it is given up."""
+        asked_at = time.monotonic()
         alive = alive_hosts()
-        if (silence := self._silence(self._address, is_silent=alive is None)) > self._control_s:
+        if alive is None and time.monotonic() - asked_at > _OWN_DELAY_S:
+            return Outage()
+        silence = self._silence(self._address, is_silent=alive is None)
+        if alive is None and silence > self._control_limit_s():
             return Outage(
                 control=f"Ray's control service (GCS) at {self._address} has not answered for {silence:.0f} s"
             )
@@ -74,6 +80,12 @@ class RayServices:
             if not is_open or time.monotonic() > deadline:
                 return [name for name, host in self._hosts.items() if host.node_id in lost]
             time.sleep(_POLL_S)
+
+    def _control_limit_s(self) -> float:
+        """Return for how many seconds the control service, which is silent now, may be so."""
+        if not self.are_private:
+            return _SHARED_S
+        return _SILENT_PRIVATE_S if is_reachable(self._address) else _DEAD_PRIVATE_S
 
     def _silence(self, address: str, *, is_silent: bool) -> float:
         """Return for how many seconds a service has been silent."""
