@@ -152,7 +152,7 @@ def main() -> int:
     with TemporaryDirectory(prefix="rlflow-overheads-") as temporary:
         folder = Path(temporary)
         # This also makes the model that the runs start from, where no run on this machine has.
-        run(rlflow.compile(rlflow.load([*_RECIPE, "steps=1"]), None), folder / "first", LocalRuntime())
+        run(rlflow.compile(rlflow.load([*_RECIPE, "steps=10"]), None), folder / "first", LocalRuntime())
         times = measure(folder, options.steps)
         on_ray = measure_deadlines(folder / "ray", options.steps)
     figures: dict[str, float | bool] = {}

@@ -99,7 +99,7 @@ def broken_rules(recipe: Any) -> list[str]:
     """Return what is wrong with a recipe; nothing for one that may be planned."""
     if not isinstance(recipe, Mapping):
         return ["a recipe is a mapping"]
-    found = [*_broken_values(recipe, ()), *_broken_keys(recipe), *_broken_references(recipe)]
+    found = [*_broken_values(recipe, ()), *_broken_keys(recipe), *_broken_references(recipe), *_broken_warmups(recipe)]
     return [rule for rule in found if rule]
 
 
@@ -196,6 +196,12 @@ def _broken_references(recipe: Mapping[str, Any]) -> Iterator[str]:
                 yield f"graph.{name}.{key}: a node or a source"
             if node[key] == name:
                 yield f"graph.{name}.{key}: another node"
+
+
+def _broken_warmups(recipe: Mapping[str, Any]) -> Iterator[str]:
+    for warmup in _sections(recipe, ("roles", "*", "optimizer", "warmup_steps")):
+        if isinstance(warmup, int) and isinstance(recipe.get("steps"), int) and warmup > recipe["steps"]:
+            yield "warmup_steps: no more than the steps of the run"
 
 
 def _names(section: Mapping[Any, Any]) -> list[Any]:

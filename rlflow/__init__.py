@@ -71,7 +71,7 @@ def run(
 
     Example:
 
-        recipe = rlflow.load(["recipe=beginner_tiny", "steps=2", "evaluation=null"])
+        recipe = rlflow.load(["recipe=beginner_tiny", "steps=20", "evaluation=null"])
         report = rlflow.run(rlflow.compile(recipe))
         print(report.models["actor"], report.metrics["update/loss"])
     """

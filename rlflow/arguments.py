@@ -118,6 +118,8 @@ def _translate(argument: str, groups: set[str], config_dir: Path | None) -> str:
         return argument
     if key in groups and "${" in value:
         raise RecipeError(key, "the name of a file cannot have a reference", fix=f"write the name: {key}=NAME")
+    if key in ("recipe", "cluster") and value.startswith(("[", "{")):
+        raise RecipeError(key, f"{value} is not a name", fix=f"{key}=NAME, or -m {key}=NAME,OTHER for a sweep")
     if key in groups:
         return f"{key}={','.join(_quote_choice(key, each, config_dir) for each in value.split(','))}"
     # '++' sets a key whether or not it exists. The recipe's own check reports unknown keys more clearly than Hydra.

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rlflow.compiler.data_checks import data_warnings
 from rlflow.compiler.graph import SOURCES, Graph, GraphNode, resampled_nodes
-from rlflow.compiler.learning_checks import learning_warnings
 from rlflow.compiler.wire import wire
 from rlflow.engines.registry import engine_kind
 from rlflow.errors import GraphError, RecipeError
@@ -207,7 +206,6 @@ def graph_warnings(recipe: Recipe, graph: Graph) -> Iterator[str]:
             f"graph.{resampled[-1].name}: the plan expects responses for {recipe.expect.rounds:g} x the prompts that "
             "are trained on (expect.rounds)"
         )
-    yield from learning_warnings(recipe)
     yield from data_warnings(recipe)
     for name, role in recipe.roles.items():
         model = recipe.models[role.model].architecture

@@ -20,6 +20,7 @@ def check_learning(recipe: Recipe, graph: Graph) -> None:
     """Raise RecipeError or GraphError for a policy that would learn nothing, or not from its own responses."""
     nodes = {node.name: node for node in graph.nodes}
     _check_evaluation_size(recipe)
+    _check_learning_rates(recipe, graph)
     for node in graph.nodes:
         if isinstance(node.operation, Generate):
             _check_size(recipe, node, node.operation)
@@ -42,14 +43,16 @@ def check_learning(recipe: Recipe, graph: Graph) -> None:
             _check_reference(recipe, graph, reference)
 
 
-def learning_warnings(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning for each learning rate that the run ends too early to reach."""
+def _check_learning_rates(recipe: Recipe, graph: Graph) -> None:
+    """Raise RecipeError for a learning rate that the run ends too early to reach."""
     for name, role in recipe.roles.items():
-        if role.optimizer is not None and role.optimizer.warmup_steps > recipe.steps:
-            yield (
-                f"roles.{name}.optimizer.warmup_steps: the warm-up of {role.optimizer.warmup_steps} steps is longer "
-                f"than the run, which has {recipe.steps}"
-            )
+        # The schedule of a policy begins after the steps that train the critic alone.
+        before = graph.critic_warmup(name)
+        steps, warmup = recipe.steps - before, role.optimizer.warmup_steps if role.optimizer else 0
+        if warmup > steps:
+            path = f"roles.{name}.optimizer.warmup_steps"
+            fact = f"{warmup} steps are longer than the run, which trains '{name}' for {steps}"
+            raise RecipeError(path, fact, fix=f"{path}={steps} or less, or steps={before + warmup} or more")
 
 
 def _check_size(recipe: Recipe, node: GraphNode, operation: Generate) -> None:

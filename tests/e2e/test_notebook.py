@@ -38,7 +38,7 @@ def test_the_stored_outputs_are_small_and_safe() -> None:
 def test_the_notebook_runs_with_a_small_model(tmp_path: Path) -> None:
     """The model has random weights, so that no other run must make it."""
     notebook, stored = read(), outputs(read())
-    small = ["recipe=grpo_tiny", "steps=2", *NEW_MODEL]
+    small = ["recipe=grpo_tiny", "steps=2", "roles.actor.optimizer.warmup_steps=2", *NEW_MODEL]
     cells = [cell.id for cell in notebook.cells]
     plan = nbformat.v4.new_code_cell(f"plan = rlflow.compile(rlflow.load({small}), 'local')")
     notebook.cells.insert(cells.index("run"), plan)

@@ -43,6 +43,7 @@ def test_the_tiny_recipe_runs_on_two_hosts(
     """A recipe without overrides gains at least 0.1 in a few steps."""
     pins = [f"roles.{role}.gpus=2" for role in roles]
     options = ["cluster=2x1@cpu", f"steps={steps}", f"evaluation.every={steps}", "profile=[2]"]
+    options.append("roles.actor.optimizer.warmup_steps=2")
     settings = [f"recipe={recipe}", *options, *pins, *overrides]
     done = subprocess.run(
         [sys.executable, "-m", "rlflow", *settings],

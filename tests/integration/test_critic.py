@@ -28,7 +28,10 @@ from tests.integration.test_run import go as here
 pytestmark = pytest.mark.slow
 HOSTS = "4x1@cpu"
 
-SMALL = ("steps=6", "data.batch_size=6", "evaluation={every: 2, num_prompts: 10}", "checkpoints.every=2")
+SMALL = (
+    *("steps=6", "data.batch_size=6", "evaluation={every: 2, num_prompts: 10}", "checkpoints.every=2"),
+    *(f"roles.{role}.optimizer.warmup_steps=0" for role in ("actor", "critic")),
+)
 FAKE = tuple(f"roles.{role}.engine=fake" for role in ("actor", "critic", "reference", "rollout"))
 SCHEDULE = tuple(
     f"roles.{role}.optimizer={{learning_rate: 1.0e-3, schedule: linear, warmup_steps: 1}}"

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_same_is_learned(tmp_path: Path) -> None:
-    plan = plan_of("sft_tiny", "steps=12", "checkpoints.every=100", "data.batch_size=64")
+    plan = plan_of("sft_tiny", "steps=20", "checkpoints.every=100", "data.batch_size=64")
     # From where there is something to gain.
     actor = plan.roles["actor"]
     small = replace(actor, layout=replace(actor.layout, micro_batch_tokens=64))

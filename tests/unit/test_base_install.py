@@ -48,7 +48,7 @@ def test_a_plan_needs_nothing_that_trains(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_says_what_to_install(tmp_path: Path) -> None:
-    done = typed("steps=1", cwd=tmp_path)
+    done = typed(cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
         "RecipeError: run: training needs torch, transformers, datasets, safetensors, tensorboard, and this rlflow is "

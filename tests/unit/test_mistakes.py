@@ -24,6 +24,7 @@ ENDS_WITHOUT_SPACE = Path("/dev/full")
     [
         ("roles.actor.optimizer={betas: [0.9]}", "roles.actor.optimizer.betas: [0.9] is not valid: expected more than"),
         ("roles.actor.optimizer={betas: []}", "roles.actor.optimizer.betas: [] is not valid: expected more than 0"),
+        ("roles.actor.optimizer={betas: [1, 0.9, 0.9]}", "roles.actor.optimizer.betas: [1, 0.9, 0.9] is not valid"),
         ("data.batch_size=1e20", "data.batch_size: 1e+20 is not valid"),
         ("data.batch_size=100000000000000000000", "data.batch_size: 100000000000000000000 is not valid"),
         ("steps=100000000000000000000", "steps: 100000000000000000000 is not valid"),

@@ -158,6 +158,8 @@ def test_a_file_that_starts_from_two_recipes_names_what_both_choose(tmp_path: Pa
         ("steps=1,000", "steps: a comma separates the values of a sweep, got 1,000.\n  Fix: -m for a sweep"),
         ("data.system_prompt=It's 5", "data.system_prompt: It's 5 cannot be read.\n  Fix: quote a text"),
         ("steps='1''2'", "steps: '1''2' cannot be read.\n  Fix: quote a text"),
+        ("recipe=[]", "recipe: [] is not a name.\n  Fix: recipe=NAME"),
+        ("cluster={}", "cluster: {} is not a name.\n  Fix: cluster=NAME"),
         ("recipe=./", "recipe: './' is a folder.\n  Fix: name a file in it"),
     ],
 )

@@ -87,6 +87,7 @@ def overrides(cluster: str, architecture: str) -> list[str]:
     """Return the overrides of the run: ``grpo_tiny_cluster`` for a few steps, with a new model."""
     return [
         *("recipe=grpo_tiny_cluster", f"cluster={cluster}", f"steps={_STEPS}"),
+        f"roles.actor.optimizer.warmup_steps={_STEPS}",
         *("evaluation=null", "checkpoints.every=1000", "~models.policy.recipe"),
         "models.policy={random_weights: true, characters: '0123456789+=', dtype: bfloat16, "
         f"architecture: {{{architecture}}}}}",
