@@ -158,7 +158,7 @@ TEXTS = {
     "environment with a default": "name: ${oc.env:NOT_SET,x}",
     "environment in an option of the command line": "cluster: {shape: '${oc.env:MARKED}'}",
     "environment in tune": "tune: ${oc.env:MARKED}",
-    "decoded": "steps: ${oc.decode:'5'}",
+    "decoded": "steps: ${oc.decode:'50'}",
     "decoded environment": "steps: ${oc.decode:${oc.env:MARKED}}",
     "created": "data: {options: '${oc.create:{digits: 2}}'}",
     "selected with a default from the environment": "name: ${oc.select:nothing,${oc.env:MARKED}}",

@@ -92,12 +92,12 @@ def _recipe(model: str, cluster: str, folder: Path) -> tuple[str, ...]:
         )
         return (f"recipe={write_recipe(recipe_of(probe), folder)}",)
     if model == "sft_tiny":
-        return (f"recipe={model}", *_warm("actor"), *(("roles.actor.engine=deepspeed",) if on_hosts else ()))
+        return (f"recipe={model}", *_without_warmup("actor"), *(("roles.actor.engine=deepspeed",) if on_hosts else ()))
     roles = ("actor", "critic") if model == "ppo_tiny" else ("actor",)
-    return (f"recipe={model}{'_cluster' if on_hosts else ''}", *_warm(*roles), "evaluation=null")
+    return (f"recipe={model}{'_cluster' if on_hosts else ''}", *_without_warmup(*roles), "evaluation=null")
 
 
-def _warm(*roles: str) -> tuple[str, ...]:
+def _without_warmup(*roles: str) -> tuple[str, ...]:
     """Return arguments without the warm-ups of learning rates, which are longer than these runs."""
     return tuple(f"roles.{role}.optimizer.warmup_steps=0" for role in roles)
 
@@ -166,7 +166,7 @@ def main() -> int:
             calibration = folder / "calibration.yaml"
             calibrate(_LOCAL, calibration)
         # Trains the model that the tiny recipes start from, unless it is cached.
-        run(["recipe=grpo_tiny", *_warm("actor"), "steps=1", "evaluation=null"], folder / "base")
+        run(["recipe=grpo_tiny", *_without_warmup("actor"), "steps=1", "evaluation=null"], folder / "base")
         results = []
         for case in cases(folder, quick=options.quick):
             results.append(measure(case, calibration.resolve(), folder))
