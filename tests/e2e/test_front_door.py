@@ -37,7 +37,7 @@ def test_version_and_help(typed: Typed) -> None:
     [
         ("cluster=16", "RecipeError: cluster: '16' is neither"),
         ("cluster=null", "RecipeError: cluster: no cluster 'null'"),
-        ("cluster=[1]", "RecipeError: command line: "),
+        ("cluster=[1]", "RecipeError: cluster: [1] is not a name"),
         ("recipe=1.5", "RecipeError: recipe: no recipe '1.5'"),
         ("--shell-completion", "RecipeError: --shell-completion: is incomplete"),
         ("cluster.shape=1x1", "RecipeError: cluster.gpus: is missing"),
