@@ -98,7 +98,7 @@ def _recipe(model: str, cluster: str, folder: Path) -> tuple[str, ...]:
 
 
 def _without_warmup(*roles: str) -> tuple[str, ...]:
-    """Return arguments without the warm-ups of learning rates, which are longer than these runs."""
+    """Return arguments that leave out the warm-ups of learning rates, which are longer than these runs."""
     return tuple(f"roles.{role}.optimizer.warmup_steps=0" for role in roles)
 
 

@@ -118,6 +118,7 @@ def _translate(argument: str, groups: set[str], config_dir: Path | None) -> str:
         return argument
     if key in groups and "${" in value:
         raise RecipeError(key, "the name of a file cannot have a reference", fix=f"write the name: {key}=NAME")
+    # Not for every group: a recipe has a key data too, which may be a mapping.
     if key in ("recipe", "cluster") and value.startswith(("[", "{")):
         raise RecipeError(key, f"{value} is not a name", fix=f"{key}=NAME, or -m {key}=NAME,OTHER for a sweep")
     if key in groups:

@@ -56,7 +56,7 @@ _FIXES: Mapping[str, str] = {
     "string_type": "write a text; quote it if it looks like a number",
     "string_too_short": "write a text that is not empty",
     "literal_error": "use {expected}",
-    "too_long": "use no more than {max_length}",
+    "too_long": "use {max_length} items or less",
     "tuple_type": "write a list: [A, B]",
     "dict_type": "write keys with values: {{KEY: VALUE}}",
     "dataclass_type": "write keys with values: {{KEY: VALUE}}",

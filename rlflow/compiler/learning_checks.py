@@ -48,7 +48,8 @@ def _check_learning_rates(recipe: Recipe, graph: Graph) -> None:
     for name, role in recipe.roles.items():
         # The schedule of a policy begins after the steps that train the critic alone.
         before = graph.critic_warmup(name)
-        steps, warmup = recipe.steps - before, role.optimizer.warmup_steps if role.optimizer else 0
+        steps = recipe.steps - before
+        warmup = role.optimizer.warmup_steps if role.optimizer else 0
         if warmup > steps:
             path = f"roles.{name}.optimizer.warmup_steps"
             fact = f"{warmup} steps are longer than the run, which trains '{name}' for {steps}"

@@ -42,8 +42,8 @@ SAID = {
 def test_it_runs(algorithm: str, tmp_path: Path) -> None:
     reward = [] if algorithm in FROM_PAIRS else ["graph.rewards.function='tests.integration.reward_functions:length'"]
     roles = {"ppo": ("actor", "critic"), "rm": ("reward",)}.get(algorithm, ("actor",))
-    warm = [f"roles.{role}.optimizer.warmup_steps=0" for role in roles]
-    recipe = load(f"recipe={algorithm}_tiny", "steps=2", "data.batch_size=4", *warm, *reward)
+    no_warmup = [f"roles.{role}.optimizer.warmup_steps=0" for role in roles]
+    recipe = load(f"recipe={algorithm}_tiny", "steps=2", "data.batch_size=4", *no_warmup, *reward)
     small = load("recipe=real", config_dir=CONFIG_DIR).models["policy"]
     recipe = replace(recipe, models=dict.fromkeys(recipe.models, small), evaluation=Evaluation(every=2, num_prompts=5))
     report = run(rlflow.compile(recipe, "local"), tmp_path, LocalRuntime(), [MetricsWriter()])

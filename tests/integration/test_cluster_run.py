@@ -32,8 +32,8 @@ NEW_MODEL = (
 @pytest.mark.parametrize(
     ("recipe", "roles", "steps", "overrides"),
     [
-        ("grpo_tiny_cluster", POLICY, 2, NEW_MODEL),
-        pytest.param("grpo_tiny_cluster", POLICY, 8, (), marks=pytest.mark.soak),
+        ("grpo_tiny_cluster", POLICY, 2, (*NEW_MODEL, "roles.actor.optimizer.warmup_steps=2")),
+        pytest.param("grpo_tiny_cluster", POLICY, 10, (), marks=pytest.mark.soak),
         pytest.param("ppo_tiny_cluster", ["critic", *POLICY], 16, (), marks=pytest.mark.soak),
     ],
 )
@@ -43,7 +43,6 @@ def test_the_tiny_recipe_runs_on_two_hosts(
     """A recipe without overrides gains at least 0.1 in a few steps."""
     pins = [f"roles.{role}.gpus=2" for role in roles]
     options = ["cluster=2x1@cpu", f"steps={steps}", f"evaluation.every={steps}", "profile=[2]"]
-    options.append("roles.actor.optimizer.warmup_steps=2")
     settings = [f"recipe={recipe}", *options, *pins, *overrides]
     done = subprocess.run(
         [sys.executable, "-m", "rlflow", *settings],
