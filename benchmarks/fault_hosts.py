@@ -10,7 +10,7 @@ from select import select
 from time import monotonic, sleep
 from unittest.mock import patch
 
-from rlflow.compose import load_cluster
+from rlflow.recipe.compose import load_cluster
 from rlflow.rewards.processes import descendants, die_with_parent, kill
 from rlflow.runtime.ray.cluster import connection
 

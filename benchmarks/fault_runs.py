@@ -19,7 +19,7 @@ from benchmarks.fault_hosts import HOSTS, Hosts, shared_hosts, wait_for_end
 from benchmarks.fault_injection import DRIVER, Fault, Faults, FaultyProcess, FaultyWorker
 from benchmarks.faulty_process import FINISHED, TYPED, UNTYPED
 from benchmarks.kills import contents, names
-from rlflow.calibrate.probes import Probe, recipe_of, write_recipe
+from rlflow.commands.calibrate.probes import Probe, recipe_of, write_recipe
 from rlflow.compiler.plan import Plan
 from rlflow.errors import EngineError, UserError
 from rlflow.report.records import MetricsWriter, SampleLog

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import rlflow
 from benchmarks.reporting import Goal, finish
-from rlflow.compose import load_cluster
 from rlflow.errors import PlacementError, UserError
 from rlflow.recipe import Recipe
+from rlflow.recipe.compose import load_cluster
 from rlflow.resources.cluster import Cluster, Host
 
 # Recipes, each with its roles and the nodes that generate.

@@ -44,7 +44,7 @@ from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.published.libraries import FSDP2
 from benchmarks.reporting import Goal, finish
-from rlflow.compose import CONF
+from rlflow.recipe.compose import CONF
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.phases import update_terms
 from rlflow.resources.models.architecture import Architecture

@@ -20,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from benchmarks.hostile_files import FILES
 from rlflow.cli import main
 from rlflow.errors import FileError
-from rlflow.yaml_files import read_yaml
+from rlflow.recipe.yaml_files import read_yaml
 
 EFFECTS: list[str] = []
 SECRET = "marked-secret-5309"

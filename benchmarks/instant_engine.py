@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rlflow.batch import Logprobs, Metrics, Minibatch, Packed, Prompts, Repeated, Rollouts, Sequences
+from rlflow.batch.packed import offsets_of
 from rlflow.engines.base import EngineSpec, Sampling, TokenLoss
 from rlflow.engines.fake import FakeEngine
 from rlflow.engines.group_progress import PartialResponse
 from rlflow.engines.serving.activity import EngineActivity
 from rlflow.engines.serving.sessions import SessionEngine
-from rlflow.packed import offsets_of
 from rlflow.resources.time.lengths import Lengths
 from rlflow.runtime.ray.worker import EngineWorker
 

@@ -33,7 +33,7 @@ from benchmarks.damages import damages
 from benchmarks.faulty_process import FINISHED, TYPED, Fault, run_with
 from benchmarks.noted_responses import count_responses, note_responses, responses_log
 from benchmarks.reporting import Goal, finish
-from rlflow.calibrate.probes import Probe, recipe_of, write_recipe
+from rlflow.commands.calibrate.probes import Probe, recipe_of, write_recipe
 from rlflow.compiler.continuation import experiment_of
 from rlflow.compiler.plan import Plan
 from rlflow.errors import RecipeError

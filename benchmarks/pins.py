@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.brute_force import faults, is_feasible
 from benchmarks.reporting import Goal, finish
-from rlflow.compose import load_cluster
 from rlflow.errors import PlacementError
+from rlflow.recipe.compose import load_cluster
 from rlflow.resources.cluster import Cluster, Gpu, Host
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Resources

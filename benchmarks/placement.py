@@ -17,8 +17,8 @@ from benchmarks.reporting import Goal, finish
 from rlflow.compiler.lower import Requirements, lower
 from rlflow.compiler.plan import Plan, plan
 from rlflow.compiler.wire import wire
-from rlflow.compose import load_cluster
 from rlflow.errors import PlacementError
+from rlflow.recipe.compose import load_cluster
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.layout import Bundle, Resources
 from rlflow.resources.workload import WeightSync, Workload

@@ -17,7 +17,7 @@ from benchmarks.reporting import Goal, finish
 from rlflow.compiler import compile_recipe
 from rlflow.compiler.lower import Requirements, lower
 from rlflow.compiler.wire import wire
-from rlflow.compose import load_cluster
+from rlflow.recipe.compose import load_cluster
 from rlflow.resources.planner.search import Search
 from rlflow.resources.workload import WeightSync, Workload
 

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from benchmarks.recipe_rules import COUNTS, FLAGS, INPUTS, KEYS, NOT_NEGATIVE, POSITIVE, SHARES
-from rlflow.compose import compose
-from rlflow.interpolations import to_mapping
+from rlflow.recipe.compose import compose
+from rlflow.recipe.interpolations import to_mapping
 
 RECIPES = (
     *("grpo_tiny", "ppo_tiny", "dapo_tiny", "dpo_tiny", "beginner_tiny", "calculator_tiny", "remax_tiny"),

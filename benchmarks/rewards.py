@@ -22,8 +22,8 @@ from rich.table import Table
 
 from benchmarks.reporting import Goal, finish
 from rlflow.batch import Packed, Repeated, Rollouts
-from rlflow.compose import load_cluster
 from rlflow.nodes.reward import Reward
+from rlflow.recipe.compose import load_cluster
 from rlflow.rewards.callables import RewardTerm
 from rlflow.rewards.calls import Call
 from rlflow.rewards.pool import ProcessPool

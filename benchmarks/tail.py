@@ -33,7 +33,7 @@ import rlflow
 from benchmarks.engine_simulator import Outcome, Samples, Speed, simulate
 from benchmarks.reporting import Goal, finish
 from benchmarks.tail_sources import Oracle, fifo, static
-from rlflow.compose import load_cluster
+from rlflow.recipe.compose import load_cluster
 from rlflow.resources.time.decoding import decoder_of
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.speed import Efficiency, gpu_speed

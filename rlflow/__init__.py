@@ -7,13 +7,17 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlflow._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from rlflow.compiler.plan import Plan
     from rlflow.recipe import Recipe, Trace, Tune
     from rlflow.resources.cluster import Cluster
     from rlflow.runtime.protocols import Observer, Report
 
-__version__ = "0.1.0"
+# Finds ``python -m rlflow.doctor`` and the other subcommands under this name too.
+__path__.append(str(Path(__file__).with_name("commands")))
+
 __all__ = ["Observer", "compile", "load", "run"]
 
 
@@ -22,7 +26,7 @@ def load(overrides: Sequence[str] = (), config_dir: Path | None = None) -> "Reci
 
     ``config_dir`` is a folder with configuration files of your own. Raises RecipeError.
     """
-    from rlflow.compose import compose, recipe_from_config
+    from rlflow.recipe.compose import compose, recipe_from_config
 
     return recipe_from_config(compose(overrides, config_dir), config_dir)
 
@@ -35,9 +39,9 @@ def compile(recipe: "Recipe", cluster: "Cluster | str | None" = None, config_dir
     """
     import warnings
 
-    from rlflow.command_context import default_cluster, detect_cluster
+    from rlflow.commands.context import default_cluster, detect_cluster
     from rlflow.compiler import compile_recipe
-    from rlflow.compose import load_cluster
+    from rlflow.recipe.compose import load_cluster
 
     if cluster is None:
         cluster = default_cluster(lambda reason: warnings.warn(reason, stacklevel=3), config_dir)

@@ -145,7 +145,7 @@ def hosts(request: pytest.FixtureRequest) -> None:
 
     A file that follows and wants the same ones goes on with them.
     """
-    from rlflow.compose import load_cluster
+    from rlflow.recipe.compose import load_cluster
     from rlflow.runtime.ray.cluster.connection import simulated
 
     wanted = _hosts_of(request.module)

@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 
 import rlflow
-from rlflow.arguments import hydra_arguments
 from rlflow.batch import Minibatch, Packed, Pairs, Prompts, Repeated, Rollouts, Sequences
-from rlflow.compose import compose, recipe_from_config
 from rlflow.data.encoding import make_pairs
 from rlflow.engines.base import EngineSpec, Sampling
 from rlflow.engines.fake import FakeEngine
@@ -26,6 +24,8 @@ from rlflow.engines.group_progress import PartialResponse
 from rlflow.engines.serving.activity import EngineActivity
 from rlflow.engines.serving.sessions import SessionEngine
 from rlflow.recipe import Model, Optimizer, Recipe
+from rlflow.recipe.arguments import hydra_arguments
+from rlflow.recipe.compose import compose, recipe_from_config
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
 from rlflow.runtime.protocols import Observer

@@ -24,10 +24,10 @@ from omegaconf import OmegaConf
 import rlflow.environments.classes
 import rlflow.nodes
 import rlflow.rewards.functions
-from rlflow.arguments import CONF
-from rlflow.compose import RunOptions
 from rlflow.nodes.base import KINDS, Node
 from rlflow.recipe import Recipe
+from rlflow.recipe.arguments import CONF
+from rlflow.recipe.compose import RunOptions
 from rlflow.resources.cluster import Cluster
 from rlflow.schema import Section
 from tests.conftest import ROOT

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from rlflow.errors import RecipeError
-from rlflow.evaluation import Evaluation
 from rlflow.recipe import Optimizer, Recipe
+from rlflow.recipe.evaluation import Evaluation
 from rlflow.resources.layout import Resources
 
 Experiment = Mapping[str, Any]

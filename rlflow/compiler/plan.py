@@ -19,7 +19,7 @@ from rlflow.compiler.run_cost import RunCost, run_cost
 from rlflow.compiler.wire import wire
 from rlflow.errors import PlacementError, RecipeError
 from rlflow.recipe import Recipe
-from rlflow.recipe_loading import recipe_from, to_yaml
+from rlflow.recipe.load import recipe_from, to_yaml
 from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.resources.layout import Bundle, Layout, RolePlacement, Worker
 from rlflow.resources.planner.prediction import Prediction, predict
@@ -27,7 +27,7 @@ from rlflow.resources.planner.search import Search
 from rlflow.resources.time.calibration import Calibration, calibration_from
 from rlflow.resources.workload import Workload
 from rlflow.schema import parse
-from rlflow.text_files import replace_text
+from rlflow.system.text_files import replace_text
 
 SCHEMA_VERSION = 8
 # The path of the error for a search that found nothing, where no value of the recipe alone is to blame.

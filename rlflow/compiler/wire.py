@@ -13,12 +13,12 @@ from rlflow.compiler.role_checks import check_roles
 from rlflow.engines.base import choose_head
 from rlflow.engines.registry import engine_kind, engine_names
 from rlflow.errors import GraphError, RecipeError, below, did_you_mean
-from rlflow.evaluation import Evaluation
 from rlflow.extras import check_trackers
 from rlflow.nodes.base import KINDS, Node
 from rlflow.nodes.generate import Generate
 from rlflow.plugins import check_module, load_object
 from rlflow.recipe import Recipe
+from rlflow.recipe.evaluation import Evaluation
 from rlflow.schema import parse
 
 _NO_RESPONSES = "pairs are given, and no responses are generated"

@@ -17,9 +17,9 @@ from rlflow.data.encoding import Rows, encode, make_pairs, missing_column_error,
 from rlflow.data.files import is_local as is_local
 from rlflow.data.files import read_files_or_hub
 from rlflow.errors import RecipeError, first_line
-from rlflow.evaluation import Evaluation
 from rlflow.plugins import load_object
 from rlflow.recipe import Data
+from rlflow.recipe.evaluation import Evaluation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -28,10 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Packed, Prompts, Rollouts
-from rlflow.batch_files import read_rollouts, write_rollouts
+from rlflow.batch.files import read_rollouts, write_rollouts
 from rlflow.engines.base import Sampling
 from rlflow.engines.group_progress import is_done
-from rlflow.text_files import replace_text
+from rlflow.system.text_files import replace_text
 
 Ints = NDArray[np.int64]
 Names = NDArray[np.uint64]

@@ -10,9 +10,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from rlflow import host_memory
 from rlflow.engines.base import EngineSpec
 from rlflow.errors import EngineError
+from rlflow.system import host_memory
 
 # torch reads the first of these that is set. vLLM reads them in another order, so rlflow keeps only the last one.
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

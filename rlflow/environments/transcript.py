@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Conversations, Prompts, Rollouts
+from rlflow.batch.packed import Packed, Repeated
 from rlflow.engines.group_progress import NO_RESPONSE, PartialResponse
-from rlflow.packed import Packed, Repeated
 
 Ints = NDArray[np.int64]
 

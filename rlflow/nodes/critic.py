@@ -12,12 +12,12 @@ from annotated_types import Ge, Le, Unit
 from numpy.typing import NDArray
 
 from rlflow.batch import Logprobs, Metrics, Packed, Rewards, Rollouts, TokenAdvantages, ValueEstimates
+from rlflow.batch.packed import offsets_of
 from rlflow.engines.base import TrainsValues
 from rlflow.nodes.advantages import WHITENED, whiten
 from rlflow.nodes.base import Formula, Node, times
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_kl, kl_expression, old_difference, token_kl
 from rlflow.nodes.minibatches import Weighting, mean_metrics, train
-from rlflow.packed import offsets_of
 from rlflow.schema import ClipDistance, Coefficient, Count, Divergence
 
 if TYPE_CHECKING:

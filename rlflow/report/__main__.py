@@ -1,4 +1,4 @@
-"""Writes a page about one run, or several beside each other: ``python -m rlflow.report RUN... [--output FILE]``."""
+"""Writes a page about one run, or several beside each other: ``python -m rlflow report RUN... [--output FILE]``."""
 
 import argparse
 import sys
@@ -9,12 +9,12 @@ from rlflow.errors import StorageError, UserError
 from rlflow.report.page import build_page
 from rlflow.report.run_figures import RunFiles
 from rlflow.report.run_page import PAGE, TEMPLATE, page_figures
-from rlflow.text_files import replace_text
+from rlflow.system.text_files import replace_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page, and print where and which lines of files it leaves out; return the exit code."""
-    parser = argparse.ArgumentParser("python -m rlflow.report", description="Write a page about runs.")
+    parser = argparse.ArgumentParser("rlflow report", description="Write a page about runs.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, outputs/DATE/TIME")
     parser.add_argument("--output", type=Path, help=f"the file to write, by default {PAGE} in the (first) folder")
     options = parser.parse_args(arguments)

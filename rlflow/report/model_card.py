@@ -4,20 +4,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import rlflow
+from rlflow._version import __version__
 from rlflow.compiler.formula import loss_lines
 from rlflow.compiler.lower import trained_model
 from rlflow.compiler.plan import Plan
 from rlflow.compiler.render import describe_layout
 from rlflow.data.source import is_local
 from rlflow.engines.base import Head, choose_head
-from rlflow.evaluation import PREFIX
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Optimizer
+from rlflow.recipe.evaluation import PREFIX
 from rlflow.report.hub import pushed_role
 from rlflow.report.records import METRICS, is_evaluation, read_lines
 from rlflow.runtime.protocols import Observer, Report
-from rlflow.text_files import replace_text
+from rlflow.system.text_files import replace_text
 
 CARD = "README.md"
 """The name of a card in the model's folder, where the hub and people look for it."""
@@ -63,7 +63,7 @@ def model_card(plan: Plan, report: Report, role: str, evaluations: Sequence[Mapp
         f"---\n{metadata.to_yaml()}\n---",
         f"# {recipe.name}",
         f"The model of the role `{role}` after {report.steps} steps of the recipe `{recipe.name}`, trained with rlflow "
-        f"{rlflow.__version__}.",
+        f"{__version__}.",
         *_loading(plan, role, head),
         *_scores(evaluations),
         "## Training",

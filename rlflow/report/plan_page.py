@@ -10,14 +10,14 @@ from rlflow.compiler.lower import training_memory
 from rlflow.compiler.plan import Plan, format_duration, write_plan
 from rlflow.compiler.render import describe_layout
 from rlflow.errors import RecipeError
-from rlflow.recipe_loading import to_yaml
+from rlflow.recipe.load import to_yaml
 from rlflow.report.graph_drawing import draw_graph
 from rlflow.report.page import build_page, format_range, format_time
 from rlflow.report.size_figures import size_figures
 from rlflow.resources.planner.confidence import MEMORY_BANDS, kind_of
 from rlflow.runtime.checkpoint import checkpoints
-from rlflow.runtime.folder_lock import locked
-from rlflow.text_files import replace_text
+from rlflow.system.folder_lock import locked
+from rlflow.system.text_files import replace_text
 
 PAGE = "plan.html"
 """The name of the page in the folder of a dry run."""

@@ -19,12 +19,12 @@ from rich.text import Text
 from rlflow.compiler.facts import format_seconds
 from rlflow.compiler.plan import Plan
 from rlflow.errors import EngineError, UserError
-from rlflow.evaluation import PREFIX
 from rlflow.nodes.generate import Generate
 from rlflow.nodes.policy_update import PolicyGradient, SftUpdate
 from rlflow.nodes.preference import Preference
 from rlflow.nodes.reward import Reward
 from rlflow.nodes.scoring import RewardModel
+from rlflow.recipe.evaluation import PREFIX
 from rlflow.report.run_page import PAGE
 from rlflow.runtime.protocols import Observer, Report
 

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rlflow.compiler.plan import Plan
-from rlflow.evaluation import PREFIX
+from rlflow.recipe.evaluation import PREFIX
 from rlflow.runtime.protocols import Observer, Report, Sample
 from rlflow.runtime.tuning import FILE
-from rlflow.text_files import append_lines, replace_text
+from rlflow.system.text_files import append_lines, replace_text
 
 METRICS = "metrics.jsonl"
 """The name of the file with the metrics of a run, in its folder."""

@@ -26,7 +26,7 @@ from rlflow.report.run_records import (
     ReportRecord,
     SampleRecord,
 )
-from rlflow.runtime.folder_lock import is_locked
+from rlflow.system.folder_lock import is_locked
 
 T = TypeVar("T")
 Event = Mapping[str, Any]

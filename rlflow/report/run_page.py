@@ -9,7 +9,7 @@ from rlflow.compiler.plan import Plan
 from rlflow.report.page import build_page
 from rlflow.report.run_figures import RunFiles
 from rlflow.runtime.protocols import Observer, Report
-from rlflow.text_files import replace_text
+from rlflow.system.text_files import replace_text
 
 PAGE = "report.html"
 """The name of the page in a run's folder."""

@@ -21,7 +21,7 @@ from rlflow.report.progress import output_console, show
 from rlflow.report.run_page import run_page
 from rlflow.report.sweep_jobs import Job, SweepFolder, read_jobs
 from rlflow.report.sweep_page import write_sweep_page
-from rlflow.text_files import replace_text
+from rlflow.system.text_files import replace_text
 
 RUNS_TABLE, RUNS_PAGE = "runs.csv", "runs.html"
 """The names of the table and the page of runs in the folder of a sweep."""

@@ -13,7 +13,7 @@ from hydra.experimental.callback import Callback
 
 from rlflow.compiler.plan import read_plan
 from rlflow.compiler.ranking import SweepOutcome
-from rlflow.text_files import replace_text
+from rlflow.system.text_files import replace_text
 
 _JOBS = "jobs"
 

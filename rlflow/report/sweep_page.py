@@ -10,7 +10,7 @@ from rlflow.compiler.plan import format_duration
 from rlflow.compiler.ranking import SweepOutcome, are_priced, ranked, swept_unit
 from rlflow.report.page import build_page, format_range
 from rlflow.report.plan_page import PAGE
-from rlflow.text_files import replace_text
+from rlflow.system.text_files import replace_text
 
 SWEEP_PAGE = "plans.html"
 """The name of the page in the folder of a sweep."""

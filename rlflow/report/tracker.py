@@ -13,7 +13,7 @@ from rlflow.compiler.plan import Plan
 from rlflow.errors import first_line
 from rlflow.report.records import METRICS, is_evaluation, read_lines
 from rlflow.runtime.protocols import Observer, Report, Sample
-from rlflow.text_files import replace_text
+from rlflow.system.text_files import replace_text
 
 PROJECT = "rlflow"
 """The project of all runs, where the tracker's own settings name no other."""

@@ -19,8 +19,8 @@ from rlflow.compiler.continuation import Experiment, check_continuation
 from rlflow.compiler.plan import Plan
 from rlflow.engines.journal import remove_records
 from rlflow.errors import RecipeError
-from rlflow.runtime import atomic_folder
-from rlflow.runtime.atomic_folder import complete_folder, remove_folder, storage_errors, unfinished
+from rlflow.system import atomic_folder
+from rlflow.system.atomic_folder import complete_folder, remove_folder, storage_errors, unfinished
 
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{6,})")

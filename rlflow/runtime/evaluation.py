@@ -9,7 +9,7 @@ from rlflow.batch import Pairs, Rewards, Rollouts
 from rlflow.compiler.graph import Graph, GraphNode, accuracy_node, evaluation_nodes
 from rlflow.compiler.plan import Plan
 from rlflow.data.source import DataSource
-from rlflow.evaluation import Evaluation, mean_metric, metric_name, pass_metrics
+from rlflow.recipe.evaluation import Evaluation, mean_metric, metric_name, pass_metrics
 from rlflow.runtime.checkpoint import RunProgress
 from rlflow.runtime.objects.budget import edge
 from rlflow.runtime.protocols import Engines

@@ -22,11 +22,9 @@ from rlflow.engines.registry import engine_kind
 from rlflow.errors import RecipeError
 from rlflow.recipe import Data, Model, Trace, Tune
 from rlflow.resources.models.config import check_agreement
-from rlflow.runtime.atomic_folder import write_folder
 from rlflow.runtime.bound_node import bind_nodes, states_of
 from rlflow.runtime.checkpoint import CheckpointWriter, RunProgress, checkpoints, remove_unfinished, restore
 from rlflow.runtime.evaluation import Evaluator, PausingEvaluator, evaluator_of
-from rlflow.runtime.folder_lock import locked
 from rlflow.runtime.generation.ahead_own_gpus import AheadOnOwnGpus
 from rlflow.runtime.generation.ahead_shared_gpus import AheadOnSharedGpus
 from rlflow.runtime.generation.overcommit import prompts_ahead, with_overcommit
@@ -40,6 +38,8 @@ from rlflow.runtime.samples import SampleReader
 from rlflow.runtime.step import StepStart, run_graph, sync_followers
 from rlflow.runtime.trace import TraceWriter
 from rlflow.runtime.tuning import Tuner
+from rlflow.system.atomic_folder import write_folder
+from rlflow.system.folder_lock import locked
 
 
 class Run(Protocol):

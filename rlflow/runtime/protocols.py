@@ -11,8 +11,8 @@ from rlflow.batch import Rollouts
 from rlflow.compiler.plan import Plan
 from rlflow.engines.memory import PhasePeaks
 from rlflow.engines.times import UNTRACED, Span, Times, record_each
-from rlflow.notebook import run_html
 from rlflow.recipe import Model
+from rlflow.report.notebook import run_html
 from rlflow.resources.memory.processes import LOCAL_PROCESS
 
 T = TypeVar("T")

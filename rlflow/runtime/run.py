@@ -14,7 +14,6 @@ from rlflow.engines.registry import engine_class
 from rlflow.errors import EngineError
 from rlflow.recipe import Trace, Tune
 from rlflow.resources.layout import GIB
-from rlflow.runtime.atomic_folder import write_folder
 from rlflow.runtime.checkpoint import RunProgress, checkpoints, is_checkpoint_due, is_finished
 from rlflow.runtime.evaluation import is_evaluation_due
 from rlflow.runtime.measurements import StepTimes, compare_memory
@@ -23,7 +22,8 @@ from rlflow.runtime.protocols import Observer, Report, Runtime, StoreUse
 from rlflow.runtime.recovery import Session
 from rlflow.runtime.skipped_steps import SkippedSteps
 from rlflow.runtime.step import train_step
-from rlflow.text_files import replace_text
+from rlflow.system.atomic_folder import write_folder
+from rlflow.system.text_files import replace_text
 
 PROFILES = "profiles"
 """The folder of a run in which each profiled step has a folder with a trace of each process with an engine."""

@@ -1,7 +1,7 @@
 """Steps that a run skips because their values are not finite, and their batches in the run's folder.
 
 A batch holds what was on the edges of the graph when the step ended: the inputs of the nodes that had not run, and the
-output or the inputs of the node that failed. Rows of the data set are left out, and ``rlflow.replay`` needs none.
+output or the inputs of the node that failed. Rows of the data set are left out, and ``rlflow replay`` needs none.
 """
 
 import json
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from rlflow.batch import Batch, Examples, Packed, Pairs, Prompts
-from rlflow.batch_files import read_fields, write_fields
+from rlflow.batch.files import read_fields, write_fields
 from rlflow.compiler.graph import Graph
 from rlflow.compiler.plan import Plan
 from rlflow.errors import EngineError, NotFiniteError
-from rlflow.runtime.atomic_folder import remove_folder, write_folder
 from rlflow.runtime.protocols import Engines, Observer
+from rlflow.system.atomic_folder import remove_folder, write_folder
 
 _SOURCES: Mapping[str, type] = {"prompts": Prompts, "examples": Examples, "pairs": Pairs}
 _REASON = "reason.json"
@@ -57,7 +57,7 @@ class SkippedSteps:
             which = f"the last {in_a_row} steps were" if in_a_row > 1 else "the step was"
             raise EngineError(
                 f"{error} The run ends because {which} skipped (stop_after_skipped_steps).\n"
-                f"  Fix: 'python -m rlflow.replay {self._directory}' shows where the values are not finite; "
+                f"  Fix: 'python -m rlflow replay {self._directory}' shows where the values are not finite; "
                 "resume=true continues from the last checkpoint, for example with a lower learning rate."
             )
         self._observer.warned(f"step {step} is skipped: {error} Its batch is in {folder}")

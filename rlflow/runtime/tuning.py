@@ -16,7 +16,7 @@ from rlflow.compiler.plan import Plan
 from rlflow.engines.registry import engine_class
 from rlflow.runtime.protocols import Observer
 from rlflow.runtime.ray.engine_specs import num_sequences
-from rlflow.text_files import replace_text
+from rlflow.system.text_files import replace_text
 
 FILE = "tuning.json"
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rlflow
-from rlflow.evaluation import Evaluation
+from rlflow.recipe.evaluation import Evaluation
 from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run

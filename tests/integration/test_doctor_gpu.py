@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlflow.doctor.checks import serving, updates
-from rlflow.doctor.finding import Measurement
+from rlflow.commands.doctor.checks import serving, updates
+from rlflow.commands.doctor.finding import Measurement
 from rlflow.resources.models.architecture import Architecture
 from tests.integration.engine_process import EngineProcess, processes
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import rlflow
-from rlflow.calibrate.fit import calibration_of_run
-from rlflow.compose import load_cluster
+from rlflow.commands.calibrate.fit import calibration_of_run
+from rlflow.recipe.compose import load_cluster
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
 from tests.conftest import CONFIG_DIR

@@ -9,7 +9,7 @@ import pytest
 
 import rlflow
 from rlflow.compiler.plan import Plan
-from rlflow.evaluation import Evaluation
+from rlflow.recipe.evaluation import Evaluation
 from rlflow.report.records import MetricsWriter
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.ray.runtime import RayRuntime

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.compose import load_cluster
+from rlflow.recipe.compose import load_cluster
 from rlflow.runtime.objects.ray_api import import_ray
 from rlflow.runtime.ray.cluster.connection import connected
 from tests.listening import LOOPBACK, descendants, listening

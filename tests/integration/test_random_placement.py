@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.placement import Outcome, random_plans, tried
-from rlflow.compose import load_cluster
+from rlflow.recipe.compose import load_cluster
 from rlflow.runtime.ray.cluster.connection import simulated
 from tests.conftest import HOSTS as SHARED_HOSTS
 

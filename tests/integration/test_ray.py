@@ -16,8 +16,8 @@ import pytest
 
 import rlflow
 from rlflow.compiler.plan import Plan
-from rlflow.compose import load_cluster
 from rlflow.errors import EngineError, PlacementError
+from rlflow.recipe.compose import load_cluster
 from rlflow.runtime.ray.cluster.binding import match_hosts, wanted_gpus
 from rlflow.runtime.ray.cluster.connection import simulated
 from rlflow.runtime.ray.cluster.hosts import gpu_users, live_hosts
@@ -157,7 +157,7 @@ class TestHosts:
     def test_another_process_joins_and_leaves(self) -> None:
         program = """
 import json
-from rlflow.compose import load_cluster
+from rlflow.recipe.compose import load_cluster
 from rlflow.runtime.ray.cluster.probes import free_gpus
 from rlflow.runtime.ray.cluster.connection import connected
 from rlflow.runtime.ray.runtime import bound

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import rlflow
-from rlflow import replay
 from rlflow.batch import Logprobs, Repeated, Rewards, RolloutAdvantages, Rollouts
+from rlflow.commands import replay
 from rlflow.compiler.plan import Plan
 from rlflow.engines.torch import TorchEngine
 from rlflow.engines.transformers import TransformersEngine

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import rlflow
-from rlflow.arguments import help_text, hydra_arguments
 from rlflow.errors import RecipeError
 from rlflow.recipe import Recipe
+from rlflow.recipe.arguments import help_text, hydra_arguments
 
 MINE = "# My own run.\ndefaults:\n  - grpo_tiny\n  - _self_\nname: mine\nsteps: 3\n"
 

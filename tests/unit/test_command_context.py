@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import rlflow
-from rlflow.command_context import default_cluster, detect_cluster
+from rlflow.commands.context import default_cluster, detect_cluster
 from rlflow.errors import RecipeError
 from tests.helpers import load
 

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 import rlflow
-from rlflow.compose import cluster_of_hosts, compose, load_cluster, run_options_from_config
 from rlflow.errors import RecipeError
+from rlflow.recipe.compose import cluster_of_hosts, compose, load_cluster, run_options_from_config
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from rlflow.doctor import __main__ as command
-from rlflow.doctor import environment as doctor
-from rlflow.doctor.finding import Finding
+from rlflow.commands.doctor import __main__ as command
+from rlflow.commands.doctor import environment as doctor
+from rlflow.commands.doctor.finding import Finding
 from rlflow.runtime.ray.cluster import machine, probes
 from rlflow.runtime.ray.cluster.machine import Device, Machine
 
@@ -304,7 +304,7 @@ def test_the_command(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))  # nobody listens
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         environment = {**os.environ, "RAY_ADDRESS": address, "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-m", "rlflow.doctor"]
+        command = [sys.executable, "-m", "rlflow", "doctor"]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 1, done.stderr
     assert done.stderr == ""

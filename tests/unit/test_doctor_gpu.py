@@ -1,4 +1,4 @@
-"""The checks of ``python -m rlflow.doctor --gpu``: on the CPU, with small sizes, and with faults put in."""
+"""The checks of ``python -m rlflow doctor --gpu``: on the CPU, with small sizes, and with faults put in."""
 
 import inspect
 import json
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 import rlflow
-from rlflow.doctor import __main__ as command
-from rlflow.doctor import gpu
-from rlflow.doctor.checks import numerics, serving, transfers, updates
-from rlflow.doctor.finding import Finding, Measurement
-from rlflow.doctor.gpu import CHECKS, Check, run_check
+from rlflow.commands.doctor import __main__ as command
+from rlflow.commands.doctor import gpu
+from rlflow.commands.doctor.checks import numerics, serving, transfers, updates
+from rlflow.commands.doctor.finding import Finding, Measurement
+from rlflow.commands.doctor.gpu import CHECKS, Check, run_check
 from rlflow.engines.causal_lm import attention
 from rlflow.engines.causal_lm import output_layer as head
 from rlflow.resources.models.architecture import Architecture
@@ -187,7 +187,7 @@ class TestReport:
             given = dict(check.options)
             if function == "all_reduce":
                 given |= {"ranks": 2, "link_gb_s": 1.0, "network_gb_s": 1.0}
-            inspect.signature(getattr(import_module(f"rlflow.doctor.checks.{module}"), function)).bind(
+            inspect.signature(getattr(import_module(f"rlflow.commands.doctor.checks.{module}"), function)).bind(
                 "cuda:0", **given
             )
 
@@ -199,8 +199,8 @@ def test_the_lines_that_need_only_torch_and_transformers_import_nothing_else() -
         "import sys\n"
         "for name in ('hydra', 'ray', 'vllm', 'deepspeed', 'ortools', 'datasets', 'tensorboard'):\n"
         "    sys.modules[name] = None\n"
-        "import rlflow.doctor.gpu, rlflow.doctor.__main__\n"
-        "from rlflow.doctor.checks import numerics, serving, transfers, updates\n"
+        "import rlflow.commands.doctor.gpu, rlflow.commands.doctor.__main__\n"
+        "from rlflow.commands.doctor.checks import numerics, serving, transfers, updates\n"
         "assert all(each.passed for each in numerics.output_layer('cpu', tokens=4, hidden_size=8, vocabulary=16))\n"
         "numerics.attention('cpu', heads=((2, 1, 8),), groups=((2, (3,)),))\n"
     )

@@ -10,8 +10,8 @@ import rlflow
 from rlflow.compiler.continuation import experiment_of
 from rlflow.data.source import load_held_out
 from rlflow.errors import UserError
-from rlflow.evaluation import Evaluation, EvaluationSet, pass_at_k, pass_metrics
 from rlflow.recipe import Data
+from rlflow.recipe.evaluation import Evaluation, EvaluationSet, pass_at_k, pass_metrics
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load
 from tests.unit.data.test_source import write

@@ -12,8 +12,8 @@ import rlflow
 from rlflow.cli import main
 from rlflow.compiler.plan import read_plan
 from rlflow.errors import EngineError, RecipeError, StorageError, storage_error
-from rlflow.runtime.atomic_folder import write_folder
-from rlflow.text_files import append_lines
+from rlflow.system.atomic_folder import write_folder
+from rlflow.system.text_files import append_lines
 from tests.conftest import CONFIG_DIR
 
 ENDS_WITHOUT_SPACE = Path("/dev/full")

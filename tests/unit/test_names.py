@@ -9,7 +9,7 @@ import pytest
 import rlflow
 from rlflow.errors import RecipeError
 from rlflow.recipe import Recipe
-from rlflow.recipe_loading import recipe_from
+from rlflow.recipe.load import recipe_from
 from tests.conftest import CONFIG_DIR
 
 BAD = ["../../../escaped", "/tmp/escaped", "..", ".", "", "a/b", "a\\b", "a b", "a\n", "ä", "a" * 101, "~", "a\x00"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlflow.batch import Batch, Minibatch, Prompts, Rollouts
-from rlflow.packed import Packed, Records, Repeated, compress, decompress
+from rlflow.batch.packed import Packed, Records, Repeated, compress, decompress
 from tests.helpers import minibatch, prompts, rollouts, sequences
 
 LENGTHS = np.array([2, 0, 3])

@@ -12,8 +12,8 @@ import rlflow
 from benchmarks.hostile_recipes import BOMBS, DEFAULTS, EFFECTS, HEAD, TARGETS, TEXTS, WAYS, cases, cost_of_bomb, effect
 from benchmarks.hostile_recipes import write_files as written
 from rlflow.cli import main
-from rlflow.compose import compose
 from rlflow.errors import FileError, RecipeError
+from rlflow.recipe.compose import compose
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import rlflow
+from rlflow.commands.replay import main, replay
 from rlflow.compiler.plan import Plan, write_plan
-from rlflow.replay import main, replay
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load
 
@@ -100,7 +100,7 @@ def test_escapes_of_a_terminal_are_printed_as_text(
 ) -> None:
     reason = "\x1b[31mred\x1b]0;title\x07 \u202e and \u4e2d"
     write_skipped(tmp_path, plan, json.dumps({"node": "update", "reason": reason}))
-    monkeypatch.setattr("rlflow.replay._run_again", lambda *_: iter(()))
+    monkeypatch.setattr("rlflow.commands.replay._run_again", lambda *_: iter(()))
     assert next(replay(plan, tmp_path, None)).endswith(reason)
     assert main([str(tmp_path)]) == 0
     first = capsys.readouterr().out.splitlines()[0]

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from rlflow.stop_signals import stop_on_signals
+from rlflow.system.stop_signals import stop_on_signals
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -9,7 +9,7 @@ import pytest
 import rlflow
 from rlflow.compiler.plan import write_plan
 from rlflow.errors import StorageError
-from rlflow.text_files import replace_text
+from rlflow.system.text_files import replace_text
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from rlflow.commands.watch import RunServer, main
 from rlflow.report.run_figures import RunFiles
-from rlflow.watch import RunServer, main
 from tests.browser import BROWSER, needs_browser
 from tests.unit.report.test_run_page import write_run
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import FileError
-from rlflow.yaml_files import MAX_BYTES, read_yaml
+from rlflow.recipe.yaml_files import MAX_BYTES, read_yaml
 
 # Nine to the power of nine values in 400 bytes.
 BOMB = "a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(

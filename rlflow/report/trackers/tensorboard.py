@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.compiler.plan import Plan
-from rlflow.recipe_loading import to_yaml
+from rlflow.recipe.load import to_yaml
 from rlflow.report.tracker import Tracker
 from rlflow.runtime.protocols import Sample
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Conversations, Prompts, Rollouts
-from rlflow.batch_files import read_rollouts, write_rollouts
+from rlflow.batch.files import read_rollouts, write_rollouts
 
 
 def save_rollouts(file: Path, rollouts: Rollouts, prompts: Prompts) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batch import Batch, Packed
-from rlflow.packed import Array, CompressedArray, Rows, compress, decompress, offsets_of
+from rlflow.batch.packed import Array, CompressedArray, Rows, compress, decompress, offsets_of
 from rlflow.runtime.objects.ray_api import import_ray, this_host
 from rlflow.runtime.objects.store import Block, RowSpans, StoredColumn, blocks_of, cut, fetch
 

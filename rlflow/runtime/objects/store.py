@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from rlflow.batch import Batch, Packed, Records, Rollouts, Sequences
+from rlflow.batch.packed import Array, CompressedArray, Rows, are_finite, compress, decompress, offsets_of
 from rlflow.errors import EngineError, first_line
-from rlflow.packed import Array, CompressedArray, Rows, are_finite, compress, decompress, offsets_of
 from rlflow.runtime.objects.ray_api import import_ray, this_host
 
 # The blocks that this process knows, by reference. Columns that arrive in different messages share what they fetch, and

@@ -31,7 +31,7 @@ from rlflow.runtime.ray.role_workers import RoleWorkers
 from rlflow.runtime.ray.waits import Waits
 from rlflow.runtime.ray.watchdog import Watchdog
 from rlflow.runtime.weights.sync import busy_ranks
-from rlflow.text_files import append_lines
+from rlflow.system.text_files import append_lines
 
 
 @contextmanager

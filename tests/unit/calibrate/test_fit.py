@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.calibrate.fit import MeasuredNode, fit_efficiency, read_run
-from rlflow.calibrate.machine import half_width
-from rlflow.calibrate.probes import untrained_lengths
+from rlflow.commands.calibrate.fit import MeasuredNode, fit_efficiency, read_run
+from rlflow.commands.calibrate.machine import half_width
+from rlflow.commands.calibrate.probes import untrained_lengths
 from rlflow.compiler.plan import write_plan
 from rlflow.errors import RecipeError
 from rlflow.resources.time.speed import Efficiency

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 import rlflow
-from rlflow.calibrate.fit import calibration_from_runs, measured_nodes
+from rlflow.commands.calibrate.fit import calibration_from_runs, measured_nodes
 from rlflow.compiler import compile_recipe
 from rlflow.compiler.plan import Plan
-from rlflow.compose import load_cluster
+from rlflow.recipe.compose import load_cluster
 from rlflow.resources.time.calibration import CPU_EFFICIENCY, calibration_figures, calibration_from
 from rlflow.resources.time.speed import Efficiency
 from rlflow.runtime.measurements import StepTimes, compare_memory

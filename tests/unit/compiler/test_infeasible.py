@@ -4,8 +4,8 @@ import pytest
 
 import rlflow
 from benchmarks.fixes import Case, applied, broken_fixes, infeasible_cases, is_true
-from rlflow.compose import load_cluster
 from rlflow.errors import PlacementError
+from rlflow.recipe.compose import load_cluster
 from tests.helpers import load
 
 

@@ -8,8 +8,8 @@ import rlflow
 from rlflow.compiler.plan import Plan, plan_from
 from rlflow.compiler.problem import Problem
 from rlflow.compiler.what_if import gain_of_overlap
-from rlflow.compose import load_cluster
 from rlflow.errors import UserError
+from rlflow.recipe.compose import load_cluster
 from tests.conftest import CONFIG_DIR
 from tests.helpers import load
 

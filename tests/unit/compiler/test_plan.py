@@ -11,9 +11,9 @@ import pytest
 import rlflow
 from rlflow.compiler import compile_recipe
 from rlflow.compiler.plan import plan_from, read_plan
-from rlflow.compose import load_cluster
 from rlflow.errors import PlacementError, RecipeError
-from rlflow.recipe_loading import recipe_from
+from rlflow.recipe.compose import load_cluster
+from rlflow.recipe.load import recipe_from
 from rlflow.resources.time.speed import Efficiency
 from tests.conftest import CONFIG_DIR, RECIPES
 from tests.helpers import load

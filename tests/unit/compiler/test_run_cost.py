@@ -9,7 +9,7 @@ from rich.console import Console
 import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.compiler.ranking import SweepOutcome, ranking_table
-from rlflow.compose import load_cluster
+from rlflow.recipe.compose import load_cluster
 from rlflow.resources.cluster import Cluster
 from tests.helpers import load
 

@@ -6,8 +6,8 @@ import pytest
 
 import rlflow
 from rlflow.compiler.plan import Plan
-from rlflow.compose import load_cluster
 from rlflow.errors import PlacementError
+from rlflow.recipe.compose import load_cluster
 from rlflow.resources.planner.confidence import MEMORY_BANDS, TIME_ERROR, Kind
 from tests.helpers import load
 from tests.unit.compiler.test_render import drawn

@@ -11,8 +11,8 @@ from rlflow.compiler.facts import facts
 from rlflow.compiler.problem import Problem
 from rlflow.compiler.what_if import cost_of_pins, largest_sizes
 from rlflow.compiler.wire import wire
-from rlflow.compose import load_cluster
 from rlflow.recipe import Recipe
+from rlflow.recipe.compose import load_cluster
 from rlflow.resources.time.speed import Efficiency
 from tests.helpers import load
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rlflow.convert.arguments import read_arguments
-from rlflow.convert.shell import read_script
+from rlflow.commands.convert.arguments import read_arguments
+from rlflow.commands.convert.shell import read_script
 
 SCRIPTS = [
     r"""x a.b="two  words" 'c d'=e f\ g ""h '"' "\"" "$" """,

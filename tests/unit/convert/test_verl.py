@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 import rlflow
-from rlflow.convert.__main__ import main
-from rlflow.convert.verl import convert
+from rlflow.commands.convert.__main__ import main
+from rlflow.commands.convert.verl import convert
 from rlflow.errors import RecipeError
 
 GRPO = """

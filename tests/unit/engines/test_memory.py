@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlflow import host_memory
 from rlflow.engines import memory
 from rlflow.engines.memory import PhasePeaks, TunableEngine
 from rlflow.errors import EngineError
+from rlflow.system import host_memory
 from tests.helpers import spec
 
 GIB = 2**30

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rlflow.batch import Logprobs, Minibatch
+from rlflow.batch.packed import Packed
 from rlflow.data.encoding import make_pairs
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.causal_lm.micro_batches import build_micro_batches
@@ -14,7 +15,6 @@ from rlflow.engines.causal_lm.totals import LossTotals
 from rlflow.engines.fake import FakeEngine
 from rlflow.nodes.minibatches import Weighting
 from rlflow.nodes.preference import DpoLoss, DpoUpdate
-from rlflow.packed import Packed
 from tests.helpers import keys, minibatch, pairs, spec
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlflow.report.__main__ import main
 from rlflow.report.run_figures import RunFiles
-from rlflow.runtime.folder_lock import LOCK_FILE, locked
+from rlflow.system.folder_lock import LOCK_FILE, locked
 from tests.unit.report.test_run_page import REPORT, write_run
 
 PLAN = {"recipe": {"name": "mine", "steps": 3}}

@@ -15,7 +15,7 @@ import rlflow
 from rlflow.compiler.facts import format_seconds
 from rlflow.compiler.other_sizes import size_axes, size_points
 from rlflow.compiler.plan import Plan
-from rlflow.compose import load_cluster
+from rlflow.recipe.compose import load_cluster
 from rlflow.report.graph_drawing import draw_graph
 from rlflow.report.page import format_range
 from rlflow.report.plan_page import page_figures, plan_page

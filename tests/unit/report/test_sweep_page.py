@@ -10,7 +10,7 @@ from playwright.sync_api import Browser
 import rlflow
 from rlflow.compiler.plan import Plan
 from rlflow.compiler.ranking import SweepOutcome
-from rlflow.compose import load_cluster
+from rlflow.recipe.compose import load_cluster
 from rlflow.report.plan_page import write_dry_run
 from rlflow.report.sweep_page import sweep_figures, write_sweep_page
 from rlflow.resources.cluster import Cluster

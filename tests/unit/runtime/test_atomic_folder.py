@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlflow.errors import EngineError
-from rlflow.runtime.atomic_folder import remove_unfinished, write_folder
+from rlflow.system.atomic_folder import remove_unfinished, write_folder
 
 
 def test_the_first_of_two_that_write_the_same_stays(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_a_process_that_ends_deletes_nothing_that_a_thread_completes(tmp_path: P
     """Python's own temporary folders are deleted at exit, while daemons still run: half a checkpoint would be named."""
     program = (
         "import pathlib, sys, threading\n"
-        "from rlflow.runtime.atomic_folder import unfinished\n"
+        "from rlflow.system.atomic_folder import unfinished\n"
         "def write():\n"
         "    with unfinished(pathlib.Path(sys.argv[1])) as temporary:\n"
         "        (temporary / 'weights').touch()\n"

@@ -11,8 +11,9 @@ import pytest
 
 from rlflow.engines.journal import journal_folder
 from rlflow.errors import EngineError, RecipeError, StorageError
-from rlflow.runtime import atomic_folder, checkpoint
+from rlflow.runtime import checkpoint
 from rlflow.runtime.checkpoint import CheckpointWriter, RunProgress
+from rlflow.system import atomic_folder
 
 EXPERIMENT = {"name": "f", "roles": {}, "graph": {}}
 

@@ -12,10 +12,10 @@ from rlflow.compiler.graph import Graph
 from rlflow.compiler.wire import wire
 from rlflow.engines.base import TokenLoss
 from rlflow.engines.fake import FakeEngine
-from rlflow.evaluation import Evaluation
 from rlflow.nodes.base import Node
 from rlflow.nodes.reward import Reward
 from rlflow.nodes.scoring import RewardModel
+from rlflow.recipe.evaluation import Evaluation
 from rlflow.runtime.checkpoint import RunProgress, is_finished
 from rlflow.runtime.evaluation import RewardEvaluator, evaluator_of
 from rlflow.runtime.protocols import Engines

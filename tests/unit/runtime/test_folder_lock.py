@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import RecipeError
-from rlflow.runtime.folder_lock import LOCK_FILE, locked
+from rlflow.system.folder_lock import LOCK_FILE, locked
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from rlflow.runtime.folder_lock import locked
+from rlflow.system.folder_lock import locked
 with locked(Path(sys.argv[1])):
     (Path(sys.argv[1]) / "plan.json").touch()
     print("locked", flush=True)

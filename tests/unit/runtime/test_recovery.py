@@ -17,11 +17,11 @@ from rlflow.batch import Packed
 from rlflow.compiler import compile_recipe
 from rlflow.compiler.continuation import experiment_of
 from rlflow.compiler.plan import Plan
-from rlflow.compose import load_cluster
 from rlflow.data.source import DataSource
 from rlflow.engines.fake import FakeEngine
 from rlflow.errors import EngineError, PlacementError
 from rlflow.recipe import Model, Recipe, Role
+from rlflow.recipe.compose import load_cluster
 from rlflow.report.records import MetricsWriter, SampleLog, read_lines
 from rlflow.runtime import recovery
 from rlflow.runtime.checkpoint import RunProgress, save

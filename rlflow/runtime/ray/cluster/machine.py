@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from xml.etree import ElementTree
 
-from rlflow.host_memory import total_bytes
+from rlflow.system.host_memory import total_bytes
 
 GIB = 2**30
 # Seconds that nvidia-smi may take; a first call without a persistent driver takes several.

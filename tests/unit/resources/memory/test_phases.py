@@ -338,7 +338,7 @@ def test_deepspeed_loads_nccl_on_one_gpu_too(stage: int) -> None:
 
 @pytest.mark.parametrize(("stage", "measured"), [(1, 11.79), (2, 12.80), (3, 14.38)])
 def test_deepspeed_updates_half_a_billion_parameters_on_an_h200(stage: int, measured: float) -> None:
-    """``rlflow.doctor --gpu`` saw this much in use after two updates. Only NCCL's share was learned from it."""
+    """``rlflow doctor --gpu`` saw this much in use after two updates. Only NCCL's share was learned from it."""
     model, alone = card("qwen2_5_0_5b"), layout(zero_stage=stage)
     terms = update_terms(model, alone, TRAINING_MEMORY, 4096, accumulates=False)
     predicted = total_gib(terms) + cached_gib(model, alone, TRAINING_MEMORY, 4096, accumulates=False)

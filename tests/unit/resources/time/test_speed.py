@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.compose import compose, load_calibration, load_cluster, run_options_from_config
 from rlflow.errors import PlacementError, RecipeError
+from rlflow.recipe.compose import compose, load_calibration, load_cluster, run_options_from_config
 from rlflow.resources.cluster import Gpu, cluster_from
 from rlflow.resources.time.calibration import calibration_from
 from rlflow.resources.time.speed import Efficiency, Speed, gpu_speed

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from rlflow.batch import Conversations, Prompts, Rollouts
+from rlflow.batch.packed import Packed
 from rlflow.engines.group_progress import PartialResponse
 from rlflow.environments.transcript import Transcript, build_conversations, resumed_transcript
 from rlflow.environments.turn import EnvironmentSpec
 from rlflow.errors import StorageError
-from rlflow.packed import Packed
 from rlflow.rewards.base import Failure
 from rlflow.runtime.generation import saved_rollouts
 from rlflow.runtime.generation.saved_rollouts import load_rollouts, save_rollouts

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 import rlflow
-from rlflow.compose import load_cluster
 from rlflow.errors import PlacementError
+from rlflow.recipe.compose import load_cluster
 from rlflow.resources.cluster import Host
 from rlflow.resources.layout import Bundle
 from rlflow.runtime.ray.cluster.binding import (

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from rlflow.compose import load_cluster
 from rlflow.errors import PlacementError
+from rlflow.recipe.compose import load_cluster
 from rlflow.runtime.ray.cluster.connection import simulated
 
 

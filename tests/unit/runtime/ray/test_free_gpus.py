@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlflow.compose import cluster_of_hosts
 from rlflow.errors import RecipeError
+from rlflow.recipe.compose import cluster_of_hosts
 from rlflow.runtime.ray.cluster import probes
 from rlflow.runtime.ray.cluster.probes import none_free, select_free
 from tests.unit.runtime.ray.test_binding import live

@@ -9,9 +9,9 @@ from unittest.mock import Mock
 import pytest
 
 import rlflow
-from rlflow.compose import cluster_of_hosts
 from rlflow.engines.base import EngineSpec
 from rlflow.errors import RecipeError
+from rlflow.recipe.compose import cluster_of_hosts
 from rlflow.resources.layout import Worker
 from rlflow.runtime import local
 from rlflow.runtime.objects.budget import Budget

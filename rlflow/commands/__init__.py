@@ -1,0 +1,1 @@
+"""The subcommands of ``rlflow``, and what a command leaves out."""

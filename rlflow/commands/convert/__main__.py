@@ -1,0 +1,42 @@
+"""Converts a training script of verl to a recipe: ``python -m rlflow convert SCRIPT [--output FILE]``.
+
+It reads the ``key=value`` arguments of ``verl.trainer.main_ppo``.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlflow.commands.convert.verl import convert
+from rlflow.errors import FileError, UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the recipe and print the remarks; return the exit code."""
+    parser = argparse.ArgumentParser("rlflow convert", description="Convert a script of verl to a recipe.")
+    parser.add_argument("script", type=Path, help="a file with the arguments of verl.trainer.main_ppo")
+    parser.add_argument("--output", type=Path, help="the file of the recipe, by default the script's name with .yaml")
+    options = parser.parse_args(arguments)
+    output = options.output or options.script.with_suffix(".yaml")
+    try:
+        converted = convert(options.script.read_text("utf-8"))
+        if options.output is None and output.exists():
+            raise FileError(str(output), "exists already", fix="--output FILE, which may replace it")
+        output.write_text(converted.recipe)
+    except UserError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except UnicodeDecodeError:
+        print(f"FileError: {options.script}: is not UTF-8.", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"FileError: {error.filename}: {error.strerror}.", file=sys.stderr)
+        return 2
+    remarks = "".join(f"{what}: {why}\n" for what, why in converted.remarks.items())
+    print(f"{remarks}\nplan it: python -m rlflow recipe={output} cluster={converted.cluster} dry_run=true")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,173 @@
+"""Runs a skipped step again on its saved batch: ``python -m rlflow replay RUN_FOLDER [--step N]``.
+
+It prints which values are not finite, by node, sample and token: first those that were saved, then those of the nodes
+that score and train, with the weights of the checkpoint nearest to the step, or the initial ones.
+Nothing in the run's folder changes.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from rlflow.batch import RolloutAdvantages
+from rlflow.compiler.plan import Plan, read_plan
+from rlflow.errors import EngineError, FileError, RecipeError, UserError, first_line, make_printable
+from rlflow.nodes.generate import Generate
+from rlflow.nodes.reward import Reward
+from rlflow.runtime.bound_node import bind_nodes, states_of
+from rlflow.runtime.finite import keys_of, places_not_finite, values_of
+from rlflow.runtime.skipped_steps import SkippedStep, read_skipped, skipped_folders
+
+# The number of values that are printed for each node.
+_MAX_LISTED = 10
+_FIX = "another step (--step N), or the folder of another run"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report; return the exit code."""
+    parser = argparse.ArgumentParser("rlflow replay", description="Run a skipped step again.")
+    parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="the folder of a run that has skipped a step")
+    parser.add_argument("--step", type=int, help="the step; by default the last that was skipped and is still saved")
+    options = parser.parse_args(arguments)
+    try:
+        plan = _read_plan(options.run / "plan.json")
+        for line in replay(plan, options.run, options.step):
+            print(make_printable(line), flush=True)
+    except (UserError, EngineError) as error:
+        print(make_printable(f"{type(error).__name__}: {error}"), file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    return 0
+
+
+def replay(plan: Plan, directory: Path, step: int | None) -> Iterator[str]:
+    """Yield the lines of the report. Raises RecipeError for a step that is not saved, FileError for damaged files."""
+    skipped = _find(plan, directory, step)
+    yield f"step {skipped.step} was skipped: {skipped.reason}"
+    yield "saved values that are not finite:"
+    yield from _all_or_none([line for name, batch in skipped.edges.items() for line in _describe(name, batch, skipped)])
+    yield from _run_again(plan, directory, skipped)
+
+
+def _read_plan(file: Path) -> Plan:
+    """Return the plan of the run. Raises RecipeError, with the name of the file."""
+    try:
+        return read_plan(file)
+    except RecursionError:
+        raise FileError(str(file), "is too deeply nested for a plan", fix="restore it from a copy") from None
+    except RecipeError as error:
+        if str(file) not in error.fact:
+            error.path = f"{file}: {error.path or 'recipe'}"
+        raise
+
+
+def _find(plan: Plan, directory: Path, step: int | None) -> SkippedStep:
+    folders = {int(folder.name.removeprefix("step-")): folder for folder in skipped_folders(directory)}
+    if not folders:
+        raise RecipeError("run", f"'{directory}' has no batch of a skipped step", fix="the folder of another run")
+    if step is not None and step not in folders:
+        fact = f"the batch of step {step} is not saved in '{directory}'"
+        raise RecipeError("--step", fact, known=sorted(folders), fix="use one of these steps")
+    folder = folders[max(folders) if step is None else step]
+    _check_reason(folder / "reason.json")
+    try:
+        return read_skipped(folder, plan.graph)
+    except EngineError:
+        raise  # for a batch of an older version, with a fix of its own
+    except Exception as error:  # damaged files fail in many ways
+        for file in sorted(folder.glob("*.npz")):
+            _check_arrays(file)
+        fact = f"expected batches of this run's plan, found other fields ({first_line(error)})"
+        raise FileError(str(folder), fact, fix=_FIX) from None
+
+
+def _check_reason(file: Path) -> None:
+    """Raise FileError for a file that does not have the failed node and its reason."""
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise FileError(str(file), f"cannot be read ({error.strerror})", fix=_FIX) from None
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or not all(isinstance(content.get(key), str) for key in ("node", "reason")):
+        raise FileError(str(file), "expected the texts 'node' and 'reason', found other content", fix=_FIX)
+
+
+def _check_arrays(file: Path) -> None:
+    """Raise FileError for a file that does not have arrays only."""
+    try:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+            dict(arrays)
+    except Exception:  # damaged files fail in many ways
+        raise FileError(str(file), "expected arrays as a run saves them, found other content", fix=_FIX) from None
+
+
+def _run_again(plan: Plan, directory: Path, skipped: SkippedStep) -> Iterator[str]:
+    # Imported late: the saved values are printed before the libraries of the engines load.
+    from rlflow.compiler.continuation import experiment_of
+    from rlflow.runtime.checkpoint import nearest, restore
+    from rlflow.runtime.prepare import resolve_models, runtime_of
+    from rlflow.runtime.step import run_node
+
+    checkpoint = nearest(directory, skipped.step, experiment_of(plan.recipe))
+    weights = f"the checkpoint of step {checkpoint.progress.step}" if checkpoint else "the initial weights"
+    graph = bind_nodes(plan.graph)
+    saved_only = {node.name for node in plan.graph.nodes if isinstance(node.operation, Generate | Reward)}
+    nodes = [node for node in graph.nodes if node.name not in saved_only]
+    again = {node.name for node in nodes if node.name == skipped.node or node.name not in skipped.edges}
+    edges: dict[str, Any] = {name: batch for name, batch in skipped.edges.items() if name not in again}
+    with TemporaryDirectory(prefix="rlflow-replay-") as folder:
+        models = resolve_models(plan, _refuse_training)
+        with runtime_of(plan).start(plan, models, Path(folder)) as engines:
+            if checkpoint:
+                trained = {role: engines[role] for role in plan.graph.trained_roles()}
+                restore(checkpoint, {**trained, **states_of(graph, engines)})
+            yield f"run again with {weights}:"
+            for node in (node for node in nodes if node.name in again):
+                if missing := set(node.inputs.values()) - edges.keys():
+                    yield f"  {node.name}: not run, because the step had no {' and no '.join(sorted(missing))} yet"
+                    continue
+                try:
+                    output = run_node(node, engines, edges)
+                except EngineError as error:
+                    yield f"  {error}"
+                    continue
+                edges[node.name] = output
+                found = list(_describe(node.name, output, skipped))
+                yield from found or [f"  {node.name}: all values are finite"]
+
+
+def _refuse_training(base: Plan, name: str) -> Any:
+    fact = f"the model of the recipe {base.recipe.name} is not in the cache"
+    raise RecipeError(f"models.{name}.recipe", fact, fix="run that recipe first")
+
+
+def _describe(name: str, batch: Any, skipped: SkippedStep) -> Iterator[str]:
+    """Yield a line for each value of a batch that is not finite, up to a limit."""
+    if isinstance(batch, RolloutAdvantages):
+        rows = np.flatnonzero(~batch.is_included)
+        places = [(row, "all tokens", batch.values.run_values[row]) for row in rows.tolist()]
+    elif (column := values_of(batch)) is not None:
+        rows, tokens = places_not_finite(batch)
+        places = [(row, f"token {t}", column[row][t]) for row, t in zip(rows.tolist(), tokens.tolist(), strict=True)]
+    else:
+        places = []
+    keys = keys_of(batch, skipped.edges.values()) if places else None
+    for row, token, value in places[:_MAX_LISTED]:
+        sample = f"row {row}" if keys is None else "step {} prompt {} sample {}".format(*keys[row])
+        yield f"  {name}: {sample}, {token}: {value}"
+    if len(places) > _MAX_LISTED:
+        yield f"  {name}: {len(places) - _MAX_LISTED} more"
+
+
+def _all_or_none(lines: Collection[str]) -> Collection[str]:
+    return lines or ["  none"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""The recipe of one run as dataclasses, which the rest of the pipeline sees.
+
+The docstring below a field is its meaning in docs/reference.md.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from rlflow.recipe.evaluation import Evaluation
+from rlflow.resources.layout import Resources
+from rlflow.resources.models.architecture import Architecture
+from rlflow.resources.models.lora import Lora
+from rlflow.resources.workload import Overlap
+from rlflow.schema import Count, CountOrZero, Section, Steps, Text
+
+# A run with ``tune`` adjusts the sizes that its recipe leaves open; "adaptive" keeps tuning them throughout the run.
+Tune = bool | Literal["adaptive"]
+# The steps of a run that are traced, counted from 1: all, none, or some.
+Trace = bool | tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Section):
+    """Weights and tokenizer, from exactly one of ``path``, ``recipe`` and ``random_weights``."""
+
+    path: str | None = None
+    """A folder, or a name on the Hugging Face hub."""
+    recipe: "Recipe | None" = None
+    """A recipe, by its name, that trains this model. It runs first unless its result is in the cache."""
+    random_weights: bool = False
+    """Initialize random weights of ``architecture``, with a tokenizer whose tokens are ``characters``."""
+    characters: Text | None = None
+    """The tokens of a model with random weights: each character is one."""
+    architecture: Architecture | None = None
+    """The sizes that planning needs. They come from conf/model or from the ``config.json`` at ``path``."""
+    architecture_of: str | None = None
+    """The model on the hub that ``architecture`` describes. The model at ``path`` must have the same sizes."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """The number type of the weights."""
+    trust_remote_code: bool = False
+    """Run the Python files at ``path`` that its ``auto_map`` names, with the rights of the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(Section):
+    """AdamW with a learning rate that depends only on the step."""
+
+    learning_rate: Annotated[float, Ge(1e-12), Le(1)] = 1e-6
+    """The learning rate after the warm-up, which is the highest."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The learning rate after the warm-up: constant, or falling to zero at the last step."""
+    warmup_steps: CountOrZero = 0
+    """The first steps, in which the learning rate rises linearly."""
+    betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999)
+    """The decay of AdamW's running means of gradients and of their squares."""
+    weight_decay: Annotated[float, Ge(0), Le(10)] = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: Annotated[float, Ge(1e-6), Le(1e12)] = 1.0
+    """The norm to which larger gradients are scaled down."""
+
+    def learning_rate_at(self, step: int, steps: int) -> float:
+        """Return the learning rate at ``step`` of ``steps``, counted from 0; negative steps have 0."""
+        if step < 0:
+            return 0.0
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.learning_rate
+        progress = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
+        factor = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.learning_rate * factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role(Resources):
+    """A model doing one job."""
+
+    model: str
+    """A name under ``models``."""
+    engine: str
+    """The library that runs the model: ``deepspeed``, ``torch``, ``transformers`` or ``vllm``."""
+    follows: str | None = None
+    """The trained role whose weights this role receives after every step."""
+    optimizer: Optimizer | None = None
+    """The optimizer of a trained role."""
+    lora: Lora | None = None
+    """Adapters of a trained role, which are trained instead of its weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Section):
+    """The data set that prompts come from."""
+
+    source: Text
+    """A JSONL or Parquet file, a folder of them, a data set on the hub, or ``package.module:function``."""
+    name: str | None = None
+    """The configuration of a data set on the hub."""
+    split: Text = "train"
+    """The split that is trained on."""
+    eval_split: Text | None = None
+    """The split with the held-out rows of ``evaluation``."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the function."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """The data set's column for each name used here: ``prompt``, ``response``, for pairs ``chosen`` and ``rejected``,
+    and the names that the reward reads."""
+    system_prompt: str | None = None
+    """The system message of every prompt that has none of its own. The tokenizer needs a chat template."""
+    batch_size: Count
+    """Prompts, examples or pairs in each step."""
+    max_prompt_tokens: Count
+    """The limit of a prompt; ``overlong`` decides about longer ones."""
+    overlong: Literal["error", "drop", "truncate_left"] = "error"
+    """Handling of prompts with more tokens: end the run, drop their rows, or keep only their last tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints(Section):
+    """The checkpoints of a run."""
+
+    every: Steps
+    """Steps between two checkpoints. The last is at the end of the run."""
+    keep: Count = 2
+    """The number of newest checkpoints that are not deleted."""
+
+
+Expected = Annotated[float, Gt(0), Le(2**31 - 1)] | tuple[Annotated[float, Le(2**31 - 1)], ...] | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expect(Section):
+    """Expected lengths for planning: a mean, or a list of equally likely lengths. They do not change the run.
+
+    Lengths beyond the limit end there.
+    """
+
+    prompt_tokens: Expected = "auto"
+    """The tokens of a prompt."""
+    response_tokens: Expected = "auto"
+    """The tokens of a response. In a file, also the folder of an earlier run, whose lengths are used."""
+    rounds: Annotated[float, Ge(1), Le(1e6)] = 1.0
+    """Prompts that ``dynamic_sampling`` generates for, per prompt that is trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Section):
+    """Everything that defines one run."""
+
+    name: str
+    """The name of the run, for people and for the cache of models that recipes train."""
+    seed: Annotated[int, Ge(0), Lt(2**63)] = 0
+    """The seed of all random numbers."""
+    steps: Steps
+    """Passes over the graph."""
+    models: Mapping[str, Model]
+    roles: Mapping[str, Role]
+    graph: Mapping[str, Mapping[str, Any]]
+    """The kind, role, options and inputs of each node. The stage ``wire`` reads them."""
+    data: Data
+    evaluation: Evaluation | None = None
+    checkpoints: Checkpoints
+    expect: Expect = Expect()
+    overlap: Overlap = field(default_factory=Overlap)
+    max_restarts: CountOrZero = 2
+    """How often in a row the run goes back to the same checkpoint when it has lost workers."""
+    elastic: bool = False
+    """Plan again for the other hosts when the run has lost some, and continue on them."""
+    stop_after_skipped_steps: Count = 3
+    """The number of steps in a row after which the run stops that were skipped for values that are not finite."""
+    trackers: tuple[Text, ...] = ("tensorboard",)
+    """The trackers that receive metrics and samples: ``tensorboard``, ``wandb``, ``mlflow``, ``trackio``, ``swanlab``,
+    or ``package.module:Class`` for one of your own."""
+    push_to_hub: Text | None = None
+    """The repository on the Hugging Face hub, ``USER/NAME``, to which the trained model is uploaded at the end of the
+    run. A new repository is private."""
+
+    def lora_of(self, role: str) -> Lora | None:
+        """Return a role's adapters: its own, or those of the role that it follows."""
+        return self.roles[self.roles[role].follows or role].lora

@@ -1,0 +1,1 @@
+"""Memory, files, locks and signals of the operating system."""
