@@ -23,7 +23,7 @@ from benchmarks import paced_engine as paced
 from benchmarks.reporting import Goal, finish
 from rlflow.compiler.plan import Plan
 from rlflow.report.records import MetricsWriter
-from rlflow.resources.planner.overlap import Decoding, simulate_overlap, simulate_turns
+from rlflow.resources.planner.prediction.overlap import Decoding, simulate_overlap, simulate_turns
 from rlflow.resources.workload import Overlap
 from rlflow.runtime.ray.runtime import RayRuntime
 from rlflow.runtime.run import run

@@ -22,7 +22,7 @@ from rlflow.resources.cluster import Cluster, Gpu, Host
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Resources
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.planner.search import Search
+from rlflow.resources.planner.search.search import Search
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.workload import Task, TaskKind, WeightSync, Workload
 

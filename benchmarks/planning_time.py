@@ -18,7 +18,7 @@ from rlflow.compiler import compile_recipe
 from rlflow.compiler.lower import Requirements, lower
 from rlflow.compiler.wire import wire
 from rlflow.recipe.compose import load_cluster
-from rlflow.resources.planner.search import Search
+from rlflow.resources.planner.search.search import Search
 from rlflow.resources.workload import WeightSync, Workload
 
 _REPEATS = 5

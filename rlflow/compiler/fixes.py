@@ -8,7 +8,7 @@ from rlflow.compiler.problem import Pin, Problem
 from rlflow.compiler.wire import wire
 from rlflow.nodes.generate import Generate
 from rlflow.resources.cluster import MOST_GPUS, Cluster, Host
-from rlflow.resources.planner.search import SearchResult
+from rlflow.resources.planner.search.search import SearchResult
 
 # Shorter responses are proposed down to this share of what the recipe asks for.
 _LEAST_SHARE = 1 / 8

@@ -16,9 +16,9 @@ from rlflow.resources.layout import Bundle, Layout, RolePlacement, Worker
 from rlflow.resources.planner.candidate import simulated
 from rlflow.resources.planner.confidence import Verdict
 from rlflow.resources.planner.pool import Shortage
-from rlflow.resources.planner.prediction import predict
-from rlflow.resources.planner.risks import gpu_risks
-from rlflow.resources.planner.search import Search, SearchResult
+from rlflow.resources.planner.prediction.prediction import predict
+from rlflow.resources.planner.prediction.risks import gpu_risks
+from rlflow.resources.planner.search.search import Search, SearchResult
 from rlflow.resources.workload import Workload
 
 # Factors of the recipe's own sizes.

@@ -22,8 +22,8 @@ from rlflow.recipe import Recipe
 from rlflow.recipe.load import recipe_from, to_yaml
 from rlflow.resources.cluster import Cluster, cluster_from
 from rlflow.resources.layout import Bundle, Layout, RolePlacement, Worker
-from rlflow.resources.planner.prediction import Prediction, predict
-from rlflow.resources.planner.search import Search
+from rlflow.resources.planner.prediction.prediction import Prediction, predict
+from rlflow.resources.planner.search.search import Search
 from rlflow.resources.time.calibration import Calibration, calibration_from
 from rlflow.resources.workload import Workload
 from rlflow.schema import parse

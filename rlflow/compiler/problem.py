@@ -11,7 +11,7 @@ from rlflow.recipe import Recipe
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.layout import Resources
 from rlflow.resources.planner.confidence import Margin
-from rlflow.resources.planner.search import Search, SearchResult
+from rlflow.resources.planner.search.search import Search, SearchResult
 from rlflow.resources.time.calibration import Calibration
 
 OPEN = Resources()

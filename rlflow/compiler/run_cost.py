@@ -7,7 +7,7 @@ from math import ceil
 from rlflow.recipe import Recipe
 from rlflow.resources.cluster import Cluster
 from rlflow.resources.layout import RolePlacement
-from rlflow.resources.planner.prediction import Prediction
+from rlflow.resources.planner.prediction.prediction import Prediction
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from rlflow.nodes.generate import Generate
 from rlflow.recipe import Recipe
 from rlflow.resources.planner.candidate import describe_pools
 from rlflow.resources.planner.confidence import Margin
-from rlflow.resources.planner.overlap_prediction import predict_overlap, step_seconds
+from rlflow.resources.planner.prediction.overlap_prediction import predict_overlap, step_seconds
 from rlflow.resources.workload import Overlap
 
 # Sizes up to so many times the recipe's are tried.

@@ -6,14 +6,14 @@ from math import ceil
 
 from rlflow.resources.layout import RolePlacement, workers
 from rlflow.resources.planner.confidence import Margin
-from rlflow.resources.planner.data_placement import reading_seconds
 from rlflow.resources.planner.placement_solver import Counts, PoolRequest, gpu_ids
 from rlflow.resources.planner.pool import RoleChoice, Shortage
-from rlflow.resources.planner.pool_search import PoolUse
-from rlflow.resources.planner.pool_uses import PoolUses
-from rlflow.resources.planner.sharing import Partition, pool_indices
+from rlflow.resources.planner.prediction.data_placement import reading_seconds
+from rlflow.resources.planner.prediction.task_times import collecting_seconds, host_task_seconds, weight_sync_seconds
+from rlflow.resources.planner.search.pool_search import PoolUse
+from rlflow.resources.planner.search.pool_uses import PoolUses
+from rlflow.resources.planner.search.sharing import Partition, pool_indices
 from rlflow.resources.planner.simulate import Schedule, simulate
-from rlflow.resources.planner.task_times import collecting_seconds, host_task_seconds, weight_sync_seconds
 
 
 @dataclass(frozen=True)

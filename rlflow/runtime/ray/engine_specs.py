@@ -12,7 +12,7 @@ from rlflow.errors import EngineError, PlacementError, UserError, first_line
 from rlflow.extras import check_extra, check_training
 from rlflow.nodes.generate import Generate
 from rlflow.recipe import Model, Optimizer
-from rlflow.resources.planner.task_times import DEFAULT_NUM_SEQS
+from rlflow.resources.planner.prediction.task_times import DEFAULT_NUM_SEQS
 
 # The most responses that one engine generates at once.
 _MAX_SEQUENCES = 1024

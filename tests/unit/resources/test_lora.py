@@ -13,8 +13,8 @@ from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.overheads import sync_terms
 from rlflow.resources.memory.phases import generate_memory, update_terms
 from rlflow.resources.models.lora import Lora, adapter_inputs, adapter_parameters, adapter_tensors
-from rlflow.resources.planner.search import Search
-from rlflow.resources.planner.task_times import task_seconds
+from rlflow.resources.planner.prediction.task_times import task_seconds
+from rlflow.resources.planner.search.search import Search
 from tests.helpers import load
 from tests.unit.resources.planner.planning import SEVEN_B, cluster
 

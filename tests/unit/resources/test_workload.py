@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from rlflow.resources.layout import Layout
-from rlflow.resources.planner.task_times import task_seconds
+from rlflow.resources.planner.prediction.task_times import task_seconds
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.speed import Efficiency, gpu_speed
 from tests.unit.resources.planner.planning import H100, SEVEN_B, demand, task

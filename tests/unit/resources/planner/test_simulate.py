@@ -6,8 +6,8 @@ import pytest
 
 import rlflow
 from rlflow.resources.cluster import Gpu
+from rlflow.resources.planner.prediction.task_times import collecting_seconds
 from rlflow.resources.planner.simulate import PARTS, simulate
-from rlflow.resources.planner.task_times import collecting_seconds
 from rlflow.resources.time.speed import Efficiency, gpu_speed
 from rlflow.resources.workload import Task, TaskKind, WeightSync, Workload
 from tests.helpers import load

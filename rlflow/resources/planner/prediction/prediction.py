@@ -9,17 +9,17 @@ from rlflow.resources.memory.phases import score_terms, update_terms
 from rlflow.resources.memory.state import Terms
 from rlflow.resources.planner.candidate import Candidate, RejectedCandidate, describe_pools
 from rlflow.resources.planner.confidence import TIME_BANDS, Margin, TimeKind, Verdict
-from rlflow.resources.planner.data_placement import DataPrediction, predict_data
-from rlflow.resources.planner.layouts import largest_micro_batch
-from rlflow.resources.planner.node_times import NodeTime, node_times
-from rlflow.resources.planner.overlap_prediction import OverlapPrediction, predict_overlap, step_seconds
-from rlflow.resources.planner.pauses import checkpoint_seconds, evaluation_seconds
 from rlflow.resources.planner.pool import RoleChoice, host_memory, sync_memory
-from rlflow.resources.planner.process_memory import memory_of_hosts, predict_processes
-from rlflow.resources.planner.risks import plan_risks
-from rlflow.resources.planner.search import Search, SearchResult
-from rlflow.resources.planner.sharing import Partition
-from rlflow.resources.planner.warnings import plan_warnings
+from rlflow.resources.planner.prediction.data_placement import DataPrediction, predict_data
+from rlflow.resources.planner.prediction.node_times import NodeTime, node_times
+from rlflow.resources.planner.prediction.overlap_prediction import OverlapPrediction, predict_overlap, step_seconds
+from rlflow.resources.planner.prediction.pauses import checkpoint_seconds, evaluation_seconds
+from rlflow.resources.planner.prediction.process_memory import memory_of_hosts, predict_processes
+from rlflow.resources.planner.prediction.risks import plan_risks
+from rlflow.resources.planner.prediction.warnings import plan_warnings
+from rlflow.resources.planner.search.layouts import largest_micro_batch
+from rlflow.resources.planner.search.search import Search, SearchResult
+from rlflow.resources.planner.search.sharing import Partition
 from rlflow.resources.time.calibration import calibration_figures
 from rlflow.resources.workload import Task
 

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.planner.confidence import TIME_ERROR
-from rlflow.resources.planner.engine_layouts import engine_options
-from rlflow.resources.planner.layouts import model_options
 from rlflow.resources.planner.pool import Pool, PoolPolicy, RoleChoice, Shortage, idle_terms
+from rlflow.resources.planner.search.engine_layouts import engine_options
+from rlflow.resources.planner.search.layouts import model_options
 from rlflow.resources.workload import Task
 
 

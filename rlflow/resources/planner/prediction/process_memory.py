@@ -7,8 +7,8 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout, RolePlacement
 from rlflow.resources.memory.processes import LOCAL_PROCESS, Phase, RoleOnCpu, process_phases
 from rlflow.resources.memory.state import Terms
-from rlflow.resources.planner.search import Search
-from rlflow.resources.planner.task_times import DEFAULT_NUM_SEQS
+from rlflow.resources.planner.prediction.task_times import DEFAULT_NUM_SEQS
+from rlflow.resources.planner.search.search import Search
 from rlflow.resources.time.speed import Speed
 from rlflow.resources.workload import Task, Workload
 

@@ -10,7 +10,6 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout
 from rlflow.resources.memory.phases import generate_memory
 from rlflow.resources.memory.state import Terms
-from rlflow.resources.planner.degrees import group_sizes, pipeline_stages, with_data_parallel_size
 from rlflow.resources.planner.pool import (
     CPU_MICRO_BATCH_TOKENS,
     Pool,
@@ -19,7 +18,8 @@ from rlflow.resources.planner.pool import (
     Shortage,
     idle_terms,
 )
-from rlflow.resources.planner.task_times import MAX_NUM_SEQS, task_seconds
+from rlflow.resources.planner.prediction.task_times import MAX_NUM_SEQS, task_seconds
+from rlflow.resources.planner.search.degrees import group_sizes, pipeline_stages, with_data_parallel_size
 from rlflow.resources.workload import Task
 
 _MAX_UTILIZATION = 0.9

@@ -6,7 +6,7 @@ from math import ceil
 
 from rlflow.resources.layout import GIB, RolePlacement
 from rlflow.resources.planner.pool import HostSet
-from rlflow.resources.planner.sharing import Partition, pool_indices
+from rlflow.resources.planner.search.sharing import Partition, pool_indices
 from rlflow.resources.time.passes import transfer_seconds
 from rlflow.resources.workload import Edge, Task, Workload
 

@@ -16,12 +16,12 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.layout import RolePlacement
 from rlflow.resources.planner.candidate import Candidate, PlacedCandidate, RejectedCandidate, describe_pools
 from rlflow.resources.planner.confidence import Margin
-from rlflow.resources.planner.host_placement import place, place_least
-from rlflow.resources.planner.overlap_prediction import step_seconds
 from rlflow.resources.planner.pool import HostSet, Shortage
-from rlflow.resources.planner.pool_uses import PoolUses
-from rlflow.resources.planner.sharing import Partition, sharing_partitions
-from rlflow.resources.planner.size_search import SizeSearch
+from rlflow.resources.planner.prediction.overlap_prediction import step_seconds
+from rlflow.resources.planner.search.host_placement import place, place_least
+from rlflow.resources.planner.search.pool_uses import PoolUses
+from rlflow.resources.planner.search.sharing import Partition, sharing_partitions
+from rlflow.resources.planner.search.size_search import SizeSearch
 from rlflow.resources.time.calibration import Calibration
 from rlflow.resources.workload import Workload
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from rlflow.resources.layout import Layout
-from rlflow.resources.planner.search import Search, SearchResult
+from rlflow.resources.planner.search.search import Search, SearchResult
 
 # A pool that is idle for a larger share of the step gets a warning.
 _MUCH_IDLE = 0.7

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from math import comb
 
 from rlflow.resources.planner.pool import Pool, Shortage, select_hosts
-from rlflow.resources.planner.pool_search import PoolUse, RoleSearches, best_use
-from rlflow.resources.planner.sharing import PoolPins, SizeGrid, pool_pins, sharing_partitions
+from rlflow.resources.planner.search.pool_search import PoolUse, RoleSearches, best_use
+from rlflow.resources.planner.search.sharing import PoolPins, SizeGrid, pool_pins, sharing_partitions
 from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, workload
 
 

@@ -9,8 +9,8 @@ from rlflow.resources.cluster import Cluster
 from rlflow.resources.demand import Demand
 from rlflow.resources.planner.confidence import Margin
 from rlflow.resources.planner.pool import HostSet, Pool, Shortage, select_hosts
-from rlflow.resources.planner.pool_search import PoolUse, RoleSearches, best_use, least_use
-from rlflow.resources.planner.sharing import Partition, PoolPins, pool_pins
+from rlflow.resources.planner.search.pool_search import PoolUse, RoleSearches, best_use, least_use
+from rlflow.resources.planner.search.sharing import Partition, PoolPins, pool_pins
 from rlflow.resources.time.calibration import Calibration
 from rlflow.resources.workload import Workload
 

@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.resources.planner.candidate import Candidate
-from rlflow.resources.planner.overlap import (
+from rlflow.resources.planner.prediction.overlap import (
     Decoding,
     OverlapTimes,
     alone_seconds,
     simulate_overlap,
     simulate_turns,
 )
-from rlflow.resources.planner.pool_uses import PoolUses
-from rlflow.resources.planner.task_times import DecodeProfile, decode_profile
+from rlflow.resources.planner.prediction.task_times import DecodeProfile, decode_profile
+from rlflow.resources.planner.search.pool_uses import PoolUses
 from rlflow.resources.workload import Task
 
 # Values of ``max_staleness`` that are compared; the smallest whose step is longer than the best by at most this share

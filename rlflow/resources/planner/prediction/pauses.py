@@ -2,8 +2,8 @@
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.models.lora import adapter_parameters
-from rlflow.resources.planner.search import Search, SearchResult
-from rlflow.resources.planner.task_times import host_task_seconds, task_seconds
+from rlflow.resources.planner.prediction.task_times import host_task_seconds, task_seconds
+from rlflow.resources.planner.search.search import Search, SearchResult
 
 # Bytes per second that a run writes to disk, reads again for their digest, and flushes. An estimate for one NVMe disk;
 # the files of all hosts usually end on one file system.

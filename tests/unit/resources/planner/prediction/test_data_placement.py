@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from rlflow.resources.layout import GIB, Bundle, Layout, RolePlacement, Worker
-from rlflow.resources.planner.data_placement import predict_data, reading_seconds
-from rlflow.resources.planner.prediction import predict
-from rlflow.resources.planner.search import Search
+from rlflow.resources.planner.prediction.data_placement import predict_data, reading_seconds
+from rlflow.resources.planner.prediction.prediction import predict
+from rlflow.resources.planner.search.search import Search
 from rlflow.resources.workload import Ahead, Edge, Overlap, Workload
 from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, search, task, workload
 

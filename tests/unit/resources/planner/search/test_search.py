@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlflow.errors import PlacementError
 from rlflow.resources.cluster import Cluster, Host
 from rlflow.resources.planner.candidate import Candidate
-from rlflow.resources.planner.search import Search
+from rlflow.resources.planner.search.search import Search
 from tests.unit.resources.planner.planning import H100, SEVEN_B, check, cluster, demand, place, search, workload
 
 

@@ -9,7 +9,6 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout
 from rlflow.resources.memory.phases import score_terms, update_terms
 from rlflow.resources.memory.state import Terms, total_gib
-from rlflow.resources.planner.degrees import group_sizes, pipeline_stages, with_data_parallel_size
 from rlflow.resources.planner.pool import (
     CPU_MICRO_BATCH_TOKENS,
     Pool,
@@ -19,7 +18,8 @@ from rlflow.resources.planner.pool import (
     base_layout,
     idle_terms,
 )
-from rlflow.resources.planner.task_times import task_seconds
+from rlflow.resources.planner.prediction.task_times import task_seconds
+from rlflow.resources.planner.search.degrees import group_sizes, pipeline_stages, with_data_parallel_size
 from rlflow.resources.workload import Task
 
 MAX_MICRO_BATCH_TOKENS = 65536

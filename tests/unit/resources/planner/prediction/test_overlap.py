@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.resources.planner.overlap import Decoding, alone_seconds, simulate_overlap, simulate_turns
+from rlflow.resources.planner.prediction.overlap import Decoding, alone_seconds, simulate_overlap, simulate_turns
 from rlflow.resources.planner.simulate import simulate
 from rlflow.resources.workload import Ahead, Overlap
 from tests.unit.resources.planner.test_simulate import GRPO, SECONDS

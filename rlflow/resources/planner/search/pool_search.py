@@ -10,7 +10,6 @@ from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout, Offload
 from rlflow.resources.memory.overheads import Sharp
 from rlflow.resources.planner.confidence import Margin
-from rlflow.resources.planner.layout_search import LayoutSearch
 from rlflow.resources.planner.pool import (
     Pool,
     PoolPolicy,
@@ -22,6 +21,7 @@ from rlflow.resources.planner.pool import (
     memory_band,
     sync_memory,
 )
+from rlflow.resources.planner.search.layout_search import LayoutSearch
 from rlflow.resources.workload import WeightSync, Workload
 
 _OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights")

@@ -8,11 +8,11 @@ import pytest
 from rlflow.resources.demand import Demand
 from rlflow.resources.models.architecture import Architecture
 from rlflow.resources.planner.confidence import TIME_ERROR, Margin
-from rlflow.resources.planner.engine_layouts import engine_options
-from rlflow.resources.planner.layout_search import LayoutSearch
-from rlflow.resources.planner.layouts import MAX_MICRO_BATCH_TOKENS, model_options
 from rlflow.resources.planner.pool import Pool, PoolPolicy, RoleChoice, Shortage, select_hosts
-from rlflow.resources.planner.pool_search import PoolUse, RoleSearches, best_use, least_use
+from rlflow.resources.planner.search.engine_layouts import engine_options
+from rlflow.resources.planner.search.layout_search import LayoutSearch
+from rlflow.resources.planner.search.layouts import MAX_MICRO_BATCH_TOKENS, model_options
+from rlflow.resources.planner.search.pool_search import PoolUse, RoleSearches, best_use, least_use
 from rlflow.resources.workload import Workload
 from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, workload
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlflow.resources.planner.search import Search, SearchResult
-from rlflow.resources.planner.task_times import computed_share, generations
+from rlflow.resources.planner.prediction.task_times import computed_share, generations
+from rlflow.resources.planner.search.search import Search, SearchResult
 from rlflow.resources.time.work import forward_work, training_passes
 from rlflow.resources.workload import Task
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from rlflow.resources.planner.candidate import Candidate, PlacedCandidate, simulated
 from rlflow.resources.planner.placement_solver import Counts, PoolRequest, place_pools
 from rlflow.resources.planner.pool import Shortage
-from rlflow.resources.planner.pool_search import PoolUse
-from rlflow.resources.planner.pool_uses import PoolUses
-from rlflow.resources.planner.sharing import Partition
+from rlflow.resources.planner.search.pool_search import PoolUse
+from rlflow.resources.planner.search.pool_uses import PoolUses
+from rlflow.resources.planner.search.sharing import Partition
 
 
 def place(candidate: Candidate, of: PoolUses) -> PlacedCandidate | None:

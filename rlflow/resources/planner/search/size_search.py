@@ -18,9 +18,9 @@ from rlflow.resources.planner.candidate import (
 )
 from rlflow.resources.planner.confidence import Margin
 from rlflow.resources.planner.pool import Shortage
-from rlflow.resources.planner.pool_search import PoolUse
-from rlflow.resources.planner.pool_uses import PoolUses
-from rlflow.resources.planner.sharing import Partition, SizeGrid, pool_indices
+from rlflow.resources.planner.search.pool_search import PoolUse
+from rlflow.resources.planner.search.pool_uses import PoolUses
+from rlflow.resources.planner.search.sharing import Partition, SizeGrid, pool_indices
 from rlflow.resources.planner.simulate import StepScheduler
 
 _Sizes = tuple[int, ...]

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 
 from rlflow.resources.planner.confidence import Band, Margin
 from rlflow.resources.planner.pool import memory_band
-from rlflow.resources.planner.pool_search import sync_needs
-from rlflow.resources.planner.search import Search, SearchResult
+from rlflow.resources.planner.search.pool_search import sync_needs
+from rlflow.resources.planner.search.search import Search, SearchResult
 
 
 def plan_risks(search: Search, result: SearchResult, host_gib: Mapping[str, float]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import pytest
 
 from rlflow.resources.planner.candidate import describe_pools
-from rlflow.resources.planner.prediction import Prediction, predict
+from rlflow.resources.planner.prediction.prediction import Prediction, predict
 from tests.unit.resources.planner.planning import SEVEN_B, cluster, demand, search
 
 

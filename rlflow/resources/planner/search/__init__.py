@@ -1,0 +1,1 @@
+"""The layouts that are tried: which roles share GPUs, how large pools are, and what each role does in its pool."""
