@@ -14,6 +14,7 @@ import rlflow
 
 PACKAGE = Path(rlflow.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+TESTS = Path(__file__).parent
 
 # The rooms in their order: each imports only rooms before it, and itself.
 ROOMS = ["_version", "errors", "plugins", "extras", "schema", "system", "resources", "batch", "recipe", "engines"]
@@ -157,6 +158,26 @@ def test_sizes() -> None:
 def test_configuration_files_are_short() -> None:
     for path in (PACKAGE.parent / "conf").rglob("*.yaml"):
         assert path.is_relative_to(PACKAGE.parent / "conf" / "recipe") or len(path.read_text().splitlines()) <= 30, path
+
+
+# Planning is being divided into other modules.
+NOT_MIRRORED = {"resources/planner/test_data.py", "resources/planner/test_fill.py", "resources/planner/test_planner.py"}
+NOT_MIRRORED |= {"resources/planner/test_pools.py"}
+
+
+@pytest.mark.parametrize(("tests", "tested"), [("unit", "rlflow"), ("benchmarks", "benchmarks"), ("docs", "docs")])
+def test_tests_mirror_the_modules_that_they_test(tests: str, tested: str) -> None:
+    """A file of tests has the name of the module or page, and may add what it is about: test_source_pairs.py."""
+    folder = TESTS / tests
+    strays = []
+    for path in folder.rglob("test_*.py"):
+        place = TESTS.parent / tested / path.parent.relative_to(folder)
+        names = [
+            each.stem.replace("-", "_") for each in place.glob("*") if each.is_dir() or each.suffix in (".py", ".md")
+        ]
+        if not any(f"{path.stem}_".startswith(f"test_{name}_") for name in names):
+            strays.append(str(path.relative_to(folder)))
+    assert set(strays) <= NOT_MIRRORED, f"no module in {tested} has the name of {strays}"
 
 
 def test_public_names() -> None:

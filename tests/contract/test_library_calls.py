@@ -23,7 +23,7 @@ from rlflow.runtime.ray.role_workers import RoleWorkers
 from tests.conftest import ROOT
 from tests.contract.library_scan import LIBRARIES, Call, calls_of, files, references_of
 from tests.helpers import load
-from tests.unit.runtime.ray.test_binding import live
+from tests.unit.runtime.ray.cluster.test_binding import live
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 

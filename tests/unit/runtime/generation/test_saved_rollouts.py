@@ -103,7 +103,7 @@ def test_a_pickle_that_claims_to_be_json_is_never_loaded(tmp_path: Path) -> None
     assert isinstance(read, Conversations)
     columns = (read.response_ids[1], read.logprobs[1], read.versions[1])
     transcript = resumed_transcript(PartialResponse(*columns, read.unfinished[1].tobytes()))
-    call: Any = EnvironmentSpec("tests.unit.environments.test_turns:Counting", {}, 1.0).load("harmful").call
+    call: Any = EnvironmentSpec("tests.unit.environments.test_turn:Counting", {}, 1.0).load("harmful").call
     [answer] = call(["a"], [({}, transcript.state)])
     assert isinstance(answer, Failure)
     assert not ran.exists()

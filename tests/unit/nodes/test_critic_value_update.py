@@ -12,7 +12,7 @@ from rlflow.nodes.critic import GaeAdvantages, ValueLoss, ValueUpdate
 from rlflow.nodes.minibatches import Weighting
 from rlflow.nodes.policy_update import PolicyUpdate
 from tests.helpers import minibatch, rollouts, sequences
-from tests.unit.nodes.test_update import Recorder, columns
+from tests.unit.nodes.test_policy_update import Recorder, columns
 
 WHOLE = rollouts(sequences([2, 3], [[1, 2, 3], [4, 5]]))
 VALUES = ValueEstimates(values=WHOLE.response_ids.like(np.arange(15, dtype=np.float32)))

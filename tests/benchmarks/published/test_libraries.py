@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.published import memory
 from benchmarks.published.cases import Case
-from tests.unit.test_published import SAMPLED, case, judge
+from tests.benchmarks.published.test_memory import SAMPLED, case, judge
 
 QWEN_7B, ENDS = 7_615_616_512, 2 * 152_064 * 3584
 ALONE = {"n_gpus": "1", "gpus_per_node": "1", "sharding": "none(1 gpu)"}

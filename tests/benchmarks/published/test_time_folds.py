@@ -7,7 +7,7 @@ from benchmarks.published.batches import batch_of
 from benchmarks.published.cases import Case
 from rlflow.resources.planner.confidence import TimeKind
 from rlflow.resources.time.passes import ENGINE_WAKE_S, host_seconds
-from tests.unit.test_published import SAMPLED, case
+from tests.benchmarks.published.test_memory import SAMPLED, case
 
 ALONE = {"n_gpus": "1", "gpus_per_node": "1", "grad_ckpt": "True", "train_backend": "hf trainer", "sharding": ""}
 

@@ -8,7 +8,7 @@ from rlflow.errors import RecipeError
 from rlflow.recipe.compose import cluster_of_hosts
 from rlflow.runtime.ray.cluster import probes
 from rlflow.runtime.ray.cluster.probes import none_free, select_free
-from tests.unit.runtime.ray.test_binding import live
+from tests.unit.runtime.ray.cluster.test_binding import live
 
 LISTING = "GPU 0: X (UUID: GPU-1)\nGPU 1: Y (UUID: GPU-2)\n"
 

@@ -6,7 +6,7 @@ from benchmarks.published import boundaries, leave_one_out, memory
 from benchmarks.published.cases import Case
 from benchmarks.published.leave_one_out import Errors, folds, weighted_quantile
 from rlflow.resources.planner.confidence import Kind, Verdict
-from tests.unit.test_published import case
+from tests.benchmarks.published.test_memory import case
 
 
 def measured(system: str, factor: float, tokens: str = "2048") -> Case:

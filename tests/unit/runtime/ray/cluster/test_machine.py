@@ -21,7 +21,7 @@ from rlflow.runtime.ray.cluster.binding import BoundPlan
 from rlflow.runtime.ray.cluster.machine import Device, listed_gpus
 from rlflow.runtime.ray.role_workers import RoleWorkers
 from tests.helpers import load
-from tests.unit.runtime.ray.test_binding import live
+from tests.unit.runtime.ray.cluster.test_binding import live
 
 # The output of nvidia-smi -L on a host with one GPU that MIG divides and one that it does not.
 LISTING = """\
