@@ -160,11 +160,6 @@ def test_configuration_files_are_short() -> None:
         assert path.is_relative_to(PACKAGE.parent / "conf" / "recipe") or len(path.read_text().splitlines()) <= 30, path
 
 
-# Planning is being divided into other modules.
-NOT_MIRRORED = {"resources/planner/test_data.py", "resources/planner/test_fill.py", "resources/planner/test_planner.py"}
-NOT_MIRRORED |= {"resources/planner/test_pools.py"}
-
-
 @pytest.mark.parametrize(("tests", "tested"), [("unit", "rlflow"), ("benchmarks", "benchmarks"), ("docs", "docs")])
 def test_tests_mirror_the_modules_that_they_test(tests: str, tested: str) -> None:
     """A file of tests has the name of the module or page, and may add what it is about: test_source_pairs.py."""
@@ -177,7 +172,7 @@ def test_tests_mirror_the_modules_that_they_test(tests: str, tested: str) -> Non
         ]
         if not any(f"{path.stem}_".startswith(f"test_{name}_") for name in names):
             strays.append(str(path.relative_to(folder)))
-    assert set(strays) <= NOT_MIRRORED, f"no module in {tested} has the name of {strays}"
+    assert strays == []
 
 
 def test_public_names() -> None:

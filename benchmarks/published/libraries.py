@@ -28,7 +28,8 @@ LOGPROB_LOGITS, VERL_LOGITS, OPENRLHF_LOGITS, FAST_LOGITS = 14, 8, 10, 8
 tensor-parallel rank's share in fp32, its exponential and gradients. verl (workers/actor/dp_actor.py) divides a view of
 its bf16 logits by the temperature in place: autograd then holds four copies of their gradient (measured with torch's
 CPU allocator, tests/benchmarks/published/test_memory.py). OpenRLHF: the kernel for cross-entropy on fp32 logits besides
-those in bf16. Kernels for cross-entropy alone (Unsloth's, Liger's): bf16 logits, their copy in fp32, and gradients in bf16."""
+those in bf16. Kernels for cross-entropy alone (Unsloth's, Liger's): bf16 logits, their copy in fp32, and gradients in
+bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
