@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import ROOT
 
 PAGES = [
@@ -39,12 +37,8 @@ REFUSED = {
 }
 
 
-def rooms() -> list[Path]:
-    return sorted(path for path in (ROOT / "rlflow").iterdir() if path.is_dir() or path.suffix == ".py")
-
-
-def sources(room: Path) -> list[Path]:
-    return sorted(room.rglob("*.py")) if room.is_dir() else [room]
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
 def paragraphs(text: str) -> Iterator[str]:
@@ -76,9 +70,13 @@ def fault(docstring: str, is_function: bool) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_paragraphs_are_short(page: Path) -> None:
-    long = [text for text in paragraphs(page.read_text()) if len(text.split()) > WORDS_IN_A_PARAGRAPH]
+def test_paragraphs_are_short() -> None:
+    long = [
+        f"{page.name}: {text}"
+        for page in PAGES
+        for text in paragraphs(page.read_text())
+        if len(text.split()) > WORDS_IN_A_PARAGRAPH
+    ]
     assert long == []
 
 
@@ -86,16 +84,15 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= LINES_OF_README
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pages_use_plain_words(page: Path) -> None:
-    assert refused(re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)) == []
+def test_pages_use_plain_words() -> None:
+    texts = {page: re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE) for page in PAGES}
+    assert [f"{page.name}: {line}" for page, text in texts.items() for line in refused(text)] == []
 
 
-@pytest.mark.parametrize("room", [*rooms(), ROOT / "benchmarks", ROOT / "tests"], ids=lambda room: room.name)
-def test_docstrings_are_statements(room: Path) -> None:
+def test_docstrings_are_statements() -> None:
     """The docstring of a test may state a fact, and is left out."""
     found = []
-    for path in sources(room):
+    for path in sources("rlflow", "benchmarks", "tests"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
                 docstring = None if getattr(node, "name", "").startswith("test_") else ast.get_docstring(node)
@@ -105,13 +102,11 @@ def test_docstrings_are_statements(room: Path) -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("folder", ["rlflow", "benchmarks", "tests"])
-def test_comments_and_docstrings_are_sentences(folder: str) -> None:
-    found = {str(path.relative_to(ROOT)): FRAGMENT.findall(path.read_text()) for path in sources(ROOT / folder)}
-    assert {path: lines for path, lines in found.items() if lines} == {}
+def test_comments_and_docstrings_are_sentences() -> None:
+    fragments = {path: FRAGMENT.findall(path.read_text()) for path in sources("rlflow", "benchmarks", "tests")}
+    assert {str(path.relative_to(ROOT)): lines for path, lines in fragments.items() if lines} == {}
 
 
-@pytest.mark.parametrize("room", [*rooms(), ROOT / "benchmarks"], ids=lambda room: room.name)
-def test_sources_use_plain_words(room: Path) -> None:
-    found = [f"{path.relative_to(ROOT)}: {line}" for path in sources(room) for line in refused(path.read_text())]
-    assert found == []
+def test_sources_use_plain_words() -> None:
+    words = {path: refused(path.read_text()) for path in sources("rlflow", "benchmarks")}
+    assert {str(path.relative_to(ROOT)): lines for path, lines in words.items() if lines} == {}

@@ -13,15 +13,11 @@ TABLE = read_mutations()
 SAMPLE = random.Random(0).sample(TABLE, 30)
 
 
-@pytest.mark.parametrize("case", SAMPLE, ids=lambda case: f"{case.recipe}-{case.change[:60]}")
-def test_a_case_of_the_table(case: Mutation, tmp_path: Path) -> None:
-    answer = ask_about(case, tmp_path)
-    assert (answer.path, list(objections(answer))) == (case.path, []), answer.message
-
-
-@pytest.mark.soak
-def test_the_whole_table(tmp_path: Path) -> None:
-    answers = [(case, ask_about(case, tmp_path)) for case in TABLE]
+@pytest.mark.parametrize(
+    "cases", [pytest.param(SAMPLE, id="sample"), pytest.param(TABLE, id="all", marks=pytest.mark.soak)]
+)
+def test_the_table(cases: list[Mutation], tmp_path: Path) -> None:
+    answers = [(case, ask_about(case, tmp_path)) for case in cases]
     assert len({case.rule for case in TABLE}) >= 10
     assert [(case, answer) for case, answer in answers if answer.path != case.path or [*objections(answer)]] == []
 

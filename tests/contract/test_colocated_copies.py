@@ -12,7 +12,7 @@ import torch
 
 from rlflow.engines.causal_lm.adapters import transfer_name
 from rlflow.runtime.weights.gpu import Receivers, make_sender, send_weights
-from tests.unit.resources.models.test_architecture import EACH_CARD, card, config_fields
+from tests.unit.resources.models.test_architecture import SETS_OF_CARDS, card, config_fields
 
 GIB = 2**30
 
@@ -58,19 +58,25 @@ class Recorder(Receivers):
         self.told += [(method, each) for each in arguments]
 
 
-def weights_of(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def model_of(path: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_fields(card(path))))
-    return {transfer_name(name): weight.detach() for name, weight in model.to(dtype).state_dict().items()}
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_fields(card(path))))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-@EACH_CARD
-def test_every_card_passes_through_the_sender(path: Path, dtype: torch.dtype, gpu: Torch) -> None:
-    weights = weights_of(path, dtype)
+@SETS_OF_CARDS
+def test_every_card_passes_through_the_sender(cards: list[Path], gpu: Torch, subtests: pytest.Subtests) -> None:
+    for path in cards:
+        model = model_of(path)
+        for dtype in (torch.bfloat16, torch.float32):
+            state = model.to(dtype).state_dict()
+            with subtests.test(path.stem, dtype=dtype):
+                gpu.buffers.clear()
+                check_transfer({transfer_name(name): weight.detach() for name, weight in state.items()}, gpu)
 
+
+def check_transfer(weights: dict[str, torch.Tensor], gpu: Torch) -> None:
     def passes() -> Iterator[tuple[str, torch.Tensor]]:
         yield from weights.items()
 

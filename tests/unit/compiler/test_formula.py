@@ -15,7 +15,7 @@ from rlflow.compiler.wire import wire
 from rlflow.nodes.base import Formula, Node
 from rlflow.nodes.policy_update import PolicyGradient, PolicyUpdate
 from rlflow.nodes.policy_variants import CispoUpdate, GspoUpdate, ReinforceUpdate
-from tests.conftest import RECIPES
+from tests.conftest import SETS_OF_RECIPES
 from tests.helpers import load
 
 GROUP = "A = (r - mean of r in the group) / (std of r in the group + 0.0001)"
@@ -135,11 +135,14 @@ def test_the_loss_of_a_recipe(recipe: str, overrides: list[str], expected: list[
     assert lines(recipe, *overrides) == expected
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_has_one_for_each_trained_role(recipe: str) -> None:
-    graph = wire(load(f"recipe={recipe}"))
-    losses = [line for line in loss_lines(graph) if line.startswith("loss of ")]
-    assert [line.split()[2] for line in losses] == graph.trained_roles()
+@pytest.mark.parametrize("recipes", SETS_OF_RECIPES)
+def test_every_recipe_has_one_for_each_trained_role(recipes: list[str]) -> None:
+    graphs = {recipe: wire(load(f"recipe={recipe}")) for recipe in recipes}
+    losses = {
+        recipe: [line.split()[2] for line in loss_lines(graph) if line.startswith("loss of ")]
+        for recipe, graph in graphs.items()
+    }
+    assert losses == {recipe: graph.trained_roles() for recipe, graph in graphs.items()}
 
 
 def test_the_stated_formula_is_what_is_computed() -> None:

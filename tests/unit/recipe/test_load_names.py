@@ -24,18 +24,18 @@ def fake() -> dict[str, Any]:
     return asdict(fake_recipe())
 
 
-@pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("section", ["name", "models", "roles", "graph"])
-def test_a_name_that_is_a_path_is_refused(section: str, name: str) -> None:
-    mapping = fake()
-    if section == "name":
-        mapping["name"] = name
-    else:
-        mapping[section][name] = next(iter(mapping[section].values()))
-    with pytest.raises(RecipeError) as raised:
-        recipe_from(mapping)
-    said = str(raised.value)
-    assert said.startswith((f"{section}: {name!r} is not a valid name", f"{section}: has the character U+00"))
+def test_a_name_that_is_a_path_is_refused(section: str) -> None:
+    for name in BAD:
+        mapping = fake()
+        if section == "name":
+            mapping["name"] = name
+        else:
+            mapping[section][name] = next(iter(mapping[section].values()))
+        with pytest.raises(RecipeError) as raised:
+            recipe_from(mapping)
+        said = str(raised.value)
+        assert said.startswith((f"{section}: {name!r} is not a valid name", f"{section}: has the character U+00"))
 
 
 def test_ordinary_names_are_allowed() -> None:

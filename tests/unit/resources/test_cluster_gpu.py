@@ -16,18 +16,19 @@ def gpu(path: Path) -> Gpu:
     return parse(Gpu, mapping, path.stem)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_kind_has_all_figures(path: Path) -> None:
-    kind = gpu(path)
-    assert kind.memory_gb_s
-    assert kind.link_gb_s
-    assert kind.network_gb_s
-    assert kind.peak_tflops is not None
-    assert {"float32"} < set(kind.peak_tflops) <= {"float32", "float16", "bfloat16", "float8"}
-    # A narrower type is never slower.
-    ordered = [kind.peak_tflops[name] for name in ("float32", "bfloat16", "float8") if name in kind.peak_tflops]
-    assert ordered == sorted(ordered)
-    assert (kind.memory_gib is None) is (path.stem == "cpu")
+def test_every_kind_has_all_figures(subtests: pytest.Subtests) -> None:
+    for path in FILES:
+        with subtests.test(path.stem):
+            kind = gpu(path)
+            assert kind.memory_gb_s
+            assert kind.link_gb_s
+            assert kind.network_gb_s
+            assert kind.peak_tflops is not None
+            assert {"float32"} < set(kind.peak_tflops) <= {"float32", "float16", "bfloat16", "float8"}
+            # A narrower type is never slower.
+            ordered = [kind.peak_tflops[name] for name in ("float32", "bfloat16", "float8") if name in kind.peak_tflops]
+            assert ordered == sorted(ordered)
+            assert (kind.memory_gib is None) is (path.stem == "cpu")
 
 
 def test_names_of_devices_tell_the_kind() -> None:

@@ -25,15 +25,15 @@ from rlflow.runtime.preflight import check_directory
         "model/actor/config.json",
     ],
 )
-@pytest.mark.parametrize("resume", [True, False])
-def test_a_link_is_refused(name: str, resume: bool, tmp_path: Path) -> None:
+def test_a_link_is_refused(name: str, tmp_path: Path) -> None:
     run, outside = tmp_path / "run", tmp_path / "outside"
     link = run / name
     link.parent.mkdir(parents=True)
     link.symlink_to(outside)
-    with pytest.raises(RecipeError, match=r"hydra.run.dir: '.*' is a link to '.*outside'") as raised:
-        check_directory(run, resume=resume)
-    assert str(link) in str(raised.value)
+    for resume in (True, False):
+        with pytest.raises(RecipeError, match=r"hydra.run.dir: '.*' is a link to '.*outside'") as raised:
+            check_directory(run, resume=resume)
+        assert str(link) in str(raised.value)
 
 
 def test_a_link_to_the_run_and_links_of_trackers_are_allowed(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Memory of GPUs that roles share: buffers of weight syncs, NVLink SHARP, what stays at rest."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -24,19 +23,11 @@ from rlflow.resources.memory.phases import generate_memory, score_terms, update_
 from rlflow.resources.memory.state import persistent_buffers
 from tests.helpers import load
 from tests.unit.resources.memory.test_phases import QWEN, layout
-from tests.unit.resources.models.test_architecture import EACH_CARD, card, weights
 
 # A host of eight H100, as in issue 9699 of vllm-project/vllm and in NCCL's logs.
 HOPPER = Sharp(channels=16, gpus=8)
 EMBEDDING = 152064 * 3584
 """The size of the largest tensor of Qwen2.5 7B."""
-
-
-@EACH_CARD
-def test_the_largest_tensor_is_that_of_the_modules(path: Path) -> None:
-    of = card(path)
-    assert of.largest_tensor == max(weights(of).values())
-    assert of.largest_module >= of.largest_tensor
 
 
 def test_a_buffer_has_room_for_the_largest_tensor() -> None:

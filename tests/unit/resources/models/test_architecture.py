@@ -14,9 +14,12 @@ from tests.helpers import ARCHITECTURE
 CARDS = sorted((ROOT / "conf" / "model").glob("*.yaml"))
 # All cards, for tests that are run with each of them: `make check` takes these few and `make test` all.
 FEW = {"gemma2_2b", "llama3_1_8b", "qwen2_5_7b", "qwen3_30b_a3b"}
-EACH_CARD = pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=() if path.stem in FEW else pytest.mark.slow, id=path.stem) for path in CARDS],
+SETS_OF_CARDS = pytest.mark.parametrize(
+    "cards",
+    [
+        pytest.param([path for path in CARDS if path.stem in FEW], id="few"),
+        pytest.param([path for path in CARDS if path.stem not in FEW], marks=pytest.mark.slow, id="others"),
+    ],
 )
 # Sources: the counts of the weights on the models' pages on the hub; for OpenAI's and DeepSeek's, of which the weights
 # are quantized there or hold more than the model, the developers' own.
@@ -159,11 +162,16 @@ def test_there_are_cards() -> None:
     assert set(PUBLISHED) <= {path.stem for path in CARDS}
 
 
-@EACH_CARD
-def test_parameters_of_a_card_are_those_of_the_modules(path: Path) -> None:
-    of = card(path)
-    check(of, "architecture")
-    assert of.num_parameters == sum(weights(of).values())
+@SETS_OF_CARDS
+def test_sizes_of_a_card_are_those_of_the_modules(cards: list[Path], subtests: pytest.Subtests) -> None:
+    for path in cards:
+        with subtests.test(path.stem):
+            of = card(path)
+            check(of, "architecture")
+            sizes = weights(of).values()
+            assert of.num_parameters == sum(sizes)
+            assert of.largest_tensor == max(sizes)
+            assert of.largest_module >= of.largest_tensor
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
@@ -191,9 +199,8 @@ def test_attention_biases_are_those_of_the_modules(name: str, bias: bool) -> Non
     assert of.num_parameters == sum(weights(of).values())
 
 
-@pytest.mark.parametrize("name", sorted(PUBLISHED))
-def test_parameters_are_those_of_the_published_weights(name: str) -> None:
-    assert named(name).num_parameters == PUBLISHED[name]
+def test_parameters_are_those_of_the_published_weights() -> None:
+    assert {name: named(name).num_parameters for name in PUBLISHED} == PUBLISHED
 
 
 # Billions of parameters, all and active, that the developers state for the text model.
@@ -214,11 +221,14 @@ STATED = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(STATED))
-def test_parameters_of_hybrids_are_about_those_that_developers_state(name: str) -> None:
-    of, (billions, active) = named(name), STATED[name]
-    assert of.num_parameters / 1e9 == pytest.approx(billions, rel=0.015)
-    assert of.num_active_parameters / 1e9 == pytest.approx(active, rel=0.05)
+def test_parameters_of_hybrids_are_about_those_that_developers_state() -> None:
+    sizes = {name: (named(name).num_parameters / 1e9, named(name).num_active_parameters / 1e9) for name in STATED}
+    assert {name: size for name, (size, _) in sizes.items()} == {
+        name: pytest.approx(size, rel=0.015) for name, (size, _) in STATED.items()
+    }
+    assert {name: active for name, (_, active) in sizes.items()} == {
+        name: pytest.approx(active, rel=0.05) for name, (_, active) in STATED.items()
+    }
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import rlflow
 from rlflow.errors import RecipeError
 from rlflow.resources.models.config import architecture_from_config, find_config, read_architecture
 from tests.conftest import CONFIG_DIR
-from tests.unit.resources.models.test_architecture import EACH_CARD, card, config_fields, named
+from tests.unit.resources.models.test_architecture import SETS_OF_CARDS, card, config_fields, named
 
 # Files from the hub: that of Qwen2.5 has only the keys that matter, and that of Gemma 3 those that its class lacks.
 QWEN: dict[str, Any] = {
@@ -76,12 +76,16 @@ def test_figures_of_a_file_on_the_hub(config: dict[str, Any], name: str) -> None
     assert architecture_from_config(config, "m") == named(name)
 
 
-@EACH_CARD
-def test_figures_of_a_card_come_back_from_the_file_that_transformers_writes(path: Path, tmp_path: Path) -> None:
+@SETS_OF_CARDS
+def test_figures_of_a_card_come_back_from_the_file_that_transformers_writes(
+    cards: list[Path], tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     transformers = pytest.importorskip("transformers")
-    of = card(path)
-    transformers.AutoConfig.for_model(**config_fields(of)).save_pretrained(tmp_path)
-    assert read_architecture(str(tmp_path), "m") == of
+    for path in cards:
+        with subtests.test(path.stem):
+            of = card(path)
+            transformers.AutoConfig.for_model(**config_fields(of)).save_pretrained(tmp_path)
+            assert read_architecture(str(tmp_path), "m") == of
 
 
 def test_a_model_that_sees_has_the_figures_of_its_text() -> None:
