@@ -1,1 +1,1 @@
-"""What a layout costs: seconds of tasks and steps, memory of processes and hosts, and the errors of both."""
+"""The costs of a layout: seconds of tasks and steps, memory of processes and hosts, and the errors of both."""
