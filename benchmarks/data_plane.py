@@ -273,7 +273,7 @@ def steps_of(prompts: int, group_size: int, steps: int = 5) -> Steps:
     data_options = recipe.data
     tokenizer = load_tokenizer("policy", models["policy"])
     rows = load_rows(data_options, "split")
-    data = open_training_data(data_options, tokenizer, rows, recipe.seed, with_responses=False)
+    data = open_training_data(data_options, tokenizer, rows, recipe.seed)
     with (
         patch("rlflow.runtime.ray.role_workers.EngineWorker", WriterWorker),
         TemporaryDirectory() as folder,

@@ -134,7 +134,7 @@ def measure_steps(plan: Plan, samples: int, steps: int = _STEPS) -> Steps:
     """Run whole steps of so many samples on the hosts that are simulated now."""
     recipe, models = plan.recipe, models_in_use(plan.recipe)
     rows, tokenizer = load_rows(recipe.data, "split"), load_tokenizer("policy", models["policy"])
-    data = open_training_data(recipe.data, tokenizer, rows, recipe.seed, with_responses=False)
+    data = open_training_data(recipe.data, tokenizer, rows, recipe.seed)
     with (
         patch("rlflow.runtime.ray.role_workers.EngineWorker", instant.InstantWorker),
         TemporaryDirectory() as folder,

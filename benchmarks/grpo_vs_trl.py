@@ -149,9 +149,7 @@ class Rlflow:
         self.plan = rlflow.compile(recipe)
         models = models_in_use(recipe)
         tokenizer = load_tokenizer("policy", models["policy"])
-        self.data = open_training_data(
-            recipe.data, tokenizer, load_rows(recipe.data, "split"), recipe.seed, with_responses=False
-        )
+        self.data = open_training_data(recipe.data, tokenizer, load_rows(recipe.data, "split"), recipe.seed)
         self.series = Series()
         self._running = LocalRuntime().start(self.plan, models, Path())
         self._engines = self._running.__enter__()

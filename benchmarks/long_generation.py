@@ -147,7 +147,7 @@ def main() -> int:
     models = models_in_use(plan.recipe)
     tokenizer = load_tokenizer("policy", models["policy"])
     options = plan.recipe.data
-    data = open_training_data(options, tokenizer, load_rows(options, "split"), 0, with_responses=False)
+    data = open_training_data(options, tokenizer, load_rows(options, "split"), 0)
     prompts, seed = data.prompts(0), plan.recipe.seed
     spec = specs.spec_of(plan, "rollout", models["policy"], device="cpu")
     rates: dict[str, list[float]] = {"in the loop": [], "pinned": [], "alone": []}

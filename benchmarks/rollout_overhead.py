@@ -178,7 +178,7 @@ def seconds_of(case: Case) -> tuple[dict[str, list[float]], list[int]]:
     models = models_in_use(plan.recipe)
     tokenizer = load_tokenizer("policy", models["policy"])
     data_options = plan.recipe.data
-    data = open_training_data(data_options, tokenizer, load_rows(data_options, "split"), 0, with_responses=False)
+    data = open_training_data(data_options, tokenizer, load_rows(data_options, "split"), 0)
     spec = spec_of(plan, "rollout", models["policy"], device="cpu")
     sampling = {"max_tokens": case.max_tokens, "stop_token_ids": [tokenizer.eos_token_id], "ignore_eos": True}
     seconds: dict[str, list[float]] = {"in the loop": [], "alone": [], "stock": []}

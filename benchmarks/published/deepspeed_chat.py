@@ -5,14 +5,15 @@ from math import ceil
 
 from benchmarks.published.batches import COMPARED_BATCH, COMPARED_LENGTH, is_compared
 from benchmarks.published.cases import Case
+from benchmarks.published.padded import padded_generation
 from benchmarks.published.steps import Step, critic_of
 from rlflow.resources.layout import GIB, Layout, Offload
 from rlflow.resources.memory.phases import update_terms
 from rlflow.resources.memory.state import state_terms
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.time.decoding import padded_generation
+from rlflow.resources.time.decoding import Requests
 from rlflow.resources.time.lengths import Lengths
-from rlflow.resources.time.passes import gather_seconds, scoring, sync_seconds, training
+from rlflow.resources.time.passes import Kernels, PassBatch, gather_seconds, scoring, sync_seconds, training
 from rlflow.resources.time.speed import Efficiency, gpu_speed
 
 # step3_rlhf_finetuning/BenckmarkSetting.md: 264,292 samples of 256 + 256 tokens, at most 1024 a step, else as many as
@@ -47,10 +48,8 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
         model,
         Layout(tensor_parallel_size=width, data_parallel_size=gpus // width, micro_batch_tokens=8192),
         speed,
-        sequences=each * width,
+        Requests(sequences=each * width, prompts=fixed, responses=fixed),
         batch=each * width,
-        prompts=fixed,
-        responses=fixed,
         layer_s=_INJECTED_LAYER_S if epoch else None,
         gather_s=0 if epoch else gather_seconds(model, train, speed),
     )
@@ -58,11 +57,15 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
     minibatches = 1 if epoch else ceil(each * gpus / COMPARED_BATCH)
 
     def score(of: Architecture) -> float:
-        return scoring(of, train, speed, tokens=tokens, length=2 * length, flash=False).seconds
+        return scoring(of, train, speed, PassBatch(tokens=tokens, length=2 * length), Kernels(flash=False)).seconds
 
     def update(of: Architecture, layout: Layout) -> float:
         return training(
-            of, layout, speed, tokens=tokens, length=2 * length, minibatches=minibatches, flash=False
+            of,
+            layout,
+            speed,
+            PassBatch(tokens=tokens, length=2 * length, minibatches=minibatches),
+            Kernels(flash=False),
         ).seconds
 
     small = replace(train, offload="none" if epoch else train.offload)

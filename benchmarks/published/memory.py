@@ -10,7 +10,7 @@ from benchmarks.published.rows import Row
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.allocator import Allocator, allocator_of
 from rlflow.resources.memory.overheads import CONTEXT_GIB, NCCL_GIB, asleep_terms, sync_terms
-from rlflow.resources.memory.phases import cached_gib, generate_memory, update_terms, usable_gib
+from rlflow.resources.memory.phases import StepLimits, cached_gib, generate_memory, update_terms, usable_gib
 from rlflow.resources.memory.state import Terms, TrainingMemory, state_terms
 from rlflow.resources.planner.confidence import Band, Kind, Verdict, kind_of
 
@@ -85,7 +85,7 @@ def predict(case: Case, allocators: Allocators = allocator_of) -> Prediction:
             model,
             replace(case.rollout, gpu_memory_utilization=share),
             case.memory_gib,
-            max_batched_tokens=_MAX_BATCHED_TOKENS,
+            StepLimits(max_batched_tokens=_MAX_BATCHED_TOKENS),
             weight_bytes=library.engine_bytes,
         )
         generate = dict(engine.terms)

@@ -8,13 +8,23 @@ from benchmarks.published import settings
 from benchmarks.published.batches import Batch, batch_of, is_compared, is_full, lengths_are_given, stated_tokens
 from benchmarks.published.cards import model_of
 from benchmarks.published.cases import Case
+from benchmarks.published.padded import padded_generation
 from benchmarks.published.rows import Row
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.memory.phases import generate_memory
 from rlflow.resources.memory.state import state_terms
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.time.decoding import generation, padded_generation
-from rlflow.resources.time.passes import ENGINE_WAKE_S, host_seconds, offload_seconds, scoring, sync_seconds, training
+from rlflow.resources.time.decoding import Requests, generation
+from rlflow.resources.time.passes import (
+    ENGINE_WAKE_S,
+    Kernels,
+    PassBatch,
+    host_seconds,
+    offload_seconds,
+    scoring,
+    sync_seconds,
+    training,
+)
 from rlflow.resources.time.speed import Efficiency, Speed, gpu_speed
 
 # The share of a GPU's memory for weights, gradients and optimizer; activations and logits get the rest.
@@ -106,7 +116,11 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
 
     def score(model: Architecture) -> float:
         return scoring(
-            model, train, speed, tokens=batch.tokens, length=batch.typical_length, fused_layers=fused
+            model,
+            train,
+            speed,
+            PassBatch(tokens=batch.tokens, length=batch.typical_length),
+            Kernels(fused_layers=fused),
         ).seconds
 
     def update(model: Architecture) -> float:
@@ -114,13 +128,13 @@ def predict(case: Case, efficiency: Efficiency | None = None) -> Step:
             model,
             train,
             speed,
-            tokens=batch.tokens,
-            length=batch.typical_length,
-            minibatches=batch.minibatches,
-            gradient_bytes=case.training.gradients,
-            fused_layers=fused,
-            fused_loss=case.training.fused_loss,
-            adapters=case.training.lora is not None,
+            PassBatch(tokens=batch.tokens, length=batch.typical_length, minibatches=batch.minibatches),
+            Kernels(
+                gradient_bytes=case.training.gradients,
+                fused_layers=fused,
+                fused_loss=case.training.fused_loss,
+                adapters=case.training.lora is not None,
+            ),
         ).seconds
 
     parts = {"training": update(case.model), "scoring": _scored(case.row) * score(case.model)}
@@ -161,10 +175,8 @@ def _generates(case: Case, batch: Batch, speed: Speed) -> dict[str, float]:
             case.model,
             layout,
             speed,
-            sequences=each,
+            Requests(sequences=each, prompts=batch.prompts, responses=batch.responses),
             batch=row.micro_batch_per_gpu or 8,
-            prompts=batch.prompts,
-            responses=batch.responses,
         )
         return {"generation": made.seconds}
     ahead = 1 if case.colocated else max(1, _steps_ahead(row))
@@ -174,13 +186,15 @@ def _generates(case: Case, batch: Batch, speed: Speed) -> dict[str, float]:
         case.model,
         layout,
         speed,
-        sequences=each * ahead,
-        group_size=batch.group_size,
-        prompts=batch.prompts,
-        responses=batch.responses,
+        Requests(
+            sequences=each * ahead,
+            group_size=batch.group_size,
+            prompts=batch.prompts,
+            responses=batch.responses,
+            engines=engines,
+        ),
         kv_tokens=max(engine.kv_tokens, batch.prompts.mean + batch.responses.longest),
         max_num_seqs=_at_once(case, layout),
-        engines=engines,
         weight_bytes=weight_bytes,
     )
     synced = sync_seconds(

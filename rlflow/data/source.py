@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 # The characters of a text for people, at most, so that the samples of long runs need little disk space.
 _MAX_CHARACTERS = 2**15
+# The columns of responses that each edge needs.
+_RESPONSES: Mapping[str, tuple[str, ...]] = {
+    "prompts": (),
+    "examples": ("response",),
+    "pairs": ("chosen", "rejected"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,27 +201,26 @@ def open_training_data(
     rows: Rows,
     seed: int,
     *,
-    with_responses: bool,
-    with_pairs: bool = False,
+    edge: Literal["prompts", "examples", "pairs"] = "prompts",
     held_out: Mapping[str, tuple[Data, Rows]] | None = None,
     ahead: int = 0,
     steps: int = 0,
     resumed_at: tuple[int, int] = (0, 0),
 ) -> DataSource:
-    """Encode all rows of training and evaluation. Raises RecipeError.
+    """Encode all rows of training and evaluation for an ``edge`` of the graph. Raises RecipeError.
 
     ``held_out`` has the rows of each evaluation set, with the data that they come from.
     """
-    names = ("chosen", "rejected") if with_pairs else ("response",) if with_responses else ()
+    names = _RESPONSES[edge]
     train = encode(data, tokenizer, rows, "split", names)
     sets: dict[str, Prompts | Pairs] = {}
     warnings = [*train.warnings]
     for name, (of_set, held_out_rows) in (held_out or {}).items():
         with _at_evaluation_set(name):
-            encoded = encode(of_set, tokenizer, held_out_rows, "eval_split", names if with_pairs else ())
+            encoded = encode(of_set, tokenizer, held_out_rows, "eval_split", names if edge == "pairs" else ())
         keys = _keys(0, len(encoded.rows))
         prompts = Prompts(keys=keys, ids=encoded.prompt_ids, rows=tuple(encoded.rows))
-        sets[name] = make_pairs(keys, encoded.prompt_ids, *encoded.responses) if with_pairs else prompts
+        sets[name] = make_pairs(keys, encoded.prompt_ids, *encoded.responses) if edge == "pairs" else prompts
         warnings += encoded.warnings
     return DataSource(
         data,
@@ -224,7 +229,7 @@ def open_training_data(
         train.prompt_ids,
         train.responses[0] if names else None,
         sets,
-        train.responses[1] if with_pairs else None,
+        train.responses[1] if edge == "pairs" else None,
         ahead=ahead,
         steps=steps,
         resumed_at=resumed_at,

@@ -17,7 +17,7 @@ from rlflow.engines.base import TrainsValues
 from rlflow.nodes.advantages import WHITENED, whiten
 from rlflow.nodes.base import Formula, Node, times
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_kl, kl_expression, old_difference, token_kl
-from rlflow.nodes.minibatches import Weighting, mean_metrics, train
+from rlflow.nodes.minibatches import OptimizerSteps, Weighting, mean_metrics, train
 from rlflow.schema import ClipDistance, Coefficient, Count, Divergence
 
 if TYPE_CHECKING:
@@ -203,7 +203,6 @@ class ValueUpdate(Node, kind="value_update", unit="batch"):
             rollouts,
             {"old_values": values.values, "returns": advantages.returns},
             ValueLoss(clip_eps=self.clip_eps),
-            num_minibatches=self.num_minibatches,
-            num_epochs=self.num_epochs,
+            OptimizerSteps(num_minibatches=self.num_minibatches, num_epochs=self.num_epochs),
         )
         return Metrics(values=mean_metrics(steps))

@@ -59,6 +59,18 @@ class Weighting:
         return f"mean over a minibatch's {rows} of the sum over tokens{divisor}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSteps:
+    """The optimizer steps that a node makes in a step of the run."""
+
+    num_minibatches: int
+    num_epochs: int = 1
+    """The passes over all rows. Each cuts different minibatches, the same for all nodes that train on these rows."""
+    weighting: Weighting = Weighting()
+    first_step: int = 0
+    """The step of the run with which the schedule of the learning rate begins."""
+
+
 @contextmanager
 def schedule_behind(num_steps: int) -> Iterator[None]:
     """Keep the schedules of learning rates so many steps behind the run's: steps that were skipped do not count."""
@@ -74,26 +86,22 @@ def train(
     sequences: Sequences,
     columns: Mapping[str, Packed],
     loss: TokenLoss,
-    *,
-    num_minibatches: int,
-    num_epochs: int = 1,
-    weighting: Weighting = Weighting(),
+    optimizer_steps: OptimizerSteps,
     counting: NDArray[np.bool_] | None = None,
-    first_step: int = 0,
 ) -> list[Mapping[str, float]]:
     """Make an optimizer step for each minibatch, and return the metrics of each.
 
     ``counting`` [B] says which rows are trained on, by default all. The other rows, and rows without a token of the
     model's own, have no effect. A minibatch without counting rows makes no optimizer step, since the optimizer's
-    moments would change the weights, and has no metrics. The schedule of the learning rate begins with ``first_step``
-    of the run. Each epoch cuts different minibatches, which are the same for all nodes that train on these rows.
+    moments would change the weights, and has no metrics.
     """
     steps: list[Mapping[str, float]] = []
     bare = sequences.as_sequences()
     first_steps = sequences.keys[:, 0]
     own, lengths = sequences.own_tokens(), sequences.own_lengths
     counting = lengths > 0 if counting is None else counting & (lengths > 0)
-    for rows in chain.from_iterable(_cut(sequences, num_minibatches, epoch) for epoch in range(num_epochs)):
+    epochs = range(optimizer_steps.num_epochs)
+    for rows in chain.from_iterable(_cut(sequences, optimizer_steps.num_minibatches, epoch) for epoch in epochs):
         if not counting[rows].any():
             steps.append({})
             continue
@@ -101,9 +109,9 @@ def train(
         minibatch = Minibatch(
             **vars(part),
             # At least one sample was started in this step; the others may come from earlier steps.
-            step=int(first_steps.max()) - first_step - _skipped_steps.get(),
+            step=int(first_steps.max()) - optimizer_steps.first_step - _skipped_steps.get(),
             columns={name: column.take(rows) for name, column in columns.items()},
-            weights=own.take(rows).scale(weighting.weights(lengths[rows], counting[rows]).run_values),
+            weights=own.take(rows).scale(optimizer_steps.weighting.weights(lengths[rows], counting[rows]).run_values),
         )
         steps.append(engine.update(minibatch, loss).values)
     return steps

@@ -19,7 +19,7 @@ from rlflow.engines.base import Trains
 from rlflow.errors import GraphError, RecipeError
 from rlflow.nodes.base import Formula, Node, NodeContext, inheritance_depth, old_probability, times
 from rlflow.nodes.kl import Estimator, KlCoefficient, check_kl, kl_expression, ratio
-from rlflow.nodes.minibatches import Aggregation, Weighting, mean_metrics, train
+from rlflow.nodes.minibatches import Aggregation, OptimizerSteps, Weighting, mean_metrics, train
 from rlflow.nodes.policy_loss import Correction, LikelihoodLoss, PolicyLoss, clipped_expression, clipped_surrogate
 from rlflow.schema import ClipDistance, ClipShare, Coefficient, Count, CountOrZero, Divergence, Section
 
@@ -132,11 +132,13 @@ class PolicyGradient(Section):
             rollouts,
             columns,
             node.loss(rollouts.temperature),
-            num_minibatches=self.num_minibatches,
-            num_epochs=self.num_epochs,
-            weighting=self._weighting,
+            OptimizerSteps(
+                num_minibatches=self.num_minibatches,
+                num_epochs=self.num_epochs,
+                weighting=self._weighting,
+                first_step=self.critic_warmup,
+            ),
             counting=rollouts.finished if self.skip_truncated else None,
-            first_step=self.critic_warmup,
         )
         metrics = mean_metrics(steps)
         first = next((step for step in steps if step), None)
@@ -283,5 +285,5 @@ class SftUpdate(Node, kind="sft_update", unit="batch"):
         return Formula(symbol="L", expression=f"{Weighting().expression('responses')} of [-log p]")
 
     def run(self, engine: Trains, examples: Examples) -> Metrics:
-        steps = train(engine, examples, {}, LikelihoodLoss(), num_minibatches=self.num_minibatches)
+        steps = train(engine, examples, {}, LikelihoodLoss(), OptimizerSteps(num_minibatches=self.num_minibatches))
         return Metrics(values=mean_metrics(steps))

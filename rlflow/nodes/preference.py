@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rlflow.batch import Logprobs, Metrics, Pairs
 from rlflow.engines.base import Evaluates, Scores, TokenLoss, TrainsLogprobs, TrainsReward
 from rlflow.nodes.base import Formula, Node, times
-from rlflow.nodes.minibatches import Weighting, mean_metrics, train
+from rlflow.nodes.minibatches import OptimizerSteps, Weighting, mean_metrics, train
 from rlflow.nodes.policy_loss import sums_over_responses
 from rlflow.nodes.scoring import REWARD_OUTPUT
 from rlflow.schema import Count, Section
@@ -117,9 +117,8 @@ class DpoUpdate(Preference, Node, kind="dpo_update", unit="batch"):
             pairs,
             {"reference": reference.values},
             self.loss(),
-            num_minibatches=self.num_minibatches,
             # The tokens of a response weigh 1 / (2 P) together, and those of a pair, which share one loss, 1 / P.
-            weighting=Weighting(aggregation="sequence"),
+            OptimizerSteps(num_minibatches=self.num_minibatches, weighting=Weighting(aggregation="sequence")),
         )
         return Metrics(values=mean_metrics(steps))
 
@@ -159,7 +158,9 @@ class RewardModelUpdate(Preference, Node, kind="reward_model_update", unit="batc
 
     def run(self, engine: TrainsReward, pairs: Pairs) -> Metrics:
         weighting = Weighting(aggregation="sequence")
-        steps = train(engine, pairs, {}, RankingLoss(), num_minibatches=self.num_minibatches, weighting=weighting)
+        steps = train(
+            engine, pairs, {}, RankingLoss(), OptimizerSteps(num_minibatches=self.num_minibatches, weighting=weighting)
+        )
         return Metrics(values=mean_metrics(steps))
 
     def scores(self, engine: Evaluates, pairs: Pairs) -> NDArray[np.float32]:  # type: ignore[override]

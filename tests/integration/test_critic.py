@@ -89,7 +89,6 @@ def test_the_policy_stays_while_the_critic_learns(tmp_path: Path) -> None:
         load_tokenizer("policy", models["policy"]),
         load_rows(plan.recipe.data, "split"),
         plan.recipe.seed,
-        with_responses=False,
     )
     moved: dict[str, list[bool]] = {"actor": [], "critic": []}
     rates: dict[str, list[float]] = {"update": [], "value_update": []}

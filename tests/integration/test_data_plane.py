@@ -86,7 +86,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     plan = plan_of(*READING)
     models, options = models_in_use(plan.recipe), plan.recipe.data
     tokenizer = load_tokenizer("policy", models["policy"])
-    data = open_training_data(options, tokenizer, load_rows(options, "split"), 0, with_responses=False)
+    data = open_training_data(options, tokenizer, load_rows(options, "split"), 0)
     with RayRuntime().start(plan, models, tmp_path_factory.mktemp("run")) as engines:
         assert isinstance(engines, RayEngines)
         yield Started(plan, engines, data, engines.place_with_tokens(data))
@@ -157,7 +157,7 @@ def test_rounds_are_the_same_as_in_one_process(tmp_path: Path, monkeypatch: pyte
     )
     models, options = models_in_use(plan.recipe), plan.recipe.data
     tokenizer = load_tokenizer("policy", models["policy"])
-    data = open_training_data(options, tokenizer, load_rows(options, "split"), 0, with_responses=False)
+    data = open_training_data(options, tokenizer, load_rows(options, "split"), 0)
     training, steps = replace(plan, graph=without_resampled(plan.graph)), range(3)
     with LocalRuntime().start(plan, models, tmp_path) as engines:
         rounds = ResamplingRounds(plan.graph, options.batch_size, data, run_graph)

@@ -87,9 +87,7 @@ def test_the_compiled_graph_gives_the_same_figures(tmp_path: Path) -> None:
     recipe = rlflow.load(OVERRIDES, CONFIG_DIR)
     plan, models = rlflow.compile(recipe), models_in_use(recipe)
     tokenizer = load_tokenizer("policy", models["policy"])
-    data = open_training_data(
-        recipe.data, tokenizer, load_rows(recipe.data, "split"), recipe.seed, with_responses=False
-    )
+    data = open_training_data(recipe.data, tokenizer, load_rows(recipe.data, "split"), recipe.seed)
     policy, reference = (
         load_model("policy", models["policy"], device="cpu", dtype=torch.float32, seed=0) for _ in range(2)
     )

@@ -106,7 +106,7 @@ def test_the_compiled_graph_gives_the_same_figures(tmp_path: Path) -> None:
     models = models_in_use(plan.recipe)
     tokenizer = load_tokenizer("policy", models["policy"])
     rows = load_rows(plan.recipe.data, "split")
-    data = open_training_data(plan.recipe.data, tokenizer, rows, plan.recipe.seed, with_responses=False)
+    data = open_training_data(plan.recipe.data, tokenizer, rows, plan.recipe.seed)
     policy, reference, critic = (
         load_model("policy", models["policy"], device="cpu", dtype=torch.float32, seed=0, head=head) for head in _HEADS
     )

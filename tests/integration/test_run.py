@@ -254,7 +254,7 @@ def test_evaluation_takes_the_likeliest_tokens_of_held_out_prompts(tmp_path: Pat
     tokenizer = load_tokenizer("policy", models["policy"])
     rows = load_rows(plan.recipe.data, "eval_split")[:10]
     prompts = open_training_data(
-        plan.recipe.data, tokenizer, (), 0, with_responses=False, held_out={"": (plan.recipe.data, rows)}
+        plan.recipe.data, tokenizer, (), 0, held_out={"": (plan.recipe.data, rows)}
     ).held_out_prompts()
     with LocalRuntime().start(plan, models, tmp_path) as engines:
         engines["rollout"].load_weights(engines["actor"].weights(), 0)

@@ -221,13 +221,20 @@ class EngineMemory:
     """Tokens in the KV cache of the whole tensor-parallel group."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """The most that one step of a serving engine works on, for which it reserves memory."""
+
+    max_num_seqs: int = 256
+    max_batched_tokens: int = MAX_BATCHED_TOKENS
+
+
 def generate_memory(
     model: Architecture,
     layout: Layout,
     memory_gib: float,
+    limits: StepLimits = StepLimits(),
     *,
-    max_num_seqs: int = 256,
-    max_batched_tokens: int = MAX_BATCHED_TOKENS,
     weight_bytes: float = 2,
     lora: Lora | None = None,
     sharp: Sharp = NO_SHARP,
@@ -240,8 +247,8 @@ def generate_memory(
     budget = (layout.gpu_memory_utilization or 0.9) * memory_gib
     width = layout.tensor_parallel_size
     weights = max(stage.dense + stage.experts for stage in pipeline_stages(model, layout))
-    peak = max_batched_tokens * (4 * model.hidden_size + (4 * model.mlp_width + 4 * model.query_width) / width)
-    peak += max_num_seqs * model.vocab_size * 10
+    peak = limits.max_batched_tokens * (4 * model.hidden_size + (4 * model.mlp_width + 4 * model.query_width) / width)
+    peak += limits.max_num_seqs * model.vocab_size * 10
     terms = {
         "weights": weight_bytes * (weights + model.encoder_parameters) / GIB,
         "engine": peak / GIB,

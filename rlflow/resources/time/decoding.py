@@ -23,30 +23,39 @@ class Generation:
     """Throughput while the batch is full."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Requests:
+    """The sequences that one engine generates."""
+
+    sequences: float
+    group_size: float = 1
+    """The number of them that share a prompt, which is read once."""
+    prompts: Lengths
+    responses: Lengths
+    engines: float = 1
+    """The number of engines that generate as many, and of which the slowest decides."""
+
+
 def generation(
     model: Architecture,
     layout: Layout,
     speed: Speed,
+    requests: Requests,
     *,
-    sequences: float,
-    group_size: float,
-    prompts: Lengths,
-    responses: Lengths,
     kv_tokens: float,
     max_num_seqs: int = 1024,
-    engines: float = 1,
     weight_bytes: float = 2,
 ) -> Generation:
-    """Predict how long one engine generates with continuous batching, until all ``engines`` have finished.
+    """Predict how long one engine generates with continuous batching, until all engines have finished.
 
     While sequences wait, free places are filled again, and the batch becomes a mixture of all ages; this happens sooner
     if lengths vary more. The mean context, and what is left when none waits, are those of a renewal process. Every
-    token is counted once. ``group_size`` is the number of this engine's sequences that share a prompt, which is read
-    once.
+    token is counted once.
     """
+    sequences, responses, prompt = requests.sequences, requests.responses, requests.prompts.mean
     tensor, stages, eager = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.eager is True
     decoder = decoder_of(model, tensor, stages, speed, weight_bytes, eager)
-    prompt, mean, residual = prompts.mean, responses.mean, responses.residual
+    mean, residual = responses.mean, responses.residual
     room = min(float(max_num_seqs), kv_tokens / (prompt + residual + model.state_tokens(tensor)))
     full = max(1.0, min(sequences, room))
     at_best = decoder.seconds(full, prompt + residual)
@@ -58,21 +67,20 @@ def generation(
     if batches:
         before = (1 - mixed) * batches * full * mean + mixed * (sequences * mean - full * residual)
         seconds = before / full * at_best
-    seconds += _tail(decoder, prompt, responses, engines, last=last, full=full, mixed=mixed)
+    seconds += _tail(decoder, requests, last=last, full=full, mixed=mixed)
     if batches:
         # Waiting never makes the batch faster than if there were room for all, and the longest takes its time anyway.
-        seconds = max(seconds, _tail(decoder, prompt, responses, engines, last=sequences, full=0.0, mixed=0.0))
-    prefill = decoder.prefill(speed, sequences / group_size * prompt, prompt)
+        seconds = max(seconds, _tail(decoder, requests, last=sequences, full=0.0, mixed=0.0))
+    prefill = decoder.prefill(speed, sequences / requests.group_size * prompt, prompt)
     return Generation(seconds + prefill, prefill, full, full / at_best)
 
 
-def _tail(
-    decoder: "Decoder", prompt: float, responses: Lengths, engines: float, *, last: float, full: float, mixed: float
-) -> float:
+def _tail(decoder: "Decoder", requests: Requests, *, last: float, full: float, mixed: float) -> float:
     """Return the seconds from when none waits.
 
     ``last`` sequences start together, and, as far as the batch is ``mixed``, ``full`` sequences have all ages.
     """
+    prompt, responses, engines = requests.prompts.mean, requests.responses, requests.engines
     seconds = 0.0
     width = responses.longest / len(responses.survival)
     at = width / 2
@@ -87,35 +95,6 @@ def _tail(
             seconds += width * share * decoder.seconds(max(1.0, active), context)
         at += width
     return seconds
-
-
-def padded_generation(
-    model: Architecture,
-    layout: Layout,
-    speed: Speed,
-    *,
-    sequences: float,
-    batch: float,
-    prompts: Lengths,
-    responses: Lengths,
-    layer_s: float | None = None,
-    gather_s: float = 0,
-) -> Generation:
-    """Predict batches one after another, each until its longest response ends, as in a library without an engine.
-
-    A layer takes at least ``layer_s``, the launch of its kernels, by default as in training. Every step copies the KV
-    cache to make room for one more token: read, written, and read (transformers, DynamicCache). Sharded weights are
-    gathered for every step, in ``gather_s``.
-    """
-    decoder = decoder_of(model, layout.tensor_parallel_size, layout.pipeline_parallel_size, speed, 2)
-    batch = min(batch, sequences)
-    launch = model.num_hidden_layers * (speed.efficiency.train_layer_s if layer_s is None else layer_s)
-    context = prompts.mean + responses.longest_of(batch) / 2
-    moved = decoder.seconds(batch, context) + 2 * batch * decoder.key_seconds(context)
-    step = max(moved, launch + speed.efficiency.decode_step_s, gather_s)
-    prefill = decoder.prefill(speed, sequences * prompts.mean, prompts.mean)
-    seconds = ceil(sequences / batch) * responses.longest_of(batch) * step
-    return Generation(seconds + prefill, prefill, batch, batch / step)
 
 
 @dataclass(frozen=True)

@@ -44,131 +44,103 @@ class Pass:
         return self.compute + self.communication
 
 
-def training(
-    model: Architecture,
-    layout: Layout,
-    speed: Speed,
-    *,
-    tokens: float,
-    length: float,
-    minibatches: int = 1,
-    gradient_bytes: float = 2,
-    fused_layers: bool = False,
-    fused_loss: bool = False,
-    flash: bool = True,
-    adapters: bool = False,
-    computed: float = 1.0,
-    value_bytes: float = 2,
-) -> Pass:
-    """Predict forward, backward (twice that) and optimizer over ``tokens`` of sequences of ``length``, over all ranks.
+@dataclass(frozen=True, kw_only=True)
+class PassBatch:
+    """The sequences that all ranks of a role pass through their model."""
 
-    With ``adapters`` only these have gradients, which halves the matrix products of the backward pass. ``computed`` is
-    the share of the tokens that pass through the model, where the rows of a prompt share its tokens. ``value_bytes``
-    is the size of an activation.
-    """
-    forward = 2 if layout.gradient_checkpointing else 1
+    tokens: float
+    """The tokens of all sequences."""
+    length: float
+    """The tokens of a typical sequence."""
+    computed: float = 1.0
+    """The share of the tokens that pass through the model, where the rows of a prompt share its tokens."""
+    minibatches: int = 1
+    """The optimizer steps of an update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """How a library computes a pass."""
+
+    value_bytes: float = 2
+    """The size of an activation."""
+    gradient_bytes: float = 2
+    adapters: bool = False
+    """Only adapters have gradients, which halves the matrix products of the backward pass."""
+    fused_layers: bool = False
+    fused_loss: bool = False
+    flash: bool = True
+
+
+def training(model: Architecture, layout: Layout, speed: Speed, batch: PassBatch, kernels: Kernels = Kernels()) -> Pass:
+    """Predict forward, backward (twice that) and optimizer over a batch, over all ranks."""
     step = _passes(
         model,
         layout,
         speed,
-        tokens,
-        length,
-        forward=forward,
-        backward=1 if adapters else 2,
-        adapters=adapters,
-        minibatches=minibatches,
-        gradient_bytes=0 if adapters else gradient_bytes,
-        fused=fused_layers,
-        flash=flash,
-        logit_bytes=8 if fused_loss else 24,
-        computed=computed,
-        value_bytes=value_bytes,
+        batch,
+        kernels,
+        _Products(
+            forward=2 if layout.gradient_checkpointing else 1,
+            backward=1 if kernels.adapters else 2,
+            logit_bytes=8 if kernels.fused_loss else 24,
+        ),
     )
-    if adapters:
+    if kernels.adapters:
         return step
     reduced = 0.0
     if layout.zero_stage != 3:
         # Gradients scattered or reduced, weights or gradients gathered: half hides behind the backward pass.
-        reduced = (gradient_bytes / 2 + 2) * _spread_seconds(model, layout, speed)
+        reduced = (kernels.gradient_bytes / 2 + 2) * _spread_seconds(model, layout, speed)
     owned = model.num_parameters / layout.num_gpus
     if not layout.zero_stage:
         owned = model.num_parameters / layout.model_parallel_size
     # Adam reads gradient, master copy and two moments, and writes the last three and the weight.
     update = owned * 30 / speed.memory
     if layout.offload in ("optimizer", "weights"):
-        update = owned * (speed.gpus_per_host / _HOST_ADAM + (gradient_bytes + 2) / _PINNED)
-    return Pass(step.compute + minibatches * update, step.communication + minibatches * reduced)
+        update = owned * (speed.gpus_per_host / _HOST_ADAM + (kernels.gradient_bytes + 2) / _PINNED)
+    return Pass(step.compute + batch.minibatches * update, step.communication + batch.minibatches * reduced)
 
 
-def scoring(
-    model: Architecture,
-    layout: Layout,
-    speed: Speed,
-    *,
-    tokens: float,
-    length: float,
-    fused_layers: bool = False,
-    flash: bool = True,
-    computed: float = 1.0,
-    value_bytes: float = 2,
-) -> Pass:
-    """Predict a forward pass over ``tokens``, over all ranks. Other arguments are as in ``training``."""
-    return _passes(
-        model,
-        layout,
-        speed,
-        tokens,
-        length,
-        forward=1,
-        backward=0,
-        minibatches=1,
-        gradient_bytes=0,
-        fused=fused_layers,
-        flash=flash,
-        logit_bytes=12,
-        computed=computed,
-        value_bytes=value_bytes,
-    )
+def scoring(model: Architecture, layout: Layout, speed: Speed, batch: PassBatch, kernels: Kernels = Kernels()) -> Pass:
+    """Predict a forward pass over a batch, over all ranks."""
+    return _passes(model, layout, speed, batch, kernels, _Products(forward=1, backward=0, logit_bytes=12))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Products:
+    """The matrix products of passes, in forward passes' worth. All else takes twice as long backward."""
+
+    forward: int
+    backward: int
+    logit_bytes: float
+    """The bytes that are moved for each logit."""
 
 
 def _passes(
-    model: Architecture,
-    layout: Layout,
-    speed: Speed,
-    tokens: float,
-    length: float,
-    *,
-    forward: int,
-    backward: int,
-    adapters: bool = False,
-    minibatches: int,
-    gradient_bytes: float,
-    fused: bool,
-    flash: bool,
-    logit_bytes: float,
-    computed: float,
-    value_bytes: float,
+    model: Architecture, layout: Layout, speed: Speed, batch: PassBatch, kernels: Kernels, products: _Products
 ) -> Pass:
-    """Return the time of passes over the model.
-
-    ``forward`` and ``backward`` are in forward passes' worth of matrix products; all else takes twice as long backward.
-    ``logit_bytes`` are moved for each logit.
-    """
+    """Return the time of passes over the model."""
+    forward, backward, minibatches = products.forward, products.backward, batch.minibatches
+    fused, adapters = kernels.fused_layers, kernels.adapters and backward > 0
+    gradient_bytes = kernels.gradient_bytes if backward and not adapters else 0
     efficiency = speed.efficiency
     width, stages, sequence = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.sequence_parallel_size
     blocks = model.num_blocks / stages
     # The rank with the most work decides.
-    share = tokens / layout.data_parallel_size / efficiency.balance
+    share = batch.tokens / layout.data_parallel_size / efficiency.balance
     micro_batches = max(minibatches, ceil(share / layout.micro_batch_tokens))
     attending = share / micro_batches / sequence
-    here = attending * computed
-    work, passes = forward_work(model, value_bytes), forward + (2 if backward else 0)
-    products = (forward + backward) * work.product_seconds(speed, here)
+    here = attending * batch.computed
+    work, passes = forward_work(model, kernels.value_bytes), forward + (2 if backward else 0)
+    multiplied = (forward + backward) * work.product_seconds(speed, here)
     if here and not speed.is_cpu:
-        products *= 1 + efficiency.small_batch_tokens / here
-    other = work.other_seconds(speed, here, length, fused=fused, flash=flash, adapters=adapters, attending=attending)
-    arithmetic = products + passes * other
-    compute = arithmetic / (width * stages) + here * model.num_outputs * logit_bytes / width / speed.memory
+        multiplied *= 1 + efficiency.small_batch_tokens / here
+    other = work.other_seconds(
+        speed, here, batch.length, fused=fused, flash=kernels.flash, adapters=adapters, attending=attending
+    )
+    arithmetic = multiplied + passes * other
+    compute = arithmetic / (width * stages) + here * model.num_outputs * products.logit_bytes / width / speed.memory
     launch = efficiency.train_layer_s * (0.5 if fused else 1.0) * (_ADAPTER_LAUNCHES if adapters else 1.0)
     launches = passes * (blocks / 2 * launch + efficiency.expert_layer_s * model.num_sparse_layers / stages)
     compute = compute + launches if speed.is_cpu else max(compute, launches)

@@ -32,8 +32,8 @@ def some_rows(split: str, count: int = 7) -> list[dict[str, str]]:
     return ROWS[:count]
 
 
-def opened(data: Data, tokenizer: Any = TOKENIZER, seed: int = 0, *, with_responses: bool = False) -> DataSource:
-    return open_training_data(data, tokenizer, load_rows(data, "split"), seed, with_responses=with_responses)
+def opened(data: Data, tokenizer: Any = TOKENIZER, seed: int = 0, *, edge: Any = "prompts") -> DataSource:
+    return open_training_data(data, tokenizer, load_rows(data, "split"), seed, edge=edge)
 
 
 def test_every_row_once_an_epoch_in_a_new_order(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_tokens_of_prompt_and_response(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"question": "1+2=", "answer": "3"}])
     columns = {"prompt": "question", "response": "answer"}
     options = data(path, columns=columns, batch_size=1)
-    examples = opened(options, with_responses=True).examples(0)
+    examples = opened(options, edge="examples").examples(0)
     assert TOKENIZER.decode(examples.prompt_ids[0]) == "1+2="
     assert examples.response_ids[0].tolist() == [*TOKENIZER("3")["input_ids"], TOKENIZER.eos_token_id]
 
@@ -65,7 +65,7 @@ def test_tokens_of_prompt_and_response(tmp_path: Path) -> None:
 def test_a_response_that_repeats_its_prompt_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "1+2=", "answer": "3"}])
     with pytest.raises(RecipeError, match=r"^data\.columns\.response: prompt and response are both 'prompt', so that"):
-        opened(data(path, columns={"response": "prompt"}), with_responses=True)
+        opened(data(path, columns={"response": "prompt"}), edge="examples")
     copied = opened(data(path, columns={"answer": "prompt"})).prompts(0)
     assert copied.rows[0]["answer"] == "1+2="
 
@@ -83,7 +83,7 @@ def test_parquet_and_a_folder_with_splits(tmp_path: Path) -> None:
     write(folder / "test.jsonl", ROWS[5:])
     options = data(folder, eval_split="test")
     apart = load_rows(options, "eval_split")
-    held_out = open_training_data(options, TOKENIZER, apart, 0, with_responses=False, held_out={"": (options, apart)})
+    held_out = open_training_data(options, TOKENIZER, apart, 0, held_out={"": (options, apart)})
     assert [row["prompt"] for row in held_out.held_out_prompts().rows] == ["5+5=", "6+6="]
 
 
@@ -127,7 +127,7 @@ def test_chat_template_and_messages(tmp_path: Path) -> None:
 def test_what_is_wrong_is_named(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     path = write(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(RecipeError) as raised:
-        opened(data(**{"source": path, **fields}), with_responses=True)
+        opened(data(**{"source": path, **fields}), edge="examples")
     assert str(raised.value).startswith(message)
 
 

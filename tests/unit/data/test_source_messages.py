@@ -22,9 +22,9 @@ SYSTEM = {"role": "system", "content": "77"}
 AGAIN, LAST = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
 
 
-def opened(path: Path, rows: list[dict[str, Any]], *, with_responses: bool = True, **fields: Any) -> DataSource:
+def opened(path: Path, rows: list[dict[str, Any]], *, edge: Any = "examples", **fields: Any) -> DataSource:
     options = data(write(path / "rows.jsonl", rows), **{"batch_size": 1, "max_prompt_tokens": 32, **fields})
-    return open_training_data(options, TOKENIZER, load_rows(options, "split"), 0, with_responses=with_responses)
+    return open_training_data(options, TOKENIZER, load_rows(options, "split"), 0, edge=edge)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_the_prompt_ends_before_the_answer(
 
 
 def test_rewards_do_not_read_the_answer_in_the_prompt(tmp_path: Path) -> None:
-    source = opened(tmp_path, [{"messages": [USER, ASSISTANT]}], with_responses=False)
+    source = opened(tmp_path, [{"messages": [USER, ASSISTANT]}], edge="prompts")
     assert source.prompts(0).rows[0]["prompt"] == [USER]
 
 
@@ -59,16 +59,14 @@ def test_rewards_do_not_read_the_answer_in_the_prompt(tmp_path: Path) -> None:
     [("1+1", "65+41+1+="), ([USER], "65+41+1+="), ([USER, ASSISTANT], "65+41+1+="), ([SYSTEM, USER], "677+41+1+=")],
 )
 def test_a_system_prompt_is_before_every_prompt_without_its_own(tmp_path: Path, prompt: Any, text: str) -> None:
-    source = opened(tmp_path, [{"prompt": prompt}], with_responses=False, system_prompt="5")
+    source = opened(tmp_path, [{"prompt": prompt}], edge="prompts", system_prompt="5")
     assert TOKENIZER.decode(source.prompts(0).ids[0]) == text
 
 
 def test_a_system_prompt_needs_a_chat_template(tmp_path: Path) -> None:
     options = data(write(tmp_path / "rows.jsonl", [{"prompt": "1+1"}]), system_prompt="5")
     with pytest.raises(RecipeError, match=r"^data\.system_prompt: needs a chat template, and the tokenizer has none"):
-        open_training_data(
-            options, load_tokenizer("policy", MODEL), load_rows(options, "split"), 0, with_responses=False
-        )
+        open_training_data(options, load_tokenizer("policy", MODEL), load_rows(options, "split"), 0)
 
 
 @pytest.mark.parametrize(

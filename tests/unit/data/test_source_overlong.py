@@ -15,7 +15,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def opened(path: Path, *, with_pairs: bool = False, **fields: Any) -> DataSource:
+def opened(path: Path, *, edge: Any = "examples", **fields: Any) -> DataSource:
     options = data(
         write(path / "rows.jsonl", ROWS), **{"batch_size": 2, "max_prompt_tokens": 5, "eval_split": "test", **fields}
     )
@@ -25,8 +25,7 @@ def opened(path: Path, *, with_pairs: bool = False, **fields: Any) -> DataSource
         TOKENIZER,
         rows,
         0,
-        with_responses=not with_pairs,
-        with_pairs=with_pairs,
+        edge=edge,
         held_out={"": (options, rows[:2])},
     )
 
@@ -62,7 +61,7 @@ def test_rows_are_dropped_with_their_responses(tmp_path: Path) -> None:
 
 
 def test_pairs_are_dropped_together(tmp_path: Path) -> None:
-    source = opened(tmp_path, overlong="drop", with_pairs=True)
+    source = opened(tmp_path, overlong="drop", edge="pairs")
     assert texts(source) == {"1+1=": "0", "2+2=": "2"}
     assert source.rejected_ids is not None
     assert len(source.rejected_ids) == 2

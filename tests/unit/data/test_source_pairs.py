@@ -19,9 +19,7 @@ END = TOKENIZER.eos_token_id
 def opened(path: Path, rows: list[dict[str, Any]] = ROWS, **fields: Any) -> DataSource:
     options = data(write(path / "pairs.jsonl", rows), batch_size=3, **fields)
     read = load_rows(options, "split")
-    return open_training_data(
-        options, TOKENIZER, read, 0, with_responses=False, with_pairs=True, held_out={"": (options, read[:2])}
-    )
+    return open_training_data(options, TOKENIZER, read, 0, edge="pairs", held_out={"": (options, read[:2])})
 
 
 def test_both_responses_of_a_prompt_are_neighbours(tmp_path: Path) -> None:
@@ -54,7 +52,7 @@ def test_a_conversation_may_be_the_prompt_and_the_response(tmp_path: Path) -> No
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     options = data(write(tmp_path / "a.jsonl", [{"chosen": talk, "rejected": "3"}]), columns={"prompt": "chosen"})
     rows = load_rows(options, "split")
-    pairs = open_training_data(options, tokenizer, rows, 0, with_responses=False, with_pairs=True).pairs(0)
+    pairs = open_training_data(options, tokenizer, rows, 0, edge="pairs").pairs(0)
     assert [tokenizer.decode(pairs.prompt_ids[0]), tokenizer.decode(pairs.response_ids[0][:-1])] == ["1+1=", "2"]
 
 

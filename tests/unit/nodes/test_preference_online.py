@@ -18,7 +18,7 @@ from rlflow.compiler.wire import wire
 from rlflow.engines.base import TrainsLogprobs
 from rlflow.errors import GraphError
 from rlflow.nodes.base import Node
-from rlflow.nodes.minibatches import Weighting, mean_metrics, train
+from rlflow.nodes.minibatches import OptimizerSteps, Weighting, mean_metrics, train
 from rlflow.nodes.preference import DpoLoss, Preference
 from rlflow.runtime.local import LocalRuntime
 from rlflow.runtime.run import run
@@ -43,7 +43,11 @@ class OnlineDpo(Preference, Node, kind="online_dpo_update", unit="group"):
         )
         columns: dict[str, Packed] = {"reference": reference.values.take(rows)}
         steps = train(
-            engine, pairs, columns, DpoLoss(beta=0.1), num_minibatches=1, weighting=Weighting(aggregation="sequence")
+            engine,
+            pairs,
+            columns,
+            DpoLoss(beta=0.1),
+            OptimizerSteps(num_minibatches=1, weighting=Weighting(aggregation="sequence")),
         )
         return Metrics(values=mean_metrics(steps))
 

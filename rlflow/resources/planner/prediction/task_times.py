@@ -1,14 +1,23 @@
 """The seconds that a role's tasks take in a layout."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import GIB, Layout
 from rlflow.resources.models.lora import adapter_parameters, adapter_tensors
-from rlflow.resources.time.decoding import Generation, decoder_of, generation
-from rlflow.resources.time.passes import ENGINE_WAKE_S, host_seconds, offload_seconds, scoring, sync_seconds, training
+from rlflow.resources.time.decoding import Generation, Requests, decoder_of, generation
+from rlflow.resources.time.passes import (
+    ENGINE_WAKE_S,
+    Kernels,
+    PassBatch,
+    host_seconds,
+    offload_seconds,
+    scoring,
+    sync_seconds,
+    training,
+)
 from rlflow.resources.time.speed import Speed
 from rlflow.resources.workload import Task, Workload
 
@@ -46,32 +55,14 @@ def _seconds_of(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tok
 def _work_seconds(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tokens: float) -> float:
     model = demand.architecture
     assert model is not None
-    length = task.typical_length
-    computed = computed_share(task)
+    batch = PassBatch(tokens=task.tokens, length=task.typical_length, computed=computed_share(task))
     if task.kind == "update":
-        tokens, minibatches = task.tokens * task.epochs, task.minibatches
-        return training(
-            model,
-            layout,
-            speed,
-            tokens=tokens,
-            length=length,
-            minibatches=minibatches,
-            adapters=demand.training.lora is not None,
-            gradient_bytes=demand.training.gradients,
-            computed=computed,
-            value_bytes=demand.weight_bytes,
-        ).seconds
+        batch = replace(batch, tokens=task.tokens * task.epochs, minibatches=task.minibatches)
+        adapters = demand.training.lora is not None
+        kernels = Kernels(value_bytes=demand.weight_bytes, gradient_bytes=demand.training.gradients, adapters=adapters)
+        return training(model, layout, speed, batch, kernels).seconds
     if task.kind == "score":
-        return scoring(
-            model,
-            layout,
-            speed,
-            tokens=task.tokens,
-            length=length,
-            computed=computed,
-            value_bytes=demand.weight_bytes,
-        ).seconds
+        return scoring(model, layout, speed, batch, Kernels(value_bytes=demand.weight_bytes)).seconds
     return sum(turn.seconds for turn in generations(demand, task, layout, speed, kv_tokens))
 
 
@@ -91,14 +82,16 @@ def generations(demand: Demand, task: Task, layout: Layout, speed: Speed, kv_tok
             model,
             layout,
             speed,
-            sequences=min(task.samples, each),
-            # After the first turn, contexts differ within a group, and all of them are read again.
-            group_size=group_size if turn == 0 else 1,
-            prompts=prompts,
-            responses=responses,
+            Requests(
+                sequences=min(task.samples, each),
+                # After the first turn, contexts differ within a group, and all of them are read again.
+                group_size=group_size if turn == 0 else 1,
+                prompts=prompts,
+                responses=responses,
+                engines=workers,
+            ),
             kv_tokens=kv_tokens,
             max_num_seqs=DEFAULT_NUM_SEQS if speed.is_cpu else MAX_NUM_SEQS,
-            engines=workers,
             weight_bytes=demand.weight_bytes,
         )
         for turn, (prompts, responses) in enumerate(task.turn_lengths)

@@ -8,7 +8,7 @@ from math import floor, inf
 
 from rlflow.resources.demand import Demand
 from rlflow.resources.layout import Layout
-from rlflow.resources.memory.phases import generate_memory
+from rlflow.resources.memory.phases import StepLimits, generate_memory
 from rlflow.resources.memory.state import Terms
 from rlflow.resources.planner.pool import (
     CPU_MICRO_BATCH_TOKENS,
@@ -143,7 +143,7 @@ class EngineOption:
             model,
             layout,
             memory_gib,
-            max_num_seqs=MAX_NUM_SEQS,
+            StepLimits(max_num_seqs=MAX_NUM_SEQS),
             weight_bytes=demand.weight_bytes,
             lora=demand.follows_lora,
             sharp=host_set.sharp,

@@ -12,7 +12,7 @@ from rlflow.resources.memory.state import TrainingMemory, layer_activations, sta
 from rlflow.resources.models.architecture import Architecture, check
 from rlflow.resources.models.config import architecture_from_config
 from rlflow.resources.models.lora import Lora, adapter_parameters
-from rlflow.resources.time.decoding import generation
+from rlflow.resources.time.decoding import Requests, generation
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.speed import Efficiency, gpu_speed
 from rlflow.resources.time.work import forward_work
@@ -179,10 +179,7 @@ def test_states_limit_the_sequences_of_an_engine() -> None:
         NANO,
         Layout(micro_batch_tokens=1),
         gpu_speed(H100, 8, Efficiency()),
-        sequences=64,
-        group_size=1,
-        prompts=Lengths((1.0,)),
-        responses=lengths,
+        Requests(sequences=64, prompts=Lengths((1.0,)), responses=lengths),
         kv_tokens=100_000,
     )
     assert made.concurrency == pytest.approx(100_000 / (1 + lengths.residual + NANO.state_tokens(1)))

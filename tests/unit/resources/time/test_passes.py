@@ -8,9 +8,11 @@ import pytest
 from rlflow.resources.cluster import Gpu
 from rlflow.resources.layout import Layout
 from rlflow.resources.models.architecture import Architecture
-from rlflow.resources.time.decoding import Generation, decoder_of, generation, padded_generation
+from rlflow.resources.time.decoding import Generation, Requests, decoder_of, generation
 from rlflow.resources.time.lengths import Lengths
 from rlflow.resources.time.passes import (
+    Kernels,
+    PassBatch,
     gather_seconds,
     host_seconds,
     offload_seconds,
@@ -63,10 +65,7 @@ def generate(sequences: float, responses: Lengths, slots: int = 64, layout: Layo
         LLAMA,
         layout,
         SPEED,
-        sequences=sequences,
-        group_size=1,
-        prompts=PROMPTS,
-        responses=responses,
+        Requests(sequences=sequences, prompts=PROMPTS, responses=responses),
         kv_tokens=1e9,
         max_num_seqs=slots,
     )
@@ -124,10 +123,7 @@ def test_room_for_keys_and_values_bounds_the_batch() -> None:
         LLAMA,
         LAYOUT,
         SPEED,
-        sequences=100,
-        group_size=10,
-        prompts=PROMPTS,
-        responses=Lengths((256.0,)),
+        Requests(sequences=100, group_size=10, prompts=PROMPTS, responses=Lengths((256.0,))),
         kv_tokens=10 * (128 + 128),
     )
     assert made.concurrency == pytest.approx(10)
@@ -138,7 +134,11 @@ def test_the_longest_of_many_engines_is_longer() -> None:
     responses = Lengths.log_normal(200, 8192)
     alone = generate(8, responses).seconds
     among = generation(
-        LLAMA, LAYOUT, SPEED, sequences=8, group_size=1, prompts=PROMPTS, responses=responses, kv_tokens=1e9, engines=64
+        LLAMA,
+        LAYOUT,
+        SPEED,
+        Requests(sequences=8, prompts=PROMPTS, responses=responses, engines=64),
+        kv_tokens=1e9,
     ).seconds
     assert among > 1.5 * alone
 
@@ -171,16 +171,6 @@ def test_few_tokens_touch_few_experts() -> None:
     assert many - one == pytest.approx(read * (0.984 - 4 / 64) + 63 * 10e-6, rel=1e-2)
 
 
-def test_without_an_engine_each_batch_waits_for_its_longest() -> None:
-    responses = Lengths((100.0, 300.0))
-    made = padded_generation(
-        LLAMA, LAYOUT, SPEED, sequences=32, batch=8, prompts=PROMPTS, responses=responses, gather_s=0.1
-    )
-    assert made.seconds - made.prefill_seconds == pytest.approx(4 * 300 * 0.1)
-    launched = padded_generation(LLAMA, LAYOUT, SPEED, sequences=8, batch=8, prompts=PROMPTS, responses=responses)
-    assert launched.seconds - launched.prefill_seconds == pytest.approx(300 * (32 * 0.5e-3 + 2.5e-3))
-
-
 # --- scoring and training
 
 
@@ -201,7 +191,7 @@ def test_a_forward_pass_is_two_operations_a_parameter_and_token() -> None:
     # A query of a sequence of 1000 tokens attends to 500 keys in the mean: 4 x 500 x 4096 in each layer.
     expected = 1e6 * (2 * parameters + 32 * 4 * 500 * 4096)
     assert forward_work(LLAMA).flops(1e6, 1000) == pytest.approx(expected)
-    assert scoring(LLAMA, LAYOUT, ideal(), tokens=1e6, length=1000).seconds == pytest.approx(
+    assert scoring(LLAMA, LAYOUT, ideal(), PassBatch(tokens=1e6, length=1000)).seconds == pytest.approx(
         expected / 989.4e12, rel=1e-3
     )
 
@@ -215,15 +205,15 @@ def test_of_experts_only_those_that_are_taken_count() -> None:
 @pytest.mark.parametrize(("checkpointing", "adapters", "passes"), [(0, 0, 3), (1, 0, 4), (0, 1, 2), (1, 1, 3)])
 def test_an_update_takes_six_operations_a_parameter_and_token(checkpointing: int, adapters: int, passes: int) -> None:
     layout = replace(LAYOUT, gradient_checkpointing=bool(checkpointing))
-    update = training(LLAMA, layout, ideal(), tokens=1e6, length=1, adapters=bool(adapters)).seconds
-    forward = scoring(LLAMA, layout, ideal(), tokens=1e6, length=1).seconds
+    update = training(LLAMA, layout, ideal(), PassBatch(tokens=1e6, length=1), Kernels(adapters=bool(adapters))).seconds
+    forward = scoring(LLAMA, layout, ideal(), PassBatch(tokens=1e6, length=1)).seconds
     assert update == pytest.approx(passes * forward, rel=1e-3)
 
 
 def test_only_matrix_products_are_cheaper_for_adapters() -> None:
     """Attention over 4096 keys on average: 4 operations for each, 4096 wide, in 32 layers, in three passes."""
     full, adapters = (
-        training(LLAMA, LAYOUT, ideal(), tokens=1e6, length=8192, adapters=adapters).seconds
+        training(LLAMA, LAYOUT, ideal(), PassBatch(tokens=1e6, length=8192), Kernels(adapters=adapters)).seconds
         for adapters in (False, True)
     )
     parameters = LLAMA.num_parameters - LLAMA.embedding_parameters
@@ -233,7 +223,9 @@ def test_only_matrix_products_are_cheaper_for_adapters() -> None:
 
 def test_small_micro_batches_reach_less_of_the_arithmetic() -> None:
     small, large = (
-        scoring(LLAMA, Layout(micro_batch_tokens=tokens), ideal(small_batch_tokens=128), tokens=2**20, length=1).seconds
+        scoring(
+            LLAMA, Layout(micro_batch_tokens=tokens), ideal(small_batch_tokens=128), PassBatch(tokens=2**20, length=1)
+        ).seconds
         for tokens in (256, 2**20)
     )
     assert small / large == pytest.approx(1.5, rel=1e-3)
@@ -241,7 +233,7 @@ def test_small_micro_batches_reach_less_of_the_arithmetic() -> None:
 
 def test_adapters_launch_more_kernels() -> None:
     # 2.3 times the 0.5 ms of a layer, forward and twice backward.
-    found = training(LLAMA, LAYOUT, SPEED, tokens=1, length=1, adapters=True)
+    found = training(LLAMA, LAYOUT, SPEED, PassBatch(tokens=1, length=1), Kernels(adapters=True))
     assert found.compute == pytest.approx(32 * 3 * 2.3 * 0.5e-3)
 
 
@@ -250,7 +242,9 @@ def test_a_whole_step_reaches_the_published_share_of_an_a100() -> None:
     a100 = Gpu(peak_tflops={"bfloat16": 312.0}, memory_gb_s=2039, link_gb_s=300, network_gb_s=25, source="here")
     layout = replace(LAYOUT, data_parallel_size=64, zero_stage=3)
     speed = gpu_speed(a100, 8, Efficiency(balance=1))
-    update = training(LLAMA, layout, speed, tokens=64 * 8192, length=8192, fused_layers=True).seconds
+    update = training(
+        LLAMA, layout, speed, PassBatch(tokens=64 * 8192, length=8192), Kernels(fused_layers=True)
+    ).seconds
     share = 3 * forward_work(LLAMA).flops(64 * 8192, 8192) / 64 / 312e12 / update
     assert 0.5 < share < 0.65
 
@@ -258,12 +252,12 @@ def test_a_whole_step_reaches_the_published_share_of_an_a100() -> None:
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_a_pipeline_fills_and_drains_once_a_minibatch(minibatches: int) -> None:
     layout = Layout(pipeline_parallel_size=4, micro_batch_tokens=1000)
-    found = training(LLAMA, layout, ideal(), tokens=16_000, length=1000, minibatches=minibatches)
+    found = training(LLAMA, layout, ideal(), PassBatch(tokens=16_000, length=1000, minibatches=minibatches))
     assert found.seconds / found.compute == pytest.approx((16 + 3 * minibatches) / 16, rel=1e-3)
 
 
 def test_a_layer_takes_its_launches_at_least() -> None:
-    found = scoring(LLAMA, LAYOUT, SPEED, tokens=1, length=1)
+    found = scoring(LLAMA, LAYOUT, SPEED, PassBatch(tokens=1, length=1))
     assert found.compute == pytest.approx(32 * 0.5e-3)
 
 
@@ -274,8 +268,7 @@ def test_more_gpus_are_never_slower(stage: int) -> None:
             LLAMA,
             Layout(data_parallel_size=ranks, zero_stage=stage, micro_batch_tokens=8192),
             SPEED,
-            tokens=4e6,
-            length=1000,
+            PassBatch(tokens=4e6, length=1000),
         ).seconds
         for ranks in (1, 2, 4, 8, 16, 32, 64)
     ]
@@ -284,23 +277,32 @@ def test_more_gpus_are_never_slower(stage: int) -> None:
 
 def test_gathers_hide_in_part_behind_large_micro_batches_only() -> None:
     sharded = Layout(data_parallel_size=16, zero_stage=3, micro_batch_tokens=32768)
-    large = training(LLAMA, sharded, SPEED, tokens=16 * 32768 * 0.9, length=1000)
-    small = training(LLAMA, replace(sharded, micro_batch_tokens=64), SPEED, tokens=16 * 64 * 0.9, length=1000)
+    large = training(LLAMA, sharded, SPEED, PassBatch(tokens=16 * 32768 * 0.9, length=1000))
+    small = training(
+        LLAMA, replace(sharded, micro_batch_tokens=64), SPEED, PassBatch(tokens=16 * 64 * 0.9, length=1000)
+    )
     # Weights forward and backward, and gradients, 2 bytes each, over 8 x 50 GB/s: a quarter hides, or what is computed.
     spread = 6 * LLAMA.num_parameters * 15 / 16 / (400e9 * 0.7)
     assert large.communication == pytest.approx(0.75 * spread, rel=1e-6)
     assert small.communication == pytest.approx(0.75 * spread, rel=1e-6)
     hidden = replace(SPEED, efficiency=replace(SPEED.efficiency, overlap=1.0))
-    assert training(LLAMA, sharded, hidden, tokens=16 * 32768 * 0.9, length=1000).communication == 0
-    assert training(LLAMA, replace(sharded, micro_batch_tokens=64), hidden, tokens=16 * 64, length=1).communication > 0
+    assert training(LLAMA, sharded, hidden, PassBatch(tokens=16 * 32768 * 0.9, length=1000)).communication == 0
+    assert (
+        training(
+            LLAMA, replace(sharded, micro_batch_tokens=64), hidden, PassBatch(tokens=16 * 64, length=1)
+        ).communication
+        > 0
+    )
 
 
 def test_recomputing_gathers_again_and_a_pipeline_gathers_once() -> None:
     layout = Layout(data_parallel_size=16, zero_stage=3, micro_batch_tokens=4096, gradient_checkpointing=True)
-    again = training(LLAMA, layout, SPEED, tokens=16 * 4096 * 0.9, length=1000)
+    again = training(LLAMA, layout, SPEED, PassBatch(tokens=16 * 4096 * 0.9, length=1000))
     assert again.communication == pytest.approx(0.75 * 8 * LLAMA.num_parameters * 15 / 16 / (400e9 * 0.7))
     staged = replace(layout, pipeline_parallel_size=2)
-    one, many = (training(LLAMA, staged, SPEED, tokens=16 * 4096 * count * 0.9, length=1000) for count in (1, 9))
+    one, many = (
+        training(LLAMA, staged, SPEED, PassBatch(tokens=16 * 4096 * count * 0.9, length=1000)) for count in (1, 9)
+    )
     idle = one.compute  # a stage waits for the other once
     assert many.communication - one.communication < 8 * (one.communication - idle) / 4
 
@@ -320,8 +322,7 @@ def test_adam_on_the_host_is_slower() -> None:
             LLAMA,
             Layout(data_parallel_size=8, zero_stage=2, offload=offload, micro_batch_tokens=8192),
             SPEED,
-            tokens=8,
-            length=1,
+            PassBatch(tokens=8, length=1),
         ).compute
         for offload in (None, "optimizer")
     )
@@ -330,20 +331,21 @@ def test_adam_on_the_host_is_slower() -> None:
 
 
 def test_sharing_tensors_and_experts_costs_messages() -> None:
-    alone = scoring(EXPERTS, replace(LAYOUT, data_parallel_size=8), SPEED, tokens=1e6, length=1000)
+    alone = scoring(EXPERTS, replace(LAYOUT, data_parallel_size=8), SPEED, PassBatch(tokens=1e6, length=1000))
     spread = replace(LAYOUT, data_parallel_size=8, expert_parallel_size=8)
-    assert scoring(EXPERTS, spread, SPEED, tokens=1e6, length=1000).seconds > alone.seconds
+    assert scoring(EXPERTS, spread, SPEED, PassBatch(tokens=1e6, length=1000)).seconds > alone.seconds
     far = replace(spread, data_parallel_size=16, expert_parallel_size=16)
-    assert scoring(EXPERTS, far, SPEED, tokens=2e6, length=1000).seconds > alone.seconds
+    assert scoring(EXPERTS, far, SPEED, PassBatch(tokens=2e6, length=1000)).seconds > alone.seconds
     wide = replace(LAYOUT, micro_batch_tokens=65536)
     for layout in (replace(wide, tensor_parallel_size=8), replace(wide, sequence_parallel_size=8)):
-        found = scoring(LLAMA, layout, SPEED, tokens=1e6, length=1000)
+        found = scoring(LLAMA, layout, SPEED, PassBatch(tokens=1e6, length=1000))
         assert 0 < found.communication < found.compute
 
 
 def test_attention_that_keeps_its_matrix_moves_it() -> None:
     flash, whole = (
-        scoring(LLAMA, LAYOUT, SPEED, tokens=1e6, length=2048, flash=flash).seconds for flash in (True, False)
+        scoring(LLAMA, LAYOUT, SPEED, PassBatch(tokens=1e6, length=2048), Kernels(flash=flash)).seconds
+        for flash in (True, False)
     )
     # 16 bytes for each of 32 layers, 32 heads and 2048 keys; and twice the operations.
     moved = 16 * 32 * 32 * 2048 / SPEED.memory

@@ -58,9 +58,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 def data_of(plan: Plan) -> DataSource:
     models = models_in_use(plan.recipe)
     rows = load_rows(plan.recipe.data, "split")
-    return open_training_data(
-        plan.recipe.data, load_tokenizer("policy", models["policy"]), rows, 0, with_responses=False
-    )
+    return open_training_data(plan.recipe.data, load_tokenizer("policy", models["policy"]), rows, 0)
 
 
 @pytest.fixture
